@@ -1,0 +1,94 @@
+"""The compiled library: finds and loads it, registers its FFI targets, and says what it can serve here and why not.
+
+A missing or unusable library is never an error by itself: everything then runs on the pure-JAX reference, and
+`implementation="ffi"` raises with the reason kept here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+from types import ModuleType
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What was found: the module, or why there is none."""
+
+    module: ModuleType | None
+    reason: str | None
+    platforms: tuple[str, ...]
+
+
+def _runtime_ffi_version() -> tuple[int, int]:
+    """The FFI version of the installed jaxlib, read from the header it ships."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(numbers["MAJOR"]), int(numbers["MINOR"])
+
+
+def _load() -> Library:
+    if os.environ.get("JAXLOWPREC_DISABLE_NATIVE", "0") not in ("", "0"):
+        return Library(None, "JAXLOWPREC_DISABLE_NATIVE is set", ())
+    try:
+        from jaxlowprec import _native as module  # type: ignore[attr-defined]
+    except ImportError as error:
+        return Library(None, f"the compiled library could not be loaded: {error}", ())
+    try:
+        built, runtime = module.ffi_api_version, _runtime_ffi_version()
+        # XLA refuses handlers newer than itself, and takes the whole backend down with them.
+        if built[0] != runtime[0] or built[1] > runtime[1]:
+            return Library(
+                None,
+                f"the compiled library uses XLA FFI {built[0]}.{built[1]}, this jaxlib has {runtime[0]}.{runtime[1]}; "
+                "reinstall jaxlowprec with pip's build isolation on, which builds against the oldest supported jaxlib",
+                (),
+            )
+        for name, capsule in module.cpu_handlers().items():
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    except Exception as error:  # a library of another version, or a header that is gone: say so, run the reference
+        return Library(None, f"the compiled library is not usable: {type(error).__name__}: {error}", ())
+    return Library(module, None, ("cpu",))
+
+
+@functools.cache
+def library() -> Library:
+    """The library, loaded and registered on first use."""
+    return _load()
+
+
+def platforms() -> tuple[str, ...]:
+    """Platforms that have native kernels here, such as `("cpu",)`."""
+    return library().platforms
+
+
+def why_not(platform: str) -> str | None:
+    """Why `platform` has no native kernels here, or None if it has."""
+    found = library()
+    if platform in found.platforms:
+        return None
+    return found.reason or f"this build of jaxlowprec has no kernels for platform {platform!r}"
+
+
+def isa() -> str | None:
+    """The instruction set whose CPU kernels are in use: "avx512", "avx2" or "portable"."""
+    module = library().module
+    return module.isa() if module else None
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that can run here, best first."""
+    module = library().module
+    return tuple(module.available_isas()) if module else ()
+
+
+def use_isa(name: str) -> None:
+    """Switches the CPU kernels to another instruction set, for tests and benchmarks. All give the same bytes."""
+    module = library().module
+    if not module or not module.use_isa(name):
+        raise ValueError(f"use_isa: {name!r} is not available here; these are: {available_isas()}")

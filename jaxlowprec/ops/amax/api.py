@@ -1,0 +1,27 @@
+"""Tensor amax as an operand of quantisation: computed apart from the cast, so that a mesh reduces it before the cast."""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxlowprec.formats import BLOCK, Hadamard
+from jaxlowprec.ops.amax.op import amax_op
+from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.rounding import from_bits
+
+
+def amax(
+    x: Float[Array, "*B R C"], plain: bool, hadamard: Hadamard | None, implementation: Implementation = None
+) -> list[Float[Array, "*B"]]:
+    """The largest magnitude of each slice in float32, in one pass over x. NaN or infinity anywhere is never lost.
+
+    Arguments:
+        x: bfloat16, float16 or float32.
+        plain: whether that of x itself is wanted; it comes first.
+        hadamard: a rotation of size 16 along axis -2, after which the amax is wanted too; or None.
+        implementation: None, "ffi" or "reference".
+    """
+    whole_rows = hadamard is not None and x.shape[-2] % BLOCK != 0
+    bits = amax_op(plain, hadamard, whole_rows, implementation)(jax.lax.stop_gradient(x))
+    return [from_bits(b) for b in bits]

@@ -1,0 +1,53 @@
+"""The amax op: of an array, of its columnwise rotation, or of both in one pass over it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec import wiring
+from jaxlowprec.formats import BLOCK, Hadamard
+from jaxlowprec.ops.amax import reference
+from jaxlowprec.ops.implementation import Implementation, choose
+
+
+@functools.cache
+def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, implementation: Implementation):
+    """x [..., R, C] -> uint32 [...] bits: `plain`, then after the rotation along axis -2 where `hadamard` is given.
+
+    `whole_rows`: R is no multiple of the rotation's size, so rows cannot be split.
+    """
+    count = int(plain) + int(hadamard is not None)
+    results = ", ".join(["..."] * count)
+    if hadamard is None:
+        rule = wiring.Rule(f"... r c -> {results}", reductions=("r", "c"))
+    elif whole_rows:
+        rule = wiring.Rule(f"... r c -> {results}", reductions=("c",), whole=("r",))
+    else:
+        rule = wiring.Rule(f"... (r k) c -> {results}", reductions=("r", "c"), k=BLOCK)
+
+    def outputs(x):
+        return [(x.shape[:-2], jnp.uint32)] * count
+
+    def run_reference(x):
+        bits = [reference.amax_bits(x)] if plain else []
+        return bits + ([reference.rotated_amax_bits(x, hadamard)] if hadamard else [])
+
+    def run_native(x):
+        mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
+        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x)]
+        call = jax.ffi.ffi_call("jaxlowprec_amax", results)
+        return call(x, plain=plain, rotated=hadamard is not None, sign_mask=mask)
+
+    return wiring.define(
+        "jaxlowprec_amax",
+        rule=rule,
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        collective=jax.lax.pmax,
+        **choose("amax", implementation),
+    )

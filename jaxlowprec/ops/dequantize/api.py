@@ -1,0 +1,61 @@
+"""From a QuantizedArray back to numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec.formats import BLOCK
+from jaxlowprec.ops.checks import float_dtype
+from jaxlowprec.ops.dequantize.op import dequantize_op
+from jaxlowprec.ops.hadamard.api import hadamard_transform
+from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.quantized_array import QuantizedArray
+
+
+def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implementation = None) -> Float[Array, "..."]:
+    """The array that q approximates: its logical shape and original orientation, the rotation undone.
+
+    Decoded (and rotated back) in float32, then rounded once.
+
+    Arguments:
+        q: a quantised array.
+        dtype: of the result: bfloat16, float16 or float32. None: the dtype q was quantised from.
+        implementation: None, "ffi" or "reference".
+
+    Raises:
+        TypeError: q is no QuantizedArray, or a dtype that is none of those.
+        NotImplementedError: `implementation="ffi"` where there is no kernel.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> x = jnp.array([[0.5, 1.0, 2.0, 3.0] * 4])
+    >>> jlp.dequantize(jlp.quantize(x, jlp.NVFP4()))[0, :4]
+    Array([0.5, 1. , 2. , 3. ], dtype=float32)
+    """
+    who = "dequantize"
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray, as jaxlowprec.quantize returns")
+    dtype = float_dtype(who, "dtype", q.dtype if dtype is None else dtype)
+    vector = len(q.matrix) == 1
+    data, scale = (q.data[..., None, :], q.scale[..., None, :]) if vector else (q.data, q.scale)
+    rows, columns = (1, *q.matrix) if vector else (q.matrix if q.axis == -1 else q.matrix[::-1])
+    operands = jax.lax.stop_gradient((data, scale, q.amax))
+    if q.hadamard is None or q.hadamard.size == BLOCK:
+        values = _decode(operands, q.format.tiles, rows, columns, q.hadamard, dtype, implementation)
+    else:  # decoded in float32 with its padding to whole transforms, then rotated back
+        h = q.hadamard
+        values = _decode(operands, q.format.tiles, rows, -(-columns // h.size) * h.size, None, jnp.float32, implementation)
+        values = hadamard_transform(values, -1, h.size, h.signs, inverse=True, implementation=implementation)
+        values = values[..., :columns].astype(dtype)
+    if vector:
+        return values[..., 0, :]
+    return jnp.swapaxes(values, -1, -2) if q.axis == -2 else values
+
+
+def _decode(operands, tiles, rows, columns, hadamard, dtype, implementation) -> jax.Array:
+    ragged_columns = columns if columns % BLOCK else None
+    op = dequantize_op(tiles, rows % BLOCK != 0, ragged_columns, hadamard, jnp.dtype(dtype), implementation)
+    return op(*operands)[0]

@@ -1,0 +1,75 @@
+"""The random Hadamard transform as a differentiable function."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxlowprec.formats import DEFAULT_SIGNS, Hadamard
+from jaxlowprec.ops.checks import float_array, last_axis
+from jaxlowprec.ops.hadamard.op import hadamard_op
+from jaxlowprec.ops.implementation import Implementation
+
+
+def hadamard_transform(
+    x: Float[Array, "*B R C"],
+    axis: int = -1,
+    size: int = 16,
+    signs: tuple[int, ...] | None = DEFAULT_SIGNS,
+    inverse: bool = False,
+    implementation: Implementation = None,
+) -> Float[Array, "*B R C"]:
+    """`((x * signs) @ H) / sqrt(size)` on each `size` consecutive elements of an axis.
+
+    Computed in float32 and rounded once to x's dtype. Its inverse (`inverse=True`: first H, then the signs) is its
+    transpose, which is also its gradient.
+
+    Arguments:
+        x: bfloat16, float16 or float32, of one or more dimensions.
+        axis: the last or second last axis; its length is a multiple of `size`.
+        size: 16, 32, 64, 128 or 256.
+        signs: see `Hadamard`; None for plain H.
+        inverse: undo the transform.
+        implementation: None, "ffi" or "reference".
+
+    Raises:
+        TypeError: x is not a float array of those dtypes.
+        ValueError: an axis, size, signs or length that does not fit.
+        NotImplementedError: `implementation="ffi"` where there is no kernel.
+
+    Source: numerics.md 3; arXiv 2509.25149, section 4.2.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> x = jnp.arange(1.0, 17.0)
+    >>> jlp.hadamard_transform(x)[:4]
+    Array([-15.5,  -7.5,   7.5,  -0.5], dtype=float32)
+    """
+    who = "hadamard_transform"
+    hadamard = Hadamard(size, signs)
+    x = float_array(who, "x", x)
+    axis = last_axis(who, axis, x.ndim)
+    if x.shape[axis] % size:
+        raise ValueError(
+            f"{who}: axis {axis} has {x.shape[axis]} elements; needs a multiple of size={size}: pad it with jnp.pad"
+        )
+    if x.ndim == 1:
+        return _transform(hadamard, False, bool(inverse), implementation, x[None])[0]
+    return _transform(hadamard, axis == -2, bool(inverse), implementation, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _transform(hadamard: Hadamard, vertical: bool, inverse: bool, implementation: Implementation, x):
+    return hadamard_op(hadamard, vertical, inverse, implementation)(x)[0]
+
+
+def _forward(hadamard, vertical, inverse, implementation, x):
+    return _transform(hadamard, vertical, inverse, implementation, x), None
+
+
+def _backward(hadamard, vertical, inverse, implementation, _, dy):
+    return (_transform(hadamard, vertical, not inverse, implementation, dy),)
+
+
+_transform.defvjp(_forward, _backward)

@@ -1,0 +1,42 @@
+"""Philox4x32-10 in pure JAX: the random bytes of stochastic rounding (numerics.md 4; Salmon et al., SC 2011)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    """The high and the low 32 bits of a * b, by 16-bit halves: there are no 64-bit integers by default."""
+    a_low, a_high = a & 0xFFFF, a >> 16
+    b_low, b_high = jnp.uint32(b & 0xFFFF), jnp.uint32(b >> 16)
+    middle = a_high * b_low + ((a_low * b_low) >> 16)
+    carry = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (carry >> 16), a * jnp.uint32(b)
+
+
+def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    """Ten rounds on four uint32 counter words with a key of two."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply_wide(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply_wide(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(_KEY_STEPS[0]), k1 + jnp.uint32(_KEY_STEPS[1])
+    return c0, c1, c2, c3
+
+
+def random_bytes(key: jax.Array, stream: int, rows: jax.Array, blocks: jax.Array) -> jax.Array:
+    """uint8 [..., R, B, 16] for a key [..., 2] and global row and block indices [R] and [B]."""
+    batch = key.shape[:-1]
+    shape = (*batch, rows.shape[0], blocks.shape[0])
+    row, block = (jnp.broadcast_to(i, shape) for i in (rows[:, None], blocks[None, :]))
+    words = tuple(key[..., i, None, None] for i in (0, 1))
+    counter = (block, row, jnp.full(shape, stream, jnp.uint32), jnp.zeros(shape, jnp.uint32))
+    out = jnp.stack(philox4x32(counter, words), axis=-1)
+    shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
+    return (out[..., None] >> shifts).astype(jnp.uint8).reshape(*shape, 16)

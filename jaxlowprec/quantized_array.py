@@ -1,0 +1,113 @@
+"""QuantizedArray: codes, block scales and tensor scale of an array, as one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.formats import Hadamard
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("data", "scale", "amax", "zero_point"),
+    meta_fields=("format", "matrix", "dtype", "axis", "hadamard"),
+)
+@dataclasses.dataclass(frozen=True, repr=False)
+class QuantizedArray:
+    """An array quantised along one of its last two axes.
+
+    Invariants, for logical shape `[..., M, K]`, blocks of `b` and `axis=-1`:
+
+        dequantize(q)  ~ the array, in its original orientation
+        data           uint8 [..., M, ceil(K/b) * b/2] for packed 4-bit formats: element 2i in the low nibble of byte i
+        scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]
+        amax           float32 [...], after the rotation, or None
+        axis == -2     data and scale are those of the transposed array, [..., K, ...]: blocks run along M
+
+    A last block that the array does not fill is padded with zeros before it is rotated and quantised. Leading axes are
+    batch axes, each slice with its own amax; jax.vmap adds and removes them.
+
+    Attributes:
+        data: codes.
+        scale: one decode scale a block.
+        amax: the largest magnitude of each slice (float32), which fixes its tensor scale; None for formats without one.
+        zero_point: one a block for asymmetric integer formats, else None.
+        format: what it is quantised to.
+        matrix: the logical sizes of the last two axes (of the only one, for a vector).
+        dtype: what `dequantize` gives by default: the dtype it was quantised from.
+        axis: -1 (rowwise) or -2 (columnwise): the quantised axis, which a GEMM contracts.
+        hadamard: the rotation applied along that axis, or None.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    amax: jax.Array | None
+    zero_point: jax.Array | None
+    format: Any
+    matrix: tuple[int, ...]
+    dtype: Any
+    axis: int
+    hadamard: Hadamard | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape, batch axes included."""
+        return (*self.data.shape[: self.data.ndim - len(self.matrix)], *self.matrix)
+
+    @property
+    def ndim(self) -> int:
+        """The number of logical axes."""
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all array fields."""
+        return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(self))
+
+    @property
+    def compression(self) -> float:
+        """Bytes of the array it stands for, divided by its own."""
+        return self.size * jnp.dtype(self.dtype).itemsize / max(self.nbytes, 1)
+
+    @property
+    def mT(self) -> QuantizedArray:
+        """The matrix transpose: the same data seen as the other orientation, no byte moved."""
+        if len(self.matrix) != 2:
+            raise ValueError(f"QuantizedArray.mT: shape {self.shape} is a vector; a matrix transpose needs two axes")
+        return dataclasses.replace(self, matrix=self.matrix[::-1], axis=-3 - self.axis)
+
+    def dequantize(self, dtype: Any = None) -> jax.Array:
+        """See `jaxlowprec.dequantize`."""
+        from jaxlowprec.ops.dequantize.api import dequantize  # the op builds on this class
+
+        return dequantize(self, dtype)
+
+    def __repr__(self) -> str:
+        try:
+            rotated = f", {self.hadamard}" if self.hadamard else ""
+            return (
+                f"QuantizedArray({self.format}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}, axis={self.axis}"
+                f"{rotated}, {_readable(self.nbytes)}, {self.compression:.2f}x smaller)"
+            )
+        except (AttributeError, TypeError):  # leaves that are not arrays, as transformations put there
+            return f"QuantizedArray({self.format}, data={self.data}, scale={self.scale}, amax={self.amax})"
+
+
+def _readable(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

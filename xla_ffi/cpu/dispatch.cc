@@ -1,0 +1,86 @@
+#include "dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+
+namespace jaxlowprec {
+
+#if defined(JLP_HAVE_AVX512)
+namespace avx512 {
+extern const Kernels kernels;
+}
+#endif
+#if defined(JLP_HAVE_AVX2)
+namespace avx2 {
+extern const Kernels kernels;
+}
+#endif
+namespace portable {
+extern const Kernels kernels;
+}
+
+namespace {
+
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> found;
+#if defined(JLP_HAVE_AVX512)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+    found.push_back(&avx512::kernels);
+#endif
+#if defined(JLP_HAVE_AVX2)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
+#endif
+  found.push_back(&portable::kernels);
+  return found;
+}
+
+const Kernels* find(const std::string& name) {
+  for (const Kernels* k : available())
+    if (name == k->isa) return k;
+  return nullptr;
+}
+
+const Kernels* choose() {
+  const char* wanted = std::getenv("JAXLOWPREC_ISA");
+  const Kernels* found = wanted ? find(wanted) : nullptr;
+  return found ? found : available().front();
+}
+
+std::atomic<const Kernels*>& current() {
+  static std::atomic<const Kernels*> chosen{choose()};
+  return chosen;
+}
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const Kernels* k : available()) names.push_back(k->isa);
+  return names;
+}
+
+const Kernels& kernels() { return *current().load(); }
+
+bool use_isa(const std::string& name) {
+  const Kernels* found = find(name);
+  if (found) current().store(found);
+  return found != nullptr;
+}
+
+uint8_t* thread_scratch(int64_t bytes) {
+  struct Buffer {
+    uint8_t* data = nullptr;
+    int64_t size = 0;
+    ~Buffer() { std::free(data); }
+  };
+  thread_local Buffer buffer;
+  if (bytes > buffer.size) {
+    std::free(buffer.data);
+    buffer.size = (bytes + 63) / 64 * 64;
+    buffer.data = static_cast<uint8_t*>(std::aligned_alloc(64, buffer.size));
+  }
+  return buffer.data;
+}
+
+}  // namespace jaxlowprec

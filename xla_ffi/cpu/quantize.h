@@ -1,0 +1,436 @@
+// NVFP4 quantisation along rows, along columns, or both in one pass over the input (numerics.md 2 to 4).
+//
+// Rows: a group of kLanes blocks at a time. The maxima of 8 vectors fold pairwise until lane b holds block b's amax, scale
+// bytes and their inverses are computed for all blocks at once, and the codes of two neighbours meet in one byte. Scales of
+// a span of groups come before their codes, so that one group's long chain of dependent steps hides behind the others'.
+// Columns: 16 rows of a vector of columns at a time, so that a block's amax and its rotation are vertical; the 16 codes of a
+// column gather in 8 bytes, and 128 rows of them make one 64-byte line of the K-major result.
+// Bytes moved per element: the input once (twice with the amax), 9/16 written a direction.
+#pragma once
+
+#include "../numerics/hadamard.h"
+#include "../numerics/nvfp4.h"
+#include "../numerics/philox.h"
+#include "kernels.h"
+#include "tiles.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+constexpr int kSpan = 16;            // groups of a row whose scales are computed ahead of their codes
+constexpr int kGroupBytes = kGroup / 2;  // of codes
+
+/// What one matrix of the batch is quantised with.
+struct DirectionContext {
+  Nvfp4TensorScale tensor;
+  Random random;  // its own key
+  alignas(64) uint32_t signs[kBlock];
+
+  DirectionContext(const QuantizeDirection& direction, int64_t batch, uint32_t sign_mask)
+      : tensor(nvfp4_tensor_scale(direction.amax[batch])), random(direction.random) {
+    if (random.key) random.key += 2 * batch;
+    for (int r = 0; r < kBlock; ++r) signs[r] = ((sign_mask >> r) & 1u) << 31;
+  }
+};
+
+// --- scales
+
+/// Scale bytes and inverse scales of kLanes blocks. False when a block is out of the ordinary: its scaled elements may
+/// saturate (the scale underflowed, or the given amax was too small), or it is poisoned: it holds NaN or infinity though the
+/// given amax was finite. A poisoned block's scale and inverse scale are NaN and its codes 0.
+JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale, F32& encode) {
+  scale = nvfp4_block_scale(L::from_bits(amax), tensor.multiplier);
+  encode = nvfp4_block_encode<F32>(scale, tensor.decode);
+  const bool ordinary = all_below(L::from_bits(amax) * encode, 7.0f);
+  if (__builtin_expect(!ordinary, 0)) {
+    scale = amax >= kInfinityBits ? fill<F32>(kE4M3NaN) : scale;
+    encode = amax >= kInfinityBits ? L::from_bits(fill<F32>(kNaNBits)) : encode;
+  }
+  return ordinary;
+}
+
+// --- codes
+
+/// An element's code without its sign when rounding to nearest, with it when rounding stochastically, plus kCodeOffset.
+template <bool kStochastic, bool kSaturate>
+JLP_RULE U32 code_bits(F32 y, U32 byte) {
+  if (kStochastic) return e2m1_encode_stochastic(y, byte);
+  return e2m1_magnitude_bits(kSaturate ? L::min(absolute(y), L::splat(kE2M1Max)) : absolute(y));
+}
+template <bool kStochastic>
+constexpr uint32_t kCodeOffset = kStochastic ? 0u : kE2M1MagicBits;  // its low byte is 0
+
+/// kGroup elements to kGroupBytes. `random` holds 16 bytes a block.
+template <class E, bool kStochastic, bool kSaturate>
+JLP_RULE void encode_row_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    U32 code[4];
+    F32 even[4], odd[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const int j = 4 * half + k;
+      const Pair pair = E::load_pair(x + 2 * kLanes * j);
+      const F32 factor = expand_blocks(encode, j);
+      const U32 bytes = kStochastic ? load_u16(random + 2 * kLanes * j) : U32{};
+      even[k] = L::scaled(pair.even, factor);
+      odd[k] = L::scaled(pair.odd, factor);
+      code[k] = code_bits<kStochastic, kSaturate>(even[k], bytes & 0xFFu) +
+                (code_bits<kStochastic, kSaturate>(odd[k], bytes >> 8) << 4);
+    }
+    U8 packed = pack_bytes(code[0], code[1], code[2], code[3]);
+    if (!kStochastic) {
+      packed |= pack_signs(even[0], even[1], even[2], even[3]) >> 4;
+      packed |= pack_signs(odd[0], odd[1], odd[2], odd[3]);
+    }
+    store(data + 4 * kLanes * half, in_order(packed));
+  }
+}
+
+/// Groups out of the ordinary.
+template <class E, bool kStochastic>
+__attribute__((noinline)) void encode_row_group_saturating(const typename E::Storage* x, const float* encode,
+                                                           const uint8_t* random, uint8_t* data) {
+  encode_row_group<E, kStochastic, true>(x, encode, random, data);
+  for (int b = 0; b < kLanes; ++b)
+    if (encode[b] != encode[b]) memset(data + 8 * b, 0, 8);
+}
+
+/// 16 bytes for each of a group's blocks.
+JLP_RULE void random_row_group(const Random& random, uint32_t row, const uint32_t* blocks, uint8_t* bytes) {
+  U32 counter[4] = {load<U32>(blocks), fill<F32>(row), fill<F32>(random.stream), U32{}};
+  philox4x32_10<F32>(counter, random.key[0], random.key[1]);
+  const U32 low02 = shuffle<InterleaveLow>(counter[0], counter[2]), high02 = shuffle<InterleaveHigh>(counter[0], counter[2]);
+  const U32 low13 = shuffle<InterleaveLow>(counter[1], counter[3]), high13 = shuffle<InterleaveHigh>(counter[1], counter[3]);
+  store(bytes, shuffle<InterleaveLow>(low02, low13));
+  store(bytes + JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(low02, low13));
+  store(bytes + 2 * JLP_VECTOR_BYTES, shuffle<InterleaveLow>(high02, high13));
+  store(bytes + 3 * JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(high02, high13));
+}
+
+// --- rows
+
+/// Groups of a row (or of the rows of a slab) that lie together in memory: their scales, then their codes.
+struct Span {
+  alignas(64) float encode[kSpan][kLanes];
+  alignas(64) uint8_t scale[kSpan][kLanes];
+  bool ordinary;
+
+  template <class E>
+  JLP_RULE void compute(Span& span, const typename E::Storage* x, int groups, const Nvfp4TensorScale& tensor) {
+    span.ordinary = true;
+    for (int g = 0; g < groups; ++g) {
+      U32 scale;
+      F32 encode;
+      span.ordinary &= block_scales(E::block_amax(x + g * kGroup), tensor, scale, encode);
+      store(span.encode[g], encode);
+      store_low_bytes(span.scale[g], scale);
+    }
+  }
+};
+
+/// The codes of one group. `blocks` are the group's block indices, for stochastic rounding.
+template <class E, bool kStochastic>
+JLP_RULE void quantize_row_group(const typename E::Storage* x, const float* encode, bool ordinary,
+                                 const DirectionContext& context, uint32_t row, const uint32_t* blocks, uint8_t* data) {
+  alignas(64) uint8_t random[kStochastic ? kGroup : 1];
+  if (kStochastic) random_row_group(context.random, row, blocks, random);
+  if (__builtin_expect(ordinary, 1))
+    encode_row_group<E, kStochastic, false>(x, encode, random, data);
+  else
+    encode_row_group_saturating<E, kStochastic>(x, encode, random, data);
+}
+
+/// A run of elements of one row, quantised with 1x16 blocks.
+template <class E, bool kStochastic>
+__attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, int64_t elements,
+                                                const DirectionContext& context, uint32_t row, const uint32_t* blocks,
+                                                uint8_t* data, uint8_t* scale) {
+  Span span;
+  while (elements >= kGroup) {
+    const int groups = static_cast<int>(std::min<int64_t>(kSpan, elements / kGroup));
+    Span::compute<E>(span, x, groups, context.tensor);
+    for (int g = 0; g < groups; ++g) {
+      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode[g], span.ordinary, context, row, blocks,
+                                         data + g * kGroupBytes);
+      if (kStochastic) blocks += kLanes;
+    }
+    memcpy(scale, span.scale, groups * kLanes);
+    x += groups * kGroup, elements -= groups * kGroup, data += groups * kGroupBytes, scale += groups * kLanes;
+  }
+  if (elements == 0) return;
+  alignas(64) typename E::Storage padded[kGroup] = {};
+  alignas(64) uint8_t codes[kGroupBytes];
+  alignas(64) uint32_t padded_blocks[kLanes] = {};
+  const int count = static_cast<int>(divide_up(elements, kBlock));
+  memcpy(padded, x, elements * sizeof *x);
+  if (kStochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
+  Span::compute<E>(span, padded, 1, context.tensor);
+  quantize_row_group<E, kStochastic>(padded, span.encode[0], span.ordinary, context, row, padded_blocks, codes);
+  memcpy(data, codes, count * 8);
+  memcpy(scale, span.scale, count);
+}
+
+// --- columns
+
+/// 16 rows of the even or the odd columns of a pair, rotated and rounded to the element type where asked.
+template <class E, bool kRotate, bool kOdd>
+JLP_RULE void load_columns(const typename E::Storage* x, const uint32_t* signs, F32 (&v)[kBlock]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kBlock; ++r) {
+    const Pair pair = E::load_pair(x + r * kGroup);
+    v[r] = kOdd ? pair.odd : pair.even;
+    if (kRotate) v[r] = L::from_bits(L::bits(v[r]) ^ signs[r]);
+  }
+  if (!kRotate) return;
+  hadamard_butterfly<kBlock>(v);
+#pragma GCC unroll 16
+  for (int r = 0; r < kBlock; ++r) v[r] = E::round_finite(v[r] * 0.25f);
+}
+
+JLP_RULE U32 column_amax(const F32 (&v)[kBlock]) {
+  U32 most = magnitude(v[0]);
+#pragma GCC unroll 16
+  for (int r = 1; r < kBlock; ++r) most = max_magnitude(most, magnitude(v[r]));
+  return most;
+}
+
+/// The 16 codes of each lane's column: rows 0 to 7 in codes[0], 8 to 15 in codes[1].
+template <bool kStochastic, bool kSaturate>
+JLP_RULE void encode_columns(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4], U32 (&codes)[2]) {
+  constexpr uint32_t kOffsets = kCodeOffset<kStochastic> * 0x11111111u;  // of 8 codes, a nibble apart, modulo 2^32
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    U32 sum = fill<F32>(0u - kOffsets), signs = U32{};
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const int r = 8 * half + i;
+      const F32 y = L::scaled(v[r], factor);
+      const U32 byte = kStochastic ? (random[r / 4] >> (8 * (r % 4))) & 0xFFu : U32{};
+      sum += code_bits<kStochastic, kSaturate>(y, byte) << (4 * i);
+      if (!kStochastic) signs |= (L::bits(y) & kSignBit) >> (28 - 4 * i);
+    }
+    codes[half] = sum | signs;
+  }
+}
+
+/// A K-major tile under construction: 8 bytes of codes and one scale a slab for each column.
+struct ColumnTile {
+  alignas(64) uint8_t data[kGroup][8 * kSlabs];
+  alignas(64) uint8_t scale[kGroup][kSlabs];
+};
+
+/// The even or odd columns of a pair: codes, and the scales unless those are the 16x16 tiles' (then `factor` is theirs).
+template <class E, bool kRotate, bool kStochastic, bool kTiles, bool kOdd>
+JLP_RULE U32 quantize_columns(const typename E::Storage* x, const DirectionContext& context, F32 factor, bool ordinary,
+                              U32 rows, uint32_t block, U32 (&codes)[2]) {
+  F32 v[kBlock];
+  load_columns<E, kRotate, kOdd>(x, context.signs, v);
+  U32 scale = U32{};
+  if (!kTiles) ordinary = block_scales(column_amax(v), context.tensor, scale, factor);
+  U32 random[4] = {};
+  if (kStochastic) {
+    random[0] = fill<F32>(block), random[1] = rows, random[2] = fill<F32>(context.random.stream), random[3] = U32{};
+    philox4x32_10<F32>(random, context.random.key[0], context.random.key[1]);
+  }
+  if (__builtin_expect(ordinary, 1)) {
+    encode_columns<kStochastic, false>(v, factor, random, codes);
+  } else {
+    encode_columns<kStochastic, true>(v, factor, random, codes);
+    for (U32& code : codes) code = factor != factor ? U32{} : code;
+  }
+  return scale;
+}
+
+/// The K-major half of one slab: the s-th 8 bytes of every column of the tile.
+template <class E, bool kRotate, bool kStochastic, bool kTiles>
+__attribute__((noinline)) void quantize_slab_columns(const Slab<E>& slab, const DirectionContext& context,
+                                                     const float* tile_encode, bool tiles_ordinary, const uint32_t* rows,
+                                                     uint32_t block, int s, ColumnTile& tile) {
+  for (int j = 0; j < kPairs && 2 * kLanes * j < slab.columns; ++j) {
+    const auto* x = slab.x[0] + 2 * kLanes * j;
+    const F32 factor = kTiles ? expand_blocks(tile_encode, j) : F32{};
+    U32 even_rows = U32{}, odd_rows = U32{};
+    if (kStochastic) {
+      const U32 a = load<U32>(rows + 2 * kLanes * j), b = load<U32>(rows + 2 * kLanes * j + kLanes);
+      even_rows = shuffle<EvenLanes>(a, b), odd_rows = shuffle<OddLanes>(a, b);
+    }
+    U32 even[2], odd[2];
+    const U32 even_scale = quantize_columns<E, kRotate, kStochastic, kTiles, false>(x, context, factor, tiles_ordinary,
+                                                                                   even_rows, block, even);
+    const U32 odd_scale = quantize_columns<E, kRotate, kStochastic, kTiles, true>(x, context, factor, tiles_ordinary,
+                                                                                 odd_rows, block, odd);
+    alignas(64) uint64_t codes[2][kLanes];
+    alignas(64) uint32_t scales[kLanes];
+    store(&codes[0][0], shuffle<InterleaveLow>(even[0], even[1]));
+    store(&codes[0][kLanes / 2], shuffle<InterleaveHigh>(even[0], even[1]));
+    store(&codes[1][0], shuffle<InterleaveLow>(odd[0], odd[1]));
+    store(&codes[1][kLanes / 2], shuffle<InterleaveHigh>(odd[0], odd[1]));
+    store(scales, even_scale | (odd_scale << 8));
+    for (int i = 0; i < kLanes; ++i) {
+      const int column = 2 * (kLanes * j + i);
+      memcpy(&tile.data[column][8 * s], &codes[0][i], 8);
+      memcpy(&tile.data[column + 1][8 * s], &codes[1][i], 8);
+      if (kTiles) continue;
+      tile.scale[column][s] = static_cast<uint8_t>(scales[i]);
+      tile.scale[column + 1][s] = static_cast<uint8_t>(scales[i] >> 8);
+    }
+  }
+}
+
+// --- slabs and tiles
+
+/// Scales of a slab's 16x16 tiles from the maxima of its rows' blocks.
+template <class E>
+JLP_RULE bool tile_scales(const Slab<E>& slab, const Nvfp4TensorScale& tensor, float* encode, uint8_t* scale) {
+  U32 amax = U32{};
+  for (int r = 0; r < kBlock; ++r) amax = max_magnitude(amax, E::block_amax(slab.x[r]));
+  U32 scales;
+  F32 factors;
+  const bool ordinary = block_scales(amax, tensor, scales, factors);
+  store(encode, factors);
+  store_low_bytes(scale, scales);
+  return ordinary;
+}
+
+/// One operation on one matrix of the batch: which directions, from which elements, in which blocks, rounded how.
+template <class E, bool kTiles, bool kStochastic>
+struct Quantize {
+  using Storage = typename E::Storage;
+
+  static int64_t row_blocks(const QuantizeProblem& p) { return divide_up(p.columns, kBlock); }
+  static int64_t column_blocks(const QuantizeProblem& p) { return divide_up(p.rows, kBlock); }
+
+  /// The rowwise half of one slab.
+  static void slab_rows(const QuantizeProblem& p, int64_t batch, const Slab<E>& slab, const DirectionContext& context,
+                        const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column) {
+    const int64_t blocks = row_blocks(p), block = column / kBlock;
+    const int count = static_cast<int>(divide_up(slab.columns, kBlock));
+    Span span;
+    if (!kTiles) Span::compute<E>(span, slab.x[0], kBlock, context.tensor);
+    alignas(64) uint32_t ids[kLanes] = {};
+    if (kStochastic) memcpy(ids, context.random.blocks + block, count * sizeof *ids);
+    for (int r = 0; r < slab.rows; ++r) {
+      const int64_t at = (batch * p.rows + row + r) * blocks + block;
+      alignas(64) uint8_t codes[kGroupBytes];
+      const uint32_t id = kStochastic ? context.random.rows[row + r] : 0;
+      quantize_row_group<E, kStochastic>(slab.x[r], kTiles ? tile_encode : span.encode[r],
+                                         kTiles ? tiles_ordinary : span.ordinary, context, id, ids, codes);
+      memcpy(p.rowwise.data + at * 8, codes, count * 8);
+      if (!kTiles) memcpy(p.rowwise.scale + at, span.scale[r], count);
+    }
+  }
+
+  /// The finished K-major tile of slabs [0, slabs) to its place.
+  static void store_columns(const QuantizeProblem& p, int64_t batch, const ColumnTile& tile, int64_t row, int slabs,
+                            int64_t column, int columns) {
+    const int64_t blocks = column_blocks(p), block = row / kBlock;
+    for (int c = 0; c < columns; ++c) {
+      const int64_t at = (batch * p.columns + column + c) * blocks + block;
+      uint8_t* data = p.columnwise.data + at * 8;
+      if (slabs == kSlabs && reinterpret_cast<uintptr_t>(data) % 64 == 0)
+        stream_line(data, tile.data[c]);
+      else
+        memcpy(data, tile.data[c], slabs * 8);
+      if (!kTiles) memcpy(p.columnwise.scale + at, tile.scale[c], slabs);
+    }
+  }
+
+  /// A tile of up to 128 rows by a group of columns, in the wanted directions.
+  template <bool kRotate>
+  static void tile(const QuantizeProblem& p, int64_t batch, int64_t first_row, int64_t column) {
+    const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
+    const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
+    const DirectionContext row_context(rowwise ? p.rowwise : p.columnwise, batch, 0);
+    const DirectionContext column_context(columnwise ? p.columnwise : p.rowwise, batch, p.sign_mask);
+    const int64_t last_row = std::min(first_row + kColumnTileRows, p.rows);
+    ColumnTile columns;
+    alignas(64) float encode[kLanes];
+    alignas(64) uint8_t scale[kLanes];
+    alignas(64) uint32_t ids[kGroup] = {};
+    bool ordinary = true;
+    int slabs = 0, width = 0;
+    for (int64_t row = first_row; row < last_row; row += kBlock, ++slabs) {
+      const Slab<E> slab(x, p.rows, p.columns, row, column);
+      width = slab.columns;
+      if (kTiles) {
+        ordinary = tile_scales(slab, row_context.tensor, encode, scale);
+        store_tile_scales(p, batch, row / kBlock, column / kBlock, scale, static_cast<int>(divide_up(width, kBlock)));
+      }
+      if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column);
+      if (!columnwise) continue;
+      if (kStochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
+      const uint32_t id = kStochastic ? column_context.random.blocks[row / kBlock] : 0;
+      quantize_slab_columns<E, kRotate, kStochastic, kTiles>(slab, column_context, encode, ordinary, ids, id, slabs, columns);
+    }
+    if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
+  }
+
+  /// The scales of a row of 16x16 tiles: the columnwise ones are the transposed.
+  static void store_tile_scales(const QuantizeProblem& p, int64_t batch, int64_t tile_row, int64_t tile_column,
+                                const uint8_t* scale, int count) {
+    const int64_t across = row_blocks(p), down = column_blocks(p);
+    if (p.rowwise.data) memcpy(p.rowwise.scale + (batch * down + tile_row) * across + tile_column, scale, count);
+    if (!p.columnwise.data) return;
+    for (int i = 0; i < count; ++i) p.columnwise.scale[(batch * across + tile_column + i) * down + tile_row] = scale[i];
+  }
+
+  // Chunks: tiles where columns or 16x16 blocks are wanted, runs of rows otherwise.
+
+  static bool by_tiles(const QuantizeProblem& p) { return kTiles || p.columnwise.data; }
+  static constexpr int64_t kRunElements = 32 * 1024;
+
+  /// Without random bits, whole blocks need not know their row.
+  static bool flat(const QuantizeProblem& p) { return !kStochastic && p.columns % kBlock == 0; }
+
+  static int64_t chunks_per_matrix(const QuantizeProblem& p) {
+    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kGroup);
+    if (flat(p)) return divide_up(p.rows * p.columns, kRunElements);
+    return divide_up(p.rows, rows_per_run(p));
+  }
+  static int64_t rows_per_run(const QuantizeProblem& p) { return std::max<int64_t>(1, kRunElements / std::max<int64_t>(p.columns, 1)); }
+
+  static void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
+    QuantizeProblem wanted = p;
+    const int64_t rows_out = kTiles ? column_blocks(p) : p.rows, columns_out = kTiles ? row_blocks(p) : p.columns;
+    poison_if_not_finite(wanted.rowwise, batch, chunk, p.rows, rows_out, row_blocks(p));
+    poison_if_not_finite(wanted.columnwise, batch, chunk, p.columns, columns_out, column_blocks(p));
+    if (!wanted.rowwise.data && !wanted.columnwise.data) return;
+    if (!by_tiles(p)) return run(wanted, batch, chunk);
+    const int64_t across = divide_up(p.columns, kGroup);
+    const int64_t row = chunk / across * kColumnTileRows, column = chunk % across * kGroup;
+    return p.rotate_columns ? tile<true>(wanted, batch, row, column) : tile<false>(wanted, batch, row, column);
+  }
+
+ private:
+  /// A tensor whose amax is not finite decodes to NaN everywhere: its first chunk writes that, and the direction is done.
+  static void poison_if_not_finite(QuantizeDirection& direction, int64_t batch, int64_t chunk, int64_t data_rows,
+                                   int64_t scale_rows, int64_t blocks) {
+    if (!direction.data || nvfp4_tensor_scale(direction.amax[batch]).finite) return;
+    if (chunk == 0) {
+      memset(direction.data + batch * data_rows * blocks * 8, 0, data_rows * blocks * 8);
+      memset(direction.scale + batch * scale_rows * blocks, kE4M3NaN, scale_rows * blocks);
+    }
+    direction.data = nullptr;
+  }
+
+  /// A run of whole rows, or of elements where rows do not matter.
+  static void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
+    const int64_t blocks = row_blocks(p);
+    const DirectionContext context(p.rowwise, batch, 0);
+    const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
+    uint8_t* data = p.rowwise.data + batch * p.rows * blocks * 8;
+    uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
+    if (flat(p)) {
+      const int64_t first = chunk * kRunElements, count = std::min(kRunElements, p.rows * p.columns - first);
+      return quantize_row_run<E, kStochastic>(x + first, count, context, 0, nullptr, data + first / 2, scale + first / kBlock);
+    }
+    const int64_t step = rows_per_run(p);
+    for (int64_t row = chunk * step; row < std::min((chunk + 1) * step, p.rows); ++row)
+      quantize_row_run<E, kStochastic>(x + row * p.columns, p.columns, context, kStochastic ? context.random.rows[row] : 0,
+                                       context.random.blocks, data + row * blocks * 8, scale + row * blocks);
+  }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

@@ -1,0 +1,57 @@
+// Cutting a matrix into slabs of 16 rows by one group of columns; ragged ones are copied into a zero-padded buffer, so that
+// the kernels only ever see whole ones.
+#pragma once
+
+#include <algorithm>
+
+#include "elements.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+constexpr int kBlock = 16;
+constexpr int kGroup = kBlock * kLanes;  // elements of a row handled at once: one block a lane
+constexpr int kPairs = 8;                // vectors of 2 * kLanes elements in a group
+constexpr int kSlabs = 8;                // slabs of a tile: 128 rows, so that a K-major line of 4-bit codes is 64 bytes
+constexpr int kColumnTileRows = kSlabs * kBlock;
+
+JLP_RULE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// One number a block, for the lanes of the j-th 2 * kLanes elements of a group: a block is 8 lanes of pairs.
+JLP_RULE F32 expand_blocks(const float* per_block, int j) {
+  if (kLanes <= 8) return L::splat(per_block[j * kLanes / 8]);
+  F32 factors;
+  for (int i = 0; i < kLanes; ++i) factors[i] = per_block[(j * kLanes + i) / 8];
+  return factors;
+}
+
+/// 16 rows of kGroup elements, copied so that they lie together (rows of a matrix whose stride is a power of two fall into
+/// the same few cache sets) and padded with zeros where the matrix ends.
+template <class E>
+struct Slab {
+  using Storage = typename E::Storage;
+
+  int rows, columns;  // that exist
+  alignas(64) Storage x[kBlock][kGroup];
+
+  Slab(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column) {
+    rows = static_cast<int>(std::min<int64_t>(kBlock, matrix_rows - row));
+    columns = static_cast<int>(std::min<int64_t>(kGroup, matrix_columns - column));
+    const Storage* source = matrix + row * matrix_columns + column;
+    if (rows == kBlock && columns == kGroup) {
+      for (int r = 0; r < kBlock; ++r) {
+        const Storage* from = source + r * matrix_columns;
+        for (size_t line = 0; line < sizeof x[r]; line += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(from + kBlock * matrix_columns) + line);
+        for (int i = 0; i < kGroup; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof(Storage)))
+          store(&x[r][i], load<U32>(from + i));
+      }
+    } else {
+      memset(x, 0, sizeof x);
+      for (int r = 0; r < rows; ++r) memcpy(x[r], source + r * matrix_columns, columns * sizeof(Storage));
+    }
+  }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

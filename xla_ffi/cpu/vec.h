@@ -1,0 +1,296 @@
+// Vectors of the instruction set's native width, and the few operations on them that plain operators do not express.
+//
+// A kernel is written once against this file and compiled once per instruction set. Operators, comparisons and ?: are the
+// compilers' own vector extensions (g++ and clang); only what needs a particular instruction is spelled out per set.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "../numerics/lanes.h"
+#include "flush_denormals.h"
+
+#if defined(JLP_ISA_AVX512)
+#define JLP_ISA avx512
+#define JLP_VECTOR_BYTES 64
+#elif defined(JLP_ISA_AVX2)
+#define JLP_ISA avx2
+#define JLP_VECTOR_BYTES 32
+#else
+#define JLP_ISA portable
+#define JLP_VECTOR_BYTES 16
+#endif
+
+#if defined(JLP_EMULATE_AVX512)  // tests: the AVX-512 kernels on a processor without it
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#elif defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+typedef float F32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+typedef uint32_t U32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+typedef int32_t I32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+typedef uint8_t U8 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+typedef uint8_t QuarterU8 __attribute__((vector_size(JLP_VECTOR_BYTES / 4)));
+typedef uint16_t HalfU16 __attribute__((vector_size(JLP_VECTOR_BYTES / 2)));  // as many lanes as U32
+
+constexpr int kLanes = JLP_VECTOR_BYTES / 4;
+
+#if defined(JLP_ISA_AVX512)
+JLP_RULE __m512i raw(U32 v) { return (__m512i)v; }
+JLP_RULE __m512 raw(F32 v) { return (__m512)v; }
+#elif defined(JLP_ISA_AVX2)
+JLP_RULE __m256i raw(U32 v) { return (__m256i)v; }
+JLP_RULE __m256 raw(F32 v) { return (__m256)v; }
+#elif defined(__SSE2__)
+JLP_RULE __m128i raw(U32 v) { return (__m128i)v; }
+JLP_RULE __m128 raw(F32 v) { return (__m128)v; }
+#endif
+
+}  // namespace JLP_ISA
+
+template <>
+struct Lanes<JLP_ISA::F32> {
+  using F = JLP_ISA::F32;
+  using Uint = JLP_ISA::U32;
+
+  JLP_RULE Uint bits(F x) { return (Uint)x; }
+  JLP_RULE F from_bits(Uint u) { return (F)u; }
+  JLP_RULE F splat(float x) { return x - F{}; }  // x + 0 would not fold: it turns -0 into +0
+  JLP_RULE F round_to_even(F x) { return (x + 12582912.0f) - 12582912.0f; }
+  JLP_RULE Uint truncate(F x) { return (Uint)__builtin_convertvector(x, JLP_ISA::I32); }
+  JLP_RULE F to_float(Uint u) { return __builtin_convertvector((JLP_ISA::I32)u, F); }
+  JLP_RULE F flush(F x) {
+    if (kHardwareFlushes) return x;
+    const Uint u = bits(x);
+    return from_bits((u & kMagnitudeBits) < kMinNormalBits ? u & kSignBit : u);
+  }
+
+#if defined(JLP_ISA_AVX512)
+  JLP_RULE F min(F a, F b) { return (F)_mm512_min_ps(JLP_ISA::raw(a), JLP_ISA::raw(b)); }
+  JLP_RULE F max(F a, F b) { return (F)_mm512_max_ps(JLP_ISA::raw(a), JLP_ISA::raw(b)); }
+  JLP_RULE F multiply_add_exact(F a, F b, F c) {
+    return (F)_mm512_fmadd_ps(JLP_ISA::raw(a), JLP_ISA::raw(b), JLP_ISA::raw(c));
+  }
+  JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
+  JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
+    const __m512i m = _mm512_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
+    const __m512i even = _mm512_mul_epu32(v, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), m);
+    high = (Uint)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    low = (Uint)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  }
+#elif defined(JLP_ISA_AVX2)
+  JLP_RULE F min(F a, F b) { return (F)_mm256_min_ps(JLP_ISA::raw(a), JLP_ISA::raw(b)); }
+  JLP_RULE F max(F a, F b) { return (F)_mm256_max_ps(JLP_ISA::raw(a), JLP_ISA::raw(b)); }
+  JLP_RULE F multiply_add_exact(F a, F b, F c) {
+    return (F)_mm256_fmadd_ps(JLP_ISA::raw(a), JLP_ISA::raw(b), JLP_ISA::raw(c));
+  }
+  JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
+  JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
+    const __m256i m = _mm256_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
+    const __m256i even = _mm256_mul_epu32(v, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), m);
+    high = (Uint)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    low = (Uint)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  }
+#else
+  JLP_RULE F min(F a, F b) { return a < b ? a : b; }
+  JLP_RULE F max(F a, F b) { return a > b ? a : b; }
+  JLP_RULE F multiply_add_exact(F a, F b, F c) { return a * b + c; }
+  JLP_RULE F scaled(F x, F y) { return (flush(x) + 0.0f) * y; }
+  JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
+    for (int i = 0; i < JLP_ISA::kLanes; ++i) {
+      const uint64_t product = static_cast<uint64_t>(a[i]) * b;
+      high[i] = static_cast<uint32_t>(product >> 32);
+      low[i] = static_cast<uint32_t>(product);
+    }
+  }
+#endif
+};
+
+namespace JLP_ISA {
+
+using L = Lanes<F32>;
+
+template <class V, class T>
+JLP_RULE V load(const T* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V, class T>
+JLP_RULE void store(T* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+/// 64 bytes past the caches, to a 64-byte aligned place that will not be read soon.
+JLP_RULE void stream_line(uint8_t* to, const uint8_t* from) {
+#if defined(__SSE2__)
+  for (int i = 0; i < 64; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), load<__m128i>(from + i));
+#else
+  memcpy(to, from, 64);
+#endif
+}
+
+// --- shuffles: lane i of the result is lane Pattern::at(i) of a, or of b counted on from a's end
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define JLP_SHUFFLE(V, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define JLP_SHUFFLE(V, a, b, ...) __builtin_shuffle(a, b, I32{__VA_ARGS__})
+#endif
+
+template <class Pattern, class V, int... I>
+JLP_RULE V shuffle_lanes(V a, V b, std::integer_sequence<int, I...>) {
+  return JLP_SHUFFLE(V, a, b, Pattern::at(I)...);
+}
+template <class Pattern, class V>
+JLP_RULE V shuffle(V a, V b) {
+  return shuffle_lanes<Pattern>(a, b, std::make_integer_sequence<int, kLanes>());
+}
+
+struct EvenLanes {
+  static constexpr int at(int i) { return 2 * i; }
+};
+struct OddLanes {
+  static constexpr int at(int i) { return 2 * i + 1; }
+};
+struct InterleaveLow {
+  static constexpr int at(int i) { return i / 2 + (i % 2) * kLanes; }
+};
+struct InterleaveHigh {
+  static constexpr int at(int i) { return kLanes / 2 + InterleaveLow::at(i); }
+};
+template <int Distance>
+struct SwapLanes {
+  static constexpr int at(int i) { return i ^ Distance; }
+};
+
+/// The larger of each 16-bit half, unsigned magnitudes.
+JLP_RULE U32 max_halves(U32 a, U32 b) {
+#if defined(JLP_ISA_AVX512)
+  return (U32)_mm512_max_epi16(raw(a), raw(b));
+#elif defined(JLP_ISA_AVX2)
+  return (U32)_mm256_max_epi16(raw(a), raw(b));
+#elif defined(__SSE2__)
+  return (U32)_mm_max_epi16(raw(a), raw(b));
+#else
+  typedef int16_t I16 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+  return (U32)((I16)a > (I16)b ? (I16)a : (I16)b);
+#endif
+}
+
+JLP_RULE U32 max_magnitude(U32 a, U32 b) {
+#if defined(JLP_ISA_AVX512)
+  return (U32)_mm512_max_epi32(raw(a), raw(b));
+#elif defined(JLP_ISA_AVX2)
+  return (U32)_mm256_max_epi32(raw(a), raw(b));
+#else
+  return (U32)((I32)a > (I32)b ? (I32)a : (I32)b);
+#endif
+}
+
+/// max(lane 2i, lane 2i + 1) of a followed by b, for either of the two maxima above.
+template <class Max>
+JLP_RULE U32 pairwise_max(U32 a, U32 b, Max max) {
+#if defined(JLP_ISA_AVX2)
+  const __m256 x = (__m256)a, y = (__m256)b;  // within 128-bit halves first: one permute fewer
+  const U32 most = max((U32)_mm256_shuffle_ps(x, y, 0x88), (U32)_mm256_shuffle_ps(x, y, 0xDD));
+  return (U32)_mm256_permute4x64_epi64(raw(most), 0xD8);
+#else
+  return max(shuffle<EvenLanes>(a, b), shuffle<OddLanes>(a, b));
+#endif
+}
+
+JLP_RULE uint32_t max_lane(U32 v) {
+  uint32_t most = 0;
+  for (int i = 0; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+
+/// Whether every lane is below the limit; NaN is not.
+JLP_RULE bool all_below(F32 v, float limit) {
+#if defined(JLP_ISA_AVX512)
+  return _mm512_cmp_ps_mask(raw(v), _mm512_set1_ps(limit), _CMP_NLT_UQ) == 0;
+#elif defined(JLP_ISA_AVX2)
+  return _mm256_movemask_ps(_mm256_cmp_ps(raw(v), _mm256_set1_ps(limit), _CMP_NLT_UQ)) == 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(_mm_cmpnlt_ps(raw(v), _mm_set1_ps(limit))) == 0;
+#else
+  for (int i = 0; i < kLanes; ++i)
+    if (!(v[i] < limit)) return false;
+  return true;
+#endif
+}
+
+/// Zero-extends kLanes bytes.
+JLP_RULE U32 load_u8(const uint8_t* p) { return __builtin_convertvector(load<QuarterU8>(p), U32); }
+
+/// Zero-extends kLanes 16-bit numbers.
+JLP_RULE U32 load_u16(const void* p) {
+  return __builtin_convertvector(load<HalfU16>(static_cast<const uint8_t*>(p)), U32);
+}
+
+// --- narrowing: four vectors of 32-bit lanes to one of bytes. `pack_*` leave the order the instruction set packs in, which
+// `in_order` undoes, so that bytes can be combined before.
+
+/// Low bytes; the upper ones are ignored.
+JLP_RULE U8 pack_bytes(U32 v0, U32 v1, U32 v2, U32 v3) {
+#if defined(JLP_ISA_AVX512)
+  const __m512i m = _mm512_set1_epi32(0xFF);
+  return (U8)_mm512_packus_epi16(_mm512_packus_epi32(_mm512_and_si512(raw(v0), m), _mm512_and_si512(raw(v1), m)),
+                                 _mm512_packus_epi32(_mm512_and_si512(raw(v2), m), _mm512_and_si512(raw(v3), m)));
+#elif defined(JLP_ISA_AVX2)
+  const __m256i m = _mm256_set1_epi32(0xFF);
+  return (U8)_mm256_packus_epi16(_mm256_packus_epi32(_mm256_and_si256(raw(v0), m), _mm256_and_si256(raw(v1), m)),
+                                 _mm256_packus_epi32(_mm256_and_si256(raw(v2), m), _mm256_and_si256(raw(v3), m)));
+#elif defined(__SSE2__)
+  const __m128i m = _mm_set1_epi32(0xFF);
+  return (U8)_mm_packus_epi16(_mm_packs_epi32(_mm_and_si128(raw(v0), m), _mm_and_si128(raw(v1), m)),
+                              _mm_packs_epi32(_mm_and_si128(raw(v2), m), _mm_and_si128(raw(v3), m)));
+#else
+  U8 bytes;
+  for (int i = 0; i < kLanes; ++i) {
+    bytes[i] = static_cast<uint8_t>(v0[i]), bytes[kLanes + i] = static_cast<uint8_t>(v1[i]);
+    bytes[2 * kLanes + i] = static_cast<uint8_t>(v2[i]), bytes[3 * kLanes + i] = static_cast<uint8_t>(v3[i]);
+  }
+  return bytes;
+#endif
+}
+
+/// 0x80 where a lane's sign bit is set, else 0.
+JLP_RULE U8 pack_signs(F32 v0, F32 v1, F32 v2, F32 v3) {
+#if defined(JLP_ISA_AVX512)
+  return (U8)_mm512_packs_epi16(_mm512_packs_epi32(raw((U32)v0), raw((U32)v1)), _mm512_packs_epi32(raw((U32)v2), raw((U32)v3))) & 0x80;
+#elif defined(JLP_ISA_AVX2)
+  return (U8)_mm256_packs_epi16(_mm256_packs_epi32(raw((U32)v0), raw((U32)v1)), _mm256_packs_epi32(raw((U32)v2), raw((U32)v3))) & 0x80;
+#elif defined(__SSE2__)
+  return (U8)_mm_packs_epi16(_mm_packs_epi32(raw((U32)v0), raw((U32)v1)), _mm_packs_epi32(raw((U32)v2), raw((U32)v3))) & 0x80;
+#else
+  return pack_bytes(L::bits(v0) >> 24, L::bits(v1) >> 24, L::bits(v2) >> 24, L::bits(v3) >> 24) & 0x80;
+#endif
+}
+
+JLP_RULE U8 in_order(U8 packed) {
+#if defined(JLP_ISA_AVX512)
+  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), (__m512i)packed);
+#elif defined(JLP_ISA_AVX2)
+  return (U8)_mm256_permutevar8x32_epi32((__m256i)packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#else
+  return packed;
+#endif
+}
+
+/// Stores the low bytes of one vector: kLanes bytes.
+JLP_RULE void store_low_bytes(uint8_t* out, U32 v) {
+  const U8 bytes = in_order(pack_bytes(v, v, v, v));
+  memcpy(out, &bytes, kLanes);
+}
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

@@ -1,0 +1,33 @@
+// tanh-GELU, x / (1 + exp(-2u)) with u = sqrt(2/pi) (x + 0.044715 x^3): the same bits on every engine (numerics.md 9).
+#pragma once
+
+#include "lanes.h"
+
+namespace jaxlowprec {
+
+/// exp(z): 0 below -87, infinity above 88. Cody-Waite reduction, degree-6 polynomial, every operation rounded on its own.
+template <class F>
+JLP_RULE F exp_rule(F z) {
+  using L = Lanes<F>;
+  const F n = L::round_to_even(L::max(L::min(z, L::splat(100.0f)), L::splat(-100.0f)) * 1.44269502162933349609375f);
+  const F r = (z - n * 0.693359375f) - n * -2.12194440e-4f;
+  F p = L::splat(1.38888893e-3f);
+  p = p * r + 8.33333377e-3f;
+  p = p * r + 4.16666679e-2f;
+  p = p * r + 0.16666667f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const F value = p * L::from_bits((L::truncate(n) + 127u) << 23);
+  const F large = z > 88.0f ? L::splat(__builtin_inff()) : value;
+  return z < -87.0f ? L::splat(0.0f) : large;
+}
+
+template <class F>
+JLP_RULE F gelu_tanh(F x) {
+  const F cubic = (x * x) * 0.0356774069368839263916015625f;
+  const F u = x * (cubic + 0.797884583473205566406250f);
+  return x / (exp_rule(u * -2.0f) + 1.0f);
+}
+
+}  // namespace jaxlowprec
