@@ -36,5 +36,6 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 
 def flush(x: jax.Array) -> jax.Array:
-    """Subnormal float32 numbers made +0, whatever the platform does with them."""
-    return jnp.where(magnitude_bits(x) < MIN_NORMAL_BITS, 0.0, x)
+    """Subnormal float32 numbers made zero of their sign, whatever the platform does with them."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(magnitude_bits(x) < MIN_NORMAL_BITS, from_bits(bits & jnp.uint32(0x80000000)), x)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.formats import BLOCK
 from jaxlowprec.ops.quantize.philox import random_bytes
-from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, flush, magnitude_bits
+from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, magnitude_bits
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX = 448.0
@@ -71,7 +71,7 @@ def quantize_rows(
     scale = jnp.where(bad, jnp.nan, e4m3(jnp.minimum(block_amax * multiplier, MAX_FINITE)).astype(jnp.float32))
     block_encode = jnp.minimum(1.0 / flush(scale * decode), MAX_FINITE)[..., None, :, None]
 
-    canonical = flush(blocks)  # zero of either sign and subnormals are +0
+    canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
     scaled = canonical * block_encode
     magnitude = jnp.abs(scaled)
     if key is None:
@@ -83,5 +83,6 @@ def quantize_rows(
         code = e2m1_stochastic(magnitude, jnp.pad(byte, padding).reshape(blocks.shape))
     code = code | ((canonical < 0).astype(jnp.uint8) << 3)
     code = jnp.where(bad[..., None, :, None], 0, code).astype(jnp.uint8)
-    code = code.reshape(*code.shape[:-4], -1, code.shape[-2] * BLOCK)[..., :count, :]
+    *batch, across, height, down, _ = code.shape
+    code = code.reshape(*batch, across * height, down * BLOCK)[..., :count, :]
     return code[..., 0::2] | (code[..., 1::2] << 4), scale.astype(jnp.float8_e4m3fn)
