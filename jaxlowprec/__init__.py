@@ -1,20 +1,51 @@
 """Low-precision training and serving for JAX: the same bits on every machine."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxlowprec.autocast import autocast, current_recipe
+from jaxlowprec.dot_general import dot_general, einsum
 from jaxlowprec.formats import DEFAULT_SIGNS, NVFP4, Hadamard
+from jaxlowprec.linear import CHECKPOINT_NAMES, QuantizedKernel, linear, quantize_kernel
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
+from jaxlowprec.recipes import NVFP4BlockScaling, Recipe, Role
+
+if TYPE_CHECKING:
+    from jaxlowprec import linen, nnx
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "DEFAULT_SIGNS",
     "NVFP4",
     "Hadamard",
+    "NVFP4BlockScaling",
     "QuantizedArray",
+    "QuantizedKernel",
+    "Recipe",
+    "Role",
+    "autocast",
+    "current_recipe",
     "dequantize",
+    "dot_general",
+    "einsum",
     "hadamard_transform",
+    "linear",
+    "linen",
+    "nnx",
     "quantize",
     "quantize_both",
+    "quantize_kernel",
     "scaled_matmul",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("linen", "nnx"):  # they load Flax
+        return importlib.import_module(f"jaxlowprec.{name}")
+    raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")

@@ -198,17 +198,7 @@ def define(
         mlir.register_lowering(primitive, _lowering(native), platform=platform)
 
     def bind(*args):
-        """Under shard_map all operands must vary over the same mesh axes."""
-        varying = [jax.typeof(a).manual_axis_type.varying for a in args]
-        union = frozenset().union(*varying)
-        return tuple(
-            primitive.bind(
-                *(
-                    jax.lax.pcast(a, tuple(sorted(union - v)), to="varying") if union - v else a
-                    for a, v in zip(args, varying, strict=True)
-                )
-            )
-        )
+        return tuple(primitive.bind(*align_varying(*args)))
 
     primitive.def_impl(jax.jit(lambda *args: primitive.bind(*args)))
 
@@ -255,6 +245,22 @@ def define(
         return out, (True,) * len(out)
 
     return jax.jit(op)
+
+
+def align_varying(*trees: Any) -> tuple[Any, ...]:
+    """Under shard_map, the same values typed as varying over the mesh axes that any of them varies over.
+
+    An op's operands must agree in this; so must those of a custom_vjp, whose cotangents otherwise would not (the cast's
+    transpose is the sum over those axes).
+    """
+    leaves, structure = jax.tree.flatten(trees)
+    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    union = frozenset().union(*varying)
+    aligned = [
+        jax.lax.pcast(leaf, tuple(sorted(union - v)), to="varying") if union - v else leaf
+        for leaf, v in zip(leaves, varying, strict=True)
+    ]
+    return jax.tree.unflatten(structure, aligned)
 
 
 def _check_pieces(name: str, rule: Rule, args: Avals, results: Avals) -> None:

@@ -18,7 +18,7 @@ def float_array(who: str, name: str, x: Any) -> jax.Array:
         raise TypeError(
             f"{who}: {name} has dtype {x.dtype}; needs bfloat16, float16 or float32: cast it with .astype(...) first"
         )
-    return jnp.asarray(x)
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:

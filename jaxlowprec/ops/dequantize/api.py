@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -39,6 +40,11 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray, as jaxlowprec.quantize returns")
     dtype = float_dtype(who, "dtype", q.dtype if dtype is None else dtype)
+    return _dequantize(q, dtype, implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
+def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
     vector = len(q.matrix) == 1
     data, scale = (q.data[..., None, :], q.scale[..., None, :]) if vector else (q.data, q.scale)
     rows, columns = (1, *q.matrix) if vector else (q.matrix if q.axis == -1 else q.matrix[::-1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxlowprec.formats import BLOCK, NVFP4, Hadamard, as_hadamard
@@ -76,18 +78,9 @@ def quantize(
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use NVFP4((1, 16))")
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, offset=offset)
         return dataclasses.replace(row, data=row.data[0], scale=row.scale[0], matrix=x.shape)
-    words = _random_words(who, rounding, key, x.shape[:-2])
-    shape, columnwise = x.shape, axis == -2
-    if rotation and not (columnwise and rotation.size == BLOCK and not fmt.tiles):
-        x, fused = _rotate_padded(x, axis, rotation, implementation), None
-    else:
-        fused = rotation
-    if amax is None:
-        amax = tensor_amax(x, fused is None, fused, implementation)[0]
-    amax = _given_amax(who, amax, shape[:-2])
-    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None)
-    (quantized,) = _run(spec, x, [amax], words, offset, implementation)
-    return QuantizedArray(*quantized, amax, None, fmt, shape[-2:], x.dtype, axis, rotation)
+    words = random_words(who, rounding, key, x.shape[:-2])
+    amax = None if amax is None else _given_amax(who, amax, x.shape[:-2])
+    return _quantize(x, amax, words, _indices(offset), fmt, axis, rotation, implementation)
 
 
 def quantize_both(
@@ -98,6 +91,7 @@ def quantize_both(
     key: jax.Array | None = None,
     implementation: Implementation = None,
     *,
+    amax: tuple[Float[Array, "*B"], Float[Array, "*B"]] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
@@ -109,6 +103,7 @@ def quantize_both(
         x: [..., M, K], bfloat16, float16 or float32.
         fmt, rounding, key, implementation, offset: see `quantize`; `offset` in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result.
+        amax: those of x and of the rotated x, where they are known; see `quantize`.
 
     Returns:
         The rowwise and the columnwise QuantizedArray.
@@ -126,11 +121,35 @@ def quantize_both(
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
+    amaxes = (None, None) if amax is None else tuple(_given_amax(who, a, x.shape[:-2]) for a in amax)
     if rotation and (fmt.tiles or rotation.size != BLOCK):  # no single pass: rotated and unrotated blocks differ
-        row = quantize(x, fmt, -1, False, rounding, key, None, implementation, offset=offset)
-        return row, quantize(x, fmt, -2, rotation, rounding, key, None, implementation, offset=offset)
-    words = _random_words(who, rounding, key, x.shape[:-2])
-    amaxes = tensor_amax(x, True, rotation, implementation)
+        row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, offset=offset)
+        return row, quantize(x, fmt, -2, rotation, rounding, key, amaxes[1], implementation, offset=offset)
+    words = random_words(who, rounding, key, x.shape[:-2])
+    return _quantize_both(x, None if amax is None else amaxes, words, _indices(offset), fmt, rotation, implementation)
+
+
+# Jitted, so that an eager call is one dispatch.
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "rotation", "implementation"))
+def _quantize(x, amax, words, offset, fmt, axis, rotation, implementation) -> QuantizedArray:
+    x, matrix, columnwise = jax.lax.stop_gradient(x), x.shape[-2:], axis == -2
+    fused = rotation
+    if rotation and not (columnwise and rotation.size == BLOCK and not fmt.tiles):
+        x, fused = _rotate_padded(x, axis, rotation, implementation), None
+    if amax is None:
+        (amax,) = tensor_amax(x, fused is None, fused, implementation)
+    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None)
+    ((data, scale),) = _run(spec, x, [amax], words, offset, implementation)
+    return QuantizedArray(data, scale, amax, None, fmt, matrix, x.dtype, axis, rotation)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "implementation"))
+def _quantize_both(x, amaxes, words, offset, fmt, rotation, implementation) -> tuple[QuantizedArray, QuantizedArray]:
+    x = jax.lax.stop_gradient(x)
+    if amaxes is None:
+        amaxes = tensor_amax(x, True, rotation, implementation)
     amaxes = [amaxes[0], amaxes[-1]]
     spec = _spec(x, fmt, True, True, rotation, words is not None)
     row, column = _run(spec, x, amaxes, words, offset, implementation)
@@ -147,7 +166,12 @@ def _matrix(who: str, x: Any, fmt: Any) -> jax.Array:
     x = float_array(who, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{who}: x is a scalar; needs one dimension or more")
-    return jax.lax.stop_gradient(x)
+    return x
+
+
+def _indices(offset: Any) -> tuple[Any, Any]:
+    row, column = (np.uint32(o) if isinstance(o, int) else o.astype(jnp.uint32) for o in offset)
+    return row, column
 
 
 def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: Implementation) -> jax.Array:
@@ -163,11 +187,11 @@ def _given_amax(who: str, amax: Any, batch: tuple[int, ...]) -> jax.Array:
         raise ValueError(
             f"{who}: amax has dtype {amax.dtype} and shape {amax.shape}; needs float32 and the batch axes {batch}"
         )
-    return jnp.broadcast_to(jax.lax.stop_gradient(amax), batch)
+    return jax.lax.stop_gradient(jnp.broadcast_to(amax, batch))
 
 
-def _random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
-    """The key's two uint32 words for each slice, or None for nearest rounding."""
+def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
+    """The two uint32 words of `key=` for each slice of the batch axes, or None for nearest rounding."""
     if rounding == "nearest":
         if key is not None:
             raise ValueError(f'{who}: a key was given but rounding is "nearest"; pass rounding="stochastic" or no key')
@@ -191,7 +215,7 @@ def _random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> 
             f"{who}: key has dtype {key.dtype} and shape {key.shape}; needs one JAX key, or one for each slice of the "
             f"batch axes {batch}"
         )
-    return jnp.broadcast_to(jax.lax.stop_gradient(words), (*batch, 2))
+    return jnp.broadcast_to(words, (*batch, 2))
 
 
 def _spec(
@@ -206,13 +230,13 @@ def _run(
     x: jax.Array,
     amaxes: list[jax.Array],
     words: jax.Array | None,
-    offset: tuple[int | jax.Array, int | jax.Array],
+    offset: tuple[jax.Array, jax.Array],
     implementation: Implementation,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Codes and scales for each direction of the spec."""
     operands = [x, *amaxes]
     if words is not None:
-        row, column = (jnp.asarray(o, jnp.uint32) for o in offset)
+        row, column = offset
         rows, columns = x.shape[-2:]
 
         def indices(count, first):  # made beside the op, so that they are split as x is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -88,9 +89,13 @@ def scaled_matmul(
         return_pre_activation,
         float_dtype(who, "out_dtype", out_dtype),
     )
-    operands = (a.data, a.scale, a.amax, b.data, b.scale, b.amax, *extras)
-    out = matmul_op(spec, implementation)(*jax.lax.stop_gradient(operands))
+    out = _multiply((a.data, a.scale, a.amax, b.data, b.scale, b.amax, *extras), spec, implementation)
     return tuple(out) if return_pre_activation else out[0]
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "implementation"))
+def _multiply(operands: tuple[jax.Array, ...], spec: MatmulSpec, implementation: Implementation) -> list[jax.Array]:
+    return matmul_op(spec, implementation)(*jax.lax.stop_gradient(operands))
 
 
 def _check_operands(who: str, a: Any, b: Any) -> None:

@@ -1,0 +1,196 @@
+"""dot_general and einsum under a recipe: drop-in replacements that come down to `linear`'s three GEMMs.
+
+The left operand takes the input's role, the right one the weight's: `nn.Dense(dot_general=jlp.dot_general)` calls them so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.linear import QuantizedKernel, matmul
+from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.recipes import Recipe
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | None,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    quantized_kernel: QuantizedKernel | None = None,
+    name: str = "",
+) -> Float[Array, "..."]:
+    """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
+
+    Any contraction and batch dimensions. Each slice of the batch dimensions is quantised with its own amax and random bits.
+
+    Arguments:
+        lhs: in the input's role.
+        rhs: in the weight's role; None with `quantized_kernel`, for inference.
+        dimension_numbers, out_sharding: as for `jax.lax.dot_general`.
+        precision: for the high-precision path; quantised GEMMs always accumulate in float32.
+        preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can be
+            passed uncast.
+        recipe, key, name: see `linear`.
+        quantized_kernel: `quantize_kernel` of rhs seen as [batch..., K, N], its dimensions in that order.
+
+    Raises:
+        TypeError, ValueError: as `linear`; a product without contracted dimensions under a recipe.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> x, w = jnp.ones((4, 8, 32)), jnp.ones((4, 32, 16))
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     jlp.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).shape
+    (4, 8, 16)
+    """
+    who = "dot_general"
+    recipe = resolve(who, recipe)
+    if recipe is None:
+        return jax.lax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+    lhs = float_array(who, "lhs", lhs)
+    rhs = None if rhs is None else float_array(who, "rhs", rhs)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    if not lhs_contract:
+        raise ValueError(f"{who}: {dimension_numbers} contracts nothing: no GEMM to quantise; pass recipe=None")
+    batch, lhs_free, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
+    if rhs is None:
+        w, rhs_free = None, quantized_kernel.shape[len(batch) + 1 :]
+    else:
+        rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
+        if rhs_batch_shape != batch or w.shape[-2] != x.shape[-1]:
+            raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dimension_numbers}")
+    out_dtype = float_dtype(who, "preferred_element_type", preferred_element_type or lhs.dtype)
+    y = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype)
+    y = y.reshape(*batch, *lhs_free, *rhs_free)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _as_matrices(
+    x: jax.Array, batch: Sequence[int], contract: Sequence[int], contracted_last: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], jax.Array]:
+    """The batch and free shapes, and x as [batch..., free, contracted] or [batch..., contracted, free]."""
+    batch, contract = ([d % x.ndim for d in dims] for dims in (batch, contract))
+    free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
+    order = [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
+    batch_shape, free_shape, contract_shape = (tuple(x.shape[d] for d in dims) for dims in (batch, free, contract))
+    sizes = [math.prod(free_shape), math.prod(contract_shape)]
+    x = x if order == list(range(x.ndim)) else x.transpose(order)
+    return batch_shape, free_shape, x.reshape(*batch_shape, *(sizes if contracted_last else reversed(sizes)))
+
+
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, "..."],
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    name: str = "",
+) -> Float[Array, "..."]:
+    """`jnp.einsum` of two operands with its three GEMMs quantised as the recipe says; without a recipe it is that function.
+
+    A product that contracts nothing is no GEMM and stays in high precision.
+
+    Arguments:
+        subscripts: as for `jnp.einsum`, "..." and the implicit form included.
+        operands: under a recipe two: the first in the input's role, the second in the weight's.
+        precision, preferred_element_type, out_sharding, recipe, key, name: see `dot_general`.
+
+    Raises:
+        ValueError: other than two operands under a recipe, subscripts that do not fit.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     jlp.einsum("btd,dhk->bthk", jnp.ones((2, 8, 32)), jnp.ones((32, 4, 16))).shape
+    (2, 8, 4, 16)
+    """
+    who = "einsum"
+    recipe = resolve(who, recipe)
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    if recipe is None:
+        return jnp.einsum(subscripts, *operands, **options)
+    if len(operands) != 2:
+        raise ValueError(
+            f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"
+        )
+    x, w = float_array(who, "operand 0", operands[0]), float_array(who, "operand 1", operands[1])
+    (x_names, w_names), out = _parse(who, subscripts, x.ndim, w.ndim)
+    shared = [n for n in dict.fromkeys(x_names) if n in w_names]
+    batch, contract = [n for n in shared if n in out], [n for n in shared if n not in out]
+    if not contract:
+        return jnp.einsum(subscripts, x, w, **options)
+    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
+    dims = tuple(
+        tuple([names.index(n) for n in group] for names in (x_names, w_names)) for group in (contract, batch)
+    )
+    y = dot_general(x, w, dims, preferred_element_type=preferred_element_type, recipe=recipe, key=key, name=name)
+    names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
+    y = y.transpose([names.index(n) for n in out])
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a bias over the kernel's remaining axes broadcasts against an einsum's result."""
+    (_, names), out = _parse("einsum", subscripts, x_ndim, len(kernel_shape))
+    sizes = dict(zip(names, kernel_shape, strict=True))
+    return tuple(sizes.get(n, 1) for n in out)
+
+
+def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], list[str]]:
+    """Axis names of each operand and of the result; those of "..." are numbered from the right, as broadcasting is."""
+    text = subscripts.replace(" ", "")
+    inputs, arrow, out = text.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(ndims):
+        raise ValueError(f"{who}: {subscripts!r} names {len(terms)} operands, given {len(ndims)}")
+    named, widest = [], 0
+    for term, ndim in zip(terms, ndims, strict=True):
+        before, dots, after = term.partition("...")
+        spare = ndim - len(before) - len(after)
+        if spare < 0 or (spare and not dots):
+            raise ValueError(f"{who}: {term!r} of {subscripts!r} does not fit an operand of {ndim} dimensions")
+        named.append([*before, *[f"...{i}" for i in reversed(range(spare))], *after])
+        widest = max(widest, spare)
+    ellipsis = [f"...{i}" for i in reversed(range(widest))]
+    if arrow:
+        before, dots, after = out.partition("...")
+        result = [*before, *(ellipsis if dots else []), *after]
+    else:
+        letters = inputs.replace(",", "").replace(".", "")
+        result = ellipsis + sorted(n for n in set(letters) if letters.count(n) == 1)
+    unknown = [n for n in result if not any(n in names for names in named)]
+    if unknown or len(set(result)) != len(result):
+        raise ValueError(f"{who}: the result of {subscripts!r} names an axis twice or one that no operand has")
+    return named, result
+
+
+def _reduce_alone(x: jax.Array, names: list[str], keep: set[str]) -> tuple[jax.Array, list[str]]:
+    """x with repeated axes taken along their diagonal and axes that nobody else names summed."""
+    left = [n for n in dict.fromkeys(names) if n in keep]
+    if left == names:
+        return x, names
+    index = {n: i for i, n in enumerate(dict.fromkeys(names))}
+    return jnp.einsum(x, [index[n] for n in names], [index[n] for n in left]), left

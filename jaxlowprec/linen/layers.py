@@ -1,0 +1,141 @@
+"""Linen layers. Flax makes the parameters and computes without a recipe; under one, `linear` does.
+
+A weight is quantised once for many calls by making the collection "quantized" mutable once and passing it on:
+
+    _, quantized = model.apply(variables, x, mutable="quantized")
+    y = model.apply(variables | quantized, x)      # gradients still reach the kernel in "params"
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import canonicalize_dtype, promote_dtype
+
+from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result
+from jaxlowprec.linear import QuantizedKernel, linear, quantize_kernel
+from jaxlowprec.recipes import Recipe
+
+
+def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None) -> tuple[Any, Any, Any]:
+    """A `promote_dtype=` for Flax's own layers beside `dot_general=jlp.dot_general`: it casts all but the kernel.
+
+    Flax's default rounds a float32 master weight to bfloat16 first, and its gradient on the way back.
+    """
+    dtype = canonicalize_dtype(inputs, kernel, bias, dtype=dtype)
+    inputs, bias = (None if a is None else jnp.asarray(a, dtype) for a in (inputs, bias))
+    return inputs, kernel, bias
+
+
+def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
+    """The recipe to follow in this call; None also while Flax initialises the parameters."""
+    recipe = resolve(type(layer).__name__, recipe)
+    if recipe is None or layer.is_initializing():
+        return None
+    for name in ("dot_general", "dot_general_cls"):
+        if getattr(layer, name, None) is not None:
+            raise ValueError(
+                f"{type(layer).__name__}: {name}= is set, so the recipe {recipe} would be ignored; "
+                "drop it, or pass recipe=None"
+            )
+    return recipe
+
+
+def _operands(layer: nn.Module, inputs: jax.Array) -> tuple[Any, Any, Any]:
+    """inputs, kernel and bias as the layer's promote_dtype makes them, Flax's default one keeping the kernel."""
+    kernel, bias = (
+        nn.meta.unbox(layer.get_variable("params", name)) if layer.has_variable("params", name) else None
+        for name in ("kernel", "bias")
+    )
+    promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
+    return promote(inputs, kernel, bias, dtype=layer.dtype)
+
+
+def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
+    key = layer.make_rng("sr") if recipe.gradient.rounding == "stochastic" and layer.has_rng("sr") else None
+    return {"recipe": recipe, "key": key, "name": "/".join(layer.path)}
+
+
+def _quantized(layer: nn.Module, kernel: jax.Array, batch_dims: int, contracted: int, recipe: Recipe) -> QuantizedKernel | None:
+    """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable."""
+    if layer.is_mutable_collection("quantized"):
+        batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
+        matrix = kernel.reshape(*batch, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
+        layer.put_variable("quantized", "kernel", quantize_kernel(matrix, recipe))
+    return layer.get_variable("quantized", "kernel")
+
+
+class Dense(nn.Dense):
+    """`flax.linen.Dense` under a recipe.
+
+    Attributes:
+        recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, Flax bit for bit.
+
+    Other attributes, their defaults and the parameter tree are Flax's. Gradients round stochastically by the RNG stream "sr"
+    where it is given to `apply`, else by bits of their own; evaluation needs none.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> layer = jlp.linen.Dense(32)
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((8, 64)))
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     layer.apply(variables, jnp.ones((8, 64))).shape
+    (8, 32)
+    """
+
+    recipe: Any = FROM_CONTEXT
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """[..., in] -> [..., features]."""
+        recipe = _recipe(self, self.recipe)
+        if recipe is None:
+            return super().__call__(inputs)
+        inputs, kernel, bias = _operands(self, inputs)
+        quantized = _quantized(self, kernel, 0, 1, recipe)
+        return linear(inputs, kernel, bias, quantized_kernel=quantized, **_options(self, recipe))
+
+
+class DenseGeneral(nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` under a recipe. Attributes: Flax's, and `recipe` (see `Dense`)."""
+
+    recipe: Any = FROM_CONTEXT
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Contracts `axis` of the inputs, batched over `batch_dims`."""
+        recipe = _recipe(self, self.recipe)
+        if recipe is None:
+            return super().__call__(inputs)
+        inputs, kernel, bias = _operands(self, inputs)
+        axis, batch, features = (
+            (v,) if isinstance(v, int) else tuple(v) for v in (self.axis, self.batch_dims, self.features)
+        )
+        axis, batch = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
+        dims = ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, tuple(range(len(batch)))))
+        quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
+        y = dot_general(inputs, kernel, dims, quantized_kernel=quantized, **_options(self, recipe))
+        if bias is None:
+            return y
+        kept = [inputs.shape[a] if a in batch else 1 for a in range(inputs.ndim) if a not in axis]
+        return y + bias.reshape(*kept, *features)
+
+
+class Einsum(nn.Einsum):
+    """`flax.linen.Einsum` under a recipe. Attributes: Flax's, and `recipe` (see `Dense`)."""
+
+    recipe: Any = FROM_CONTEXT
+
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """The einsum of the inputs and the kernel."""
+        recipe = _recipe(self, self.recipe)
+        if recipe is None:
+            return super().__call__(inputs, einsum_str)
+        subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
+        inputs, kernel, bias = _operands(self, inputs)
+        y = einsum(
+            subscripts, inputs, kernel, preferred_element_type=self.preferred_element_type, **_options(self, recipe)
+        )
+        return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))

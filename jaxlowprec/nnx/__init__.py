@@ -1,0 +1,12 @@
+"""Flax NNX layers that follow a recipe: Flax's own classes, arguments, defaults and state."""
+
+from jaxlowprec.nnx.layers import (
+    Einsum,
+    Linear,
+    LinearGeneral,
+    Quantized,
+    keep_kernel_dtype,
+    quantized_kernels,
+)
+
+__all__ = ["Einsum", "Linear", "LinearGeneral", "Quantized", "keep_kernel_dtype", "quantized_kernels"]

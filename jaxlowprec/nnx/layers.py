@@ -1,0 +1,208 @@
+"""NNX layers. Flax makes the parameters and computes without a recipe; under one, `linear` does."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result
+from jaxlowprec.linear import linear, quantize_kernel
+from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
+from jaxlowprec.recipes import Recipe
+
+
+def keep_kernel_dtype(operands: tuple[Any, Any, Any], /, *, dtype: Any = None) -> tuple[Any, Any, Any]:
+    """A `promote_dtype=` for Flax's own layers beside `dot_general=jlp.dot_general`: it casts all but the kernel."""
+    return _keep_kernel_dtype(*operands, dtype=dtype)
+
+
+class Quantized(nnx.Variable):
+    """A kernel quantised for many calls. No parameter: optimizers and checkpoints of `nnx.Param` do not see it."""
+
+
+class _Quantizing:
+    """What the layers share. They differ from Flax's in two attributes: `recipe`, and `sr`, the RNG stream or None."""
+
+    recipe: Any
+    sr: nnx.RngStream | None
+    quantized: Quantized | None
+
+    def _set_up(self, recipe: Any, rngs: nnx.Rngs) -> None:
+        resolve(type(self).__name__, recipe)  # a wrong one is named here, not at the first call
+        self.recipe = recipe
+        self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
+        self.quantized = nnx.data(None)
+
+    def _recipe(self) -> Recipe | None:
+        return resolve(type(self).__name__, self.recipe)
+
+    def _operands(self, inputs: jax.Array) -> tuple[Any, Any, Any]:
+        promote = keep_kernel_dtype if self.promote_dtype is promote_dtype else self.promote_dtype
+        return promote((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype)
+
+    def _options(self, recipe: Recipe) -> dict[str, Any]:
+        key = self.sr() if recipe.gradient.rounding == "stochastic" and self.sr is not None else None
+        return {"recipe": recipe, "key": key}
+
+    def _refuse(self, recipe: Recipe, name: str, default: Any) -> None:
+        if getattr(self, name) is not default:
+            raise ValueError(
+                f"{type(self).__name__}: {name}= is set, so the recipe {recipe} would be ignored; "
+                "drop it, or pass recipe=None"
+            )
+
+    def _quantized_kernel(self):
+        return None if self.quantized is None else self.quantized.get_value()
+
+
+class Linear(_Quantizing, nnx.Linear):
+    """`flax.nnx.Linear` under a recipe.
+
+    Arguments:
+        recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, Flax bit for bit.
+
+    Other arguments, their defaults and the parameters are Flax's. Gradients round stochastically by the RNG stream "sr"
+    where `rngs` has one, else by bits of their own; evaluation needs none.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> layer = jlp.nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     layer(jnp.ones((8, 64))).shape
+    (8, 32)
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any):
+        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        self._set_up(recipe, rngs)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """[..., in_features] -> [..., out_features]."""
+        recipe = self._recipe()
+        if recipe is None:
+            return super().__call__(inputs, out_sharding)
+        self._refuse(recipe, "dot_general", jax.lax.dot_general)
+        inputs, kernel, bias = self._operands(inputs)
+        if self.preferred_element_type is None and out_sharding is None:
+            return linear(inputs, kernel, bias, quantized_kernel=self._quantized_kernel(), **self._options(recipe))
+        y = dot_general(
+            inputs,
+            kernel,
+            (((inputs.ndim - 1,), (0,)), ((), ())),
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+            quantized_kernel=self._quantized_kernel(),
+            **self._options(recipe),
+        )
+        return y if bias is None else y + bias
+
+
+class LinearGeneral(_Quantizing, nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
+
+    def __init__(self, in_features: Any, out_features: Any, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any):
+        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        self._set_up(recipe, rngs)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Contracts `axis` of the inputs, batched over `batch_axis`."""
+        recipe = self._recipe()
+        if recipe is None:
+            return super().__call__(inputs, out_sharding)
+        self._refuse(recipe, "dot_general", None)
+        self._refuse(recipe, "dot_general_cls", None)
+        inputs, kernel, bias = self._operands(inputs)
+        axis, batch = (tuple(a % inputs.ndim for a in axes) for axes in (self.axis, self.batch_axis))
+        y = dot_general(
+            inputs,
+            kernel,
+            ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, tuple(range(len(batch))))),
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+            quantized_kernel=self._quantized_kernel(),
+            **self._options(recipe),
+        )
+        if bias is None:
+            return y
+        kept = [inputs.shape[a] if a in batch else 1 for a in range(inputs.ndim) if a not in axis]
+        return y + bias.reshape(*kept, *self.out_features)
+
+
+class Einsum(_Quantizing, nnx.Einsum):
+    """`flax.nnx.Einsum` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: Any,
+        bias_shape: Any = None,
+        *,
+        recipe: Any = FROM_CONTEXT,
+        rngs: nnx.Rngs,
+        **kwargs: Any,
+    ):
+        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **kwargs)
+        self._set_up(recipe, rngs)
+
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
+        """The einsum of the inputs and the kernel."""
+        recipe = self._recipe()
+        if recipe is None:
+            return super().__call__(inputs, einsum_str, out_sharding)
+        self._refuse(recipe, "einsum_op", jax.numpy.einsum)
+        subscripts = self.einsum_str if einsum_str is None else einsum_str
+        inputs, kernel, bias = self._operands(inputs)
+        y = einsum(
+            subscripts,
+            inputs,
+            kernel,
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+            **self._options(recipe),
+        )
+        return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
+
+
+@contextlib.contextmanager
+def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -> Iterator[None]:
+    """Within the context, the Linear and LinearGeneral layers of a model reuse weights quantised once, on entry.
+
+    For microbatches of one optimizer step and for inference: gradients still reach the kernels, but a kernel changed within
+    the context is not seen.
+
+    Arguments:
+        model: any NNX module.
+        recipe: whose weight role to follow; default: the context's. A layer's own recipe comes first.
+
+    Raises:
+        ValueError: no recipe for a layer.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> layer, recipe = jlp.nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jlp.NVFP4BlockScaling()
+    >>> with jlp.autocast(recipe), jlp.nnx.quantized_kernels(layer):
+    ...     y = layer(jnp.ones((8, 64)))
+    """
+    layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, Linear | LinearGeneral)]
+    for layer in layers:
+        own = recipe if layer.recipe is FROM_CONTEXT else layer.recipe
+        if own is None:
+            continue
+        kernel = layer.kernel[...]
+        contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
+        batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
+        rest = kernel.shape[batch:]
+        matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
+        layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own)))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.quantized = nnx.data(None)
