@@ -1,0 +1,141 @@
+"""The CPU kernels against the jitted reference, against memory and against XLA's own GEMM: ratios of one run.
+
+    python benchmarks/cpu_kernels.py            # all cases, every instruction set of this machine; a few minutes
+    python benchmarks/cpu_kernels.py --quick    # fewer rounds
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import pathlib
+import subprocess
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from timing import alternate, environment, save
+
+import jaxlowprec as jlp
+from jaxlowprec import native
+
+ROWS, COLUMNS = 4096, 4096
+
+
+class Copies:
+    """benchmarks/copy.cc, compiled for this machine."""
+
+    def __init__(self, threads: int):
+        source = pathlib.Path(__file__).with_name("copy.cc")
+        library = pathlib.Path(tempfile.mkdtemp()) / "copy.so"
+        subprocess.run(["c++", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)
+        self.library, self.threads = ctypes.CDLL(str(library)), threads
+
+    def read_twice_and_write(self, x: np.ndarray, out: np.ndarray):
+        """A call that takes what quantisation's memory traffic alone takes."""
+        arguments = (_address(x), ctypes.c_int64(x.nbytes // 8), _address(out), ctypes.c_int64(out.nbytes // 8))
+        return lambda: self.library.read_twice_and_write(*arguments, self.threads)
+
+    def copy(self, x: np.ndarray, out: np.ndarray):
+        """A call that copies x."""
+        return lambda: self.library.copy(_address(x), _address(out), ctypes.c_int64(x.nbytes), self.threads)
+
+
+def _address(x: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.ctypes.data)
+
+
+def cases(copies: Copies, quick: bool) -> list[dict]:
+    """Each case: name, the target ratio (speed of ours against theirs), and the measured seconds."""
+    x = jax.random.normal(jax.random.key(0), (ROWS, COLUMNS), jnp.bfloat16)
+    key, fmt = jax.random.key(1), jlp.NVFP4()
+    host = np.asarray(x).view(np.uint16)
+    packed, same = np.empty(x.size * 9 // 16, np.uint8), np.empty_like(host)
+    few, many = (3, 11) if quick else (7, 41)
+    found = []
+
+    def case(name, against, target, ours, theirs, rounds=many):
+        seconds = alternate({"ours": ours, "theirs": theirs}, rounds)
+        ratio = {k: seconds["theirs"][k] / seconds["ours"][k] for k in ("median", "min")}
+        found.append({"case": name, "against": against, "target": target, "ratio": ratio, **seconds})
+        print(f"{name:45} {against:38} {ratio['median']:7.2f}x (at least {target}x)", flush=True)
+
+    def quantize(implementation=None, **options):
+        f = jax.jit(lambda x: jlp.quantize(x, fmt, implementation=implementation, **options))
+        return lambda: f(x)
+
+    def both(implementation=None):
+        f = jax.jit(lambda x: jlp.quantize_both(x, fmt, True, implementation=implementation))
+        return lambda: f(x)
+
+    wide = native.isa() == "avx512"
+    case("quantize rowwise, nearest", "jitted reference", 20 if wide else 10, quantize(), quantize("reference"), few)
+    case("quantize rowwise, nearest", "reading twice and writing", 0.55, quantize(), copies.read_twice_and_write(host, packed))
+    case("quantize_both, RHT columnwise", "jitted reference", 20, both(), both("reference"), few)
+    case("quantize rowwise, stochastic", "nearest", 0.75, quantize(rounding="stochastic", key=key), quantize())
+    transform = jax.jit(jlp.hadamard_transform)
+    case("hadamard_transform", "copying the same bytes", 0.5, lambda: transform(x), copies.copy(host, same))
+    for size in (64, 256):
+        small = x[:size, :size]
+        ours, theirs = (jax.jit(lambda x, i=i: jlp.quantize(x, fmt, implementation=i)) for i in (None, "reference"))
+        case(f"quantize {size}x{size}, one jitted call", "jitted reference", 5, lambda: ours(small), lambda: theirs(small))  # noqa: B023
+
+    a, w = x[:1024], jax.random.normal(jax.random.key(2), (4096, COLUMNS), jnp.bfloat16)
+    qa = jlp.quantize(a, fmt)
+    dots = {
+        layout: jax.jit(lambda a, w, s=spec: jnp.einsum(s, a, w, preferred_element_type=jnp.float32))
+        for layout, spec in (("w[N,K]", "mk,nk->mn"), ("w[K,N]", "mk,kn->mn"))
+    }
+    operands = {"w[N,K]": w, "w[K,N]": jnp.asarray(np.asarray(w).T.copy())}
+    speed = alternate({layout: (lambda d=d, layout=layout: d(a, operands[layout])) for layout, d in dots.items()}, few)
+    fastest = min(speed, key=lambda layout: speed[layout]["median"])
+    multiply = jax.jit(jlp.scaled_matmul)
+    for blocks, target in (((16, 16), 1.45), ((1, 16), 1.25)):
+        qw = jlp.quantize(w, jlp.NVFP4(blocks))
+        case(
+            f"scaled_matmul 1024x4096x4096, 1x16 by {blocks[0]}x16",
+            f"XLA's fastest bf16 dot ({fastest}, f32 out)",
+            target if wide else 0.8,
+            lambda qw=qw: multiply(qa, qw),
+            lambda: dots[fastest](a, operands[fastest]),
+            few,
+        )
+    return found
+
+
+def saved_by_linear() -> float:
+    """Bytes that `linear` keeps of its input for the backward pass, over those of the bf16 input."""
+    tokens, width = 4096, 1024
+    w = jnp.zeros((width, width))
+
+    def kept(tokens):
+        x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+        pullback = jax.eval_shape(lambda x, w: jax.vjp(lambda x, w: jlp.linear(x, w), x, w)[1], x, w)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+    with jlp.autocast(jlp.NVFP4BlockScaling()):
+        return (kept(2 * tokens) - kept(tokens)) / (tokens * width * 2)
+
+
+def main() -> None:
+    """Measures on every instruction set of this machine and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    options = parser.parse_args()
+    copies = Copies(environment()["cores"])
+    results = {}
+    for isa in native.available_isas():
+        native.use_isa(isa)
+        print(f"--- {isa}")
+        results[isa] = cases(copies, options.quick)
+    share = saved_by_linear()
+    print(f"bytes kept by linear for its backward, over the bf16 input's: {share:.3f} (at most 0.35)")
+    if options.save:
+        name = f"cpu_kernels_{native.available_isas()[0]}"
+        print(save(name, {"shape": [ROWS, COLUMNS], "cases": results, "saved_by_linear": share}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Alternating measurement: machines are shared and drift, so both sides run in turn and ratios are taken of one run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxlowprec import native
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def alternate(sides: dict[str, Callable[[], Any]], rounds: int = 25, least_seconds: float = 0.002) -> dict[str, dict[str, float]]:
+    """Median and minimum seconds of each side, measured in turn. Short calls are repeated within a measurement."""
+    repeats = {}
+    for name, call in sides.items():
+        jax.block_until_ready(call())
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        repeats[name] = max(1, round(least_seconds / max(time.perf_counter() - started, 1e-7)))
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, call in sides.items():
+            started = time.perf_counter()
+            for _ in range(repeats[name]):
+                out = call()
+            jax.block_until_ready(out)
+            seconds[name].append((time.perf_counter() - started) / repeats[name])
+    return {name: {"median": statistics.median(s), "min": min(s)} for name, s in seconds.items()}
+
+
+def cpu_name() -> str:
+    """The processor as the operating system names it."""
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def environment() -> dict[str, Any]:
+    """What a figure has to be read with."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent, check=False
+    ).stdout.strip()
+    return {
+        "device": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "instruction_sets": list(native.available_isas()),
+        "versions": {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy")},
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+
+
+def save(name: str, content: dict[str, Any]) -> pathlib.Path:
+    """Writes results/<name>.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **content}, indent=1) + "\n")
+    return path

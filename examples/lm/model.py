@@ -1,0 +1,99 @@
+"""A GPT-style transformer over bytes in Flax NNX, with jaxlowprec's linears in its blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxlowprec as jlp
+
+VOCABULARY = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the model.
+
+    Attributes:
+        layers, width, heads: of the transformer.
+        context: bytes it sees.
+        high_precision_first, high_precision_last: how many blocks ignore the recipe, at either end.
+        dtype: of activations. Parameters are float32.
+    """
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    high_precision_first: int = 0
+    high_precision_last: int = 1
+    dtype: str = "bfloat16"
+
+    def follows_recipe(self, layer: int) -> bool:
+        """Whether a block is quantised under a recipe."""
+        return self.high_precision_first <= layer < self.layers - self.high_precision_last
+
+
+SIZES = {
+    "demo": Config(),
+    "small": Config(layers=6, width=384, heads=6, context=256),
+    "medium": Config(layers=12, width=768, heads=12, context=512),
+}
+
+
+class Block(nnx.Module):
+    """Pre-norm causal attention and a GELU MLP. The norms, softmax and both attention products stay in high precision."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        width, dtype = config.width, jnp.dtype(config.dtype)
+        residual = nnx.initializers.normal(0.02 / (2 * config.layers) ** 0.5)
+        plain = nnx.initializers.normal(0.02)
+
+        def linear(inputs, outputs, init):
+            return jlp.nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)
+
+        self.heads = config.heads
+        self.norm1, self.norm2 = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.qkv, self.out = linear(width, 3 * width, plain), linear(width, width, residual)
+        self.up, self.down = linear(width, 4 * width, plain), linear(4 * width, width, residual)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, time, width = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.reshape(batch, time, width))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+
+class LanguageModel(nnx.Module):
+    """Bytes [batch, time] to float32 logits [batch, time, 256]."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        init = nnx.initializers.normal(0.02)
+        self.config = config
+        self.tokens = nnx.Embed(VOCABULARY, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
+        self.positions = nnx.Embed(config.context, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for layer, block in enumerate(self.blocks):
+            follows = self.config.follows_recipe(layer)
+            with contextlib.nullcontext() if follows else jlp.autocast(enabled=False):
+                x = block(x)
+        return self.head(self.norm(x)).astype(jnp.float32)
+
+
+def loss(model: LanguageModel, tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats of predicting each byte of [batch, time + 1] from those before it."""
+    logits = model(tokens[:, :-1])
+    log_probabilities = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1).mean()

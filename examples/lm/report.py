@@ -1,0 +1,81 @@
+"""The report of a comparison: gaps against bf16 beside the noise floor, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+
+
+def add_gaps(results: list[dict], baseline: str = "bf16") -> None:
+    """Relative differences of each run's losses from the baseline's, in percent."""
+    base = next((r for r in results if r["name"] == baseline), None)
+    for r in results:
+        for key in ("loss", "validation_loss"):
+            r[f"{key}_gap_percent"] = None if base is None or r is base else 100 * (r[key] / base[key] - 1)
+
+
+def table(results: list[dict]) -> str:
+    """One row a run."""
+    rows = [("run", "loss", "gap", "val. loss", "gap", "step", "tokens/s", "saved for backward")]
+    for r in results:
+        gaps = ["" if (g := r[f"{k}_gap_percent"]) is None else f"{g:+.2f} %" for k in ("loss", "validation_loss")]
+        step = "" if r["step_seconds"] is None else f"{1000 * r['step_seconds']:.0f} ms"
+        speed = "" if r["tokens_per_second"] is None else f"{r['tokens_per_second']:,.0f}"
+        saved = f"{r['saved_activation_bytes'] / 2**20:.1f} MiB"
+        rows.append(
+            (r["name"], f"{r['loss']:.4f}", gaps[0], f"{r['validation_loss']:.4f}", gaps[1], step, speed, saved)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def smooth(values: list[float], width: int) -> np.ndarray:
+    """A running mean that uses what there is at both ends."""
+    kernel = np.ones(width)
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def picture(results: list[dict], path: pathlib.Path) -> None:
+    """Loss curves above, their gaps against bf16 below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
+    styles = {"bf16": ("black", "-"), "bf16 perturbed": ("0.55", ":")}
+    base = next((r for r in results if r["name"] == "bf16"), None)
+    for r in results:
+        color, line = styles.get(r["name"], (None, "-"))
+        steps = np.arange(1, len(r["losses"]) + 1)
+        width = max(1, len(steps) // 20)
+        (drawn,) = top.plot(steps, smooth(r["losses"], width), line, color=color, label=r["name"])
+        if base is not None and r is not base and len(base["losses"]) == len(r["losses"]):
+            gap = 100 * (smooth(r["losses"], width) / smooth(base["losses"], width) - 1)
+            bottom.plot(steps, gap, line, color=drawn.get_color(), label=f"{r['name']} against bf16")
+    top.set_ylabel("training loss (nats a byte)")
+    top.legend()
+    bottom.axhline(0, color="black", linewidth=0.8)
+    bottom.set_ylabel("gap (%)")
+    bottom.set_xlabel("step")
+    if bottom.get_legend_handles_labels()[0]:
+        bottom.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def write(results: list[dict], settings: dict, folder: pathlib.Path) -> None:
+    """report.json and loss.png."""
+    floor = next((r for r in results if r["name"] == "bf16 perturbed"), None)
+    report = {
+        "settings": settings,
+        "noise_floor_percent": None
+        if floor is None
+        else {"loss": abs(floor["loss_gap_percent"]), "validation_loss": abs(floor["validation_loss_gap_percent"])},
+        "runs": results,
+    }
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    picture(results, folder / "loss.png")

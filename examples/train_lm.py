@@ -1,0 +1,82 @@
+"""Trains a small byte-level language model under one or more recipes and compares them with bf16.
+
+    python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo
+
+Every comparison with bf16 includes the noise floor: a second bf16 run whose initial parameters differ by 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+
+import jax
+from lm.data import Batches, read_text
+from lm.model import SIZES
+from lm.report import add_gaps, table, write
+from lm.training import Run, Schedule, train
+
+import jaxlowprec as jlp
+
+RECIPES = {
+    "bf16": lambda: None,
+    "nvfp4": jlp.NVFP4BlockScaling,
+    "nvfp4-no-rht": lambda: jlp.NVFP4BlockScaling(disable_rht=True),
+    "nvfp4-no-sr": lambda: jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4-no-2d": lambda: jlp.NVFP4BlockScaling(disable_2d_quantization=True),
+}
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="bf16,nvfp4", help=f"one or more of {', '.join(RECIPES)}, with commas")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--batch", type=int, default=8, help="windows of the context's length in a step")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the schedule")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial parameters and the data's order")
+    parser.add_argument("--bf16-first", type=int, default=0, help="blocks kept in bf16 at the input's end")
+    parser.add_argument("--bf16-last", type=int, default=1, help="blocks kept in bf16 at the output's end")
+    parser.add_argument("--text", help="file or folder to learn from; default: Python's standard library")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+    parser.add_argument("--no-noise-floor", action="store_true", help="leave out the second bf16 run")
+    options = parser.parse_args()
+    names = options.recipe.split(",")
+    if unknown := [n for n in names if n not in RECIPES]:
+        parser.error(f"--recipe {unknown[0]}: needs one or more of {', '.join(RECIPES)}")
+    if options.steps < 1 or options.batch < 1 or options.checkpoint_every < 1:
+        parser.error("--steps, --batch and --checkpoint-every need 1 or more")
+    if options.bf16_first < 0 or options.bf16_last < 0:
+        parser.error("--bf16-first and --bf16-last need 0 or more")
+    options.names = names
+    return options
+
+
+def main() -> None:
+    """Trains, compares, reports."""
+    options = arguments()
+    config = dataclasses.replace(
+        SIZES[options.size], high_precision_first=options.bf16_first, high_precision_last=options.bf16_last
+    )
+    schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
+    batches = Batches(read_text(options.text), options.batch, config.context, options.seed)
+    runs = [Run(name, RECIPES[name]()) for name in options.names]
+    if "bf16" in options.names and len(runs) > 1 and not options.no_noise_floor:
+        runs.insert(options.names.index("bf16") + 1, Run("bf16 perturbed", perturbation=1e-4))
+    print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
+    results = [
+        train(run, config, schedule, batches, options.out / run.name.replace(" ", "-"), options.resume) for run in runs
+    ]
+    add_gaps(results)
+    print("\n" + table(results))
+    settings = {"config": dataclasses.asdict(config), "schedule": dataclasses.asdict(schedule), "jax": jax.__version__}
+    write(results, settings, options.out)
+    print(f"\nreport: {options.out / 'report.json'}   picture: {options.out / 'loss.png'}")
+
+
+if __name__ == "__main__":
+    main()

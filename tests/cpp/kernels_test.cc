@@ -1,0 +1,403 @@
+// The CPU kernels of every instruction set against reference.h, byte for byte, over ragged shapes and hostile numbers. All
+// are held to the same bytes, so instruction sets agree with each other.
+#include "kernel_runs.h"
+
+namespace jaxlowprec {
+namespace {
+
+/// Read before any test switches instruction sets.
+const std::string isa_at_start = kernels().isa;
+
+struct Shape {
+  int64_t rows, columns;
+};
+
+std::string name(Shape shape) { return std::to_string(shape.rows) + "x" + std::to_string(shape.columns); }
+
+/// Empty or partial blocks, groups, slabs, spans and chunks on either side.
+std::vector<Shape> shapes() {
+  return {{1, 1},    {1, 16},   {16, 1},  {17, 33},  {3, 50},    {5, 256},   {40, 300},
+          {128, 64}, {260, 20}, {256, 9}, {1, 4100}, {130, 258}, {144, 256}, {9, 4096}};
+}
+
+/// Large shapes would only repeat what small ones show about numbers.
+bool is_large(Shape shape) { return shape.rows * shape.columns > 4200; }
+
+// --- amax (numerics.md 1 and 3)
+
+void check_amax(Shape shape, ElementType type, Data data, bool plain, bool rotated, std::mt19937& random) {
+  const int64_t batch = 2, size = shape.rows * shape.columns;
+  const Buffer x(batch * size * reference::element_size(type), random() % 2 * 4);
+  fill_elements(x.as(), type, 0, size, data, random);
+  fill_elements(x.as(), type, size, size, Data::kNormal, random);  // one batch entry says nothing about the other
+  AmaxProblem p{x.as(), type, batch, shape.rows, shape.columns, nullptr, nullptr, kDefaultSignMask};
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    const Buffer found(batch * 4), found_rotated(batch * 4);
+    memset(found.as(), 0, found.size()), memset(found_rotated.as(), 0, found_rotated.size());
+    p.plain = plain ? found.as<uint32_t>() : nullptr;
+    p.rotated = rotated ? found_rotated.as<uint32_t>() : nullptr;
+    run_chunks(k, p, scrambled);
+    for (int64_t b = 0; b < batch; ++b) {
+      if (plain) CHECK_EQ(p.plain[b], reference::amax_bits(reference::lines_of(p, b, false, false)));
+      if (rotated) CHECK_EQ(p.rotated[b], reference::amax_bits(reference::lines_of(p, b, true, true)));
+    }
+  });
+}
+
+TEST(amax_and_rotated_amax_agree_with_the_reference) {
+  std::mt19937 random(1);
+  for (const Shape shape : shapes())
+    for (const ElementType type : kTypes)
+      for (const Data data : {Data::kNormal, Data::kSparse, Data::kWide, Data::kZero, Data::kNaN, Data::kInfinity}) {
+        if (is_large(shape) && random() % 3) continue;
+        const check::Given given(name(shape) + " " + name(type) + " data " + std::to_string(static_cast<int>(data)));
+        check_amax(shape, type, data, true, false, random);
+        check_amax(shape, type, data, random() % 2, true, random);
+      }
+}
+
+TEST(rotated_amax_sees_sums_that_overflow) {
+  for (const ElementType type : kTypes) {
+    const Buffer x(16 * reference::element_size(type));
+    const float large = type == ElementType::kF16 ? 60000.0f : 3e38f;
+    for (int64_t i = 0; i < 16; ++i) reference::put(x.as(), type, i, (kDefaultSignMask >> i) & 1 ? -large : large);
+    uint32_t rotated = 0;
+    const AmaxProblem p{x.as(), type, 1, 16, 1, nullptr, &rotated, kDefaultSignMask};
+    const check::Given given(name(type));
+    for_all_runs([&](const Kernels& k, bool scrambled) {
+      rotated = 0;
+      run_chunks(k, p, scrambled);
+      CHECK(rotated >= kInfinityBits);
+      CHECK_EQ(rotated, reference::amax_bits(reference::lines_of(p, 0, true, true)));
+    });
+  }
+}
+
+// --- quantisation (numerics.md 2 to 4)
+
+struct Mode {
+  const char* name;
+  bool rowwise, columnwise, tiles, rotate;
+};
+constexpr Mode kModes[] = {
+    {"rowwise", true, false, false, false},
+    {"columnwise", false, true, false, false},
+    {"both", true, true, false, false},
+    {"columnwise rotated", false, true, false, true},
+    {"both, one rotated", true, true, false, true},
+    {"rowwise tiles", true, false, true, false},
+    {"columnwise tiles", false, true, true, false},
+    {"both tiles", true, true, true, false},
+};
+
+/// Numbers and the amax they are quantised with: their own unless a caller gave another one.
+struct Numbers {
+  const char* name;
+  Data data;
+  float times;  // the amax found
+  float given;  // or this, where positive or zero
+};
+constexpr float kFound = -1;
+constexpr Numbers kNumbers[] = {
+    {"normal", Data::kNormal, 1, kFound},
+    {"sparse", Data::kSparse, 1, kFound},
+    {"wide", Data::kWide, 1, kFound},
+    {"zero", Data::kZero, 1, kFound},
+    {"NaN", Data::kNaN, 1, kFound},
+    {"infinity", Data::kInfinity, 1, kFound},
+    {"amax too small: elements saturate", Data::kNormal, 0.1f, kFound},
+    {"amax too large: scales underflow", Data::kNormal, 1e6f, kFound},
+    {"NaN, finite amax: one block is poisoned", Data::kNaN, 1, 3},
+    {"infinity, finite amax: one block is poisoned", Data::kInfinity, 1, 3},
+    {"wide, any amax", Data::kWide, 1, 3},
+    {"subnormal amax", Data::kSparse, 1, 1e-39f},
+};
+
+/// One direction's inputs and what is expected of it.
+struct Direction {
+  bool wanted;
+  int64_t batch, lines, blocks, scale_lines;
+  Buffer amax, rows, block_ids, data, scale;
+
+  Direction(bool wanted, int64_t batch, int64_t lines, int64_t blocks, bool tiles)
+      : wanted(wanted),
+        batch(batch),
+        lines(lines),
+        blocks(blocks),
+        scale_lines(tiles ? reference::blocks_in(lines) : lines),
+        amax(batch * 4),
+        rows(lines * 4),
+        block_ids(blocks * 4),
+        data(batch * lines * blocks * 8),
+        scale(batch * scale_lines * blocks) {
+    for (int64_t i = 0; i < lines; ++i) rows.as<uint32_t>()[i] = static_cast<uint32_t>(1000 + 7 * i);
+    for (int64_t i = 0; i < blocks; ++i) block_ids.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
+  }
+
+  void set_inputs(QuantizeDirection& direction, const uint32_t* key, uint32_t stream) const {
+    direction.amax = amax.as<float>();
+    if (key) direction.random = {key, rows.as<uint32_t>(), block_ids.as<uint32_t>(), stream};
+  }
+
+  /// Fills in the amax of every batch entry, and from it the expected bytes.
+  void expect(const QuantizeProblem& p, const QuantizeDirection& direction, bool columnwise, const Numbers* const* numbers) {
+    for (int64_t b = 0; b < batch; ++b) {
+      const reference::Lines x = reference::lines_of(p, b, columnwise, columnwise && p.rotate_columns);
+      const float found = Lanes<float>::from_bits(reference::amax_bits(x));
+      amax.as<float>()[b] = numbers[b]->given >= 0 ? numbers[b]->given : found * numbers[b]->times;
+      if (wanted)
+        reference::quantize(x, direction, p.tiles, b, data.as() + b * lines * blocks * 8,
+                            scale.as() + b * scale_lines * blocks);
+    }
+  }
+
+  void check(const Buffer& found_data, const Buffer& found_scale) const {
+    if (!wanted) return;
+    CHECK_EQ(first_difference(found_scale, scale), -1);
+    CHECK_EQ(first_difference(found_data, data), -1);
+  }
+};
+
+void check_quantize(Shape shape, ElementType type, const Mode& mode, bool stochastic, const Numbers* const (&numbers)[2],
+                    std::mt19937& random) {
+  const int64_t batch = 2, size = shape.rows * shape.columns, misalignment = random() % 2 * 4;
+  const Buffer x(batch * size * reference::element_size(type), misalignment);
+  for (int64_t b = 0; b < batch; ++b) fill_elements(x.as(), type, b * size, size, numbers[b]->data, random);
+  const Buffer key(batch * 8);
+  for (int64_t i = 0; i < 2 * batch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
+  QuantizeProblem p{x.as(), type, batch, shape.rows, shape.columns, mode.tiles, {}, {}, mode.rotate, kDefaultSignMask};
+  Direction rowwise(mode.rowwise, batch, shape.rows, reference::blocks_in(shape.columns), mode.tiles);
+  Direction columnwise(mode.columnwise, batch, shape.columns, reference::blocks_in(shape.rows), mode.tiles);
+  if (mode.rowwise) rowwise.set_inputs(p.rowwise, stochastic ? key.as<uint32_t>() : nullptr, 0);
+  if (mode.columnwise) columnwise.set_inputs(p.columnwise, stochastic ? key.as<uint32_t>() : nullptr, 1);
+  rowwise.expect(p, p.rowwise, false, numbers), columnwise.expect(p, p.columnwise, true, numbers);
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    const Buffer row_data(rowwise.data.size(), misalignment), row_scale(rowwise.scale.size(), misalignment);
+    const Buffer column_data(columnwise.data.size(), misalignment), column_scale(columnwise.scale.size(), misalignment);
+    if (mode.rowwise) p.rowwise.data = row_data.as(), p.rowwise.scale = row_scale.as();
+    if (mode.columnwise) p.columnwise.data = column_data.as(), p.columnwise.scale = column_scale.as();
+    run_chunks(k, p, scrambled);
+    rowwise.check(row_data, row_scale), columnwise.check(column_data, column_scale);
+  });
+}
+
+void quantize_agrees_with_the_reference(bool stochastic) {
+  std::mt19937 random(stochastic);
+  const size_t count = std::size(kNumbers);
+  size_t turn = 0;
+  for (const Shape shape : shapes())
+    for (const ElementType type : kTypes)
+      for (const Mode& mode : kModes)
+        for (size_t i = 0; i < (is_large(shape) ? 2 : count) / (kReduced ? 2 : 1); ++i, ++turn) {
+          const Numbers* const numbers[2] = {&kNumbers[turn % count], &kNumbers[(turn * 5 + 3) % count]};
+          const check::Given given(name(shape) + " " + name(type) + ", " + mode.name + ", " + numbers[0]->name + "; " +
+                                   numbers[1]->name);
+          check_quantize(shape, type, mode, stochastic, numbers, random);
+        }
+}
+
+TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(false); }
+TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(true); }
+
+// --- decoding (numerics.md 2)
+
+TEST(dequantize_agrees_with_the_reference) {
+  std::mt19937 random(3);
+  for (const Shape shape : shapes())
+    for (const ElementType type : kTypes)
+      for (const bool tiles : {false, true})
+        for (const bool rotate : {false, true})
+          for (const float amax : {3.0f, 0.0f, 1e-39f, 1e-36f, 1e36f, std::numeric_limits<float>::infinity()}) {
+            if (is_large(shape) && random() % 4) continue;
+            const check::Given given(name(shape) + " " + name(type) + (tiles ? " tiles" : "") + (rotate ? " rotated" : "") +
+                                     " amax " + std::to_string(amax));
+            const int64_t batch = 2, blocks = reference::blocks_in(shape.columns), misalignment = random() % 2 * 4;
+            const int64_t scale_rows = tiles ? reference::blocks_in(shape.rows) : shape.rows;
+            const Buffer data(batch * shape.rows * blocks * 8, misalignment),
+                scale(batch * scale_rows * blocks, misalignment);
+            for (int64_t i = 0; i < data.size(); ++i) data.as()[i] = static_cast<uint8_t>(random());
+            for (int64_t i = 0; i < scale.size(); ++i) scale.as()[i] = static_cast<uint8_t>(random());  // NaN among them
+            const float amaxes[2] = {amax, 0.7f};
+            DequantizeProblem p{data.as(), scale.as(), amaxes,           batch,   shape.rows, shape.columns,
+                                tiles,     rotate,     kDefaultSignMask, nullptr, type};
+            const int64_t bytes = batch * shape.rows * shape.columns * reference::element_size(type);
+            const Buffer expected(bytes);
+            reference::dequantize(p, expected.as());
+            for_all_runs([&](const Kernels& k, bool scrambled) {
+              const Buffer found(bytes, misalignment);
+              p.result = found.as();
+              run_chunks(k, p, scrambled);
+              CHECK_EQ(first_difference(found, expected, type), -1);
+            });
+          }
+}
+
+// --- Hadamard transforms (numerics.md 3)
+
+TEST(hadamard_agrees_with_the_reference) {
+  std::mt19937 random(4);
+  const Shape counts[] = {{1, 1}, {5, 3}, {3, 1}, {17, 2}, {70, 1}, {300, 3}, {128, 17}};  // lines, transforms along each
+  for (const ElementType type : kTypes)
+    for (const int size : {16, 32, 64, 128, 256})
+      for (const bool vertical : {false, true})
+        for (const bool inverse : {false, true})
+          for (const Shape count : counts) {
+            if (count.rows * count.columns * size > 50000) continue;
+            const Data data = static_cast<Data>(random() % 6);
+            const int64_t length = count.columns * size, lines = count.rows, batch = 2, misalignment = random() % 2 * 4;
+            const int64_t elements = batch * lines * length, bytes = elements * reference::element_size(type);
+            const check::Given given(name(type) + " size " + std::to_string(size) + (vertical ? " vertical" : "") +
+                                     (inverse ? " inverse " : " ") + name(count));
+            const Buffer x(bytes, misalignment), signs(size * 4), expected(bytes);
+            fill_elements(x.as(), type, 0, elements, data, random);
+            for (int i = 0; i < size; ++i) signs.as<uint32_t>()[i] = random() % 2 ? kSignBit : 0;
+            HadamardProblem p{x.as(), type,     batch,   vertical ? length : lines, vertical ? lines : length,
+                              size,   vertical, inverse, signs.as<uint32_t>(),      nullptr};
+            reference::hadamard(p, expected.as());
+            for_all_runs([&](const Kernels& k, bool scrambled) {
+              const Buffer found(bytes, misalignment);
+              p.result = found.as();
+              run_chunks(k, p, scrambled);
+              CHECK_EQ(first_difference(found, expected, type), -1);
+            });
+          }
+}
+
+// --- GEMM (numerics.md 9)
+
+/// What the two operands of one batch entry look like.
+struct Operands {
+  const char* name;
+  float a_amax, b_amax;
+  bool any_scale;  // negative and NaN bytes too
+};
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr Operands kOperands[] = {{"ordinary", 3, 0.7f, false},
+                                  {"any scale byte", 1, 5, true},
+                                  {"alpha underflows", 1e-20f, 1e-20f, false},
+                                  {"subnormal amax", 1e-39f, 1e30f, false},
+                                  {"alpha overflows", 1e25f, 1e25f, false},
+                                  {"NaN", kNaN, 1, false},
+                                  {"zero", 0, 3, false}};
+
+struct Epilogue {
+  const char* name;
+  bool bias, gelu, pre_activation, accumulate;
+};
+constexpr Epilogue kEpilogues[] = {{"plain", false, false, false, false},
+                                   {"bias", true, false, false, false},
+                                   {"accumulate", false, false, false, true},
+                                   {"gelu", false, true, false, false},
+                                   {"bias, gelu, pre-activation", true, true, true, false},
+                                   {"bias, gelu, pre-activation, accumulate", true, true, true, true}};
+
+struct GemmShape {
+  int64_t rows, columns, blocks;
+};
+
+struct OperandBuffers {
+  Buffer data, scale, amax;
+
+  OperandBuffers(int64_t batch, int64_t rows, int64_t blocks, bool tiles)
+      : data(batch * rows * blocks * 8),
+        scale(batch * (tiles ? reference::blocks_in(rows) : rows) * blocks),
+        amax(batch * 4) {}
+
+  void fill(const Operands* const (&kinds)[2], std::mt19937& random) const {
+    for (int64_t i = 0; i < data.size(); ++i) data.as()[i] = static_cast<uint8_t>(random());
+    for (int64_t i = 0; i < scale.size(); ++i) {
+      const bool any = kinds[i >= scale.size() / 2]->any_scale;
+      scale.as()[i] = static_cast<uint8_t>(any && random() % 4 == 0 ? random() : random() % kE4M3NaN);
+    }
+  }
+};
+
+void check_matmul(GemmShape shape, ElementType type, ElementType accumulate_type, const Epilogue& epilogue, bool a_tiles,
+                  bool b_tiles, const Operands* const (&kinds)[2], std::mt19937& random) {
+  const int64_t batch = 2, elements = batch * shape.rows * shape.columns, bytes = elements * reference::element_size(type);
+  const OperandBuffers a(batch, shape.rows, shape.blocks, a_tiles), b(batch, shape.columns, shape.blocks, b_tiles);
+  a.fill(kinds, random), b.fill(kinds, random);
+  for (int i = 0; i < batch; ++i) a.amax.as<float>()[i] = kinds[i]->a_amax, b.amax.as<float>()[i] = kinds[i]->b_amax;
+  const Buffer bias(batch * shape.columns * 4), onto(elements * reference::element_size(accumulate_type));
+  fill_elements(bias.as(), ElementType::kF32, 0, batch * shape.columns, Data::kSparse, random);
+  fill_elements(onto.as(), accumulate_type, 0, elements, random() % 4 ? Data::kSparse : Data::kInfinity, random);
+
+  MatmulProblem p{};
+  p.a = {a.data.as(), a.scale.as(), a.amax.as<float>(), a_tiles};
+  p.b = {b.data.as(), b.scale.as(), b.amax.as<float>(), b_tiles};
+  p.batch = batch, p.rows = shape.rows, p.columns = shape.columns, p.blocks = shape.blocks, p.type = type;
+  if (epilogue.bias) p.bias = bias.as<float>();
+  if (epilogue.gelu) p.activation = Activation::kGeluTanh;
+  if (epilogue.accumulate) p.accumulate = onto.as(), p.accumulate_type = accumulate_type;
+  const Buffer expected(bytes), expected_before(bytes);
+  reference::matmul(p, expected.as(), epilogue.pre_activation ? expected_before.as() : nullptr);
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    const Buffer found(bytes), before(bytes);
+    p.result = found.as(), p.pre_activation = epilogue.pre_activation ? before.as() : nullptr;
+    run_chunks(k, p, scrambled);
+    CHECK_EQ(first_difference(found, expected, type), -1);
+    CHECK_EQ(first_difference(before, expected_before, type), -1);
+  });
+}
+
+TEST(matmul_agrees_with_the_reference) {
+  std::mt19937 random(5);
+  const GemmShape shapes[] = {{1, 1, 1},   {1, 16, 3},   {16, 1, 2},   {17, 33, 2},   {5, 70, 5},
+                              {3, 130, 1}, {40, 24, 17}, {33, 300, 3}, {130, 258, 2}, {64, 64, 33}};
+  const size_t count = std::size(kOperands);
+  size_t turn = 0;
+  for (const GemmShape shape : shapes)
+    for (const ElementType type : kTypes)
+      for (const Epilogue& epilogue : kEpilogues)
+        for (const int tiles : {0, 1, 2, 3})
+          for (const ElementType accumulate_type : kTypes) {
+            if (!epilogue.accumulate && accumulate_type != kTypes[0]) continue;
+            const bool is_large = shape.rows * shape.columns * shape.blocks > 20000;
+            if ((kReduced && random() % 4) || (is_large && random() % 8)) continue;
+            const Operands* const kinds[2] = {&kOperands[turn % count], &kOperands[turn / count % count]};
+            ++turn;
+            const check::Given given(std::to_string(shape.rows) + "x" + std::to_string(shape.columns) + ", " +
+                                     std::to_string(shape.blocks) + " blocks, " + name(type) + ", " + epilogue.name + " " +
+                                     name(accumulate_type) + ", tiles " + std::to_string(tiles) + ", " + kinds[0]->name +
+                                     "; " + kinds[1]->name);
+            check_matmul(shape, type, accumulate_type, epilogue, tiles & 1, tiles & 2, kinds, random);
+          }
+}
+
+// --- around the kernels
+
+TEST(kernels_leave_the_callers_subnormals_alone) {
+  const float x = 1;
+  uint32_t most = 0;
+  const AmaxProblem p{&x, ElementType::kF32, 1, 1, 1, &most, nullptr, 0};
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    run_chunks(k, p, scrambled);
+    volatile float smallest = std::numeric_limits<float>::min();
+    CHECK(smallest / 2 > 0);
+  });
+}
+
+#if !defined(JLP_TEST_EMULATED_AVX512)
+
+TEST(dispatch_offers_the_portable_kernels_everywhere) {
+  const std::vector<std::string> isas = available_isas();
+  CHECK_EQ(isas.back(), "portable");
+  for (const std::string& isa : isas) {
+    CHECK(use_isa(isa));
+    CHECK_EQ(kernels().isa, isa);
+  }
+  CHECK(!use_isa("no such set"));
+  CHECK_EQ(kernels().isa, isas.back());
+}
+
+TEST(dispatch_starts_with_the_set_the_environment_names_or_the_best) {
+  const char* wanted = std::getenv("JAXLOWPREC_ISA");
+  const std::vector<std::string> isas = available_isas();
+  const bool known = wanted && std::find(isas.begin(), isas.end(), wanted) != isas.end();
+  CHECK_EQ(isa_at_start, known ? wanted : isas.front());
+}
+
+#endif
+
+}  // namespace
+}  // namespace jaxlowprec

@@ -1,0 +1,76 @@
+// Every rule of xla_ffi/numerics in device code, F = float: that it compiles, for host and device, without a warning. The
+// kernel is never run here; the results are stored only so that nothing is dropped.
+#include "../../xla_ffi/numerics/e2m1.h"
+#include "../../xla_ffi/numerics/float16.h"
+#include "../../xla_ffi/numerics/float8.h"
+#include "../../xla_ffi/numerics/gelu.h"
+#include "../../xla_ffi/numerics/hadamard.h"
+#include "../../xla_ffi/numerics/lanes.h"
+#include "../../xla_ffi/numerics/nvfp4.h"
+#include "../../xla_ffi/numerics/philox.h"
+
+namespace jaxlowprec {
+
+/// Calls store(value) with what each rule makes of x and bits.
+template <class Store>
+__host__ __device__ void apply_formats(float x, uint32_t bits, Store store) {
+  using L = Lanes<float>;
+  store(bf16_encode(x)), store(bf16_decode<float>(bits));
+  store(f16_encode(x)), store(f16_decode<float>(bits));
+  store(e2m1_magnitude_bits(x) - kE2M1MagicBits), store(e2m1_encode(x)), store(e2m1_encode_stochastic(x, bits & 0xFFu));
+  store(e2m1_decode<float>(bits & 15u)), store(kE2M1Max);
+  store(e4m3_encode_magnitude(x)), store(e4m3_encode(x)), store(e4m3_decode<float>(bits & 0xFFu));
+  store(e5m2_encode(x)), store(e5m2_decode<float>(bits & 0xFFu));
+  store(e8m0_encode_up(x)), store(e8m0_decode<float>(bits & 0xFFu));
+  store(exp_rule(x)), store(gelu_tanh(x));
+  store(magnitude(x)), store(absolute(x)), store(fill<float>(bits));
+  store(L::flush(x)), store(L::scaled(x, 2.0f)), store(L::min(x, 1.0f)), store(L::max(x, 1.0f)), store(L::round_to_even(x));
+  store(L::truncate(x)), store(L::to_float(bits >> 1)), store(L::multiply_add_exact(x, 2.0f, 1.0f));
+}
+
+template <class Store>
+__host__ __device__ void apply_nvfp4(float x, uint32_t bits, Store store) {
+  const Nvfp4TensorScale tensor = nvfp4_tensor_scale(x);
+  const uint32_t scale = nvfp4_block_scale(x, tensor.multiplier);
+  store(tensor.decode), store(tensor.finite ? kNvfp4ProductScale : 0.0f), store(scale);
+  store(nvfp4_block_encode<float>(scale, tensor.decode));
+  store(nvfp4_decode<float>(bits & 15u, e4m3_decode<float>(scale), x));
+}
+
+template <int N, class Store>
+__host__ __device__ void apply_hadamard(float x, Store store) {
+  float v[N];
+  for (int i = 0; i < N; ++i) v[i] = (kDefaultSignMask >> (i % 16)) & 1u ? -x : x;
+  hadamard_butterfly<N>(v);
+  for (int i = 0; i < N; ++i) store(v[i]);
+}
+
+template <class Store>
+__host__ __device__ void apply_philox(uint32_t bits, Store store) {
+  uint32_t counter[4] = {bits, 1, 2, 3};
+  philox4x32_10<float>(counter, bits, ~bits);
+  for (const uint32_t word : counter) store(word);
+}
+
+template <class Store>
+__host__ __device__ void apply_all(float x, uint32_t bits, Store store) {
+  apply_formats(x, bits, store), apply_nvfp4(x, bits, store), apply_philox(bits, store);
+  apply_hadamard<16>(x, store), apply_hadamard<32>(x, store), apply_hadamard<64>(x, store);
+  apply_hadamard<128>(x, store), apply_hadamard<256>(x, store);
+}
+
+struct StoreDouble {
+  double* out;
+  template <class T>
+  __host__ __device__ void operator()(T value) {
+    *out++ = static_cast<double>(value);
+  }
+};
+
+__global__ void on_device(const float* x, const uint32_t* bits, double* out) {
+  apply_all(x[threadIdx.x], bits[threadIdx.x], StoreDouble{out + 1024 * threadIdx.x});
+}
+
+void on_host(const float* x, const uint32_t* bits, double* out) { apply_all(*x, *bits, StoreDouble{out}); }
+
+}  // namespace jaxlowprec
