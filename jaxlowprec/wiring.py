@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
@@ -85,21 +86,28 @@ class Rule:
         return PartitionSpec(*[split.get(factor) for factor, _ in self.dims(tokens, ndim)])
 
     def shardy(self, mesh: Any, operands: Avals, results: Avals) -> tuple[str, dict[str, Any]]:
-        """The rule for Shardy. It wants special factors in order of appearance, and the size of a factor that only ever
-        leads a product."""
-        tokens = self.operands + self.results
-        alone = {token for dims in tokens for token in dims}
-        options: dict[str, Any] = {f: n for f, n in self.sizes.items() if f not in alone}
-        for dims, value in zip(tokens, [*operands, *results], strict=True):
-            for (factor, rest), n in zip(self.dims(dims, len(value.shape)), value.shape, strict=True):
-                if rest > 1 and factor not in alone:
-                    options[factor] = n // rest
-        order = dict.fromkeys(re.findall(r"\w+", self.text))
+        """The rule for Shardy, which wants special factors in order of appearance, the size of a factor that only occurs in
+        products, no factor twice in one array, and none of size 1 in a product: `(c k)` becomes `(c ck)`, or `ck`."""
+        leading = {
+            factor: n // rest
+            for tokens, value in zip(self.operands + self.results, [*operands, *results], strict=True)
+            for (factor, rest), n in zip(self.dims(tokens, len(value.shape)), value.shape, strict=True)
+            if rest > 1
+        }
+        text, whole, sizes = self.text, set(self.whole), dict(leading)
+        for factor, rest in dict.fromkeys(re.findall(r"\((\w+) ([^)]*)\)", text)):
+            name = (factor + rest).replace(" ", "")
+            text = text.replace(f"({factor} {rest})", f"({factor} {name})" if leading[factor] > 1 else name)
+            sizes[name] = math.prod(self.sizes[f] for f in rest.split())
+            whole.add(name)
+        order = dict.fromkeys(re.findall(r"\w+", text))
+        alone = re.sub(r"\([^)]*\)", "", text)
+        options: dict[str, Any] = {f: sizes[f] for f in order if f in sizes and f not in re.findall(r"\w+", alone)}
         special = {
-            "need_replication_factors": tuple(f for f in order if f in self.whole),
+            "need_replication_factors": tuple(f for f in order if f in whole),
             "reduction_factors": tuple(f for f in order if f in self.reductions),
         }
-        return self.text, options | {name: factors for name, factors in special.items() if factors}
+        return text, options | {name: factors for name, factors in special.items() if factors}
 
 
 def _primes(n: int) -> list[int]:
@@ -200,7 +208,12 @@ def define(
     def bind(*args):
         return tuple(primitive.bind(*align_varying(*args)))
 
-    primitive.def_impl(jax.jit(lambda *args: primitive.bind(*args)))
+    compiled = jax.jit(lambda *args: primitive.bind(*args))
+
+    @primitive.def_impl
+    def _(*args):
+        with jax.disable_jit(False):  # the implementation is chosen in lowering, which jax.disable_jit would skip
+            return compiled(*args)
 
     def partition(mesh, args, results):
         """JAX hands out shardings that are neither consistent nor always expressible on its mesh: all are derived anew
@@ -210,10 +223,11 @@ def define(
 
         def local(*local_args):
             if reduced and when_reduced:
-                return tuple(when_reduced(reduced, *local_args))
-            with _no_mesh():
+                with _no_mesh():
+                    return tuple(when_reduced(reduced, *local_args))
+            with _no_mesh():  # the collective's own scalar computation too
                 outs = bind(*local_args)
-            return tuple(collective(out, reduced) for out in outs) if reduced else outs
+                return tuple(collective(out, reduced) for out in outs) if reduced else outs
 
         if mesh.empty:
             _check_pieces(name, rule, args, results)
@@ -263,13 +277,29 @@ def align_varying(*trees: Any) -> tuple[Any, ...]:
     return jax.tree.unflatten(structure, aligned)
 
 
+def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]]:
+    """Which tile of each dimension each device holds; nothing for a dimension that is not split.
+
+    Read from the printed form: JAX has no public one for the shardings inside a partially manual shard_map.
+    """
+    text = str(sharding)
+    found = re.search(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))", text)
+    if not found:
+        return [() if "replicated" in text else (-1,)] * ndim
+    tiles, iota, order, listed = ([int(n) for n in group.split(",")] if group else None for group in found.groups())
+    devices = np.array(listed) if listed else np.arange(math.prod(tiles)).reshape(iota).transpose(order).ravel()
+    held = np.unravel_index(np.argsort(devices), tiles)
+    return [tuple(index.tolist()) if n > 1 else () for index, n in zip(held[:ndim], tiles, strict=False)]
+
+
 def _check_pieces(name: str, rule: Rule, args: Avals, results: Avals) -> None:
     """A shard_map that is manual over some axes only: shardings are passed through, so they must already agree."""
-    pieces: dict[str, int] = {}
+    pieces: dict[str, tuple[int, ...]] = {}
     for tokens, value in zip(rule.operands + rule.results, [*args, *results], strict=True):
-        local = value.sharding.shard_shape(tuple(value.shape))
-        for (factor, _), n, m in zip(rule.dims(tokens, len(value.shape)), value.shape, local, strict=True):
-            if n % m or pieces.setdefault(factor, n // m) != n // m or (n > m and factor in rule.reductions):
+        local, tiles = value.sharding.shard_shape(tuple(value.shape)), _tiles(value.sharding, len(value.shape))
+        for (factor, rest), n, m, held in zip(rule.dims(tokens, len(value.shape)), value.shape, local, tiles, strict=True):
+            cut = n % m or m % rest or (held and (factor in rule.reductions or factor in rule.whole))
+            if cut or pieces.setdefault(factor, held) != held:
                 raise NotImplementedError(
                     f"{name}: operands are split differently in a partially manual shard_map; make all mesh axes manual"
                 )

@@ -51,10 +51,10 @@ JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale,
 
 // --- codes
 
-/// An element's code without its sign when rounding to nearest, with it when rounding stochastically, plus kCodeOffset.
+/// An element's code without its sign, plus kCodeOffset.
 template <bool kStochastic, bool kSaturate>
 JLP_RULE U32 code_bits(F32 y, U32 byte) {
-  if (kStochastic) return e2m1_encode_stochastic(y, byte);
+  if (kStochastic) return e2m1_magnitude_stochastic(absolute(y), byte);
   return e2m1_magnitude_bits(kSaturate ? L::min(absolute(y), L::splat(kE2M1Max)) : absolute(y));
 }
 template <bool kStochastic>
@@ -79,10 +79,8 @@ JLP_RULE void encode_row_group(const typename E::Storage* x, const float* encode
                 (code_bits<kStochastic, kSaturate>(odd[k], bytes >> 8) << 4);
     }
     U8 packed = pack_bytes(code[0], code[1], code[2], code[3]);
-    if (!kStochastic) {
-      packed |= pack_signs(even[0], even[1], even[2], even[3]) >> 4;
-      packed |= pack_signs(odd[0], odd[1], odd[2], odd[3]);
-    }
+    packed |= pack_signs(even[0], even[1], even[2], even[3]) >> 4;
+    packed |= pack_signs(odd[0], odd[1], odd[2], odd[3]);
     store(data + 4 * kLanes * half, in_order(packed));
   }
 }
@@ -108,6 +106,12 @@ JLP_RULE void random_row_group(const Random& random, uint32_t row, const uint32_
   store(bytes + 3 * JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(high02, high13));
 }
 
+/// The same for one block of kLanes columns: byte k of the four words is row k's.
+JLP_RULE void random_columns(const Random& random, U32 columns, uint32_t block, U32 (&words)[4]) {
+  words[0] = fill<F32>(block), words[1] = columns, words[2] = fill<F32>(random.stream), words[3] = U32{};
+  philox4x32_10<F32>(words, random.key[0], random.key[1]);
+}
+
 // --- rows
 
 /// Groups of a row (or of the rows of a slab) that lie together in memory: their scales, then their codes.
@@ -129,12 +133,20 @@ struct Span {
   }
 };
 
-/// The codes of one group. `blocks` are the group's block indices, for stochastic rounding.
+/// Random bytes of a span, 16 a block. They come before the codes for the same reason as the scales do.
+template <bool kStochastic>
+struct RandomSpan {
+  alignas(64) uint8_t bytes[kSpan][kGroup];
+};
+template <>
+struct RandomSpan<false> {
+  uint8_t* bytes[kSpan];
+};
+
+/// The codes of one group, by its 16 random bytes a block.
 template <class E, bool kStochastic>
-JLP_RULE void quantize_row_group(const typename E::Storage* x, const float* encode, bool ordinary,
-                                 const DirectionContext& context, uint32_t row, const uint32_t* blocks, uint8_t* data) {
-  alignas(64) uint8_t random[kStochastic ? kGroup : 1];
-  if (kStochastic) random_row_group(context.random, row, blocks, random);
+JLP_RULE void quantize_row_group(const typename E::Storage* x, const float* encode, bool ordinary, const uint8_t* random,
+                                 uint8_t* data) {
   if (__builtin_expect(ordinary, 1))
     encode_row_group<E, kStochastic, false>(x, encode, random, data);
   else
@@ -147,14 +159,13 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
                                                 const DirectionContext& context, uint32_t row, const uint32_t* blocks,
                                                 uint8_t* data, uint8_t* scale) {
   Span span;
+  RandomSpan<kStochastic> random;
   while (elements >= kGroup) {
     const int groups = static_cast<int>(std::min<int64_t>(kSpan, elements / kGroup));
     Span::compute<E>(span, x, groups, context.tensor);
-    for (int g = 0; g < groups; ++g) {
-      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode[g], span.ordinary, context, row, blocks,
-                                         data + g * kGroupBytes);
-      if (kStochastic) blocks += kLanes;
-    }
+    for (int g = 0; kStochastic && g < groups; ++g, blocks += kLanes) random_row_group(context.random, row, blocks, random.bytes[g]);
+    for (int g = 0; g < groups; ++g)
+      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode[g], span.ordinary, random.bytes[g], data + g * kGroupBytes);
     memcpy(scale, span.scale, groups * kLanes);
     x += groups * kGroup, elements -= groups * kGroup, data += groups * kGroupBytes, scale += groups * kLanes;
   }
@@ -166,7 +177,8 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
   memcpy(padded, x, elements * sizeof *x);
   if (kStochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
   Span::compute<E>(span, padded, 1, context.tensor);
-  quantize_row_group<E, kStochastic>(padded, span.encode[0], span.ordinary, context, row, padded_blocks, codes);
+  if (kStochastic) random_row_group(context.random, row, padded_blocks, random.bytes[0]);
+  quantize_row_group<E, kStochastic>(padded, span.encode[0], span.ordinary, random.bytes[0], codes);
   memcpy(data, codes, count * 8);
   memcpy(scale, span.scale, count);
 }
@@ -208,7 +220,7 @@ JLP_RULE void encode_columns(const F32 (&v)[kBlock], F32 factor, const U32 (&ran
       const F32 y = L::scaled(v[r], factor);
       const U32 byte = kStochastic ? (random[r / 4] >> (8 * (r % 4))) & 0xFFu : U32{};
       sum += code_bits<kStochastic, kSaturate>(y, byte) << (4 * i);
-      if (!kStochastic) signs |= (L::bits(y) & kSignBit) >> (28 - 4 * i);
+      signs |= (L::bits(y) & kSignBit) >> (28 - 4 * i);
     }
     codes[half] = sum | signs;
   }
@@ -223,16 +235,11 @@ struct ColumnTile {
 /// The even or odd columns of a pair: codes, and the scales unless those are the 16x16 tiles' (then `factor` is theirs).
 template <class E, bool kRotate, bool kStochastic, bool kTiles, bool kOdd>
 JLP_RULE U32 quantize_columns(const typename E::Storage* x, const DirectionContext& context, F32 factor, bool ordinary,
-                              U32 rows, uint32_t block, U32 (&codes)[2]) {
+                              const U32 (&random)[4], U32 (&codes)[2]) {
   F32 v[kBlock];
   load_columns<E, kRotate, kOdd>(x, context.signs, v);
   U32 scale = U32{};
   if (!kTiles) ordinary = block_scales(column_amax(v), context.tensor, scale, factor);
-  U32 random[4] = {};
-  if (kStochastic) {
-    random[0] = fill<F32>(block), random[1] = rows, random[2] = fill<F32>(context.random.stream), random[3] = U32{};
-    philox4x32_10<F32>(random, context.random.key[0], context.random.key[1]);
-  }
   if (__builtin_expect(ordinary, 1)) {
     encode_columns<kStochastic, false>(v, factor, random, codes);
   } else {
@@ -247,19 +254,22 @@ template <class E, bool kRotate, bool kStochastic, bool kTiles>
 __attribute__((noinline)) void quantize_slab_columns(const Slab<E>& slab, const DirectionContext& context,
                                                      const float* tile_encode, bool tiles_ordinary, const uint32_t* rows,
                                                      uint32_t block, int s, ColumnTile& tile) {
-  for (int j = 0; j < kPairs && 2 * kLanes * j < slab.columns; ++j) {
+  const int pairs = std::min<int>(kPairs, static_cast<int>(divide_up(slab.columns, 2 * kLanes)));
+  U32 random[kStochastic ? kPairs : 1][2][4] = {};  // words of the even and the odd columns: byte r for row r
+  for (int j = 0; kStochastic && j < pairs; ++j) {
+    const U32 a = load<U32>(rows + 2 * kLanes * j), b = load<U32>(rows + 2 * kLanes * j + kLanes);
+    random_columns(context.random, shuffle<EvenLanes>(a, b), block, random[j][0]);
+    random_columns(context.random, shuffle<OddLanes>(a, b), block, random[j][1]);
+  }
+  for (int j = 0; j < pairs; ++j) {
     const auto* x = slab.x[0] + 2 * kLanes * j;
     const F32 factor = kTiles ? expand_blocks(tile_encode, j) : F32{};
-    U32 even_rows = U32{}, odd_rows = U32{};
-    if (kStochastic) {
-      const U32 a = load<U32>(rows + 2 * kLanes * j), b = load<U32>(rows + 2 * kLanes * j + kLanes);
-      even_rows = shuffle<EvenLanes>(a, b), odd_rows = shuffle<OddLanes>(a, b);
-    }
+    const auto& words = random[kStochastic ? j : 0];
     U32 even[2], odd[2];
-    const U32 even_scale = quantize_columns<E, kRotate, kStochastic, kTiles, false>(x, context, factor, tiles_ordinary,
-                                                                                   even_rows, block, even);
-    const U32 odd_scale = quantize_columns<E, kRotate, kStochastic, kTiles, true>(x, context, factor, tiles_ordinary,
-                                                                                 odd_rows, block, odd);
+    const U32 even_scale =
+        quantize_columns<E, kRotate, kStochastic, kTiles, false>(x, context, factor, tiles_ordinary, words[0], even);
+    const U32 odd_scale =
+        quantize_columns<E, kRotate, kStochastic, kTiles, true>(x, context, factor, tiles_ordinary, words[1], odd);
     alignas(64) uint64_t codes[2][kLanes];
     alignas(64) uint32_t scales[kLanes];
     store(&codes[0][0], shuffle<InterleaveLow>(even[0], even[1]));
@@ -310,12 +320,14 @@ struct Quantize {
     if (!kTiles) Span::compute<E>(span, slab.x[0], kBlock, context.tensor);
     alignas(64) uint32_t ids[kLanes] = {};
     if (kStochastic) memcpy(ids, context.random.blocks + block, count * sizeof *ids);
+    RandomSpan<kStochastic> random;
+    for (int r = 0; kStochastic && r < slab.rows; ++r)
+      random_row_group(context.random, context.random.rows[row + r], ids, random.bytes[r]);
     for (int r = 0; r < slab.rows; ++r) {
       const int64_t at = (batch * p.rows + row + r) * blocks + block;
       alignas(64) uint8_t codes[kGroupBytes];
-      const uint32_t id = kStochastic ? context.random.rows[row + r] : 0;
       quantize_row_group<E, kStochastic>(slab.x[r], kTiles ? tile_encode : span.encode[r],
-                                         kTiles ? tiles_ordinary : span.ordinary, context, id, ids, codes);
+                                         kTiles ? tiles_ordinary : span.ordinary, random.bytes[r], codes);
       memcpy(p.rowwise.data + at * 8, codes, count * 8);
       if (!kTiles) memcpy(p.rowwise.scale + at, span.scale[r], count);
     }

@@ -82,7 +82,7 @@ struct Lanes<JLP_ISA::F32> {
     const __m512i m = _mm512_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
     const __m512i even = _mm512_mul_epu32(v, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), m);
     high = (Uint)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-    low = (Uint)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+    low = a * b;
   }
 #elif defined(JLP_ISA_AVX2)
   JLP_RULE F min(F a, F b) { return (F)_mm256_min_ps(JLP_ISA::raw(a), JLP_ISA::raw(b)); }
@@ -95,7 +95,7 @@ struct Lanes<JLP_ISA::F32> {
     const __m256i m = _mm256_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
     const __m256i even = _mm256_mul_epu32(v, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), m);
     high = (Uint)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
-    low = (Uint)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    low = a * b;
   }
 #else
   JLP_RULE F min(F a, F b) { return a < b ? a : b; }

@@ -29,17 +29,23 @@ JLP_RULE Uint<F> e2m1_encode(F y) {
   return (e2m1_magnitude_bits(a) - kE2M1MagicBits) | ((Lanes<F>::bits(y) >> 28) & 8u);
 }
 
-/// The same with stochastic rounding by one random byte (numerics.md 4): up if and only if frac >= (255.5 - byte) / 256.
+/// The magnitude code of a >= 0 rounded stochastically by one random byte (numerics.md 4), saturating: up if and only if
+/// frac >= (255.5 - byte) / 256.
 ///
 /// In float32's own bits the code is the exponent and first mantissa bit of a >= 1 and the 22 bits below are frac, so the
 /// rule is a carry out of frac + (2 byte + 1) / 512 into the code. Below 1 the grid is even: there, fixed point is.
 template <class F>
-JLP_RULE Uint<F> e2m1_encode_stochastic(F y, Uint<F> byte) {
+JLP_RULE Uint<F> e2m1_magnitude_stochastic(F a, Uint<F> byte) {
   using L = Lanes<F>;
-  const F a = L::min(absolute(y), L::splat(kE2M1Max));
+  a = L::min(a, L::splat(kE2M1Max));
   const Uint<F> fixed = L::truncate(a * 8388608.0f);  // 2^23
   const Uint<F> position = a < 1.0f ? fixed : L::bits(a) - (252u << 22);
-  return ((position + ((byte << 14) | (1u << 13))) >> 22) | ((L::bits(y) >> 28) & 8u);
+  return (position + ((byte << 14) | (1u << 13))) >> 22;
+}
+
+template <class F>
+JLP_RULE Uint<F> e2m1_encode_stochastic(F y, Uint<F> byte) {
+  return e2m1_magnitude_stochastic(absolute(y), byte) | ((Lanes<F>::bits(y) >> 28) & 8u);
 }
 
 template <class F>

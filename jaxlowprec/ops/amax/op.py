@@ -49,5 +49,5 @@ def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, implementa
         reference=run_reference,
         native=run_native,
         collective=jax.lax.pmax,
-        **choose("amax", implementation),
+        **choose("quantize", implementation),
     )

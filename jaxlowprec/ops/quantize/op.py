@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def _rule(spec: QuantizeSpec) -> wiring.Rule:
         results += [f"... {column} {row_bytes}", f"... {column_blocks if spec.tiles else column} {row_blocks}"]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     sizes = {f: n for f, n in (("k", BLOCK), ("h", BLOCK // 2), ("w", 2)) if f" {f}" in text}
-    return wiring.Rule(text, whole=[f for f in whole if f in text.replace("(", " ").replace(")", " ").split()], **sizes)
+    return wiring.Rule(text, whole=[f for f in whole if f in re.findall(r"\w+", text)], **sizes)
 
 
 @functools.cache
