@@ -63,11 +63,11 @@ constexpr uint32_t kCodeOffset = kStochastic ? 0u : kE2M1MagicBits;  // its low 
 /// kGroup elements to kGroupBytes. `random` holds 16 bytes a block.
 template <class E, bool kStochastic, bool kSaturate>
 JLP_RULE void encode_row_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
-#pragma GCC unroll 2
+JLP_UNROLL(2)
   for (int half = 0; half < 2; ++half) {
     U32 code[4];
     F32 even[4], odd[4];
-#pragma GCC unroll 4
+JLP_UNROLL(4)
     for (int k = 0; k < 4; ++k) {
       const int j = 4 * half + k;
       const Pair pair = E::load_pair(x + 2 * kLanes * j);
@@ -188,7 +188,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
 /// 16 rows of the even or the odd columns of a pair, rotated and rounded to the element type where asked.
 template <class E, bool kRotate, bool kOdd>
 JLP_RULE void load_columns(const typename E::Storage* x, const uint32_t* signs, F32 (&v)[kBlock]) {
-#pragma GCC unroll 16
+JLP_UNROLL(16)
   for (int r = 0; r < kBlock; ++r) {
     const Pair pair = E::load_pair(x + r * kGroup);
     v[r] = kOdd ? pair.odd : pair.even;
@@ -196,13 +196,13 @@ JLP_RULE void load_columns(const typename E::Storage* x, const uint32_t* signs, 
   }
   if (!kRotate) return;
   hadamard_butterfly<kBlock>(v);
-#pragma GCC unroll 16
+JLP_UNROLL(16)
   for (int r = 0; r < kBlock; ++r) v[r] = E::round_finite(v[r] * 0.25f);
 }
 
 JLP_RULE U32 column_amax(const F32 (&v)[kBlock]) {
   U32 most = magnitude(v[0]);
-#pragma GCC unroll 16
+JLP_UNROLL(16)
   for (int r = 1; r < kBlock; ++r) most = max_magnitude(most, magnitude(v[r]));
   return most;
 }
@@ -211,10 +211,10 @@ JLP_RULE U32 column_amax(const F32 (&v)[kBlock]) {
 template <bool kStochastic, bool kSaturate>
 JLP_RULE void encode_columns(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4], U32 (&codes)[2]) {
   constexpr uint32_t kOffsets = kCodeOffset<kStochastic> * 0x11111111u;  // of 8 codes, a nibble apart, modulo 2^32
-#pragma GCC unroll 2
+JLP_UNROLL(2)
   for (int half = 0; half < 2; ++half) {
     U32 sum = fill<F32>(0u - kOffsets), signs = U32{};
-#pragma GCC unroll 8
+JLP_UNROLL(8)
     for (int i = 0; i < 8; ++i) {
       const int r = 8 * half + i;
       const F32 y = L::scaled(v[r], factor);

@@ -54,15 +54,15 @@ struct alignas(64) PanelBlock {
 
 /// lanes[i][j] -> lanes[j][i].
 JLP_RULE void transpose(U32 (&v)[kLanes]) {
-#pragma GCC unroll 4
+JLP_UNROLL(4)
   for (int step = 1; step < kLanes; step *= 2) {
     U32 w[kLanes];
-#pragma GCC unroll 16
+JLP_UNROLL(16)
     for (int i = 0; i < kLanes / 2; ++i) {
       w[2 * i] = shuffle<InterleaveLow>(v[i], v[i + kLanes / 2]);
       w[2 * i + 1] = shuffle<InterleaveHigh>(v[i], v[i + kLanes / 2]);
     }
-#pragma GCC unroll 16
+JLP_UNROLL(16)
     for (int i = 0; i < kLanes; ++i) v[i] = w[i];
   }
 }
@@ -194,7 +194,7 @@ static void decode_scales(const MatmulOperand& operand, int64_t rows, int64_t bl
 JLP_RULE F32 dot_block(const RowsBlock& rows, int r, const PanelBlock& panel) {
 #if defined(JLP_ISA_AVX512)
   __m512i sum = _mm512_set1_epi32(rows.start[r]);
-#pragma GCC unroll 4
+JLP_UNROLL(4)
   for (int q = 0; q < 4; ++q) {
     int32_t quad;
     memcpy(&quad, rows.code[r] + 4 * q, 4);
@@ -203,7 +203,7 @@ JLP_RULE F32 dot_block(const RowsBlock& rows, int r, const PanelBlock& panel) {
   return L::to_float((U32)sum);
 #elif defined(JLP_ISA_AVX2)
   __m256i sums[4];  // pairs of products: at most 4 * 576 in 16 bits
-#pragma GCC unroll 4
+JLP_UNROLL(4)
   for (int q = 0; q < 4; ++q) {
     int32_t quad;
     memcpy(&quad, rows.code[r] + 4 * q, 4);
@@ -214,7 +214,7 @@ JLP_RULE F32 dot_block(const RowsBlock& rows, int r, const PanelBlock& panel) {
   return L::to_float((U32)_mm256_add_epi32(sum, load<__m256i>(panel.start)));
 #else
   F32 sum = F32{};  // small integers: exact in any order
-#pragma GCC unroll 16
+JLP_UNROLL(16)
   for (int k = 0; k < kBlock; ++k) sum += load<F32>(panel.code + k * kLanes) * rows.code[r][k];
   return sum;
 #endif
@@ -232,9 +232,9 @@ JLP_RULE void tile_products(const RowsBlock* rows, const PanelBlock* panel, int6
     if (kTiles)
       for (int v = 0; v < kTileVectors; ++v)
         for (int r = 0; r < kTileRows; ++r) products[v][r] = rows[b].scale[r] * panel[v * blocks + b].scale[0];
-#pragma GCC unroll 8
+JLP_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
+JLP_UNROLL(2)
       for (int v = 0; v < kTileVectors; ++v) {
         const PanelBlock& vector = panel[v * blocks + b];
         const F32 scale = kTiles ? L::splat(products[v][r]) : load<F32>(vector.scale) * rows[b].scale[r];

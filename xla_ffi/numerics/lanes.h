@@ -10,9 +10,12 @@
 
 #if defined(__CUDACC__)
 #define JLP_RULE static __host__ __device__ __forceinline__
+#define JLP_UNROLL(n) JLP_PRAGMA(unroll n)
 #else
 #define JLP_RULE static inline __attribute__((always_inline))
+#define JLP_UNROLL(n) JLP_PRAGMA(GCC unroll n)
 #endif
+#define JLP_PRAGMA(text) _Pragma(#text)
 
 namespace jaxlowprec {
 
