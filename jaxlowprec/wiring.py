@@ -10,8 +10,9 @@ platform is known and types its results without a device. All four read the same
 
     Rule("... r (c k), ... -> ... r (c h), ... r c", k=16, h=8)
 
-An operand's dimension is a factor, or a product whose first factor alone may be split: `(c k)` is split into whole blocks
-of k. Factors of given size are never split. `...` stands for batch axes, which all operands that have them share.
+An operand's dimension is a factor, or a product whose first factor alone may be split: `(c k)` is split into whole
+blocks of k. Factors of given size are never split. `...` stands for batch axes, which all operands that have them
+share.
 """
 
 from __future__ import annotations
@@ -86,8 +87,11 @@ class Rule:
         return PartitionSpec(*[split.get(factor) for factor, _ in self.dims(tokens, ndim)])
 
     def shardy(self, mesh: Any, operands: Avals, results: Avals) -> tuple[str, dict[str, Any]]:
-        """The rule for Shardy, which wants special factors in order of appearance, the size of a factor that only occurs in
-        products, no factor twice in one array, and none of size 1 in a product: `(c k)` becomes `(c ck)`, or `ck`."""
+        """The rule as Shardy wants it: `(c k)` becomes `(c ck)`, or `ck` where c is 1.
+
+        Special factors come in order of appearance, a factor that only occurs in products needs its size, no factor
+        occurs twice in one array, and none of size 1 in a product.
+        """
         leading = {
             factor: n // rest
             for tokens, value in zip(self.operands + self.results, [*operands, *results], strict=True)
@@ -124,8 +128,8 @@ def _refine(mesh: Mesh) -> Mesh:
 def _spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
     """Any sharding as a spec of a refined mesh, read off from which device holds which slice.
 
-    The shape is scaled by the mesh's size so that it divides however it is split. Along each mesh axis the first step away
-    from the origin shows which dimension moves, and how far; larger steps are major axes.
+    The shape is scaled by the mesh's size so that it divides however it is split. Along each mesh axis the first step
+    away from the origin shows which dimension moves, and how far; larger steps are major axes.
     """
     where = sharding.devices_indices_map(tuple(n * mesh.size for n in shape))
     steps = []
@@ -148,9 +152,11 @@ def _lowering(body: Callable):
     lower = mlir.lower_fun(body, multiple_results=True)
 
     def rule(ctx, *args):
-        plain = {name: [jax.core.ShapedArray(a.shape, a.dtype) for a in getattr(ctx, name)] for name in ("avals_in", "avals_out")}
+        avals_in, avals_out = (
+            [jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)
+        )
         with _no_mesh():
-            return lower(ctx.replace(**plain), *args)
+            return lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args)
 
     return rule
 
@@ -167,14 +173,15 @@ def define(
     when_reduced: Callable | None = None,
     only_native: bool = False,
 ) -> Callable:
-    """Makes an op: a function of arrays that returns a list of arrays and works under every transformation but autodiff.
+    """Makes an op: a function of arrays that returns a tuple of arrays, under every transformation but autodiff.
 
     Arguments:
         name: of the primitive.
         rule: how it shards and which operands have batch axes.
         outputs: operand avals -> [(shape, dtype)] of the results. Pure Python: shapes need no device.
         reference: arrays -> arrays in pure JAX, for platforms without a native implementation.
-        native: the same by an FFI call, on `platforms`.
+        native: the same by an FFI call.
+        platforms: where `native` serves.
         collective: combines results over mesh axes that split a reduction factor.
         when_reduced: arrays, mesh axes -> arrays; how to compute when a reduction factor is split, where combining the
             results is not enough.
@@ -187,7 +194,8 @@ def define(
     def _(*avals):
         first = avals[0]
         mesh = first.sharding.mesh
-        split = {} if mesh.empty else rule.split(mesh, [a.shape for a in avals], [a.sharding.spec for a in avals], False)
+        shapes, specs = [a.shape for a in avals], [a.sharding.spec for a in avals]
+        split = {} if mesh.empty else rule.split(mesh, shapes, specs, partial=False)
         return [
             first.update(
                 shape=tuple(shape),
@@ -199,11 +207,14 @@ def define(
         ]
 
     def unavailable(*args):
-        raise NotImplementedError(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, not for this platform')
+        raise NotImplementedError(
+            f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, not for this platform'
+        )
 
     mlir.register_lowering(primitive, _lowering(unavailable if only_native else reference))
-    for platform in platforms:
-        mlir.register_lowering(primitive, _lowering(native), platform=platform)
+    if native:
+        for platform in platforms:
+            mlir.register_lowering(primitive, _lowering(native), platform=platform)
 
     def bind(*args):
         return tuple(primitive.bind(*align_varying(*args)))
@@ -233,11 +244,13 @@ def define(
             _check_pieces(name, rule, args, results)
             return mesh, local, tuple(r.sharding for r in results), tuple(a.sharding for a in args)
         mesh = _refine(mesh)
-        split = rule.split(mesh, [a.shape for a in args], [_spec_on(mesh, a.sharding, a.shape) for a in args], True)
+        specs = [_spec_on(mesh, a.sharding, a.shape) for a in args]
+        split = rule.split(mesh, [a.shape for a in args], specs, partial=True)
         reduced = tuple(axis for factor in rule.reductions for axis in split.get(factor, ()))
 
         def shardings(tokens, values):
-            return tuple(NamedSharding(mesh, rule.spec(t, len(v.shape), split)) for t, v in zip(tokens, values, strict=True))
+            specs = [rule.spec(t, len(v.shape), split) for t, v in zip(tokens, values, strict=True)]
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
 
         return mesh, local, shardings(rule.results, results), shardings(rule.operands, args)
 
@@ -251,11 +264,11 @@ def define(
         for i, (mapped, tokens) in enumerate(zip(batched, rule.operands, strict=True)):
             if mapped and tokens[:1] != ["..."]:
                 raise NotImplementedError(f"{name}: operand {i} has no batch axes and cannot be mapped over by vmap")
-        args = [
+        widened = [
             a if mapped or tokens[:1] != ["..."] else jnp.broadcast_to(a, (size, *a.shape))
             for a, mapped, tokens in zip(args, batched, rule.operands, strict=True)
         ]
-        out = op(*args)
+        out = op(*widened)
         return out, (True,) * len(out)
 
     return jax.jit(op)
@@ -277,29 +290,39 @@ def align_varying(*trees: Any) -> tuple[Any, ...]:
     return jax.tree.unflatten(structure, aligned)
 
 
-def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]]:
-    """Which tile of each dimension each device holds; nothing for a dimension that is not split.
+_TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,]+)\))?)(?: last_tile_dim_replicate)?}")
+
+
+def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]] | None:
+    """Which tile of each dimension each device holds, () for a dimension that is not split; None if that is not known.
 
     Read from the printed form: JAX has no public one for the shardings inside a partially manual shard_map.
     """
-    text = str(sharding)
-    found = re.search(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))", text)
+    if sharding.is_fully_replicated:
+        return [()] * ndim
+    found = _TILED.search(str(sharding))
     if not found:
-        return [() if "replicated" in text else (-1,)] * ndim
-    tiles, iota, order, listed = ([int(n) for n in group.split(",")] if group else None for group in found.groups())
-    devices = np.array(listed) if listed else np.arange(math.prod(tiles)).reshape(iota).transpose(order).ravel()
-    held = np.unravel_index(np.argsort(devices), tiles)
-    return [tuple(index.tolist()) if n > 1 else () for index, n in zip(held[:ndim], tiles, strict=False)]
+        return None
+    sizes, listed, iota, order = ([int(n) for n in (group or "").split(",") if n] for group in found.groups())
+    devices = listed or np.arange(math.prod(iota)).reshape(iota).transpose(order or range(len(iota))).ravel()
+    held = np.unravel_index(np.argsort(devices), sizes)
+    return [tuple(index.tolist()) if n > 1 else () for index, n in zip(held[:ndim], sizes, strict=False)]
 
 
 def _check_pieces(name: str, rule: Rule, args: Avals, results: Avals) -> None:
     """A shard_map that is manual over some axes only: shardings are passed through, so they must already agree."""
     pieces: dict[str, tuple[int, ...]] = {}
+
+    def agrees(factor: str, rest: int, size: int, held: tuple[int, ...]) -> bool:
+        count = 1 + max(held, default=0)
+        whole = factor in rule.reductions or factor in rule.whole
+        return size % (count * rest) == 0 and not (held and whole) and pieces.setdefault(factor, held) == held
+
     for tokens, value in zip(rule.operands + rule.results, [*args, *results], strict=True):
-        local, tiles = value.sharding.shard_shape(tuple(value.shape)), _tiles(value.sharding, len(value.shape))
-        for (factor, rest), n, m, held in zip(rule.dims(tokens, len(value.shape)), value.shape, local, tiles, strict=True):
-            cut = n % m or m % rest or (held and (factor in rule.reductions or factor in rule.whole))
-            if cut or pieces.setdefault(factor, held) != held:
-                raise NotImplementedError(
-                    f"{name}: operands are split differently in a partially manual shard_map; make all mesh axes manual"
-                )
+        dims, tiles = rule.dims(tokens, len(value.shape)), _tiles(value.sharding, len(value.shape))
+        if tiles is None or not all(
+            agrees(*dim, size, held) for dim, size, held in zip(dims, value.shape, tiles, strict=True)
+        ):
+            raise NotImplementedError(
+                f"{name}: operands are split differently in a partially manual shard_map; make all mesh axes manual"
+            )

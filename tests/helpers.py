@@ -1,10 +1,16 @@
 """Comparisons and inputs that many tests share."""
 
 import hashlib
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jaxlowprec as jlp
 
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -69,3 +75,41 @@ def random_array(shape, dtype="bfloat16", seed=0):
     if x.ndim > 1 and x.shape[-2] > 2:
         x[..., 1, :] *= np.float32(1e-7)  # block scales that underflow
     return jnp.asarray(x).astype(dtype)
+
+
+def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=None, axis=-1, hadamard=None):
+    """A QuantizedArray of bytes that need not come from quantising anything: repeated `codes` and E4M3 `scales`, random
+    ones (never NaN) where not given."""
+    rng = np.random.default_rng(seed)
+    batch, (lines, length) = shape[:-2], shape[-2:] if axis == -1 else shape[:-3:-1]
+    length += -length % (hadamard.size if hadamard else 16)
+    scale_lines = -(-lines // 16) if fmt.tiles else lines
+
+    def fill(given, limit, *dims):
+        full = (*batch, *dims)
+        return jnp.asarray(rng.integers(0, limit, full) if given is None else np.resize(given, full), jnp.uint8)
+
+    scale = jax.lax.bitcast_convert_type(fill(scales, 0x7F, scale_lines, length // 16), jnp.float8_e4m3fn)
+    amax = np.exp2(rng.uniform(-8, 8, batch)) if amax is None else np.broadcast_to(amax, batch)
+    leaves = (fill(codes, 256, lines, length // 2), scale, jnp.asarray(amax, jnp.float32), None)
+    return jlp.QuantizedArray(*leaves, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), axis, hadamard)
+
+
+def python_environment(**variables):
+    """That of this process, with the jaxlowprec that it uses and no other, on the CPU."""
+    path = str(pathlib.Path(jlp.__file__).parents[1])
+    return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | variables
+
+
+def run_python(*arguments, timeout=300, **variables):
+    """A Python process of its own; its output as text. Fails with that output."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=python_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

@@ -1,0 +1,70 @@
+"""Meshes of the virtual devices, and what travels between them."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+PLACEMENTS = [  # sizes of the mesh axes "a" and "b", and where they go
+    ((1,), P("a")),
+    ((2,), P("a")),
+    ((2,), P(None, "a")),
+    ((4,), P("a")),
+    ((2, 2), P("a", "b")),
+    ((8,), P("a")),
+    ((8,), P(None, "a")),
+    ((2, 4), P()),
+    ((2, 4), P("a", "b")),
+    ((4, 2), P("b", "a")),
+    ((2, 4), P(("a", "b"))),
+    ((2, 4), P(None, ("b", "a"))),
+]
+COLLECTIVE = re.compile(
+    r" = (\(.*?\)|\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
+)
+
+
+def name_of(value):
+    """The id of a test parameter."""
+    return value.name if isinstance(value, AxisType) else str(value)
+
+
+by_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=name_of)
+
+
+def mesh_of(sizes, axis_type=AxisType.Auto):
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, tuple("abc"[: len(sizes)]), axis_types=(axis_type,) * len(sizes))
+
+
+def place(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def lengthened(spec, ndim):
+    """The spec with an entry for each dimension."""
+    return P(*spec, *[None] * (ndim - len(spec)))
+
+
+def collectives(compiled):
+    """(kind, elements) of every collective in a compiled function; one that XLA combined from several counts as one."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        for shapes, kind in COLLECTIVE.findall(line):
+            dims = re.findall(r"\w\[([\d,]*)\]", shapes)
+            found.append((kind, sum(math.prod(int(n) for n in d.split(",") if n) for d in dims)))
+    return found
+
+
+def unless_refused(call):
+    """What a call inside a partially manual shard_map returns, or None where it says that it cannot serve."""
+    try:
+        return call()
+    except Exception as error:  # XLA wraps what a partitioner raises
+        if "make all mesh axes manual" not in str(error):
+            raise
+        return None

@@ -1,0 +1,114 @@
+"""Result types, which body is lowered where, and the transforms that only pass through."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxlowprec.wiring import Rule, define
+from tests.meshes import mesh_of, place
+from tests.wiring.small_ops import BLOCK, RULE, assert_right, block_sums, body, operands, outputs, reference_only
+
+
+def plus_one(name, record, **options):
+    """An op that notes which body was traced, and for which shape."""
+
+    def recording(which):
+        def run(x):
+            record.append((which, x.shape))
+            return [x + 1]
+
+        return run
+
+    bodies = {"reference": recording("reference"), "native": recording("native")}
+    return define(name, rule=Rule("... r -> ... r"), outputs=lambda x: [(x.shape, x.dtype)], **bodies, **options)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (2, 3, 5, 8)], ids=str)
+def test_shapes_and_dtypes_come_from_outputs_alone(shape):
+    def never(*_):
+        raise AssertionError("a body was traced")
+
+    op = define("typed", rule=RULE, outputs=outputs, reference=never, native=never, platforms=("cpu",))
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (shape, shape[:-2], shape[-2:-1])]
+    sums, seen = jax.eval_shape(op, *args)
+    assert (sums.shape, sums.dtype, sums.weak_type) == ((*shape[:-1], shape[-1] // BLOCK), jnp.float32, False)
+    assert (seen.shape, seen.dtype) == (sums.shape, jnp.int32)
+
+
+@pytest.mark.parametrize(("platform", "ran"), [("cpu", "native"), ("cuda", "reference"), ("tpu", "reference")])
+def test_only_the_chosen_body_is_traced(platform, ran):
+    traced = []
+    op = plus_one("recorded", traced, platforms=("cpu",))
+    jax.jit(lambda x: op(x)).trace(jnp.ones(4)).lower(lowering_platforms=(platform,))
+    assert traced == [(ran, (4,))]
+
+
+def test_eager_calls_of_one_shape_trace_once():
+    traced = []
+    op = plus_one("counted", traced)
+    for n in (4, 4, 4, 5):
+        op(jnp.ones(n))
+    assert traced == [("reference", (4,)), ("reference", (5,))]
+
+
+def test_disable_jit_still_runs_the_native_body():
+    args = operands((4, 8))
+    with jax.disable_jit():
+        assert_right(block_sums(*args), args, (4, 2))
+
+
+def test_a_derivative_is_refused_not_wrong():
+    x, gain, rows = operands((4, 8))
+    with pytest.raises((NotImplementedError, ValueError, TypeError)):
+        jax.grad(lambda x: block_sums(x, gain, rows)[0].sum())(x)
+
+
+def test_scan_and_remat():
+    args = operands((3, 8, 16))
+    x, gain, rows = args
+
+    def step(carry, slices):
+        return carry + 1, jax.checkpoint(lambda s: block_sums(*s, rows))(slices)
+
+    count, out = jax.jit(lambda: jax.lax.scan(step, 0, (x, gain)))()
+    assert count == 3
+    assert_right(out, args, (8, 4))
+
+
+def test_cond_runs_the_branch_it_takes():
+    args = operands((8, 16))
+    chosen = jax.jit(lambda flag: jax.lax.cond(flag, block_sums, reference_only, *args))
+    assert set(np.unique(chosen(True)[1])) == {-8004}
+    assert set(np.unique(chosen(False)[1])) == {8004}
+
+
+class TestOnlyNative:
+    OP = staticmethod(
+        define(
+            "demanding",
+            rule=RULE,
+            outputs=outputs,
+            reference=body(1),
+            native=body(-1),
+            platforms=("cuda",),
+            only_native=True,
+        )
+    )
+    MESSAGE = r'demanding: implementation="ffi" has kernels for \(\'cuda\',\), not for this platform'
+
+    def test_another_platform_is_refused(self):
+        with pytest.raises(NotImplementedError, match=self.MESSAGE):
+            self.OP(*operands((4, 8)))
+
+    def test_another_platform_is_refused_on_a_mesh(self):
+        x, gain, rows = operands((4, 8))
+        with pytest.raises(Exception, match=self.MESSAGE):  # XLA wraps what a partitioner raises
+            self.OP(place(x, mesh_of((2,)), P("a")), gain, rows)
+
+    def test_shapes_and_lowering_for_its_platform_work_anywhere(self):
+        args = operands((4, 8))
+        assert jax.eval_shape(self.OP, *args)[0].shape == (4, 2)
+        lowered = jax.jit(lambda *a: self.OP(*a)).trace(*args).lower(lowering_platforms=("cuda",))
+        assert "-4002" in lowered.as_text()
