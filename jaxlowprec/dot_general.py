@@ -59,7 +59,11 @@ def dot_general(
     """
     who = "dot_general"
     recipe = resolve(who, recipe)
+    if rhs is None and quantized_kernel is None:
+        raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
     if recipe is None:
+        if quantized_kernel is not None:
+            raise ValueError(f"{who}: quantized_kernel= without a recipe; pass the recipe it was quantised for")
         return jax.lax.dot_general(
             lhs,
             rhs,
@@ -76,6 +80,10 @@ def dot_general(
     batch, lhs_free, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
     if rhs is None:
         w, rhs_free = None, quantized_kernel.shape[len(batch) + 1 :]
+        if quantized_kernel.shape[: len(batch) + 1] != (*batch, x.shape[-1]):
+            raise ValueError(
+                f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dimension_numbers}"
+            )
     else:
         rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
         if rhs_batch_shape != batch or w.shape[-2] != x.shape[-1]:

@@ -7,6 +7,7 @@ jit's cache key. It holds no arrays. `xla_ffi/numerics` has the rules of each fo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import ClassVar
 
 BLOCK = 16
@@ -65,13 +66,13 @@ class Hadamard:
             raise ValueError(f"Hadamard: size={self.size!r}; needs 16, 32, 64, 128 or 256")
         if self.signs is None:
             return
-        signs = tuple(int(s) for s in self.signs)
-        if not signs or set(signs) - {1, -1} or self.size % len(signs):
+        signs = tuple(self.signs) if isinstance(self.signs, Iterable) else ()
+        if not signs or any(s not in (1, -1) for s in signs) or self.size % len(signs):
             raise ValueError(
                 f"Hadamard: signs={self.signs!r}; needs {self.size} numbers that are +1 or -1, or a pattern whose "
                 f"length divides {self.size}, or None for none"
             )
-        object.__setattr__(self, "signs", signs * (self.size // len(signs)))
+        object.__setattr__(self, "signs", tuple(int(s) for s in signs) * (self.size // len(signs)))
 
     @property
     def negative(self) -> tuple[int, ...]:

@@ -185,8 +185,23 @@ def _matmul(spec: _Spec, x, w, bias, words, quantized):
     return scaled_matmul(x_row, w_column.mT, bias, out_dtype=spec.out_dtype)
 
 
+@jax.custom_jvp
+def _differentiated_once(arrays):
+    """The arrays. The forward and the backward rule are constant to autodiff, which would find a second derivative of 0."""
+    return arrays
+
+
+@_differentiated_once.defjvp
+def _second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
+        "where a gradient is differentiated again"
+    )
+
+
 def _forward(spec: _Spec, x, w, bias, words, quantized):
     recipe = spec.recipe
+    x, w, bias = _differentiated_once((x, w, bias))
     x_row, x_column = quantize_both(x, recipe.input.format, recipe.input.hadamard or False, recipe.input.rounding)
     kernel = quantized or QuantizedKernel(*quantize_both(w, recipe.weight.format))
     y = scaled_matmul(x_row, kernel.columnwise.mT, bias, out_dtype=spec.out_dtype)
@@ -200,6 +215,7 @@ def _forward(spec: _Spec, x, w, bias, words, quantized):
 
 def _backward(spec: _Spec, residuals, dy):
     (x_column, w_row), (like_x, like_w, like_bias), words = residuals
+    dy = _differentiated_once(dy)
     role = spec.recipe.gradient
     amaxes = tensor_amax(dy, True, role.hadamard)
     if role.rounding == "stochastic" and words is None:

@@ -1,7 +1,8 @@
 """The NVFP4 rules once more, in NumPy and ml_dtypes: no XLA, no compilation, so any shape is cheap.
 
-Written from numerics.md apart from the library's own reference, and slower to go wrong with it: casts are ml_dtypes', the
-stochastic rule is decided in float64, Philox runs on 64-bit integers. NumPy keeps subnormals, so they are flushed by hand.
+Written from numerics.md apart from the library's own reference, and slower to go wrong with it: casts are ml_dtypes',
+the stochastic rule is decided in float64, Philox runs on 64-bit integers. NumPy keeps subnormals, so they are flushed
+by hand.
 """
 
 import ml_dtypes
@@ -29,6 +30,13 @@ def rotate(x, negative):
             v[..., low], v[..., high] = flush(a + b), flush(a - b)
         stride *= 2
     return flush(v * F(n**-0.5)).reshape(x.shape)
+
+
+def rotate_back(y, negative):
+    """The inverse of `rotate`: first H, then the signs."""
+    n = len(negative)
+    v = rotate(y, [0] * n).reshape(*y.shape[:-1], -1, n)
+    return (v * np.where(negative, F(-1), F(1))).reshape(y.shape)
 
 
 def pad(x, rows, columns):
@@ -122,4 +130,32 @@ def matmul(a, b):
         for k in range(0, x.shape[1], 16):
             term = x[:, k : k + 16].astype(np.float64) @ w[:, k : k + 16].astype(np.float64).T
             y = (y + term.astype(F)).astype(F)
-        return y * (F(ag) * F(bg) * F(1 / 7225344))
+        alpha = flush(flush(F(ag) * F(bg)) * F(1 / 7225344))
+        return flush(y * alpha)
+
+
+def gelu(x):
+    """tanh-GELU as numerics/gelu.h has it, every operation rounded on its own."""
+    u = x * (flush(flush(x * x) * F(0.0356774069368839263916015625)) + F(0.797884583473205566406250))
+    z = flush(u * F(-2))
+    n = np.rint(np.clip(z, F(-100), F(100)) * F(1.44269502162933349609375))
+    r = (z - n * F(0.693359375)) - n * F(-2.12194440e-4)
+    p = F(1.38888893e-3)
+    for coefficient in (8.33333377e-3, 4.16666679e-2, 0.16666667, 0.5, 1.0, 1.0):
+        p = p * r + F(coefficient)
+    power = ((np.nan_to_num(n).astype(np.int32) + 127) << 23).view(F)
+    exp = np.where(z < F(-87), F(0), np.where(z > F(88), F(np.inf), p * power))
+    return flush(x / (exp + F(1)))
+
+
+def epilogue(y, bias=None, activation=None, accumulate=None, dtype=F):
+    """The result and what the activation was applied to, from `matmul`'s float32."""
+    with np.errstate(all="ignore"):
+        if bias is not None:
+            y = flush(y + flush(bias.astype(F)))
+        before = y
+        if activation == "gelu":
+            y = gelu(y)
+        if accumulate is not None:
+            y = flush(y + flush(accumulate.astype(F)))
+        return y.astype(dtype), before.astype(dtype)

@@ -48,18 +48,18 @@ SIZES = {
 class Block(nnx.Module):
     """Pre-norm causal attention and a GELU MLP. The norms, softmax and both attention products stay in high precision."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear]):
         width, dtype = config.width, jnp.dtype(config.dtype)
         residual = nnx.initializers.normal(0.02 / (2 * config.layers) ** 0.5)
         plain = nnx.initializers.normal(0.02)
 
-        def linear(inputs, outputs, init):
-            return jlp.nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)
+        def project(inputs, outputs, init):
+            return linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)
 
         self.heads = config.heads
         self.norm1, self.norm2 = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
-        self.qkv, self.out = linear(width, 3 * width, plain), linear(width, width, residual)
-        self.up, self.down = linear(width, 4 * width, plain), linear(4 * width, width, residual)
+        self.qkv, self.out = project(width, 3 * width, plain), project(width, width, residual)
+        self.up, self.down = project(width, 4 * width, plain), project(4 * width, width, residual)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, time, width = x.shape
@@ -71,15 +71,18 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Bytes [batch, time] to float32 logits [batch, time, 256]."""
+    """Bytes [batch, time] to float32 logits [batch, time, 256].
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    `linear` makes the blocks' linears: Flax's own for a model without jaxlowprec, otherwise the same.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear] = jlp.nnx.Linear):
         dtype = jnp.dtype(config.dtype)
         init = nnx.initializers.normal(0.02)
         self.config = config
         self.tokens = nnx.Embed(VOCABULARY, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
         self.positions = nnx.Embed(config.context, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.blocks = nnx.List([Block(config, rngs, linear) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
 

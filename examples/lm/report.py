@@ -34,7 +34,7 @@ def table(results: list[dict]) -> str:
 
 def smooth(values: list[float], width: int) -> np.ndarray:
     """A running mean that uses what there is at both ends."""
-    kernel = np.ones(width)
+    kernel = np.ones(max(1, width))
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
@@ -51,7 +51,7 @@ def picture(results: list[dict], path: pathlib.Path) -> None:
     for r in results:
         color, line = styles.get(r["name"], (None, "-"))
         steps = np.arange(1, len(r["losses"]) + 1)
-        width = max(1, len(steps) // 20)
+        width = len(steps) // 20
         (drawn,) = top.plot(steps, smooth(r["losses"], width), line, color=color, label=r["name"])
         if base is not None and r is not base and len(base["losses"]) == len(r["losses"]):
             gap = 100 * (smooth(r["losses"], width) / smooth(base["losses"], width) - 1)

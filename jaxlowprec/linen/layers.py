@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
@@ -46,14 +47,25 @@ def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
     return recipe
 
 
-def _operands(layer: nn.Module, inputs: jax.Array) -> tuple[Any, Any, Any]:
-    """inputs, kernel and bias as the layer's promote_dtype makes them, Flax's default one keeping the kernel."""
-    kernel, bias = (
-        nn.meta.unbox(layer.get_variable("params", name)) if layer.has_variable("params", name) else None
-        for name in ("kernel", "bias")
-    )
+def _operands(layer: nn.Module, inputs: jax.Array, kernel_shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """inputs, kernel and bias as the layer's promote_dtype makes them, Flax's default one keeping the kernel.
+
+    The kernel may be missing where one was quantised earlier.
+    """
+    kernel = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
+    bias = _parameter(layer, "bias") if layer.use_bias else None
+    if kernel is not None and kernel.shape != kernel_shape:
+        raise ScopeParamShapeError("kernel", layer.scope.path_text, kernel.shape, kernel_shape)
     promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
     return promote(inputs, kernel, bias, dtype=layer.dtype)
+
+
+def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
+    if layer.has_variable("params", name):
+        return nn.meta.unbox(layer.get_variable("params", name))
+    if optional:
+        return None
+    raise ScopeParamNotFoundError(name, layer.scope.path_text)
 
 
 def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
 
 def _quantized(layer: nn.Module, kernel: jax.Array, batch_dims: int, contracted: int, recipe: Recipe) -> QuantizedKernel | None:
     """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable."""
-    if layer.is_mutable_collection("quantized"):
+    if layer.is_mutable_collection("quantized") and kernel is not None:
         batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
         matrix = kernel.reshape(*batch, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
         layer.put_variable("quantized", "kernel", quantize_kernel(matrix, recipe))
@@ -94,7 +106,7 @@ class Dense(nn.Dense):
         recipe = _recipe(self, self.recipe)
         if recipe is None:
             return super().__call__(inputs)
-        inputs, kernel, bias = _operands(self, inputs)
+        inputs, kernel, bias = _operands(self, inputs, (inputs.shape[-1], self.features))
         quantized = _quantized(self, kernel, 0, 1, recipe)
         return linear(inputs, kernel, bias, quantized_kernel=quantized, **_options(self, recipe))
 
@@ -109,11 +121,11 @@ class DenseGeneral(nn.DenseGeneral):
         recipe = _recipe(self, self.recipe)
         if recipe is None:
             return super().__call__(inputs)
-        inputs, kernel, bias = _operands(self, inputs)
         axis, batch, features = (
             (v,) if isinstance(v, int) else tuple(v) for v in (self.axis, self.batch_dims, self.features)
         )
         axis, batch = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
+        inputs, kernel, bias = _operands(self, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
         dims = ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, tuple(range(len(batch)))))
         quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
         y = dot_general(inputs, kernel, dims, quantized_kernel=quantized, **_options(self, recipe))
@@ -134,7 +146,7 @@ class Einsum(nn.Einsum):
         if recipe is None:
             return super().__call__(inputs, einsum_str)
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
-        inputs, kernel, bias = _operands(self, inputs)
+        inputs, kernel, bias = _operands(self, inputs, tuple(self.shape))
         y = einsum(
             subscripts, inputs, kernel, preferred_element_type=self.preferred_element_type, **_options(self, recipe)
         )

@@ -191,17 +191,17 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
     ...     y = layer(jnp.ones((8, 64)))
     """
     layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, Linear | LinearGeneral)]
-    for layer in layers:
-        own = recipe if layer.recipe is FROM_CONTEXT else layer.recipe
-        if own is None:
-            continue
-        kernel = layer.kernel[...]
-        contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
-        batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
-        rest = kernel.shape[batch:]
-        matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-        layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own)))
     try:
+        for layer in layers:
+            own = recipe if layer.recipe is FROM_CONTEXT else layer.recipe
+            if own is None:
+                continue
+            kernel = layer.kernel[...]
+            contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
+            batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
+            rest = kernel.shape[batch:]
+            matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
+            layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own)))
         yield
     finally:
         for layer in layers:

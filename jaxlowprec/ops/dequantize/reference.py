@@ -14,7 +14,7 @@ from jaxlowprec.ops.rounding import flush
 def e2m1_values(data: jax.Array) -> jax.Array:
     """Packed codes [..., n] -> float32 [..., 2n]."""
     table = jnp.asarray(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), jnp.float32)
-    codes = jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
+    codes = jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
     return table[codes]
 
 

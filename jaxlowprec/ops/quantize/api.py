@@ -80,7 +80,7 @@ def quantize(
         return dataclasses.replace(row, data=row.data[0], scale=row.scale[0], matrix=x.shape)
     words = random_words(who, rounding, key, x.shape[:-2])
     amax = None if amax is None else _given_amax(who, amax, x.shape[:-2])
-    return _quantize(x, amax, words, _indices(offset), fmt, axis, rotation, implementation)
+    return _quantize(x, amax, words, _indices(who, offset, (axis,)), fmt, axis, rotation, implementation)
 
 
 def quantize_both(
@@ -121,12 +121,15 @@ def quantize_both(
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
+    if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
+        raise TypeError(f"{who}: amax={amax!r}; needs a pair: that of x and that of the rotated x")
     amaxes = (None, None) if amax is None else tuple(_given_amax(who, a, x.shape[:-2]) for a in amax)
     if rotation and (fmt.tiles or rotation.size != BLOCK):  # no single pass: rotated and unrotated blocks differ
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, offset=offset)
         return row, quantize(x, fmt, -2, rotation, rounding, key, amaxes[1], implementation, offset=offset)
     words = random_words(who, rounding, key, x.shape[:-2])
-    return _quantize_both(x, None if amax is None else amaxes, words, _indices(offset), fmt, rotation, implementation)
+    indices = _indices(who, offset, (-1, -2))
+    return _quantize_both(x, None if amax is None else amaxes, words, indices, fmt, rotation, implementation)
 
 
 # Jitted, so that an eager call is one dispatch.
@@ -169,7 +172,12 @@ def _matrix(who: str, x: Any, fmt: Any) -> jax.Array:
     return x
 
 
-def _indices(offset: Any) -> tuple[Any, Any]:
+def _indices(who: str, offset: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Row and column of x's first element; along a quantised axis that of a block."""
+    for axis, o in zip((-2, -1), offset, strict=True):
+        unit = BLOCK if axis in axes else 1
+        if isinstance(o, int) and (o < 0 or o % unit):
+            raise ValueError(f"{who}: offset={offset}; along axis {axis} it needs a multiple of {unit} from 0 on")
     row, column = (np.uint32(o) if isinstance(o, int) else o.astype(jnp.uint32) for o in offset)
     return row, column
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK
+from jaxlowprec.formats import BLOCK, NVFP4
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
@@ -70,8 +70,10 @@ def scaled_matmul(
     extras = []
     if bias is not None:
         bias = jnp.asarray(bias)
-        if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.shape not in ((columns,), (*batch, columns)):
-            raise ValueError(f"{who}: bias has dtype {bias.dtype} and shape {bias.shape}; needs floats of shape {(columns,)}")
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"{who}: bias has dtype {bias.dtype}; needs floats")
+        if bias.shape not in ((columns,), (*batch, columns)):
+            raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(columns,)} or {(*batch, columns)}")
         extras.append(jnp.broadcast_to(bias.astype(jnp.float32), (*batch, columns)))
     if accumulate is not None:
         accumulate = float_array(who, "accumulate", accumulate)
@@ -102,6 +104,8 @@ def _check_operands(who: str, a: Any, b: Any) -> None:
     for name, q in (("a", a), ("b", b)):
         if not isinstance(q, QuantizedArray):
             raise TypeError(f"{who}: {name} is a {type(q).__name__}; needs a QuantizedArray: quantise it first")
+        if not isinstance(q.format, NVFP4):
+            raise NotImplementedError(f"{who}: {name} has the format {q.format}; there is a GEMM for NVFP4 alone")
         if len(q.matrix) != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs two dimensions or more")
         if q.axis != -1:

@@ -17,8 +17,7 @@ def accumulate_blocks(a_data, a_scale, b_data, b_scale, a_tiles: bool, b_tiles: 
     """
 
     def by_block(data, scale, tiles):
-        values = e2m1_values(data)
-        values = values.reshape(*values.shape[:-1], -1, BLOCK)
+        values = e2m1_values(data).reshape(*data.shape[:-1], scale.shape[-1], BLOCK)
         return jnp.moveaxis(values, -2, 0), jnp.moveaxis(repeat_tiles(scale, data.shape[-2], tiles), -1, 0)
 
     def add(y, block):

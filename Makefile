@@ -1,0 +1,57 @@
+# Everything sets itself up in .venv; the only needs are Python 3.11 or newer and a C++ compiler.
+#   make demo      train the example in bf16 and under the NVFP4 recipe: runs/demo/loss.png, runs/demo/report.json
+#   make test      all tests but the slow ones; `make test ARGS=--slow` for those too
+#   make test-cpp  the C++ tests, with sanitizers
+#   make lint      ruff, mypy, clang-format, tables in the documents up to date
+#   make format    what lint wants, where a tool can do it
+#   make bench     the tables of the README anew, on this machine
+
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+NATIVE := CMakeLists.txt pyproject.toml $(shell find xla_ffi -type f)
+CPP := $(shell find xla_ffi tests/cpp benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu')
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test test-cpp lint format bench clean
+
+demo: .venv/installed
+	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo $(ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-cpp: .venv/installed
+	scripts/test_cpp.sh
+
+lint: .venv/linters
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/python benchmarks/tables.py --check
+
+format: .venv/linters
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/python benchmarks/tables.py
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/cpu_kernels.py --save
+	$(BIN)/python benchmarks/scaling.py --save
+	$(BIN)/python benchmarks/train_step.py --save
+	$(BIN)/python benchmarks/tables.py
+
+.venv/installed: $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing JAX and compiling the kernels: one to three minutes"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+.venv/linters: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist runs

@@ -1,0 +1,176 @@
+"""Writes the measured tables and the study's picture into the documents, from the files in benchmarks/results.
+
+    python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
+    python benchmarks/tables.py --check    # fails where a document differs from the results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterable
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("README.md", "docs/speed.md", "docs/training.md")
+
+
+def load(name: str) -> dict:
+    """A result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(rows: Iterable[Iterable[str]]) -> str:
+    """The first row is the heading."""
+    heading, *others = [list(row) for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heading, ["---"] * len(heading), *others])
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits."""
+    return f"{1e3 * seconds:.3g}"
+
+
+def where(result: dict) -> str:
+    """What a table was measured on."""
+    e = result["environment"]
+    versions = ", ".join(f"{k} {v}" for k, v in e["versions"].items() if k != "jaxlib")
+    return f"{e['device']}, {e['cores']} cores, {versions}, Python {e['python']}, commit {e['commit']}."
+
+
+def speed() -> str:
+    """The kernels, one table an instruction set."""
+    parts = []
+    for file in sorted(RESULTS.glob("cpu_kernels_*.json")):
+        result = load(file.stem)
+        for isa, cases in result["cases"].items():
+            rows = [("4096x4096 bf16, " + isa, "against", "speed", "target", "ours, ms", "theirs, ms")]
+            for c in cases:
+                rows.append(
+                    (
+                        c["case"],
+                        c["against"],
+                        f"{c['ratio']['median']:.2f}x",
+                        "" if c["target"] is None else f"{c['target']}x",
+                        milliseconds(c["ours"]["median"]),
+                        milliseconds(c["theirs"]["median"]),
+                    )
+                )
+            parts.append(markdown(rows))
+        parts.append(where(result))
+    return "\n\n".join(parts)
+
+
+def best_speed() -> str:
+    """The best instruction set's rows, for the README."""
+    file = sorted(RESULTS.glob("cpu_kernels_*.json"), key=lambda f: "avx512" not in f.stem)[0]
+    result = load(file.stem)
+    isa, cases = next(iter(result["cases"].items()))
+    rows = [("4096x4096 bf16", "against", "speed")]
+    rows += [(c["case"], c["against"], f"{c['ratio']['median']:.2f}x") for c in cases]
+    step = load("train_step")
+    rows += [
+        (f"a training step of the {c['size']} example under NVFP4", c["against"], f"{c['ratio']['median']:.2f}x")
+        for c in step["cases"]
+    ]
+    rows.append(("activations that `linear` keeps for its backward", "its bf16 input", f"{result['saved_by_linear']:.2f} of the bytes"))
+    return markdown(rows) + f"\n\n{where(result)} Instruction set: {isa}."
+
+
+def train_step() -> str:
+    """The example's step."""
+    result = load("train_step")
+    rows = [("model", "against", "speed", "NVFP4, ms", "theirs, ms")]
+    for c in result["cases"]:
+        ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
+        rows.append((c["size"], c["against"], f"{c['ratio']['median']:.2f}x", ours, theirs))
+    return markdown(rows) + "\n\n" + where(result)
+
+
+def scaling() -> str:
+    """Time an element and memory from 1 M to 64 M elements."""
+    result = load("scaling")
+    sizes = sorted({c["elements"] for c in result["cases"]})
+    rows = [("ns an element (MiB beyond in- and output)", *(f"{n >> 20} M elements" for n in sizes))]
+    for name in dict.fromkeys(c["operation"] for c in result["cases"]):
+        mine = {c["elements"]: c for c in result["cases"] if c["operation"] == name}
+        cells = (
+            f"{mine[n]['nanoseconds_per_element']:.2f} ({mine[n]['bytes_beyond_inputs_and_results'] / 2**20:.1f})" for n in sizes
+        )
+        rows.append((name, *cells))
+    return markdown(rows) + "\n\n" + where(result)
+
+
+def study() -> str:
+    """Gaps against bf16, by seed."""
+    result = load("training_study")
+    rows = [("steps", "run", "loss gap, mean", "by seed", "validation gap, mean", "by seed")]
+    for s in result["summary"]:
+        cells = []
+        for key in ("loss_gap_percent", "validation_loss_gap_percent"):
+            cells += [f"{s[key]['mean']:+.2f} %", ", ".join(f"{g:+.2f}" for g in s[key]["by_seed"])]
+        rows.append((str(s["steps"]), s["run"], *cells))
+    settings = result["settings"]
+    about = (
+        f"{settings['parameters']:,} parameters, {settings['batch'] * settings['config']['context']} bytes a step, peak learning "
+        f"rate {settings['learning_rate']}, {settings['seeds']} seeds, last block in bf16; "
+        f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}."
+    )
+    return markdown(rows) + "\n\n" + about
+
+
+TABLES = {f.__name__: f for f in (speed, best_speed, train_step, scaling, study)}
+
+
+def picture(path: pathlib.Path) -> None:
+    """The study's mean gap over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    summary = load("training_study")["summary"]
+    lengths = sorted({s["steps"] for s in summary})
+    figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4), layout="constrained", sharey=True, squeeze=False)
+    for axis, steps in zip(axes[0], lengths, strict=True):
+        for s in (s for s in summary if s["steps"] == steps):
+            curve = s["gap_curve_percent"]
+            style = {"color": "0.6", "linestyle": ":"} if s["run"] == "bf16 perturbed" else {}
+            axis.plot([p["step"] for p in curve], [p["gap"] for p in curve], label=s["run"], **style)
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set(title=f"{steps} steps", xlabel="step")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("training loss against bf16 (%)")
+    axes[0][0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Rewrites, or checks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    stale = []
+    for name in DOCUMENTS:
+        document = ROOT / name
+        text = document.read_text()
+        new = re.sub(
+            r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], text, flags=re.DOTALL
+        )
+        if new != text and options.check:
+            stale.append(name)
+        elif new != text:
+            document.write_text(new)
+            print(f"{name}: tables written")
+    if stale:
+        sys.exit(f"{', '.join(stale)}: not what benchmarks/results say; run python benchmarks/tables.py")
+    if not options.check:
+        picture(ROOT / "docs" / "training_gap.png")
+
+
+if __name__ == "__main__":
+    main()

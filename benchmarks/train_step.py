@@ -1,0 +1,76 @@
+"""A training step of the example's model: under the NVFP4 recipe against the same model in plain Flax, bf16 and f32.
+
+    python benchmarks/train_step.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+
+import jax
+import optax
+from flax import nnx
+from timing import alternate, save
+
+import jaxlowprec as jlp
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+from lm.data import Batches, read_text  # noqa: E402
+from lm.model import SIZES, LanguageModel  # noqa: E402
+from lm.training import Schedule, make_steps, optimizer  # noqa: E402
+
+
+class Stepper:
+    """A model in training: each call is one step."""
+
+    def __init__(self, config, linear, batches: Batches):
+        schedule = Schedule(steps=10_000, learning_rate=1e-3, batch=batches.batch, seed=0, checkpoint_every=10_000)
+        graph, self.parameters = nnx.split(LanguageModel(config, nnx.Rngs(0), linear), nnx.Param)
+        transformation: optax.GradientTransformation = optimizer(schedule)
+        self.state = transformation.init(self.parameters)
+        self.step, _ = make_steps(graph, transformation)
+        self.tokens = batches.train(0)
+
+    def __call__(self) -> jax.Array:
+        self.parameters, self.state, loss = self.step(self.parameters, self.state, self.tokens)
+        return loss
+
+
+def main() -> None:
+    """Measures all three in turn and prints the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, nargs="+", default=["demo", "small"])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    options = parser.parse_args()
+    text, found = read_text(None), []
+    for size in options.size:
+        config = SIZES[size]
+        batches = Batches(text, 8, config.context, 0)
+        plain = {dtype: Stepper(dataclasses.replace(config, dtype=dtype), nnx.Linear, batches) for dtype in ("bfloat16", "float32")}
+        quantized = Stepper(config, jlp.nnx.Linear, batches)
+
+        def nvfp4(quantized=quantized):
+            with jlp.autocast(jlp.NVFP4BlockScaling()):
+                return quantized()
+
+        seconds = alternate({"nvfp4": nvfp4, **plain}, options.rounds)
+        for dtype in plain:
+            ratio = {k: seconds[dtype][k] / seconds["nvfp4"][k] for k in ("median", "min")}
+            found.append(
+                {"size": size, "against": f"plain Flax, {dtype}", "ratio": ratio, "ours": seconds["nvfp4"], "theirs": seconds[dtype]}
+            )
+            print(
+                f"{size:8} NVFP4 {1e3 * seconds['nvfp4']['median']:.0f} ms, plain Flax {dtype} {1e3 * seconds[dtype]['median']:.0f} ms: "
+                f"{ratio['median']:.2f}x (min {ratio['min']:.2f}x)",
+                flush=True,
+            )
+    if options.save:
+        print(save("train_step", {"cases": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""examples/train_lm.py as a user runs it: a few steps on a small text, the report, and a killed run that resumes."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.helpers import python_environment, run_python
+
+SCRIPT = str(pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = np.random.default_rng(0).choice(["the ", "low ", "bits ", "of a ", "block\n"], 20_000)
+    (folder / "a.txt").write_text("".join(words))
+    return str(folder)
+
+
+def command(text, out, *more):
+    return [SCRIPT, "--text", text, "--out", str(out), "--batch", "2", *more]
+
+
+def report(out):
+    return json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_report_has_losses_gaps_and_the_noise_floor(text, tmp_path):
+    done = run_python(*command(text, tmp_path, "--steps", "6", "--recipe", "bf16,nvfp4"))
+    found = report(tmp_path)
+    assert [run["name"] for run in found["runs"]] == ["bf16", "bf16 perturbed", "nvfp4"]
+    for run in found["runs"]:
+        assert len(run["losses"]) == 6 and run["finite"] and run["losses"][-1] < run["losses"][0]
+        assert (run["loss_gap_percent"] is None) == (run["name"] == "bf16")
+        assert run["name"] in done.stdout
+    bf16, perturbed, nvfp4 = found["runs"]
+    assert found["noise_floor_percent"]["loss"] == abs(perturbed["loss_gap_percent"])
+    assert nvfp4["loss_gap_percent"] == pytest.approx(100 * (nvfp4["loss"] / bf16["loss"] - 1))
+    assert nvfp4["losses"] != bf16["losses"] and "NVFP4" in nvfp4["recipe"]
+    assert nvfp4["saved_activation_bytes"] < bf16["saved_activation_bytes"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
+    options = ("--steps", "60", "--checkpoint-every", "10", "--recipe", "nvfp4")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_python(*command(text, whole, *options))
+
+    process = subprocess.Popen(
+        [sys.executable, *command(text, killed, *options)],
+        env=python_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not (killed / "nvfp4" / "checkpoints" / "10").exists():
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (killed / "report.json").exists(), "it ended before it could be killed"
+    log = killed / "nvfp4" / "losses.json"
+    log.write_text(json.dumps([-1.0, *json.loads(log.read_text())[1:]]))  # a mark: a run from the start would lose it
+
+    run_python(*command(text, killed, *options, "--resume"))
+    resumed, expected = report(killed)["runs"][0], report(whole)["runs"][0]
+    assert resumed["losses"] == [-1.0, *expected["losses"][1:]]
+    assert resumed["validation_loss"] == expected["validation_loss"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--recipe", "fp3"), "--recipe fp3: needs one or more of bf16"),
+        (("--steps", "0"), "need 1 or more"),
+        (("--text", "/no/such/folder"), "no such file or folder"),
+    ],
+)
+def test_a_wrong_argument_is_named(tmp_path, arguments, message):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--out", str(tmp_path), *arguments],
+        env=python_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert message in done.stderr and "Traceback" not in done.stderr

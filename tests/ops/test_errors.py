@@ -1,0 +1,276 @@
+"""Bad input gets a clear error at trace time, in the user's terms, from every op."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+
+FMT = jlp.NVFP4()
+X = jnp.ones((16, 32))
+KEY = jax.random.key(0)
+SIGNS = tuple(-s for s in jlp.DEFAULT_SIGNS)
+
+
+def quantized(rows=16, columns=32, axis=-1, hadamard=False, batch=()):
+    return jlp.quantize(jnp.ones((*batch, rows, columns)), FMT, axis, hadamard)
+
+
+def multiply(a=None, b=None, **options):
+    return jlp.scaled_matmul(quantized() if a is None else a, quantized(24) if b is None else b, **options)
+
+
+def assert_raised_at_trace_time(call, error, *messages):
+    """Where shapes and dtypes are all that is known."""
+    with pytest.raises(error) as raised:
+        jax.eval_shape(call)
+    for message in messages:
+        assert message in str(raised.value)
+
+
+OPS = {
+    "quantize": lambda x, **options: jlp.quantize(x, FMT, **options),
+    "quantize_both": lambda x, **options: jlp.quantize_both(x, FMT, **options),
+    "hadamard_transform": lambda x, **options: jlp.hadamard_transform(x, **options),
+}
+
+
+class TestInputs:
+    @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+    @pytest.mark.parametrize("op", OPS)
+    def test_arrays_that_are_not_floats(self, op, dtype):
+        x = jnp.ones((16, 32), dtype)
+        message = f"{op}: x has dtype {dtype}; needs bfloat16, float16 or float32: cast it with .astype(...)"
+        assert_raised_at_trace_time(lambda: OPS[op](x), TypeError, message)
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_numpy_doubles_are_not_narrowed_silently(self, op):
+        assert_raised_at_trace_time(lambda: OPS[op](np.ones((16, 32))), TypeError, f"{op}: x has dtype float64")
+
+    @pytest.mark.parametrize("op", ["quantize", "hadamard_transform"])
+    @pytest.mark.parametrize(
+        ("axis", "error", "message"),
+        [
+            (2, ValueError, "axis=2 is out of range for an array of 2 dimensions"),
+            (-3, ValueError, "axis=-3 is out of range"),
+            (1.0, TypeError, "axis=1.0; needs an int"),
+            (True, TypeError, "axis=True; needs an int"),
+            (None, TypeError, "axis=None; needs an int"),
+        ],
+    )
+    def test_axes(self, op, axis, error, message):
+        assert_raised_at_trace_time(lambda: OPS[op](X, axis=axis), error, f"{op}: {message}")
+
+    @pytest.mark.parametrize("op", ["quantize", "hadamard_transform"])
+    def test_batch_axes(self, op):
+        x = jnp.ones((16, 16, 32))
+        for axis in (0, -3):
+            message = f"{op}: axis={axis} of 3 dimensions is a batch axis; needs the last or second last"
+            assert_raised_at_trace_time(lambda axis=axis: OPS[op](x, axis=axis), ValueError, message)
+
+    @pytest.mark.parametrize("op", ["quantize", "quantize_both"])
+    @pytest.mark.parametrize("fmt", ["nvfp4", jlp.NVFP4, None])
+    def test_formats(self, op, fmt):
+        assert_raised_at_trace_time(lambda: getattr(jlp, op)(X, fmt), TypeError, f"{op}: fmt={fmt!r}; needs a format")
+
+    def test_scalars_and_vectors(self):
+        assert_raised_at_trace_time(lambda: jlp.quantize(X[0, 0], FMT), ValueError, "quantize: x is a scalar")
+        assert_raised_at_trace_time(
+            lambda: jlp.quantize_both(X[0], FMT), ValueError, "shape (32,); needs two dimensions"
+        )
+        tiles = jlp.NVFP4((16, 16))
+        assert_raised_at_trace_time(lambda: jlp.quantize(X[0], tiles), ValueError, "x is a vector; NVFP4 16x16 has two")
+        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X[0, 0]), ValueError, "out of range", "0 dimensions")
+
+    def test_things_that_are_not_quantised(self):
+        assert_raised_at_trace_time(
+            lambda: jlp.dequantize(X), TypeError, "dequantize: q is a", "needs a QuantizedArray"
+        )
+        assert_raised_at_trace_time(lambda: multiply(b=X[0]), TypeError, "scaled_matmul: b is a", "quantise it first")
+
+    @pytest.mark.parametrize("dtype", ["int8", "float64", "complex64", "float8_e4m3fn"])
+    def test_result_dtypes(self, dtype):
+        assert_raised_at_trace_time(
+            lambda: quantized().dequantize(dtype), TypeError, f"dequantize: dtype={dtype}; needs"
+        )
+        assert_raised_at_trace_time(
+            lambda: multiply(out_dtype=dtype), TypeError, f"scaled_matmul: out_dtype={dtype}; needs bfloat16"
+        )
+
+
+class TestRounding:
+    @pytest.mark.parametrize("op", ["quantize", "quantize_both"])
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"rounding": "up"}, ValueError, 'rounding=\'up\'; needs "nearest" or "stochastic"'),
+            ({"rounding": None}, ValueError, "rounding=None; needs"),
+            ({"rounding": "stochastic"}, ValueError, "needs key=, such as jax.random.key(0)"),
+            ({"key": KEY}, ValueError, 'a key was given but rounding is "nearest"'),
+            ({"rounding": "stochastic", "key": 3}, TypeError, "key=3; needs a JAX key"),
+            ({"rounding": "stochastic", "key": jax.random.key(0, impl="rbg")}, TypeError, "with 4 words"),
+            ({"rounding": "stochastic", "key": jax.random.PRNGKey(0, impl="rbg")}, TypeError, "uint32 and shape (4,)"),
+            ({"rounding": "stochastic", "key": jnp.zeros(2, jnp.int32)}, TypeError, "key has dtype int32"),
+            ({"rounding": "stochastic", "key": jax.random.split(KEY, 3)}, TypeError, "one for each slice"),
+        ],
+    )
+    def test_roundings_and_keys(self, op, options, error, message):
+        assert_raised_at_trace_time(lambda: OPS[op](X, **options), error, f"{op}: ", message)
+
+    @pytest.mark.parametrize("amax", [jnp.ones(3), jnp.ones((), jnp.bfloat16), 2])
+    def test_amax(self, amax):
+        message = f"amax has dtype {jnp.asarray(amax).dtype} and shape {jnp.shape(amax)}; needs float32"
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, amax=amax), ValueError, f"quantize: {message}")
+        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, amax=(1.0, amax)), ValueError, message)
+
+    @pytest.mark.parametrize("amax", [1.0, jnp.ones(2), (), (1.0,), (1.0, 1.0, 1.0)], ids=str)
+    def test_amax_of_both_is_a_pair(self, amax):
+        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, amax=amax), TypeError, "needs a pair")
+
+    @pytest.mark.parametrize(
+        ("axis", "offset", "message"),
+        [
+            (-1, (3, 8), "along axis -1 it needs a multiple of 16"),
+            (-2, (8, 3), "along axis -2 it needs a multiple of 16"),
+            (-1, (-1, 0), "along axis -2 it needs a multiple of 1 from 0 on"),
+        ],
+    )
+    def test_offsets(self, axis, offset, message):
+        options = {"rounding": "stochastic", "key": KEY, "offset": offset}
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, axis, **options), ValueError, message)
+        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, **options), ValueError, "needs a multiple")
+
+
+class TestRotations:
+    @pytest.mark.parametrize("hadamard", [16, "rht", jlp.DEFAULT_SIGNS])
+    def test_what_is_no_rotation(self, hadamard):
+        message = f"hadamard={hadamard!r}; needs True, False or a jaxlowprec.Hadamard"
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, hadamard=hadamard), TypeError, message)
+        assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, hadamard), TypeError, message)
+
+    @pytest.mark.parametrize("size", [-16, 0, 1, 8, 24, 48, 512])
+    def test_sizes(self, size):
+        message = f"Hadamard: size={size}; needs 16, 32, 64, 128 or 256"
+        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X, size=size), ValueError, message)
+        with pytest.raises(ValueError, match=message):
+            jlp.Hadamard(size)
+
+    @pytest.mark.parametrize("signs", [(), (1, 2), (1, 0), (1.5,) * 16, (1,) * 12, (1,) * 32, 1, "+-"])
+    def test_signs(self, signs):
+        assert_raised_at_trace_time(
+            lambda: jlp.hadamard_transform(X, signs=signs), ValueError, "Hadamard: signs=", "+1 or"
+        )
+
+    def test_lengths(self):
+        message = "hadamard_transform: axis -1 has 24 elements; needs a multiple of size=16: pad it with jnp.pad"
+        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(jnp.ones((16, 24))), ValueError, message)
+        message = "axis -2 has 16 elements; needs a multiple of size=32"
+        assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X, 0, size=32), ValueError, message)
+
+
+class TestProducts:
+    @pytest.mark.parametrize(
+        ("call", "error", "messages"),
+        [
+            (
+                lambda: multiply(quantized(axis=-2)),
+                ValueError,
+                ["a of shape (16, 32)", "axis -2", "a.mT", "axis of 16"],
+            ),
+            (lambda: multiply(b=quantized(24).mT), ValueError, ["b of shape (32, 24)", "axis -2", "b.mT"]),
+            (lambda: multiply(quantized(columns=48)), ValueError, ["contracted last axis: 48 and 32"]),
+            (lambda: multiply(quantized(columns=31)), ValueError, ["a (16, 31) and b (24, 32)"]),
+            (lambda: multiply(quantized(hadamard=True)), ValueError, ["a has hadamard=Hadamard(16) and b has None"]),
+            (lambda: multiply(b=quantized(24, hadamard=True)), ValueError, ["a rotation cancels only if both"]),
+            (
+                lambda: multiply(quantized(hadamard=True), quantized(24, hadamard=jlp.Hadamard(signs=SIGNS))),
+                ValueError,
+                ["a rotation cancels only if both operands have it"],
+            ),
+            (
+                lambda: multiply(quantized(hadamard=True), quantized(24, hadamard=jlp.Hadamard(32))),
+                ValueError,
+                ["Hadamard(16)", "Hadamard(32)"],
+            ),
+            (lambda: multiply(quantized(batch=(2,))), ValueError, ["differ in their batch axes"]),
+            (
+                lambda: multiply(quantized(batch=(2,)), quantized(batch=(3,))),
+                ValueError,
+                ["(2, 16, 32) and b (3, 16, 32)"],
+            ),
+            (lambda: multiply(jlp.quantize(X[0], FMT)), ValueError, ["a has shape (32,); needs two dimensions"]),
+            (
+                lambda: multiply(b=dataclasses.replace(quantized(24), format="MXFP4")),
+                NotImplementedError,
+                ["b has the format MXFP4", "NVFP4"],
+            ),
+            (lambda: multiply(activation="relu"), ValueError, ["activation='relu'; needs None or \"gelu\""]),
+            (
+                lambda: multiply(return_pre_activation=True),
+                ValueError,
+                ["return_pre_activation=True without an activation"],
+            ),
+            (lambda: multiply(bias=jnp.ones(16)), ValueError, ["bias has shape (16,); needs (24,)"]),
+            (lambda: multiply(bias=jnp.ones((1, 24))), ValueError, ["bias has shape (1, 24)"]),
+            (lambda: multiply(bias=jnp.ones(24, jnp.int32)), TypeError, ["bias has dtype int32"]),
+            (lambda: multiply(bias=jnp.ones(24, jnp.complex64)), TypeError, ["bias has dtype complex64"]),
+            (lambda: multiply(accumulate=jnp.ones((24, 16))), ValueError, ["shape (24, 16); needs (16, 24)"]),
+            (lambda: multiply(accumulate=jnp.ones(24)), ValueError, ["accumulate has shape (24,)"]),
+            (lambda: multiply(accumulate=jnp.ones((16, 24), jnp.int8)), TypeError, ["accumulate has dtype int8"]),
+        ],
+    )
+    def test_operands_that_do_not_fit(self, call, error, messages):
+        assert_raised_at_trace_time(call, error, "scaled_matmul: ", *messages)
+
+
+EVERY_OP = {
+    "quantize": lambda q, i: jlp.quantize(X, FMT, implementation=i),
+    "quantize_both": lambda q, i: jlp.quantize_both(X, FMT, True, implementation=i),
+    "hadamard_transform": lambda q, i: jlp.hadamard_transform(X, implementation=i),
+    "dequantize": lambda q, i: jlp.dequantize(q, implementation=i),
+    "scaled_matmul": lambda q, i: jlp.scaled_matmul(q, q, implementation=i),
+}
+
+WITHOUT_LIBRARY = """
+import jaxlowprec as jlp
+from tests.ops.test_errors import EVERY_OP, quantized
+q = quantized()
+for name, call in EVERY_OP.items():
+    call(q, None)
+    try:
+        call(q, "ffi")
+    except NotImplementedError as error:
+        assert 'implementation="ffi": JAXLOWPREC_DISABLE_NATIVE is set' in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+
+
+class TestImplementations:
+    @pytest.mark.parametrize("op", EVERY_OP)
+    def test_unknown_ones(self, op):
+        q = quantized()
+        message = 'implementation=\'cuda\'; needs None, "ffi" or "reference"'
+        assert_raised_at_trace_time(lambda: EVERY_OP[op](q, "cuda"), ValueError, message)
+
+    @pytest.mark.parametrize("op", EVERY_OP)
+    def test_a_platform_without_kernels_has_the_reference_alone(self, op):
+        def lower(implementation):
+            traced = jax.jit(lambda q: EVERY_OP[op](q, implementation)).trace(quantized())
+            return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+        for implementation in (None, "reference"):
+            assert "custom_call @jaxlowprec" not in lower(implementation)
+        with pytest.raises(NotImplementedError, match="has kernels for .*cpu.* not for this platform"):
+            lower("ffi")
+
+    def test_without_the_library_every_op_has_the_reference_alone(self):
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXLOWPREC_DISABLE_NATIVE": "1"}
+        run = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], env=env, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr

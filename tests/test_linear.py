@@ -1,0 +1,410 @@
+"""linear: what each of its three GEMMs computes, what it keeps for the backward pass, and its errors."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from tests.helpers import FLOATS, assert_same_bytes, random_array
+
+FULL = jlp.NVFP4BlockScaling()
+RECIPES = [
+    FULL,
+    jlp.NVFP4BlockScaling(disable_rht=True),
+    jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    jlp.NVFP4BlockScaling(disable_2d_quantization=True),
+]
+NAMES = ("full", "no-rht", "no-sr", "no-2d")
+SHAPES = [(32, 64, 48), (33, 50, 21), (1, 16, 1), (40, 7, 130)]
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def operands(shape=(32, 64, 48), dtype="bfloat16", kernel_dtype="float32"):
+    """X [T, K], kernel [K, N], the gradient of the result [T, N]."""
+    t, k, n = shape
+    return random_array((t, k), dtype, 0), random_array((k, n), kernel_dtype, 1), random_array((t, n), dtype, 2)
+
+
+def gradients(recipe, x, w, dy, **options):
+    return jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe, **options), x, w)[1](dy)
+
+
+def decoded(q):
+    return np.asarray(q.dequantize(jnp.float32), np.float64)
+
+
+def assert_is_product(actual, a, b):
+    """A float32 accumulation of a @ b, rounded once to the result's dtype (numerics.md 9)."""
+    exact, terms = a @ b, np.abs(a) @ np.abs(b)
+    rounding = float(jnp.finfo(actual.dtype).eps) / 2
+    tiny = float(jnp.finfo(actual.dtype).smallest_subnormal)
+    error = np.abs(np.asarray(actual).astype(np.float64) - exact)
+    assert np.all(error <= (a.shape[1] + 32) * 2.0**-24 * terms + rounding * np.abs(exact) * 1.001 + tiny)
+
+
+def native_calls(function, *args):
+    """How often a compiled function calls each kernel."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return collections.Counter(re.findall(r'custom_call_target="(jaxlowprec_\w+)"', text))
+
+
+class TestForward:
+    @each_recipe
+    @each_shape
+    def test_is_the_gemm_of_the_quantised_operands(self, shape, recipe):
+        x, w, _ = operands(shape)
+        bias = random_array(shape[2:], "float32", 3)
+        xq, wq = jlp.quantize(x, recipe.input.format), jlp.quantize(w, recipe.weight.format, -2)
+        for b in (None, bias):
+            expected = jlp.scaled_matmul(xq, wq.mT, b, out_dtype=x.dtype)
+            assert_same_bytes(jlp.linear(x, w, b, recipe=recipe), expected)
+            differentiated = jax.vjp(lambda x, b=b: jlp.linear(x, w, b, recipe=recipe), x)[0]
+            assert_same_bytes(differentiated, expected)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_has_the_dtype_of_x(self, dtype):
+        x, w, _ = operands(dtype=dtype)
+        assert jlp.linear(x, w, recipe=FULL).dtype == x.dtype
+
+    def test_leading_axes_are_tokens(self):
+        x, w, dy = operands((24, 64, 48))
+        flat = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=FULL), x, w)
+        folded = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=FULL), x.reshape(2, 3, 4, 64), w)
+        assert_same_bytes(folded[0].reshape(24, 48), flat[0])
+        dx, dw = folded[1](dy.reshape(2, 3, 4, 48))
+        assert_same_bytes((dx.reshape(24, 64), dw), flat[1](dy))
+        assert_same_bytes(jlp.linear(x[0], w, recipe=FULL), jlp.linear(x[:1], w, recipe=FULL)[0])
+
+    def test_no_tokens_give_no_rows_and_zero_gradients(self):
+        x, w, dy = operands((0, 64, 48))
+        bias = jnp.ones(48)
+        y, pullback = jax.vjp(lambda *a: jlp.linear(*a, recipe=FULL), x, w, bias)
+        assert y.shape == (0, 48)
+        dx, dw, db = pullback(dy)
+        assert dx.shape == x.shape
+        assert not jnp.any(dw) and not jnp.any(db)
+
+    def test_nan_in_x_is_not_lost(self):
+        x, w, dy = operands()
+        bad = x.at[3, 5].set(jnp.nan)
+        assert jnp.all(jnp.isnan(jlp.linear(bad, w, recipe=FULL)))
+        assert jnp.all(jnp.isnan(gradients(FULL, bad, w, dy)[1]))
+
+
+class TestGradients:
+    """Against the float64 product of what the operands decode to."""
+
+    @each_recipe
+    @each_shape
+    def test_are_the_gemms_of_the_quantised_operands(self, shape, recipe):
+        x, w, dy = operands(shape)
+        key = jax.random.key(5)
+        dx, dw = gradients(recipe, x, w, dy, key=key)
+        rotation, rounding = recipe.gradient.hadamard or False, recipe.gradient.rounding
+        words = key if rounding == "stochastic" else None
+        dy_row, dy_column = jlp.quantize_both(dy, jlp.NVFP4(), rotation, rounding, words)
+        x_column = jlp.quantize(x, jlp.NVFP4(), -2, hadamard=rotation)
+        w_row = jlp.quantize(w, recipe.weight.format, -1)
+        assert_is_product(dx, decoded(dy_row), decoded(w_row).T)
+        assert_is_product(dw, decoded(x_column).T, decoded(dy_column))
+
+    @pytest.mark.parametrize("bias_dtype", FLOATS)
+    @pytest.mark.parametrize("kernel_dtype", FLOATS)
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_have_the_dtypes_of_what_they_are_gradients_of(self, dtype, kernel_dtype, bias_dtype):
+        x, w, dy = operands((16, 32, 16), dtype, kernel_dtype)
+        bias = jnp.zeros(16, bias_dtype)
+        grads = jax.vjp(lambda *a: jlp.linear(*a, recipe=FULL), x, w, bias)[1](dy)
+        assert [g.dtype for g in grads] == [x.dtype, w.dtype, bias.dtype]
+
+    def test_a_float32_kernel_gets_a_gradient_that_is_not_rounded_to_bfloat16(self):
+        x, w, dy = operands()
+        dw = gradients(FULL, x, w, dy)[1]
+        assert jnp.mean(dw == dw.astype(jnp.bfloat16).astype(jnp.float32)) < 0.1
+
+    def test_a_bias_gets_the_sum_of_the_unquantised_gradient(self):
+        x, w, dy = operands()
+        for dtype in FLOATS:
+            db = jax.vjp(lambda b: jlp.linear(x, w, b, recipe=FULL), jnp.zeros(48, dtype))[1](dy)[0]
+            exact = np.asarray(dy).astype(np.float64).sum(0)
+            np.testing.assert_allclose(np.asarray(db, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-5)
+
+    def test_the_rotation_cancels_in_wgrad(self):
+        x, dy = (jax.random.normal(jax.random.key(i), (256, 32)).astype(jnp.bfloat16) for i in range(2))
+        exact = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
+        for rht in (False, True):
+            recipe = jlp.NVFP4BlockScaling(disable_rht=not rht, disable_stochastic_rounding=True)
+            dw = np.asarray(gradients(recipe, x, jnp.ones((32, 32)), dy)[1], np.float64)
+            assert np.linalg.norm(dw - exact) < 0.2 * np.linalg.norm(exact)
+
+    @pytest.mark.parametrize("argument", [0, 1, 2])
+    def test_grad_of_grad_says_that_there_is_none(self, argument):
+        x, w, _ = operands((16, 32, 16), "float32")
+
+        def inner(x, w, weight_of_loss):
+            return jax.grad(lambda w: (weight_of_loss * jlp.linear(x, w, recipe=FULL) ** 2).sum())(w).sum()
+
+        with pytest.raises(NotImplementedError, match="linear: there is no second derivative .*recipe=None"):
+            jax.grad(inner, argument)(x, w, 1.0)
+
+    def test_forward_mode_is_refused(self):
+        x, w, _ = operands((16, 32, 16))
+        with pytest.raises(TypeError, match="custom_vjp"):
+            jax.jvp(lambda w: jlp.linear(x, w, recipe=FULL), (w,), (w,))
+
+
+class TestRandomBits:
+    def grads(self, x, w, dy, **options):
+        return gradients(FULL, x, w, dy, **options)
+
+    def test_without_a_key_are_deterministic(self):
+        assert_same_bytes(self.grads(*operands()), self.grads(*operands()))
+
+    def test_without_a_key_depend_on_the_layers_name(self):
+        assert jnp.any(self.grads(*operands())[0] != self.grads(*operands(), name="layer 2")[0])
+
+    def first_rows(self, gradients_of_y, **options):
+        """The first row of dgrad for gradients that agree in their first row."""
+        x, w, _ = operands()
+        return [self.grads(x[: len(dy)], w, dy, **options)[0][0] for dy in gradients_of_y]
+
+    def test_without_a_key_depend_on_the_gradients_amax(self):
+        dy = operands()[2]
+        amax = jnp.max(jnp.abs(dy))
+        # Twice the amax halves every block scale exactly: in other rows only the random bits can differ.
+        pair = [dy.at[-1, -1].set(amax), dy.at[-1, -1].set(2 * amax)]
+        assert_same_bytes(*self.first_rows(pair, key=jax.random.key(0)))
+        keyless = self.first_rows(pair)
+        assert jnp.any(keyless[0] != keyless[1])
+
+    def test_without_a_key_depend_on_the_gradients_shape(self):
+        dy = operands()[2]
+        dy = dy.at[0, 0].set(jnp.max(jnp.abs(dy)))
+        assert_same_bytes(*self.first_rows([dy, dy[:16]], key=jax.random.key(0)))
+        keyless = self.first_rows([dy, dy[:16]])
+        assert jnp.any(keyless[0] != keyless[1])
+
+    def test_a_key_decides_them(self):
+        a, b, again = (self.grads(*operands(), key=jax.random.key(seed)) for seed in (0, 1, 0))
+        assert_same_bytes(a, again)
+        assert jnp.any(a[0] != b[0]) and jnp.any(a[1] != b[1])
+        assert_same_bytes(a, self.grads(*operands(), key=jax.random.PRNGKey(0)))
+
+    def test_the_key_does_not_touch_the_forward_pass(self):
+        x, w, _ = operands()
+        assert_same_bytes(jlp.linear(x, w, recipe=FULL, key=jax.random.key(1)), jlp.linear(x, w, recipe=FULL))
+
+    def test_many_keys_average_to_the_gradient_of_the_unrounded(self):
+        """Dgrad with a positive weight of equal elements: the mean over draws approaches the row sums of dy."""
+        x, w, _ = operands((16, 16, 64))
+        dy = jax.random.uniform(jax.random.key(3), (16, 64), minval=0.1).astype(jnp.bfloat16)
+        w = jnp.ones_like(w)
+        pullback = jax.jit(lambda key: gradients(FULL, x.astype(jnp.float32), w, dy.astype(jnp.float32), key=key)[0])
+        draws = np.stack([pullback(jax.random.key(seed))[:, 0] for seed in range(200)])
+        exact = np.asarray(dy, np.float64).sum(1)
+        error = draws.mean(0) - exact
+        # Saturation takes at most 0.3 % (numerics.md 11); the rest is noise of the mean.
+        assert np.all(np.abs(error) < 0.003 * exact + 5 * draws.std(0) / np.sqrt(len(draws)))
+        assert np.all(draws.std(0) > 0)
+
+
+class TestResiduals:
+    def kept(self, function, *args):
+        """The arrays that the backward pass keeps."""
+        return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], *args))
+
+    def nbytes(self, leaves):
+        return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+    def test_saved_activations_take_at_most_a_third_of_the_input(self):
+        x, w, _ = operands((512, 256, 64))
+        f = functools.partial(jlp.linear, recipe=FULL)
+        saved = self.nbytes(self.kept(f, jnp.concatenate([x, x]), w)) - self.nbytes(self.kept(f, x, w))
+        assert 0 < saved <= 0.35 * x.nbytes
+
+    def test_nothing_is_kept_unquantised(self):
+        x, w, _ = operands((512, 256, 64))
+        big = [leaf for leaf in self.kept(functools.partial(jlp.linear, recipe=FULL), x, w) if leaf.size > 1024]
+        assert {leaf.dtype.name for leaf in big} <= {"uint8", "float8_e4m3fn"}
+
+    def network(self, x, weights):
+        for w in weights:
+            x = jax.nn.gelu(jlp.linear(x, w, recipe=FULL))
+        return x.astype(jnp.float32).sum()
+
+    @pytest.fixture
+    def network_operands(self):
+        return random_array((32, 64)), [random_array((64, 64), "float32", seed) * 0.1 for seed in (1, 2)]
+
+    @pytest.mark.parametrize("policy", ["names", "input", "nothing", "everything"])
+    def test_a_checkpoint_policy_does_not_change_gradients(self, network_operands, policy):
+        expected = jax.grad(self.network, argnums=(0, 1))(*network_operands)
+        actual = jax.grad(self.checkpointed(policy), argnums=(0, 1))(*network_operands)
+        assert_same_bytes(actual, expected)
+
+    def checkpointed(self, policy):
+        policies = jax.checkpoint_policies
+        return jax.checkpoint(
+            self.network,
+            policy={
+                "names": policies.save_only_these_names(*jlp.CHECKPOINT_NAMES),
+                "input": policies.save_only_these_names(jlp.CHECKPOINT_NAMES[0]),
+                "nothing": policies.nothing_saveable,
+                "everything": policies.everything_saveable,
+            }[policy],
+        )
+
+    def test_the_checkpoint_names_keep_the_quantised_operands_and_nothing_else(self, network_operands):
+        def codes(policy):
+            kept = self.kept(self.checkpointed(policy), *network_operands)
+            return sorted(leaf.shape for leaf in kept if leaf.dtype == jnp.uint8)
+
+        x_column, w_row = (64, 16), (64, 32)
+        assert codes("nothing") == []
+        assert codes("input") == [x_column] * 2
+        assert codes("names") == sorted([x_column, w_row] * 2)
+
+    def test_what_the_checkpoint_names_keep_is_not_computed_again(self):
+        x, weights = random_array((32, 64)), random_array((3, 64, 64), "float32", 1)
+
+        def calls(policy):
+            layer = jax.checkpoint(lambda x, w: (jlp.linear(x, w, recipe=FULL), None), policy=policy)
+
+            def loss(x, weights):
+                return jax.lax.scan(layer, x, weights)[0].astype(jnp.float32).sum()
+
+            return native_calls(jax.value_and_grad(loss, argnums=(0, 1)), x, weights).total()
+
+        policies = jax.checkpoint_policies
+        kept, recomputed = calls(policies.everything_saveable), calls(policies.nothing_saveable)
+        assert calls(policies.save_only_these_names(*jlp.CHECKPOINT_NAMES)) == kept
+        assert kept < calls(policies.save_only_these_names(jlp.CHECKPOINT_NAMES[0])) < recomputed
+
+
+class TestQuantizedKernel:
+    @each_recipe
+    def test_reuse_gives_the_bytes_of_quantising_again(self, recipe):
+        x, w, dy = operands()
+        quantized = jlp.quantize_kernel(w, recipe)
+        assert_same_bytes(jlp.linear(x, w, recipe=recipe, quantized_kernel=quantized), jlp.linear(x, w, recipe=recipe))
+        reused = gradients(recipe, x, w, dy, quantized_kernel=quantized)
+        assert_same_bytes(reused, gradients(recipe, x, w, dy))
+        assert reused[1].dtype == w.dtype
+
+    def test_the_gradient_reaches_the_master_weight_over_microbatches(self):
+        x, w, dy = operands()
+
+        def loss(w, reuse):
+            quantized = jlp.quantize_kernel(w, FULL) if reuse else None
+            parts = [jlp.linear(part, w, recipe=FULL, quantized_kernel=quantized) for part in jnp.split(x, 2)]
+            return (jnp.concatenate(parts).astype(jnp.float32) * dy).sum()
+
+        assert_same_bytes(jax.grad(loss)(w, True), jax.grad(loss)(w, False))
+        assert jnp.any(jax.grad(loss)(w, True))
+
+    def test_alone_serves_inference(self):
+        x, w, dy = operands()
+        with jlp.autocast(FULL):
+            quantized = jlp.quantize_kernel(w)
+            assert_same_bytes(jlp.linear(x, None, quantized_kernel=quantized), jlp.linear(x, w))
+            dx = jax.vjp(lambda x: jlp.linear(x, None, quantized_kernel=quantized), x)[1](dy)[0]
+        assert_same_bytes(dx, gradients(FULL, x, w, dy)[0])
+
+    def test_is_not_quantised_again(self):
+        x, w, _ = operands()
+        quantized = jlp.quantize_kernel(w, FULL)
+        plain = native_calls(lambda x, w: jlp.linear(x, w, recipe=FULL), x, w)
+        reused = native_calls(lambda x, w, q: jlp.linear(x, w, recipe=FULL, quantized_kernel=q), x, w, quantized)
+        assert (plain["jaxlowprec_quantize"], reused["jaxlowprec_quantize"]) == (2, 1)
+
+    def test_stands_for_the_kernels_value_of_then(self):
+        x, w, _ = operands()
+        quantized = jlp.quantize_kernel(w, FULL)
+        assert_same_bytes(jlp.linear(x, 2 * w, recipe=FULL, quantized_kernel=quantized), jlp.linear(x, w, recipe=FULL))
+
+    def test_is_a_pytree_that_goes_through_jit_and_scan(self):
+        x, w, _ = operands((16, 32, 32))
+        quantized = jlp.quantize_kernel(jnp.stack([w, w * 2]), FULL)
+
+        def layer(x, q):
+            return jlp.linear(x, None, recipe=FULL, quantized_kernel=q), None
+
+        expected = jlp.linear(jlp.linear(x, w, recipe=FULL), 2 * w, recipe=FULL)
+        assert_same_bytes(jax.jit(lambda x, q: jax.lax.scan(layer, x, q)[0])(x, quantized), expected)
+
+
+class TestHighPrecision:
+    """recipe=None is XLA's own product, bit for bit."""
+
+    @pytest.mark.parametrize("kernel_dtype", FLOATS)
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_forward_and_gradients(self, dtype, kernel_dtype):
+        x, w, dy = operands((33, 50, 21), dtype, kernel_dtype)
+        bias = random_array((21,), "float32", 3)
+        actual = jax.vjp(lambda *a: jlp.linear(*a, recipe=None), x, w, bias)
+
+        def plain(x, w, b):
+            return jax.lax.dot(x, w.astype(x.dtype)) + b.astype(x.dtype)
+
+        expected = jax.vjp(plain, x, w, bias)
+        assert_same_bytes(actual[0], expected[0])
+        assert_same_bytes(actual[1](dy), expected[1](dy))
+
+    def test_is_the_default_outside_of_a_context_and_wins_inside(self):
+        x, w, _ = operands(kernel_dtype="bfloat16")
+        assert_same_bytes(jlp.linear(x, w), x @ w)
+        with jlp.autocast(FULL):
+            assert_same_bytes(jlp.linear(x, w, recipe=None), x @ w)
+
+
+class TestErrors:
+    x, w, _ = operands()
+
+    @pytest.mark.parametrize(
+        ("error", "message", "arguments"),
+        [
+            (TypeError, "linear: recipe='nvfp4'; needs a recipe", {"recipe": "nvfp4"}),
+            (ValueError, r"x \(32, 64\) and kernel \(48, 64\): needs x", {"kernel": w.T}),
+            (ValueError, "needs x", {"kernel": w[None]}),
+            (ValueError, "needs x", {"x": jnp.float32(1)}),
+            (ValueError, r"bias has shape \(64,\); needs \(48,\)", {"bias": jnp.ones(64)}),
+            (ValueError, "without quantized_kernel=", {"kernel": None}),
+            (TypeError, "x has dtype int32", {"x": jnp.ones((32, 64), jnp.int32)}),
+            (TypeError, "kernel has dtype complex64", {"kernel": w.astype(jnp.complex64)}),
+            (TypeError, "bias has dtype int32", {"bias": jnp.ones(48, jnp.int32)}),
+            (TypeError, "key", {"key": 3}),
+            (TypeError, "key", {"key": jax.random.key(0, impl="rbg")}),
+            (ValueError, "16x16 but the recipe wants NVFP4 1x16", {"quantized_kernel": "other recipe"}),
+            (ValueError, r"quantized_kernel has shape \(32, 48\)", {"quantized_kernel": "other shape"}),
+            (ValueError, "quantized_kernel= without a recipe", {"quantized_kernel": "same", "recipe": None}),
+        ],
+    )
+    def test_name_the_mistake(self, error, message, arguments):
+        kinds = {
+            "same": (self.w, RECIPES[0]),
+            "other shape": (self.w[:32], RECIPES[0]),
+            "other recipe": (self.w, RECIPES[0]),
+        }
+        chosen = {"x": self.x, "kernel": self.w, "recipe": FULL} | arguments
+        if kind := chosen.get("quantized_kernel"):
+            chosen["quantized_kernel"] = jlp.quantize_kernel(*kinds[kind])
+            if kind == "other recipe":
+                chosen["recipe"] = RECIPES[3]
+        with pytest.raises(error, match=message):
+            jlp.linear(**chosen)
+
+    def test_of_quantize_kernel(self):
+        with pytest.raises(ValueError, match="quantize_kernel: no recipe"):
+            jlp.quantize_kernel(self.w)
+        with pytest.raises(ValueError, match=r"quantize_kernel: kernel has shape \(64,\)"):
+            jlp.quantize_kernel(self.w[:, 0], FULL)
+        with pytest.raises(TypeError, match="quantize_kernel: recipe=3"):
+            jlp.quantize_kernel(self.w, 3)
+        with pytest.raises(TypeError, match="kernel has dtype int32"):
+            jlp.quantize_kernel(self.w.astype(jnp.int32), FULL)

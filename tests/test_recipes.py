@@ -1,0 +1,107 @@
+"""Recipes: frozen descriptions, hashable, with defaults from the environment."""
+
+import dataclasses
+
+import pytest
+
+import jaxlowprec as jlp
+
+FIELDS = {
+    "disable_rht": "JAXLOWPREC_NVFP4_DISABLE_RHT",
+    "disable_stochastic_rounding": "JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+    "disable_2d_quantization": "JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for variable in FIELDS.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_the_fields_are_transformer_engines_and_default_to_the_whole_recipe():
+    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False)
+
+
+def test_a_recipe_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        jlp.NVFP4BlockScaling().disable_rht = True
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_recipes_are_equal_and_hash_alike_when_their_fields_are(field):
+    default, other = jlp.NVFP4BlockScaling(), jlp.NVFP4BlockScaling(**{field: True})
+    assert default == jlp.NVFP4BlockScaling() and hash(default) == hash(jlp.NVFP4BlockScaling())
+    assert other == jlp.NVFP4BlockScaling(**{field: True}) and other != default
+    assert len({default, jlp.NVFP4BlockScaling(), other}) == 2
+
+
+class TestRoles:
+    """The table in the class's docstring, as data."""
+
+    def test_of_the_default_recipe(self):
+        recipe = jlp.NVFP4BlockScaling()
+        assert recipe.input == jlp.Role(jlp.NVFP4((1, 16)), "nearest", jlp.Hadamard())
+        assert recipe.weight == jlp.Role(jlp.NVFP4((16, 16)), "nearest", None)
+        assert recipe.gradient == jlp.Role(jlp.NVFP4((1, 16)), "stochastic", jlp.Hadamard())
+
+    def test_without_rht_nothing_is_rotated(self):
+        recipe = jlp.NVFP4BlockScaling(disable_rht=True)
+        assert (recipe.input.hadamard, recipe.weight.hadamard, recipe.gradient.hadamard) == (None, None, None)
+        assert recipe.gradient.rounding == "stochastic"
+
+    def test_without_stochastic_rounding_gradients_round_to_nearest(self):
+        recipe = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
+        assert recipe.gradient == jlp.Role(jlp.NVFP4(), "nearest", jlp.Hadamard())
+
+    def test_without_2d_quantization_weights_have_blocks_of_one_row(self):
+        recipe = jlp.NVFP4BlockScaling(disable_2d_quantization=True)
+        assert recipe.weight == jlp.Role(jlp.NVFP4((1, 16)))
+        assert recipe.input == jlp.NVFP4BlockScaling().input
+
+    @pytest.mark.parametrize("recipe", [jlp.NVFP4BlockScaling(), jlp.NVFP4BlockScaling(disable_rht=True)], ids=str)
+    def test_both_operands_of_wgrad_are_rotated_alike(self, recipe):
+        assert recipe.input.hadamard == recipe.gradient.hadamard
+
+    def test_the_docstring_shows_them(self):
+        recipe = jlp.NVFP4BlockScaling()
+        for name in ("input", "weight", "gradient"):
+            role = getattr(recipe, name)
+            blocks = "x".join(map(str, role.format.block))
+            row = f"| {name} | {blocks} | {role.rounding} | {'yes' if role.hadamard else 'no'} |"
+            assert row in jlp.NVFP4BlockScaling.__doc__
+
+
+@pytest.mark.parametrize(("field", "variable"), FIELDS.items())
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        ("value", "meaning"),
+        [("1", True), ("true", True), ("ON", True), ("0", False), ("", False), ("False", False), (" no ", False)],
+    )
+    def test_a_default_is_read_when_the_recipe_is_made(self, monkeypatch, field, variable, value, meaning):
+        before = jlp.NVFP4BlockScaling()
+        monkeypatch.setenv(variable, value)
+        assert getattr(jlp.NVFP4BlockScaling(), field) is meaning
+        assert getattr(before, field) is False
+        assert sum(dataclasses.astuple(jlp.NVFP4BlockScaling())) == meaning  # no other field follows this variable
+
+    def test_an_argument_comes_before_it(self, monkeypatch, field, variable):
+        monkeypatch.setenv(variable, "1")
+        assert getattr(jlp.NVFP4BlockScaling(**{field: False}), field) is False
+
+    def test_a_value_that_is_neither_yes_nor_no_raises(self, monkeypatch, field, variable):
+        monkeypatch.setenv(variable, "maybe")
+        with pytest.raises(ValueError, match=f"{variable}='maybe'"):
+            jlp.NVFP4BlockScaling()
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [1, 0, None, "yes"])
+def test_a_field_that_is_no_bool_raises(field, value):
+    with pytest.raises(TypeError, match=f"NVFP4BlockScaling: {field}={value!r}"):
+        jlp.NVFP4BlockScaling(**{field: value})
+
+
+def test_an_unknown_field_raises():
+    with pytest.raises(TypeError, match="margin"):
+        jlp.NVFP4BlockScaling(margin=0)
