@@ -1,13 +1,14 @@
 """The CPU kernels against the jitted reference, against memory and against XLA's own GEMM: ratios of one run.
 
-    python benchmarks/cpu_kernels.py            # all cases, every instruction set of this machine; a few minutes
-    python benchmarks/cpu_kernels.py --quick    # fewer rounds
+python benchmarks/cpu_kernels.py            # all cases, every instruction set of this machine; a few minutes
+python benchmarks/cpu_kernels.py --quick    # fewer rounds
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import pathlib
 import subprocess
 import tempfile
@@ -29,7 +30,9 @@ class Copies:
     def __init__(self, threads: int):
         source = pathlib.Path(__file__).with_name("copy.cc")
         library = pathlib.Path(tempfile.mkdtemp()) / "copy.so"
-        subprocess.run(["c++", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)
+        subprocess.run(
+            ["c++", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True
+        )
         self.library, self.threads = ctypes.CDLL(str(library)), threads
 
     def read_twice_and_write(self, x: np.ndarray, out: np.ndarray):
@@ -71,7 +74,13 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
 
     wide = native.isa() == "avx512"
     case("quantize rowwise, nearest", "jitted reference", 20 if wide else 10, quantize(), quantize("reference"), few)
-    case("quantize rowwise, nearest", "reading twice and writing", 0.55, quantize(), copies.read_twice_and_write(host, packed))
+    case(
+        "quantize rowwise, nearest",
+        "reading twice and writing",
+        0.55,
+        quantize(),
+        copies.read_twice_and_write(host, packed),
+    )
     case("quantize_both, RHT columnwise", "jitted reference", 20, both(), both("reference"), few)
     case("quantize rowwise, stochastic", "nearest", 0.75, quantize(rounding="stochastic", key=key), quantize())
     transform = jax.jit(jlp.hadamard_transform)
@@ -79,7 +88,13 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
     for size in (64, 256):
         small = x[:size, :size]
         ours, theirs = (jax.jit(lambda x, i=i: jlp.quantize(x, fmt, implementation=i)) for i in (None, "reference"))
-        case(f"quantize {size}x{size}, one jitted call", "jitted reference", 5, lambda: ours(small), lambda: theirs(small))  # noqa: B023
+        case(
+            f"quantize {size}x{size}, one jitted call",
+            "jitted reference",
+            5,
+            functools.partial(ours, small),
+            functools.partial(theirs, small),
+        )
 
     a, w = x[:1024], jax.random.normal(jax.random.key(2), (4096, COLUMNS), jnp.bfloat16)
     qa = jlp.quantize(a, fmt)

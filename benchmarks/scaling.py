@@ -2,13 +2,14 @@
 
     python benchmarks/scaling.py
 
-Memory is what the process held at most during a call beyond what it held before, less the results' own bytes: the copies
-that an operation makes. Linux only: it reads and resets the high-water mark in /proc.
+Memory is what the process held at most during a call beyond what it held before, less the results' own bytes: the
+copies that an operation makes. Linux only: it reads and resets the high-water mark in /proc.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import pathlib
 
@@ -55,7 +56,7 @@ def main() -> None:
     found = []
     for name, operation in OPERATIONS.items():
         compiled = {m: jax.jit(operation).lower(x).compile() for m, x in inputs.items()}
-        calls = {str(m): (lambda m=m: compiled[m](inputs[m])) for m in MILLIONS}
+        calls = {str(m): functools.partial(compiled[m], inputs[m]) for m in MILLIONS}
         seconds = alternate(calls, 9)
         for m in MILLIONS:
             found.append(
@@ -70,7 +71,8 @@ def main() -> None:
             )
             last = found[-1]
             print(
-                f"{name:32} {m:3} M elements  {1e3 * last['min']:8.2f} ms  {last['nanoseconds_per_element']:.3f} ns each  "
+                f"{name:32} {m:3} M elements  {1e3 * last['min']:8.2f} ms  "
+                f"{last['nanoseconds_per_element']:.3f} ns each  "
                 f"{last['bytes_beyond_inputs_and_results'] / 2**20:6.2f} MiB beyond in- and output",
                 flush=True,
             )

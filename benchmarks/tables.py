@@ -1,7 +1,7 @@
 """Writes the measured tables and the study's picture into the documents, from the files in benchmarks/results.
 
-    python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
-    python benchmarks/tables.py --check    # fails where a document differs from the results
+python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
+python benchmarks/tables.py --check    # fails where a document differs from the results
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ def best_speed() -> str:
         (f"a training step of the {c['size']} example under NVFP4", c["against"], f"{c['ratio']['median']:.2f}x")
         for c in step["cases"]
     ]
-    rows.append(("activations that `linear` keeps for its backward", "its bf16 input", f"{result['saved_by_linear']:.2f} of the bytes"))
+    rows.append(
+        (
+            "activations that `linear` keeps for its backward",
+            "its bf16 input",
+            f"{result['saved_by_linear']:.2f} of the bytes",
+        )
+    )
     return markdown(rows) + f"\n\n{where(result)} Instruction set: {isa}."
 
 
@@ -98,7 +104,8 @@ def scaling() -> str:
     for name in dict.fromkeys(c["operation"] for c in result["cases"]):
         mine = {c["elements"]: c for c in result["cases"] if c["operation"] == name}
         cells = (
-            f"{mine[n]['nanoseconds_per_element']:.2f} ({mine[n]['bytes_beyond_inputs_and_results'] / 2**20:.1f})" for n in sizes
+            f"{mine[n]['nanoseconds_per_element']:.2f} ({mine[n]['bytes_beyond_inputs_and_results'] / 2**20:.1f})"
+            for n in sizes
         )
         rows.append((name, *cells))
     return markdown(rows) + "\n\n" + where(result)
@@ -114,8 +121,9 @@ def study() -> str:
             cells += [f"{s[key]['mean']:+.2f} %", ", ".join(f"{g:+.2f}" for g in s[key]["by_seed"])]
         rows.append((str(s["steps"]), s["run"], *cells))
     settings = result["settings"]
+    step_bytes = settings["batch"] * settings["config"]["context"]
     about = (
-        f"{settings['parameters']:,} parameters, {settings['batch'] * settings['config']['context']} bytes a step, peak learning "
+        f"{settings['parameters']:,} parameters, {step_bytes} bytes a step, peak learning "
         f"rate {settings['learning_rate']}, {settings['seeds']} seeds, last block in bf16; "
         f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}."
     )
@@ -134,7 +142,9 @@ def picture(path: pathlib.Path) -> None:
 
     summary = load("training_study")["summary"]
     lengths = sorted({s["steps"] for s in summary})
-    figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4), layout="constrained", sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(lengths), figsize=(5 * len(lengths), 4), layout="constrained", sharey=True, squeeze=False
+    )
     for axis, steps in zip(axes[0], lengths, strict=True):
         for s in (s for s in summary if s["steps"] == steps):
             curve = s["gap_curve_percent"]
@@ -159,7 +169,10 @@ def main() -> None:
         document = ROOT / name
         text = document.read_text()
         new = re.sub(
-            r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], text, flags=re.DOTALL
+            r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)",
+            lambda m: m[1] + TABLES[m[2]]() + m[3],
+            text,
+            flags=re.DOTALL,
         )
         if new != text and options.check:
             stale.append(name)

@@ -20,7 +20,9 @@ from jaxlowprec import native
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def alternate(sides: dict[str, Callable[[], Any]], rounds: int = 25, least_seconds: float = 0.002) -> dict[str, dict[str, float]]:
+def alternate(
+    sides: dict[str, Callable[[], Any]], rounds: int = 25, least_seconds: float = 0.002
+) -> dict[str, dict[str, float]]:
     """Median and minimum seconds of each side, measured in turn. Short calls are repeated within a measurement."""
     repeats = {}
     for name, call in sides.items():
@@ -53,7 +55,11 @@ def cpu_name() -> str:
 def environment() -> dict[str, Any]:
     """What a figure has to be read with."""
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent, check=False
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).parent,
+        check=False,
     ).stdout.strip()
     return {
         "device": cpu_name(),

@@ -1,6 +1,6 @@
 """A training step of the example's model: under the NVFP4 recipe against the same model in plain Flax, bf16 and f32.
 
-    python benchmarks/train_step.py
+python benchmarks/train_step.py
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def main() -> None:
     for size in options.size:
         config = SIZES[size]
         batches = Batches(text, 8, config.context, 0)
-        plain = {dtype: Stepper(dataclasses.replace(config, dtype=dtype), nnx.Linear, batches) for dtype in ("bfloat16", "float32")}
+        plain = {
+            dtype: Stepper(dataclasses.replace(config, dtype=dtype), nnx.Linear, batches)
+            for dtype in ("bfloat16", "float32")
+        }
         quantized = Stepper(config, jlp.nnx.Linear, batches)
 
         def nvfp4(quantized=quantized):
@@ -61,10 +64,17 @@ def main() -> None:
         for dtype in plain:
             ratio = {k: seconds[dtype][k] / seconds["nvfp4"][k] for k in ("median", "min")}
             found.append(
-                {"size": size, "against": f"plain Flax, {dtype}", "ratio": ratio, "ours": seconds["nvfp4"], "theirs": seconds[dtype]}
+                {
+                    "size": size,
+                    "against": f"plain Flax, {dtype}",
+                    "ratio": ratio,
+                    "ours": seconds["nvfp4"],
+                    "theirs": seconds[dtype],
+                }
             )
             print(
-                f"{size:8} NVFP4 {1e3 * seconds['nvfp4']['median']:.0f} ms, plain Flax {dtype} {1e3 * seconds[dtype]['median']:.0f} ms: "
+                f"{size:8} NVFP4 {1e3 * seconds['nvfp4']['median']:.0f} ms, "
+                f"plain Flax {dtype} {1e3 * seconds[dtype]['median']:.0f} ms: "
                 f"{ratio['median']:.2f}x (min {ratio['min']:.2f}x)",
                 flush=True,
             )

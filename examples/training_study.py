@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--text", help="file or folder to learn from; default: Python's standard library")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/study"))
-    parser.add_argument("--save", type=pathlib.Path, help="file for the summary, such as benchmarks/results/training_study.json")
+    parser.add_argument(
+        "--save", type=pathlib.Path, help="file for the summary, such as benchmarks/results/training_study.json"
+    )
     options = parser.parse_args()
     config, text = SIZES[options.size], read_text(options.text)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,10 @@ def main() -> None:
     summary = summarize(runs)
     for entry in summary:
         gap, validation = entry["loss_gap_percent"], entry["validation_loss_gap_percent"]
-        print(f"{entry['steps']:6} {entry['run']:16} loss {gap['mean']:+.2f} %  validation {validation['mean']:+.2f} %", gap["by_seed"])
+        print(
+            f"{entry['steps']:6} {entry['run']:16} loss {gap['mean']:+.2f} %  validation {validation['mean']:+.2f} %",
+            gap["by_seed"],
+        )
     if options.save:
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
         settings = {

@@ -22,8 +22,8 @@ def autocast(recipe: Recipe | None = None, *, enabled: bool = True) -> Iterator[
     """Within the context, layers that are not told otherwise follow `recipe`.
 
     Contexts nest, are restored after exceptions and are each thread's own. The recipe is part of jit's cache key: under
-    another recipe a jitted function is traced anew, and returning to the first hits the cache. It is read when a function
-    is traced and kept for its backward pass, wherever that runs.
+    another recipe a jitted function is traced anew, and returning to the first hits the cache. It is read when a
+    function is traced and kept for its backward pass, wherever that runs.
 
     Arguments:
         recipe: such as `NVFP4BlockScaling()`.

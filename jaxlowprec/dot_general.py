@@ -1,6 +1,7 @@
 """dot_general and einsum under a recipe: drop-in replacements that come down to `linear`'s three GEMMs.
 
-The left operand takes the input's role, the right one the weight's: `nn.Dense(dot_general=jlp.dot_general)` calls them so.
+The left operand takes the input's role, the right one the weight's: `nn.Dense(dot_general=jlp.dot_general)` calls them
+so.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ def dot_general(
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
-    Any contraction and batch dimensions. Each slice of the batch dimensions is quantised with its own amax and random bits.
+    Any contraction and batch dimensions. Each slice of the batch dimensions is quantised with its own amax and random
+    bits.
 
     Arguments:
         lhs: in the input's role.
         rhs: in the weight's role; None with `quantized_kernel`, for inference.
         dimension_numbers, out_sharding: as for `jax.lax.dot_general`.
         precision: for the high-precision path; quantised GEMMs always accumulate in float32.
-        preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can be
-            passed uncast.
+        preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can
+            be passed uncast.
         recipe, key, name: see `linear`.
         quantized_kernel: `quantize_kernel` of rhs seen as [batch..., K, N], its dimensions in that order.
 
@@ -62,7 +64,7 @@ def dot_general(
     if rhs is None and quantized_kernel is None:
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
     if recipe is None:
-        if quantized_kernel is not None:
+        if rhs is None or quantized_kernel is not None:
             raise ValueError(f"{who}: quantized_kernel= without a recipe; pass the recipe it was quantised for")
         return jax.lax.dot_general(
             lhs,
@@ -78,16 +80,18 @@ def dot_general(
     if not lhs_contract:
         raise ValueError(f"{who}: {dimension_numbers} contracts nothing: no GEMM to quantise; pass recipe=None")
     batch, lhs_free, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
-    if rhs is None:
-        w, rhs_free = None, quantized_kernel.shape[len(batch) + 1 :]
+    w: jax.Array | None = None
+    rhs_free: tuple[int, ...] = ()
+    if rhs is not None:
+        rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
+        if rhs_batch_shape != batch or w.shape[-2] != x.shape[-1]:
+            raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dimension_numbers}")
+    elif quantized_kernel is not None:
+        rhs_free = quantized_kernel.shape[len(batch) + 1 :]
         if quantized_kernel.shape[: len(batch) + 1] != (*batch, x.shape[-1]):
             raise ValueError(
                 f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dimension_numbers}"
             )
-    else:
-        rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
-        if rhs_batch_shape != batch or w.shape[-2] != x.shape[-1]:
-            raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dimension_numbers}")
     out_dtype = float_dtype(who, "preferred_element_type", preferred_element_type or lhs.dtype)
     y = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype)
     y = y.reshape(*batch, *lhs_free, *rhs_free)
@@ -117,7 +121,7 @@ def einsum(
     key: jax.Array | None = None,
     name: str = "",
 ) -> Float[Array, "..."]:
-    """`jnp.einsum` of two operands with its three GEMMs quantised as the recipe says; without a recipe it is that function.
+    """`jnp.einsum` of two operands, its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
     A product that contracts nothing is no GEMM and stays in high precision.
 
@@ -151,9 +155,10 @@ def einsum(
         return jnp.einsum(subscripts, x, w, **options)
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
     w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
-    dims = tuple(
-        tuple([names.index(n) for n in group] for names in (x_names, w_names)) for group in (contract, batch)
+    contract_dims, batch_dims = (
+        ([x_names.index(n) for n in group], [w_names.index(n) for n in group]) for group in (contract, batch)
     )
+    dims = (contract_dims, batch_dims)
     y = dot_general(x, w, dims, preferred_element_type=preferred_element_type, recipe=recipe, key=key, name=name)
     names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
     y = y.transpose([names.index(n) for n in out])

@@ -1,7 +1,7 @@
 """Number formats: what a tensor is quantised to.
 
-A format is a frozen, hashable description, so that it can be a static argument, part of a pytree's structure and part of
-jit's cache key. It holds no arrays. `xla_ffi/numerics` has the rules of each format to the bit.
+A format is a frozen, hashable description, so that it can be a static argument, part of a pytree's structure and part
+of jit's cache key. It holds no arrays. `xla_ffi/numerics` has the rules of each format to the bit.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     dgrad   dx = dy row-quantised           @ w transposed contracted over N
     wgrad   dw = x column-quantised, transposed @ dy column-quantised   contracted over tokens
 
-Each GEMM has its own pair of operands (numerics.md 3). The backward pass keeps x columnwise and w, quantised, instead of x
-and w: they carry the checkpoint names below, for `jax.checkpoint` policies such as
+Each GEMM has its own pair of operands (numerics.md 3). The backward pass keeps x columnwise and w, quantised, instead
+of x and w: they carry the checkpoint names below, for `jax.checkpoint` policies such as
 `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
 """
 
@@ -26,7 +26,7 @@ from jaxlowprec import wiring
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.quantize.api import quantize, quantize_both, random_words
+from jaxlowprec.ops.quantize.api import key_words, quantize, quantize_both
 from jaxlowprec.ops.quantize.philox import philox4x32
 from jaxlowprec.ops.rounding import magnitude_bits
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
@@ -59,8 +59,8 @@ class QuantizedKernel:
 def quantize_kernel(kernel: Float[Array, "*B K N"], recipe: Recipe | None = FROM_CONTEXT) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
 
-    Pass it to `linear` as `quantized_kernel=`: the gradient still reaches the kernel, the master weight. It stands for the
-    kernel's value of now: after an optimizer step, quantise again.
+    Pass it to `linear` as `quantized_kernel=`: the gradient still reaches the kernel, the master weight. It stands for
+    the kernel's value of now: after an optimizer step, quantise again.
 
     Arguments:
         kernel: the master weight, bfloat16, float16 or float32.
@@ -94,17 +94,17 @@ def linear(
 ) -> Float[Array, "*T N"]:
     """`x @ kernel + bias`, its three GEMMs on operands quantised as the recipe says.
 
-    Gradients have the dtype of what they are gradients of: a float32 master weight gets a float32 gradient, rounded once.
-    The bias is added in float32 before the one rounding of the result, and its gradient is the sum of the unquantised
-    gradient.
+    Gradients have the dtype of what they are gradients of: a float32 master weight gets a float32 gradient, rounded
+    once. The bias is added in float32 before the one rounding of the result, and its gradient is the sum of the
+    unquantised gradient.
 
     Arguments:
         x: [..., K], bfloat16, float16 or float32: the dtype of the result.
         kernel: [K, N], any of those dtypes, quantised from its own. None: `quantized_kernel` alone, for inference.
         bias: [N].
         recipe: default: the context's (`autocast`). None: high precision, the kernel cast to x's dtype.
-        key: for recipes that round gradients stochastically; see `quantize`. None: the bits come from the gradient itself
-            (its amax), its shape and `name`, deterministically.
+        key: for recipes that round gradients stochastically; see `quantize`. None: the bits come from the gradient
+            itself (its amax), its shape and `name`, deterministically.
         quantized_kernel: `quantize_kernel(kernel)`, to save doing it again.
         name: the layer's, for the keyless bits.
 
@@ -124,17 +124,19 @@ def linear(
     who = "linear"
     recipe = resolve(who, recipe)
     x = float_array(who, "x", x)
-    if kernel is None and quantized_kernel is None:
-        raise ValueError(f"{who}: kernel is None; without quantized_kernel= there is no weight")
     if kernel is not None:
         kernel = float_array(who, "kernel", kernel)
-    shape = quantized_kernel.shape if kernel is None else kernel.shape
+        shape = kernel.shape
+    elif quantized_kernel is not None:
+        shape = quantized_kernel.shape
+    else:
+        raise ValueError(f"{who}: kernel is None; without quantized_kernel= there is no weight")
     if len(shape) != 2 or x.ndim < 1 or x.shape[-1] != shape[0]:
         raise ValueError(f"{who}: x {x.shape} and kernel {shape}: needs x [..., K] and kernel [K, N]")
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != shape[1:]:
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
     if recipe is None:
-        if quantized_kernel is not None:
+        if kernel is None or quantized_kernel is not None:
             raise ValueError(f"{who}: quantized_kernel= without a recipe; pass the recipe it was quantised for")
         y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
         return y if bias is None else y + bias.astype(x.dtype)
@@ -162,8 +164,9 @@ def matmul(
         )
     if quantized is not None and w is not None and quantized.shape != w.shape:
         raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
-    stochastic = recipe.gradient.rounding == "stochastic"
-    words = _slice_words(random_words(who, "stochastic", key, ()), x.shape[:-2]) if stochastic and key is not None else None
+    words = None
+    if key is not None and recipe.gradient.rounding == "stochastic":
+        words = _slice_words(key_words(who, key, ()), x.shape[:-2])
     spec = _Spec(recipe, name, jnp.dtype(out_dtype))
     return _matmul_jit(spec, *wiring.align_varying(x, w, bias, words, quantized))
 
@@ -187,7 +190,7 @@ def _matmul(spec: _Spec, x, w, bias, words, quantized):
 
 @jax.custom_jvp
 def _differentiated_once(arrays):
-    """The arrays. The forward and the backward rule are constant to autodiff, which would find a second derivative of 0."""
+    """The arrays. Both rules are constant to autodiff, which would find a second derivative of zero."""
     return arrays
 
 

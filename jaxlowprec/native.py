@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -36,9 +37,10 @@ def _load() -> Library:
     if os.environ.get("JAXLOWPREC_DISABLE_NATIVE", "0") not in ("", "0"):
         return Library(None, "JAXLOWPREC_DISABLE_NATIVE is set", ())
     try:
-        from jaxlowprec import _native as module  # type: ignore[attr-defined]
+        from jaxlowprec import _native  # type: ignore[attr-defined]
     except ImportError as error:
         return Library(None, f"the compiled library could not be loaded: {error}", ())
+    module: Any = _native
     try:
         built, runtime = module.ffi_api_version, _runtime_ffi_version()
         # XLA refuses handlers newer than itself, and takes the whole backend down with them.

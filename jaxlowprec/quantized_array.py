@@ -97,8 +97,8 @@ class QuantizedArray:
         try:
             rotated = f", {self.hadamard}" if self.hadamard else ""
             return (
-                f"QuantizedArray({self.format}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}, axis={self.axis}"
-                f"{rotated}, {_readable(self.nbytes)}, {self.compression:.2f}x smaller)"
+                f"QuantizedArray({self.format}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}, "
+                f"axis={self.axis}{rotated}, {_readable(self.nbytes)}, {self.compression:.2f}x smaller)"
             )
         except (AttributeError, TypeError):  # leaves that are not arrays, as transformations put there
             return f"QuantizedArray({self.format}, data={self.data}, scale={self.scale}, amax={self.amax})"

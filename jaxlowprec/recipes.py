@@ -1,8 +1,8 @@
 """Recipes: what a linear layer quantises, and how.
 
-A recipe is a frozen, hashable description. It says for each role (`input`, `weight`, `gradient`) the format, the rounding
-and the rotation, as data: `linear` reads nothing else, so a new recipe is a new set of roles. Being hashable, it is part of
-jit's cache key, and a changed recipe is never ignored.
+A recipe is a frozen, hashable description. It says for each role (`input`, `weight`, `gradient`) the format, the
+rounding and the rotation, as data: `linear` reads nothing else, so a new recipe is a new set of roles. Being hashable,
+it is part of jit's cache key, and a changed recipe is never ignored.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class Role:
 
 
 class Recipe:
-    """Base of all recipes. A linear has three GEMMs, each with its own pair of operands:
+    """Base of all recipes.
 
-    fprop: input rowwise x weight; dgrad: gradient rowwise x weight transposed; wgrad: input columnwise x gradient columnwise.
+    A linear has three GEMMs, each with its own pair of operands:
+    fprop: input rowwise x weight; dgrad: gradient rowwise x weight transposed; wgrad: input columnwise x gradient
+    columnwise.
     """
 
     @property

@@ -46,7 +46,7 @@ SIZES = {
 
 
 class Block(nnx.Module):
-    """Pre-norm causal attention and a GELU MLP. The norms, softmax and both attention products stay in high precision."""
+    """Pre-norm causal attention and a GELU MLP. Norms, softmax and both attention products stay in high precision."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear]):
         width, dtype = config.width, jnp.dtype(config.dtype)

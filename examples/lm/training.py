@@ -11,16 +11,15 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from lm.data import Batches
-from lm.model import Config, LanguageModel, loss
 from tqdm import tqdm
 
 import jaxlowprec as jlp
+from lm.data import Batches
+from lm.model import Config, LanguageModel, loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,9 @@ def train(run: Run, config: Config, schedule: Schedule, batches: Batches, folder
     log = folder / "losses.json"
 
     losses, times, first = [], [], 0
-    manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1))
+    manager = ocp.CheckpointManager(
+        (folder / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1)
+    )
     if resume and manager.latest_step() is not None and log.exists():
         first = manager.latest_step()
         restored = manager.restore(first, args=ocp.args.StandardRestore({"parameters": parameters, "state": state}))
@@ -131,7 +132,9 @@ def train(run: Run, config: Config, schedule: Schedule, batches: Batches, folder
     tokens_per_step, compile_seconds = schedule.batch * config.context, 0.0
     saved = saved_bytes(graph, parameters, run.recipe, batches.train(0))
     quiet = {"mininterval": 0.2 if sys.stderr.isatty() else 10.0}
-    bar = tqdm(range(first, schedule.steps), initial=first, total=schedule.steps, desc=f"{run.name:>14}", unit="step", **quiet)
+    bar = tqdm(
+        range(first, schedule.steps), initial=first, total=schedule.steps, desc=f"{run.name:>14}", unit="step", **quiet
+    )
     with recipe_context(run.recipe):
         for step in bar:
             started = time.perf_counter()

@@ -12,7 +12,9 @@ def main(argv: list[str] | None = None) -> int:
     """The command's entry point; returns the exit status."""
     parser = argparse.ArgumentParser(prog="jaxlowprec", description="Low-precision training and serving for JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="versions, platforms, and what runs natively, emulated or by reference here")
+    info = commands.add_parser(
+        "info", help="versions, platforms, and what runs natively, emulated or by reference here"
+    )
     info.add_argument("--json", action="store_true", help="for machines")
     options = parser.parse_args(argv)
     found = collect()

@@ -55,7 +55,7 @@ def _operands(layer: nn.Module, inputs: jax.Array, kernel_shape: tuple[int, ...]
     kernel = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
     bias = _parameter(layer, "bias") if layer.use_bias else None
     if kernel is not None and kernel.shape != kernel_shape:
-        raise ScopeParamShapeError("kernel", layer.scope.path_text, kernel.shape, kernel_shape)
+        raise ScopeParamShapeError("kernel", "/".join(layer.path), kernel.shape, kernel_shape)
     promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
     return promote(inputs, kernel, bias, dtype=layer.dtype)
 
@@ -65,7 +65,7 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
         return nn.meta.unbox(layer.get_variable("params", name))
     if optional:
         return None
-    raise ScopeParamNotFoundError(name, layer.scope.path_text)
+    raise ScopeParamNotFoundError(name, "/".join(layer.path))
 
 
 def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
@@ -73,7 +73,9 @@ def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
     return {"recipe": recipe, "key": key, "name": "/".join(layer.path)}
 
 
-def _quantized(layer: nn.Module, kernel: jax.Array, batch_dims: int, contracted: int, recipe: Recipe) -> QuantizedKernel | None:
+def _quantized(
+    layer: nn.Module, kernel: jax.Array, batch_dims: int, contracted: int, recipe: Recipe
+) -> QuantizedKernel | None:
     """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable."""
     if layer.is_mutable_collection("quantized") and kernel is not None:
         batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
@@ -88,8 +90,8 @@ class Dense(nn.Dense):
     Attributes:
         recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, Flax bit for bit.
 
-    Other attributes, their defaults and the parameter tree are Flax's. Gradients round stochastically by the RNG stream "sr"
-    where it is given to `apply`, else by bits of their own; evaluation needs none.
+    Other attributes, their defaults and the parameter tree are Flax's. Gradients round stochastically by the RNG stream
+    "sr" where it is given to `apply`, else by bits of their own; evaluation needs none.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> layer = jlp.linen.Dense(32)

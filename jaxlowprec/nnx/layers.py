@@ -30,6 +30,10 @@ class Quantized(nnx.Variable):
 class _Quantizing:
     """What the layers share. They differ from Flax's in two attributes: `recipe`, and `sr`, the RNG stream or None."""
 
+    kernel: Any
+    bias: Any
+    dtype: Any
+    promote_dtype: Any
     recipe: Any
     sr: nnx.RngStream | None
     quantized: Quantized | None
@@ -79,7 +83,9 @@ class Linear(_Quantizing, nnx.Linear):
     (8, 32)
     """
 
-    def __init__(self, in_features: int, out_features: int, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any):
+    def __init__(
+        self, in_features: int, out_features: int, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any
+    ):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self._set_up(recipe, rngs)
 
@@ -107,7 +113,9 @@ class Linear(_Quantizing, nnx.Linear):
 class LinearGeneral(_Quantizing, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
 
-    def __init__(self, in_features: Any, out_features: Any, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any):
+    def __init__(
+        self, in_features: Any, out_features: Any, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any
+    ):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self._set_up(recipe, rngs)
 
@@ -174,8 +182,8 @@ class Einsum(_Quantizing, nnx.Einsum):
 def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -> Iterator[None]:
     """Within the context, the Linear and LinearGeneral layers of a model reuse weights quantised once, on entry.
 
-    For microbatches of one optimizer step and for inference: gradients still reach the kernels, but a kernel changed within
-    the context is not seen.
+    For microbatches of one optimizer step and for inference: gradients still reach the kernels, but a kernel changed
+    within the context is not seen.
 
     Arguments:
         model: any NNX module.

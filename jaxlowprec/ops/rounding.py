@@ -14,8 +14,8 @@ MAX_FINITE = 3.4028234663852886e38
 def rounded(product: jax.Array) -> jax.Array:
     """`product` rounded to its own dtype before anything is added to it.
 
-    XLA's CPU compiler contracts `a * b + c` to a fused multiply-add, through optimization_barrier and reduce_precision too
-    (jaxlib 0.10.2); an addition of a selected value is left alone.
+    XLA's CPU compiler contracts `a * b + c` to a fused multiply-add, through optimization_barrier and reduce_precision
+    too (jaxlib 0.10.2); an addition of a selected value is left alone.
     """
     return jnp.where(jnp.isnan(product), jnp.nan, product)
 

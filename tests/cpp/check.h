@@ -42,8 +42,10 @@ void equal(const A& a, const B& b, const char* claim, const char* file, int line
   std::ostringstream text;
   text.precision(17);
   const auto show = [&](const auto& v) {
-    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(v)>>) text << +v;  // characters as numbers
-    else text << v;
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(v)>>)
+      text << +v;  // characters as numbers
+    else
+      text << v;
   };
   text << claim << ": ", show(a), text << " against ", show(b);
   fail(file, line, text.str());

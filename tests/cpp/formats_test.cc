@@ -163,11 +163,16 @@ TEST(float8_decodes_all_bytes) {
     const float small = e4m3_decode<float>(byte), wide = e5m2_decode<float>(byte);
     CHECK_EQ(std::signbit(small), byte >= 0x80);
     CHECK_EQ(std::signbit(wide), byte >= 0x80);
-    if (m < 0x7F) CHECK_EQ(std::fabs(small), e4m3.value(m));
-    else CHECK_EQ(L::bits(small) & kMagnitudeBits, kNaNBits);
-    if (m < 0x7C) CHECK_EQ(std::fabs(wide), e5m2.value(m));
-    else if (m == 0x7C) CHECK_EQ(std::fabs(wide), kInfinity);
-    else CHECK_EQ(L::bits(wide) & kMagnitudeBits, kNaNBits);
+    if (m < 0x7F)
+      CHECK_EQ(std::fabs(small), e4m3.value(m));
+    else
+      CHECK_EQ(L::bits(small) & kMagnitudeBits, kNaNBits);
+    if (m < 0x7C)
+      CHECK_EQ(std::fabs(wide), e5m2.value(m));
+    else if (m == 0x7C)
+      CHECK_EQ(std::fabs(wide), kInfinity);
+    else
+      CHECK_EQ(L::bits(wide) & kMagnitudeBits, kNaNBits);
   }
 }
 

@@ -85,8 +85,17 @@ ffi::Error dequantize(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer 
   JLP_REQUIRE(static_cast<int64_t>(data.element_count()) == m.batch * m.rows * blocks * 8);
   JLP_REQUIRE(static_cast<int64_t>(scale.element_count()) == m.batch * (tiles ? blocks_of(m.rows) : m.rows) * blocks);
   JLP_REQUIRE(static_cast<int64_t>(amax.element_count()) == m.batch);
-  const DequantizeProblem p{bytes(data), bytes(scale), amax.typed_data(), m.batch, m.rows, m.columns, tiles, rotate,
-                            static_cast<uint32_t>(sign_mask), result->untyped_data(), *type};
+  const DequantizeProblem p{bytes(data),
+                            bytes(scale),
+                            amax.typed_data(),
+                            m.batch,
+                            m.rows,
+                            m.columns,
+                            tiles,
+                            rotate,
+                            static_cast<uint32_t>(sign_mask),
+                            result->untyped_data(),
+                            *type};
   if (m.size() > 0) run(pool, p);
   return ffi::Error::Success();
 }
@@ -103,8 +112,8 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Any
   JLP_REQUIRE(result->element_count() == x.element_count());
   uint32_t sign_bits[256];
   for (int64_t i = 0; i < size; ++i) sign_bits[i] = signs[i] ? 0x80000000u : 0u;
-  const HadamardProblem p{x.untyped_data(), *type, m.batch, m.rows, m.columns, static_cast<int32_t>(size),
-                          vertical, inverse, sign_bits, result->untyped_data()};
+  const HadamardProblem p{x.untyped_data(),           *type,    m.batch, m.rows,    m.columns,
+                          static_cast<int32_t>(size), vertical, inverse, sign_bits, result->untyped_data()};
   if (m.size() > 0) run(pool, p);
   return ffi::Error::Success();
 }
@@ -123,7 +132,9 @@ ffi::Error scaled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   JLP_REQUIRE(type.has_value());
   JLP_REQUIRE(a.columns % 8 == 0 && a.columns == b.columns);
   JLP_REQUIRE(a.batch == b.batch && a.batch == y.batch && y.rows == a.rows && y.columns == b.rows);
-  const auto scales = [&](const Matrices& m, bool tiles) { return m.batch * (tiles ? blocks_of(m.rows) : m.rows) * p.blocks; };
+  const auto scales = [&](const Matrices& m, bool tiles) {
+    return m.batch * (tiles ? blocks_of(m.rows) : m.rows) * p.blocks;
+  };
   JLP_REQUIRE(static_cast<int64_t>(a_scale.element_count()) == scales(a, a_tiles));
   JLP_REQUIRE(static_cast<int64_t>(b_scale.element_count()) == scales(b, b_tiles));
   JLP_REQUIRE(static_cast<int64_t>(a_amax.element_count()) == a.batch);

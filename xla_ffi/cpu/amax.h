@@ -42,7 +42,7 @@ __attribute__((noinline)) uint32_t rotated_amax(const Slab<E>& slab, const uint3
   U32 most = U32{};
   for (int j = 0; j < kPairs && 2 * kLanes * j < slab.columns; ++j) {
     F32 even[kBlock], odd[kBlock];
-JLP_UNROLL(16)
+    JLP_UNROLL(16)
     for (int r = 0; r < kBlock; ++r) {
       const Pair pair = E::load_pair(&slab.x[r][2 * kLanes * j]);
       even[r] = L::from_bits(L::bits(pair.even) ^ signs[r]);
@@ -52,9 +52,8 @@ JLP_UNROLL(16)
       hadamard_butterfly<kBlock / 2>(v);
       hadamard_butterfly<kBlock / 2>(v + kBlock / 2);
       // The larger of |a + b| and |a - b| is |a| + |b|. Where that is not finite its kind may differ from the sums' own.
-JLP_UNROLL(8)
-      for (int i = 0; i < kBlock / 2; ++i)
-        most = max_magnitude(most, L::bits(absolute(v[i]) + absolute(v[i + kBlock / 2])));
+      JLP_UNROLL(8)
+      for (int i = 0; i < kBlock / 2; ++i) most = max_magnitude(most, L::bits(absolute(v[i]) + absolute(v[i + kBlock / 2])));
     }
   }
   // Scaling by 1/4 and rounding are monotone: once, at the end, will do.

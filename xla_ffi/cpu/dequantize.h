@@ -38,7 +38,7 @@ struct Dequantize {
     if (count < kLanes) memcpy(codes, data, count * 8), data = codes;
     for (int b = 0; b < count; ++b) bytes[b] = scale[b];
     store(scales, e4m3_decode<F32>(load<U32>(bytes)));
-JLP_UNROLL(8)
+    JLP_UNROLL(8)
     for (int j = 0; j < kPairs; ++j) {
       const U32 two = load_u8(data + j * kLanes);
       const F32 factor = expand_blocks(scales, j);

@@ -16,17 +16,18 @@ struct Pair {
 /// Lane b: the largest of the 8 consecutive lanes b * 8 ... of the eight vectors, by three pairwise foldings.
 template <class Max>
 JLP_RULE U32 fold_eight(U32 (&m)[8], Max max) {
-JLP_UNROLL(3)
-  for (int n = 4; n >= 1; n /= 2)
-JLP_UNROLL(4)
+  JLP_UNROLL(3)
+  for (int n = 4; n >= 1; n /= 2) {
+    JLP_UNROLL(4)
     for (int j = 0; j < n; ++j) m[j] = pairwise_max(m[2 * j], m[2 * j + 1], max);
+  }
   return m[0];
 }
 
 /// Lane b: the largest magnitude, as element bits, of the b-th 16 of 16 * kLanes 16-bit elements.
 JLP_RULE U32 block_magnitudes16(const uint16_t* p) {
   U32 m[8];
-JLP_UNROLL(8)
+  JLP_UNROLL(8)
   for (int j = 0; j < 8; ++j) m[j] = load<U32>(p + 2 * kLanes * j) & 0x7FFF7FFFu;
   const U32 halves = fold_eight(m, [](U32 a, U32 b) { return max_halves(a, b); });
   return max_magnitude(halves & 0xFFFFu, halves >> 16);
@@ -35,7 +36,7 @@ JLP_UNROLL(8)
 /// The largest magnitudes of 16 * kLanes 16-bit elements, a lane's share in each.
 JLP_RULE U32 group_magnitudes16(const uint16_t* p) {
   U32 most = U32{};
-JLP_UNROLL(8)
+  JLP_UNROLL(8)
   for (int j = 0; j < 8; ++j) most = max_halves(most, load<U32>(p + 2 * kLanes * j) & 0x7FFF7FFFu);
   return max_magnitude(most & 0xFFFFu, most >> 16);
 }
@@ -86,7 +87,7 @@ struct Float {
   }
   JLP_RULE U32 block_amax(const float* p) {
     U32 m[8];
-JLP_UNROLL(8)
+    JLP_UNROLL(8)
     for (int j = 0; j < 8; ++j) {  // up to 8 lanes two whole vectors meet in one block; beyond, only neighbours do
       const float* at = p + 2 * kLanes * j;
       const Pair pair = kLanes > 8 ? load_pair(at) : Pair{load<F32>(at), load<F32>(at + kLanes)};
@@ -96,7 +97,7 @@ JLP_UNROLL(8)
   }
   JLP_RULE U32 group_amax(const float* p) {
     U32 most = U32{};
-JLP_UNROLL(16)
+    JLP_UNROLL(16)
     for (int j = 0; j < 16; ++j) most = max_magnitude(most, magnitude(load<F32>(p + kLanes * j)));
     return most;
   }

@@ -89,11 +89,16 @@ const Kernels kernels = {
 #else
     "portable",
 #endif
-    chunks_of<AmaxProblem>,       run_chunk<AmaxProblem>,
-    chunks_of<QuantizeProblem>,   run_chunk<QuantizeProblem>,
-    chunks_of<DequantizeProblem>, run_chunk<DequantizeProblem>,
-    chunks_of<HadamardProblem>,   run_chunk<HadamardProblem>,
-    matmul_chunks,                matmul_chunk,
+    chunks_of<AmaxProblem>,
+    run_chunk<AmaxProblem>,
+    chunks_of<QuantizeProblem>,
+    run_chunk<QuantizeProblem>,
+    chunks_of<DequantizeProblem>,
+    run_chunk<DequantizeProblem>,
+    chunks_of<HadamardProblem>,
+    run_chunk<HadamardProblem>,
+    matmul_chunks,
+    matmul_chunk,
 };
 
 }  // namespace JLP_ISA

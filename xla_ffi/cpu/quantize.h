@@ -17,7 +17,7 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-constexpr int kSpan = 16;            // groups of a row whose scales are computed ahead of their codes
+constexpr int kSpan = 16;                // groups of a row whose scales are computed ahead of their codes
 constexpr int kGroupBytes = kGroup / 2;  // of codes
 
 /// What one matrix of the batch is quantised with.
@@ -63,11 +63,11 @@ constexpr uint32_t kCodeOffset = kStochastic ? 0u : kE2M1MagicBits;  // its low 
 /// kGroup elements to kGroupBytes. `random` holds 16 bytes a block.
 template <class E, bool kStochastic, bool kSaturate>
 JLP_RULE void encode_row_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
-JLP_UNROLL(2)
+  JLP_UNROLL(2)
   for (int half = 0; half < 2; ++half) {
     U32 code[4];
     F32 even[4], odd[4];
-JLP_UNROLL(4)
+    JLP_UNROLL(4)
     for (int k = 0; k < 4; ++k) {
       const int j = 4 * half + k;
       const Pair pair = E::load_pair(x + 2 * kLanes * j);
@@ -163,9 +163,11 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
   while (elements >= kGroup) {
     const int groups = static_cast<int>(std::min<int64_t>(kSpan, elements / kGroup));
     Span::compute<E>(span, x, groups, context.tensor);
-    for (int g = 0; kStochastic && g < groups; ++g, blocks += kLanes) random_row_group(context.random, row, blocks, random.bytes[g]);
+    for (int g = 0; kStochastic && g < groups; ++g, blocks += kLanes)
+      random_row_group(context.random, row, blocks, random.bytes[g]);
     for (int g = 0; g < groups; ++g)
-      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode[g], span.ordinary, random.bytes[g], data + g * kGroupBytes);
+      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode[g], span.ordinary, random.bytes[g],
+                                         data + g * kGroupBytes);
     memcpy(scale, span.scale, groups * kLanes);
     x += groups * kGroup, elements -= groups * kGroup, data += groups * kGroupBytes, scale += groups * kLanes;
   }
@@ -188,7 +190,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
 /// 16 rows of the even or the odd columns of a pair, rotated and rounded to the element type where asked.
 template <class E, bool kRotate, bool kOdd>
 JLP_RULE void load_columns(const typename E::Storage* x, const uint32_t* signs, F32 (&v)[kBlock]) {
-JLP_UNROLL(16)
+  JLP_UNROLL(16)
   for (int r = 0; r < kBlock; ++r) {
     const Pair pair = E::load_pair(x + r * kGroup);
     v[r] = kOdd ? pair.odd : pair.even;
@@ -196,13 +198,13 @@ JLP_UNROLL(16)
   }
   if (!kRotate) return;
   hadamard_butterfly<kBlock>(v);
-JLP_UNROLL(16)
+  JLP_UNROLL(16)
   for (int r = 0; r < kBlock; ++r) v[r] = E::round_finite(v[r] * 0.25f);
 }
 
 JLP_RULE U32 column_amax(const F32 (&v)[kBlock]) {
   U32 most = magnitude(v[0]);
-JLP_UNROLL(16)
+  JLP_UNROLL(16)
   for (int r = 1; r < kBlock; ++r) most = max_magnitude(most, magnitude(v[r]));
   return most;
 }
@@ -211,10 +213,10 @@ JLP_UNROLL(16)
 template <bool kStochastic, bool kSaturate>
 JLP_RULE void encode_columns(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4], U32 (&codes)[2]) {
   constexpr uint32_t kOffsets = kCodeOffset<kStochastic> * 0x11111111u;  // of 8 codes, a nibble apart, modulo 2^32
-JLP_UNROLL(2)
+  JLP_UNROLL(2)
   for (int half = 0; half < 2; ++half) {
     U32 sum = fill<F32>(0u - kOffsets), signs = U32{};
-JLP_UNROLL(8)
+    JLP_UNROLL(8)
     for (int i = 0; i < 8; ++i) {
       const int r = 8 * half + i;
       const F32 y = L::scaled(v[r], factor);
@@ -373,7 +375,8 @@ struct Quantize {
       if (!columnwise) continue;
       if (kStochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
       const uint32_t id = kStochastic ? column_context.random.blocks[row / kBlock] : 0;
-      quantize_slab_columns<E, kRotate, kStochastic, kTiles>(slab, column_context, encode, ordinary, ids, id, slabs, columns);
+      quantize_slab_columns<E, kRotate, kStochastic, kTiles>(slab, column_context, encode, ordinary, ids, id, slabs,
+                                                             columns);
     }
     if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
   }
@@ -400,7 +403,9 @@ struct Quantize {
     if (flat(p)) return divide_up(p.rows * p.columns, kRunElements);
     return divide_up(p.rows, rows_per_run(p));
   }
-  static int64_t rows_per_run(const QuantizeProblem& p) { return std::max<int64_t>(1, kRunElements / std::max<int64_t>(p.columns, 1)); }
+  static int64_t rows_per_run(const QuantizeProblem& p) {
+    return std::max<int64_t>(1, kRunElements / std::max<int64_t>(p.columns, 1));
+  }
 
   static void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
     QuantizeProblem wanted = p;
@@ -435,7 +440,8 @@ struct Quantize {
     uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
     if (flat(p)) {
       const int64_t first = chunk * kRunElements, count = std::min(kRunElements, p.rows * p.columns - first);
-      return quantize_row_run<E, kStochastic>(x + first, count, context, 0, nullptr, data + first / 2, scale + first / kBlock);
+      return quantize_row_run<E, kStochastic>(x + first, count, context, 0, nullptr, data + first / 2,
+                                              scale + first / kBlock);
     }
     const int64_t step = rows_per_run(p);
     for (int64_t row = chunk * step; row < std::min((chunk + 1) * step, p.rows); ++row)

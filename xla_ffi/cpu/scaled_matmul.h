@@ -54,15 +54,15 @@ struct alignas(64) PanelBlock {
 
 /// lanes[i][j] -> lanes[j][i].
 JLP_RULE void transpose(U32 (&v)[kLanes]) {
-JLP_UNROLL(4)
+  JLP_UNROLL(4)
   for (int step = 1; step < kLanes; step *= 2) {
     U32 w[kLanes];
-JLP_UNROLL(16)
+    JLP_UNROLL(16)
     for (int i = 0; i < kLanes / 2; ++i) {
       w[2 * i] = shuffle<InterleaveLow>(v[i], v[i + kLanes / 2]);
       w[2 * i + 1] = shuffle<InterleaveHigh>(v[i], v[i + kLanes / 2]);
     }
-JLP_UNROLL(16)
+    JLP_UNROLL(16)
     for (int i = 0; i < kLanes; ++i) v[i] = w[i];
   }
 }
@@ -124,14 +124,17 @@ __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t bl
   for (int64_t block = 0; block < blocks; block += kStep) {
     const int count = static_cast<int>(std::min<int64_t>(kStep, blocks - block));
     U8 packed = U8{}, even, odd, halves[2];
-    if (count == kStep) packed = load<U8>(data + block * 8);
-    else memcpy(&packed, data + block * 8, count * 8);
+    if (count == kStep)
+      packed = load<U8>(data + block * 8);
+    else
+      memcpy(&packed, data + block * 8, count * 8);
     decode_nibbles(packed, kRowsOffset, even, odd);
     interleave_quads(even, odd, halves[0], halves[1]);
     const U32 sums = sum_eight(even + kPanelOffset) + sum_eight(odd + kPanelOffset);
     for (int b = 0; b < count; ++b) {
       memcpy(out[block + b].code[row], reinterpret_cast<const uint8_t*>(&halves[b % 2]) + b / 2 * 16, 16);
-      if (kPanelOffset) out[block + b].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * b]) - kPanelOffset * kBlock);
+      if (kPanelOffset)
+        out[block + b].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * b]) - kPanelOffset * kBlock);
     }
   }
 }
@@ -165,8 +168,10 @@ __attribute__((noinline)) static void unpack_panel(const uint8_t* data, int64_t 
     for (int r = 0; r < kLanes; ++r) {
       const uint8_t* at = data + (r * blocks + block) * 8;
       v[r] = U32{};
-      if (r < rows && count == kStep) v[r] = load<U32>(at);
-      else if (r < rows) memcpy(&v[r], at, count * 8);
+      if (r < rows && count == kStep)
+        v[r] = load<U32>(at);
+      else if (r < rows)
+        memcpy(&v[r], at, count * 8);
     }
     transpose(v);  // v[2b]: bytes 0 to 3 of block b for every row, v[2b + 1]: bytes 4 to 7
     for (int b = 0; b < count; ++b) unpack_panel_block(v[2 * b], v[2 * b + 1], out[block + b]);
@@ -174,8 +179,8 @@ __attribute__((noinline)) static void unpack_panel(const uint8_t* data, int64_t 
 }
 
 /// The scales of one row, decoded and multiplied by a factor, `stride` floats apart.
-static void decode_scales(const MatmulOperand& operand, int64_t rows, int64_t blocks, int64_t batch, int64_t row, float factor,
-                          float* out, int64_t stride) {
+static void decode_scales(const MatmulOperand& operand, int64_t rows, int64_t blocks, int64_t batch, int64_t row,
+                          float factor, float* out, int64_t stride) {
   const int64_t scale_rows = operand.tiles ? divide_up(rows, kBlock) : rows;
   const uint8_t* scale = operand.scale + (batch * scale_rows + (operand.tiles ? row / kBlock : row)) * blocks;
   for (int64_t b = 0; b < blocks; b += kLanes) {
@@ -194,7 +199,7 @@ static void decode_scales(const MatmulOperand& operand, int64_t rows, int64_t bl
 JLP_RULE F32 dot_block(const RowsBlock& rows, int r, const PanelBlock& panel) {
 #if defined(JLP_ISA_AVX512)
   __m512i sum = _mm512_set1_epi32(rows.start[r]);
-JLP_UNROLL(4)
+  JLP_UNROLL(4)
   for (int q = 0; q < 4; ++q) {
     int32_t quad;
     memcpy(&quad, rows.code[r] + 4 * q, 4);
@@ -203,7 +208,7 @@ JLP_UNROLL(4)
   return L::to_float((U32)sum);
 #elif defined(JLP_ISA_AVX2)
   __m256i sums[4];  // pairs of products: at most 4 * 576 in 16 bits
-JLP_UNROLL(4)
+  JLP_UNROLL(4)
   for (int q = 0; q < 4; ++q) {
     int32_t quad;
     memcpy(&quad, rows.code[r] + 4 * q, 4);
@@ -214,14 +219,14 @@ JLP_UNROLL(4)
   return L::to_float((U32)_mm256_add_epi32(sum, load<__m256i>(panel.start)));
 #else
   F32 sum = F32{};  // small integers: exact in any order
-JLP_UNROLL(16)
+  JLP_UNROLL(16)
   for (int k = 0; k < kBlock; ++k) sum += load<F32>(panel.code + k * kLanes) * rows.code[r][k];
   return sum;
 #endif
 }
 
-/// Sums over blocks of dot products times scales. Panel vectors are `blocks` apart. With 16x16 blocks in b (kTiles) all lanes
-/// of a vector share its scale, so that one product a row does for the vector.
+/// Sums over blocks of dot products times scales. Panel vectors are `blocks` apart. With 16x16 blocks in b (kTiles) all
+/// lanes of a vector share its scale, so that one product a row does for the vector.
 template <int kRows, bool kTiles>
 JLP_RULE void tile_products(const RowsBlock* rows, const PanelBlock* panel, int64_t blocks, F32 (&y)[kRows][kTileVectors]) {
   F32 sums[kRows][kTileVectors];
@@ -232,9 +237,9 @@ JLP_RULE void tile_products(const RowsBlock* rows, const PanelBlock* panel, int6
     if (kTiles)
       for (int v = 0; v < kTileVectors; ++v)
         for (int r = 0; r < kTileRows; ++r) products[v][r] = rows[b].scale[r] * panel[v * blocks + b].scale[0];
-JLP_UNROLL(8)
+    JLP_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
-JLP_UNROLL(2)
+      JLP_UNROLL(2)
       for (int v = 0; v < kTileVectors; ++v) {
         const PanelBlock& vector = panel[v * blocks + b];
         const F32 scale = kTiles ? L::splat(products[v][r]) : load<F32>(vector.scale) * rows[b].scale[r];
@@ -290,8 +295,10 @@ struct MatmulChunks {
     while (true) {
       row_ranges = divide_up(p.rows, row_step), column_ranges = divide_up(p.columns, column_step);
       if (p.batch * row_ranges * column_ranges >= 8 || (row_step == 32 && column_step == kPanelColumns)) return;
-      if (column_step > kPanelColumns) column_step /= 2;  // enough chunks for several threads
-      else row_step /= 2;
+      if (column_step > kPanelColumns)
+        column_step /= 2;  // enough chunks for several threads
+      else
+        row_step /= 2;
     }
   }
   int64_t count(const MatmulProblem& p) const { return p.batch * row_ranges * column_ranges; }

@@ -63,7 +63,7 @@ struct Lanes<JLP_ISA::F32> {
   JLP_RULE F from_bits(Uint u) { return (F)u; }
   JLP_RULE F splat(float x) { return x - F{}; }  // x + 0 would not fold: it turns -0 into +0
   JLP_RULE F round_to_even(F x) { return (x + 12582912.0f) - 12582912.0f; }
-  JLP_RULE Uint truncate(F x) { return (Uint)__builtin_convertvector(x, JLP_ISA::I32); }
+  JLP_RULE Uint truncate(F x) { return (Uint) __builtin_convertvector(x, JLP_ISA::I32); }
   JLP_RULE F to_float(Uint u) { return __builtin_convertvector((JLP_ISA::I32)u, F); }
   JLP_RULE F flush(F x) {
     if (kHardwareFlushes) return x;
@@ -232,9 +232,7 @@ JLP_RULE bool all_below(F32 v, float limit) {
 JLP_RULE U32 load_u8(const uint8_t* p) { return __builtin_convertvector(load<QuarterU8>(p), U32); }
 
 /// Zero-extends kLanes 16-bit numbers.
-JLP_RULE U32 load_u16(const void* p) {
-  return __builtin_convertvector(load<HalfU16>(static_cast<const uint8_t*>(p)), U32);
-}
+JLP_RULE U32 load_u16(const void* p) { return __builtin_convertvector(load<HalfU16>(static_cast<const uint8_t*>(p)), U32); }
 
 // --- narrowing: four vectors of 32-bit lanes to one of bytes. `pack_*` leave the order the instruction set packs in, which
 // `in_order` undoes, so that bytes can be combined before.
@@ -266,11 +264,16 @@ JLP_RULE U8 pack_bytes(U32 v0, U32 v1, U32 v2, U32 v3) {
 /// 0x80 where a lane's sign bit is set, else 0.
 JLP_RULE U8 pack_signs(F32 v0, F32 v1, F32 v2, F32 v3) {
 #if defined(JLP_ISA_AVX512)
-  return (U8)_mm512_packs_epi16(_mm512_packs_epi32(raw((U32)v0), raw((U32)v1)), _mm512_packs_epi32(raw((U32)v2), raw((U32)v3))) & 0x80;
+  return (U8)_mm512_packs_epi16(_mm512_packs_epi32(raw((U32)v0), raw((U32)v1)),
+                                _mm512_packs_epi32(raw((U32)v2), raw((U32)v3))) &
+         0x80;
 #elif defined(JLP_ISA_AVX2)
-  return (U8)_mm256_packs_epi16(_mm256_packs_epi32(raw((U32)v0), raw((U32)v1)), _mm256_packs_epi32(raw((U32)v2), raw((U32)v3))) & 0x80;
+  return (U8)_mm256_packs_epi16(_mm256_packs_epi32(raw((U32)v0), raw((U32)v1)),
+                                _mm256_packs_epi32(raw((U32)v2), raw((U32)v3))) &
+         0x80;
 #elif defined(__SSE2__)
-  return (U8)_mm_packs_epi16(_mm_packs_epi32(raw((U32)v0), raw((U32)v1)), _mm_packs_epi32(raw((U32)v2), raw((U32)v3))) & 0x80;
+  return (U8)_mm_packs_epi16(_mm_packs_epi32(raw((U32)v0), raw((U32)v1)), _mm_packs_epi32(raw((U32)v2), raw((U32)v3))) &
+         0x80;
 #else
   return pack_bytes(L::bits(v0) >> 24, L::bits(v1) >> 24, L::bits(v2) >> 24, L::bits(v3) >> 24) & 0x80;
 #endif
@@ -278,7 +281,8 @@ JLP_RULE U8 pack_signs(F32 v0, F32 v1, F32 v2, F32 v3) {
 
 JLP_RULE U8 in_order(U8 packed) {
 #if defined(JLP_ISA_AVX512)
-  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), (__m512i)packed);
+  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                      (__m512i)packed);
 #elif defined(JLP_ISA_AVX2)
   return (U8)_mm256_permutevar8x32_epi32((__m256i)packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 #else

@@ -27,7 +27,7 @@ JLP_RULE F f16_decode(Uint<F> half) {
   const Uint<F> sign = (half & 0x8000u) << 16;
   const Uint<F> m = half & 0x7FFFu;
   const Uint<F> normal = (m << 13) + (112u << 23);
-  const Uint<F> special = normal + (112u << 23);                        // exponent 31: infinity and NaN
+  const Uint<F> special = normal + (112u << 23);                               // exponent 31: infinity and NaN
   const Uint<F> subnormal = L::bits(L::to_float(m) * 5.9604644775390625e-8f);  // m * 2^-24, exact
   const Uint<F> finite = m < 0x0400u ? subnormal : normal;
   return L::from_bits(sign | (m >= 0x7C00u ? special : finite));
@@ -43,7 +43,7 @@ JLP_RULE Uint<F> f16_encode(F x) {
   const Uint<F> subnormal = L::bits(L::from_bits(u) + 0.5f) - 0x3F000000u;  // the sum's last place is 2^-24
   const Uint<F> finite = u < 0x38800000u ? subnormal : normal;              // 2^-14
   const Uint<F> large = u > kInfinityBits ? ((u >> 13) & 0x3FFu) | 0x7E00u : fill<F>(0x7C00u);
-  return sign | (u >= 0x477FF000u ? large : finite);                        // 65520 rounds to infinity
+  return sign | (u >= 0x477FF000u ? large : finite);  // 65520 rounds to infinity
 }
 
 }  // namespace jaxlowprec

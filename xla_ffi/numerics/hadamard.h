@@ -17,7 +17,7 @@ JLP_RULE void hadamard_butterfly(F* v) {
   if constexpr (N > 1) {
     hadamard_butterfly<N / 2>(v);
     hadamard_butterfly<N / 2>(v + N / 2);
-JLP_UNROLL(16)
+    JLP_UNROLL(16)
     for (int i = 0; i < N / 2; ++i) {
       const F a = v[i], b = v[i + N / 2];
       v[i] = a + b;

@@ -22,8 +22,8 @@ namespace jaxlowprec {
 constexpr uint32_t kSignBit = 0x80000000u;
 constexpr uint32_t kMagnitudeBits = 0x7FFFFFFFu;
 constexpr uint32_t kInfinityBits = 0x7F800000u;
-constexpr uint32_t kNaNBits = 0x7FC00000u;           // the quiet NaN every engine stores
-constexpr uint32_t kMinNormalBits = 0x00800000u;     // 2^-126: below it a float32 counts as zero (numerics.md, Notation)
+constexpr uint32_t kNaNBits = 0x7FC00000u;        // the quiet NaN every engine stores
+constexpr uint32_t kMinNormalBits = 0x00800000u;  // 2^-126: below it a float32 counts as zero (numerics.md, Notation)
 constexpr float kMaxFinite = 3.40282346638528859812e38f;
 
 template <class F>
@@ -46,7 +46,7 @@ struct Lanes<float> {
   JLP_RULE float splat(float x) { return x; }
   JLP_RULE float min(float a, float b) { return a < b ? a : b; }  // b when either is NaN
   JLP_RULE float max(float a, float b) { return a > b ? a : b; }
-  JLP_RULE float round_to_even(float x) {                         // |x| < 2^22
+  JLP_RULE float round_to_even(float x) {  // |x| < 2^22
     constexpr float kMagic = 12582912.0f;
     return (x + kMagic) - kMagic;
   }

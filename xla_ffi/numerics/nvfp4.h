@@ -8,7 +8,8 @@
 namespace jaxlowprec {
 
 constexpr int kNvfp4Block = 16;
-constexpr float kNvfp4ProductScale = 1.384017167538331705145537853240966796875e-07f;  // 1 / 2688^2: a GEMM's alpha a unit amax
+constexpr float kNvfp4ProductScale =
+    1.384017167538331705145537853240966796875e-07f;  // 1 / 2688^2: a GEMM's alpha a unit amax
 
 /// What a tensor's amax fixes for all of its blocks.
 struct Nvfp4TensorScale {

@@ -22,7 +22,7 @@ JLP_RULE void philox_round(Uint<F> (&counter)[4], uint32_t key0, uint32_t key1) 
 
 template <class F>
 JLP_RULE void philox4x32_10(Uint<F> (&counter)[4], uint32_t key0, uint32_t key1) {
-JLP_UNROLL(10)
+  JLP_UNROLL(10)
   for (int round = 0; round < 10; ++round) {
     philox_round<F>(counter, key0, key1);
     key0 += kPhiloxKeyStep0;

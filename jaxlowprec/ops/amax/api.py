@@ -1,4 +1,4 @@
-"""Tensor amax as an operand of quantisation: computed apart from the cast, so that a mesh reduces it before the cast."""
+"""Tensor amax, an operand of quantisation: computed apart from the cast, so that a mesh reduces it before the cast."""
 
 from __future__ import annotations
 

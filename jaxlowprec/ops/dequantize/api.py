@@ -53,7 +53,9 @@ def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -
         values = _decode(operands, q.format.tiles, rows, columns, q.hadamard, dtype, implementation)
     else:  # decoded in float32 with its padding to whole transforms, then rotated back
         h = q.hadamard
-        values = _decode(operands, q.format.tiles, rows, -(-columns // h.size) * h.size, None, jnp.float32, implementation)
+        values = _decode(
+            operands, q.format.tiles, rows, -(-columns // h.size) * h.size, None, jnp.float32, implementation
+        )
         values = hadamard_transform(values, -1, h.size, h.signs, inverse=True, implementation=implementation)
         values = values[..., :columns].astype(dtype)
     if vector:

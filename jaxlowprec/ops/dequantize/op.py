@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
@@ -28,7 +27,8 @@ def dequantize_op(
 
     `ragged_columns` is C where it is no multiple of 16. `hadamard` is a rotation of size 16 to undo.
     """
-    row, scale_row, whole = "r", "r", []
+    whole: list[str] = []
+    row, scale_row = "r", "r"
     if tiles:
         row, scale_row, whole = ("r", "rblocks", ["r", "rblocks"]) if ragged_rows else ("(r k)", "r", [])
     if ragged_columns is None:
@@ -37,7 +37,7 @@ def dequantize_op(
         code, scale, column = "cbytes", "cblocks", "c"
         whole += [code, scale, column]
     text = f"... {row} {code}, ... {scale_row} {scale}, ... -> ... {row} {column}"
-    sizes = {f: n for f, n in (("k", BLOCK), ("l", BLOCK), ("h", BLOCK // 2)) if f" {f})" in text}
+    sizes: dict[str, Any] = {f: n for f, n in (("k", BLOCK), ("l", BLOCK), ("h", BLOCK // 2)) if f" {f})" in text}
 
     def columns(data):
         return data.shape[-1] * 2 if ragged_columns is None else ragged_columns

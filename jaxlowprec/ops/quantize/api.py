@@ -36,27 +36,28 @@ def quantize(
 ) -> QuantizedArray:
     """Quantises an array along one axis.
 
-    Leading axes are batch axes, each slice with its own amax. Lengths need not be multiples of the block: the last block
-    is padded with zeros. Not differentiable: it is a step function, and its derivative is taken to be zero.
+    Leading axes are batch axes, each slice with its own amax. Lengths need not be multiples of the block: the last
+    block is padded with zeros. Not differentiable: it is a step function, and its derivative is taken to be zero.
 
     Arguments:
         x: [..., M, K] (or a vector [K]), bfloat16, float16 or float32.
         fmt: what to quantise to.
         axis: the quantised (contraction) axis: -1 is rowwise; -2 columnwise, stored K-major: the bytes are those of
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
-        hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both operands
-            of one GEMM, where it cancels.
+        hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
+            operands of one GEMM, where it cancels.
         rounding: of the codes: "nearest" (ties to even) or "stochastic". Scales always round to nearest.
         key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
             batch axes, or one for all slices. The bits depend on the key and each element's place, on nothing else.
-        amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is known
-            or must cover more than x. Larger elements saturate. None: x's own.
+        amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
+            known or must cover more than x. Larger elements saturate. None: x's own.
         implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
-        offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices of
-            it; the column in multiples of 16 (of rows for axis -2).
+        offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
+            of it; the column in multiples of 16 (of rows for axis -2).
 
     Returns:
-        A QuantizedArray whose `dequantize()` approximates x. If x holds NaN or infinity all of its slice decodes to NaN.
+        A QuantizedArray whose `dequantize()` approximates x. If x holds NaN or infinity all of its slice decodes to
+        NaN.
 
     Raises:
         TypeError: x is no float array of those dtypes, or a key that cannot serve.
@@ -96,8 +97,9 @@ def quantize_both(
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
 
-    The bytes are those of `quantize(x, fmt, axis=-1)` and `quantize(x, fmt, axis=-2, hadamard=hadamard_columnwise)` with
-    the same rounding and key. With 16x16 blocks and nearest rounding the columnwise codes are the rowwise ones transposed.
+    The bytes are those of `quantize(x, fmt, axis=-1)` and `quantize(x, fmt, axis=-2, hadamard=hadamard_columnwise)`
+    with the same rounding and key. With 16x16 blocks and nearest rounding the columnwise codes are the rowwise ones
+    transposed.
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
@@ -208,6 +210,11 @@ def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> j
         raise ValueError(f'{who}: rounding={rounding!r}; needs "nearest" or "stochastic"')
     if key is None:
         raise ValueError(f'{who}: rounding="stochastic" needs key=, such as jax.random.key(0)')
+    return key_words(who, key, batch)
+
+
+def key_words(who: str, key: Any, batch: tuple[int, ...]) -> jax.Array:
+    """The two uint32 words of a key, or of one key for each slice, as [*batch, 2]."""
     if not hasattr(key, "dtype"):
         raise TypeError(f"{who}: key={key!r}; needs a JAX key such as jax.random.key(0)")
     words = key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,11 @@ class QuantizeSpec:
 def _rule(spec: QuantizeSpec) -> wiring.Rule:
     """x is [..., R, C]. An axis that blocks run along splits into whole blocks, or not at all where it is ragged."""
     block_rows, block_columns = spec.columnwise or spec.tiles, spec.rowwise or spec.tiles
-    whole, names = [], {}
+    whole: list[str] = []
+    names: dict[str, tuple[str, str, str]] = {}  # of an axis: elements, blocks, bytes of codes
     for axis, blocked, ragged in (("r", block_rows, spec.ragged_rows), ("c", block_columns, spec.ragged_columns)):
         if not blocked:
-            names[axis] = (axis, None, None)
+            names[axis] = (axis, axis, axis)
         elif ragged:
             names[axis] = (axis, f"{axis}blocks", f"{axis}bytes")
             whole += names[axis]
@@ -60,7 +62,7 @@ def _rule(spec: QuantizeSpec) -> wiring.Rule:
         operands += [column, row_blocks] * spec.stochastic
         results += [f"... {column} {row_bytes}", f"... {column_blocks if spec.tiles else column} {row_blocks}"]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
-    sizes = {f: n for f, n in (("k", BLOCK), ("h", BLOCK // 2), ("w", 2)) if f" {f}" in text}
+    sizes: dict[str, Any] = {f: n for f, n in (("k", BLOCK), ("h", BLOCK // 2), ("w", 2)) if f" {f}" in text}
     return wiring.Rule(text, whole=[f for f in whole if f in re.findall(r"\w+", text)], **sizes)
 
 

@@ -35,7 +35,7 @@ def random_bytes(key: jax.Array, stream: int, rows: jax.Array, blocks: jax.Array
     batch = key.shape[:-1]
     shape = (*batch, rows.shape[0], blocks.shape[0])
     row, block = (jnp.broadcast_to(i, shape) for i in (rows[:, None], blocks[None, :]))
-    words = tuple(key[..., i, None, None] for i in (0, 1))
+    words = (key[..., 0, None, None], key[..., 1, None, None])
     counter = (block, row, jnp.full(shape, stream, jnp.uint32), jnp.zeros(shape, jnp.uint32))
     out = jnp.stack(philox4x32(counter, words), axis=-1)
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)

@@ -18,7 +18,7 @@ LARGEST_ENCODE = 2.0**126  # keeps its reciprocal normal
 def e2m1_nearest(a: jax.Array) -> jax.Array:
     """Codes 0 to 7 of magnitudes: nearest, ties to the even code, saturating."""
     steps = [a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0]
-    return sum(step.astype(jnp.uint8) for step in steps)
+    return sum((step.astype(jnp.uint8) for step in steps), jnp.uint8(0))
 
 
 def e2m1_stochastic(a: jax.Array, byte: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def quantize_rows(
     canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
     scaled = canonical * block_encode
     magnitude = jnp.abs(scaled)
-    if key is None:
+    if key is None or rows is None or block_columns is None:
         code = e2m1_nearest(magnitude)
     else:
         byte = random_bytes(key, stream, rows, block_columns)  # [..., R, C/16, 16]

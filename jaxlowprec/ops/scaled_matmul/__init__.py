@@ -1,0 +1,1 @@
+"""GEMM of quantised operands."""

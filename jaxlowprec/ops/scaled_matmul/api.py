@@ -31,9 +31,9 @@ def scaled_matmul(
 ) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]:
     """`a @ b.mT`, contracted over the quantised axis of both, accumulated in float32.
 
-    acc -> * tensor scales -> + bias -> activation -> + accumulate -> one cast to `out_dtype`, each in float32. On the CPU
-    the bytes are defined: exact within a block of 16, sequential over blocks, the same on every instruction set. A row of
-    the result does not depend on the other rows. Not differentiable: see `jaxlowprec.linear`.
+    acc -> * tensor scales -> + bias -> activation -> + accumulate -> one cast to `out_dtype`, each in float32. On the
+    CPU the bytes are defined: exact within a block of 16, sequential over blocks, the same on every instruction set. A
+    row of the result does not depend on the other rows. Not differentiable: see `jaxlowprec.linear`.
 
     Arguments:
         a: [..., M, K], quantised along its last axis.
@@ -118,8 +118,10 @@ def _check_operands(who: str, a: Any, b: Any) -> None:
             f"{who}: a {a.shape} and b {b.shape} differ in the contracted last axis: {a.matrix[-1]} and {b.matrix[-1]}"
         )
     if a.shape[:-2] != b.shape[:-2]:
-        raise ValueError(f"{who}: a {a.shape} and b {b.shape} differ in their batch axes; broadcast them before quantising")
+        raise ValueError(
+            f"{who}: a {a.shape} and b {b.shape} differ in their batch axes; broadcast them before quantising"
+        )
     if a.hadamard != b.hadamard:
         raise ValueError(
-            f"{who}: a has hadamard={a.hadamard} and b has {b.hadamard}; a rotation cancels only if both operands have it"
+            f"{who}: a has hadamard={a.hadamard} and b has {b.hadamard}; a rotation cancels if both operands have it"
         )

@@ -51,7 +51,10 @@ def _rule(spec: MatmulSpec) -> wiring.Rule:
         whole.extend((factor, f"{factor}blocks"))
         return factor, f"{factor}blocks"
 
-    (m, m_scale), (n, n_scale) = lines("m", spec.a_tiles, spec.ragged_rows), lines("n", spec.b_tiles, spec.ragged_columns)
+    (m, m_scale), (n, n_scale) = (
+        lines("m", spec.a_tiles, spec.ragged_rows),
+        lines("n", spec.b_tiles, spec.ragged_columns),
+    )
     operands = [f"... {m} (k h)", f"... {m_scale} k", "...", f"... {n} (k h)", f"... {n_scale} k", "..."]
     operands += [f"... {n}"] * spec.bias + [f"... {m} {n}"] * spec.accumulate
     results = [f"... {m} {n}"] * (1 + spec.pre_activation)

@@ -57,7 +57,7 @@ def scale_products(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array) -> jax.Ar
 
 
 def finish(y, bias, accumulate, gelu: bool, pre_activation: bool, out_dtype) -> list[jax.Array]:
-    """+ bias -> activation -> + accumulate -> one cast, each in float32. A second result is what GELU was applied to."""
+    """+ bias -> activation -> + accumulate -> one cast, each in float32. A second result is what GELU got."""
     if bias is not None:
         y = y + bias[..., None, :]
     before = y
