@@ -16,7 +16,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import alternate, environment, save
+from timing import alternate, environment, keep_memory, save
 
 import jaxlowprec as jlp
 from jaxlowprec import native
@@ -62,7 +62,11 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
         seconds = alternate({"ours": ours, "theirs": theirs}, rounds)
         ratio = {k: seconds["theirs"][k] / seconds["ours"][k] for k in ("median", "min")}
         found.append({"case": name, "against": against, "target": target, "ratio": ratio, **seconds})
-        print(f"{name:45} {against:38} {ratio['median']:7.2f}x (at least {target}x)", flush=True)
+        mine, other = (1e3 * seconds[side]["median"] for side in ("ours", "theirs"))
+        print(
+            f"{name:43} {against:38} {ratio['median']:6.2f}x (at least {target}x)  {mine:8.3f} ms, {other:8.3f} ms",
+            flush=True,
+        )
 
     def quantize(implementation=None, **options):
         f = jax.jit(lambda x: jlp.quantize(x, fmt, implementation=implementation, **options))
@@ -139,6 +143,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
+    keep_memory()
     copies = Copies(environment()["cores"])
     results = {}
     for isa in native.available_isas():

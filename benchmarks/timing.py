@@ -9,6 +9,7 @@ import pathlib
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,16 @@ def alternate(
             jax.block_until_ready(out)
             seconds[name].append((time.perf_counter() - started) / repeats[name])
     return {name: {"median": statistics.median(s), "min": min(s)} for name, s in seconds.items()}
+
+
+def keep_memory() -> None:
+    """Starts the program again with an allocator that keeps freed memory, for both sides alike.
+
+    Otherwise every result of a few MiB is fresh memory, and most of what is measured is the kernel handing out pages.
+    """
+    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
+    if platform.system() == "Linux" and any(os.environ.get(k) != v for k, v in settings.items()):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **settings})
 
 
 def cpu_name() -> str:

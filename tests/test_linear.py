@@ -120,7 +120,7 @@ class TestGradients:
     def test_have_the_dtypes_of_what_they_are_gradients_of(self, dtype, kernel_dtype, bias_dtype):
         x, w, dy = operands((16, 32, 16), dtype, kernel_dtype)
         bias = jnp.zeros(16, bias_dtype)
-        grads = jax.vjp(lambda *a: jlp.linear(*a, recipe=FULL), x, w, bias)[1](dy)
+        grads = jax.eval_shape(lambda *a: jax.vjp(lambda *a: jlp.linear(*a, recipe=FULL), *a)[1](dy), x, w, bias)
         assert [g.dtype for g in grads] == [x.dtype, w.dtype, bias.dtype]
 
     def test_a_float32_kernel_gets_a_gradient_that_is_not_rounded_to_bfloat16(self):

@@ -1,7 +1,7 @@
-"""Bytes that Transformer Engine's own references produced (its Python, commit d0067d0da) on inputs anyone can regenerate.
+"""Bytes that Transformer Engine's own references produced (its Python, commit d0067d0da) on inputs anyone can make.
 
-Entries with `nvfp4_use_4over6` are for a recipe option that this library does not have, kind float8_block for a format that
-it does not have.
+Entries with `nvfp4_use_4over6` are for a recipe option that this library does not have, kind float8_block for a format
+that it does not have.
 """
 
 import json

@@ -88,6 +88,10 @@ class TestInputs:
         assert_raised_at_trace_time(lambda: jlp.quantize(X[0], tiles), ValueError, "x is a vector; NVFP4 16x16 has two")
         assert_raised_at_trace_time(lambda: jlp.hadamard_transform(X[0, 0]), ValueError, "out of range", "0 dimensions")
 
+    @pytest.mark.parametrize("block", [(1, 32), (16, 1), 16, (16,)])
+    def test_block_shapes(self, block):
+        assert_raised_at_trace_time(lambda: jlp.NVFP4(block), ValueError, "NVFP4: block=", "needs (1, 16) or (16, 16)")
+
     def test_things_that_are_not_quantised(self):
         assert_raised_at_trace_time(
             lambda: jlp.dequantize(X), TypeError, "dequantize: q is a", "needs a QuantizedArray"

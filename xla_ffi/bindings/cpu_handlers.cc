@@ -59,7 +59,8 @@ ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
     JLP_REQUIRE(static_cast<int64_t>(amax->element_count()) == m.batch);
     JLP_REQUIRE(static_cast<int64_t>((*data)->element_count()) == m.batch * lines * blocks * 8);
     JLP_REQUIRE(static_cast<int64_t>((*scale)->element_count()) == m.batch * (tiles ? blocks_of(lines) : lines) * blocks);
-    direction.amax = amax->typed_data(), direction.data = bytes(**data), direction.scale = bytes(**scale);
+    direction.amax = amax->typed_data(), direction.data = static_cast<uint8_t*>(written(**data));
+    direction.scale = static_cast<uint8_t*>(written(**scale));
     if (!stochastic) continue;
     const auto key = args.get<ffi::Buffer<ffi::U32>>(directions);
     const auto line_ids = args.get<ffi::Buffer<ffi::U32>>(directions + 1 + 2 * i);
@@ -94,7 +95,7 @@ ffi::Error dequantize(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer 
                             tiles,
                             rotate,
                             static_cast<uint32_t>(sign_mask),
-                            result->untyped_data(),
+                            written(*result),
                             *type};
   if (m.size() > 0) run(pool, p);
   return ffi::Error::Success();
@@ -113,7 +114,7 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Any
   uint32_t sign_bits[256];
   for (int64_t i = 0; i < size; ++i) sign_bits[i] = signs[i] ? 0x80000000u : 0u;
   const HadamardProblem p{x.untyped_data(),           *type,    m.batch, m.rows,    m.columns,
-                          static_cast<int32_t>(size), vertical, inverse, sign_bits, result->untyped_data()};
+                          static_cast<int32_t>(size), vertical, inverse, sign_bits, written(*result)};
   if (m.size() > 0) run(pool, p);
   return ffi::Error::Success();
 }
@@ -160,9 +161,9 @@ ffi::Error scaled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
     if (pre_activation.has_error()) return pre_activation.error();
     JLP_REQUIRE((*pre_activation)->element_type() == result->element_type());
     JLP_REQUIRE((*pre_activation)->element_count() == result->element_count());
-    p.pre_activation = (*pre_activation)->untyped_data();
+    p.pre_activation = written(**pre_activation);
   }
-  p.result = result->untyped_data(), p.type = *type;
+  p.result = written(*result), p.type = *type;
   if (y.size() > 0) run(pool, p);
   return ffi::Error::Success();
 }

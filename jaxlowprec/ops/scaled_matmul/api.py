@@ -123,5 +123,6 @@ def _check_operands(who: str, a: Any, b: Any) -> None:
         )
     if a.hadamard != b.hadamard:
         raise ValueError(
-            f"{who}: a has hadamard={a.hadamard} and b has {b.hadamard}; a rotation cancels if both operands have it"
+            f"{who}: a has hadamard={a.hadamard} and b has {b.hadamard}; "
+            "a rotation cancels only if both operands have it, with the same signs"
         )
