@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kBlock = 16;
 int64_t blocks_of(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
 
-/// x -> [amax bits], [amax bits after the columnwise rotation]; either may be left out.
+/// x -> [amax], [amax after the columnwise rotation]; either may be left out.
 ffi::Error amax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingRets results, bool plain, bool rotated,
                 int32_t sign_mask) {
   const auto type = element_type(x.element_type());
@@ -22,7 +22,7 @@ ffi::Error amax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingRets resul
   for (size_t i = 0; i < results.size(); ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
     if (result.has_error()) return result.error();
-    JLP_REQUIRE((*result)->element_type() == ffi::DataType::U32);
+    JLP_REQUIRE((*result)->element_type() == ffi::DataType::F32);
     JLP_REQUIRE(static_cast<int64_t>((*result)->element_count()) == m.batch);
     uint32_t* bits = static_cast<uint32_t*>((*result)->untyped_data());
     std::memset(bits, 0, m.batch * sizeof *bits);

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 from jaxlowprec.formats import BLOCK, Hadamard
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.implementation import Implementation
-from jaxlowprec.ops.rounding import from_bits
 
 
 def amax(
@@ -23,5 +22,4 @@ def amax(
         implementation: None, "ffi" or "reference".
     """
     whole_rows = hadamard is not None and x.shape[-2] % BLOCK != 0
-    bits = amax_op(plain, hadamard, whole_rows, implementation)(jax.lax.stop_gradient(x))
-    return [from_bits(b) for b in bits]
+    return list(amax_op(plain, hadamard, whole_rows, implementation)(jax.lax.stop_gradient(x)))

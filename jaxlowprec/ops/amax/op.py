@@ -12,11 +12,17 @@ from jaxlowprec import wiring
 from jaxlowprec.formats import BLOCK, Hadamard
 from jaxlowprec.ops.amax import reference
 from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.rounding import from_bits, magnitude_bits
+
+
+def _largest(amax, axes):
+    """Over mesh axes, by bits: their order is that of the magnitudes, with NaN above infinity."""
+    return from_bits(jax.lax.pmax(magnitude_bits(amax), axes))
 
 
 @functools.cache
 def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, implementation: Implementation):
-    """x [..., R, C] -> uint32 [...] bits: `plain`, then after the rotation along axis -2 where `hadamard` is given.
+    """x [..., R, C] -> float32 [...]: `plain`, then after the rotation along axis -2 where `hadamard` is given.
 
     `whole_rows`: R is no multiple of the rotation's size, so rows cannot be split.
     """
@@ -30,11 +36,11 @@ def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, implementa
         rule = wiring.Rule(f"... (r k) c -> {results}", reductions=("r", "c"), k=BLOCK)
 
     def outputs(x):
-        return [(x.shape[:-2], jnp.uint32)] * count
+        return [(x.shape[:-2], jnp.float32)] * count
 
     def run_reference(x):
-        bits = [reference.amax_bits(x)] if plain else []
-        return bits + ([reference.rotated_amax_bits(x, hadamard)] if hadamard else [])
+        plain_amax = [reference.amax(x)] if plain else []
+        return plain_amax + ([reference.rotated_amax(x, hadamard)] if hadamard else [])
 
     def run_native(x):
         mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
@@ -48,6 +54,6 @@ def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, implementa
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        collective=jax.lax.pmax,
+        collective=_largest,
         **choose("quantize", implementation),
     )
