@@ -165,9 +165,12 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
     Span::compute<E>(span, x, groups, context.tensor);
     for (int g = 0; kStochastic && g < groups; ++g, blocks += kLanes)
       random_row_group(context.random, row, blocks, random.bytes[g]);
-    for (int g = 0; g < groups; ++g)
+    for (int g = 0; g < groups; ++g) {
+      const char* next_span = reinterpret_cast<const char*>(x + (kSpan + g) * kGroup);  // a page that none fetches ahead
+      for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(next_span + line);
       quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode[g], span.ordinary, random.bytes[g],
                                          data + g * kGroupBytes);
+    }
     memcpy(scale, span.scale, groups * kLanes);
     x += groups * kGroup, elements -= groups * kGroup, data += groups * kGroupBytes, scale += groups * kLanes;
   }

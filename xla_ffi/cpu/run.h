@@ -1,6 +1,8 @@
 // Runs one operation: serially when it is small, else in chunks on the pool.
 #pragma once
 
+#include <type_traits>
+
 #include "dispatch.h"
 #include "parallel_for.h"
 
@@ -36,7 +38,11 @@ template <class Pool, class Problem>
 void run(Pool& pool, const Problem& problem) {
   const Kernels& k = kernels();
   const auto chunk = chunk_entry(k, problem);
-  parallel_for(pool, chunks_entry(k, problem)(problem), cost(problem) / kBreakEven, [&](int64_t i) { chunk(problem, i); });
+  const int64_t chunks = chunks_entry(k, problem)(problem);
+  // A cast follows the amax of the same array, whose end is still in the cache.
+  constexpr bool kBackwards = std::is_same<Problem, QuantizeProblem>::value;
+  parallel_for(pool, chunks, cost(problem) / kBreakEven,
+               [&](int64_t i) { chunk(problem, kBackwards ? chunks - 1 - i : i); });
 }
 
 }  // namespace jaxlowprec
