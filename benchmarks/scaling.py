@@ -9,6 +9,7 @@ copies that an operation makes. Linux only: it reads and resets the high-water m
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import gc
 import pathlib
@@ -16,7 +17,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import alternate, save
+from timing import alternate, keep_memory, save
 
 import jaxlowprec as jlp
 
@@ -41,6 +42,7 @@ def _status(field: str) -> int:
 def extra_bytes(call) -> int:
     """What a call holds at most beyond its results."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier results left behind is not in use
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status("VmRSS")
     out = jax.block_until_ready(call())
@@ -52,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
+    keep_memory()
     inputs = {m: jax.random.normal(jax.random.key(m), (m * 2**20 // COLUMNS, COLUMNS), jnp.bfloat16) for m in MILLIONS}
     found = []
     for name, operation in OPERATIONS.items():
