@@ -60,11 +60,12 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
 
     def case(name, against, target, ours, theirs, rounds=many):
         seconds = alternate({"ours": ours, "theirs": theirs}, rounds)
+        target = None if native.isa() == "portable" else target  # there is none for it
         ratio = {k: seconds["theirs"][k] / seconds["ours"][k] for k in ("median", "min")}
         found.append({"case": name, "against": against, "target": target, "ratio": ratio, **seconds})
         mine, other = (1e3 * seconds[side]["median"] for side in ("ours", "theirs"))
         print(
-            f"{name:43} {against:38} {ratio['median']:6.2f}x (at least {target}x)  {mine:8.3f} ms, {other:8.3f} ms",
+            f"{name:43} {against:38} {ratio['median']:6.2f}x (target {target})  {mine:8.3f} ms, {other:8.3f} ms",
             flush=True,
         )
 

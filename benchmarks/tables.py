@@ -30,8 +30,8 @@ def markdown(rows: Iterable[Iterable[str]]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits."""
-    return f"{1e3 * seconds:.3g}"
+    """Three digits or more."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.3g}"
 
 
 def where(result: dict) -> str:
@@ -104,7 +104,7 @@ def scaling() -> str:
     for name in dict.fromkeys(c["operation"] for c in result["cases"]):
         mine = {c["elements"]: c for c in result["cases"] if c["operation"] == name}
         cells = (
-            f"{mine[n]['nanoseconds_per_element']:.2f} ({mine[n]['bytes_beyond_inputs_and_results'] / 2**20:.1f})"
+            f"{mine[n]['nanoseconds_per_element']:.2f} ({max(0, mine[n]['bytes_beyond_inputs_and_results']) / 2**20:.1f})"
             for n in sizes
         )
         rows.append((name, *cells))
@@ -169,8 +169,8 @@ def main() -> None:
         document = ROOT / name
         text = document.read_text()
         new = re.sub(
-            r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)",
-            lambda m: m[1] + TABLES[m[2]]() + m[3],
+            r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+            lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3],
             text,
             flags=re.DOTALL,
         )

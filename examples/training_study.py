@@ -1,6 +1,6 @@
 """Repeats the comparison of train_lm.py over seeds, lengths and ablations, and writes what came out.
 
-    python examples/training_study.py --out runs/study        # about 40 minutes on 2 cores; resumes where it was stopped
+    python examples/training_study.py --out runs/study    # about 40 minutes on 2 cores; resumes where it was stopped
 
 Every run of a seed starts from the same parameters and sees the same data. Gaps are relative differences of the mean
 training loss over the last 50 steps, and of the validation loss, from bf16's. The noise floor is what a change of the
