@@ -103,10 +103,9 @@ def scaling() -> str:
     rows = [("ns an element (MiB beyond in- and output)", *(f"{n >> 20} M elements" for n in sizes))]
     for name in dict.fromkeys(c["operation"] for c in result["cases"]):
         mine = {c["elements"]: c for c in result["cases"] if c["operation"] == name}
-        cells = (
-            f"{mine[n]['nanoseconds_per_element']:.2f} ({max(0, mine[n]['bytes_beyond_inputs_and_results']) / 2**20:.1f})"
-            for n in sizes
-        )
+        times = (mine[n]["nanoseconds_per_element"] for n in sizes)
+        held = (max(0, mine[n]["bytes_beyond_inputs_and_results"]) / 2**20 for n in sizes)
+        cells = (f"{ns:.2f} ({mib:.1f})" for ns, mib in zip(times, held, strict=True))
         rows.append((name, *cells))
     return markdown(rows) + "\n\n" + where(result)
 
