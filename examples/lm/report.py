@@ -18,15 +18,15 @@ def add_gaps(results: list[dict], baseline: str = "bf16") -> None:
 
 def table(results: list[dict]) -> str:
     """One row a run."""
-    rows = [("run", "loss", "gap", "val. loss", "gap", "step", "tokens/s", "saved for backward")]
+    rows = [("run", "loss", "gap", "val. loss", "gap", "step", "tokens/s", "compile", "saved for backward")]
     for r in results:
         gaps = ["" if (g := r[f"{k}_gap_percent"]) is None else f"{g:+.2f} %" for k in ("loss", "validation_loss")]
         step = "" if r["step_seconds"] is None else f"{1000 * r['step_seconds']:.0f} ms"
         speed = "" if r["tokens_per_second"] is None else f"{r['tokens_per_second']:,.0f}"
         saved = f"{r['saved_activation_bytes'] / 2**20:.1f} MiB"
-        rows.append(
-            (r["name"], f"{r['loss']:.4f}", gaps[0], f"{r['validation_loss']:.4f}", gaps[1], step, speed, saved)
-        )
+        compiling = f"{r['compile_seconds']:.1f} s" if r["compile_seconds"] else ""
+        losses = [f"{r['loss']:.4f}", gaps[0], f"{r['validation_loss']:.4f}", gaps[1]]
+        rows.append((r["name"], *losses, step, speed, compiling, saved))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(
