@@ -1,6 +1,6 @@
 """Repeats the comparison of train_lm.py over seeds, lengths and ablations, and writes what came out.
 
-    python examples/training_study.py --out runs/study    # about 40 minutes on 2 cores; resumes where it was stopped
+    python examples/training_study.py --out runs/study    # an hour on 2 cores; resumes where it was stopped
 
 Every run of a seed starts from the same parameters and sees the same data. Gaps are relative differences of the mean
 training loss over the last 50 steps, and of the validation loss, from bf16's. The noise floor is what a change of the
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=[n for n in RECIPES if n != "bf16"])
     parser.add_argument("--steps", nargs="+", type=int, default=[400, 1000])
-    parser.add_argument("--ablation-steps", nargs="*", type=int, default=[400], help="lengths to try them at")
+    parser.add_argument("--ablation-steps", nargs="*", type=int, default=[400, 1000], help="lengths to ablate at")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--batch", type=int, default=8)
