@@ -7,7 +7,7 @@ so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,31 @@ def dot_general(
     y = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype)
     y = y.reshape(*batch, *lhs_free, *rhs_free)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def linear_general(
+    inputs: Float[Array, "..."],
+    kernel: Float[Array, "..."] | None,
+    bias: Float[Array, "..."] | None,
+    axis: Iterable[int],
+    batch: Iterable[int],
+    features: Sequence[int],
+    **options: Any,
+) -> Float[Array, "..."]:
+    """Flax's linear over several axes of the inputs: kernel [batch..., contracted..., features...].
+
+    Arguments:
+        axis, batch: contracted and batch axes of the inputs; negative ones count from the end.
+        options: of `dot_general`.
+    """
+    contract_dims, batch_dims = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
+    kernel_batch = tuple(range(len(batch_dims)))
+    kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
+    y = dot_general(inputs, kernel, ((contract_dims, kernel_contract), (batch_dims, kernel_batch)), **options)
+    if bias is None:
+        return y
+    kept = [inputs.shape[a] if a in batch_dims else 1 for a in range(inputs.ndim) if a not in contract_dims]
+    return y + bias.reshape(*kept, *features)
 
 
 def _as_matrices(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds and runs the C++ tests three times: as shipped, with the address and undefined-behaviour sanitizers, and those of
-# several threads with the thread sanitizer. The AVX-512 kernels are tested by emulation where SIMDe's headers are (Debian: libsimde-dev), and the
-# numerics compiled as device code where nvcc is.
+# several threads with the thread sanitizer. The AVX-512 kernels are tested by emulation where SIMDe's headers are
+# (Debian: libsimde-dev), and the numerics compiled as device code where nvcc is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH" # cmake and ninja, if the machine has none

@@ -18,7 +18,7 @@ from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result
+from jaxlowprec.dot_general import einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linear import QuantizedKernel, linear, quantize_kernel
 from jaxlowprec.recipes import Recipe
 
@@ -128,13 +128,9 @@ class DenseGeneral(nn.DenseGeneral):
         )
         axis, batch = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
         inputs, kernel, bias = _operands(self, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
-        dims = ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, tuple(range(len(batch)))))
         quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
-        y = dot_general(inputs, kernel, dims, quantized_kernel=quantized, **_options(self, recipe))
-        if bias is None:
-            return y
-        kept = [inputs.shape[a] if a in batch else 1 for a in range(inputs.ndim) if a not in axis]
-        return y + bias.reshape(*kept, *features)
+        options = _options(self, recipe)
+        return linear_general(inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
 
 
 class Einsum(nn.Einsum):

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result
+from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linear import linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.recipes import Recipe
@@ -127,20 +127,18 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         self._refuse(recipe, "dot_general", None)
         self._refuse(recipe, "dot_general_cls", None)
         inputs, kernel, bias = self._operands(inputs)
-        axis, batch = (tuple(a % inputs.ndim for a in axes) for axes in (self.axis, self.batch_axis))
-        y = dot_general(
+        return linear_general(
             inputs,
             kernel,
-            ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, tuple(range(len(batch))))),
+            bias,
+            self.axis,
+            self.batch_axis,
+            self.out_features,
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,
             quantized_kernel=self._quantized_kernel(),
             **self._options(recipe),
         )
-        if bias is None:
-            return y
-        kept = [inputs.shape[a] if a in batch else 1 for a in range(inputs.ndim) if a not in axis]
-        return y + bias.reshape(*kept, *self.out_features)
 
 
 class Einsum(_Quantizing, nnx.Einsum):
