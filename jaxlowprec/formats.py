@@ -8,17 +8,96 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
 
 BLOCK = 16
-"""Elements that share one NVFP4 block scale, along the contraction axis."""
+"""Elements that share one NVFP4 block scale, and a group of stochastic rounding's random bytes."""
 
 DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of NVIDIA's NVFP4 recipe (Transformer Engine): one fixed vector for all layers and steps."""
 
+Float8 = Literal["e4m3", "e5m2"]
+ScaleRule = Literal["up", "floor", "even"]
+
+
+class Format:
+    """What all formats say about themselves. `xla_ffi/cpu/kernels.h` has its counterpart.
+
+    Attributes:
+        element: of the codes: "e2m1" (4 bits), "e4m3" or "e5m2".
+        scaling: what the codes are relative to: "two_level" (an E4M3 scale a block and an amax a tensor), "e8m0" (a
+            power of two a block), "float32" (one a block), "tensor" (one float32).
+        scale_dtype: of the scales.
+    """
+
+    element: Any
+    scaling: ClassVar[Literal["two_level", "e8m0", "float32", "tensor"]]
+    scale_dtype: ClassVar[Any]
+
+    @property
+    def length(self) -> int:
+        """Elements of a block along the quantised axis; 1 where the tensor is the block."""
+        return self.block[1] if hasattr(self, "block") else 1
+
+    @property
+    def tiles(self) -> bool:
+        """Whether blocks are square tiles."""
+        return hasattr(self, "block") and self.block[0] > 1
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.element == "e2m1"
+
+    @property
+    def data_dtype(self) -> Any:
+        """Of the codes."""
+        return {"e2m1": jnp.uint8, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[self.element]
+
+    @property
+    def maximum(self) -> float:
+        """The largest element."""
+        return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}[self.element]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The same for a native call: the counterpart is `xla_ffi/bindings/format.h`."""
+        return {
+            "element": self.element,
+            "scaling": self.scaling,
+            "block": np.int32(self.length),
+            "tiles": self.tiles,
+            "scale_rule": getattr(self, "scale_rule", "up"),
+            "power_of_two": getattr(self, "power_of_two", False),
+            "amax_epsilon": np.float32(getattr(self, "amax_epsilon", 0.0)),
+        }
+
+    def _check(self, field: str, allowed: tuple[Any, ...]) -> None:
+        if (value := getattr(self, field)) not in allowed:
+            names = [f'"{a}"' if isinstance(a, str) else str(a) for a in allowed]
+            needs = f"{', '.join(names[:-1])} or {names[-1]}"
+            raise ValueError(f"{type(self).__name__}: {field}={value!r}; needs {needs}")
+
+    def _check_float32_scale(self) -> None:
+        """The fields of section 5's scale rule."""
+        power, epsilon = self.power_of_two, self.amax_epsilon  # type: ignore[attr-defined]
+        if not isinstance(power, bool):
+            raise TypeError(f"{type(self).__name__}: power_of_two={power!r}; needs True or False")
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
+            raise ValueError(f"{type(self).__name__}: amax_epsilon={epsilon!r}; needs a finite number, 0 or more")
+
+    def __str__(self) -> str:
+        words = [type(self).__name__]
+        words += [self.element.upper()] if self.element != "e2m1" else []
+        words += [f"{self.block[0]}x{self.block[1]}"] if hasattr(self, "block") else []
+        return " ".join(words)
+
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4:
+class NVFP4(Format):
     """4-bit E2M1 codes, an E4M3 scale a block, a float32 amax a tensor.
 
     A number decodes to `code * block_scale * amax / 2688`.
@@ -32,19 +111,120 @@ class NVFP4:
 
     block: tuple[int, int] = (1, BLOCK)
 
-    bits: ClassVar[int] = 4
+    element: ClassVar[str] = "e2m1"
+    scaling: ClassVar = "two_level"
+    scale_dtype: ClassVar = jnp.float8_e4m3fn
 
     def __post_init__(self):
-        if self.block not in ((1, BLOCK), (BLOCK, BLOCK)):
-            raise ValueError(f"NVFP4: block={self.block!r}; needs (1, 16) or (16, 16)")
+        self._check("block", ((1, BLOCK), (BLOCK, BLOCK)))
 
-    @property
-    def tiles(self) -> bool:
-        """Whether blocks are square tiles."""
-        return self.block[0] > 1
 
-    def __str__(self) -> str:
-        return f"NVFP4 {self.block[0]}x{self.block[1]}"
+@dataclasses.dataclass(frozen=True)
+class MXFP8(Format):
+    """8-bit floats, a power of two (E8M0) a block of 32: the MX format of OCP.
+
+    A number decodes to `code * 2**(scale - 127)`.
+
+    Arguments:
+        element: "e4m3" or "e5m2".
+        block: `(1, 32)`, or `(32, 32)`: square tiles, so that an array and its transpose are quantised alike (weights).
+        scale_rule: how a block's amax becomes a power of two. "up": amax over the largest element, rounded up, so that
+            nothing saturates (Transformer Engine, cuBLAS). "floor": the OCP specification's; up to a seventh of the
+            largest block values saturate. "even": as "floor", after rounding amax to the element's precision.
+
+    Source: OCP Microscaling Formats (MX) v1.0; numerics.md 6.
+    """
+
+    element: Float8 = "e4m3"
+    block: tuple[int, int] = (1, 32)
+    scale_rule: ScaleRule = "up"
+
+    scaling: ClassVar = "e8m0"
+    scale_dtype: ClassVar = jnp.float8_e8m0fnu
+
+    def __post_init__(self):
+        self._check("element", ("e4m3", "e5m2"))
+        self._check("block", ((1, 32), (32, 32)))
+        self._check("scale_rule", ("up", "floor", "even"))
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP4(Format):
+    """4-bit E2M1 codes, a power of two (E8M0) a block of 32.
+
+    A number decodes to `code * 2**(scale - 127)`.
+
+    Arguments:
+        block, scale_rule: see `MXFP8`. Weights of published MXFP4 checkpoints follow "even" or "floor".
+
+    Source: OCP Microscaling Formats (MX) v1.0; numerics.md 6.
+    """
+
+    block: tuple[int, int] = (1, 32)
+    scale_rule: ScaleRule = "up"
+
+    element: ClassVar[str] = "e2m1"
+    scaling: ClassVar = "e8m0"
+    scale_dtype: ClassVar = jnp.float8_e8m0fnu
+
+    def __post_init__(self):
+        self._check("block", ((1, 32), (32, 32)))
+        self._check("scale_rule", ("up", "floor", "even"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Block(Format):
+    """8-bit floats, a float32 scale a block of 128: DeepSeek-V3's and Transformer Engine's blockwise FP8.
+
+    A number decodes to `code * scale`.
+
+    Arguments:
+        element: "e4m3" or "e5m2".
+        block: `(1, 128)` (activations, gradients) or `(128, 128)`: square tiles (weights).
+        power_of_two: round scales to powers of two, in the direction that nothing saturates.
+        amax_epsilon: the least amax that a block is scaled by.
+
+    Source: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3; numerics.md 5.
+    """
+
+    element: Float8 = "e4m3"
+    block: tuple[int, int] = (1, 128)
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+    scaling: ClassVar = "float32"
+    scale_dtype: ClassVar = jnp.float32
+
+    def __post_init__(self):
+        self._check("element", ("e4m3", "e5m2"))
+        self._check("block", ((1, 128), (128, 128)))
+        self._check_float32_scale()
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Tensor(Format):
+    """8-bit floats, one float32 scale a tensor.
+
+    A number decodes to `code * scale`. The scale comes from the tensor's amax (current scaling), or is given (delayed
+    scaling).
+
+    Arguments:
+        element: "e4m3" or "e5m2".
+        power_of_two, amax_epsilon: see `Float8Block`.
+
+    Source: "FP8 Formats for Deep Learning", arXiv 2209.05433; numerics.md 7.
+    """
+
+    element: Float8 = "e4m3"
+    power_of_two: bool = False
+    amax_epsilon: float = 0.0
+
+    scaling: ClassVar = "tensor"
+    scale_dtype: ClassVar = jnp.float32
+
+    def __post_init__(self):
+        self._check("element", ("e4m3", "e5m2"))
+        self._check_float32_scale()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ struct Dequantize {
   static int64_t chunks_per_matrix(const DequantizeProblem& p) { return divide_up(p.rows, kRowsPerChunk); }
 
   static void chunk(const DequantizeProblem& p, int64_t batch, int64_t chunk) {
-    const int64_t blocks = divide_up(p.columns, kBlock), scale_rows = p.tiles ? divide_up(p.rows, kBlock) : p.rows;
+    const int64_t blocks = divide_up(p.columns, kBlock), scale_rows = p.format.tiles ? divide_up(p.rows, kBlock) : p.rows;
     const int64_t last = std::min((chunk + 1) * kRowsPerChunk, p.rows);
     for (int64_t row = chunk * kRowsPerChunk; row < last; ++row) {
       const uint8_t* data = p.data + (batch * p.rows + row) * blocks * 8;
-      const uint8_t* scale = p.scale + (batch * scale_rows + (p.tiles ? row / kBlock : row)) * blocks;
+      const uint8_t* scale = p.scale + (batch * scale_rows + (p.format.tiles ? row / kBlock : row)) * blocks;
       for (int64_t block = 0; block < blocks; block += kLanes) {
         const int count = static_cast<int>(std::min<int64_t>(kLanes, blocks - block));
         Pair v[kPairs];

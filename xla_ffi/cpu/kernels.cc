@@ -37,7 +37,7 @@ auto resolve(const AmaxProblem& p, Visit visit) {
 template <class Visit>
 auto resolve(const QuantizeProblem& p, Visit visit) {
   return with_element(p.type, [&](auto e) {
-    return with_bool(p.tiles, [&](auto tiles) {
+    return with_bool(p.format.tiles, [&](auto tiles) {
       return with_bool(p.rowwise.random.key || p.columnwise.random.key, [&](auto stochastic) {
         return visit(Quantize<decltype(e), decltype(tiles)::value, decltype(stochastic)::value>{});
       });

@@ -10,18 +10,52 @@ namespace jaxlowprec {
 
 enum class ElementType : int32_t { kBF16, kF16, kF32 };
 
+// --- formats, as jaxlowprec/formats.py describes them
+
+enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2 };
+
+/// What codes are relative to.
+enum class Scaling : int32_t {
+  kTwoLevel,  // NVFP4: an E4M3 scale a block, and the amax of the matrix
+  kE8M0,      // MX: a power of two a block
+  kFloat32,   // FP8 blockwise: a float32 a block
+  kTensor,    // a float32 a matrix
+};
+
+/// How an amax becomes an E8M0 scale (numerics.md 6).
+enum class ScaleRule : int32_t { kUp, kFloor, kEven };
+
+struct Format {
+  CodeType code;
+  Scaling scaling;
+  int32_t block;         // elements along the quantised axis that share a scale; 1 for kTensor
+  bool tiles;            // block x block instead of 1 x block
+  ScaleRule scale_rule;  // of kE8M0
+  bool power_of_two;     // of kFloat32 and kTensor
+  float amax_epsilon;    // of kFloat32 and kTensor
+
+  int64_t blocks(int64_t elements) const { return (elements + block - 1) / block; }
+  /// Bytes of codes of `columns` elements: packed ones fill whole blocks.
+  int64_t row_bytes(int64_t columns) const { return code == CodeType::kE2M1 ? blocks(columns) * block / 2 : columns; }
+  int64_t scale_rows(int64_t rows) const { return scaling == Scaling::kTensor ? 1 : tiles ? blocks(rows) : rows; }
+  int64_t scale_columns(int64_t columns) const { return scaling == Scaling::kTensor ? 1 : blocks(columns); }
+  int64_t scale_bytes() const { return scaling == Scaling::kFloat32 || scaling == Scaling::kTensor ? 4 : 1; }
+  /// Scales of a rows x columns matrix, each of scale_bytes().
+  int64_t scales(int64_t rows, int64_t columns) const { return scale_rows(rows) * scale_columns(columns); }
+};
+
 /// Where stochastic rounding takes its bits from (numerics.md 4): global indices of the unsharded array.
 struct Random {
   const uint32_t* key = nullptr;     // [batch, 2]; null: round to nearest
   const uint32_t* rows = nullptr;    // [rows of the quantised orientation]
-  const uint32_t* blocks = nullptr;  // [blocks along the quantised axis]
+  const uint32_t* groups = nullptr;  // [groups of 16 along the quantised axis]
   uint32_t stream = 0;
 };
 
 /// One of the two ways to quantise a matrix: along its rows, or along its columns with the result stored K-major.
 struct QuantizeDirection {
-  const float* amax = nullptr;  // [batch], after rotation
-  uint8_t* data = nullptr;      // null: not wanted
+  const float* tensor = nullptr;  // [batch]: kTwoLevel and kTensor: the amax after rotation, or the encode scale; else null
+  uint8_t* data = nullptr;        // null: not wanted
   uint8_t* scale = nullptr;
   Random random;
 };
@@ -30,9 +64,10 @@ struct QuantizeProblem {
   const void* x;  // [batch, rows, columns]
   ElementType type;
   int64_t batch, rows, columns;
-  bool tiles;  // 16x16 blocks instead of 1x16
+  Format format;
+  bool encode_scale_given;  // kTensor: `tensor` is what to multiply by
   QuantizeDirection rowwise, columnwise;
-  bool rotate_columns;  // random Hadamard transform along the columns, for the columnwise direction
+  bool rotate_columns;  // kTwoLevel: random Hadamard transform along the columns, for the columnwise direction
   uint32_t sign_mask;
 };
 
@@ -45,34 +80,48 @@ struct AmaxProblem {
   uint32_t sign_mask;
 };
 
-enum class Activation : int32_t { kNone, kGeluTanh };
+enum class Activation : int32_t { kNone, kGeluTanh, kGeluTanhGradient };
 
-/// [batch, rows, 16 * blocks] codes, contraction last, and [batch, rows, blocks] scales (16x16: [batch, rows / 16, blocks]).
+/// Codes [batch, rows, format.row_bytes(columns)], contraction last, and [batch, format.scales(rows, columns)] scales.
 struct MatmulOperand {
+  Format format;
   const uint8_t* data;
   const uint8_t* scale;
-  const float* amax;  // [batch]
-  bool tiles;
+  const float* amax;  // [batch]; kTwoLevel only, else null
+  int64_t columns;    // K, up to padding to whole blocks of packed codes
 };
 
 struct MatmulProblem {
   MatmulOperand a, b;
-  int64_t batch, rows, columns, blocks;  // M, N, K / 16
-  const float* bias;                     // [batch, columns]; null: none
-  const void* accumulate;                // [batch, rows, columns] of `accumulate_type`; null: none
+  int64_t batch, rows, columns;  // M, N
+  const float* bias;             // [batch, columns]; null: none
+  const void* accumulate;        // [batch, rows, columns] of `accumulate_type`; null: none
   ElementType accumulate_type;
   Activation activation;
-  void* pre_activation;  // of the result's type; null: not wanted
-  void* result;          // [batch, rows, columns]
+  void* pre_activation;          // kGeluTanh: what it was applied to, of the result's type; null: not wanted
+  const void* activation_input;  // kGeluTanhGradient: where the derivative is taken [batch, rows, columns]
+  ElementType activation_input_type;
+  void* result;  // [batch, rows, columns]
   ElementType type;
+
+  int64_t depth() const { return a.columns < b.columns ? b.columns : a.columns; }  // K, padding included
 };
 
+/// Whether there is a GEMM for a pair of operands (numerics.md 5 and 9).
+inline bool matmul_supports(const MatmulProblem& p) {
+  const Format &a = p.a.format, &b = p.b.format;
+  if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
+  if (a.code == CodeType::kE5M2 && b.code == CodeType::kE5M2) return false;
+  if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
+  return a.code == b.code ? p.a.columns == p.b.columns : a.blocks(p.a.columns) == b.blocks(p.b.columns);
+}
+
 struct DequantizeProblem {
-  const uint8_t* data;   // [batch, rows, 8 * ceil(columns / 16)]
-  const uint8_t* scale;  // [batch, rows, ceil(columns / 16)], 16x16: [batch, ceil(rows / 16), ...]
-  const float* amax;     // [batch]
+  Format format;
+  const uint8_t* data;   // [batch, rows, format.row_bytes(columns)]
+  const uint8_t* scale;  // [batch, format.scales(rows, columns)]
+  const float* amax;     // [batch]; kTwoLevel only, else null
   int64_t batch, rows, columns;
-  bool tiles;
   bool rotate;  // undo a random Hadamard transform of size 16 along the rows
   uint32_t sign_mask;
   void* result;

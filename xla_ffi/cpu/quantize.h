@@ -27,7 +27,7 @@ struct DirectionContext {
   alignas(64) uint32_t signs[kBlock];
 
   DirectionContext(const QuantizeDirection& direction, int64_t batch, uint32_t sign_mask)
-      : tensor(nvfp4_tensor_scale(direction.amax[batch])), random(direction.random) {
+      : tensor(nvfp4_tensor_scale(direction.tensor[batch])), random(direction.random) {
     if (random.key) random.key += 2 * batch;
     for (int r = 0; r < kBlock; ++r) signs[r] = ((sign_mask >> r) & 1u) << 31;
   }
@@ -324,7 +324,7 @@ struct Quantize {
     Span span;
     if (!kTiles) Span::compute<E>(span, slab.x[0], kBlock, context.tensor);
     alignas(64) uint32_t ids[kLanes] = {};
-    if (kStochastic) memcpy(ids, context.random.blocks + block, count * sizeof *ids);
+    if (kStochastic) memcpy(ids, context.random.groups + block, count * sizeof *ids);
     RandomSpan<kStochastic> random;
     for (int r = 0; kStochastic && r < slab.rows; ++r)
       random_row_group(context.random, context.random.rows[row + r], ids, random.bytes[r]);
@@ -377,7 +377,7 @@ struct Quantize {
       if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column);
       if (!columnwise) continue;
       if (kStochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
-      const uint32_t id = kStochastic ? column_context.random.blocks[row / kBlock] : 0;
+      const uint32_t id = kStochastic ? column_context.random.groups[row / kBlock] : 0;
       quantize_slab_columns<E, kRotate, kStochastic, kTiles>(slab, column_context, encode, ordinary, ids, id, slabs,
                                                              columns);
     }
@@ -426,7 +426,7 @@ struct Quantize {
   /// A tensor whose amax is not finite decodes to NaN everywhere: its first chunk writes that, and the direction is done.
   static void poison_if_not_finite(QuantizeDirection& direction, int64_t batch, int64_t chunk, int64_t data_rows,
                                    int64_t scale_rows, int64_t blocks) {
-    if (!direction.data || nvfp4_tensor_scale(direction.amax[batch]).finite) return;
+    if (!direction.data || nvfp4_tensor_scale(direction.tensor[batch]).finite) return;
     if (chunk == 0) {
       memset(direction.data + batch * data_rows * blocks * 8, 0, data_rows * blocks * 8);
       memset(direction.scale + batch * scale_rows * blocks, kE4M3NaN, scale_rows * blocks);
@@ -449,7 +449,7 @@ struct Quantize {
     const int64_t step = rows_per_run(p);
     for (int64_t row = chunk * step; row < std::min((chunk + 1) * step, p.rows); ++row)
       quantize_row_run<E, kStochastic>(x + row * p.columns, p.columns, context, kStochastic ? context.random.rows[row] : 0,
-                                       context.random.blocks, data + row * blocks * 8, scale + row * blocks);
+                                       context.random.groups, data + row * blocks * 8, scale + row * blocks);
   }
 };
 

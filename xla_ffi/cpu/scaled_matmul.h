@@ -178,11 +178,14 @@ __attribute__((noinline)) static void unpack_panel(const uint8_t* data, int64_t 
   }
 }
 
+/// Blocks of 16 codes along K.
+static int64_t blocks_of(const MatmulProblem& p) { return divide_up(p.depth(), kBlock); }
+
 /// The scales of one row, decoded and multiplied by a factor, `stride` floats apart.
 static void decode_scales(const MatmulOperand& operand, int64_t rows, int64_t blocks, int64_t batch, int64_t row,
                           float factor, float* out, int64_t stride) {
-  const int64_t scale_rows = operand.tiles ? divide_up(rows, kBlock) : rows;
-  const uint8_t* scale = operand.scale + (batch * scale_rows + (operand.tiles ? row / kBlock : row)) * blocks;
+  const int64_t scale_rows = operand.format.tiles ? divide_up(rows, kBlock) : rows;
+  const uint8_t* scale = operand.scale + (batch * scale_rows + (operand.format.tiles ? row / kBlock : row)) * blocks;
   for (int64_t b = 0; b < blocks; b += kLanes) {
     const int count = static_cast<int>(std::min<int64_t>(kLanes, blocks - b));
     alignas(64) uint32_t bytes[kLanes] = {};
@@ -270,7 +273,7 @@ template <int kRows, bool kTiles>
 __attribute__((noinline)) void multiply_rows(const MatmulProblem& p, const RowsBlock* a, const PanelBlock* b, float alpha,
                                              int rows, int64_t row, int64_t column, int64_t batch) {
   F32 y[kRows][kTileVectors];
-  tile_products<kRows, kTiles>(a, b, p.blocks, y);
+  tile_products<kRows, kTiles>(a, b, blocks_of(p), y);
   for (int r = 0; r < rows; ++r)
     for (int v = 0; v < kTileVectors && column + v * kLanes < p.columns; ++v)
       finish_vector(p, y[r][v], alpha, row + r, column + v * kLanes, batch);
@@ -309,10 +312,10 @@ static int64_t matmul_chunks(const MatmulProblem& p) { return MatmulChunks(p).co
 /// Tiles of consecutive rows of a, [tiles][blocks].
 static void load_rows(const MatmulProblem& p, int64_t batch, int64_t first, int64_t rows, RowsBlock* out) {
   for (int64_t i = 0; i < rows; ++i) {
-    RowsBlock* tile = out + i / kTileRows * p.blocks;
+    RowsBlock* tile = out + i / kTileRows * blocks_of(p);
     const int r = static_cast<int>(i % kTileRows);
-    unpack_row(p.a.data + (batch * p.rows + first + i) * p.blocks * 8, p.blocks, r, tile);
-    decode_scales(p.a, p.rows, p.blocks, batch, first + i, 0.25f, &tile->scale[r], sizeof(RowsBlock) / sizeof(float));
+    unpack_row(p.a.data + (batch * p.rows + first + i) * blocks_of(p) * 8, blocks_of(p), r, tile);
+    decode_scales(p.a, p.rows, blocks_of(p), batch, first + i, 0.25f, &tile->scale[r], sizeof(RowsBlock) / sizeof(float));
   }
 }
 
@@ -320,13 +323,14 @@ static void load_rows(const MatmulProblem& p, int64_t batch, int64_t first, int6
 static void load_panel(const MatmulProblem& p, int64_t batch, int64_t first, int64_t columns, PanelBlock* out) {
   for (int64_t i = 0; i < divide_up(columns, kTileColumns) * kTileVectors; ++i) {
     const int64_t row = first + i * kLanes, rows = std::clamp<int64_t>(first + columns - row, 0, kLanes);
-    PanelBlock* vector = out + i * p.blocks;
-    unpack_panel(p.b.data + (batch * p.columns + row) * p.blocks * 8, rows, p.blocks, vector);
-    if (p.b.tiles && rows > 0)  // one number a block, in lane 0
-      decode_scales(p.b, p.columns, p.blocks, batch, row, 1.0f, vector->scale, sizeof(PanelBlock) / sizeof(float));
+    PanelBlock* vector = out + i * blocks_of(p);
+    unpack_panel(p.b.data + (batch * p.columns + row) * blocks_of(p) * 8, rows, blocks_of(p), vector);
+    if (p.b.format.tiles && rows > 0)  // one number a block, in lane 0
+      decode_scales(p.b, p.columns, blocks_of(p), batch, row, 1.0f, vector->scale, sizeof(PanelBlock) / sizeof(float));
     else
       for (int r = 0; r < rows; ++r)
-        decode_scales(p.b, p.columns, p.blocks, batch, row + r, 1.0f, vector->scale + r, sizeof(PanelBlock) / sizeof(float));
+        decode_scales(p.b, p.columns, blocks_of(p), batch, row + r, 1.0f, vector->scale + r,
+                      sizeof(PanelBlock) / sizeof(float));
   }
 }
 
@@ -340,8 +344,8 @@ static void matmul_chunk(const MatmulProblem& p, int64_t chunk) {
   const int64_t last_column = std::min(first_column + chunks.column_step, p.columns);
   const float alpha = (p.a.amax[batch] * p.b.amax[batch]) * kNvfp4ProductScale;
 
-  const int64_t rows_size = divide_up(rows, kTileRows) * p.blocks * sizeof(RowsBlock);
-  const int64_t panel_size = kPanelColumns / kLanes * p.blocks * sizeof(PanelBlock);
+  const int64_t rows_size = divide_up(rows, kTileRows) * blocks_of(p) * sizeof(RowsBlock);
+  const int64_t panel_size = kPanelColumns / kLanes * blocks_of(p) * sizeof(PanelBlock);
   uint8_t* scratch = thread_scratch(panel_size + rows_size);
   PanelBlock* panel = reinterpret_cast<PanelBlock*>(scratch);
   RowsBlock* tiles = reinterpret_cast<RowsBlock*>(scratch + panel_size);
@@ -353,9 +357,9 @@ static void matmul_chunk(const MatmulProblem& p, int64_t chunk) {
     for (int64_t row = 0; row < rows; row += kTileRows) {
       const int tile_rows = static_cast<int>(std::min<int64_t>(kTileRows, rows - row));
       for (int64_t at = 0; at < columns; at += kTileColumns) {
-        const RowsBlock* a = tiles + row / kTileRows * p.blocks;
-        const PanelBlock* b = panel + at / kLanes * p.blocks;
-        if (p.b.tiles)
+        const RowsBlock* a = tiles + row / kTileRows * blocks_of(p);
+        const PanelBlock* b = panel + at / kLanes * blocks_of(p);
+        if (p.b.format.tiles)
           multiply_tile<true>(p, a, b, alpha, tile_rows, first_row + row, column + at, batch);
         else
           multiply_tile<false>(p, a, b, alpha, tile_rows, first_row + row, column + at, batch);

@@ -1,0 +1,37 @@
+#include "../cpu/run.h"
+#include "buffers.h"
+#include "cpu_handlers.h"
+
+namespace jaxlowprec {
+namespace {
+
+/// `signs` holds 0 or 1 (negative) for each of the transform's elements.
+ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result, bool vertical, bool inverse,
+                    ffi::Span<const int32_t> signs) {
+  const auto type = element_type(x.element_type());
+  const Matrices m(x);
+  const int64_t size = static_cast<int64_t>(signs.size());
+  JLP_REQUIRE(type.has_value());
+  JLP_REQUIRE(size >= 16 && size <= 256 && (size & (size - 1)) == 0);
+  JLP_REQUIRE((vertical ? m.rows : m.columns) % size == 0);
+  JLP_REQUIRE(result->element_count() == x.element_count());
+  uint32_t sign_bits[256];
+  for (int64_t i = 0; i < size; ++i) sign_bits[i] = signs[i] ? 0x80000000u : 0u;
+  const HadamardProblem p{x.untyped_data(),           *type,    m.batch, m.rows,    m.columns,
+                          static_cast<int32_t>(size), vertical, inverse, sign_bits, written(*result)};
+  if (m.size() > 0) run(pool, p);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlowprec_hadamard, hadamard,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("vertical")
+                                  .Attr<bool>("inverse")
+                                  .Attr<ffi::Span<const int32_t>>("signs"));
+
+}  // namespace jaxlowprec
