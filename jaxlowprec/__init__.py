@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxlowprec import layouts
 from jaxlowprec.autocast import autocast, current_recipe
 from jaxlowprec.dot_general import dot_general, einsum
-from jaxlowprec.formats import DEFAULT_SIGNS, NVFP4, Hadamard
+from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard
 from jaxlowprec.linear import CHECKPOINT_NAMES, QuantizedKernel, linear, quantize_kernel
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINT_NAMES",
     "DEFAULT_SIGNS",
+    "MXFP4",
+    "MXFP8",
     "NVFP4",
+    "Float8Block",
+    "Float8Tensor",
     "Hadamard",
     "NVFP4BlockScaling",
     "QuantizedArray",
@@ -35,6 +40,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "hadamard_transform",
+    "layouts",
     "linear",
     "linen",
     "nnx",

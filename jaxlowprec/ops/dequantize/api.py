@@ -45,25 +45,25 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
 def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
-    vector = len(q.matrix) == 1
-    data, scale = (q.data[..., None, :], q.scale[..., None, :]) if vector else (q.data, q.scale)
+    vector, fmt = len(q.matrix) == 1, q.format
+    data = q.data[..., None, :] if vector else q.data
+    scale = q.scale[..., None, :] if vector and fmt.scaling != "tensor" else q.scale
     rows, columns = (1, *q.matrix) if vector else (q.matrix if q.axis == -1 else q.matrix[::-1])
-    operands = jax.lax.stop_gradient((data, scale, q.amax))
-    if q.hadamard is None or q.hadamard.size == BLOCK:
-        values = _decode(operands, q.format.tiles, rows, columns, q.hadamard, dtype, implementation)
+    operands = jax.lax.stop_gradient((data, scale) if q.amax is None else (data, scale, q.amax))
+
+    def decode(columns, rotation, dtype):
+        ragged_columns = columns if columns % fmt.length else None
+        ragged_rows = fmt.tiles and rows % fmt.length != 0
+        op = dequantize_op(fmt, ragged_rows, ragged_columns, rotation, jnp.dtype(dtype), implementation)
+        return op(*operands)[0]
+
+    if q.hadamard is None or (fmt.scaling == "two_level" and q.hadamard.size == BLOCK):
+        values = decode(columns, q.hadamard, dtype)
     else:  # decoded in float32 with its padding to whole transforms, then rotated back
-        h = q.hadamard
-        values = _decode(
-            operands, q.format.tiles, rows, -(-columns // h.size) * h.size, None, jnp.float32, implementation
-        )
-        values = hadamard_transform(values, -1, h.size, h.signs, inverse=True, implementation=implementation)
+        size, signs = q.hadamard.size, q.hadamard.signs
+        values = decode(-(-columns // size) * size, None, jnp.float32)
+        values = hadamard_transform(values, -1, size, signs, inverse=True, implementation=implementation)
         values = values[..., :columns].astype(dtype)
     if vector:
         return values[..., 0, :]
     return jnp.swapaxes(values, -1, -2) if q.axis == -2 else values
-
-
-def _decode(operands, tiles, rows, columns, hadamard, dtype, implementation) -> jax.Array:
-    ragged_columns = columns if columns % BLOCK else None
-    op = dequantize_op(tiles, rows % BLOCK != 0, ragged_columns, hadamard, jnp.dtype(dtype), implementation)
-    return op(*operands)[0]

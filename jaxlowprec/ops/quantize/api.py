@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK, NVFP4, Hadamard, as_hadamard
+from jaxlowprec.formats import BLOCK, Format, Hadamard, as_hadamard
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
-from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op
+from jaxlowprec.ops.quantize.op import QuantizeSpec, has_tensor_scale, quantize_op, unit
 from jaxlowprec.quantized_array import QuantizedArray
 
 Rounding = Literal["nearest", "stochastic"]
@@ -24,7 +24,7 @@ Rounding = Literal["nearest", "stochastic"]
 
 def quantize(
     x: Float[Array, "*B M K"],
-    fmt: NVFP4,
+    fmt: Format,
     axis: int = -1,
     hadamard: bool | Hadamard = False,
     rounding: Rounding = "nearest",
@@ -32,6 +32,7 @@ def quantize(
     amax: Float[Array, "*B"] | None = None,
     implementation: Implementation = None,
     *,
+    encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
 ) -> QuantizedArray:
     """Quantises an array along one axis.
@@ -41,7 +42,7 @@ def quantize(
 
     Arguments:
         x: [..., M, K] (or a vector [K]), bfloat16, float16 or float32.
-        fmt: what to quantise to.
+        fmt: what to quantise to: NVFP4, MXFP8, MXFP4, Float8Block or Float8Tensor.
         axis: the quantised (contraction) axis: -1 is rowwise; -2 columnwise, stored K-major: the bytes are those of
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
@@ -50,21 +51,24 @@ def quantize(
         key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
             batch axes, or one for all slices. The bits depend on the key and each element's place, on nothing else.
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
-            known or must cover more than x. Larger elements saturate. None: x's own.
+            known or must cover more than x. Larger elements saturate. None: x's own. For formats with a tensor scale:
+            NVFP4 and Float8Tensor.
         implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
+        encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale from
+            an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal.
         offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
             of it; the column in multiples of 16 (of rows for axis -2).
 
     Returns:
-        A QuantizedArray whose `dequantize()` approximates x. If x holds NaN or infinity all of its slice decodes to
-        NaN.
+        A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never come out finite: the block that
+        holds one decodes to NaN, with a tensor scale all of its slice; under a given finite amax that element or block.
 
     Raises:
         TypeError: x is no float array of those dtypes, or a key that cannot serve.
-        ValueError: an axis, rounding, key, amax or shape that does not fit.
+        ValueError: an axis, rounding, key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
-    Source: numerics.md 1 to 4; arXiv 2509.25149.
+    Source: numerics.md 1 to 7; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize(jnp.ones((32, 64), jnp.bfloat16), jlp.NVFP4())
@@ -76,36 +80,42 @@ def quantize(
     rotation = as_hadamard(who, hadamard)
     if x.ndim == 1:
         if fmt.tiles:
-            raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use NVFP4((1, 16))")
-        row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, offset=offset)
-        return dataclasses.replace(row, data=row.data[0], scale=row.scale[0], matrix=x.shape)
+            needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
+            raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
+        options = {"encode_scale": encode_scale, "offset": offset}
+        row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
+        scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
+        return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
     words = random_words(who, rounding, key, x.shape[:-2])
-    amax = None if amax is None else _given_amax(who, amax, x.shape[:-2])
-    return _quantize(x, amax, words, _indices(who, offset, (axis,)), fmt, axis, rotation, implementation)
+    tensor = _given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
+    given = encode_scale is not None
+    return _quantize(x, tensor, words, _indices(who, offset, (axis,)), fmt, axis, rotation, given, implementation)
 
 
 def quantize_both(
     x: Float[Array, "*B M K"],
-    fmt: NVFP4,
+    fmt: Format,
     hadamard_columnwise: bool | Hadamard = False,
     rounding: Rounding = "nearest",
     key: jax.Array | None = None,
     implementation: Implementation = None,
     *,
     amax: tuple[Float[Array, "*B"], Float[Array, "*B"]] | None = None,
+    encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
 
     The bytes are those of `quantize(x, fmt, axis=-1)` and `quantize(x, fmt, axis=-2, hadamard=hadamard_columnwise)`
     with the same rounding and key. With 16x16 blocks and nearest rounding the columnwise codes are the rowwise ones
-    transposed.
+    transposed, and so they are for MXFP8, MXFP4 and Float8Block in square tiles.
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
         fmt, rounding, key, implementation, offset: see `quantize`; `offset` in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result.
         amax: those of x and of the rotated x, where they are known; see `quantize`.
+        encode_scale: of both; see `quantize`.
 
     Returns:
         The rowwise and the columnwise QuantizedArray.
@@ -125,39 +135,45 @@ def quantize_both(
     rotation = as_hadamard(who, hadamard_columnwise)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={amax!r}; needs a pair: that of x and that of the rotated x")
-    amaxes = (None, None) if amax is None else tuple(_given_amax(who, a, x.shape[:-2]) for a in amax)
-    if rotation and (fmt.tiles or rotation.size != BLOCK):  # no single pass: rotated and unrotated blocks differ
-        row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, offset=offset)
-        return row, quantize(x, fmt, -2, rotation, rounding, key, amaxes[1], implementation, offset=offset)
-    words = random_words(who, rounding, key, x.shape[:-2])
+    batch = x.shape[:-2]
+    if rotation and not _rotates_in_pass(fmt, rotation):
+        given = {"encode_scale": encode_scale, "offset": offset}
+        amaxes = amax or (None, None)
+        row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **given)
+        return row, quantize(x, fmt, -2, rotation, rounding, key, amaxes[1], implementation, **given)
+    tensors = [_given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
+    words, given = random_words(who, rounding, key, batch), encode_scale is not None
     indices = _indices(who, offset, (-1, -2))
-    return _quantize_both(x, None if amax is None else amaxes, words, indices, fmt, rotation, implementation)
+    return _quantize_both(x, tensors, words, indices, fmt, rotation, given, implementation)
 
 
 # Jitted, so that an eager call is one dispatch.
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "axis", "rotation", "implementation"))
-def _quantize(x, amax, words, offset, fmt, axis, rotation, implementation) -> QuantizedArray:
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "rotation", "given", "implementation"))
+def _quantize(x, tensor, words, offset, fmt, axis, rotation, given, implementation) -> QuantizedArray:
     x, matrix, columnwise = jax.lax.stop_gradient(x), x.shape[-2:], axis == -2
     fused = rotation
-    if rotation and not (columnwise and rotation.size == BLOCK and not fmt.tiles):
+    if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
         x, fused = _rotate_padded(x, axis, rotation, implementation), None
-    if amax is None:
-        (amax,) = tensor_amax(x, fused is None, fused, implementation)
-    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None)
-    ((data, scale),) = _run(spec, x, [amax], words, offset, implementation)
-    return QuantizedArray(data, scale, amax, None, fmt, matrix, x.dtype, axis, rotation)
+    if tensor is None and has_tensor_scale(fmt):
+        (tensor,) = tensor_amax(x, fused is None, fused, implementation)
+    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given)
+    ((data, scale),) = _run(spec, x, [] if tensor is None else [tensor], words, offset, implementation)
+    return QuantizedArray(data, scale, _kept_amax(fmt, tensor), None, fmt, matrix, x.dtype, axis, rotation)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "implementation"))
-def _quantize_both(x, amaxes, words, offset, fmt, rotation, implementation) -> tuple[QuantizedArray, QuantizedArray]:
+@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "given", "implementation"))
+def _quantize_both(
+    x, tensors, words, offset, fmt, rotation, given, implementation
+) -> tuple[QuantizedArray, QuantizedArray]:
     x = jax.lax.stop_gradient(x)
-    if amaxes is None:
-        amaxes = tensor_amax(x, True, rotation, implementation)
-    amaxes = [amaxes[0], amaxes[-1]]
-    spec = _spec(x, fmt, True, True, rotation, words is not None)
-    row, column = _run(spec, x, amaxes, words, offset, implementation)
+    if tensors[0] is None:
+        tensors = tensor_amax(x, True, rotation, implementation) if has_tensor_scale(fmt) else []
+    tensors = [*tensors[:1], *tensors[-1:]]
+    spec = _spec(x, fmt, True, True, rotation, words is not None, given)
+    row, column = _run(spec, x, tensors, words, offset, implementation)
+    amaxes = [_kept_amax(fmt, t) for t in tensors] or [None, None]
     common = (fmt, x.shape[-2:], x.dtype)
     return (
         QuantizedArray(*row, amaxes[0], None, *common, -1, None),
@@ -165,8 +181,18 @@ def _quantize_both(x, amaxes, words, offset, fmt, rotation, implementation) -> t
     )
 
 
+def _rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
+    """Whether the kernel rotates columns itself."""
+    return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
+
+
+def _kept_amax(fmt: Format, tensor: jax.Array | None) -> jax.Array | None:
+    """A QuantizedArray's amax: of formats whose scales are relative to it."""
+    return tensor if fmt.scaling == "two_level" else None
+
+
 def _matrix(who: str, x: Any, fmt: Any) -> jax.Array:
-    if not isinstance(fmt, NVFP4):
+    if not isinstance(fmt, Format):
         raise TypeError(f"{who}: fmt={fmt!r}; needs a format such as jaxlowprec.NVFP4()")
     x = float_array(who, "x", x)
     if x.ndim == 0:
@@ -191,13 +217,23 @@ def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: 
     return hadamard_transform(jnp.pad(x, padding), axis, hadamard.size, hadamard.signs, implementation=implementation)
 
 
-def _given_amax(who: str, amax: Any, batch: tuple[int, ...]) -> jax.Array:
-    amax = jnp.asarray(amax)
-    if amax.dtype != jnp.float32 or amax.shape not in ((), batch):
+def _given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tuple[int, ...]) -> jax.Array | None:
+    """`amax=` or `encode_scale=`, one number for each slice."""
+    if amax is not None and encode_scale is not None:
+        raise ValueError(f"{who}: amax= and encode_scale= were given; pass one of them")
+    name, value = ("amax", amax) if encode_scale is None else ("encode_scale", encode_scale)
+    if value is None:
+        return None
+    if not has_tensor_scale(fmt):
+        raise ValueError(f"{who}: {name}= was given, but {fmt} scales each block by its own amax; leave it out")
+    if name == "encode_scale" and fmt.scaling != "tensor":
+        raise ValueError(f"{who}: encode_scale= was given, but {fmt} has two levels of scales; pass amax=, or Float8Tensor")
+    value = jnp.asarray(value)
+    if value.dtype != jnp.float32 or value.shape not in ((), batch):
         raise ValueError(
-            f"{who}: amax has dtype {amax.dtype} and shape {amax.shape}; needs float32 and the batch axes {batch}"
+            f"{who}: {name} has dtype {value.dtype} and shape {value.shape}; needs float32 and the batch axes {batch}"
         )
-    return jax.lax.stop_gradient(jnp.broadcast_to(amax, batch))
+    return jax.lax.stop_gradient(jnp.broadcast_to(value, batch))
 
 
 def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
@@ -234,22 +270,24 @@ def key_words(who: str, key: Any, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _spec(
-    x: jax.Array, fmt: NVFP4, rowwise: bool, columnwise: bool, hadamard: Hadamard | None, stochastic: bool
+    x: jax.Array, fmt: Format, rowwise: bool, columnwise: bool, hadamard: Hadamard | None, stochastic: bool, given: bool
 ) -> QuantizeSpec:
-    ragged_rows, ragged_columns = (n % BLOCK != 0 for n in x.shape[-2:])
-    return QuantizeSpec(rowwise, columnwise, fmt.tiles, hadamard, stochastic, ragged_rows, ragged_columns)
+    rows, columns = x.shape[-2:]
+    ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
+    ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
+    return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, ragged_rows, ragged_columns)
 
 
 def _run(
     spec: QuantizeSpec,
     x: jax.Array,
-    amaxes: list[jax.Array],
+    tensors: list[jax.Array],
     words: jax.Array | None,
     offset: tuple[jax.Array, jax.Array],
     implementation: Implementation,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Codes and scales for each direction of the spec."""
-    operands = [x, *amaxes]
+    operands = [x, *tensors]
     if words is not None:
         row, column = offset
         rows, columns = x.shape[-2:]

@@ -1,4 +1,4 @@
-"""The NVFP4 quantise op: rowwise, columnwise, or both in one pass."""
+"""The quantise op: rowwise, columnwise, or both in one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import BLOCK, Hadamard
+from jaxlowprec.formats import BLOCK, Format, Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import reference
@@ -23,78 +23,115 @@ class QuantizeSpec:
     """One variant of the op.
 
     Attributes:
+        format: what to quantise to.
         rowwise, columnwise: the wanted directions.
-        tiles: 16x16 blocks instead of 1x16.
-        hadamard: a rotation of size 16 along axis -2 for the columnwise direction; not with tiles.
+        hadamard: a rotation of size 16 along axis -2 for the columnwise direction; NVFP4 1x16 alone.
         stochastic: rounding of the codes.
-        ragged_rows, ragged_columns: R or C is no multiple of 16.
+        encode_scale_given: the tensor operand is what to multiply by, not an amax; Float8Tensor alone.
+        ragged_rows, ragged_columns: R or C is no multiple of `unit` along that axis.
     """
 
+    format: Any
     rowwise: bool
     columnwise: bool
-    tiles: bool
     hadamard: Hadamard | None
     stochastic: bool
+    encode_scale_given: bool
     ragged_rows: bool
     ragged_columns: bool
+
+    @property
+    def directions(self) -> int:
+        """How many are wanted."""
+        return self.rowwise + self.columnwise
+
+    @property
+    def tensors(self) -> int:
+        """Operands with a number for the whole tensor, one a direction where the format has such a scale."""
+        return self.directions if has_tensor_scale(self.format) else 0
+
+
+def has_tensor_scale(fmt: Format) -> bool:
+    """Whether a tensor's own amax is needed before its elements can be cast."""
+    return fmt.scaling in ("two_level", "tensor")
+
+
+def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
+    """Elements along an axis that must stay together: a block, or 16 that share a draw of random bits.
+
+    `quantized`: whether the axis is the quantised one of some direction.
+    """
+    return max(fmt.length if quantized or fmt.tiles else 1, BLOCK if quantized and stochastic else 1)
 
 
 def _rule(spec: QuantizeSpec) -> wiring.Rule:
     """x is [..., R, C]. An axis that blocks run along splits into whole blocks, or not at all where it is ragged."""
-    block_rows, block_columns = spec.columnwise or spec.tiles, spec.rowwise or spec.tiles
-    whole: list[str] = []
-    names: dict[str, tuple[str, str, str]] = {}  # of an axis: elements, blocks, bytes of codes
-    for axis, blocked, ragged in (("r", block_rows, spec.ragged_rows), ("c", block_columns, spec.ragged_columns)):
-        if not blocked:
-            names[axis] = (axis, axis, axis)
+    fmt, whole, sizes = spec.format, [], {}
+    names: dict[str, tuple[str, str, str, str]] = {}  # of an axis: elements, codes, blocks, groups of 16
+    for axis, quantized, ragged in (
+        ("r", spec.columnwise, spec.ragged_rows),
+        ("c", spec.rowwise, spec.ragged_columns),
+    ):
+        size = unit(fmt, quantized, spec.stochastic)
+        if size == 1:
+            names[axis] = (axis, axis, axis, axis)
         elif ragged:
-            names[axis] = (axis, f"{axis}blocks", f"{axis}bytes")
+            codes = f"{axis}bytes" if fmt.packed else axis
+            names[axis] = (axis, codes, f"{axis}blocks", f"{axis}groups")
             whole += names[axis]
         else:
-            names[axis] = (f"({axis} k)", axis, f"({axis} h)")
-    (row, row_blocks, row_bytes), (column, column_blocks, column_bytes) = names["r"], names["c"]
+            sizes |= {"k": size, "h": size // 2, "g": size // BLOCK}
+            names[axis] = (f"({axis} k)", f"({axis} {'h' if fmt.packed else 'k'})", axis, f"({axis} g)")
+    (row, row_codes, row_blocks, row_groups), (column, column_codes, column_blocks, column_groups) = (
+        names["r"],
+        names["c"],
+    )
     operands, results = [f"... {row} {column}"], []
-    operands += ["..."] * (spec.rowwise + spec.columnwise) + ["... w"] * spec.stochastic
+    operands += ["..."] * spec.tensors + ["... w"] * spec.stochastic
+
+    def scales(line, line_blocks, blocks):
+        return "..." if fmt.scaling == "tensor" else f"... {line_blocks if fmt.tiles else line} {blocks}"
+
     if spec.rowwise:
-        operands += [row, column_blocks] * spec.stochastic
-        results += [f"... {row} {column_bytes}", f"... {row_blocks if spec.tiles else row} {column_blocks}"]
+        operands += [row, column_groups] * spec.stochastic
+        results += [f"... {row} {column_codes}", scales(row, row_blocks, column_blocks)]
     if spec.columnwise:
-        operands += [column, row_blocks] * spec.stochastic
-        results += [f"... {column} {row_bytes}", f"... {column_blocks if spec.tiles else column} {row_blocks}"]
+        operands += [column, row_groups] * spec.stochastic
+        results += [f"... {column} {row_codes}", scales(column, column_blocks, row_blocks)]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
-    sizes: dict[str, Any] = {f: n for f, n in (("k", BLOCK), ("h", BLOCK // 2), ("w", 2)) if f" {f}" in text}
-    return wiring.Rule(text, whole=[f for f in whole if f in re.findall(r"\w+", text)], **sizes)
+    used = re.findall(r"\w+", text)
+    sizes = {f: n for f, n in (sizes | {"w": 2}).items() if f in used}
+    return wiring.Rule(text, whole=[f for f in dict.fromkeys(whole) if f in used], **sizes)
 
 
 @functools.cache
 def quantize_op(spec: QuantizeSpec, implementation: Implementation):
-    """x, an amax [...] a direction, then if stochastic a key [..., 2] and line and block indices a direction
-    -> codes and scales a direction."""
-    directions = spec.rowwise + spec.columnwise
+    """x, an amax [...] (or encode scale) a direction for formats with a tensor scale, then if stochastic a key [..., 2]
+    and line and group indices a direction -> codes and scales a direction."""
+    fmt = spec.format
 
     def outputs(x, *_):
         *batch, rows, columns = x.shape
         lines = [(rows, columns)] * spec.rowwise + [(columns, rows)] * spec.columnwise
         shapes = []
         for line, length in lines:
-            blocks = -(-length // BLOCK)
-            scale_lines = -(-line // BLOCK) if spec.tiles else line
-            shapes += [
-                ((*batch, line, blocks * BLOCK // 2), jnp.uint8),
-                ((*batch, scale_lines, blocks), jnp.float8_e4m3fn),
-            ]
+            blocks = -(-length // fmt.length)
+            codes = blocks * fmt.length // 2 if fmt.packed else length
+            scales = () if fmt.scaling == "tensor" else (-(-line // fmt.length) if fmt.tiles else line, blocks)
+            shapes += [((*batch, line, codes), fmt.data_dtype), ((*batch, *scales), fmt.scale_dtype)]
         return shapes
 
     def run_reference(x, *operands):
-        amaxes, random = operands[:directions], operands[directions:]
+        tensors, random = operands[: spec.tensors], operands[spec.tensors :]
         out = []
-        for i in range(directions):
+        for i in range(spec.directions):
             columnwise = i == 1 or not spec.rowwise
             values = jnp.swapaxes(x, -1, -2) if columnwise else x
             if columnwise and spec.hadamard:
                 values = rotate_padded(values, spec.hadamard)
+            tensor = tensors[i] if tensors else None
             stochastic = (random[0], random[1 + 2 * i], random[2 + 2 * i], int(columnwise)) if random else ()
-            out += reference.quantize_rows(values, amaxes[i], spec.tiles, *stochastic)
+            out += reference.quantize_rows(values, fmt, tensor, spec.encode_scale_given, *stochastic)
         return out
 
     def run_native(x, *operands):
@@ -102,11 +139,12 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation):
         return jax.ffi.ffi_call("jaxlowprec_quantize", results)(
             x,
             *operands,
+            format=fmt.attributes,
             rowwise=spec.rowwise,
             columnwise=spec.columnwise,
-            tiles=spec.tiles,
             rotate_columns=spec.hadamard is not None,
             stochastic=spec.stochastic,
+            encode_scale_given=spec.encode_scale_given,
             sign_mask=np.uint32(spec.hadamard.mask if spec.hadamard else 0).view(np.int32),
         )
 

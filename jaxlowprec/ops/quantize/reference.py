@@ -1,18 +1,26 @@
-"""NVFP4 quantisation in pure JAX: the byte oracle (numerics.md 1 to 4)."""
+"""Quantisation in pure JAX: the byte oracle (numerics.md 1, 2 and 4 to 7)."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import BLOCK
+from jaxlowprec.formats import Format
 from jaxlowprec.ops.quantize.philox import random_bytes
-from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, magnitude_bits
+from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, from_bits, magnitude_bits
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX = 448.0
 NVFP4_MAX = 2688.0  # 448 * 6: the largest number a block scale and a code make
 LARGEST_ENCODE = 2.0**126  # keeps its reciprocal normal
+MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
+EXPONENT_BIAS = {"e4m3": 7, "e5m2": 15}
+LARGEST_EXPONENT = {"e2m1": 2, "e4m3": 8, "e5m2": 15}
+E8M0_NAN = 255
+FLOAT8_NAN = 0x7F
+
+
+# --- codes
 
 
 def e2m1_nearest(a: jax.Array) -> jax.Array:
@@ -26,63 +34,142 @@ def e2m1_stochastic(a: jax.Array, byte: jax.Array) -> jax.Array:
     low = sum((a >= value).astype(jnp.uint8) for value in E2M1_VALUES[1:])
     value = jnp.asarray(E2M1_VALUES, jnp.float32)[low]
     steps_per_unit = jnp.where(a < 2.0, 2.0, jnp.where(a < 4.0, 1.0, 0.5))
-    fraction = (a - value) * steps_per_unit
-    up = fraction >= (255.5 - byte.astype(jnp.float32)) * (1 / 256)
-    return jnp.minimum(low + up.astype(jnp.uint8), 7)
+    return jnp.minimum(low + _goes_up((a - value) * steps_per_unit, byte), 7)
 
 
-def e4m3(x: jax.Array) -> jax.Array:
-    """float8_e4m3fn nearest to x >= 0, saturating at 448."""
-    return jnp.minimum(x, E4M3_MAX).astype(jnp.float8_e4m3fn)
+def _goes_up(fraction: jax.Array, byte: jax.Array) -> jax.Array:
+    return (fraction >= (255.5 - byte.astype(jnp.float32)) * (1 / 256)).astype(jnp.uint8)
 
 
-def blocks_of(x: jax.Array, tiles: bool) -> jax.Array:
-    """x [..., R, C] padded with zeros and seen as [..., R/b, b, C/16, 16]: b is 16 for square tiles, else 1."""
+def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
+    """Codes of magnitudes without a sign bit, saturating; not finite is NaN. With a byte for each, as e2m1_stochastic."""
+    capped = jnp.minimum(a, fmt.maximum)
+    if byte is None:
+        code = jax.lax.bitcast_convert_type(capped.astype(fmt.data_dtype), jnp.uint8)
+    else:
+        mantissa, least_exponent = MANTISSA_BITS[fmt.element], 128 - EXPONENT_BIAS[fmt.element]
+        exponent = jnp.maximum(magnitude_bits(capped) >> 23, least_exponent)  # subnormals share that one's step
+        steps = capped * from_bits((254 + mantissa - exponent) << 23)  # exact: a power of two
+        low = jnp.floor(steps)
+        up = _goes_up(steps - low, byte) & (capped < fmt.maximum)
+        code = ((exponent - least_exponent) << mantissa) + low.astype(jnp.uint32) + up
+    return jnp.where(jnp.isfinite(a), code, FLOAT8_NAN).astype(jnp.uint8)
+
+
+# --- scales: of blocks with the given amax bits [..., R/h, C/b] -> stored, what to multiply by, which are poisoned
+
+
+def two_level(bits: jax.Array, tensor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """NVFP4: an E4M3 scale a block, relative to the tensor's amax."""
+    g = flush(tensor)[..., None, None]
+    encode = jnp.where(g == 0, 1.0, jnp.minimum(NVFP4_MAX / g, LARGEST_ENCODE))
+    decode = 1.0 / encode
+    multiplier = encode * jnp.float32(1 / 6)
+    bad = (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS)
+    scale = jnp.minimum(jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE), E4M3_MAX).astype(jnp.float8_e4m3fn)
+    scale = jnp.where(bad, jnp.nan, scale.astype(jnp.float32))
+    block_encode = jnp.minimum(1.0 / flush(scale * decode), MAX_FINITE)
+    return scale.astype(jnp.float8_e4m3fn), block_encode, bad
+
+
+def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """MX: a power of two a block."""
+    if fmt.scale_rule == "up":  # type: ignore[attr-defined]
+        exponent = (magnitude_bits(flush(from_bits(bits) * jnp.float32(1 / fmt.maximum))) + 0x7FFFFF) >> 23
+    else:
+        half_unit = 1 << (22 - MANTISSA_BITS[fmt.element])
+        rounded = bits + (half_unit if fmt.scale_rule == "even" else 0)  # type: ignore[attr-defined]
+        exponent = jnp.maximum(rounded >> 23, LARGEST_EXPONENT[fmt.element]) - LARGEST_EXPONENT[fmt.element]
+    exponent = jnp.where(bits < MIN_NORMAL_BITS, 0, jnp.maximum(exponent, 1))
+    bad = bits >= INFINITY_BITS
+    stored = jnp.where(bad, E8M0_NAN, exponent).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(stored, jnp.float8_e8m0fnu), from_bits((254 - exponent) << 23), bad
+
+
+def float32_scale(amax: jax.Array, fmt: Format) -> jax.Array:
+    """What to multiply by so that `amax` becomes the largest element (numerics.md 5)."""
+    a = jnp.maximum(flush(amax), jnp.float32(fmt.amax_epsilon))  # type: ignore[attr-defined]
+    encode = jnp.where(a == 0, 1.0, jnp.minimum(fmt.maximum / a, LARGEST_ENCODE))
+    if fmt.power_of_two:  # type: ignore[attr-defined]
+        encode = from_bits(magnitude_bits(encode) & INFINITY_BITS)
+    return encode
+
+
+def float32(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """FP8 blockwise: a float32 a block."""
+    bad = bits >= INFINITY_BITS
+    encode = float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
+    return jnp.where(bad, jnp.nan, 1.0 / encode), encode, bad
+
+
+def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One float32 a tensor, from its amax or, if `given`, what to multiply by."""
+    bad = magnitude_bits(tensor) >= INFINITY_BITS
+    encode = flush(tensor) if given else float32_scale(jnp.where(bad, 0, tensor), fmt)
+    return jnp.where(bad, jnp.nan, flush(1.0 / encode)), encode[..., None, None], bad[..., None, None]
+
+
+# --- whole arrays
+
+
+def blocks_of(x: jax.Array, fmt: Format) -> jax.Array:
+    """x [..., R, C] padded with zeros and seen as [..., R/h, h, C/b, b] in blocks of h x b.
+
+    A tensor-scaled one is [..., R, 1, 1, C].
+    """
     rows, columns = x.shape[-2:]
-    height = BLOCK if tiles else 1
-    padding = [(0, 0)] * (x.ndim - 2) + [(0, -rows % height), (0, -columns % BLOCK)]
+    length = columns if fmt.scaling == "tensor" else fmt.length
+    height = length if fmt.tiles else 1
+    padding = [(0, 0)] * (x.ndim - 2) + [(0, -rows % height), (0, -columns % max(length, 1))]
     x = jnp.pad(x, padding)
-    return x.reshape(*x.shape[:-2], x.shape[-2] // height, height, x.shape[-1] // BLOCK, BLOCK)
+    down, across = x.shape[-2] // height, 1 if fmt.scaling == "tensor" else x.shape[-1] // length
+    return x.reshape(*x.shape[:-2], down, height, across, length)
 
 
 def quantize_rows(
     x: jax.Array,
-    amax: jax.Array,
-    tiles: bool = False,
+    fmt: Format,
+    tensor: jax.Array | None = None,
+    encode_scale_given: bool = False,
     key: jax.Array | None = None,
     rows: jax.Array | None = None,
-    block_columns: jax.Array | None = None,
+    groups: jax.Array | None = None,
     stream: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """x [..., R, C] -> codes uint8 [..., R, ceil(C/16) * 8] and scales float8_e4m3fn, blocks along the last axis.
+    """x [..., R, C] -> codes and scales, blocks along the last axis.
 
-    With a key, codes are rounded stochastically by the global indices `rows` [R] and `block_columns` [ceil(C/16)].
+    `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With a key, codes are rounded
+    stochastically by the global indices `rows` [R] and `groups` [ceil(C/16)].
     """
-    count = x.shape[-2]
-    blocks = blocks_of(x.astype(jnp.float32), tiles)
-    g = flush(amax)[..., None, None]
-    encode = jnp.where(g == 0, 1.0, jnp.minimum(NVFP4_MAX / g, LARGEST_ENCODE))
-    decode = 1.0 / encode
-    multiplier = encode * jnp.float32(1 / 6)
-
-    bits = magnitude_bits(blocks).max(axis=(-3, -1))  # [..., R/b, C/16]
-    bad = (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS)
-    block_amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    scale = jnp.where(bad, jnp.nan, e4m3(jnp.minimum(block_amax * multiplier, MAX_FINITE)).astype(jnp.float32))
-    block_encode = jnp.minimum(1.0 / flush(scale * decode), MAX_FINITE)[..., None, :, None]
+    count, columns = x.shape[-2:]
+    blocks = blocks_of(x.astype(jnp.float32), fmt)
+    if tensor is not None and fmt.scaling == "tensor":
+        scale, encode, bad = tensor_scale(tensor, fmt, encode_scale_given)
+    else:
+        bits = magnitude_bits(blocks).max(axis=(-3, -1), initial=0)  # [..., R/h, C/b]
+        bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
+        if tensor is not None:
+            scale, encode, bad = two_level(bits, tensor)
+        else:
+            scale, encode, bad = (e8m0 if fmt.scaling == "e8m0" else float32)(bits, fmt)
 
     canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
-    scaled = canonical * block_encode
+    scaled = canonical * encode[..., None, :, None]
+    byte = None
+    if key is not None and rows is not None and groups is not None:
+        byte = random_bytes(key, stream, rows, groups).reshape(*x.shape[:-1], -1)[..., :columns]
+        byte = blocks_of(byte, fmt)
     magnitude = jnp.abs(scaled)
-    if key is None or rows is None or block_columns is None:
-        code = e2m1_nearest(magnitude)
-    else:
-        byte = random_bytes(key, stream, rows, block_columns)  # [..., R, C/16, 16]
-        padding = [(0, 0)] * byte.ndim
-        padding[-3] = (0, -count % blocks.shape[-3])
-        code = e2m1_stochastic(magnitude, jnp.pad(byte, padding).reshape(blocks.shape))
-    code = code | ((canonical < 0).astype(jnp.uint8) << 3)
+    if fmt.packed:
+        code = e2m1_nearest(magnitude) if byte is None else e2m1_stochastic(magnitude, byte)
+    else:  # finite numbers saturate, others are NaN
+        magnitude = jnp.where(magnitude_bits(blocks) < INFINITY_BITS, jnp.minimum(magnitude, MAX_FINITE), jnp.nan)
+        code = float8(magnitude, fmt, byte)
+    negative = jax.lax.bitcast_convert_type(canonical, jnp.uint32) >> 31
+    code = code | (negative << (3 if fmt.packed else 7)).astype(jnp.uint8)
     code = jnp.where(bad[..., None, :, None], 0, code).astype(jnp.uint8)
-    *batch, across, height, down, _ = code.shape
-    code = code.reshape(*batch, across * height, down * BLOCK)[..., :count, :]
-    return code[..., 0::2] | (code[..., 1::2] << 4), scale.astype(jnp.float8_e4m3fn)
+    *batch, down, height, across, length = code.shape
+    code = code.reshape(*batch, down * height, across * length)[..., :count, :]
+    if fmt.packed:
+        return code[..., 0::2] | (code[..., 1::2] << 4), scale
+    return jax.lax.bitcast_convert_type(code[..., :columns], fmt.data_dtype), scale

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK, NVFP4
+from jaxlowprec.formats import Format
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.quantized_array import QuantizedArray
 
-Activation = Literal["gelu"] | None
+Activation = Literal["gelu", "dgelu"] | None
 
 
 def scaled_matmul(
@@ -28,30 +28,44 @@ def scaled_matmul(
     implementation: Implementation = None,
     *,
     return_pre_activation: bool = False,
+    activation_input: Float[Array, "*B M N"] | None = None,
 ) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]:
     """`a @ b.mT`, contracted over the quantised axis of both, accumulated in float32.
 
-    acc -> * tensor scales -> + bias -> activation -> + accumulate -> one cast to `out_dtype`, each in float32. On the
-    CPU the bytes are defined: exact within a block of 16, sequential over blocks, the same on every instruction set. A
-    row of the result does not depend on the other rows. Not differentiable: see `jaxlowprec.linear`.
+    acc -> * tensor scales -> + bias -> activation -> + accumulate -> one cast to `out_dtype`, each in float32. A row of
+    the result depends neither on the other rows nor on the number of threads. On the CPU the bytes are those of every
+    instruction set; between 4-bit operands they are defined: exact within a block, sequential over blocks. Not
+    differentiable: see `jaxlowprec.linear`.
+
+    | a x b | blocks |
+    |---|---|
+    | NVFP4 x NVFP4 | 1x16 and 16x16 on either side |
+    | MXFP8 x MXFP8, MXFP4 x MXFP4, and one of each | 1x32 and 32x32 on either side |
+    | Float8Block x Float8Block | 1x128 and 128x128, not 128x128 on both |
+    | Float8Tensor x Float8Tensor | |
+
+    E4M3 meets E5M2 on either side, E5M2 does not meet itself.
 
     Arguments:
         a: [..., M, K], quantised along its last axis.
         b: [..., N, K], quantised along its last axis. A columnwise result of `quantize_both` is one as `.mT`.
         bias: [N] or [..., N], any float dtype.
-        activation: None or "gelu" (tanh form).
+        activation: None; "gelu" (tanh form); "dgelu": times its derivative at `activation_input`, for the backward pass
+            of a linear followed by GELU.
         accumulate: [..., M, N], bfloat16, float16 or float32.
         out_dtype: bfloat16, float16 or float32.
         implementation: None, "ffi" or "reference".
         return_pre_activation: also return what the activation was applied to, in `out_dtype`.
+        activation_input: [..., M, N], for "dgelu": the pre-activation of the forward pass.
 
     Returns:
         [..., M, N]; with `return_pre_activation` a pair of it and the pre-activation.
 
     Raises:
         TypeError: an operand that is not quantised, or a dtype that does not fit.
-        ValueError: operands quantised along another axis, of different length or batch, or rotated differently.
-        NotImplementedError: formats without a GEMM, or `implementation="ffi"` where there is no kernel.
+        ValueError: operands quantised along another axis, of different length or batch, by different scale rules, or
+            rotated differently; an activation without its input, or the reverse.
+        NotImplementedError: a pair of formats without a GEMM, or `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 9.
 
@@ -63,10 +77,13 @@ def scaled_matmul(
     who = "scaled_matmul"
     _check_operands(who, a, b)
     batch, (rows, _), (columns, _) = a.shape[:-2], a.matrix, b.matrix
-    if activation not in (None, "gelu"):
-        raise ValueError(f'{who}: activation={activation!r}; needs None or "gelu"')
-    if return_pre_activation and activation is None:
-        raise ValueError(f"{who}: return_pre_activation=True without an activation; the result is what you want")
+    if activation not in (None, "gelu", "dgelu"):
+        raise ValueError(f'{who}: activation={activation!r}; needs None, "gelu" or "dgelu"')
+    if return_pre_activation and activation != "gelu":
+        raise ValueError(f'{who}: return_pre_activation=True with activation={activation!r}; it is for "gelu"')
+    if (activation_input is None) == (activation == "dgelu"):
+        given = "missing" if activation_input is None else "given"
+        raise ValueError(f'{who}: activation_input= is {given} and activation={activation!r}; "dgelu" needs it, alone')
     extras = []
     if bias is not None:
         bias = jnp.asarray(bias)
@@ -75,23 +92,27 @@ def scaled_matmul(
         if bias.shape not in ((columns,), (*batch, columns)):
             raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(columns,)} or {(*batch, columns)}")
         extras.append(jnp.broadcast_to(bias.astype(jnp.float32), (*batch, columns)))
-    if accumulate is not None:
-        accumulate = float_array(who, "accumulate", accumulate)
-        if accumulate.shape != (*batch, rows, columns):
-            raise ValueError(f"{who}: accumulate has shape {accumulate.shape}; needs {(*batch, rows, columns)}")
-        extras.append(accumulate)
+    for name, value in (("accumulate", accumulate), ("activation_input", activation_input)):
+        if value is not None:
+            value = float_array(who, name, value)
+            if value.shape != (*batch, rows, columns):
+                raise ValueError(f"{who}: {name} has shape {value.shape}; needs {(*batch, rows, columns)}")
+            extras.append(value)
+    unpacked = next((q for q in (a, b) if not q.format.packed), None)
     spec = MatmulSpec(
-        a.format.tiles,
-        b.format.tiles,
-        rows % BLOCK != 0,
-        columns % BLOCK != 0,
+        a.format,
+        b.format,
+        a.format.tiles and rows % a.format.length != 0,
+        b.format.tiles and columns % b.format.length != 0,
+        unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
         bias is not None,
         accumulate is not None,
-        activation == "gelu",
+        activation,
         return_pre_activation,
         float_dtype(who, "out_dtype", out_dtype),
     )
-    out = _multiply((a.data, a.scale, a.amax, b.data, b.scale, b.amax, *extras), spec, implementation)
+    amaxes = (a.amax, b.amax) if spec.two_level else ()
+    out = _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)
     return tuple(out) if return_pre_activation else out[0]
 
 
@@ -100,12 +121,33 @@ def _multiply(operands: tuple[jax.Array, ...], spec: MatmulSpec, implementation:
     return matmul_op(spec, implementation)(*jax.lax.stop_gradient(operands))
 
 
+def check_pair(who: str, a: Format, b: Format) -> None:
+    """Raises unless there is a GEMM for operands of these formats."""
+    if a.scaling != b.scaling:
+        raise NotImplementedError(
+            f"{who}: a is {a} and b is {b}; there is no GEMM of formats scaled differently: quantise both alike, or "
+            "dequantise them and multiply in high precision"
+        )
+    if a.element == b.element == "e5m2":
+        raise NotImplementedError(
+            f"{who}: both operands have E5M2 elements; no GEMM takes E5M2 x E5M2: quantise one of them to E4M3"
+        )
+    if a.scaling == "float32" and a.tiles and b.tiles:
+        raise NotImplementedError(
+            f"{who}: both operands have 128x128 blocks (2D x 2D); no GEMM takes that: quantise one of them in 1x128 blocks"
+        )
+    for field in ("scale_rule", "power_of_two") if a.scaling != "tensor" else ():
+        rules = getattr(a, field, None), getattr(b, field, None)
+        if rules[0] != rules[1]:
+            raise ValueError(
+                f"{who}: a has {field}={rules[0]!r} and b has {rules[1]!r}; quantise both operands by the same scale rule"
+            )
+
+
 def _check_operands(who: str, a: Any, b: Any) -> None:
     for name, q in (("a", a), ("b", b)):
         if not isinstance(q, QuantizedArray):
             raise TypeError(f"{who}: {name} is a {type(q).__name__}; needs a QuantizedArray: quantise it first")
-        if not isinstance(q.format, NVFP4):
-            raise NotImplementedError(f"{who}: {name} has the format {q.format}; there is a GEMM for NVFP4 alone")
         if len(q.matrix) != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs two dimensions or more")
         if q.axis != -1:
@@ -113,6 +155,7 @@ def _check_operands(who: str, a: Any, b: Any) -> None:
                 f"{who}: {name} of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
                 f"quantise it with axis=-1, or pass {name}.mT to contract over its axis of {q.matrix[-2]}"
             )
+    check_pair(who, a.format, b.format)
     if a.matrix[-1] != b.matrix[-1]:
         raise ValueError(
             f"{who}: a {a.shape} and b {b.shape} differ in the contracted last axis: {a.matrix[-1]} and {b.matrix[-1]}"

@@ -1,4 +1,4 @@
-"""The NVFP4 GEMM op."""
+"""The op of the GEMM of two quantised operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import BLOCK
+from jaxlowprec.formats import Format
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.scaled_matmul import reference
 
@@ -20,86 +20,107 @@ class MatmulSpec:
     """One variant of the op.
 
     Attributes:
-        a_tiles, b_tiles: 16x16 blocks in an operand.
-        ragged_rows, ragged_columns: M or N is no multiple of 16 (it matters for tiles).
+        a_format, b_format: of the operands.
+        ragged_rows, ragged_columns: M or N is no multiple of the operand's square tiles.
+        ragged_depth: K, as stored, is no multiple of the block.
         bias, accumulate: optional operands that are there.
-        gelu: tanh-GELU after the bias.
+        activation: None, "gelu" after the bias, or "dgelu": times GELU's derivative at a further operand.
         pre_activation: what GELU was applied to is a second result.
         out_dtype: of the results.
     """
 
-    a_tiles: bool
-    b_tiles: bool
+    a_format: Any
+    b_format: Any
     ragged_rows: bool
     ragged_columns: bool
+    ragged_depth: bool
     bias: bool
     accumulate: bool
-    gelu: bool
+    activation: str | None
     pre_activation: bool
     out_dtype: Any
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the operands have amaxes."""
+        return self.a_format.scaling == "two_level"
 
 
 def _rule(spec: MatmulSpec) -> wiring.Rule:
     """M and N split (with tiles in whole ones), K splits in whole blocks and is then summed over."""
-    whole = []
+    whole: list[str] = []
+    length = spec.a_format.length
+    per_tensor = spec.a_format.scaling == "tensor"
 
-    def lines(factor, tiles, ragged):
-        if not tiles:
-            return factor, factor
-        if not ragged:
-            return f"({factor} t)", factor
-        whole.extend((factor, f"{factor}blocks"))
-        return factor, f"{factor}blocks"
+    def operand(factor: str, fmt: Format, ragged: bool) -> tuple[str, list[str]]:
+        """The name of its lines, and its data and scale."""
+        line = scale_line = factor
+        if fmt.tiles and ragged:
+            scale_line = f"{factor}blocks"
+            whole.extend((line, scale_line))
+        elif fmt.tiles:
+            line = f"({factor} b)"
+        if per_tensor:
+            return line, [f"... {line} k", "..."]
+        if spec.ragged_depth:
+            code, blocks = "kbytes" if fmt.packed else "kcodes", "kblocks"
+            whole.extend((code, blocks))
+        else:
+            code, blocks = f"(k {'h' if fmt.packed else 'b'})", "k"
+        return line, [f"... {line} {code}", f"... {scale_line} {blocks}"]
 
-    (m, m_scale), (n, n_scale) = (
-        lines("m", spec.a_tiles, spec.ragged_rows),
-        lines("n", spec.b_tiles, spec.ragged_columns),
-    )
-    operands = [f"... {m} (k h)", f"... {m_scale} k", "...", f"... {n} (k h)", f"... {n_scale} k", "..."]
-    operands += [f"... {n}"] * spec.bias + [f"... {m} {n}"] * spec.accumulate
+    m, a = operand("m", spec.a_format, spec.ragged_rows)
+    n, b = operand("n", spec.b_format, spec.ragged_columns)
+    operands = a + b + ["..."] * 2 * spec.two_level + [f"... {n}"] * spec.bias
+    operands += [f"... {m} {n}"] * (spec.accumulate + (spec.activation == "dgelu"))
     results = [f"... {m} {n}"] * (1 + spec.pre_activation)
-    sizes = {"h": BLOCK // 2} | ({"t": BLOCK} if " t)" in m + n else {})
-    return wiring.Rule(f"{', '.join(operands)} -> {', '.join(results)}", reductions=("k",), whole=whole, **sizes)
+    text = f"{', '.join(operands)} -> {', '.join(results)}"
+    sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
+    reductions = () if spec.ragged_depth else ("k",)
+    return wiring.Rule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
 
 
 @functools.cache
 def matmul_op(spec: MatmulSpec, implementation: Implementation):
-    """a and b as data, scale and amax, then bias float32 [..., N] and accumulate [..., M, N] where the spec has them
-    -> [..., M, N], and the pre-activation."""
+    """a and b as data and scale; then, where the spec has them, both amaxes, bias float32 [..., N], accumulate
+    [..., M, N] and the activation's input [..., M, N] -> [..., M, N], and the pre-activation."""
 
-    def outputs(a_data, a_scale, a_amax, b_data, *_):
+    def outputs(a_data, a_scale, b_data, *_):
         shape = (*a_data.shape[:-1], b_data.shape[-2])
         return [(shape, spec.out_dtype)] * (1 + spec.pre_activation)
 
-    def extras(rest):
-        rest = list(rest)
-        return rest.pop(0) if spec.bias else None, rest.pop(0) if spec.accumulate else None
+    amaxes = 2 * spec.two_level
 
     def finish(y, rest):
-        return reference.finish(y, *extras(rest), spec.gelu, spec.pre_activation, spec.out_dtype)
+        rest = list(rest[amaxes:])
+        bias = rest.pop(0) if spec.bias else None
+        accumulate = rest.pop(0) if spec.accumulate else None
+        inputs = rest.pop(0) if spec.activation == "dgelu" else None
+        options = (spec.activation, spec.pre_activation, spec.out_dtype)
+        return reference.finish(y, bias, accumulate, inputs, *options)
 
-    def run_reference(a_data, a_scale, a_amax, b_data, b_scale, b_amax, *rest):
-        y = reference.accumulate_blocks(a_data, a_scale, b_data, b_scale, spec.a_tiles, spec.b_tiles)
-        return finish(reference.scale_products(y, a_amax, b_amax), rest)
+    def run_reference(a_data, a_scale, b_data, b_scale, *rest):
+        y = reference.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format)
+        return finish(reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y, rest)
 
     def run_native(*operands):
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(*operands)]
         return jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results)(
             *operands,
-            a_tiles=spec.a_tiles,
-            b_tiles=spec.b_tiles,
+            a_format=spec.a_format.attributes,
+            b_format=spec.b_format.attributes,
+            activation=spec.activation or "none",
             bias=spec.bias,
             accumulate=spec.accumulate,
-            gelu=spec.gelu,
         )
 
-    def when_reduced(axes, a_data, a_scale, a_amax, b_data, b_scale, b_amax, *rest):
-        """With K split, partial sums (their tensor scales applied) meet in float32 before the rest of the epilogue."""
+    def when_reduced(axes, *operands):
+        """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(
-            spec, bias=False, accumulate=False, gelu=False, pre_activation=False, out_dtype=jnp.dtype("float32")
+            spec, bias=False, accumulate=False, activation=None, pre_activation=False, out_dtype=jnp.dtype("float32")
         )
-        (partial,) = matmul_op(plain, implementation)(a_data, a_scale, a_amax, b_data, b_scale, b_amax)
-        return finish(jax.lax.psum(partial, axes), rest)
+        (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
+        return finish(jax.lax.psum(partial, axes), operands[4:])
 
     return wiring.define(
         "jaxlowprec_scaled_matmul",

@@ -1,33 +1,48 @@
-"""The block-scaled GEMM in pure JAX: the byte oracle (numerics.md 9)."""
+"""The block-scaled GEMM in pure JAX (numerics.md 9): the byte oracle where bytes are defined."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import BLOCK
-from jaxlowprec.ops.dequantize.reference import e2m1_values, repeat_tiles
+from jaxlowprec.formats import Format
+from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.rounding import rounded
 
 
-def accumulate_blocks(a_data, a_scale, b_data, b_scale, a_tiles: bool, b_tiles: bool) -> jax.Array:
-    """float32 [..., M, N] without the tensor scales: y = 0; for each block of K in order y = fl(y + term).
+def products(
+    a_data: jax.Array, a_scale: jax.Array, a_format: Format, b_data: jax.Array, b_scale: jax.Array, b_format: Format
+) -> jax.Array:
+    """float32 [..., M, N] without the amaxes of two-level formats.
 
-    A term, the dot product of 16 E2M1 codes times two E4M3 scales, is exact in float32.
+    y = 0; for each block of K in order, with p the dot product of its codes: y = y + p * s_a * s_b. For E2M1 codes p is
+    exact, so the bytes are defined; for 8-bit codes the order of additions within p is XLA's.
     """
+    values = [code_values(a_data, a_format), code_values(b_data, b_format)]
+    scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
+    if a_format.scaling == "tensor":
+        return rounded(rounded(_dot(*values) * scales[0]) * scales[1])
 
-    def by_block(data, scale, tiles):
-        values = e2m1_values(data).reshape(*data.shape[:-1], scale.shape[-1], BLOCK)
-        return jnp.moveaxis(values, -2, 0), jnp.moveaxis(repeat_tiles(scale, data.shape[-2], tiles), -1, 0)
+    def by_block(v, scale):
+        missing = scale.shape[-1] * a_format.length - v.shape[-1]
+        v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)])
+        v = v.reshape(*v.shape[:-1], scale.shape[-1], a_format.length)
+        return jnp.moveaxis(v, -2, 0), jnp.moveaxis(scale, -1, 0)
 
     def add(y, block):
         (a, sa), (b, sb) = block
-        dot = jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.float32)
-        return y + dot * (sa[..., :, None] * sb[..., None, :]), None
+        sa, sb = sa[..., :, None], sb[..., None, :]
+        if a_format.scaling == "two_level":
+            return y + _dot(a, b) * (sa * sb), None  # the term is exact: fused or not is the same
+        return y + rounded(rounded(_dot(a, b) * sa) * sb), None
 
     shape = (*a_data.shape[:-2], a_data.shape[-2], b_data.shape[-2])
-    blocks = (by_block(a_data, a_scale, a_tiles), by_block(b_data, b_scale, b_tiles))
+    blocks = tuple(map(by_block, values, scales))
     return jax.lax.scan(add, jnp.zeros(shape, jnp.float32), blocks)[0]
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.float32)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
@@ -50,19 +65,25 @@ def _exp(z: jax.Array) -> jax.Array:
     return jnp.where(z < -87, 0.0, jnp.where(z > 88, jnp.inf, p * power))
 
 
-def scale_products(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
-    """acc * alpha: the tensor scales of both operands."""
+def apply_amaxes(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
+    """acc * alpha: the tensor scales of two-level operands."""
     alpha = (a_amax * b_amax) * jnp.float32(1 / 7225344)
     return rounded(y * alpha[..., None, None])
 
 
-def finish(y, bias, accumulate, gelu: bool, pre_activation: bool, out_dtype) -> list[jax.Array]:
+def finish(y, bias, accumulate, activation_input, activation, pre_activation: bool, out_dtype) -> list[jax.Array]:
     """+ bias -> activation -> + accumulate -> one cast, each in float32. A second result is what GELU got."""
     if bias is not None:
         y = y + bias[..., None, :]
     before = y
-    if gelu:
+    if activation == "gelu":
         y = gelu_tanh(y)
+    elif activation == "dgelu":
+        y = rounded(y * gelu_tanh_gradient(activation_input.astype(jnp.float32)))
     if accumulate is not None:
         y = y + accumulate.astype(jnp.float32)
     return [y.astype(out_dtype)] + ([before.astype(out_dtype)] if pre_activation else [])
+
+
+def gelu_tanh_gradient(x):
+    raise NotImplementedError
