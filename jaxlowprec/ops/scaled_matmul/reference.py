@@ -83,7 +83,3 @@ def finish(y, bias, accumulate, activation_input, activation, pre_activation: bo
     if accumulate is not None:
         y = y + accumulate.astype(jnp.float32)
     return [y.astype(out_dtype)] + ([before.astype(out_dtype)] if pre_activation else [])
-
-
-def gelu_tanh_gradient(x):
-    raise NotImplementedError
