@@ -2,8 +2,8 @@
 // (numerics.md 9), so that every instruction set, tiling and number of threads gives the same bytes.
 //
 // A panel of up to 64 rows of b is unpacked into quads, 4 codes of one row in a 32-bit lane, and meets small tiles of rows
-// of a, unpacked too, 16 codes at a time: a granule. A code is twice its value, so dot products are four times too large. The
-// byte dot products of x86 want one unsigned side: that side is stored 12 too large and 12 times the sum of the other is
+// of a, unpacked too, 16 codes at a time: a granule. A code is twice its value, so dot products are four times too large.
+// The byte dot products of x86 want one unsigned side: that side is stored 12 too large and 12 times the sum of the other is
 // taken off again. Nothing is blocked along K: a tile's accumulators stay in registers all the way.
 #pragma once
 
@@ -297,7 +297,9 @@ struct MatmulE2M1 {
     int rows;
   };
 
-  static MatmulChunks cut(const MatmulProblem& p) { return {p, {128, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}, 8}; }
+  static MatmulChunks cut(const MatmulProblem& p) {
+    return {p, {128, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}, 8};
+  }
 
   static int64_t granules(const MatmulProblem& p) { return p.a.format.blocks(p.depth()) * Scales::kGranules; }
 

@@ -1,4 +1,5 @@
-// What happens to a GEMM's float32 sums once their scales are in: + bias, activation, + accumulate, one cast (numerics.md 9).
+// What happens to a GEMM's float32 sums once their scales are in: + bias, activation, + accumulate, one cast (numerics.md
+// 9).
 #pragma once
 
 #include "../numerics/gelu.h"

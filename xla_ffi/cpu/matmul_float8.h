@@ -1,9 +1,10 @@
 // GEMMs with 8-bit codes on one side or both (numerics.md 9). Codes become float32 again; a product of two is exact, so a
 // block's sum is one chain of fused or separate multiply-adds along K, the same bytes either way and whatever the tiling.
 //
-// K is walked in steps: a's rows of a chunk are unpacked for one step, [row][k], then b a panel at a time, [vector][k][lane],
-// so that a small tile of results keeps its block sums in registers while the tile's part of the panel stays in the first
-// cache and a in the second. At the end of a block the sums go into y, which waits for the next step in scratch memory.
+// K is walked in steps: a's rows of a chunk are unpacked for one step, [row][k], then b a panel at a time,
+// [vector][k][lane], so that a small tile of results keeps its block sums in registers while the tile's part of the panel
+// stays in the first cache and a in the second. At the end of a block the sums go into y, which waits for the next step in
+// scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,10 @@ struct MatmulFloat8 {
       for (int64_t vector = 0; vector < part.vectors; vector += kPanelVectors) {
         const int64_t vectors = std::min<int64_t>(kPanelVectors, part.vectors - vector);
         load_panel(part, vector, vectors, k, depth);
-        multiply_panel(part, vector, vectors, depth);
+        if (part.blocks())
+          multiply_panel<true>(part, vector, vectors, depth);
+        else
+          multiply_panel<false>(part, vector, vectors, depth);
       }
     }
     for (int64_t row = 0; row < part.range.rows; ++row)
@@ -151,9 +155,8 @@ struct MatmulFloat8 {
     for (int64_t i = 0; i < part.range.rows; ++i) {
       const int64_t row = part.range.first_row + i;
       const uint8_t* data = a.data + (part.batch * part.p.rows + row) * a.format.row_bytes(a.columns) + bytes_of(a, k);
-      with_code(a.format.code, [&](auto code) {
-        unpack_row<decltype(code)::value>(data, bytes_of(a, depth), part.rows + i * kStep);
-      });
+      with_code(a.format.code,
+                [&](auto code) { unpack_row<decltype(code)::value>(data, bytes_of(a, depth), part.rows + i * kStep); });
       if (part.blocks())
         load_scales(a, part.p.rows, part.batch, row, k / a.format.block, a.format.blocks(depth),
                     part.rows_scale + i * kMaxBlocks, 1);
@@ -194,8 +197,9 @@ struct MatmulFloat8 {
     }
   }
 
-  /// kCount rows from `row` on by kWidth vectors of the panel from `at` on, which lies at `vector` in y.
-  template <int kCount, int kWidth>
+  /// kCount rows from `row` on by kWidth vectors of the panel from `at` on, which lies at `vector` in y. With blocks, each
+  /// one's sums enter y through their scales; without, y holds the sums themselves.
+  template <bool kBlocks, int kCount, int kWidth>
   __attribute__((noinline)) static void multiply_tile(const Part& part, int64_t row, int64_t vector, int64_t at,
                                                       int64_t depth) {
     const float* a = part.rows + row * kStep;
@@ -203,45 +207,44 @@ struct MatmulFloat8 {
     const float* a_scale = part.rows_scale + row * kMaxBlocks;
     const float* b_scale = part.panel_scale + at * kMaxBlocks * kLanes;
     float* y = part.y + ((vector + at) * part.range.rows + row) * kLanes;
-    const int64_t stride = part.range.rows * kLanes, block_size = part.blocks() ? part.p.a.format.block : depth;
-    for (int64_t k = 0, block = 0; k < depth; k += block_size, ++block) {
+    const int64_t stride = part.range.rows * kLanes, size = kBlocks ? part.p.a.format.block : depth;
+    for (int64_t k = 0; k < depth; k += size, ++a_scale, b_scale += kLanes) {
       F32 sums[kCount][kWidth];
       for (int r = 0; r < kCount; ++r)
-        for (int v = 0; v < kWidth; ++v)
-          sums[r][v] = part.blocks() ? F32{} : load<F32>(y + v * stride + r * kLanes);
-      add_products<kCount, kWidth>(a + k, b + k * kLanes, std::min(block_size, depth - k), sums);
-      JLP_UNROLL(12)
-      for (int r = 0; r < kCount; ++r) {
-        JLP_UNROLL(8)
-        for (int v = 0; v < kWidth; ++v) {
+        for (int v = 0; v < kWidth; ++v) sums[r][v] = kBlocks ? F32{} : load<F32>(y + v * stride + r * kLanes);
+      add_products<kCount, kWidth>(a + k, b + k * kLanes, std::min(size, depth - k), sums);
+      JLP_UNROLL(8)
+      for (int v = 0; v < kWidth; ++v) {
+        const F32 columns_scale = kBlocks ? load<F32>(b_scale + v * kMaxBlocks * kLanes) : F32{};
+        JLP_UNROLL(12)
+        for (int r = 0; r < kCount; ++r) {
           float* to = y + v * stride + r * kLanes;
-          if (part.blocks())
-            sums[r][v] = L::fused_multiply_add(sums[r][v] * a_scale[r * kMaxBlocks + block],
-                                               load<F32>(b_scale + (v * kMaxBlocks + block) * kLanes), load<F32>(to));
-          store(to, sums[r][v]);
+          const F32 sum = sums[r][v];
+          store(to, kBlocks ? L::fused_multiply_add(sum * a_scale[r * kMaxBlocks], columns_scale, load<F32>(to)) : sum);
         }
       }
     }
   }
 
   /// A tile of 1 to kMost rows.
-  template <int kMost>
+  template <bool kBlocks, int kMost>
   static void multiply_rows(const Part& part, int64_t row, int64_t vector, int64_t at, int64_t depth) {
     if constexpr (kMost > 1)
-      if (part.range.rows - row < kMost) return multiply_rows<kMost - 1>(part, row, vector, at, depth);
-    multiply_tile<kMost, kVectors>(part, row, vector, at, depth);
+      if (part.range.rows - row < kMost) return multiply_rows<kBlocks, kMost - 1>(part, row, vector, at, depth);
+    multiply_tile<kBlocks, kMost, kVectors>(part, row, vector, at, depth);
   }
 
   /// Few rows take wider tiles, so that there are enough independent sums.
+  template <bool kBlocks>
   static void multiply_panel(const Part& part, int64_t vector, int64_t vectors, int64_t depth) {
     const int64_t rows = part.range.rows;
     for (int64_t at = 0; at < vectors;) {
       if (rows == 1 && vectors - at >= 8) {
-        multiply_tile<1, 8>(part, 0, vector, at, depth), at += 8;
+        multiply_tile<kBlocks, 1, 8>(part, 0, vector, at, depth), at += 8;
       } else if (rows == 2 && vectors - at >= 4) {
-        multiply_tile<2, 4>(part, 0, vector, at, depth), at += 4;
+        multiply_tile<kBlocks, 2, 4>(part, 0, vector, at, depth), at += 4;
       } else {
-        for (int64_t row = 0; row < rows; row += kRows) multiply_rows<kRows>(part, row, vector, at, depth);
+        for (int64_t row = 0; row < rows; row += kRows) multiply_rows<kBlocks, kRows>(part, row, vector, at, depth);
         at += kVectors;
       }
     }

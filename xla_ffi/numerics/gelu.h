@@ -34,8 +34,8 @@ JLP_RULE F gelu_tanh(F x) {
 /// The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s. In this order:
 ///   x = clamp(x), square = x * x, u = x * (square * c1 + c0), e = exp_rule(u * -2), s = flush(1 / (e + 1)),
 ///   slope = square * c3 + c2, s + (x * s) * ((e * s) * slope)
-/// with c0 = sqrt(2/pi), c1 = 0.044715 c0, c2 = 2 c0, c3 = 6 c1. At the clamp e is still finite and s already too small for a
-/// normal number: the derivative is exactly 0 from there on to the left, and exactly 1 to the right.
+/// with c0 = sqrt(2/pi), c1 = 0.044715 c0, c2 = 2 c0, c3 = 6 c1. At the clamp e is still finite and s already too small for
+/// a normal number: the derivative is exactly 0 from there on to the left, and exactly 1 to the right.
 template <class F>
 JLP_RULE F gelu_tanh_gradient(F x) {
   using L = Lanes<F>;
