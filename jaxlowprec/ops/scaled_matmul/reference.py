@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.formats import Format
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
-from jaxlowprec.ops.rounding import rounded
+from jaxlowprec.ops.rounding import flush, rounded
 
 
 def products(
@@ -51,6 +51,21 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     cubic = rounded((x * x) * f(0.0356774069368839263916015625))
     u = x * (cubic + f(0.797884583473205566406250))
     return x / (_exp(u * f(-2.0)) + f(1.0))
+
+
+def gelu_tanh_gradient(x: jax.Array) -> jax.Array:
+    """The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s.
+
+    The order of xla_ffi/numerics/gelu.h. At the clamp s is too small for a normal number: exactly 0 and 1 beyond it.
+    """
+    f = jnp.float32
+    x = jnp.clip(x, f(-10.015625), f(10.015625))
+    square = x * x
+    u = x * (rounded(square * f(0.0356774069368839263916015625)) + f(0.797884583473205566406250))
+    e = _exp(u * f(-2.0))
+    s = flush(f(1.0) / (e + f(1.0)))
+    slope = rounded(square * f(0.2140644490718841552734375)) + f(1.59576916694641113281250)
+    return s + rounded((x * s) * ((e * s) * slope))
 
 
 def _exp(z: jax.Array) -> jax.Array:
