@@ -35,18 +35,17 @@ constexpr int kTileRows = 4, kTileVectors = 2;
 constexpr bool kIntegerDot = std::is_same_v<Code, uint8_t>;
 constexpr int kTileColumns = kTileVectors * kLanes;
 constexpr int kPanelColumns = 64;
-constexpr int kGranule = 16;  // codes: 8 bytes
 
 /// One granule of a tile of rows of a. They lie together: rows a power of two apart would share a few cache sets.
 struct RowsGranule {
-  Code code[kTileRows][kGranule];  // twice the values
+  Code code[kTileRows][kBlock];  // twice the values
   int32_t start[kTileRows];        // -kPanelOffset times their sum
   float scale[kTileRows];          // of the block that begins here
 };
 
 /// One granule of kLanes rows of b.
 struct alignas(64) PanelGranule {
-  Code code[kGranule * kLanes];  // [quad][lane][4], or [k][lane]
+  Code code[kBlock * kLanes];  // [quad][lane][4], or [k][lane]
   int32_t start[kLanes];         // -kRowsOffset times their sum
   float scale[kLanes];
 };
@@ -122,7 +121,7 @@ __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t gr
     for (int i = 0; i < count; ++i) {
       memcpy(out[g + i].code[row], reinterpret_cast<const uint8_t*>(&halves[i % 2]) + i / 2 * 16, 16);
       if (kPanelOffset)
-        out[g + i].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * i]) - kPanelOffset * kGranule);
+        out[g + i].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * i]) - kPanelOffset * kBlock);
     }
   }
 }
@@ -206,7 +205,7 @@ JLP_RULE F32 dot_block(const RowsGranule* rows, int r, const PanelGranule* panel
   F32 sum = F32{};  // small integers: exact in any order
   for (int g = 0; g < kGranules; ++g) {
     JLP_UNROLL(16)
-    for (int k = 0; k < kGranule; ++k) sum += load<F32>(panel[g].code + k * kLanes) * rows[g].code[r][k];
+    for (int k = 0; k < kBlock; ++k) sum += load<F32>(panel[g].code + k * kLanes) * rows[g].code[r][k];
   }
   return sum;
 #endif

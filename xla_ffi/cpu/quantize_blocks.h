@@ -20,11 +20,10 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-constexpr int kGranule = 16;  // elements whose maximum and random bytes come together
 constexpr int kLargestBlock = 128;
 constexpr int kUnit = std::max(kGroup, kLargestBlock);  // elements along a row: whole groups and whole blocks
 constexpr int kUnitGroups = kUnit / kGroup;
-constexpr int kUnitGranules = kUnit / kGranule;
+constexpr int kUnitGranules = kUnit / kBlock;
 constexpr int kTileBlocks = kColumnTileRows / 32;  // most blocks down a tile
 
 /// What one matrix of the batch is quantised with.
@@ -123,7 +122,7 @@ JLP_RULE void encode_float8_group(const typename E::Storage* x, const float* enc
   JLP_UNROLL(4)
   for (int i = 0; i < kGroup; i += 4 * kLanes)
     encode_float8<E, Element, kStochastic>(
-        x + i, [&](int k) { return L::splat(encode[(i + k * kLanes) / kGranule]); },
+        x + i, [&](int k) { return L::splat(encode[(i + k * kLanes) / kBlock]); },
         [&](int k) { return load_u8(random + i + k * kLanes); }, data + i);
 }
 
@@ -146,7 +145,7 @@ __attribute__((noinline)) void encode_span(const typename E::Storage* x, int gro
   if (kPacked || __builtin_expect(span.finite, 1)) return;
   if (context.is_tensor()) return write_nan_codes<E>(x, groups * kGroup, data);
   for (int i = 0; i < groups * kLanes; ++i)
-    if (span.encode[i] != span.encode[i]) memset(data + i * kGranule, 0, kGranule);
+    if (span.encode[i] != span.encode[i]) memset(data + i * kBlock, 0, kBlock);
 }
 
 /// A run of elements of one row, quantised with blocks along it.
@@ -165,7 +164,7 @@ void quantize_blocks_of_row(const typename E::Storage* x, int64_t elements, cons
     if (!whole) {
       memset(padded, 0, sizeof padded);
       memcpy(padded, x, count * sizeof *x);
-      if (kStochastic) memcpy(padded_granules, granules, divide_up(count, kGranule) * sizeof *granules);
+      if (kStochastic) memcpy(padded_granules, granules, divide_up(count, kBlock) * sizeof *granules);
     }
     const auto* from = whole ? x : padded;
     const uint32_t* ids = whole ? granules : padded_granules;
@@ -178,7 +177,7 @@ void quantize_blocks_of_row(const typename E::Storage* x, int64_t elements, cons
       memcpy(scale, span.scale, bytes);
       scale += bytes;
     }
-    x += count, elements -= count, data += code_bytes<Element>(count), granules += count / kGranule;
+    x += count, elements -= count, data += code_bytes<Element>(count), granules += count / kBlock;
   }
 }
 
@@ -231,7 +230,7 @@ __attribute__((noinline)) void encode_columns_of_granule(const typename E::Stora
   const auto byte = [&](int row, int column) {
     return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
   };
-  for (int r = 0; r < kGranule; r += std::is_same_v<Element, E2M1> ? 2 : 1, codes += kUnit)
+  for (int r = 0; r < kBlock; r += std::is_same_v<Element, E2M1> ? 2 : 1, codes += kUnit)
     for (int i = 0; i < columns; i += 4 * kLanes)
       if constexpr (std::is_same_v<Element, E2M1>)
         encode_row_pair<E, kStochastic>(
@@ -357,9 +356,9 @@ struct QuantizeBlocks {
   static void tile_rows(const QuantizeProblem& p, Tile& t, int64_t batch, int64_t row, int64_t column) {
     constexpr int kSpanRows = kSpan / kUnitGroups;
     const BlockContext context(p, p.rowwise, batch);
-    const int64_t granules = divide_up(t.input.columns, kGranule);
+    const int64_t granules = divide_up(t.input.columns, kBlock);
     alignas(64) uint32_t ids[kUnitGranules] = {};
-    if (kStochastic) memcpy(ids, context.random.groups + column / kGranule, granules * sizeof *ids);
+    if (kStochastic) memcpy(ids, context.random.groups + column / kBlock, granules * sizeof *ids);
     BlockSpan span;
     RandomSpan<kStochastic> random;
     for (int first = 0; first < t.input.rows; first += kSpanRows) {
@@ -394,7 +393,7 @@ struct QuantizeBlocks {
     span.finite = t.finite;
     float* encode = span.encode;
     for (int r = first; r < first + count; ++r)
-      for (int i = 0; i < kUnit; i += kGranule) *encode++ = t.encode[r / context.format.block][i];
+      for (int i = 0; i < kUnit; i += kBlock) *encode++ = t.encode[r / context.format.block][i];
   }
 
   /// The codes of a tile for the columnwise direction.
@@ -402,20 +401,20 @@ struct QuantizeBlocks {
     const int block = Tile::block_rows(context);
     alignas(64) uint32_t ids[kUnit] = {}, words[4][kUnit];
     if (kStochastic) memcpy(ids, context.random.rows + column, t.input.columns * sizeof *ids);
-    for (int r = 0; r < t.input.rows; r += kGranule) {
+    for (int r = 0; r < t.input.rows; r += kBlock) {
       for (int i = 0; kStochastic && i < t.input.columns; i += kLanes) {
         U32 random[4];
-        random_columns(context.random, load<U32>(ids + i), context.random.groups[(row + r) / kGranule], random);
+        random_columns(context.random, load<U32>(ids + i), context.random.groups[(row + r) / kBlock], random);
         for (int w = 0; w < 4; ++w) store(&words[w][i], random[w]);
       }
       encode_columns_of_granule<E, Element, kStochastic>(t.input.x[r], t.encode[r / block], words, t.input.columns,
                                                          t.codes[code_bytes<Element>(r)]);
     }
     const int rest = t.input.rows % 32;  // packed codes fill their last block
-    if (kPacked && rest > 0 && rest <= kGranule) memset(t.codes[(t.input.rows - rest + kGranule) / 2], 0, 8 * kUnit);
+    if (kPacked && rest > 0 && rest <= kBlock) memset(t.codes[(t.input.rows - rest + kBlock) / 2], 0, 8 * kUnit);
     if (__builtin_expect(t.finite, 1)) return;
     if (context.is_tensor()) return write_nan_codes<E>(t.input.x[0], t.input.rows * kUnit, t.codes[0]);
-    for (int r = 0; r < divide_up(t.input.rows, kGranule) * kGranule; ++r)
+    for (int r = 0; r < divide_up(t.input.rows, kBlock) * kBlock; ++r)
       for (int i = 0; i < t.input.columns; ++i)
         if (t.encode[r / block][i] != t.encode[r / block][i]) t.codes[code_bytes<Element>(r)][i] = 0;
   }

@@ -9,7 +9,7 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-constexpr int kBlock = 16;
+constexpr int kBlock = 16;  // elements whose maximum, random bytes or dot product come together: a block of NVFP4
 constexpr int kGroup = kBlock * kLanes;  // elements of a row handled at once: one block a lane
 constexpr int kPairs = 8;                // vectors of 2 * kLanes elements in a group
 constexpr int kSpan = 16;                // groups of a row whose scales are computed ahead of their codes
