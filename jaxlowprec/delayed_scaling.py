@@ -1,9 +1,9 @@
 """Delayed scaling: per-tensor FP8 scaled by the amaxes of earlier steps, and the state that remembers them.
 
-The state of a layer is six float32 arrays, named as Flax's `fp8_ops` names them: for `input`, `kernel` and `output_grad`
-a `<name>_amax_history` [L] and a `<name>_scale` [1]. Slot 0 of a history is the latest step's amax. As in Flax, the state
-travels with the parameters: **its gradient is its new value**, which replaces the old one. So one backward pass rolls
-every history once, and what a layer saw in several places is combined by max on the way back.
+The state of a layer is six float32 arrays, named as Flax's `fp8_ops` names them: for `input`, `kernel` and
+`output_grad` a `<name>_amax_history` [L] and a `<name>_scale` [1]. Slot 0 of a history is the latest step's amax. As in
+Flax, the state travels with the parameters: **its gradient is its new value**, which replaces the old one. So one
+backward pass rolls every history once, and what a layer saw in several places is combined by max on the way back.
 
 * In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's own `TrainState` overwrites by itself.
 * Adding up the gradients of microbatches: `add_gradients(a, b)`.
@@ -106,7 +106,7 @@ def _as_float32(leaf: jax.Array) -> jax.Array:
 
 
 def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
-    """The largest amax that shares a history: over batch axes, and mesh axes that the history does not vary over."""
+    """The largest amax that shares a history: over batch axes, and mesh axes that the history is not split over."""
     amax = amaxes.max(initial=0.0)
     varying, own = (jax.typeof(v).manual_axis_type.varying for v in (amax, history))
     if axes := tuple(sorted(varying - own)):

@@ -60,6 +60,7 @@ def quantize_kernel(
     recipe: Recipe | None = FROM_CONTEXT,
     *,
     name: str = "",
+    state: delayed_scaling.State | None = None,
 ) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
 
@@ -70,6 +71,7 @@ def quantize_kernel(
         kernel: the master weight, bfloat16, float16 or float32.
         recipe: whose weight role to follow; default: the context's.
         name: the layer's, for recipes that treat layers differently (`Custom`).
+        state: of delayed scaling, see `linear`.
 
     Raises:
         ValueError: no recipe, or one that keeps this weight in high precision.
@@ -87,7 +89,11 @@ def quantize_kernel(
     role = recipe.roles("linear", name).weight
     if role is None:
         raise ValueError(f"quantize_kernel: {recipe} keeps the weight of layer {name!r} in high precision")
-    return QuantizedKernel(*quantize_both(kernel, role.format))
+    encode = None
+    if recipe.delayed is not None:
+        state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
+        encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", role.format.maximum)
+    return QuantizedKernel(*quantize_both(kernel, role.format, encode_scale=encode))
 
 
 def linear(
