@@ -203,6 +203,7 @@ JLP_RULE F32 dot_block(const RowsGranule* rows, int r, const PanelGranule* panel
   return L::to_float((U32)sum);
 #else
   F32 sum = F32{};  // small integers: exact in any order
+  JLP_UNROLL(2)
   for (int g = 0; g < kGranules; ++g) {
     JLP_UNROLL(16)
     for (int k = 0; k < kBlock; ++k) sum += load<F32>(panel[g].code + k * kLanes) * rows[g].code[r][k];
