@@ -127,16 +127,31 @@ JLP_RULE void encode_float8_group(const typename E::Storage* x, const float* enc
         [&](int k) { return load_u8(random + i + k * kLanes); }, data + i);
 }
 
+/// Elements that will be read soon and that the processor does not fetch ahead by itself: kUnit of them every `stride`.
+template <class E>
+struct Ahead {
+  const typename E::Storage* x;
+  int64_t stride;
+
+  /// What comes after `rows` kUnits.
+  Ahead down(int rows) const { return {x + rows * stride, stride}; }
+
+  /// The g-th group of them.
+  void fetch(int g) const {
+    const auto* group = reinterpret_cast<const char*>(x + g / kUnitGroups * stride + g % kUnitGroups * kGroup);
+    for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(group + line);
+  }
+};
+
 /// The codes of a span.
 template <class E, class Element, bool kStochastic>
 __attribute__((noinline)) void encode_span(const typename E::Storage* x, int groups, const BlockSpan& span,
                                            const RandomSpan<kStochastic>& random, const BlockContext& context,
-                                           uint8_t* data) {
+                                           const Ahead<E>& ahead, uint8_t* data) {
   constexpr bool kPacked = std::is_same_v<Element, E2M1>;
   const bool ordinary = span.finite && context.scales.up;  // of E2M1
   for (int g = 0; g < groups; ++g) {
-    const char* next_span = reinterpret_cast<const char*>(x + (kSpan + g) * kGroup);  // a page that none fetches ahead
-    for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(next_span + line);
+    ahead.fetch(g);
     uint8_t* to = data + code_bytes<Element>(g * kGroup);
     if constexpr (kPacked)
       quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode + g * kLanes, ordinary, random.bytes[g], to);
@@ -171,7 +186,8 @@ void quantize_blocks_of_row(const typename E::Storage* x, int64_t elements, cons
     const uint32_t* ids = whole ? granules : padded_granules;
     span.template compute<E>(from, groups, context);
     for (int g = 0; kStochastic && g < groups; ++g) random_row_group(context.random, row, ids + g * kLanes, random.bytes[g]);
-    encode_span<E, Element, kStochastic>(from, groups, span, random, context, whole ? data : codes);
+    encode_span<E, Element, kStochastic>(from, groups, span, random, context, {from + kSpan * kGroup, kUnit},
+                                         whole ? data : codes);
     if (!whole) memcpy(data, codes, context.format.row_bytes(count));
     if (!context.is_tensor()) {
       const int64_t bytes = context.format.blocks(count) * context.scales.bytes();
@@ -187,12 +203,26 @@ void quantize_blocks_of_row(const typename E::Storage* x, int64_t elements, cons
 /// A tile and what is made of it; it lies in the thread's scratch memory.
 template <class E>
 struct BlockTile {
+  int64_t batch, row, column;  // its place
+  Ahead<E> ahead;              // the tile to its right, if the same chunk has one, to be fetched while codes are made
   Staged<E, kColumnTileRows, kUnit> input;
   alignas(64) uint8_t codes[kColumnTileRows][kUnit];
   alignas(64) uint32_t amax[kTileBlocks][kUnit];  // of columns, a block of rows each
   alignas(64) uint32_t scale[kTileBlocks][kUnit];
   alignas(64) float encode[kTileBlocks][kUnit];
   bool finite;
+
+  BlockTile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, bool more)
+      : batch(batch),
+        row(row),
+        column(column),
+        ahead{matrix(p, batch) + row * p.columns + column + kUnit, p.columns},
+        input(matrix(p, batch), p.rows, p.columns, row, column) {
+    if (!more) ahead = {input.x[0], kUnit};
+  }
+  static const typename E::Storage* matrix(const QuantizeProblem& p, int64_t batch) {
+    return static_cast<const typename E::Storage*>(p.x) + batch * p.rows * p.columns;
+  }
 
   /// How many rows share a scale of a column, as far as a tile can see.
   static int block_rows(const BlockContext& context) { return context.is_tensor() ? kColumnTileRows : context.format.block; }
@@ -227,13 +257,16 @@ struct BlockTile {
 /// 16 rows of a tile, each column with its own factor. `random` has four words a column: byte r of them is row r's.
 template <class E, class Element, bool kStochastic>
 __attribute__((noinline)) void encode_columns_of_granule(const typename E::Storage* x, const float* encode,
-                                                         const uint32_t (*random)[kUnit], int columns, uint8_t* codes) {
+                                                         const uint32_t (*random)[kUnit], int columns, const Ahead<E>& ahead,
+                                                         uint8_t* codes) {
   const auto byte = [&](int row, int column) {
     return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
   };
-  for (int r = 0; r < kGranule; r += std::is_same_v<Element, E2M1> ? 2 : 1, codes += kUnit)
+  constexpr int kStep = std::is_same_v<Element, E2M1> ? 2 : 1;
+  for (int r = 0; r < kGranule; r += kStep, codes += kUnit) {
+    for (int g = r * kUnitGroups; g < (r + kStep) * kUnitGroups; ++g) ahead.fetch(g);
     for (int i = 0; i < columns; i += 4 * kLanes)
-      if constexpr (std::is_same_v<Element, E2M1>)
+      if constexpr (kStep == 2)
         encode_row_pair<E, kStochastic>(
             x + r * kUnit + i, x + (r + 1) * kUnit + i, encode + i,
             [&](int half, int k) { return byte(r + half, i + k * kLanes); }, codes + i);
@@ -241,6 +274,15 @@ __attribute__((noinline)) void encode_columns_of_granule(const typename E::Stora
         encode_float8<E, Element, kStochastic>(
             x + r * kUnit + i, [&](int k) { return load<F32>(encode + i + k * kLanes); },
             [&](int k) { return byte(r, i + k * kLanes); }, codes + i);
+  }
+}
+
+/// A piece of a line of the result: past the caches where it is whole cache lines.
+JLP_RULE void store_codes(uint8_t* to, const uint8_t* codes, int64_t bytes) {
+  if (bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
+    for (int64_t line = 0; line < bytes; line += 64) stream_line(to + line, codes + line);
+  else
+    memcpy(to, codes, bytes);
 }
 
 /// Rows of codes [lines][kUnit] to the K-major result, of which `bytes` a column are wanted, `stride` apart.
@@ -249,13 +291,7 @@ JLP_RULE void store_transposed(const uint8_t (*codes)[kUnit], int lines, int col
   alignas(64) uint8_t out[16][kColumnTileRows];
   for (int column = 0; column < columns; column += 16) {
     for (int line = 0; line < lines; line += 16) transpose_bytes(&codes[line][column], kUnit, &out[0][line], sizeof out[0]);
-    for (int c = 0; c < std::min(16, columns - column); ++c) {
-      uint8_t* to = data + (column + c) * stride;
-      if (bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
-        for (int64_t line = 0; line < bytes; line += 64) stream_line(to + line, out[c] + line);
-      else
-        memcpy(to, out[c], bytes);
-    }
+    for (int c = 0; c < std::min(16, columns - column); ++c) store_codes(data + (column + c) * stride, out[c], bytes);
   }
 }
 
@@ -266,8 +302,9 @@ struct QuantizeBlocks {
   using Tile = BlockTile<E>;
   static constexpr bool kPacked = std::is_same_v<Element, E2M1>;
   static constexpr int64_t kRunElements = 32 * 1024;
+  static constexpr int64_t kStripColumns = 4 * kUnit;
 
-  // Chunks: tiles where columns or square blocks are wanted, runs of rows otherwise.
+  // Chunks: strips of tiles where columns or square blocks are wanted, runs of rows otherwise.
 
   static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
 
@@ -275,7 +312,7 @@ struct QuantizeBlocks {
   static bool flat(const QuantizeProblem& p) { return !kStochastic && p.columns % p.format.block == 0; }
 
   static int64_t chunks_per_matrix(const QuantizeProblem& p) {
-    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kUnit);
+    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kStripColumns);
     if (flat(p)) return divide_up(p.rows * p.columns, kRunElements);
     return divide_up(p.rows, rows_per_run(p));
   }
@@ -291,8 +328,9 @@ struct QuantizeBlocks {
     }
     if (!wanted.rowwise.data && !wanted.columnwise.data) return;
     if (!by_tiles(p)) return run(wanted, batch, chunk);
-    const int64_t across = divide_up(p.columns, kUnit);
-    tile(wanted, batch, chunk / across * kColumnTileRows, chunk % across * kUnit);
+    const int64_t across = divide_up(p.columns, kStripColumns), first = chunk % across * kStripColumns;
+    for (int64_t column = first; column < std::min(first + kStripColumns, p.columns); column += kUnit)
+      tile(wanted, batch, chunk / across * kColumnTileRows, column, column + kUnit < first + kStripColumns);
   }
 
  private:
@@ -329,24 +367,22 @@ struct QuantizeBlocks {
   static int64_t row_scales(const QuantizeProblem& p) { return p.format.scale_columns(p.columns) * p.format.scale_bytes(); }
 
   /// A tile of up to 128 rows by kUnit columns, in the wanted directions.
-  static void tile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column) {
+  static void tile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, bool more) {
     const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
     const BlockContext context(p, columnwise ? p.columnwise : p.rowwise, batch);
-    Tile& t = *reinterpret_cast<Tile*>(thread_scratch(sizeof(Tile)));
-    new (&t.input) Staged<E, kColumnTileRows, kUnit>(static_cast<const Storage*>(p.x) + batch * p.rows * p.columns, p.rows,
-                                                     p.columns, row, column);
-    if (columnwise || context.is_shared()) t.compute(context);
-    if (p.format.tiles) store_tile_scales(p, context, t, batch, row, column);
-    if (rowwise) tile_rows(p, t, batch, row, column);
+    Tile& t = *new (thread_scratch(sizeof(Tile))) Tile(p, batch, row, column, more);
+    if (columnwise || p.format.tiles) t.compute(context);
+    if (p.format.tiles) store_tile_scales(p, context, t);
+    if (rowwise) tile_rows(p, t);
     if (!columnwise) return;
     // To nearest, a block that both directions share has the same codes in both.
     const bool made = !kPacked && !kStochastic && rowwise && context.is_shared() && same_tensor(p, batch);
-    if (!made) encode_tile_columns(context, t, row, column);
+    if (!made) encode_tile_columns(context, t);
     const int lines = static_cast<int>(code_bytes<Element>(divide_up(t.input.rows, 32) * 32));
     const int64_t stride = p.format.row_bytes(p.rows);
     uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + code_bytes<Element>(row);
     store_transposed(t.codes, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
-    if (!context.is_shared()) store_column_scales(p, context, t, batch, row, column);
+    if (!context.is_shared()) store_column_scales(p, context, t);
   }
 
   static bool same_tensor(const QuantizeProblem& p, int64_t batch) {
@@ -354,12 +390,12 @@ struct QuantizeBlocks {
   }
 
   /// The rowwise half of a tile.
-  static void tile_rows(const QuantizeProblem& p, Tile& t, int64_t batch, int64_t row, int64_t column) {
+  static void tile_rows(const QuantizeProblem& p, Tile& t) {
     constexpr int kSpanRows = kSpan / kUnitGroups;
-    const BlockContext context(p, p.rowwise, batch);
-    const int64_t granules = divide_up(t.input.columns, kGranule);
+    const BlockContext context(p, p.rowwise, t.batch);
     alignas(64) uint32_t ids[kUnitGranules] = {};
-    if (kStochastic) memcpy(ids, context.random.groups + column / kGranule, granules * sizeof *ids);
+    if (kStochastic)
+      memcpy(ids, context.random.groups + t.column / kGranule, divide_up(t.input.columns, kGranule) * sizeof *ids);
     BlockSpan span;
     RandomSpan<kStochastic> random;
     for (int first = 0; first < t.input.rows; first += kSpanRows) {
@@ -369,23 +405,23 @@ struct QuantizeBlocks {
       else
         span.template compute<E>(t.input.x[first], groups, context);
       for (int g = 0; kStochastic && g < groups; ++g)
-        random_row_group(context.random, context.random.rows[row + first + g / kUnitGroups], ids + g % kUnitGroups * kLanes,
-                         random.bytes[g]);
+        random_row_group(context.random, context.random.rows[t.row + first + g / kUnitGroups],
+                         ids + g % kUnitGroups * kLanes, random.bytes[g]);
       uint8_t* codes = t.codes[0] + code_bytes<Element>(first * kUnit);
-      encode_span<E, Element, kStochastic>(t.input.x[first], groups, span, random, context, codes);
+      encode_span<E, Element, kStochastic>(t.input.x[first], groups, span, random, context, t.ahead.down(first), codes);
       for (int r = 0; r < count; ++r)
-        store_row(p, context, t, batch, row + first + r, column, codes + code_bytes<Element>(r * kUnit),
+        store_row(p, context, t, first + r, codes + code_bytes<Element>(r * kUnit),
                   span.scale + r * (kUnit / p.format.block) * context.scales.bytes());
     }
   }
 
-  static void store_row(const QuantizeProblem& p, const BlockContext& context, const Tile& t, int64_t batch, int64_t row,
-                        int64_t column, const uint8_t* codes, const uint8_t* scale) {
-    const int64_t line = batch * p.rows + row;
-    memcpy(p.rowwise.data + line * p.format.row_bytes(p.columns) + code_bytes<Element>(column), codes,
-           p.format.row_bytes(t.input.columns));
+  static void store_row(const QuantizeProblem& p, const BlockContext& context, const Tile& t, int row, const uint8_t* codes,
+                        const uint8_t* scale) {
+    const int64_t line = t.batch * p.rows + t.row + row;
+    uint8_t* data = p.rowwise.data + line * p.format.row_bytes(p.columns) + code_bytes<Element>(t.column);
+    store_codes(data, codes, p.format.row_bytes(t.input.columns));
     if (context.is_shared()) return;
-    memcpy(p.rowwise.scale + line * row_scales(p) + column / p.format.block * context.scales.bytes(), scale,
+    memcpy(p.rowwise.scale + line * row_scales(p) + t.column / p.format.block * context.scales.bytes(), scale,
            p.format.blocks(t.input.columns) * context.scales.bytes());
   }
 
@@ -398,18 +434,18 @@ struct QuantizeBlocks {
   }
 
   /// The codes of a tile for the columnwise direction.
-  static void encode_tile_columns(const BlockContext& context, Tile& t, int64_t row, int64_t column) {
+  static void encode_tile_columns(const BlockContext& context, Tile& t) {
     const int block = Tile::block_rows(context);
     alignas(64) uint32_t ids[kUnit] = {}, words[4][kUnit];
-    if (kStochastic) memcpy(ids, context.random.rows + column, t.input.columns * sizeof *ids);
+    if (kStochastic) memcpy(ids, context.random.rows + t.column, t.input.columns * sizeof *ids);
     for (int r = 0; r < t.input.rows; r += kGranule) {
       for (int i = 0; kStochastic && i < t.input.columns; i += kLanes) {
         U32 random[4];
-        random_columns(context.random, load<U32>(ids + i), context.random.groups[(row + r) / kGranule], random);
+        random_columns(context.random, load<U32>(ids + i), context.random.groups[(t.row + r) / kGranule], random);
         for (int w = 0; w < 4; ++w) store(&words[w][i], random[w]);
       }
       encode_columns_of_granule<E, Element, kStochastic>(t.input.x[r], t.encode[r / block], words, t.input.columns,
-                                                         t.codes[code_bytes<Element>(r)]);
+                                                         t.ahead.down(r), t.codes[code_bytes<Element>(r)]);
     }
     const int rest = t.input.rows % 32;  // packed codes fill their last block
     if (kPacked && rest > 0 && rest <= kGranule) memset(t.codes[(t.input.rows - rest + kGranule) / 2], 0, 8 * kUnit);
@@ -420,26 +456,29 @@ struct QuantizeBlocks {
         if (t.encode[r / block][i] != t.encode[r / block][i]) t.codes[code_bytes<Element>(r)][i] = 0;
   }
 
-  static void store_column_scales(const QuantizeProblem& p, const BlockContext& context, const Tile& t, int64_t batch,
-                                  int64_t row, int64_t column) {
-    const int64_t down = p.format.blocks(p.rows), bytes = context.scales.bytes();
-    uint8_t* to = p.columnwise.scale + ((batch * p.columns + column) * down + row / p.format.block) * bytes;
-    for (int c = 0; c < t.input.columns; ++c, to += down * bytes)
-      for (int b = 0; b < t.blocks_down(context); ++b) memcpy(to + b * bytes, &t.scale[b][c], bytes);
+  static void store_column_scales(const QuantizeProblem& p, const BlockContext& context, const Tile& t) {
+    const int64_t down = p.format.blocks(p.rows), first = t.row / p.format.block;
+    const int blocks = t.blocks_down(context);
+    for (int c = 0; c < t.input.columns; ++c) {
+      const int64_t at = (t.batch * p.columns + t.column + c) * down + first;
+      if (context.scales.e8m0)
+        for (int b = 0; b < blocks; ++b) p.columnwise.scale[at + b] = static_cast<uint8_t>(t.scale[b][c]);
+      else
+        memcpy(p.columnwise.scale + 4 * at, &t.scale[0][c], 4);
+    }
   }
 
   /// Scales of square blocks: the columnwise ones are the transposed.
-  static void store_tile_scales(const QuantizeProblem& p, const BlockContext& context, const Tile& t, int64_t batch,
-                                int64_t row, int64_t column) {
+  static void store_tile_scales(const QuantizeProblem& p, const BlockContext& context, const Tile& t) {
     const int block = p.format.block;
     const int64_t across = p.format.blocks(p.columns), down = p.format.blocks(p.rows), bytes = context.scales.bytes();
     for (int b = 0; b < t.blocks_down(context); ++b)
       for (int i = 0; i < t.input.columns; i += block) {
-        const int64_t tile_row = row / block + b, tile_column = (column + i) / block;
+        const int64_t tile_row = t.row / block + b, tile_column = (t.column + i) / block;
         if (p.rowwise.data)
-          memcpy(p.rowwise.scale + ((batch * down + tile_row) * across + tile_column) * bytes, &t.scale[b][i], bytes);
+          memcpy(p.rowwise.scale + ((t.batch * down + tile_row) * across + tile_column) * bytes, &t.scale[b][i], bytes);
         if (p.columnwise.data)
-          memcpy(p.columnwise.scale + ((batch * across + tile_column) * down + tile_row) * bytes, &t.scale[b][i], bytes);
+          memcpy(p.columnwise.scale + ((t.batch * across + tile_column) * down + tile_row) * bytes, &t.scale[b][i], bytes);
       }
   }
 };
