@@ -13,6 +13,7 @@ constexpr int kBlock = 16;
 constexpr int kGroup = kBlock * kLanes;  // elements of a row handled at once: one block a lane
 constexpr int kPairs = 8;                // vectors of 2 * kLanes elements in a group
 constexpr int kSpan = 16;                // groups of a row whose scales are computed ahead of their codes
+constexpr int kGranule = 16;             // elements whose maximum and random bytes come together, in every format
 constexpr int kSlabs = 8;                // slabs of a tile: 128 rows, so that a K-major line of 4-bit codes is 64 bytes
 constexpr int kColumnTileRows = kSlabs * kBlock;
 

@@ -239,10 +239,17 @@ JLP_RULE bool all_below(F32 v, float limit) {
 
 // Zero-extending loads: g++ 12 takes a vector conversion from narrow integers apart.
 
+#if defined(JLP_ISA_AVX512)
+JLP_RULE U32 join(__m256i low, __m256i high) {  // SIMDe lacks the 512-bit conversions
+  return (U32)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+#endif
+
 /// kLanes bytes.
 JLP_RULE U32 load_u8(const uint8_t* p) {
 #if defined(JLP_ISA_AVX512)
-  return (U32)_mm512_cvtepu8_epi32(load<__m128i>(p));
+  const __m128i bytes = load<__m128i>(p);
+  return join(_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
 #elif defined(JLP_ISA_AVX2)
   return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__SSE2__)
@@ -256,7 +263,8 @@ JLP_RULE U32 load_u8(const uint8_t* p) {
 /// kLanes 16-bit numbers.
 JLP_RULE U32 load_u16(const void* p) {
 #if defined(JLP_ISA_AVX512)
-  return (U32)_mm512_cvtepu16_epi32(load<__m256i>(static_cast<const uint8_t*>(p)));
+  const auto* eights = static_cast<const __m128i*>(p);
+  return join(_mm256_cvtepu16_epi32(_mm_loadu_si128(eights)), _mm256_cvtepu16_epi32(_mm_loadu_si128(eights + 1)));
 #elif defined(JLP_ISA_AVX2)
   return (U32)_mm256_cvtepu16_epi32(load<__m128i>(static_cast<const uint8_t*>(p)));
 #elif defined(__SSE2__)
