@@ -24,6 +24,11 @@ class Format {
   uint32_t count() const { return static_cast<uint32_t>(values_.size()); }
   double value(uint32_t code) const { return values_[code]; }
 
+  /// The largest code whose value is not above a >= 0.
+  uint32_t floor(double a) const {
+    return static_cast<uint32_t>(std::upper_bound(values_.begin(), values_.end(), a) - values_.begin()) - 1;
+  }
+
   /// The code of the value nearest to a >= 0, ties to the even code, saturating.
   uint32_t nearest(double a) const {
     const auto above = std::lower_bound(values_.begin(), values_.end(), a);

@@ -3,9 +3,11 @@
 #include "../../xla_ffi/numerics/e2m1.h"
 #include "../../xla_ffi/numerics/float16.h"
 #include "../../xla_ffi/numerics/float8.h"
+#include "../../xla_ffi/numerics/float8_block.h"
 #include "../../xla_ffi/numerics/gelu.h"
 #include "../../xla_ffi/numerics/hadamard.h"
 #include "../../xla_ffi/numerics/lanes.h"
+#include "../../xla_ffi/numerics/mx.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
 #include "../../xla_ffi/numerics/philox.h"
 
@@ -21,6 +23,8 @@ __host__ __device__ void apply_formats(float x, uint32_t bits, Store store) {
   store(e2m1_decode<float>(bits & 15u)), store(kE2M1Max);
   store(e4m3_encode_magnitude(x)), store(e4m3_encode(x)), store(e4m3_decode<float>(bits & 0xFFu));
   store(e5m2_encode(x)), store(e5m2_decode<float>(bits & 0xFFu));
+  store(e4m3_encode_stochastic(x, bits & 0xFFu)), store(e5m2_encode_stochastic(x, bits & 0xFFu));
+  store(float8_magnitude_bits<E4M3>(x) - kFloat8Offset<E4M3>);
   store(e8m0_encode_up(x)), store(e8m0_decode<float>(bits & 0xFFu));
   store(exp_rule(x)), store(gelu_tanh(x)), store(gelu_tanh_gradient(x));
   store(magnitude(x)), store(absolute(x)), store(fill<float>(bits));
@@ -35,6 +39,18 @@ __host__ __device__ void apply_nvfp4(float x, uint32_t bits, Store store) {
   store(tensor.decode), store(tensor.finite ? kNvfp4ProductScale : 0.0f), store(scale);
   store(nvfp4_block_encode<float>(scale, tensor.decode));
   store(nvfp4_decode<float>(bits & 15u, e4m3_decode<float>(scale), x));
+}
+
+template <class Store>
+__host__ __device__ void apply_mx_and_float8_scales(float x, uint32_t bits, Store store) {
+  const MxElement elements[] = {kMxElement<E2M1>, kMxElement<E4M3>, kMxElement<E5M2>};
+  for (const MxElement& element : elements) {
+    store(mx_scale_up<float>(magnitude(x), element)), store(mx_scale_floor<float>(magnitude(x), element, 0));
+    store(mx_encode<float>(mx_scale_floor<float>(magnitude(x), element, element.half_unit)));
+  }
+  const Float8ScaleRule rule = {E5M2::kMax, 0.0f, (bits & 1u) != 0};
+  store(float8_decode_scale(float8_encode_scale<float>(magnitude(x), rule)));
+  store(float8_tensor_encode_scale(x, (bits & 2u) != 0, rule));
 }
 
 template <int N, class Store>
@@ -55,6 +71,7 @@ __host__ __device__ void apply_philox(uint32_t bits, Store store) {
 template <class Store>
 __host__ __device__ void apply_all(float x, uint32_t bits, Store store) {
   apply_formats(x, bits, store), apply_nvfp4(x, bits, store), apply_philox(bits, store);
+  apply_mx_and_float8_scales(x, bits, store);
   apply_hadamard<16>(x, store), apply_hadamard<32>(x, store), apply_hadamard<64>(x, store);
   apply_hadamard<128>(x, store), apply_hadamard<256>(x, store);
 }

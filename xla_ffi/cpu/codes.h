@@ -97,7 +97,7 @@ JLP_RULE void encode_row_pair(const typename E::Storage* first, const typename E
 /// bytes.
 template <class E, class Element, bool kStochastic, class Factor, class Random>
 JLP_RULE void encode_float8(const typename E::Storage* x, Factor factor, Random random, uint8_t* data) {
-  constexpr uint8_t kOffset = kStochastic ? 0 : static_cast<uint8_t>(kFloat8Offset<Element>);
+  constexpr uint16_t kOffset = kStochastic ? 0 : kFloat8Offset<Element>;
   U32 code[4];
   F32 y[4];
   JLP_UNROLL(4)
@@ -107,7 +107,7 @@ JLP_RULE void encode_float8(const typename E::Storage* x, Factor factor, Random 
     code[k] = kStochastic ? float8_magnitude_stochastic<Element>(a, random(k))
                           : float8_magnitude_bits<Element>(L::min(a, L::splat(Element::kMax)));
   }
-  const U8 packed = pack_bytes(code[0], code[1], code[2], code[3]) - kOffset;
+  const U8 packed = pack_bytes_less(code[0], code[1], code[2], code[3], kOffset);
   store(data, in_order(packed | pack_signs(y[0], y[1], y[2], y[3])));
 }
 

@@ -259,11 +259,42 @@ JLP_RULE bool all_below(F32 v, float limit) {
 #endif
 }
 
-/// Zero-extends kLanes bytes.
-JLP_RULE U32 load_u8(const uint8_t* p) { return __builtin_convertvector(load<QuarterU8>(p), U32); }
+// Zero-extending loads: g++ 12 takes a vector conversion from narrow integers apart.
 
-/// Zero-extends kLanes 16-bit numbers.
-JLP_RULE U32 load_u16(const void* p) { return __builtin_convertvector(load<HalfU16>(static_cast<const uint8_t*>(p)), U32); }
+#if defined(JLP_ISA_AVX512)
+JLP_RULE U32 join(__m256i low, __m256i high) {  // SIMDe lacks the 512-bit conversions
+  return (U32)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+#endif
+
+/// kLanes bytes.
+JLP_RULE U32 load_u8(const uint8_t* p) {
+#if defined(JLP_ISA_AVX512)
+  const __m128i bytes = load<__m128i>(p);
+  return join(_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+#elif defined(JLP_ISA_AVX2)
+  return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__SSE2__)
+  const __m128i zero = _mm_setzero_si128(), bytes = _mm_cvtsi32_si128(load<int>(p));
+  return (U32)_mm_unpacklo_epi16(_mm_unpacklo_epi8(bytes, zero), zero);
+#else
+  return __builtin_convertvector(load<QuarterU8>(p), U32);
+#endif
+}
+
+/// kLanes 16-bit numbers.
+JLP_RULE U32 load_u16(const void* p) {
+#if defined(JLP_ISA_AVX512)
+  const auto* eights = static_cast<const __m128i*>(p);
+  return join(_mm256_cvtepu16_epi32(_mm_loadu_si128(eights)), _mm256_cvtepu16_epi32(_mm_loadu_si128(eights + 1)));
+#elif defined(JLP_ISA_AVX2)
+  return (U32)_mm256_cvtepu16_epi32(load<__m128i>(static_cast<const uint8_t*>(p)));
+#elif defined(__SSE2__)
+  return (U32)_mm_unpacklo_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(p)), _mm_setzero_si128());
+#else
+  return __builtin_convertvector(load<HalfU16>(static_cast<const uint8_t*>(p)), U32);
+#endif
+}
 
 // --- narrowing: four vectors of 32-bit lanes to one of bytes. `pack_*` leave the order the instruction set packs in, which
 // `in_order` undoes, so that bytes can be combined before.
@@ -289,6 +320,25 @@ JLP_RULE U8 pack_bytes(U32 v0, U32 v1, U32 v2, U32 v3) {
     bytes[2 * kLanes + i] = static_cast<uint8_t>(v2[i]), bytes[3 * kLanes + i] = static_cast<uint8_t>(v3[i]);
   }
   return bytes;
+#endif
+}
+
+/// Numbers below 2^15, less an offset that leaves bytes.
+JLP_RULE U8 pack_bytes_less(U32 v0, U32 v1, U32 v2, U32 v3, uint16_t offset) {
+#if defined(JLP_ISA_AVX512)
+  const __m512i off = _mm512_set1_epi16(static_cast<int16_t>(offset));
+  return (U8)_mm512_packus_epi16(_mm512_sub_epi16(_mm512_packus_epi32(raw(v0), raw(v1)), off),
+                                 _mm512_sub_epi16(_mm512_packus_epi32(raw(v2), raw(v3)), off));
+#elif defined(JLP_ISA_AVX2)
+  const __m256i off = _mm256_set1_epi16(static_cast<int16_t>(offset));
+  return (U8)_mm256_packus_epi16(_mm256_sub_epi16(_mm256_packus_epi32(raw(v0), raw(v1)), off),
+                                 _mm256_sub_epi16(_mm256_packus_epi32(raw(v2), raw(v3)), off));
+#elif defined(__SSE2__)
+  const __m128i off = _mm_set1_epi16(static_cast<int16_t>(offset));
+  return (U8)_mm_packus_epi16(_mm_sub_epi16(_mm_packs_epi32(raw(v0), raw(v1)), off),
+                              _mm_sub_epi16(_mm_packs_epi32(raw(v2), raw(v3)), off));
+#else
+  return pack_bytes(v0 - offset, v1 - offset, v2 - offset, v3 - offset);
 #endif
 }
 

@@ -1,0 +1,189 @@
+// Rows of MXFP8, MXFP4, Float8Block and Float8Tensor: the maxima of 16 elements fold into those of blocks, and scales of a
+// span of groups come before its codes, so that one group's chain of dependent steps hides behind the others'.
+#pragma once
+
+#include "codes.h"
+#include "kernels.h"
+#include "random.h"
+#include "scales.h"
+#include "tiles.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+constexpr int kLargestBlock = 128;                      // along a row
+constexpr int kUnit = std::max(kGroup, kLargestBlock);  // elements along a row: whole groups and whole blocks
+constexpr int kUnitGroups = kUnit / kGroup;
+constexpr int kUnitGranules = kUnit / kBlock;
+
+/// What one matrix of the batch is quantised with.
+struct BlockContext {
+  Format format;
+  BlockScales scales;
+  Random random;  // its own key
+  float tensor_encode = 1;
+
+  BlockContext(const QuantizeProblem& p, const QuantizeDirection& direction, int64_t batch)
+      : format(p.format), scales(p.format), random(direction.random) {
+    if (random.key) random.key += 2 * batch;
+    if (is_tensor())
+      tensor_encode = float8_tensor_encode_scale(direction.tensor[batch], p.encode_scale_given, scales.float8);
+  }
+  bool is_tensor() const { return format.scaling == Scaling::kTensor; }
+  /// Where an amax and a scale stand for more than one row.
+  bool is_shared() const { return is_tensor() || format.tiles; }
+};
+
+/// Groups of a row, or of the rows of a tile, that lie together in memory: kUnit-aligned, so that blocks are whole.
+struct BlockSpan {
+  alignas(64) uint32_t amax[kSpan * kLanes];      // of granules
+  alignas(64) float encode[kSpan * kLanes];       // of granules
+  alignas(64) uint8_t scale[kSpan * kLanes / 2];  // a byte for 2 granules, or 4 bytes for 8
+  bool finite;
+
+  template <class E>
+  __attribute__((noinline)) void compute(const typename E::Storage* x, int groups, const BlockContext& context) {
+    if (context.is_tensor()) return compute_tensor<E>(x, groups, context);
+    finite = true;
+    for (int g = 0; g < groups; ++g) store(amax + g * kLanes, E::block_amax(x + g * kGroup));
+    for (int g = groups; g % 8; ++g) store(amax + g * kLanes, U32{});
+    context.format.block == 32 ? compute_of_two(groups, context) : compute_of_eight(groups, context);
+  }
+
+ private:
+  template <class E>
+  void compute_tensor(const typename E::Storage* x, int groups, const BlockContext& context) {
+    U32 most = U32{};
+    for (int g = 0; g < groups; ++g) {
+      most = max_magnitude(most, E::group_amax(x + g * kGroup));
+      store(encode + g * kLanes, L::splat(context.tensor_encode));
+    }
+    finite = max_lane(most) < kInfinityBits;
+  }
+
+  void compute_of_two(int groups, const BlockContext& context) {
+    for (int g = 0; g < groups; g += 2) {
+      const auto max = [](U32 a, U32 b) { return max_magnitude(a, b); };
+      U32 stored;
+      F32 factor;
+      finite &= context.scales.compute(pairwise_max(load<U32>(amax + g * kLanes), load<U32>(amax + (g + 1) * kLanes), max),
+                                       stored, factor);
+      context.scales.store_scales(scale + g / 2 * kLanes, stored);
+      store_interleaved(encode + g * kLanes, factor, factor);
+    }
+  }
+
+  void compute_of_eight(int groups, const BlockContext& context) {
+    for (int g = 0; g < groups; g += 8) {
+      U32 m[8], stored;
+      F32 factor;
+      for (int i = 0; i < 8; ++i) m[i] = load<U32>(amax + (g + i) * kLanes);
+      finite &= context.scales.compute(fold_eight(m, [](U32 a, U32 b) { return max_magnitude(a, b); }), stored, factor);
+      context.scales.store_scales(scale + g / 2 * kLanes, stored);
+      float* spread = encode + g * kLanes;
+      for (int i = 0; i < 8 * kLanes; ++i) spread[i] = factor[i / 8];
+    }
+  }
+};
+
+/// Codes of elements that were not finite become NaN with their signs.
+template <class E>
+__attribute__((noinline)) void write_nan_codes(const typename E::Storage* x, int64_t count, uint8_t* codes) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const U32 bits = L::bits(E::load_lanes(x + i));
+    for (int lane = 0; lane < kLanes; ++lane)
+      if ((bits[lane] & kMagnitudeBits) >= kInfinityBits)
+        codes[i + lane] = static_cast<uint8_t>(kE4M3NaN | (bits[lane] >> 24 & 0x80u));
+  }
+}
+static_assert(kE4M3NaN == kE5M2NaN);
+
+/// How many bytes `elements` codes take.
+template <class Element>
+constexpr int64_t code_bytes(int64_t elements) {
+  return std::is_same_v<Element, E2M1> ? elements / 2 : elements;
+}
+
+/// One group of 8-bit floats.
+template <class E, class Element, bool kStochastic>
+JLP_RULE void encode_float8_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
+  JLP_UNROLL(4)
+  for (int i = 0; i < kGroup; i += 4 * kLanes)
+    encode_float8<E, Element, kStochastic>(
+        x + i, [&](int k) { return L::splat(encode[(i + k * kLanes) / kBlock]); },
+        [&](int k) { return load_u8(random + i + k * kLanes); }, data + i);
+}
+
+/// Elements that will be read soon and that the processor does not fetch ahead by itself: kUnit of them every `stride`.
+template <class E>
+struct Ahead {
+  const typename E::Storage* x;
+  int64_t stride;
+
+  /// What comes after `rows` kUnits.
+  Ahead down(int rows) const { return {x + rows * stride, stride}; }
+
+  /// The g-th group of them.
+  void fetch(int g) const {
+    const auto* group = reinterpret_cast<const char*>(x + g / kUnitGroups * stride + g % kUnitGroups * kGroup);
+    for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(group + line);
+  }
+};
+
+/// The codes of a span.
+template <class E, class Element, bool kStochastic>
+__attribute__((noinline)) void encode_span(const typename E::Storage* x, int groups, const BlockSpan& span,
+                                           const RandomSpan<kStochastic>& random, const BlockContext& context,
+                                           const Ahead<E>& ahead, uint8_t* data) {
+  constexpr bool kPacked = std::is_same_v<Element, E2M1>;
+  const bool ordinary = span.finite && context.scales.up;  // of E2M1
+  for (int g = 0; g < groups; ++g) {
+    ahead.fetch(g);
+    uint8_t* to = data + code_bytes<Element>(g * kGroup);
+    if constexpr (kPacked)
+      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode + g * kLanes, ordinary, random.bytes[g], to);
+    else
+      encode_float8_group<E, Element, kStochastic>(x + g * kGroup, span.encode + g * kLanes, random.bytes[g], to);
+  }
+  if (kPacked || __builtin_expect(span.finite, 1)) return;
+  if (context.is_tensor()) return write_nan_codes<E>(x, groups * kGroup, data);
+  for (int i = 0; i < groups * kLanes; ++i)
+    if (span.encode[i] != span.encode[i]) memset(data + i * kBlock, 0, kBlock);
+}
+
+/// A run of elements of one row, quantised with blocks along it.
+template <class E, class Element, bool kStochastic>
+void quantize_blocks_of_row(const typename E::Storage* x, int64_t elements, const BlockContext& context, uint32_t row,
+                            const uint32_t* granules, uint8_t* data, uint8_t* scale) {
+  BlockSpan span;
+  RandomSpan<kStochastic> random;
+  while (elements > 0) {
+    alignas(64) typename E::Storage padded[kUnit];
+    alignas(64) uint8_t codes[kUnit];
+    alignas(64) uint32_t padded_granules[kUnitGranules] = {};
+    const bool whole = elements >= kUnit;
+    const int groups = static_cast<int>(whole ? std::min<int64_t>(kSpan, elements / kUnit * kUnitGroups) : kUnitGroups);
+    const int64_t count = whole ? groups * kGroup : elements;
+    if (!whole) {
+      memset(padded, 0, sizeof padded);
+      memcpy(padded, x, count * sizeof *x);
+      if (kStochastic) memcpy(padded_granules, granules, divide_up(count, kBlock) * sizeof *granules);
+    }
+    const auto* from = whole ? x : padded;
+    const uint32_t* ids = whole ? granules : padded_granules;
+    span.template compute<E>(from, groups, context);
+    for (int g = 0; kStochastic && g < groups; ++g) random_row_group(context.random, row, ids + g * kLanes, random.bytes[g]);
+    encode_span<E, Element, kStochastic>(from, groups, span, random, context, {from + kSpan * kGroup, kUnit},
+                                         whole ? data : codes);
+    if (!whole) memcpy(data, codes, context.format.row_bytes(count));
+    if (!context.is_tensor()) {
+      const int64_t bytes = context.format.blocks(count) * context.scales.bytes();
+      memcpy(scale, span.scale, bytes);
+      scale += bytes;
+    }
+    x += count, elements -= count, data += code_bytes<Element>(count), granules += count / kBlock;
+  }
+}
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

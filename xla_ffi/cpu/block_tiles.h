@@ -1,0 +1,107 @@
+// Tiles of MXFP8, MXFP4, Float8Block and Float8Tensor: 128 rows are staged, the maxima of columns are vertical, and codes
+// are made row by row, each column with its own factor, then transposed 16 by 16 bytes into lines of the K-major result.
+#pragma once
+
+#include "amax.h"
+#include "block_rows.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+constexpr int kTileBlocks = kColumnTileRows / 32;  // most blocks down a tile
+
+/// A tile and what is made of it; it lies in the thread's scratch memory.
+template <class E>
+struct BlockTile {
+  int64_t batch, row, column;  // its place
+  Ahead<E> ahead;              // the tile to its right, if the same chunk has one, to be fetched while codes are made
+  Staged<E, kColumnTileRows, kUnit> input;
+  alignas(64) uint8_t codes[kColumnTileRows][kUnit];
+  alignas(64) uint32_t amax[kTileBlocks][kUnit];  // of columns, a block of rows each
+  alignas(64) uint32_t scale[kTileBlocks][kUnit];
+  alignas(64) float encode[kTileBlocks][kUnit];
+  bool finite;
+
+  BlockTile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, bool more)
+      : batch(batch),
+        row(row),
+        column(column),
+        ahead(more ? Ahead<E>{matrix(p, batch) + row * p.columns + column + kUnit, p.columns} : Ahead<E>{input.x[0], kUnit}),
+        input(matrix(p, batch), p.rows, p.columns, row, column) {}
+  static const typename E::Storage* matrix(const QuantizeProblem& p, int64_t batch) {
+    return static_cast<const typename E::Storage*>(p.x) + batch * p.rows * p.columns;
+  }
+
+  /// How many rows share a scale of a column, as far as a tile can see.
+  static int block_rows(const BlockContext& context) { return context.is_tensor() ? kColumnTileRows : context.format.block; }
+  int blocks_down(const BlockContext& context) const { return static_cast<int>(divide_up(input.rows, block_rows(context))); }
+
+  /// Scales and factors of all columns: of their own blocks, of square tiles, or the tensor's.
+  void compute(const BlockContext& context) {
+    finite = true;
+    if (context.is_tensor()) {
+      finite = amax_of<E>(input.x[0], kColumnTileRows * kUnit) < kInfinityBits;
+      std::fill_n(encode[0], kUnit, context.tensor_encode);
+      return;
+    }
+    const int block = context.format.block;
+    for (int b = 0; b < blocks_down(context); ++b) {
+      for (int i = 0; i < kUnit; i += 2 * kLanes) E::column_amax(&input.x[b * block][i], block, kUnit, &amax[b][i]);
+      for (int i = 0; context.format.tiles && i < kUnit; i += block) {
+        U32 most = U32{};
+        for (int k = 0; k < block; k += kLanes) most = max_magnitude(most, load<U32>(&amax[b][i + k]));
+        std::fill_n(&amax[b][i], block, max_lane(most));
+      }
+      for (int i = 0; i < kUnit; i += kLanes) {
+        U32 stored;
+        F32 factor;
+        finite &= context.scales.compute(load<U32>(&amax[b][i]), stored, factor);
+        store(&scale[b][i], stored), store(&encode[b][i], factor);
+      }
+    }
+  }
+};
+
+/// 16 rows of a tile, each column with its own factor. `random` has four words a column: byte r of them is row r's.
+template <class E, class Element, bool kStochastic>
+__attribute__((noinline)) void encode_columns_of_granule(const typename E::Storage* x, const float* encode,
+                                                         const uint32_t (*random)[kUnit], int columns, const Ahead<E>& ahead,
+                                                         uint8_t* codes) {
+  const auto byte = [&](int row, int column) {
+    return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
+  };
+  constexpr int kStep = std::is_same_v<Element, E2M1> ? 2 : 1;
+  for (int r = 0; r < kBlock; r += kStep, codes += kUnit) {
+    for (int g = r * kUnitGroups; g < (r + kStep) * kUnitGroups; ++g) ahead.fetch(g);
+    for (int i = 0; i < columns; i += 4 * kLanes)
+      if constexpr (kStep == 2)
+        encode_row_pair<E, kStochastic>(
+            x + r * kUnit + i, x + (r + 1) * kUnit + i, encode + i,
+            [&](int half, int k) { return byte(r + half, i + k * kLanes); }, codes + i);
+      else
+        encode_float8<E, Element, kStochastic>(
+            x + r * kUnit + i, [&](int k) { return load<F32>(encode + i + k * kLanes); },
+            [&](int k) { return byte(r, i + k * kLanes); }, codes + i);
+  }
+}
+
+/// A piece of a line of the result: past the caches where it is whole cache lines.
+JLP_RULE void store_codes(uint8_t* to, const uint8_t* codes, int64_t bytes) {
+  if (bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
+    for (int64_t line = 0; line < bytes; line += 64) stream_line(to + line, codes + line);
+  else
+    memcpy(to, codes, bytes);
+}
+
+/// Rows of codes [lines][kUnit] to the K-major result, of which `bytes` a column are wanted, `stride` apart.
+JLP_RULE void store_transposed(const uint8_t (*codes)[kUnit], int lines, int columns, uint8_t* data, int64_t bytes,
+                               int64_t stride) {
+  alignas(64) uint8_t out[16][kColumnTileRows];
+  for (int column = 0; column < columns; column += 16) {
+    for (int line = 0; line < lines; line += 16) transpose_bytes(&codes[line][column], kUnit, &out[0][line], sizeof out[0]);
+    for (int c = 0; c < std::min(16, columns - column); ++c) store_codes(data + (column + c) * stride, out[c], bytes);
+  }
+}
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec
