@@ -39,14 +39,14 @@ constexpr int kPanelColumns = 64;
 /// One granule of a tile of rows of a. They lie together: rows a power of two apart would share a few cache sets.
 struct RowsGranule {
   Code code[kTileRows][kBlock];  // twice the values
-  int32_t start[kTileRows];        // -kPanelOffset times their sum
-  float scale[kTileRows];          // of the block that begins here
+  int32_t start[kTileRows];      // -kPanelOffset times their sum
+  float scale[kTileRows];        // of the block that begins here
 };
 
 /// One granule of kLanes rows of b.
 struct alignas(64) PanelGranule {
   Code code[kBlock * kLanes];  // [quad][lane][4], or [k][lane]
-  int32_t start[kLanes];         // -kRowsOffset times their sum
+  int32_t start[kLanes];       // -kRowsOffset times their sum
   float scale[kLanes];
 };
 
@@ -120,8 +120,7 @@ __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t gr
     const U32 sums = sum_eight(even + kPanelOffset) + sum_eight(odd + kPanelOffset);
     for (int i = 0; i < count; ++i) {
       memcpy(out[g + i].code[row], reinterpret_cast<const uint8_t*>(&halves[i % 2]) + i / 2 * 16, 16);
-      if (kPanelOffset)
-        out[g + i].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * i]) - kPanelOffset * kBlock);
+      if (kPanelOffset) out[g + i].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * i]) - kPanelOffset * kBlock);
     }
   }
 }
