@@ -183,7 +183,9 @@ struct Direction {
           reference::lines_of(p, b, columnwise, columnwise && p.rotate_columns, std::max(format.block, 16));
       const float found = Lanes<float>::from_bits(reference::amax_bits(x));
       const float amax = numbers[b]->given >= 0 ? numbers[b]->given : found * numbers[b]->times;
-      tensor.as<float>()[b] = p.encode_scale_given ? 300 / amax : amax;
+      const bool other = format.scaling == Scaling::kTensor && columnwise && b == 1;
+      const float own = other ? amax / 2 : amax;  // directions of Float8Tensor need not have the same
+      tensor.as<float>()[b] = p.encode_scale_given ? 300 / own : own;
       if (wanted)
         reference::quantize(p, x, direction, b, length, data.as() + b * (data.size() / batch),
                             scale.as() + b * (scale.size() / batch));

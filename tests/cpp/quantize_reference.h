@@ -75,7 +75,7 @@ inline void quantize(const QuantizeProblem& p, const Lines& lines, const Quantiz
   const Format& f = p.format;
   const bool tensor = f.scaling == Scaling::kTensor, packed = f.code == CodeType::kE2M1;
   const int64_t width = tensor ? lines.length : f.block, height = tensor ? lines.count : f.tiles ? f.block : 1;
-  const int64_t coded = packed ? lines.length : length;  // packed codes fill their last block
+  const int64_t coded = packed ? (length + 15) / 16 * 16 : length;  // a rotation fills its last 16 elements
   memset(data, 0, lines.count * f.row_bytes(length));
   for (int64_t first = 0; first < lines.count; first += height)
     for (int64_t start = 0; start < lines.length; start += width, scale += f.scale_bytes()) {

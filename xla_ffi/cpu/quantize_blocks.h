@@ -72,7 +72,7 @@ struct QuantizeBlocks {
       const int64_t first = chunk * kRunElements, count = std::min(kRunElements, p.rows * p.columns - first);
       return quantize_blocks_of_row<E, Element, kStochastic>(x + first, count, context, 0, nullptr,
                                                              data + code_bytes<Element>(first),
-                                                             scale + first / p.format.block * context.scales.bytes());
+                                                             scale + p.format.scale_columns(first) * context.scales.bytes());
     }
     const int64_t step = rows_per_run(p);
     for (int64_t row = chunk * step; row < std::min((chunk + 1) * step, p.rows); ++row)
@@ -80,8 +80,10 @@ struct QuantizeBlocks {
                                                       kStochastic ? context.random.rows[row] : 0, context.random.groups,
                                                       data + row * row_bytes, scale + row * row_scale_bytes);
   }
-  /// Bytes of the scales of a row.
-  static int64_t row_scales(const QuantizeProblem& p) { return p.format.scale_columns(p.columns) * p.format.scale_bytes(); }
+  /// Bytes of the scales that are a row's own.
+  static int64_t row_scales(const QuantizeProblem& p) {
+    return p.format.scaling == Scaling::kTensor ? 0 : p.format.scale_columns(p.columns) * p.format.scale_bytes();
+  }
 
   /// A tile of up to 128 rows by kUnit columns, in the wanted directions.
   static void tile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, bool more) {
@@ -126,20 +128,19 @@ struct QuantizeBlocks {
                          ids + g % kUnitGroups * kLanes, random.bytes[g]);
       uint8_t* codes = t.codes[0] + code_bytes<Element>(first * kUnit);
       encode_span<E, Element, kStochastic>(t.input.x[first], groups, span, random, context, t.ahead.down(first), codes);
-      for (int r = 0; r < count; ++r)
-        store_row(p, context, t, first + r, codes + code_bytes<Element>(r * kUnit),
-                  span.scale + r * (kUnit / p.format.block) * context.scales.bytes());
+      for (int r = 0; r < count; ++r) store_row(p, context, t, first + r, codes + code_bytes<Element>(r * kUnit), span, r);
     }
   }
 
   static void store_row(const QuantizeProblem& p, const BlockContext& context, const Tile& t, int row, const uint8_t* codes,
-                        const uint8_t* scale) {
+                        const BlockSpan& span, int row_of_span) {
     const int64_t line = t.batch * p.rows + t.row + row;
     uint8_t* data = p.rowwise.data + line * p.format.row_bytes(p.columns) + code_bytes<Element>(t.column);
     store_codes(data, codes, p.format.row_bytes(t.input.columns));
     if (context.is_shared()) return;
-    memcpy(p.rowwise.scale + line * row_scales(p) + t.column / p.format.block * context.scales.bytes(), scale,
-           p.format.blocks(t.input.columns) * context.scales.bytes());
+    const int64_t bytes = context.scales.bytes();
+    memcpy(p.rowwise.scale + line * row_scales(p) + t.column / p.format.block * bytes,
+           span.scale + row_of_span * (kUnit / p.format.block) * bytes, p.format.blocks(t.input.columns) * bytes);
   }
 
   /// Factors of the granules of `count` rows of a tile of square blocks.
