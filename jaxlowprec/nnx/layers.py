@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.errors
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
