@@ -8,25 +8,27 @@ backward pass rolls every history once, and what a layer saw in several places i
 * In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's own `TrainState` overwrites by itself.
 * Adding up the gradients of microbatches: `add_gradients(a, b)`.
 * A layer reached more than once through transformations that broadcast its state (`nn.scan`, `nn.remat` twice,
-  `jax.lax.scan` over a closure): differentiate `combined_by_max(loss)`, or autodiff adds the new values up.
+  `jax.lax.scan` over a closure) or through several `apply`: differentiate `combined_by_max(loss)`, or autodiff adds
+  the new values up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from jaxlowprec.ops.rounding import from_bits, magnitude_bits
 from jaxlowprec.recipes import DelayedScaling
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
 
 TENSORS = ("input", "kernel", "output_grad")
-LARGEST_SCALE = 2.0**126  # keeps its reciprocal normal
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # they keep reciprocals normal
 
 State = dict[str, Any]
 
@@ -54,6 +56,10 @@ def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
             "autocast(recipe), call jaxlowprec.nnx.add_delayed_scaling(model, recipe), or pass "
             "state=jaxlowprec.delayed_scaling.init_state(recipe)"
         )
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{who}: state is a {type(state).__name__}; needs what jaxlowprec.delayed_scaling.init_state(recipe) makes"
+        )
     for tensor in TENSORS:
         for name, shape in ((f"{tensor}_amax_history", (recipe.amax_history_len,)), (f"{tensor}_scale", (1,))):
             found = getattr(state.get(name), "shape", None)
@@ -61,7 +67,7 @@ def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
                 raise ValueError(
                     f"{who}: state[{name!r}] has shape {found}; {recipe} needs {shape}: make it anew for this recipe"
                 )
-    return state
+    return dict(state)
 
 
 # --- one step
@@ -82,7 +88,7 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
     stored = jnp.where((stored > 0) & jnp.isfinite(stored), stored, 1.0)
     known = (amax > 0) & jnp.isfinite(amax)
     scale = jnp.float32(maximum * 2.0**-recipe.margin) / jnp.where(known, amax, 1.0)
-    return jnp.where(known, jnp.minimum(scale, LARGEST_SCALE), 1.0 / stored)
+    return jnp.clip(jnp.where(known, scale, 1.0 / stored), SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, amaxes: jax.Array) -> State:
@@ -108,10 +114,20 @@ def _as_float32(leaf: jax.Array) -> jax.Array:
 def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
     """The largest amax that shares a history: over batch axes, and mesh axes that the history is not split over."""
     amax = amaxes.max(initial=0.0)
-    varying, own = (jax.typeof(v).manual_axis_type.varying for v in (amax, history))
+    varying, own = (_varying(v) for v in (amax, history))
+    if any(axis not in _varying(jax.lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            "DelayedScaling: within jax.shard_map(check_vma=False) JAX does not know which amaxes differ between "
+            "shards, and may add them up; leave check_vma=True"
+        )
     if axes := tuple(sorted(varying - own)):
-        amax = jax.lax.pmax(amax, axes)
+        amax = from_bits(jax.lax.pmax(magnitude_bits(amax), axes))  # a float pmax may lose NaN
     return _largest_mapped(amax, _as_float32(history)[0])
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes of a shard_map that x differs along."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 @custom_vmap
@@ -128,6 +144,23 @@ def _(size, batched, amax, slot):
         amax = amax if mapped else jnp.broadcast_to(amax, (size,))
         return jax.vmap(_largest_mapped)(amax, slot), True
     return _largest_mapped(amax.max(axis=0) if mapped else amax, slot), False
+
+
+# --- layers used more than once
+
+
+def is_added_up(leaf: jax.Array) -> bool:
+    """Whether autodiff may see this leaf of a state, and would add up what several uses make of it."""
+    return isinstance(leaf, jax.core.Tracer) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def used_in_a_transformation(layer: str, counterparts: str) -> ValueError:
+    """The error of a layer whose state cannot be handed on to its next use."""
+    return ValueError(
+        f"{layer}: its delayed-scaling state is used within a JAX transformation that does not hand it on, where "
+        f"autodiff would add up amaxes: use Flax's counterpart ({counterparts}, ...), or differentiate "
+        "jaxlowprec.delayed_scaling.combined_by_max(loss)"
+    )
 
 
 # --- trees that hold parameters and states

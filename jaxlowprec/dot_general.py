@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.delayed_scaling import State
-from jaxlowprec.linear import QuantizedKernel, matmul
+from jaxlowprec.linear import QuantizedKernel, high_precision_weight, matmul, recorded
 from jaxlowprec.ops.checks import float_array, float_dtype
-from jaxlowprec.recipes import Recipe
+from jaxlowprec.recipes import Calibrating, Recipe
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -85,11 +85,14 @@ def _dot_general(
     if rhs is None and quantized_kernel is None:
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
     if recipe is None:
-        if rhs is None or quantized_kernel is not None:
-            raise ValueError(f"{who}: quantized_kernel= without a recipe; pass the recipe it was quantised for")
+        rhs = high_precision_weight(who, rhs, quantized_kernel)
         return jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), state
     lhs = float_array(who, "lhs", lhs)
     rhs = None if rhs is None else float_array(who, "rhs", rhs)
+    if isinstance(recipe, Calibrating):
+        rhs = high_precision_weight(who, rhs, quantized_kernel)
+        y = jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), dimension_numbers, **options)
+        return recorded(who, recipe, lhs, rhs, y, state)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if not lhs_contract:
         raise ValueError(f"{who}: {dimension_numbers} contracts nothing: no GEMM to quantise; pass recipe=None")
@@ -214,6 +217,9 @@ def _einsum(
     batch, contract = [n for n in shared if n in out], [n for n in shared if n not in out]
     if not contract:
         return jnp.einsum(subscripts, x, w, **options), state
+    if isinstance(follow["recipe"], Calibrating):
+        y = jnp.einsum(subscripts, x, w.astype(x.dtype), **options)
+        return recorded(who, follow["recipe"], x, w, y, state)
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
     w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
     contract_dims, batch_dims = (

@@ -30,7 +30,7 @@ from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
 from jaxlowprec.ops.quantize.op import has_tensor_scale
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.recipes import Recipe, Roles
+from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe, Roles
 
 CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
 """checkpoint_name of the residuals: data, scale and amax of the columnwise input, and of the weight."""
@@ -60,6 +60,7 @@ def quantize_kernel(
     recipe: Recipe | None = FROM_CONTEXT,
     *,
     name: str = "",
+    module_type: str = "linear",
     state: delayed_scaling.State | None = None,
 ) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
@@ -71,6 +72,7 @@ def quantize_kernel(
         kernel: the master weight, bfloat16, float16 or float32.
         recipe: whose weight role to follow; default: the context's.
         name: the layer's, for recipes that treat layers differently (`Custom`).
+        module_type: what it is for, for such recipes: "linear" or "dot_general".
         state: of delayed scaling, see `linear`.
 
     Raises:
@@ -86,7 +88,7 @@ def quantize_kernel(
     kernel = float_array("quantize_kernel", "kernel", kernel)
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
-    role = recipe.roles("linear", name).weight
+    role = recipe.roles(module_type, name).weight
     if role is None:
         raise ValueError(f"quantize_kernel: {recipe} keeps the weight of layer {name!r} in high precision")
     encode = None
@@ -155,11 +157,12 @@ def linear(
         raise ValueError(f"{who}: x {x.shape} and kernel {shape}: needs x [..., K] and kernel [K, N]")
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != shape[1:]:
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
-    if recipe is None:
-        if kernel is None or quantized_kernel is not None:
-            raise ValueError(f"{who}: quantized_kernel= without a recipe; pass the recipe it was quantised for")
+    if recipe is None or isinstance(recipe, Calibrating):
+        kernel = high_precision_weight(who, kernel, quantized_kernel)
         y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
         y = y if bias is None else y + bias.astype(x.dtype)
+        if recipe is not None:
+            y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)
     tokens = x.reshape(-1, x.shape[-1])
     y, out_state = matmul(who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype, state)
@@ -182,7 +185,7 @@ def matmul(
     """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's."""
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
-    roles = recipe.roles("linear", name)
+    roles = recipe.roles(who, name)
     if quantized is not None:
         if roles.weight is None or quantized.rowwise.format != roles.weight.format:
             wants = "high precision" if roles.weight is None else roles.weight.format
@@ -199,6 +202,23 @@ def matmul(
     operands = wiring.align_varying(x, w, bias, words, quantized)
     y, out_state = _matmul_jit(plan, *operands, state if recipe.delayed else None)
     return y, out_state if recipe.delayed else state
+
+
+def high_precision_weight(who: str, w: jax.Array | None, quantized: QuantizedKernel | None) -> jax.Array:
+    """The weight of a product in high precision."""
+    if w is None or quantized is not None:
+        raise ValueError(
+            f"{who}: quantized_kernel= without a recipe that quantises; pass the recipe it was quantised for"
+        )
+    return w
+
+
+def recorded(
+    who: str, recipe: Calibrating, x: jax.Array, w: jax.Array, y: jax.Array, state: delayed_scaling.State | None
+) -> tuple[jax.Array, delayed_scaling.State]:
+    """A product and its state; the state's gradient is what x, w and the gradient of y make of it (calibrating)."""
+    state = delayed_scaling.check_state(who, recipe.delayed, state)
+    return _recording(recipe.delayed, *wiring.align_varying(x, w, y), state)
 
 
 def rounds_stochastically(roles: Roles) -> bool:
@@ -250,17 +270,17 @@ def _encode_scale(plan: _Plan, state, tensor: str):
     """Of delayed scaling, if that is the plan."""
     if plan.delayed is None:
         return None
-    return delayed_scaling.encode_scale(plan.delayed, state, tensor, _maximum(plan, tensor))
+    return delayed_scaling.encode_scale(plan.delayed, state, tensor, _maximum(plan.delayed, tensor))
 
 
-def _recorded(plan: _Plan, state, tensor: str, x):
-    """The tensor's new history and scale."""
-    (amax,) = tensor_amax(x, True, None)
-    return delayed_scaling.updated(plan.delayed, state, tensor, _maximum(plan, tensor), amax)
+def _recorded(delayed: DelayedScaling, state, tensor: str, x):
+    """The state with the tensor's new history and scale."""
+    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None)
+    return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
 
 
-def _maximum(plan: _Plan, tensor: str) -> float:
-    roles = plan.delayed.roles()
+def _maximum(delayed: DelayedScaling, tensor: str) -> float:
+    roles = delayed.roles()
     return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
@@ -321,8 +341,8 @@ def _forward(plan: _Plan, x, w, bias, words, quantized, state):
     like = tuple(None if a is None else jnp.zeros((), a.dtype) for a in (x, w, bias))  # a dtype is no residual; this is
     new_state = state
     if plan.delayed is not None:
-        new_state = state | _recorded(plan, state, "input", x)
-        new_state |= {} if w is None else _recorded(plan, state, "kernel", w)
+        new_state = _recorded(plan.delayed, state, "input", x)
+        new_state = new_state if w is None else _recorded(plan.delayed, new_state, "kernel", w)
     return (y, state), (kept, like, words, new_state)
 
 
@@ -362,7 +382,7 @@ def _backward(plan: _Plan, residuals, cotangents):
     if like_bias is not None:
         db = dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like_bias.dtype)
     if plan.delayed is not None:
-        state = state | _recorded(plan, state, "output_grad", dy)
+        state = _recorded(plan.delayed, state, "output_grad", dy)
         state_cotangent = jax.tree.map(delayed_scaling.larger, state_cotangent, state)
     return dx, dw, db, None, None, state_cotangent
 
@@ -374,3 +394,26 @@ def _decoded(x, dtype):
 
 _matmul.defvjp(_forward, _backward)
 _matmul_jit = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once
+
+
+# --- calibrating
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recording(delayed: DelayedScaling, x, w, y, state):
+    del delayed, x, w
+    return y, state
+
+
+def _recording_forward(delayed: DelayedScaling, x, w, y, state):
+    new_state = _recorded(delayed, _recorded(delayed, state, "input", x), "kernel", w)
+    return (y, state), new_state
+
+
+def _recording_backward(delayed: DelayedScaling, state, cotangents):
+    dy, state_cotangent = cotangents
+    state = _recorded(delayed, state, "output_grad", dy)
+    return None, None, dy, jax.tree.map(delayed_scaling.larger, state_cotangent, state)
+
+
+_recording.defvjp(_recording_forward, _recording_backward)

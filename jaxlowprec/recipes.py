@@ -57,6 +57,9 @@ class MMParams:
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self):
+        _needs(self, "use_split_accumulator", (True, False))
+
 
 @dataclasses.dataclass(frozen=True)
 class QParams:
@@ -73,6 +76,13 @@ class QParams:
     amax_epsilon: float = 0.0
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
+
+    def __post_init__(self):
+        for field in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding"):
+            _needs(self, field, (True, False))
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
+            raise ValueError(f"QParams: amax_epsilon={epsilon!r}; needs a finite number, 0 or more")
 
     def role(self, fmt: Any) -> Role:
         """The role of an operand of this format."""
@@ -97,7 +107,7 @@ class Recipe:
         return None
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """The roles of a layer, by what calls it ("linear", "dot_general", "einsum") and its name."""
+        """The roles of a layer, by what computes it (see `QuantizerRole`) and its name."""
         raise NotImplementedError
 
 
@@ -118,7 +128,7 @@ def _backward_override() -> Any:
     return dataclasses.field(default_factory=lambda: os.environ.get("JAXLOWPREC_BACKWARD_OVERRIDE") or None)
 
 
-def _needs(recipe: Recipe, field: str, allowed: tuple[Any, ...]) -> None:
+def _needs(recipe: Any, field: str, allowed: tuple[Any, ...]) -> None:
     value = getattr(recipe, field)
     if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
         needs = " or ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in allowed)
@@ -454,7 +464,8 @@ class QuantizerRole:
     """Which tensor a `Custom` recipe is asked about.
 
     Attributes:
-        module_type: what quantises it: "linear", "dot_general" or "einsum".
+        module_type: what quantises it: "linear", "dot_general" or "einsum". Dense and Linear layers are "linear",
+            DenseGeneral and LinearGeneral "dot_general".
         tensor_type: "input", "weight" or "grad_output".
         name: of the layer, or "".
     """

@@ -1,8 +1,6 @@
 """linear: what each of its three GEMMs computes, what it keeps for the backward pass, and its errors."""
 
-import collections
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
+from tests.products import assert_is_product, decoded, kept, native_calls
 
 FULL = jlp.NVFP4BlockScaling()
 RECIPES = [
@@ -33,25 +32,6 @@ def operands(shape=(32, 64, 48), dtype="bfloat16", kernel_dtype="float32"):
 
 def gradients(recipe, x, w, dy, **options):
     return jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe, **options), x, w)[1](dy)
-
-
-def decoded(q):
-    return np.asarray(q.dequantize(jnp.float32), np.float64)
-
-
-def assert_is_product(actual, a, b):
-    """A float32 accumulation of a @ b, rounded once to the result's dtype (numerics.md 9)."""
-    exact, terms = a @ b, np.abs(a) @ np.abs(b)
-    rounding = float(jnp.finfo(actual.dtype).eps) / 2
-    tiny = float(jnp.finfo(actual.dtype).smallest_subnormal)
-    error = np.abs(np.asarray(actual).astype(np.float64) - exact)
-    assert np.all(error <= (a.shape[1] + 32) * 2.0**-24 * terms + rounding * np.abs(exact) * 1.001 + tiny)
-
-
-def native_calls(function, *args):
-    """How often a compiled function calls each kernel."""
-    text = jax.jit(function).lower(*args).compile().as_text()
-    return collections.Counter(re.findall(r'custom_call_target="(jaxlowprec_\w+)"', text))
 
 
 class TestForward:
@@ -215,22 +195,18 @@ class TestRandomBits:
 
 
 class TestResiduals:
-    def kept(self, function, *args):
-        """The arrays that the backward pass keeps."""
-        return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], *args))
-
     def nbytes(self, leaves):
         return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
     def test_saved_activations_take_at_most_a_third_of_the_input(self):
         x, w, _ = operands((512, 256, 64))
         f = functools.partial(jlp.linear, recipe=FULL)
-        saved = self.nbytes(self.kept(f, jnp.concatenate([x, x]), w)) - self.nbytes(self.kept(f, x, w))
+        saved = self.nbytes(kept(f, jnp.concatenate([x, x]), w)) - self.nbytes(kept(f, x, w))
         assert 0 < saved <= 0.35 * x.nbytes
 
     def test_nothing_is_kept_unquantised(self):
         x, w, _ = operands((512, 256, 64))
-        big = [leaf for leaf in self.kept(functools.partial(jlp.linear, recipe=FULL), x, w) if leaf.size > 1024]
+        big = [leaf for leaf in kept(functools.partial(jlp.linear, recipe=FULL), x, w) if leaf.size > 1024]
         assert {leaf.dtype.name for leaf in big} <= {"uint8", "float8_e4m3fn"}
 
     def network(self, x, weights):
@@ -262,7 +238,7 @@ class TestResiduals:
 
     def test_the_checkpoint_names_keep_the_quantised_operands_and_nothing_else(self, network_operands):
         def codes(policy):
-            kept = self.kept(self.checkpointed(policy), *network_operands)
+            kept = kept(self.checkpointed(policy), *network_operands)
             return sorted(leaf.shape for leaf in kept if leaf.dtype == jnp.uint8)
 
         x_column, w_row = (64, 16), (64, 32)

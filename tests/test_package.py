@@ -22,8 +22,8 @@ MODULES = [
 LAYERS = (
     ("formats", "native", "wiring"),
     ("quantized_array",),
-    ("ops",),
-    ("recipes", "autocast", "linear", "dot_general"),
+    ("ops", "layouts"),
+    ("recipes", "autocast", "delayed_scaling", "linear", "dot_general"),
     ("linen", "nnx"),
     ("cli",),
 )
@@ -34,6 +34,8 @@ def test_the_public_names_of_the_design_are_there():
     names = """
         NVFP4 Hadamard DEFAULT_SIGNS QuantizedArray quantize quantize_both dequantize hadamard_transform scaled_matmul
         autocast current_recipe linear quantize_kernel dot_general einsum NVFP4BlockScaling linen nnx
+        MXFP8 MXFP4 Float8Block Float8Tensor layouts delayed_scaling
+        MXFP8BlockScaling Float8BlockScaling Float8CurrentScaling DelayedScaling Custom MMParams QParams
     """.split()  # noqa: SIM905
     assert set(names) <= set(jlp.__all__)
     for name in jlp.__all__:

@@ -17,11 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core.tracers import current_trace
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, State, init_state
+from jaxlowprec.delayed_scaling import (
+    OVERWRITE_WITH_GRADIENT,
+    State,
+    init_state,
+    is_added_up,
+    used_in_a_transformation,
+)
 from jaxlowprec.dot_general import einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linear import QuantizedKernel, linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.recipes import DelayedScaling, Recipe
@@ -42,7 +49,8 @@ def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
     recipe = resolve(type(layer).__name__, recipe)
     if recipe is not None and recipe.delayed is not None and layer.is_initializing():
         for name, value in init_state(recipe.delayed).items():
-            layer.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
+            if not layer.has_variable(OVERWRITE_WITH_GRADIENT, name):
+                layer.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
     if recipe is None or layer.is_initializing():
         return None
     for name in ("dot_general", "dot_general_cls"):
@@ -77,7 +85,7 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
 
 def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
     name = "/".join(layer.path)
-    wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
+    wanted = rounds_stochastically(recipe.roles(layer._module_type, name)) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
     return {"recipe": recipe, "key": layer.make_rng("sr") if wanted else None, "name": name, "state": state}
 
@@ -105,19 +113,30 @@ def _handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
     if state is None:
         return result
     y, after = result
-    _latest_states[layer.scope] = _latest_states[layer.scope][0], after
+    if not any(is_added_up(leaf) for leaf in state.values()):
+        return y
+    scope: Any = layer.scope
+    if scope.root.trace_level != current_trace():
+        raise used_in_a_transformation(type(layer).__name__, "nn.scan, nn.remat")
+    _latest_states[scope] = _latest_states[scope][0], after
     return y
 
 
 def _quantized(
     layer: nn.Module, kernel: jax.Array, batch_dims: int, contracted: int, recipe: Recipe
 ) -> QuantizedKernel | None:
-    """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable."""
+    """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable.
+
+    None where the recipe keeps this weight in high precision.
+    """
+    module_type, name = layer._module_type, "/".join(layer.path)
+    if recipe.roles(module_type, name).weight is None:
+        return None
     if layer.is_mutable_collection("quantized") and kernel is not None:
         batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
         matrix = kernel.reshape(*batch, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
         state = None if recipe.delayed is None else _state(layer, recipe.delayed)
-        quantized = quantize_kernel(matrix, recipe, name="/".join(layer.path), state=state)
+        quantized = quantize_kernel(matrix, recipe, name=name, module_type=module_type, state=state)
         layer.put_variable("quantized", "kernel", quantized)
     return layer.get_variable("quantized", "kernel")
 
@@ -140,6 +159,7 @@ class Dense(nn.Dense):
     """
 
     recipe: Any = FROM_CONTEXT
+    _module_type = "linear"
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
@@ -156,6 +176,7 @@ class DenseGeneral(nn.DenseGeneral):
     """`flax.linen.DenseGeneral` under a recipe. Attributes: Flax's, and `recipe` (see `Dense`)."""
 
     recipe: Any = FROM_CONTEXT
+    _module_type = "dot_general"
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_dims`."""
@@ -177,6 +198,7 @@ class Einsum(nn.Einsum):
     """`flax.linen.Einsum` under a recipe. Attributes: Flax's, and `recipe` (see `Dense`)."""
 
     recipe: Any = FROM_CONTEXT
+    _module_type = "einsum"
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""

@@ -9,12 +9,17 @@ from typing import Any
 
 import flax.errors
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, current_recipe, resolve
-from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, State, init_state
+from jaxlowprec.delayed_scaling import (
+    OVERWRITE_WITH_GRADIENT,
+    State,
+    init_state,
+    is_added_up,
+    used_in_a_transformation,
+)
 from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linear import linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
@@ -38,6 +43,7 @@ class OverwriteWithGradient(nnx.Param):
 class _Quantizing:
     """What the layers share. They differ from Flax's in two attributes: `recipe`, and `sr`, the RNG stream or None."""
 
+    _module_type: str
     kernel: Any
     bias: Any
     dtype: Any
@@ -67,12 +73,12 @@ class _Quantizing:
         return promote((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype)
 
     def _options(self, recipe: Recipe) -> dict[str, Any]:
-        key = self.sr() if rounds_stochastically(recipe.roles()) and self.sr is not None else None
+        key = self.sr() if rounds_stochastically(recipe.roles(self._module_type)) and self.sr is not None else None
         return {"recipe": recipe, "key": key, "state": self._read_state(recipe)}
 
-    def _read_state(self, recipe: Recipe) -> State | None:
+    def _read_state(self, recipe: Recipe | None) -> State | None:
         variables = getattr(self, OVERWRITE_WITH_GRADIENT)
-        if recipe.delayed is None or variables is None:
+        if recipe is None or recipe.delayed is None or variables is None:
             return None
         return {name: variable.get_value() for name, variable in variables.items()}
 
@@ -86,17 +92,12 @@ class _Quantizing:
             return result
         y, after = result
         for name, variable in getattr(self, OVERWRITE_WITH_GRADIENT).items():
-            old = before[name]
-            if not isinstance(old, jax.core.Tracer) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
-                continue  # nothing to differentiate, or combined by max by its type
+            if not is_added_up(before[name]):
+                continue
             try:
                 variable.set_value(after[name])
             except flax.errors.TraceContextError as error:
-                raise ValueError(
-                    f"{type(self).__name__}: its delayed-scaling state is used within a JAX transformation that does "
-                    "not hand it on, where autodiff would add up amaxes: use Flax's counterpart (nnx.scan, nnx.remat, "
-                    "...), or differentiate jaxlowprec.delayed_scaling.combined_by_max(loss)"
-                ) from error
+                raise used_in_a_transformation(type(self).__name__, "nnx.scan, nnx.remat") from error
         return y
 
     def _refuse(self, recipe: Recipe, name: str, default: Any) -> None:
@@ -133,6 +134,10 @@ class Linear(_Quantizing, nnx.Linear):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self._set_up(recipe, rngs)
 
+    @property
+    def _module_type(self) -> str:
+        return "linear" if self.preferred_element_type is None else "dot_general"
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] -> [..., out_features]."""
         recipe = self._recipe()
@@ -159,6 +164,8 @@ class Linear(_Quantizing, nnx.Linear):
 
 class LinearGeneral(_Quantizing, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
+
+    _module_type = "dot_general"
 
     def __init__(
         self, in_features: Any, out_features: Any, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any
@@ -192,6 +199,8 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
 
 class Einsum(_Quantizing, nnx.Einsum):
     """`flax.nnx.Einsum` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
+
+    _module_type = "einsum"
 
     def __init__(
         self,
@@ -274,12 +283,16 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
             own = recipe if layer.recipe is FROM_CONTEXT else layer.recipe
             if own is None:
                 continue
+            own = resolve("quantized_kernels", own)
+            if own is not None and own.roles(layer._module_type).weight is None:
+                continue
             kernel = layer.kernel[...]
             contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
             batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
             rest = kernel.shape[batch:]
             matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-            layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own, state=layer._read_state(own))))
+            options = {"module_type": layer._module_type, "state": layer._read_state(own)}
+            layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own, **options)))
         yield
     finally:
         for layer in layers:

@@ -1,0 +1,68 @@
+"""Recipes to test with: one of each kind, and with their options."""
+
+import jax.numpy as jnp
+
+import jaxlowprec as jlp
+from jaxlowprec import delayed_scaling
+
+
+def mxfp4_weight(role):
+    return jlp.MXFP4() if role.tensor_type == "weight" else jlp.MXFP8()
+
+
+def mxfp4(role):
+    return jlp.MXFP4()
+
+
+ROTATED = jlp.QParams(random_hadamard_transform=True)
+ROTATED_AND_STOCHASTIC = jlp.QParams(random_hadamard_transform=True, stochastic_rounding=True)
+
+BASE = {
+    "mxfp8": jlp.MXFP8BlockScaling(),
+    "fp8_block": jlp.Float8BlockScaling(),
+    "fp8_current": jlp.Float8CurrentScaling(),
+    "fp8_delayed": jlp.DelayedScaling(amax_history_len=3),
+}
+OPTIONS = {
+    "mxfp8 hybrid 2d": jlp.MXFP8BlockScaling(fp8_format="HYBRID", enable_2d_quantization=True),
+    "fp8_block hybrid float32 scales": jlp.Float8BlockScaling(use_f32_scales=True, fp8_format="HYBRID"),
+    "fp8_block input 2d": jlp.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+    "fp8_block gradient 2d": jlp.Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2),
+    "fp8_current powers of two": jlp.Float8CurrentScaling(use_power_2_scales=True, fp8_format="E4M3"),
+    "fp8_current rotated stochastic": jlp.Float8CurrentScaling(
+        fp8_quant_fwd_inp=ROTATED, fp8_quant_bwd_grad=ROTATED_AND_STOCHASTIC
+    ),
+    "fp8_delayed margin": jlp.DelayedScaling(
+        margin=2, amax_history_len=3, amax_compute_algo="most_recent", fp8_format="E4M3"
+    ),
+    "mxfp4 weight": jlp.Custom(mxfp4_weight),
+    "mxfp4": jlp.Custom(mxfp4),
+}
+ALL = BASE | OPTIONS
+
+
+def state_for(recipe):
+    """A state of delayed scaling whose histories know an amax each, where the recipe has any; else None."""
+    if recipe.delayed is None:
+        return None
+    state = delayed_scaling.init_state(recipe)
+    for tensor, amax in (("input", 48.0), ("kernel", 50.0), ("output_grad", 30.0)):
+        state[f"{tensor}_amax_history"] = jnp.asarray([amax, 0.0, amax / 3], jnp.float32)
+    return state
+
+
+def encode_scales(recipe, state):
+    """What each tensor is multiplied by under delayed scaling, else None."""
+    if state is None:
+        return dict.fromkeys(delayed_scaling.TENSORS)
+    roles = recipe.roles()
+    formats = (roles.input.format, roles.weight.format, roles.gradient.format)
+    return {
+        tensor: delayed_scaling.encode_scale(recipe, state, tensor, fmt.maximum)
+        for tensor, fmt in zip(delayed_scaling.TENSORS, formats, strict=True)
+    }
+
+
+def without_state(result, state):
+    """The product of a call with this state."""
+    return result if state is None else result[0]

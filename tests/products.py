@@ -1,0 +1,36 @@
+"""What a GEMM may differ from the exact product by, and what a function compiles to and keeps."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def decoded(q):
+    return np.asarray(q.dequantize(jnp.float32), np.float64)
+
+
+def assert_is_product(actual, a, b):
+    """A float32 accumulation of a @ b, rounded once to the result's dtype (numerics.md 9)."""
+    exact, terms = a @ b, np.abs(a) @ np.abs(b)
+    rounding = float(jnp.finfo(actual.dtype).eps) / 2
+    tiny = float(jnp.finfo(actual.dtype).smallest_subnormal)
+    error = np.abs(np.asarray(actual).astype(np.float64) - exact)
+    assert np.all(error <= (a.shape[1] + 32) * 2.0**-24 * terms + rounding * np.abs(exact) * 1.001 + tiny)
+
+
+def native_calls(function, *args):
+    """How often a compiled function calls each kernel."""
+    return calls_of(jax.jit(function).lower(*args).compile())
+
+
+def calls_of(compiled):
+    """The same of a function that is compiled already."""
+    return collections.Counter(re.findall(r'custom_call_target="(jaxlowprec_\w+)"', compiled.as_text()))
+
+
+def kept(function, *args):
+    """The arrays that the backward pass keeps."""
+    return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], *args))

@@ -1,0 +1,270 @@
+"""linear under every recipe: its three GEMMs, overrides of the backward pass, kept residuals, pairs without a GEMM."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec import Float8Block, Float8Tensor, MXFP8, Role
+from tests.helpers import assert_same_bytes, random_array
+from tests.low_precision import ALL, BASE, encode_scales, mxfp4_weight, state_for, without_state
+from tests.products import assert_is_product, calls_of, decoded, kept, native_calls
+
+KEY = jax.random.key(5)
+each_recipe = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+each_base = pytest.mark.parametrize("recipe", BASE.values(), ids=BASE)
+OVERRIDABLE = {name: recipe for name, recipe in BASE.items() if recipe.delayed is None}
+
+
+def operands(shape=(136, 200, 40)):
+    """X [T, K] bfloat16, kernel [K, N] float32, the gradient of the result [T, N]."""
+    t, k, n = shape
+    return random_array((t, k)), random_array((k, n), "float32", 1), random_array((t, n), seed=2)
+
+
+def linear(x, w, *more, recipe, state=None, **options):
+    return without_state(jlp.linear(x, w, *more, recipe=recipe, state=state, **options), state)
+
+
+def run(recipe, x, w, dy, **options):
+    """y, dx and dw."""
+    f = functools.partial(linear, recipe=recipe, state=state_for(recipe), **options)
+    y, pullback = jax.vjp(f, x, w)
+    return y, *pullback(dy)
+
+
+def quantised(recipe, x, w, dy):
+    """Operands of the three GEMMs by their roles: pairs for fprop, dgrad and wgrad, each contraction-last."""
+    roles, encode = recipe.roles(), encode_scales(recipe, state_for(recipe))
+    gradient = roles.gradient
+    rotation = gradient.hadamard or False
+    key = KEY if gradient.rounding == "stochastic" else None
+    x_options, w_options, dy_options = ({"encode_scale": encode[t]} for t in ("input", "kernel", "output_grad"))
+    x_row = jlp.quantize(x, roles.input.format, -1, **x_options)
+    x_column = jlp.quantize(x, roles.input.format, -2, roles.input.hadamard or False, **x_options)
+    w_row, w_column = (jlp.quantize(w, roles.weight.format, axis, **w_options) for axis in (-1, -2))
+    dy_row = jlp.quantize(dy, gradient.format, -1, False, gradient.rounding, key, **dy_options)
+    dy_column = jlp.quantize(dy, gradient.format, -2, rotation, gradient.rounding, key, **dy_options)
+    return (x_row, w_column.mT), (dy_row, w_row), (x_column.mT, dy_column.mT)
+
+
+class TestGemms:
+    def check(self, recipe, shape):
+        x, w, dy = operands(shape)
+        results = run(recipe, x, w, dy, key=KEY)
+        for actual, (a, b), like in zip(results, quantised(recipe, x, w, dy), (x, x, w), strict=True):
+            assert_same_bytes(actual, jlp.scaled_matmul(a, b, out_dtype=like.dtype))
+            assert_is_product(actual, decoded(a), decoded(b).T)
+
+    @each_recipe
+    def test_are_those_of_the_operands_quantised_by_their_roles(self, recipe):
+        self.check(recipe, (136, 200, 40))
+
+    @each_base
+    def test_of_a_single_row_and_column(self, recipe):
+        self.check(recipe, (1, 16, 1))
+
+    @each_base
+    def test_approximate_high_precision(self, recipe):
+        """A code of E4M3 is off by at most 2^-4 of its value, of E5M2 by 2^-3; on normal numbers half of it or less."""
+        x, w, dy = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(64, 256), (256, 32), (64, 32)]))
+        f = functools.partial(linear, recipe=recipe, state=state_for(recipe))
+        y, pullback = jax.vjp(f, x, w)
+        exact, exact_pullback = jax.vjp(jnp.matmul, x, w)
+        for a, e in zip((y, *pullback(dy)), (exact, *exact_pullback(dy)), strict=True):
+            assert np.linalg.norm(a - e) < 0.07 * np.linalg.norm(e)
+
+    @each_base
+    @pytest.mark.parametrize("dtypes", [("float32", "bfloat16", "float16"), ("float16", "float32", "bfloat16")], ids=str)
+    def test_gradients_keep_their_dtypes(self, recipe, dtypes):
+        (x, w, dy), bias = operands((16, 32, 16)), jnp.zeros(16, dtypes[2])
+        x, w, dy = x.astype(dtypes[0]), w.astype(dtypes[1]), dy.astype(dtypes[0])
+        f = functools.partial(linear, recipe=recipe, state=state_for(recipe))
+        y, pullback = jax.eval_shape(lambda *a: jax.vjp(f, *a), x, w, bias)
+        gradients = jax.eval_shape(lambda *a: jax.vjp(f, *a)[1](dy), x, w, bias)
+        assert [a.dtype for a in (y, *gradients)] == [x.dtype, *dtypes]
+        assert jax.tree.leaves(pullback)
+
+    @each_base
+    def test_a_bias_is_added_once_in_float32_and_gets_the_sum_of_the_unquantised_gradient(self, recipe):
+        x, w, dy = operands((32, 64, 48))
+        bias = random_array((48,), "float32", 3)
+        f = functools.partial(linear, recipe=recipe, state=state_for(recipe))
+        y, pullback = jax.vjp(lambda b: f(x, w, b), bias)
+        (a, b), *_ = quantised(recipe, x, w, dy)
+        assert_same_bytes(y, jlp.scaled_matmul(a, b, bias, out_dtype=x.dtype))
+        exact = np.asarray(dy).astype(np.float64).sum(0)
+        np.testing.assert_allclose(pullback(dy)[0], exact, rtol=1e-6, atol=1e-5)
+
+    def test_hybrid_gradients_keep_what_e4m3_loses(self):
+        x, w = jnp.ones((32, 32)), jnp.ones((32, 32))
+        dy = jnp.full((32, 32), 2.0**-20).at[0].set(1.0)  # below E4M3's range where the amax fills it, within E5M2's
+        lost, seen = (
+            run(jlp.Float8CurrentScaling(fp8_format=f, use_power_2_scales=True), x, w, dy)[1]
+            for f in ("E4M3", "HYBRID")
+        )
+        np.testing.assert_array_equal(lost[1:], 0)
+        np.testing.assert_array_equal(seen[1:], 32 * 2.0**-20)
+
+    @each_base
+    def test_nan_in_x_is_not_lost(self, recipe):
+        x, w, dy = operands((16, 32, 16))
+        y, _, dw = run(recipe, x.at[3, 5].set(jnp.nan), w, dy)
+        assert jnp.all(jnp.isnan(y[3])) and jnp.all(jnp.isnan(dw[5]))
+
+
+class TestBackwardOverride:
+    x, w, dy = operands()
+
+    @pytest.mark.parametrize("name", OVERRIDABLE)
+    @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+    def test_backward_gemms_are_in_high_precision(self, name, override):
+        plain = OVERRIDABLE[name]
+        recipe = type(plain)(backward_override=override)
+        y, dx, dw = run(recipe, self.x, self.w, self.dy)
+        assert_same_bytes(y, linear(self.x, self.w, recipe=plain))
+        x, w = self.x, self.w.astype(self.dy.dtype)
+        if override == "dequantized":
+            (x_row, w_column), *_ = quantised(plain, self.x, self.w, self.dy)
+            x, w = x_row.dequantize(self.dy.dtype), w_column.dequantize(self.dy.dtype).T
+        assert (dx.dtype, dw.dtype) == (self.x.dtype, self.w.dtype)
+        x, w, dy = (np.asarray(v).astype(np.float64) for v in (x, w, self.dy))
+        assert_is_product(dx, dy, w.T)
+        assert_is_product(dw, x.T, dy)
+
+    @pytest.mark.parametrize("name", OVERRIDABLE)
+    def test_no_backward_gemm_is_quantised(self, name):
+        def calls(override):
+            f = functools.partial(run, type(OVERRIDABLE[name])(backward_override=override))
+            return native_calls(f, self.x, self.w, self.dy)["jaxlowprec_scaled_matmul"]
+
+        assert [calls(o) for o in (None, "high_precision", "dequantized")] == [3, 1, 1]
+
+    @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+    def test_a_quantised_kernel_alone_serves(self, override):
+        recipe = jlp.MXFP8BlockScaling(backward_override=override, enable_2d_quantization=True)
+        quantized = jlp.quantize_kernel(self.w, recipe)
+        y, pullback = jax.vjp(lambda x: jlp.linear(x, None, recipe=recipe, quantized_kernel=quantized), self.x)
+        assert_same_bytes(y, linear(self.x, self.w, recipe=recipe))
+        assert_is_product(pullback(self.dy)[0], np.asarray(self.dy).astype(np.float64), decoded(quantized.columnwise).T)
+
+
+class TestResiduals:
+    x, w, _ = operands((512, 256, 384))
+
+    def big(self, recipe):
+        """(elements, dtype) of what is kept, but for scales and states."""
+        f = functools.partial(linear, recipe=recipe, state=state_for(recipe))
+        return sorted((leaf.size, leaf.dtype.name) for leaf in kept(f, self.x, self.w) if leaf.size > 1 << 14)
+
+    @pytest.mark.parametrize("recipe", BASE.values(), ids=BASE)
+    def test_nothing_is_kept_unquantised(self, recipe):
+        codes = "float8_e4m3fn"
+        assert self.big(recipe) == sorted([(self.x.size, codes), (self.w.size, codes)])
+
+    def test_packed_codes_are_kept_packed(self):
+        codes = [(self.x.size, "float8_e4m3fn"), (self.w.size // 2, "uint8")]
+        assert self.big(jlp.Custom(mxfp4_weight)) == sorted(codes)
+
+    @pytest.mark.parametrize("cls", [type(r) for r in OVERRIDABLE.values()], ids=OVERRIDABLE)
+    def test_of_an_overridden_backward_pass(self, cls):
+        dequantized = [(self.x.size, "float8_e4m3fn"), (self.w.size, "float8_e4m3fn")]
+        original = [(self.x.size, "bfloat16"), (self.w.size, "float32")]
+        assert self.big(cls(backward_override="dequantized")) == sorted(dequantized)
+        assert self.big(cls(backward_override="high_precision")) == sorted(original)
+
+    @pytest.mark.parametrize("recipe", [BASE["mxfp8"], BASE["fp8_delayed"]], ids=["mxfp8", "fp8_delayed"])
+    def test_the_checkpoint_names_keep_gradients_and_save_quantising_again(self, recipe):
+        x, weights = random_array((32, 64)), random_array((3, 64, 64), "float32", 1) * 0.1
+        state = state_for(recipe)
+
+        def calls_and_gradients(policy):
+            layer = jax.checkpoint(lambda x, w: (linear(x, w, recipe=recipe, state=state), None), policy=policy)
+
+            def loss(x, weights):
+                return jax.lax.scan(layer, x, weights)[0].astype(jnp.float32).sum()
+
+            compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, weights).compile()
+            return calls_of(compiled)["jaxlowprec_quantize"], compiled(x, weights)
+
+        policies = jax.checkpoint_policies
+        named = policies.save_only_these_names(*jlp.CHECKPOINT_NAMES)
+        (all_calls, expected), (names_calls, actual), (nothing_calls, recomputed) = map(
+            calls_and_gradients, (policies.everything_saveable, named, policies.nothing_saveable)
+        )
+        assert_same_bytes((actual, recomputed), (expected, expected))
+        assert all_calls == names_calls < nothing_calls
+
+
+def only(tensor, recipe=None):
+    """MXFP8 for all operands but one."""
+    return jlp.Custom(lambda role: None if role.tensor_type == tensor else jlp.MXFP8(), **(recipe or {}))
+
+
+class TestCustom:
+    x, w, dy = operands((32, 64, 48))
+    full = jlp.MXFP8BlockScaling()
+
+    @pytest.mark.parametrize(
+        ("tensor", "high_precision"),
+        [("input", {"y", "dw"}), ("weight", {"y", "dx"}), ("grad_output", {"dx", "dw"})],
+    )
+    def test_an_operand_in_high_precision_keeps_just_its_gemms_there(self, tensor, high_precision):
+        recipe = only(tensor)
+        actual = dict(zip(("y", "dx", "dw"), run(recipe, self.x, self.w, self.dy), strict=True))
+        quantized = dict(zip(actual, run(self.full, self.x, self.w, self.dy), strict=True))
+        x, w, dy = (np.asarray(v).astype(np.float64) for v in (self.x, self.w.astype(jnp.bfloat16), self.dy))
+        exact = {"y": (x, w), "dx": (dy, w.T), "dw": (x.T, dy)}
+        for name, result in actual.items():
+            assert result.dtype == quantized[name].dtype
+            if name in high_precision:
+                assert_is_product(result, *exact[name])
+            else:
+                assert_same_bytes(result, quantized[name])
+        calls = native_calls(functools.partial(run, recipe), self.x, self.w, self.dy)
+        assert calls["jaxlowprec_scaled_matmul"] == 1
+        assert calls["jaxlowprec_quantize"] == 2  # the two operands of that GEMM, each in one direction
+
+    def test_all_in_high_precision_calls_no_kernel_and_adds_the_bias_before_rounding(self):
+        recipe, bias = jlp.Custom(lambda role: None), random_array((48,), "float32", 3)
+        y = jlp.linear(self.x, self.w, bias, recipe=recipe)
+        exact = np.asarray(self.x).astype(np.float64) @ np.asarray(self.w.astype(jnp.bfloat16)).astype(np.float64)
+        np.testing.assert_allclose(np.asarray(y, np.float64), exact + np.asarray(bias), rtol=2.0**-8, atol=1e-5)
+        assert not native_calls(functools.partial(run, recipe), self.x, self.w, self.dy)
+
+    def test_dequantized_reads_what_the_forward_pass_saw(self):
+        """The weight in high precision keeps fprop there: it saw the original input."""
+        recipe = only("weight", {"backward_override": "dequantized"})
+        dw = run(recipe, self.x, self.w, self.dy)[2]
+        assert_is_product(dw, np.asarray(self.x).astype(np.float64).T, np.asarray(self.dy).astype(np.float64))
+
+    @pytest.mark.parametrize(
+        ("formats", "differentiated", "message"),
+        [
+            ({"weight": Float8Block()}, False, "MXFP8 E4M3 1x32 and b is Float8Block E4M3 1x128; there is no GEMM of"),
+            ({"weight": MXFP8(scale_rule="floor")}, False, "scale_rule='up' and b has 'floor'; quantise both by the"),
+            ({"input": MXFP8("e5m2"), "weight": MXFP8("e5m2")}, False, "no GEMM takes E5M2 x E5M2"),
+            ({"weight": MXFP8("e5m2"), "grad_output": MXFP8("e5m2")}, True, "no GEMM takes E5M2 x E5M2"),
+            ({"grad_output": Float8Tensor()}, True, "there is no GEMM of formats scaled differently"),
+            (dict.fromkeys(("input", "weight"), Float8Block(block=(128, 128))), False, "no GEMM takes that"),
+            ({"weight": Role(MXFP8(), hadamard=jlp.Hadamard())}, False, "a rotation cancels only if both operands"),
+            ({"input": Role(MXFP8(), hadamard=jlp.Hadamard())}, True, "a rotation cancels only if both operands"),
+        ],
+    )
+    def test_a_pair_without_a_gemm_raises_when_traced(self, formats, differentiated, message):
+        recipe = jlp.Custom(lambda role: formats.get(role.tensor_type, MXFP8()))
+        f = functools.partial(jlp.linear, recipe=recipe)
+
+        def gradient(x, w):
+            return jax.vjp(f, x, w)[1](self.dy)
+
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            jax.eval_shape(gradient, self.x, self.w)
+        if differentiated:
+            assert jax.eval_shape(f, self.x, self.w).shape == self.dy.shape
+        else:
+            with pytest.raises((ValueError, NotImplementedError), match=message):
+                jax.eval_shape(f, self.x, self.w)
