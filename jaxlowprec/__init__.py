@@ -15,7 +15,19 @@ from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.recipes import NVFP4BlockScaling, Recipe, Role
+from jaxlowprec.recipes import (
+    Custom,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    QuantizerRole,
+    Recipe,
+    Role,
+    Roles,
+)
 
 if TYPE_CHECKING:
     from jaxlowprec import linen, nnx
@@ -26,14 +38,22 @@ __all__ = [
     "MXFP4",
     "MXFP8",
     "NVFP4",
+    "Custom",
     "Float8Block",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
     "Float8Tensor",
     "Hadamard",
+    "MMParams",
+    "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "QParams",
     "QuantizedArray",
     "QuantizedKernel",
+    "QuantizerRole",
     "Recipe",
     "Role",
+    "Roles",
     "autocast",
     "current_recipe",
     "dequantize",

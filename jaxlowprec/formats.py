@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +33,14 @@ class Format:
         scale_dtype: of the scales.
     """
 
-    element: Any
     scaling: ClassVar[Literal["two_level", "e8m0", "float32", "tensor"]]
     scale_dtype: ClassVar[Any]
+
+    if TYPE_CHECKING:  # a field of some formats, fixed in others
+
+        @property
+        def element(self) -> str:
+            """See above."""
 
     @property
     def length(self) -> int:

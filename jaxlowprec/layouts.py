@@ -1,8 +1,8 @@
 """How others lay out the scales and data of a QuantizedArray, and back.
 
-A QuantizedArray keeps its scales logical: one a block, rows by blocks, no padding. Tensor cores read them in another order
-(`gemm_scales`), and an array quantised columnwise can be stored in its original orientation (`to_compact`). All of these are
-permutations, padded with zeros; each has an inverse.
+A QuantizedArray keeps its scales logical: one a block, rows by blocks, no padding. Tensor cores read them in another
+order (`gemm_scales`), and an array quantised columnwise can be stored in its original orientation (`to_compact`). All
+of these are permutations, padded with zeros; each has an inverse.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def swizzle(scale: Array) -> Array:
     (2048,)
     """
     if scale.ndim < 2 or scale.dtype.itemsize != 1:
-        raise ValueError(f"swizzle: scale has shape {scale.shape} and dtype {scale.dtype}; needs [..., R, C] of one byte")
+        raise ValueError(
+            f"swizzle: scale has shape {scale.shape} and dtype {scale.dtype}; needs [..., R, C] of one byte"
+        )
     padded = _pad(scale, 128, 4)
     *batch, rows, columns = padded.shape
     tiles = padded.reshape(*batch, rows // 128, 4, 32, columns // 4, 4)
@@ -109,8 +111,10 @@ def logical_scales(scales: Array, fmt: Format, rows: int, columns: int) -> Array
 
 
 def to_compact(q: QuantizedArray) -> tuple[Array, Array]:
-    """Data and scales of a columnwise 8-bit array in the original orientation: data [..., M, K] as the array itself, scale
-    [..., ceil(M/b), K] (square tiles: [..., ceil(M/b), ceil(K/b)]). A rowwise one is compact already.
+    """Data and scales of a columnwise 8-bit array in the original orientation.
+
+    Data is [..., M, K], scale [..., ceil(M/b), K] (square tiles: [..., ceil(M/b), ceil(K/b)]). A rowwise array is
+    compact already.
 
     Raises:
         ValueError: packed 4-bit codes, whose bytes cannot be transposed, or a vector.
@@ -136,7 +140,9 @@ def from_compact(data: Array, scale: Array, fmt: Format, axis: int = -1, dtype: 
         ValueError: packed 4-bit codes, another axis than -1 or -2, or scales that do not fit.
     """
     if fmt.packed or data.ndim < 2 or axis not in (-1, -2):
-        raise ValueError(f"from_compact: {fmt}, data {data.shape}, axis={axis}; needs 8-bit codes [..., M, K], axis -1 or -2")
+        raise ValueError(
+            f"from_compact: {fmt}, data {data.shape}, axis={axis}; needs 8-bit codes [..., M, K], axis -1 or -2"
+        )
     matrix = data.shape[-2:]
     if axis == -2:
         data = jnp.swapaxes(data, -1, -2)

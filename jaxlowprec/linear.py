@@ -24,14 +24,16 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.formats import BLOCK
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.quantize.api import key_words, quantize, quantize_both
+from jaxlowprec.ops.quantize.op import has_tensor_scale
 from jaxlowprec.ops.quantize.philox import philox4x32
 from jaxlowprec.ops.rounding import magnitude_bits
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.recipes import Recipe
+from jaxlowprec.recipes import Recipe, Roles
 
 CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
 """checkpoint_name of the residuals: data, scale and amax of the columnwise input, and of the weight."""
@@ -56,7 +58,12 @@ class QuantizedKernel:
         return self.rowwise.shape
 
 
-def quantize_kernel(kernel: Float[Array, "*B K N"], recipe: Recipe | None = FROM_CONTEXT) -> QuantizedKernel:
+def quantize_kernel(
+    kernel: Float[Array, "*B K N"],
+    recipe: Recipe | None = FROM_CONTEXT,
+    *,
+    name: str = "",
+) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
 
     Pass it to `linear` as `quantized_kernel=`: the gradient still reaches the kernel, the master weight. It stands for
@@ -65,9 +72,10 @@ def quantize_kernel(kernel: Float[Array, "*B K N"], recipe: Recipe | None = FROM
     Arguments:
         kernel: the master weight, bfloat16, float16 or float32.
         recipe: whose weight role to follow; default: the context's.
+        name: the layer's, for recipes that treat layers differently (`Custom`).
 
     Raises:
-        ValueError: no recipe.
+        ValueError: no recipe, or one that keeps this weight in high precision.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize_kernel(jnp.ones((64, 32)), jlp.NVFP4BlockScaling()).shape
@@ -79,7 +87,10 @@ def quantize_kernel(kernel: Float[Array, "*B K N"], recipe: Recipe | None = FROM
     kernel = float_array("quantize_kernel", "kernel", kernel)
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
-    return QuantizedKernel(*quantize_both(kernel, recipe.weight.format))
+    role = recipe.roles("linear", name).weight
+    if role is None:
+        raise ValueError(f"quantize_kernel: {recipe} keeps the weight of layer {name!r} in high precision")
+    return QuantizedKernel(*quantize_both(kernel, role.format))
 
 
 def linear(
@@ -157,35 +168,90 @@ def matmul(
     out_dtype: Any,
 ) -> Float[Array, "*B T N"]:
     """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's."""
-    if quantized is not None and quantized.rowwise.format != recipe.weight.format:
-        raise ValueError(
-            f"{who}: quantized_kernel is {quantized.rowwise.format} but the recipe wants {recipe.weight.format}; "
-            "quantise it again under this recipe"
-        )
-    if quantized is not None and w is not None and quantized.shape != w.shape:
-        raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
+    roles = recipe.roles("linear", name)
+    if quantized is not None:
+        if roles.weight is None or quantized.rowwise.format != roles.weight.format:
+            wants = "high precision" if roles.weight is None else roles.weight.format
+            raise ValueError(
+                f"{who}: quantized_kernel is {quantized.rowwise.format} but the recipe wants {wants}; "
+                "quantise it again under this recipe"
+            )
+        if w is not None and quantized.shape != w.shape:
+            raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
     words = None
-    if key is not None and recipe.gradient.rounding == "stochastic":
+    if key is not None and rounds_stochastically(roles):
         words = _slice_words(key_words(who, key, ()), x.shape[:-2])
-    spec = _Spec(recipe, name, jnp.dtype(out_dtype))
-    return _matmul_jit(spec, *wiring.align_varying(x, w, bias, words, quantized))
+    plan = _Plan(roles, recipe.backward_override, name, jnp.dtype(out_dtype))
+    return _matmul_jit(plan, *wiring.align_varying(x, w, bias, words, quantized))
+
+
+def rounds_stochastically(roles: Roles) -> bool:
+    """Whether a key is of use."""
+    return roles.gradient is not None and roles.gradient.rounding == "stochastic"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
+class _Plan:
     """What a linear is traced with: captured in the forward pass, so that the backward pass never reads the context."""
 
-    recipe: Recipe
+    roles: Any
+    backward_override: str | None
     name: str
     out_dtype: Any
 
+    @property
+    def fprop(self) -> bool:
+        """Whether this GEMM is quantised."""
+        return self.roles.input is not None and self.roles.weight is not None
+
+    @property
+    def dgrad(self) -> bool:
+        return self.backward_override is None and self.roles.gradient is not None and self.roles.weight is not None
+
+    @property
+    def wgrad(self) -> bool:
+        return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
+
+
+def _both_ways(x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None) -> tuple[Any, Any]:
+    """x quantised in the wanted directions, None for the other; one pass for both."""
+    if role is None:
+        return None, None
+    rotation = role.hadamard or False
+    if rowwise and columnwise:
+        return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax)
+    row_amax, column_amax = amax or (None, None)
+    row = quantize(x, role.format, -1, False, role.rounding, words, row_amax) if rowwise else None
+    column = quantize(x, role.format, -2, rotation, role.rounding, words, column_amax) if columnwise else None
+    return row, column
+
+
+def _plain_matmul(a, b, out_dtype):
+    """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    y = jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
+    return y.astype(out_dtype)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: _Spec, x, w, bias, words, quantized):
-    recipe = spec.recipe
-    x_row = quantize(x, recipe.input.format, -1, rounding=recipe.input.rounding)
-    w_column = quantized.columnwise if quantized else quantize(w, recipe.weight.format, -2)
-    return scaled_matmul(x_row, w_column.mT, bias, out_dtype=spec.out_dtype)
+def _matmul(plan: _Plan, x, w, bias, words, quantized):
+    return _fprop(plan, x, w, bias, quantized, False, False)[0]
+
+
+def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, keep_column: bool, keep_row: bool):
+    """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
+    roles = plan.roles
+    x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column)
+    if quantized is not None:
+        w_row, w_column = quantized.rowwise, quantized.columnwise
+    else:
+        w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop)
+    if plan.fprop:
+        y = scaled_matmul(x_row, w_column.mT, bias, out_dtype=plan.out_dtype)
+    else:
+        y = _plain_matmul(x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32)
+        y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
+    return y, (x_row, x_column), (w_row, w_column)
 
 
 @jax.custom_jvp
@@ -202,37 +268,54 @@ def _second_derivative(primals, tangents):
     )
 
 
-def _forward(spec: _Spec, x, w, bias, words, quantized):
-    recipe = spec.recipe
+def _forward(plan: _Plan, x, w, bias, words, quantized):
     x, w, bias = _differentiated_once((x, w, bias))
-    x_row, x_column = quantize_both(x, recipe.input.format, recipe.input.hadamard or False, recipe.input.rounding)
-    kernel = quantized or QuantizedKernel(*quantize_both(w, recipe.weight.format))
-    y = scaled_matmul(x_row, kernel.columnwise.mT, bias, out_dtype=spec.out_dtype)
+    y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, plan.wgrad, plan.dgrad)
+    dequantized = plan.backward_override == "dequantized" and plan.fprop
+    kept_x = x_column if plan.wgrad else x_row if dequantized else x
+    kept_w = w_row if plan.dgrad else w_column if dequantized or w is None else w
     kept = tuple(
-        jax.tree.map(lambda leaf, name=name: checkpoint_name(leaf, name), q)
-        for q, name in zip((x_column, kernel.rowwise), CHECKPOINT_NAMES, strict=True)
+        jax.tree.map(lambda leaf, name=name: checkpoint_name(leaf, name), q) if isinstance(q, QuantizedArray) else q
+        for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True)
     )
     like = tuple(None if a is None else jnp.zeros((), a.dtype) for a in (x, w, bias))  # a dtype is no residual; this is
     return y, (kept, like, words)
 
 
-def _backward(spec: _Spec, residuals, dy):
-    (x_column, w_row), (like_x, like_w, like_bias), words = residuals
+def _backward(plan: _Plan, residuals, dy):
+    (x, w), (like_x, like_w, like_bias), words = residuals
     dy = _differentiated_once(dy)
-    role = spec.recipe.gradient
-    amaxes = tensor_amax(dy, True, role.hadamard)
-    if role.rounding == "stochastic" and words is None:
-        words = _keyless_words(amaxes[0], dy.shape, spec.name)
-    dy_row, dy_column = quantize_both(
-        dy, role.format, role.hadamard or False, role.rounding, words, amax=(amaxes[0], amaxes[-1])
-    )
+    dy_row: Any = None
+    dy_column: Any = None
+    if plan.dgrad or plan.wgrad:
+        role = plan.roles.gradient
+        amaxes = None
+        if has_tensor_scale(role.format) and (role.hadamard is None or role.hadamard.size == BLOCK):
+            found = tensor_amax(dy, True, role.hadamard)
+            amaxes = found[0], found[-1]
+        if role.rounding == "stochastic" and words is None:
+            (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None)
+            words = _keyless_words(amax, dy.shape, plan.name)
+        dy_row, dy_column = _both_ways(dy, role, plan.dgrad, plan.wgrad and like_w is not None, words, amaxes)
     # JAX does not check these dtypes: they must be those of the primals.
-    dx = scaled_matmul(dy_row, w_row, out_dtype=like_x.dtype)
-    dw = None if like_w is None else scaled_matmul(x_column.mT, dy_column.mT, out_dtype=like_w.dtype)
+    if plan.dgrad:
+        dx = scaled_matmul(dy_row, w, out_dtype=like_x.dtype)
+    else:
+        dx = _plain_matmul(dy, jnp.swapaxes(_decoded(w, dy.dtype), -1, -2), like_x.dtype)
+    dw = None
+    if like_w is not None and plan.wgrad:
+        dw = scaled_matmul(x.mT, dy_column.mT, out_dtype=like_w.dtype)
+    elif like_w is not None:
+        dw = _plain_matmul(jnp.swapaxes(_decoded(x, dy.dtype), -1, -2), dy, like_w.dtype)
     db = None
     if like_bias is not None:
         db = dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like_bias.dtype)
     return dx, dw, db, None, None
+
+
+def _decoded(x, dtype):
+    """A residual as an array of `dtype`."""
+    return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
 
 
 _matmul.defvjp(_forward, _backward)

@@ -1,17 +1,21 @@
 """Recipes: what a linear layer quantises, and how.
 
-A recipe is a frozen, hashable description. It says for each role (`input`, `weight`, `gradient`) the format, the
+A recipe is a frozen, hashable description. Its `roles` say for each operand (input, weight, gradient) the format, the
 rounding and the rotation, as data: `linear` reads nothing else, so a new recipe is a new set of roles. Being hashable,
-it is part of jit's cache key, and a changed recipe is never ignored.
+it is part of jit's cache key, and a changed recipe is never ignored. Field names and defaults are Transformer Engine's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
 
-from jaxlowprec.formats import NVFP4, Hadamard
+from jaxlowprec.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, Format, Hadamard
+
+BackwardOverride = Literal["high_precision", "dequantized"] | None
+Fp8Format = Literal["E4M3", "HYBRID"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,36 +24,75 @@ class Role:
 
     Attributes:
         format: what to.
-        rounding: of the codes.
+        rounding: of the codes; "stochastic" for gradients alone.
         hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
     """
 
-    format: NVFP4
+    format: Format
     rounding: Literal["nearest", "stochastic"] = "nearest"
     hadamard: Hadamard | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The three operands of a linear. None stays in high precision, and so do the GEMMs it is in.
+
+    A linear has three GEMMs, each with its own pair of operands: fprop: input rowwise x weight; dgrad: gradient rowwise
+    x weight transposed; wgrad: input columnwise x gradient columnwise.
+    """
+
+    input: Role | None
+    weight: Role | None
+    gradient: Role | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MMParams:
+    """Settings of one GEMM.
+
+    Attributes:
+        use_split_accumulator: True: every product is accumulated in float32. False lets a GPU's tensor cores use their
+            faster, less precise accumulator where they have one; a GEMM without one (all on the CPU) is unchanged.
+    """
+
+    use_split_accumulator: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class QParams:
+    """How one operand is quantised, where it differs from the recipe's default.
+
+    Attributes:
+        power_2_scale: scales are powers of two.
+        amax_epsilon: the least amax that is scaled by.
+        random_hadamard_transform: rotate the columnwise form.
+        stochastic_rounding: of the codes.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+
+    def role(self, fmt: Any) -> Role:
+        """The role of an operand of this format."""
+        fmt = dataclasses.replace(fmt, power_of_two=self.power_2_scale, amax_epsilon=self.amax_epsilon)
+        rounding: Literal["nearest", "stochastic"] = "stochastic" if self.stochastic_rounding else "nearest"
+        return Role(fmt, rounding, Hadamard() if self.random_hadamard_transform else None)
 
 
 class Recipe:
     """Base of all recipes.
 
-    A linear has three GEMMs, each with its own pair of operands:
-    fprop: input rowwise x weight; dgrad: gradient rowwise x weight transposed; wgrad: input columnwise x gradient
-    columnwise.
+    Attributes:
+        backward_override: None: the backward GEMMs are quantised as the roles say. "high_precision": they are not, and
+            read the original input and weight. "dequantized": they are not, and read what the forward pass saw.
     """
 
-    @property
-    def input(self) -> Role:
-        """The layer's input."""
-        raise NotImplementedError
+    backward_override: BackwardOverride
 
-    @property
-    def weight(self) -> Role:
-        """The layer's kernel."""
-        raise NotImplementedError
-
-    @property
-    def gradient(self) -> Role:
-        """The gradient of the layer's output."""
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """The roles of a layer, by what calls it ("linear", "dot_general", "einsum") and its name."""
         raise NotImplementedError
 
 
@@ -62,8 +105,61 @@ def _default_from(variable: str) -> bool:
     raise ValueError(f"{variable}={value!r}; needs 0 or 1")
 
 
-def _flag(name: str) -> bool:
-    return dataclasses.field(default_factory=lambda: _default_from(f"JAXLOWPREC_NVFP4_DISABLE_{name}"))
+def _flag(variable: str) -> Any:
+    return dataclasses.field(default_factory=lambda: _default_from(f"JAXLOWPREC_{variable}"))
+
+
+def _backward_override() -> Any:
+    return dataclasses.field(default_factory=lambda: os.environ.get("JAXLOWPREC_BACKWARD_OVERRIDE") or None)
+
+
+def _needs(recipe: Recipe, field: str, allowed: tuple[Any, ...]) -> None:
+    value = getattr(recipe, field)
+    if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+        needs = " or ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in allowed)
+        raise (TypeError if all(isinstance(a, bool) for a in allowed) else ValueError)(
+            f"{type(recipe).__name__}: {field}={value!r}; needs {needs}"
+        )
+
+
+def _check_common(recipe: Any) -> None:
+    """The fields that several recipes share."""
+    fields = {f.name for f in dataclasses.fields(recipe)}
+    name = type(recipe).__name__
+    _needs(recipe, "backward_override", (None, "high_precision", "dequantized"))
+    if "fp8_format" in fields:
+        if recipe.fp8_format == "E5M2":
+            raise ValueError(
+                f'{name}: fp8_format="E5M2"; no GEMM takes E5M2 x E5M2: use "E4M3", or "HYBRID" for gradients'
+            )
+        _needs(recipe, "fp8_format", ("E4M3", "HYBRID"))
+    for field in ("fp8_dpa", "fp8_mha"):
+        if field in fields:
+            _needs(recipe, field, (True, False))
+            if getattr(recipe, field):
+                raise NotImplementedError(f"{name}: {field}=True; attention is not quantised here: leave it False")
+    for field in fields:
+        value = getattr(recipe, field)
+        if field.startswith("fp8_gemm_") and not isinstance(value, MMParams):
+            raise TypeError(f"{name}: {field}={value!r}; needs a jaxlowprec.MMParams")
+        if field.startswith("fp8_quant_") and value is not None and not isinstance(value, QParams):
+            raise TypeError(f"{name}: {field}={value!r}; needs a jaxlowprec.QParams or None")
+    for field in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight"):
+        if field in fields and (given := getattr(recipe, field)) is not None and given.stochastic_rounding:
+            raise ValueError(f"{name}: {field} has stochastic_rounding=True; it is for gradients alone")
+    if "fp8_quant_fwd_inp" in fields:
+        rotated = [getattr(recipe, f"fp8_quant_{r}") or QParams() for r in ("fwd_inp", "fwd_weight", "bwd_grad")]
+        x, w, dy = (q.random_hadamard_transform for q in rotated)
+        if w or x != dy:
+            raise ValueError(
+                f"{name}: random_hadamard_transform of input, weight and gradient is {x}, {w}, {dy}; it cancels in "
+                "wgrad: set it for input and gradient, or for none"
+            )
+
+
+def _elements(fp8_format: Fp8Format) -> tuple[Float8, Float8]:
+    """Of the forward operands, and of gradients."""
+    return "e4m3", "e5m2" if fp8_format == "HYBRID" else "e4m3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,42 +176,251 @@ class NVFP4BlockScaling(Recipe):
         disable_rht: no random Hadamard transform of the wgrad operands.
         disable_stochastic_rounding: gradients round to nearest.
         disable_2d_quantization: weights in 1x16 blocks, quantised apart for fprop and dgrad.
+        backward_override: see `Recipe`.
 
     A default is 0, or what the environment says when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
-    JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION.
+    JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION,
+    JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
         TypeError: a field that is not listed here, or is no bool.
         ValueError: an environment variable that is neither 0 nor 1.
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; field names are Transformer Engine's.
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
     """
 
-    disable_rht: bool = _flag("RHT")
-    disable_stochastic_rounding: bool = _flag("STOCHASTIC_ROUNDING")
-    disable_2d_quantization: bool = _flag("2D_QUANTIZATION")
+    disable_rht: bool = _flag("NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = _flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = _flag("NVFP4_DISABLE_2D_QUANTIZATION")
+    backward_override: BackwardOverride = _backward_override()
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool):
-                raise TypeError(f"NVFP4BlockScaling: {field.name}={value!r}; needs True or False")
+        _check_common(self)
+        for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
+            _needs(self, field, (True, False))
 
-    @property
-    def _rotation(self) -> Hadamard | None:
-        return None if self.disable_rht else Hadamard()
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """The table above, alike for all layers."""
+        rotation = None if self.disable_rht else Hadamard()
+        return Roles(
+            Role(NVFP4(), hadamard=rotation),
+            Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16))),
+            Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", rotation),
+        )
 
-    @property
-    def input(self) -> Role:
-        """1x16 blocks, nearest, rotated in wgrad."""
-        return Role(NVFP4(), hadamard=self._rotation)
 
-    @property
-    def weight(self) -> Role:
-        """16x16 blocks, so that fprop and dgrad see the same weight; nearest, never rotated."""
-        return Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16)))
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: 8-bit floats with a power of two for each 32 elements, in all three GEMMs.
 
-    @property
-    def gradient(self) -> Role:
-        """1x16 blocks, stochastic, rotated in wgrad."""
-        return Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", self._rotation)
+    Arguments:
+        fp8_format: "E4M3" for all operands, or "HYBRID": gradients are E5M2.
+        enable_2d_quantization: weights in 32x32 blocks, so that fprop and dgrad see the same weight.
+        margin, fp8_dpa, fp8_mha: there for Transformer Engine's signature; other values than the defaults raise.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "Recipes for Pre-training LLMs with MXFP8", arXiv 2506.08027.
+    """
+
+    margin: int = 0
+    fp8_format: Fp8Format = "E4M3"
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    enable_2d_quantization: bool = False
+    backward_override: BackwardOverride = _backward_override()
+
+    def __post_init__(self):
+        _check_common(self)
+        _needs(self, "enable_2d_quantization", (True, False))
+        if self.margin != 0:
+            raise ValueError(f"MXFP8BlockScaling: margin={self.margin!r}; block scales have no margin: leave it 0")
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Blocks of 1x32, alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+        weight = MXFP8(forward, (32, 32) if self.enable_2d_quantization else (1, 32))
+        return Roles(Role(MXFP8(forward)), Role(weight), Role(MXFP8(gradient)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """Blockwise FP8, as DeepSeek-V3 trains: a float32 scale for 1x128 or 128x128 elements, in all three GEMMs.
+
+    Arguments:
+        use_f32_scales: scales are any float32, not powers of two; default: JAXLOWPREC_FP8_BLOCK_SCALING_FP32_SCALES.
+        fp8_format: "E4M3" for all operands, or "HYBRID": gradients are E5M2.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128 blocks, 2 for 128x128; no GEMM
+            takes 128x128 on both sides.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: the split accumulator is always on.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of an operand; None: the recipe's scales.
+            Both operands of a GEMM must agree in power_2_scale.
+        fp8_dpa, fp8_mha: True raises.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.
+    """
+
+    use_f32_scales: bool = _flag("FP8_BLOCK_SCALING_FP32_SCALES")
+    fp8_format: Fp8Format = "E4M3"
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = _backward_override()
+
+    def __post_init__(self):
+        _check_common(self)
+        _needs(self, "use_f32_scales", (True, False))
+        dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        for dim in dims:
+            _needs(self, dim, (1, 2))
+        two = [dim for dim in dims if getattr(self, dim) == 2]
+        if len(two) > 1:
+            raise ValueError(
+                f"Float8BlockScaling: {' and '.join(two)} are 2; no GEMM takes 128x128 blocks on both sides: use 1"
+            )
+        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not getattr(self, gemm).use_split_accumulator:
+                raise ValueError(f"Float8BlockScaling: {gemm} has use_split_accumulator=False; it is always on here")
+        scales = {self._quantization(role).power_2_scale for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
+        if len(scales) > 1:
+            raise ValueError(
+                "Float8BlockScaling: fp8_quant_* differ in power_2_scale; operands of a GEMM must agree in it"
+            )
+
+    def _quantization(self, role: str) -> QParams:
+        return getattr(self, f"fp8_quant_{role}") or QParams(power_2_scale=not self.use_f32_scales)
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+
+        def role(role: str, element: Float8, dim: int) -> Role:
+            return self._quantization(role).role(Float8Block(element, (128, 128) if dim == 2 else (1, 128)))
+
+        return Roles(
+            role("fwd_inp", forward, self.x_block_scaling_dim),
+            role("fwd_weight", forward, self.w_block_scaling_dim),
+            role("bwd_grad", gradient, self.grad_block_scaling_dim),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Per-tensor FP8, each tensor scaled by its own amax, in all three GEMMs.
+
+    Arguments:
+        use_power_2_scales: scales are powers of two; default: JAXLOWPREC_FP8_CURRENT_SCALING_POWER_2_SCALES.
+        fp8_format: "HYBRID": gradients are E5M2; "E4M3" for all operands.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `MMParams`.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of an operand; None: the recipe's scales.
+        fp8_dpa, fp8_mha: True raises.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "FP8 Formats for Deep Learning", arXiv 2209.05433.
+    """
+
+    use_power_2_scales: bool = _flag("FP8_CURRENT_SCALING_POWER_2_SCALES")
+    fp8_format: Fp8Format = "HYBRID"
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = _backward_override()
+
+    def __post_init__(self):
+        _check_common(self)
+        _needs(self, "use_power_2_scales", (True, False))
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+
+        def role(given: QParams | None, element: Float8) -> Role:
+            return (given or QParams(power_2_scale=self.use_power_2_scales)).role(Float8Tensor(element))
+
+        return Roles(
+            role(self.fp8_quant_fwd_inp, forward),
+            role(self.fp8_quant_fwd_weight, forward),
+            role(self.fp8_quant_bwd_grad, gradient),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerRole:
+    """Which tensor a `Custom` recipe is asked about.
+
+    Attributes:
+        module_type: what quantises it: "linear", "dot_general" or "einsum".
+        tensor_type: "input", "weight" or "grad_output".
+        name: of the layer, or "".
+    """
+
+    module_type: str
+    tensor_type: Literal["input", "weight", "grad_output"]
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom(Recipe):
+    """A recipe of your own: a function from role to format.
+
+    Arguments:
+        factory: `QuantizerRole` -> a format, a `Role`, or None to keep that operand, and the GEMMs it is in, in high
+            precision. It must be hashable and always give the same answer: it is called whenever a function is traced.
+            Two lambdas are two recipes.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError: a factory that is no hashable function, or an answer that is none of those.
+
+    >>> import jaxlowprec as jlp
+    >>> def mixed(role):
+    ...     return jlp.MXFP4() if role.tensor_type == "weight" else jlp.MXFP8()
+    >>> jlp.Custom(mixed).roles("linear", "up").weight.format
+    MXFP4(block=(1, 32), scale_rule='up')
+    """
+
+    factory: Callable[[QuantizerRole], Format | Role | None]
+    backward_override: BackwardOverride = _backward_override()
+
+    def __post_init__(self):
+        _check_common(self)
+        if not callable(self.factory) or not isinstance(self.factory, Hashable):
+            raise TypeError(f"Custom: factory={self.factory!r}; needs a hashable function of a QuantizerRole")
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """What the factory answers."""
+
+        def role(tensor_type: Any) -> Role | None:
+            asked = QuantizerRole(module_type, tensor_type, name)
+            answer = self.factory(asked)
+            if isinstance(answer, Format):
+                return Role(answer)
+            if answer is not None and not isinstance(answer, Role):
+                raise TypeError(f"Custom: the factory answered {answer!r} to {asked}; needs a format, a Role or None")
+            if answer is not None and answer.rounding != "nearest" and tensor_type != "grad_output":
+                raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is for grad_output alone")
+            return answer
+
+        return Roles(role("input"), role("weight"), role("grad_output"))

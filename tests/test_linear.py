@@ -60,7 +60,7 @@ class TestForward:
     def test_is_the_gemm_of_the_quantised_operands(self, shape, recipe):
         x, w, _ = operands(shape)
         bias = random_array(shape[2:], "float32", 3)
-        xq, wq = jlp.quantize(x, recipe.input.format), jlp.quantize(w, recipe.weight.format, -2)
+        xq, wq = jlp.quantize(x, recipe.roles().input.format), jlp.quantize(w, recipe.roles().weight.format, -2)
         for b in (None, bias):
             expected = jlp.scaled_matmul(xq, wq.mT, b, out_dtype=x.dtype)
             assert_same_bytes(jlp.linear(x, w, b, recipe=recipe), expected)
@@ -106,11 +106,11 @@ class TestGradients:
         x, w, dy = operands(shape)
         key = jax.random.key(5)
         dx, dw = gradients(recipe, x, w, dy, key=key)
-        rotation, rounding = recipe.gradient.hadamard or False, recipe.gradient.rounding
+        rotation, rounding = recipe.roles().gradient.hadamard or False, recipe.roles().gradient.rounding
         words = key if rounding == "stochastic" else None
         dy_row, dy_column = jlp.quantize_both(dy, jlp.NVFP4(), rotation, rounding, words)
         x_column = jlp.quantize(x, jlp.NVFP4(), -2, hadamard=rotation)
-        w_row = jlp.quantize(w, recipe.weight.format, -1)
+        w_row = jlp.quantize(w, recipe.roles().weight.format, -1)
         assert_is_product(dx, decoded(dy_row), decoded(w_row).T)
         assert_is_product(dw, decoded(x_column).T, decoded(dy_column))
 

@@ -20,7 +20,7 @@ def no_environment(monkeypatch):
 
 
 def test_the_fields_are_transformer_engines_and_default_to_the_whole_recipe():
-    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False)
+    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False) | {"backward_override": None}
 
 
 def test_a_recipe_is_frozen():
@@ -41,32 +41,36 @@ class TestRoles:
 
     def test_of_the_default_recipe(self):
         recipe = jlp.NVFP4BlockScaling()
-        assert recipe.input == jlp.Role(jlp.NVFP4((1, 16)), "nearest", jlp.Hadamard())
-        assert recipe.weight == jlp.Role(jlp.NVFP4((16, 16)), "nearest", None)
-        assert recipe.gradient == jlp.Role(jlp.NVFP4((1, 16)), "stochastic", jlp.Hadamard())
+        assert recipe.roles().input == jlp.Role(jlp.NVFP4((1, 16)), "nearest", jlp.Hadamard())
+        assert recipe.roles().weight == jlp.Role(jlp.NVFP4((16, 16)), "nearest", None)
+        assert recipe.roles().gradient == jlp.Role(jlp.NVFP4((1, 16)), "stochastic", jlp.Hadamard())
 
     def test_without_rht_nothing_is_rotated(self):
         recipe = jlp.NVFP4BlockScaling(disable_rht=True)
-        assert (recipe.input.hadamard, recipe.weight.hadamard, recipe.gradient.hadamard) == (None, None, None)
-        assert recipe.gradient.rounding == "stochastic"
+        assert (recipe.roles().input.hadamard, recipe.roles().weight.hadamard, recipe.roles().gradient.hadamard) == (
+            None,
+            None,
+            None,
+        )
+        assert recipe.roles().gradient.rounding == "stochastic"
 
     def test_without_stochastic_rounding_gradients_round_to_nearest(self):
         recipe = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
-        assert recipe.gradient == jlp.Role(jlp.NVFP4(), "nearest", jlp.Hadamard())
+        assert recipe.roles().gradient == jlp.Role(jlp.NVFP4(), "nearest", jlp.Hadamard())
 
     def test_without_2d_quantization_weights_have_blocks_of_one_row(self):
         recipe = jlp.NVFP4BlockScaling(disable_2d_quantization=True)
-        assert recipe.weight == jlp.Role(jlp.NVFP4((1, 16)))
-        assert recipe.input == jlp.NVFP4BlockScaling().input
+        assert recipe.roles().weight == jlp.Role(jlp.NVFP4((1, 16)))
+        assert recipe.roles().input == jlp.NVFP4BlockScaling().roles().input
 
     @pytest.mark.parametrize("recipe", [jlp.NVFP4BlockScaling(), jlp.NVFP4BlockScaling(disable_rht=True)], ids=str)
     def test_both_operands_of_wgrad_are_rotated_alike(self, recipe):
-        assert recipe.input.hadamard == recipe.gradient.hadamard
+        assert recipe.roles().input.hadamard == recipe.roles().gradient.hadamard
 
     def test_the_docstring_shows_them(self):
         recipe = jlp.NVFP4BlockScaling()
         for name in ("input", "weight", "gradient"):
-            role = getattr(recipe, name)
+            role = getattr(recipe.roles(), name)
             blocks = "x".join(map(str, role.format.block))
             row = f"| {name} | {blocks} | {role.rounding} | {'yes' if role.hadamard else 'no'} |"
             assert row in jlp.NVFP4BlockScaling.__doc__
@@ -83,7 +87,9 @@ class TestEnvironment:
         monkeypatch.setenv(variable, value)
         assert getattr(jlp.NVFP4BlockScaling(), field) is meaning
         assert getattr(before, field) is False
-        assert sum(dataclasses.astuple(jlp.NVFP4BlockScaling())) == meaning  # no other field follows this variable
+        assert (
+            sum(getattr(jlp.NVFP4BlockScaling(), f) for f in FIELDS) == meaning
+        )  # no other field follows this variable
 
     def test_an_argument_comes_before_it(self, monkeypatch, field, variable):
         monkeypatch.setenv(variable, "1")

@@ -19,7 +19,7 @@ from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.dot_general import einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linear import QuantizedKernel, linear, quantize_kernel
+from jaxlowprec.linear import QuantizedKernel, linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.recipes import Recipe
 
 
@@ -69,8 +69,9 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
 
 
 def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
-    key = layer.make_rng("sr") if recipe.gradient.rounding == "stochastic" and layer.has_rng("sr") else None
-    return {"recipe": recipe, "key": key, "name": "/".join(layer.path)}
+    name = "/".join(layer.path)
+    wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
+    return {"recipe": recipe, "key": layer.make_rng("sr") if wanted else None, "name": name}
 
 
 def _quantized(
@@ -80,7 +81,7 @@ def _quantized(
     if layer.is_mutable_collection("quantized") and kernel is not None:
         batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
         matrix = kernel.reshape(*batch, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-        layer.put_variable("quantized", "kernel", quantize_kernel(matrix, recipe))
+        layer.put_variable("quantized", "kernel", quantize_kernel(matrix, recipe, name="/".join(layer.path)))
     return layer.get_variable("quantized", "kernel")
 
 

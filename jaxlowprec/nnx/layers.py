@@ -13,7 +13,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linear import linear, quantize_kernel
+from jaxlowprec.linear import linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.recipes import Recipe
 
@@ -52,7 +52,7 @@ class _Quantizing:
         return promote((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype)
 
     def _options(self, recipe: Recipe) -> dict[str, Any]:
-        key = self.sr() if recipe.gradient.rounding == "stochastic" and self.sr is not None else None
+        key = self.sr() if rounds_stochastically(recipe.roles()) and self.sr is not None else None
         return {"recipe": recipe, "key": key}
 
     def _refuse(self, recipe: Recipe, name: str, default: Any) -> None:

@@ -12,7 +12,7 @@
 
 #include "../../xla_ffi/cpu/run.h"
 #include "check.h"
-#include "reference.h"
+#include "reference_elements.h"
 
 namespace jaxlowprec {
 

@@ -1,6 +1,7 @@
 // The CPU kernels of every instruction set against reference.h, byte for byte, over ragged shapes and hostile numbers. All
 // are held to the same bytes, so instruction sets agree with each other.
 #include "kernel_runs.h"
+#include "reference.h"
 
 namespace jaxlowprec {
 namespace {
@@ -260,107 +261,6 @@ TEST(hadamard_agrees_with_the_reference) {
               run_chunks(k, p, scrambled);
               CHECK_EQ(first_difference(found, expected, type), -1);
             });
-          }
-}
-
-// --- GEMM (numerics.md 9)
-
-/// What the two operands of one batch entry look like.
-struct Operands {
-  const char* name;
-  float a_amax, b_amax;
-  bool any_scale;  // negative and NaN bytes too
-};
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr Operands kOperands[] = {{"ordinary", 3, 0.7f, false},
-                                  {"any scale byte", 1, 5, true},
-                                  {"alpha underflows", 1e-20f, 1e-20f, false},
-                                  {"subnormal amax", 1e-39f, 1e30f, false},
-                                  {"alpha overflows", 1e25f, 1e25f, false},
-                                  {"NaN", kNaN, 1, false},
-                                  {"zero", 0, 3, false}};
-
-struct Epilogue {
-  const char* name;
-  bool bias, gelu, pre_activation, accumulate;
-};
-constexpr Epilogue kEpilogues[] = {{"plain", false, false, false, false},
-                                   {"bias", true, false, false, false},
-                                   {"accumulate", false, false, false, true},
-                                   {"gelu", false, true, false, false},
-                                   {"bias, gelu, pre-activation", true, true, true, false},
-                                   {"bias, gelu, pre-activation, accumulate", true, true, true, true}};
-
-struct GemmShape {
-  int64_t rows, columns, blocks;
-};
-
-struct OperandBuffers {
-  Buffer data, scale, amax;
-
-  OperandBuffers(int64_t batch, int64_t rows, int64_t blocks, bool tiles)
-      : data(batch * rows * blocks * 8),
-        scale(batch * (tiles ? reference::blocks_in(rows) : rows) * blocks),
-        amax(batch * 4) {}
-
-  void fill(const Operands* const (&kinds)[2], std::mt19937& random) const {
-    for (int64_t i = 0; i < data.size(); ++i) data.as()[i] = static_cast<uint8_t>(random());
-    for (int64_t i = 0; i < scale.size(); ++i) {
-      const bool any = kinds[i >= scale.size() / 2]->any_scale;
-      scale.as()[i] = static_cast<uint8_t>(any && random() % 4 == 0 ? random() : random() % kE4M3NaN);
-    }
-  }
-};
-
-void check_matmul(GemmShape shape, ElementType type, ElementType accumulate_type, const Epilogue& epilogue, bool a_tiles,
-                  bool b_tiles, const Operands* const (&kinds)[2], std::mt19937& random) {
-  const int64_t batch = 2, elements = batch * shape.rows * shape.columns, bytes = elements * reference::element_size(type);
-  const OperandBuffers a(batch, shape.rows, shape.blocks, a_tiles), b(batch, shape.columns, shape.blocks, b_tiles);
-  a.fill(kinds, random), b.fill(kinds, random);
-  for (int i = 0; i < batch; ++i) a.amax.as<float>()[i] = kinds[i]->a_amax, b.amax.as<float>()[i] = kinds[i]->b_amax;
-  const Buffer bias(batch * shape.columns * 4), onto(elements * reference::element_size(accumulate_type));
-  fill_elements(bias.as(), ElementType::kF32, 0, batch * shape.columns, Data::kSparse, random);
-  fill_elements(onto.as(), accumulate_type, 0, elements, random() % 4 ? Data::kSparse : Data::kInfinity, random);
-
-  MatmulProblem p{};
-  p.a = {a.data.as(), a.scale.as(), a.amax.as<float>(), a_tiles};
-  p.b = {b.data.as(), b.scale.as(), b.amax.as<float>(), b_tiles};
-  p.batch = batch, p.rows = shape.rows, p.columns = shape.columns, p.blocks = shape.blocks, p.type = type;
-  if (epilogue.bias) p.bias = bias.as<float>();
-  if (epilogue.gelu) p.activation = Activation::kGeluTanh;
-  if (epilogue.accumulate) p.accumulate = onto.as(), p.accumulate_type = accumulate_type;
-  const Buffer expected(bytes), expected_before(bytes);
-  reference::matmul(p, expected.as(), epilogue.pre_activation ? expected_before.as() : nullptr);
-  for_all_runs([&](const Kernels& k, bool scrambled) {
-    const Buffer found(bytes), before(bytes);
-    p.result = found.as(), p.pre_activation = epilogue.pre_activation ? before.as() : nullptr;
-    run_chunks(k, p, scrambled);
-    CHECK_EQ(first_difference(found, expected, type), -1);
-    CHECK_EQ(first_difference(before, expected_before, type), -1);
-  });
-}
-
-TEST(matmul_agrees_with_the_reference) {
-  std::mt19937 random(5);
-  const GemmShape shapes[] = {{1, 1, 1},   {1, 16, 3},   {16, 1, 2},   {17, 33, 2},   {5, 70, 5},
-                              {3, 130, 1}, {40, 24, 17}, {33, 300, 3}, {130, 258, 2}, {64, 64, 33}};
-  const size_t count = std::size(kOperands);
-  size_t turn = 0;
-  for (const GemmShape shape : shapes)
-    for (const ElementType type : kTypes)
-      for (const Epilogue& epilogue : kEpilogues)
-        for (const int tiles : {0, 1, 2, 3})
-          for (const ElementType accumulate_type : kTypes) {
-            if (!epilogue.accumulate && accumulate_type != kTypes[0]) continue;
-            const bool is_large = shape.rows * shape.columns * shape.blocks > 20000;
-            if ((kReduced && random() % 4) || (is_large && random() % 8)) continue;
-            const Operands* const kinds[2] = {&kOperands[turn % count], &kOperands[turn / count % count]};
-            ++turn;
-            const check::Given given(std::to_string(shape.rows) + "x" + std::to_string(shape.columns) + ", " +
-                                     std::to_string(shape.blocks) + " blocks, " + name(type) + ", " + epilogue.name + " " +
-                                     name(accumulate_type) + ", tiles " + std::to_string(tiles) + ", " + kinds[0]->name +
-                                     "; " + kinds[1]->name);
-            check_matmul(shape, type, accumulate_type, epilogue, tiles & 1, tiles & 2, kinds, random);
           }
 }
 

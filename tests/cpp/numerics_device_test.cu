@@ -22,7 +22,7 @@ __host__ __device__ void apply_formats(float x, uint32_t bits, Store store) {
   store(e4m3_encode_magnitude(x)), store(e4m3_encode(x)), store(e4m3_decode<float>(bits & 0xFFu));
   store(e5m2_encode(x)), store(e5m2_decode<float>(bits & 0xFFu));
   store(e8m0_encode_up(x)), store(e8m0_decode<float>(bits & 0xFFu));
-  store(exp_rule(x)), store(gelu_tanh(x));
+  store(exp_rule(x)), store(gelu_tanh(x)), store(gelu_tanh_gradient(x));
   store(magnitude(x)), store(absolute(x)), store(fill<float>(bits));
   store(L::flush(x)), store(L::scaled(x, 2.0f)), store(L::min(x, 1.0f)), store(L::max(x, 1.0f)), store(L::round_to_even(x));
   store(L::truncate(x)), store(L::to_float(bits >> 1)), store(L::multiply_add_exact(x, 2.0f, 1.0f));

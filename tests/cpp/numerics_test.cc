@@ -270,6 +270,34 @@ TEST(gelu_is_the_identity_far_right_and_zero_far_left) {
   }
 }
 
+double gelu_gradient(double x) {
+  const double s = 1 / (1 + std::exp(-2 * inner(x))), rest = 1 / (1 + std::exp(2 * inner(x)));  // 1 - s would cancel
+  return s + x * s * rest * 2 * std::sqrt(2 / 3.14159265358979323846) * (1 + 3 * 0.044715 * x * x);
+}
+
+TEST(gelu_gradient_is_within_four_units_in_the_last_place_of_one) {
+  for (float x = -12.0f; x < 12.0f; x += 1.0f / 16384) {
+    const double exact = gelu_gradient(x);
+    CHECK(std::fabs(gelu_tanh_gradient(x) - exact) <= std::ldexp(4 * std::max(1.0, std::fabs(exact)), -24));
+  }
+}
+
+TEST(gelu_gradient_tail_has_small_relative_error) {
+  for (float x = -10.0f; x < -1.0f; x += 1.0f / 4096)
+    CHECK(std::fabs(gelu_tanh_gradient(x) - gelu_gradient(x)) <= std::fabs(gelu_gradient(x)) * 1.3e-5);
+}
+
+TEST(gelu_gradient_is_one_far_right_and_zero_far_left) {
+  for (const float x : all_finite_bf16()) {
+    if (x >= 6.0f) CHECK_EQ(gelu_tanh_gradient(x), 1.0f);
+    if (x <= -10.01f) CHECK_EQ(L::bits(gelu_tanh_gradient(x)), 0u);
+  }
+  CHECK_EQ(gelu_tanh_gradient(kInfinity), 1.0f);
+  CHECK_EQ(gelu_tanh_gradient(-kInfinity), 0.0f);
+  CHECK_EQ(gelu_tanh_gradient(0.0f), 0.5f);
+  CHECK(std::isnan(gelu_tanh_gradient(kNotANumber)));
+}
+
 TEST(gelu_never_makes_a_wrong_number_of_infinity_or_nan) {
   CHECK_EQ(gelu_tanh(kInfinity), kInfinity);
   CHECK(std::isnan(gelu_tanh(kNotANumber)));

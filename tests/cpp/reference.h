@@ -1,56 +1,22 @@
 // The operations of kernels.h one element at a time, as numerics.md words them, on top of the scalar rules of
-// xla_ffi/numerics (which formats_test.cc and numerics_test.cc pin). The processor keeps subnormal numbers here, so they are
-// flushed by hand.
+// xla_ffi/numerics (which formats_test.cc and numerics_test.cc pin). The GEMM: matmul_reference.h.
 #pragma once
 
 #include <cmath>
 #include <cstring>
 #include <vector>
 
-#include "../../xla_ffi/cpu/kernels.h"
-#include "../../xla_ffi/numerics/float16.h"
-#include "../../xla_ffi/numerics/gelu.h"
 #include "../../xla_ffi/numerics/hadamard.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
 #include "../../xla_ffi/numerics/philox.h"
+#include "reference_elements.h"
 
 namespace jaxlowprec {
 namespace reference {
 
-using L = Lanes<float>;
 constexpr int64_t kBlock = 16;
 
 inline int64_t blocks_in(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
-inline float add(float a, float b) { return L::flush(L::flush(a) + L::flush(b)); }
-inline float multiply(float a, float b) { return L::flush(L::flush(a) * L::flush(b)); }
-
-// --- elements
-
-inline int64_t element_size(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
-
-/// The bits of element i.
-inline uint32_t get_bits(const void* x, ElementType type, int64_t i) {
-  uint32_t bits = 0;  // little-endian, as every supported processor
-  memcpy(&bits, static_cast<const uint8_t*>(x) + i * element_size(type), element_size(type));
-  return bits;
-}
-
-inline float number(uint32_t bits, ElementType type) {
-  if (type == ElementType::kF32) return L::from_bits(bits);
-  return type == ElementType::kBF16 ? bf16_decode<float>(bits) : f16_decode<float>(bits);
-}
-
-inline uint32_t rounded_bits(float value, ElementType type) {
-  if (type == ElementType::kF32) return L::bits(value);
-  return type == ElementType::kBF16 ? bf16_encode(value) : f16_encode(value);
-}
-
-inline float get(const void* x, ElementType type, int64_t i) { return L::flush(number(get_bits(x, type, i), type)); }
-
-inline void put(void* x, ElementType type, int64_t i, float value) {
-  const uint32_t bits = rounded_bits(value, type);
-  memcpy(static_cast<uint8_t*>(x) + i * element_size(type), &bits, element_size(type));
-}
 
 // --- Hadamard transforms (numerics.md 3)
 
@@ -159,9 +125,7 @@ inline void quantize(const Lines& lines, const QuantizeDirection& direction, boo
     }
 }
 
-// --- decoding and the GEMM (numerics.md 2 and 9)
-
-inline uint32_t code_at(const uint8_t* data, int64_t element) { return (data[element / 2] >> (element % 2 * 4)) & 15u; }
+// --- decoding (numerics.md 2)
 
 inline void dequantize(const DequantizeProblem& p, void* result) {
   const int64_t blocks = blocks_in(p.columns), scale_rows = p.tiles ? blocks_in(p.rows) : p.rows;
@@ -177,44 +141,6 @@ inline void dequantize(const DequantizeProblem& p, void* result) {
         for (int64_t k = 0; k < kBlock && block * kBlock + k < p.columns; ++k)
           put(result, p.type, line * p.columns + block * kBlock + k, v[k]);
       }
-}
-
-inline float block_scale(const MatmulOperand& operand, int64_t rows, int64_t blocks, int64_t batch, int64_t row,
-                         int64_t block) {
-  const int64_t scale_rows = operand.tiles ? blocks_in(rows) : rows;
-  return e4m3_decode<float>(operand.scale[(batch * scale_rows + (operand.tiles ? row / kBlock : row)) * blocks + block]);
-}
-
-/// The sum over blocks in order, each term exact, without the tensor scales.
-inline float dot(const MatmulProblem& p, int64_t batch, int64_t m, int64_t n) {
-  float y = 0;
-  for (int64_t block = 0; block < p.blocks; ++block) {
-    float term = 0;
-    for (int k = 0; k < kBlock; ++k)
-      term += e2m1_decode<float>(code_at(p.a.data, ((batch * p.rows + m) * p.blocks + block) * kBlock + k)) *
-              e2m1_decode<float>(code_at(p.b.data, ((batch * p.columns + n) * p.blocks + block) * kBlock + k));
-    y = add(y, multiply(term, multiply(block_scale(p.a, p.rows, p.blocks, batch, m, block),
-                                       block_scale(p.b, p.columns, p.blocks, batch, n, block))));
-  }
-  return y;
-}
-
-inline void matmul(const MatmulProblem& p, void* result, void* pre_activation) {
-  for (int64_t batch = 0; batch < p.batch; ++batch) {
-    const float alpha = multiply(multiply(p.a.amax[batch], p.b.amax[batch]), static_cast<float>(1.0 / 7225344));
-    for (int64_t m = 0; m < p.rows; ++m)
-      for (int64_t n = 0; n < p.columns; ++n) {
-        const int64_t index = (batch * p.rows + m) * p.columns + n;
-        float y = multiply(dot(p, batch, m, n), alpha);
-        if (p.bias) y = add(y, p.bias[batch * p.columns + n]);
-        if (p.activation == Activation::kGeluTanh) {
-          if (pre_activation) put(pre_activation, p.type, index, y);
-          y = L::flush(gelu_tanh(y));
-        }
-        if (p.accumulate) y = add(y, get(p.accumulate, p.accumulate_type, index));
-        put(result, p.type, index, y);
-      }
-  }
 }
 
 }  // namespace reference

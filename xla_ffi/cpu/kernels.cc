@@ -4,9 +4,10 @@
 
 #include "amax.h"
 #include "dequantize.h"
+#include "matmul_e2m1.h"
+#include "matmul_float8.h"
 #include "quantize.h"
 #include "rotate.h"
-#include "scaled_matmul.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -64,6 +65,12 @@ auto resolve(const HadamardProblem& p, Visit visit) {
   });
 }
 
+template <class Visit>
+auto resolve(const MatmulProblem& p, Visit visit) {
+  if (!p.packed()) return visit(MatmulFloat8{});
+  return p.a.format.scaling == Scaling::kTwoLevel ? visit(MatmulE2M1<Nvfp4Scales>{}) : visit(MatmulE2M1<Mxfp4Scales>{});
+}
+
 template <class Problem>
 int64_t chunks_of(const Problem& p) {
   return p.batch * resolve(p, [&](auto operation) { return operation.chunks_per_matrix(p); });
@@ -97,8 +104,8 @@ const Kernels kernels = {
     run_chunk<DequantizeProblem>,
     chunks_of<HadamardProblem>,
     run_chunk<HadamardProblem>,
-    matmul_chunks,
-    matmul_chunk,
+    chunks_of<MatmulProblem>,
+    run_chunk<MatmulProblem>,
 };
 
 }  // namespace JLP_ISA

@@ -104,7 +104,10 @@ struct MatmulProblem {
   void* result;  // [batch, rows, columns]
   ElementType type;
 
-  int64_t depth() const { return a.columns < b.columns ? b.columns : a.columns; }  // K, padding included
+  /// K. Packed codes may be padded further than the other operand's: with zeros, which add nothing.
+  int64_t depth() const { return a.columns < b.columns ? a.columns : b.columns; }
+  /// Both operands 4-bit: dot products of a block are exact integers.
+  bool packed() const { return a.format.code == CodeType::kE2M1 && b.format.code == CodeType::kE2M1; }
 };
 
 /// Whether there is a GEMM for a pair of operands (numerics.md 5 and 9).
@@ -113,7 +116,8 @@ inline bool matmul_supports(const MatmulProblem& p) {
   if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
   if (a.code == CodeType::kE5M2 && b.code == CodeType::kE5M2) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
-  return a.code == b.code ? p.a.columns == p.b.columns : a.blocks(p.a.columns) == b.blocks(p.b.columns);
+  const bool mixed = (a.code == CodeType::kE2M1) != (b.code == CodeType::kE2M1);
+  return mixed ? a.blocks(p.a.columns) == b.blocks(p.b.columns) : p.a.columns == p.b.columns;
 }
 
 struct DequantizeProblem {

@@ -77,6 +77,7 @@ struct Lanes<JLP_ISA::F32> {
   JLP_RULE F multiply_add_exact(F a, F b, F c) {
     return (F)_mm512_fmadd_ps(JLP_ISA::raw(a), JLP_ISA::raw(b), JLP_ISA::raw(c));
   }
+  JLP_RULE F fused_multiply_add(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     const __m512i m = _mm512_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
@@ -90,6 +91,7 @@ struct Lanes<JLP_ISA::F32> {
   JLP_RULE F multiply_add_exact(F a, F b, F c) {
     return (F)_mm256_fmadd_ps(JLP_ISA::raw(a), JLP_ISA::raw(b), JLP_ISA::raw(c));
   }
+  JLP_RULE F fused_multiply_add(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     const __m256i m = _mm256_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
@@ -101,6 +103,11 @@ struct Lanes<JLP_ISA::F32> {
   JLP_RULE F min(F a, F b) { return a < b ? a : b; }
   JLP_RULE F max(F a, F b) { return a > b ? a : b; }
   JLP_RULE F multiply_add_exact(F a, F b, F c) { return a * b + c; }
+  /// a * b + c rounded once, where a rule says fma: one call a lane where the processor is not known to have it.
+  JLP_RULE F fused_multiply_add(F a, F b, F c) {
+    for (int i = 0; i < JLP_ISA::kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+  }
   JLP_RULE F scaled(F x, F y) { return (flush(x) + 0.0f) * y; }
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     for (int i = 0; i < JLP_ISA::kLanes; ++i) {
@@ -170,6 +177,21 @@ template <int Distance>
 struct SwapLanes {
   static constexpr int at(int i) { return i ^ Distance; }
 };
+
+/// lanes[i][j] -> lanes[j][i].
+JLP_RULE void transpose(U32 (&v)[kLanes]) {
+  JLP_UNROLL(4)
+  for (int step = 1; step < kLanes; step *= 2) {
+    U32 w[kLanes];
+    JLP_UNROLL(16)
+    for (int i = 0; i < kLanes / 2; ++i) {
+      w[2 * i] = shuffle<InterleaveLow>(v[i], v[i + kLanes / 2]);
+      w[2 * i + 1] = shuffle<InterleaveHigh>(v[i], v[i + kLanes / 2]);
+    }
+    JLP_UNROLL(16)
+    for (int i = 0; i < kLanes; ++i) v[i] = w[i];
+  }
+}
 
 /// The larger of each 16-bit half, unsigned magnitudes.
 JLP_RULE U32 max_halves(U32 a, U32 b) {

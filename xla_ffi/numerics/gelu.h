@@ -1,4 +1,5 @@
-// tanh-GELU, x / (1 + exp(-2u)) with u = sqrt(2/pi) (x + 0.044715 x^3): the same bits on every engine (numerics.md 9).
+// tanh-GELU, x / (1 + exp(-2u)) with u = sqrt(2/pi) (x + 0.044715 x^3), and its derivative: the same bits on every engine
+// (numerics.md 9).
 #pragma once
 
 #include "lanes.h"
@@ -28,6 +29,23 @@ JLP_RULE F gelu_tanh(F x) {
   const F cubic = (x * x) * 0.0356774069368839263916015625f;
   const F u = x * (cubic + 0.797884583473205566406250f);
   return x / (exp_rule(u * -2.0f) + 1.0f);
+}
+
+/// The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s. In this order:
+///   x = clamp(x), square = x * x, u = x * (square * c1 + c0), e = exp_rule(u * -2), s = flush(1 / (e + 1)),
+///   slope = square * c3 + c2, s + (x * s) * ((e * s) * slope)
+/// with c0 = sqrt(2/pi), c1 = 0.044715 c0, c2 = 2 c0, c3 = 6 c1. At the clamp e is still finite and s already too small for
+/// a normal number: the derivative is exactly 0 from there on to the left, and exactly 1 to the right.
+template <class F>
+JLP_RULE F gelu_tanh_gradient(F x) {
+  using L = Lanes<F>;
+  x = L::max(L::splat(-10.015625f), L::min(L::splat(10.015625f), x));  // NaN, the second operand, stays
+  const F square = x * x;
+  const F u = x * (square * 0.0356774069368839263916015625f + 0.797884583473205566406250f);
+  const F e = exp_rule(u * -2.0f);
+  const F s = L::flush(1.0f / (e + 1.0f));
+  const F slope = square * 0.2140644490718841552734375f + 1.59576916694641113281250f;
+  return s + (x * s) * ((e * s) * slope);
 }
 
 }  // namespace jaxlowprec

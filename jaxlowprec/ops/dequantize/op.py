@@ -23,12 +23,12 @@ def dequantize_op(
     dtype: Any,
     implementation: Implementation,
 ):
-    """data [..., R, C] (packed: [..., R, bytes]), scale, and for two-level formats amax [...] -> [..., R, C] of `dtype`.
+    """data [..., R, C] (packed: bytes), scale, and for two-level formats amax [...] -> [..., R, C] of `dtype`.
 
     `ragged_columns` is C where it is no multiple of the block. `hadamard` is a rotation of size 16 to undo.
     """
     whole: list[str] = []
-    sizes = {"k": fmt.length, "h": fmt.length // 2}
+    sizes: dict[str, Any] = {"k": fmt.length, "h": fmt.length // 2}
     row, scale_row = "r", "r"
     if fmt.tiles:
         row, scale_row, whole = ("r", "rblocks", ["r", "rblocks"]) if ragged_rows else ("(r k)", "r", [])

@@ -54,8 +54,8 @@ def quantize(
             known or must cover more than x. Larger elements saturate. None: x's own. For formats with a tensor scale:
             NVFP4 and Float8Tensor.
         implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
-        encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale from
-            an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal.
+        encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale
+            from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal.
         offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
             of it; the column in multiples of 16 (of rows for axis -2).
 
@@ -82,7 +82,7 @@ def quantize(
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
-        options = {"encode_scale": encode_scale, "offset": offset}
+        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset}
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
@@ -137,10 +137,10 @@ def quantize_both(
         raise TypeError(f"{who}: amax={amax!r}; needs a pair: that of x and that of the rotated x")
     batch = x.shape[:-2]
     if rotation and not _rotates_in_pass(fmt, rotation):
-        given = {"encode_scale": encode_scale, "offset": offset}
+        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset}
         amaxes = amax or (None, None)
-        row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **given)
-        return row, quantize(x, fmt, -2, rotation, rounding, key, amaxes[1], implementation, **given)
+        row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
+        return row, quantize(x, fmt, -2, rotation, rounding, key, amaxes[1], implementation, **options)
     tensors = [_given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words, given = random_words(who, rounding, key, batch), encode_scale is not None
     indices = _indices(who, offset, (-1, -2))
@@ -227,7 +227,9 @@ def _given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tu
     if not has_tensor_scale(fmt):
         raise ValueError(f"{who}: {name}= was given, but {fmt} scales each block by its own amax; leave it out")
     if name == "encode_scale" and fmt.scaling != "tensor":
-        raise ValueError(f"{who}: encode_scale= was given, but {fmt} has two levels of scales; pass amax=, or Float8Tensor")
+        raise ValueError(
+            f"{who}: encode_scale= was given, but {fmt} has two levels of scales; pass amax=, or Float8Tensor"
+        )
     value = jnp.asarray(value)
     if value.dtype != jnp.float32 or value.shape not in ((), batch):
         raise ValueError(

@@ -66,7 +66,9 @@ def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
 
 def _rule(spec: QuantizeSpec) -> wiring.Rule:
     """x is [..., R, C]. An axis that blocks run along splits into whole blocks, or not at all where it is ragged."""
-    fmt, whole, sizes = spec.format, [], {}
+    fmt = spec.format
+    whole: list[str] = []
+    sizes: dict[str, Any] = {}
     names: dict[str, tuple[str, str, str, str]] = {}  # of an axis: elements, codes, blocks, groups of 16
     for axis, quantized, ragged in (
         ("r", spec.columnwise, spec.ragged_rows),

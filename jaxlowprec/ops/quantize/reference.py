@@ -42,7 +42,7 @@ def _goes_up(fraction: jax.Array, byte: jax.Array) -> jax.Array:
 
 
 def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
-    """Codes of magnitudes without a sign bit, saturating; not finite is NaN. With a byte for each, as e2m1_stochastic."""
+    """Codes of magnitudes, saturating; not finite is NaN. With a byte for each, rounded as by e2m1_stochastic."""
     capped = jnp.minimum(a, fmt.maximum)
     if byte is None:
         code = jax.lax.bitcast_convert_type(capped.astype(fmt.data_dtype), jnp.uint8)

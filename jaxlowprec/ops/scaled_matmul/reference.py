@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.formats import Format
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
-from jaxlowprec.ops.rounding import rounded
+from jaxlowprec.ops.rounding import flush, rounded
 
 
 def products(
@@ -53,6 +53,21 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     return x / (_exp(u * f(-2.0)) + f(1.0))
 
 
+def gelu_tanh_gradient(x: jax.Array) -> jax.Array:
+    """The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s.
+
+    The order of xla_ffi/numerics/gelu.h. At the clamp s is too small for a normal number: exactly 0 and 1 beyond it.
+    """
+    f = jnp.float32
+    x = jnp.clip(x, f(-10.015625), f(10.015625))
+    square = x * x
+    u = x * (rounded(square * f(0.0356774069368839263916015625)) + f(0.797884583473205566406250))
+    e = _exp(u * f(-2.0))
+    s = flush(f(1.0) / (e + f(1.0)))
+    slope = rounded(square * f(0.2140644490718841552734375)) + f(1.59576916694641113281250)
+    return s + rounded((x * s) * ((e * s) * slope))
+
+
 def _exp(z: jax.Array) -> jax.Array:
     """exp(z), 0 below -87, infinity above 88: Cody-Waite reduction and a polynomial of degree 6."""
     f = jnp.float32
@@ -83,7 +98,3 @@ def finish(y, bias, accumulate, activation_input, activation, pre_activation: bo
     if accumulate is not None:
         y = y + accumulate.astype(jnp.float32)
     return [y.astype(out_dtype)] + ([before.astype(out_dtype)] if pre_activation else [])
-
-
-def gelu_tanh_gradient(x):
-    raise NotImplementedError

@@ -1,0 +1,98 @@
+// The GEMM of kernels.h one element at a time, as numerics.md 9 words it, on top of the scalar rules of xla_ffi/numerics.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../xla_ffi/numerics/gelu.h"
+#include "../../xla_ffi/numerics/nvfp4.h"
+#include "reference_elements.h"
+
+namespace jaxlowprec {
+namespace reference {
+
+/// Element k of a row: codes beyond those that are stored count as zero.
+inline float decoded_code(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t k) {
+  if (k >= operand.columns) return 0;
+  const uint8_t* data = operand.data + (batch * rows + row) * operand.format.row_bytes(operand.columns);
+  switch (operand.format.code) {
+    case CodeType::kE2M1: return e2m1_decode<float>(code_at(data, k));
+    case CodeType::kE4M3: return e4m3_decode<float>(data[k]);
+    default: return e5m2_decode<float>(data[k]);
+  }
+}
+
+inline float decoded_scale(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t block) {
+  const Format& format = operand.format;
+  const int64_t at = format.scaling == Scaling::kTensor ? 0 : (format.tiles ? row / format.block : row);
+  const int64_t index = (batch * format.scale_rows(rows) + at) * format.scale_columns(operand.columns) + block;
+  if (format.scaling == Scaling::kTwoLevel) return e4m3_decode<float>(operand.scale[index]);
+  if (format.scaling == Scaling::kE8M0) return e8m0_decode<float>(operand.scale[index]);
+  float scale;
+  memcpy(&scale, operand.scale + 4 * index, 4);
+  return scale;
+}
+
+/// One operand of one batch entry.
+struct DecodedOperand {
+  int64_t depth, blocks;
+  std::vector<float> codes, scales;  // [rows, depth], [rows, blocks]
+
+  DecodedOperand(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t depth)
+      : depth(depth), blocks(operand.format.scale_columns(operand.columns)) {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t k = 0; k < depth; ++k) codes.push_back(decoded_code(operand, rows, batch, row, k));
+      for (int64_t b = 0; b < blocks; ++b) scales.push_back(decoded_scale(operand, rows, batch, row, b));
+    }
+  }
+};
+
+/// One sum, the block scales included.
+inline float scaled_dot(const MatmulProblem& p, const DecodedOperand& a, int64_t m, const DecodedOperand& b, int64_t n) {
+  const Scaling scaling = p.a.format.scaling;
+  const int64_t size = scaling == Scaling::kTensor ? a.depth : p.a.format.block;
+  const bool packed = p.a.format.code == CodeType::kE2M1 && p.b.format.code == CodeType::kE2M1;
+  float y = 0;
+  for (int64_t first = 0, block = 0; first < a.depth; first += size, ++block) {
+    const float a_scale = a.scales[m * a.blocks + block], b_scale = b.scales[n * b.blocks + block];
+    float sum = 0;
+    for (int64_t k = first; k < std::min(first + size, a.depth); ++k)
+      sum = std::fma(a.codes[m * a.depth + k], b.codes[n * b.depth + k], sum);
+    if (scaling == Scaling::kTwoLevel)
+      y = add(y, multiply(sum, multiply(a_scale, b_scale)));
+    else if (scaling == Scaling::kTensor)
+      y = multiply(multiply(sum, a_scale), b_scale);
+    else if (packed)
+      y = add(y, multiply(multiply(sum, a_scale), b_scale));
+    else
+      y = fused_multiply_add(multiply(sum, a_scale), b_scale, y);
+  }
+  return y;
+}
+
+inline void matmul(const MatmulProblem& p, void* result, void* pre_activation) {
+  const int64_t depth = std::max(p.a.columns, p.b.columns);
+  for (int64_t batch = 0; batch < p.batch; ++batch) {
+    const DecodedOperand a(p.a, p.rows, batch, depth), b(p.b, p.columns, batch, depth);
+    const bool two_level = p.a.format.scaling == Scaling::kTwoLevel;
+    const float unit = static_cast<float>(1.0 / 7225344);
+    const float alpha = two_level ? multiply(multiply(p.a.amax[batch], p.b.amax[batch]), unit) : 1;
+    for (int64_t m = 0; m < p.rows; ++m)
+      for (int64_t n = 0; n < p.columns; ++n) {
+        const int64_t index = (batch * p.rows + m) * p.columns + n;
+        float y = multiply(scaled_dot(p, a, m, b, n), alpha);
+        if (p.bias) y = add(y, p.bias[batch * p.columns + n]);
+        if (p.activation == Activation::kGeluTanh) {
+          if (pre_activation) put(pre_activation, p.type, index, y);
+          y = L::flush(gelu_tanh(y));
+        }
+        if (p.activation == Activation::kGeluTanhGradient)
+          y = multiply(y, gelu_tanh_gradient(get(p.activation_input, p.activation_input_type, index)));
+        if (p.accumulate) y = add(y, get(p.accumulate, p.accumulate_type, index));
+        put(result, p.type, index, y);
+      }
+  }
+}
+
+}  // namespace reference
+}  // namespace jaxlowprec

@@ -1,0 +1,74 @@
+// What both families of GEMM kernels share: how the result is cut into chunks, and where the scales of a row lie.
+#pragma once
+
+#include <algorithm>
+
+#include "elements.h"
+#include "kernels.h"
+#include "tiles.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+struct MatmulSteps {
+  int64_t rows, columns;
+};
+
+struct MatmulRange {
+  int64_t first_row, rows, first_column, columns;
+};
+
+/// Chunks of about `most` rows and columns, fewer where that would not make `enough` chunks for several threads: columns are
+/// halved first, down to `least`, then rows. Ranges are alike in size and whole multiples of a tile, which divides `least`.
+class MatmulChunks {
+ public:
+  MatmulChunks(const MatmulProblem& p, MatmulSteps most, MatmulSteps least, MatmulSteps tile, int64_t enough)
+      : rows_(p.rows), columns_(p.columns) {
+    while (true) {
+      row_step_ = even_step(p.rows, most.rows, tile.rows), column_step_ = even_step(p.columns, most.columns, tile.columns);
+      row_ranges_ = divide_up(p.rows, row_step_), column_ranges_ = divide_up(p.columns, column_step_);
+      if (p.batch * per_matrix() >= enough) return;
+      if (most.columns > least.columns)
+        most.columns /= 2;
+      else if (most.rows > least.rows)
+        most.rows /= 2;
+      else
+        return;
+    }
+  }
+  int64_t per_matrix() const { return row_ranges_ * column_ranges_; }
+  MatmulRange range(int64_t chunk) const {
+    const int64_t row = chunk / column_ranges_ * row_step_, column = chunk % column_ranges_ * column_step_;
+    return {row, std::min(row_step_, rows_ - row), column, std::min(column_step_, columns_ - column)};
+  }
+
+ private:
+  static int64_t even_step(int64_t size, int64_t most, int64_t tile) {
+    return divide_up(divide_up(size, divide_up(size, most)), tile) * tile;
+  }
+
+  int64_t rows_, columns_, row_step_, column_step_, row_ranges_, column_ranges_;
+};
+
+/// The stored scales of one row's blocks; `rows` is the number of the operand's rows.
+JLP_RULE const uint8_t* scales_of_row(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row) {
+  const Format& format = operand.format;
+  const int64_t scale_row = batch * format.scale_rows(rows) + (format.tiles ? row / format.block : row);
+  return operand.scale + scale_row * format.scale_columns(operand.columns) * format.scale_bytes();
+}
+
+/// Scales of one byte, decoded, `stride` floats apart.
+template <class Decode>
+JLP_RULE void decode_scales(const uint8_t* scale, int64_t count, Decode decode, float* out, int64_t stride) {
+  for (int64_t b = 0; b < count; b += kLanes) {
+    const int n = static_cast<int>(std::min<int64_t>(kLanes, count - b));
+    alignas(64) uint32_t bytes[kLanes] = {};
+    for (int i = 0; i < n; ++i) bytes[i] = scale[b + i];
+    alignas(64) float decoded[kLanes];
+    store(decoded, decode(load<U32>(bytes)));
+    for (int i = 0; i < n; ++i) out[(b + i) * stride] = decoded[i];
+  }
+}
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

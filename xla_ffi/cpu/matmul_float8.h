@@ -1,0 +1,268 @@
+// GEMMs with 8-bit codes on one side or both (numerics.md 9). Codes become float32 again; a product of two is exact, so a
+// block's sum is one chain of fused or separate multiply-adds along K, the same bytes either way and whatever the tiling.
+//
+// K is walked in steps: a's rows of a chunk are unpacked for one step, [row][k], then b a panel at a time,
+// [vector][k][lane], so that a small tile of results keeps its block sums in registers while the tile's part of the panel
+// stays in the first cache and a in the second. At the end of a block the sums go into y, which waits for the next step in
+// scratch memory.
+#pragma once
+
+#include <algorithm>
+
+#include "../numerics/e2m1.h"
+#include "../numerics/float8.h"
+#include "matmul_chunks.h"
+#include "matmul_epilogue.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+struct MatmulFloat8 {
+  static int64_t chunks_per_matrix(const MatmulProblem& p) { return cut(p).per_matrix(); }
+
+  static void chunk(const MatmulProblem& p, int64_t batch, int64_t chunk) {
+    const Part part(p, batch, cut(p).range(chunk));
+    for (int64_t k = 0; k < p.depth(); k += kStep) {
+      const int64_t depth = std::min<int64_t>(kStep, p.depth() - k);
+      load_rows(part, k, depth);
+      for (int64_t vector = 0; vector < part.vectors; vector += kPanelVectors) {
+        const int64_t vectors = std::min<int64_t>(kPanelVectors, part.vectors - vector);
+        load_panel(part, vector, vectors, k, depth);
+        if (part.blocks())
+          multiply_panel<true>(part, vector, vectors, depth);
+        else
+          multiply_panel<false>(part, vector, vectors, depth);
+      }
+    }
+    for (int64_t row = 0; row < part.range.rows; ++row)
+      for (int64_t vector = 0; vector * kLanes < part.range.columns; ++vector) finish(part, row, vector);
+  }
+
+ private:
+#if defined(JLP_ISA_AVX512)
+  static constexpr int kRows = 12, kStep = 128;
+#elif defined(JLP_ISA_AVX2)
+  static constexpr int kRows = 6, kStep = 256;
+#else
+  static constexpr int kRows = 4, kStep = 256;
+#endif
+  static constexpr int kVectors = 2;       // a tile is kRows x kVectors: with the rest it fills the registers
+  static constexpr int kPanelVectors = 8;  // unpacked at once
+  static constexpr int kMaxBlocks = kStep / 32;
+
+  static MatmulChunks cut(const MatmulProblem& p) {
+    constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
+    return {p, {256, 512}, {8 * kRows, kPanelColumns}, {kRows, kPanelColumns}, 32};
+  }
+
+  /// A chunk's place and scratch memory.
+  struct Part {
+    const MatmulProblem& p;
+    int64_t batch;
+    MatmulRange range;
+    int64_t vectors;     // of y, whole tiles
+    float* panel;        // [kPanelVectors][kStep][kLanes]
+    float* panel_scale;  // [kPanelVectors][kMaxBlocks][kLanes]
+    float* y;            // [vectors][rows][kLanes]
+    float* rows;         // [rows][kStep]
+    float* rows_scale;   // [rows][kMaxBlocks]
+
+    Part(const MatmulProblem& problem, int64_t batch, MatmulRange range)
+        : p(problem), batch(batch), range(range), vectors(divide_up(range.columns, kVectors * kLanes) * kVectors) {
+      constexpr int64_t kPanel = kPanelVectors * kStep * kLanes, kPanelScales = kPanelVectors * kMaxBlocks * kLanes;
+      const int64_t results = vectors * range.rows * kLanes;
+      panel = reinterpret_cast<float*>(
+          thread_scratch((kPanel + kPanelScales + results + range.rows * (kStep + kMaxBlocks)) * sizeof(float)));
+      panel_scale = panel + kPanel, y = panel_scale + kPanelScales;
+      rows = y + results, rows_scale = rows + range.rows * kStep;
+      memset(y, 0, results * sizeof(float));
+    }
+    bool blocks() const { return p.a.format.scaling != Scaling::kTensor; }
+  };
+
+  // --- unpacking
+
+  template <CodeType kCode>
+  JLP_RULE F32 decode(U32 bits) {  // the upper bits are ignored
+    if constexpr (kCode == CodeType::kE2M1) return e2m1_decode<F32>(bits);
+    if constexpr (kCode == CodeType::kE5M2) return e5m2_decode<F32>(bits);
+    return e4m3_decode<F32>(bits);
+  }
+
+  template <class Visit>
+  static void with_code(CodeType code, Visit visit) {
+    switch (code) {
+      case CodeType::kE2M1: return visit(std::integral_constant<CodeType, CodeType::kE2M1>{});
+      case CodeType::kE4M3: return visit(std::integral_constant<CodeType, CodeType::kE4M3>{});
+      case CodeType::kE5M2: return visit(std::integral_constant<CodeType, CodeType::kE5M2>{});
+    }
+  }
+
+  static int64_t bytes_of(const MatmulOperand& operand, int64_t codes) {
+    return operand.format.code == CodeType::kE2M1 ? divide_up(codes, 2) : codes;
+  }
+
+  /// Numbers of one row of a; what follows the last byte's is zero.
+  template <CodeType kCode>
+  __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t bytes, float* out) {
+    for (int64_t at = 0; at < bytes; at += kLanes) {
+      alignas(64) uint8_t padded[kLanes] = {};
+      const uint8_t* from = data + at;
+      if (bytes - at < kLanes) memcpy(padded, from, bytes - at), from = padded;
+      const U32 codes = load_u8(from);
+      if constexpr (kCode == CodeType::kE2M1)
+        Float::store_pair(out + 2 * at, {decode<kCode>(codes), decode<kCode>(codes >> 4)});
+      else
+        store(out + at, decode<kCode>(codes));
+    }
+  }
+
+  /// Numbers of kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero.
+  template <CodeType kCode>
+  __attribute__((noinline)) static void unpack_vector(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
+                                                      float* out) {
+    constexpr int kBits = kCode == CodeType::kE2M1 ? 4 : 8, kPerWord = 32 / kBits;
+    for (int64_t at = 0; at < bytes; at += JLP_VECTOR_BYTES) {
+      const int64_t count = std::min<int64_t>(JLP_VECTOR_BYTES, bytes - at);
+      U32 v[kLanes];
+      for (int r = 0; r < kLanes; ++r) {
+        v[r] = U32{};
+        if (r < rows && count == JLP_VECTOR_BYTES)
+          v[r] = load<U32>(data + r * stride + at);
+        else if (r < rows)
+          memcpy(&v[r], data + r * stride + at, count);
+      }
+      transpose(v);  // v[w]: word w of every row
+      for (int w = 0; w < kLanes && 4 * w < count; ++w) {
+        JLP_UNROLL(8)
+        for (int i = 0; i < kPerWord; ++i, out += kLanes) store(out, decode<kCode>(v[w] >> (i * kBits)));
+      }
+    }
+  }
+
+  /// The scales of `count` blocks of one row from block `first` on, `stride` floats apart.
+  static void load_scales(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t first,
+                          int64_t count, float* out, int64_t stride) {
+    const uint8_t* scales = scales_of_row(operand, rows, batch, row) + first * operand.format.scale_bytes();
+    if (operand.format.scaling == Scaling::kE8M0)
+      decode_scales(scales, count, e8m0_decode<F32>, out, stride);
+    else
+      for (int64_t b = 0; b < count; ++b) memcpy(out + b * stride, scales + 4 * b, 4);
+  }
+
+  static void load_rows(const Part& part, int64_t k, int64_t depth) {
+    const MatmulOperand& a = part.p.a;
+    for (int64_t i = 0; i < part.range.rows; ++i) {
+      const int64_t row = part.range.first_row + i;
+      const uint8_t* data = a.data + (part.batch * part.p.rows + row) * a.format.row_bytes(a.columns) + bytes_of(a, k);
+      with_code(a.format.code,
+                [&](auto code) { unpack_row<decltype(code)::value>(data, bytes_of(a, depth), part.rows + i * kStep); });
+      if (part.blocks())
+        load_scales(a, part.p.rows, part.batch, row, k / a.format.block, a.format.blocks(depth),
+                    part.rows_scale + i * kMaxBlocks, 1);
+    }
+  }
+
+  static void load_panel(const Part& part, int64_t vector, int64_t vectors, int64_t k, int64_t depth) {
+    const MatmulOperand& b = part.p.b;
+    const int64_t stride = b.format.row_bytes(b.columns);
+    for (int64_t v = 0; v < vectors; ++v) {
+      const int64_t column = (vector + v) * kLanes, row = part.range.first_column + column;
+      const int64_t rows = std::clamp<int64_t>(part.range.columns - column, 0, kLanes);
+      const uint8_t* data = b.data + (part.batch * part.p.columns + row) * stride + bytes_of(b, k);
+      with_code(b.format.code, [&](auto code) {
+        unpack_vector<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), part.panel + v * kStep * kLanes);
+      });
+      for (int64_t r = 0; part.blocks() && r < rows; ++r)
+        load_scales(b, part.p.columns, part.batch, row + r, k / b.format.block, b.format.blocks(depth),
+                    part.panel_scale + v * kMaxBlocks * kLanes + r, kLanes);
+    }
+  }
+
+  // --- one tile
+
+  /// sums += a * b over `depth` elements of K, one after the other.
+  template <int kCount, int kWidth>
+  JLP_RULE void add_products(const float* a, const float* b, int64_t depth, F32 (&sums)[kCount][kWidth]) {
+    for (int64_t k = 0; k < depth; ++k) {
+      F32 vectors[kWidth];
+      JLP_UNROLL(8)
+      for (int v = 0; v < kWidth; ++v) vectors[v] = load<F32>(b + (v * kStep + k) * kLanes);
+      JLP_UNROLL(12)
+      for (int r = 0; r < kCount; ++r) {
+        const F32 number = L::splat(a[r * kStep + k]);
+        JLP_UNROLL(8)
+        for (int v = 0; v < kWidth; ++v) sums[r][v] = L::multiply_add_exact(number, vectors[v], sums[r][v]);
+      }
+    }
+  }
+
+  /// kCount rows from `row` on by kWidth vectors of the panel from `at` on, which lies at `vector` in y. With blocks, each
+  /// one's sums enter y through their scales; without, y holds the sums themselves.
+  template <bool kBlocks, int kCount, int kWidth>
+  __attribute__((noinline)) static void multiply_tile(const Part& part, int64_t row, int64_t vector, int64_t at,
+                                                      int64_t depth) {
+    const float* a = part.rows + row * kStep;
+    const float* b = part.panel + at * kStep * kLanes;
+    const float* a_scale = part.rows_scale + row * kMaxBlocks;
+    const float* b_scale = part.panel_scale + at * kMaxBlocks * kLanes;
+    float* y = part.y + ((vector + at) * part.range.rows + row) * kLanes;
+    const int64_t stride = part.range.rows * kLanes, size = kBlocks ? part.p.a.format.block : depth;
+    for (int64_t k = 0; k < depth; k += size, ++a_scale, b_scale += kLanes) {
+      F32 sums[kCount][kWidth];
+      for (int r = 0; r < kCount; ++r)
+        for (int v = 0; v < kWidth; ++v) sums[r][v] = kBlocks ? F32{} : load<F32>(y + v * stride + r * kLanes);
+      add_products<kCount, kWidth>(a + k, b + k * kLanes, std::min(size, depth - k), sums);
+      JLP_UNROLL(8)
+      for (int v = 0; v < kWidth; ++v) {
+        const F32 columns_scale = kBlocks ? load<F32>(b_scale + v * kMaxBlocks * kLanes) : F32{};
+        JLP_UNROLL(12)
+        for (int r = 0; r < kCount; ++r) {
+          float* to = y + v * stride + r * kLanes;
+          const F32 sum = sums[r][v];
+          store(to, kBlocks ? L::fused_multiply_add(sum * a_scale[r * kMaxBlocks], columns_scale, load<F32>(to)) : sum);
+        }
+      }
+    }
+  }
+
+  /// A tile of 1 to kMost rows.
+  template <bool kBlocks, int kMost>
+  static void multiply_rows(const Part& part, int64_t row, int64_t vector, int64_t at, int64_t depth) {
+    if constexpr (kMost > 1)
+      if (part.range.rows - row < kMost) return multiply_rows<kBlocks, kMost - 1>(part, row, vector, at, depth);
+    multiply_tile<kBlocks, kMost, kVectors>(part, row, vector, at, depth);
+  }
+
+  /// Few rows take wider tiles, so that there are enough independent sums.
+  template <bool kBlocks>
+  static void multiply_panel(const Part& part, int64_t vector, int64_t vectors, int64_t depth) {
+    const int64_t rows = part.range.rows;
+    for (int64_t at = 0; at < vectors;) {
+      if (rows == 1 && vectors - at >= 8) {
+        multiply_tile<kBlocks, 1, 8>(part, 0, vector, at, depth), at += 8;
+      } else if (rows == 2 && vectors - at >= 4) {
+        multiply_tile<kBlocks, 2, 4>(part, 0, vector, at, depth), at += 4;
+      } else {
+        for (int64_t row = 0; row < rows; row += kRows) multiply_rows<kBlocks, kRows>(part, row, vector, at, depth);
+        at += kVectors;
+      }
+    }
+  }
+
+  // --- the end
+
+  static void finish(const Part& part, int64_t row, int64_t vector) {
+    const MatmulProblem& p = part.p;
+    F32 y = load<F32>(part.y + (vector * part.range.rows + row) * kLanes);
+    if (!part.blocks()) {
+      float a_scale, b_scale;
+      memcpy(&a_scale, p.a.scale + 4 * part.batch, 4), memcpy(&b_scale, p.b.scale + 4 * part.batch, 4);
+      y = (y * a_scale) * b_scale;
+    }
+    finish_vector(p, y, part.batch, part.range.first_row + row, part.range.first_column + vector * kLanes);
+  }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec
