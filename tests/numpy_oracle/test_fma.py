@@ -36,7 +36,9 @@ def test_sums_next_to_a_tie_that_float64_takes_for_the_tie(sign, last, side):
 def test_random_numbers_of_every_distance_and_cancellation():
     rng = np.random.default_rng(0)
     a, b = (rng.integers(1 << 23, 1 << 24, 3000).astype(F) for _ in range(2))
-    c = np.ldexp(rng.integers(1 << 23, 1 << 24, 3000).astype(F), rng.integers(-4, 54, 3000)) * rng.choice([F(-1), F(1)], 3000)
+    c = np.ldexp(rng.integers(1 << 23, 1 << 24, 3000).astype(F), rng.integers(-4, 54, 3000)) * rng.choice(
+        [F(-1), F(1)], 3000
+    )
     c[::5] = (-(a.astype(np.float64) * b))[::5]  # what is left is the product's rounding error
     np.testing.assert_array_equal(fma(a, b, c), [exact(*numbers) for numbers in zip(a, b, c, strict=True)])
 
