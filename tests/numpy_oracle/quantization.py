@@ -35,8 +35,9 @@ def two_level(a, g):
 def power_of_two(a, fmt):
     largest = GRIDS[fmt.element][-1]
     if fmt.scale_rule == "up":
-        mantissa, exponent = np.frexp(flush(a * F(1 / largest)))
-        exponent = exponent - (mantissa <= 0.5)  # of 2^n, n
+        target = flush(a * F(1 / largest))
+        mantissa, exponent = np.frexp(target)
+        exponent = np.where(target == 0, -127, exponent - (mantissa == 0.5))  # of 2^n, n
     else:
         mantissa, exponent = np.frexp(a.astype(np.float64))
         if fmt.scale_rule == "even":
@@ -104,12 +105,13 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
             multiplier = encode_scale_of(a, fmt)
             scale = np.where(finite, F(1) / multiplier, F(np.nan))
         else:  # of the tensor, whose elements may be more than the given amax says
-            given = F(g if encode_scale is None else encode_scale)
-            finite = np.full((down, across), np.isfinite(given))
-            number = flush(given if np.isfinite(given) else F(0))
-            whole = encode_scale_of(number, fmt) if encode_scale is None else number
-            multiplier = np.broadcast_to(whole, (down, across))
-            scale = flush(F(1) / whole) if np.isfinite(given) else F(np.nan)
+            given = flush(F(g if encode_scale is None else encode_scale))
+            usable = np.isfinite(given) and (encode_scale is None or given > 0)
+            whole = F(0)
+            if usable:
+                whole = encode_scale_of(given, fmt) if encode_scale is None else given
+            finite, multiplier = (np.full((down, across), value) for value in (usable, whole))
+            scale = flush(F(1) / whole) if usable else F(np.nan)
 
         byte = None
         if random is not None:
