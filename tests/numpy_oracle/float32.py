@@ -15,7 +15,8 @@ def fma(a, b, c):
     """a * b + c rounded once to float32.
 
     The product is exact in float64. The sum is rounded to odd there (its last bit is set where it is inexact), after
-    which rounding to float32 is that of the exact sum: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums".
+    which rounding to float32 is that of the exact sum: Boldo and Melquiond, "Emulation of FMA and Correctly Rounded
+    Sums: Proved Algorithms Using Rounding to Odd", 2008.
     """
     p, c = np.broadcast_arrays(np.asarray(a, np.float64) * b, np.asarray(c, np.float64))
     s = p + c

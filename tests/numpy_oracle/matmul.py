@@ -15,7 +15,7 @@ def dot(x, w):
 
 
 def matmul(a, b):
-    """Operands (data, scale, amax, format), whose formats have blocks of one length: float32 [M, N] before the epilogue."""
+    """Operands (data, scale, amax, format) with blocks of one length: float32 [M, N] before the epilogue."""
     with np.errstate(all="ignore"):
         (x, sa), (w, sb) = ((code_values(q[0], q[3]), row_scales(q[1], q[3], q[0].shape[0])) for q in (a, b))
         scaling, packed = a[3].scaling, [q[3].element == "e2m1" for q in (a, b)]
@@ -42,7 +42,7 @@ C0, C1 = F(0.797884583473205566406250), F(0.0356774069368839263916015625)  # sqr
 
 
 def exp(z):
-    """exp(z) as numerics/gelu.h has it: every operation rounded on its own."""
+    """As numerics/gelu.h has it: every operation rounded on its own."""
     n = np.rint(np.clip(z, F(-100), F(100)) * F(1.44269502162933349609375))
     r = (z - n * F(0.693359375)) - n * F(-2.12194440e-4)
     p = F(1.38888893e-3)
@@ -59,7 +59,7 @@ def gelu(x):
 
 
 def gelu_gradient(x):
-    """Its derivative, s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), in the order that numerics/gelu.h gives."""
+    """Its derivative, s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), in numerics/gelu.h's order."""
     x = np.clip(x, F(-10.015625), F(10.015625))
     square = flush(x * x)
     e = exp(flush(x * (flush(square * C1) + C0) * F(-2)))

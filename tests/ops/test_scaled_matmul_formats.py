@@ -1,4 +1,4 @@
-"""scaled_matmul of every pair of formats: the bytes of numerics.md 9, its error bound, and what does not change them."""
+"""scaled_matmul of every pair of formats: the bytes of numerics.md 9, its error bound, what does not change them."""
 
 import dataclasses
 import functools

@@ -3,8 +3,8 @@
 Where the rules are not shared, nothing is compared:
 * "up" is torchao's RCEIL, which takes a float32 log2 and so loses what is within 2^-20 above a power of two. bfloat16
   amaxes, an eighth of whose bits are cut off, are never so near once they are divided by 448, 57344 or 6.
-* torchao keeps the sign of -0. Its least exponent is 0, ours of a block that is not zero 1 (a normal float32): it shows in
-  blocks below 2^-125 times the largest element. An infinite block's scale is 2^127 there, NaN here.
+* torchao keeps the sign of -0. Its least exponent is 0, ours of a block that is not zero 1 (a normal float32): that
+  shows in blocks below 2^-125 times the largest element. An infinite block's scale is 2^127 there, NaN here.
 * A poisoned block's codes are zero here, and its own NaN and zeros there.
 """
 
