@@ -1,10 +1,13 @@
 // Plain copies for benchmarks to be measured against: what memory alone would take, on as many threads as the kernels use.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>
 
 namespace {
+
+constexpr int64_t kChunk = 16 * 1024;  // bytes of input
 
 template <class Body>
 void on_threads(int threads, Body body) {
@@ -14,38 +17,44 @@ void on_threads(int threads, Body body) {
   for (auto& other : others) other.join();
 }
 
-/// The range of `count` that falls to thread t.
+/// The chunks of `bytes` that fall to thread t.
 template <class Body>
-void part(int64_t count, int t, int threads, Body body) {
-  body(count * t / threads, count * (t + 1) / threads);
+void chunks(int64_t bytes, int t, int threads, Body body) {
+  const int64_t count = (bytes + kChunk - 1) / kChunk;
+  for (int64_t i = count * t / threads; i < count * (t + 1) / threads; ++i)
+    body(i * kChunk, std::min((i + 1) * kChunk, bytes));
+}
+
+void read(const char* in, int64_t bytes) {
+  uint64_t seen = 0;
+  for (int64_t i = 0; i + 8 <= bytes; i += 8) {
+    uint64_t word;
+    std::memcpy(&word, in + i, sizeof word);
+    seen |= word;
+  }
+  asm volatile("" : : "r"(seen));
 }
 
 }  // namespace
 
 extern "C" {
 
-/// Reads the input twice (once for nothing, as for an amax) and writes `out_bytes` that depend on it.
-void read_twice_and_write(const uint64_t* in, int64_t words, uint64_t* out, int64_t out_words, int threads) {
+/// Reads the input once, or twice (as for an amax first), and writes `out_bytes` of it, no more than there are.
+void read_and_write(const char* in, int64_t bytes, char* out, int64_t out_bytes, int times, int threads) {
   on_threads(threads, [=](int t) {
-    uint64_t seen = 0;
-    part(words, t, threads, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) seen |= in[i];
+    if (times > 1) chunks(bytes, t, threads, [&](int64_t first, int64_t last) { read(in + first, last - first); });
+    const double share = static_cast<double>(out_bytes) / static_cast<double>(bytes);
+    chunks(bytes, t, threads, [&](int64_t first, int64_t last) {
+      read(in + first, last - first);
+      const auto from = static_cast<int64_t>(share * first), to = std::min(static_cast<int64_t>(share * last), out_bytes);
+      std::memcpy(out + from, in + first, to - from);
     });
-    const int64_t each = words / out_words;
-    part(out_words, t, threads, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        uint64_t folded = 0;
-        for (int64_t k = 0; k < each; ++k) folded |= in[i * each + k];
-        out[i] = folded;
-      }
-    });
-    asm volatile("" : : "r"(seen));
   });
 }
 
 void copy(const char* in, char* out, int64_t bytes, int threads) {
   on_threads(threads, [=](int t) {
-    part(bytes, t, threads, [&](int64_t first, int64_t last) { std::memcpy(out + first, in + first, last - first); });
+    chunks(bytes, t, threads, [&](int64_t first, int64_t last) { std::memcpy(out + first, in + first, last - first); });
   });
 }
 }

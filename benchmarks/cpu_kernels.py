@@ -7,46 +7,18 @@ python benchmarks/cpu_kernels.py --quick    # fewer rounds
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
-import pathlib
-import subprocess
-import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from baselines import Copies, fastest_dot
 from timing import alternate, environment, keep_memory, save
 
 import jaxlowprec as jlp
 from jaxlowprec import native
 
 ROWS, COLUMNS = 4096, 4096
-
-
-class Copies:
-    """benchmarks/copy.cc, compiled for this machine."""
-
-    def __init__(self, threads: int):
-        source = pathlib.Path(__file__).with_name("copy.cc")
-        library = pathlib.Path(tempfile.mkdtemp()) / "copy.so"
-        subprocess.run(
-            ["c++", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True
-        )
-        self.library, self.threads = ctypes.CDLL(str(library)), threads
-
-    def read_twice_and_write(self, x: np.ndarray, out: np.ndarray):
-        """A call that takes what quantisation's memory traffic alone takes."""
-        arguments = (_address(x), ctypes.c_int64(x.nbytes // 8), _address(out), ctypes.c_int64(out.nbytes // 8))
-        return lambda: self.library.read_twice_and_write(*arguments, self.threads)
-
-    def copy(self, x: np.ndarray, out: np.ndarray):
-        """A call that copies x."""
-        return lambda: self.library.copy(_address(x), _address(out), ctypes.c_int64(x.nbytes), self.threads)
-
-
-def _address(x: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.ctypes.data)
 
 
 def cases(copies: Copies, quick: bool) -> list[dict]:
@@ -84,7 +56,7 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
         "reading twice and writing",
         0.55,
         quantize(),
-        copies.read_twice_and_write(host, packed),
+        copies.read_and_write(host, packed, 2),
     )
     case("quantize_both, RHT columnwise", "jitted reference", 20, both(), both("reference"), few)
     case("quantize rowwise, stochastic", "nearest", 0.75, quantize(rounding="stochastic", key=key), quantize())
@@ -103,22 +75,16 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
 
     a, w = x[:1024], jax.random.normal(jax.random.key(2), (4096, COLUMNS), jnp.bfloat16)
     qa = jlp.quantize(a, fmt)
-    dots = {
-        layout: jax.jit(lambda a, w, s=spec: jnp.einsum(s, a, w, preferred_element_type=jnp.float32))
-        for layout, spec in (("w[N,K]", "mk,nk->mn"), ("w[K,N]", "mk,kn->mn"))
-    }
-    operands = {"w[N,K]": w, "w[K,N]": jnp.asarray(np.asarray(w).T.copy())}
-    speed = alternate({layout: (lambda d=d, layout=layout: d(a, operands[layout])) for layout, d in dots.items()}, few)
-    fastest = min(speed, key=lambda layout: speed[layout]["median"])
+    against, dot = fastest_dot(a, w, few)
     multiply = jax.jit(jlp.scaled_matmul)
     for blocks, target in (((16, 16), 1.45), ((1, 16), 1.25)):
         qw = jlp.quantize(w, jlp.NVFP4(blocks))
         case(
             f"scaled_matmul 1024x4096x4096, 1x16 by {blocks[0]}x16",
-            f"XLA's fastest bf16 dot ({fastest}, f32 out)",
+            against,
             target if wide else 0.8,
             lambda qw=qw: multiply(qa, qw),
-            lambda: dots[fastest](a, operands[fastest]),
+            dot,
             few,
         )
     return found

@@ -41,10 +41,10 @@ def where(result: dict) -> str:
     return f"{e['device']}, {e['cores']} cores, {versions}, Python {e['python']}, commit {e['commit']}."
 
 
-def speed() -> str:
+def speed(kind: str = "cpu_kernels") -> str:
     """The kernels, one table an instruction set."""
     parts = []
-    for file in sorted(RESULTS.glob("cpu_kernels_*.json")):
+    for file in sorted(RESULTS.glob(f"{kind}_*.json")):
         result = load(file.stem)
         for isa, cases in result["cases"].items():
             rows = [("4096x4096 bf16, " + isa, "against", "speed", "target", "ours, ms", "theirs, ms")]
@@ -64,6 +64,11 @@ def speed() -> str:
     return "\n\n".join(parts)
 
 
+def formats() -> str:
+    """The kernels of all other formats."""
+    return speed("formats")
+
+
 def best_speed() -> str:
     """The best instruction set's rows, for the README."""
     file = sorted(RESULTS.glob("cpu_kernels_*.json"), key=lambda f: "avx512" not in f.stem)[0]
@@ -73,7 +78,11 @@ def best_speed() -> str:
     rows += [(c["case"], c["against"], f"{c['ratio']['median']:.2f}x") for c in cases]
     step = load("train_step")
     rows += [
-        (f"a training step of the {c['size']} example under NVFP4", c["against"], f"{c['ratio']['median']:.2f}x")
+        (
+            f"a training step of the {c['size']} example under {c['recipe']}",
+            c["against"],
+            f"{c['ratio']['median']:.2f}x",
+        )
         for c in step["cases"]
     ]
     rows.append(
@@ -89,10 +98,10 @@ def best_speed() -> str:
 def train_step() -> str:
     """The example's step."""
     result = load("train_step")
-    rows = [("model", "against", "speed", "NVFP4, ms", "theirs, ms")]
+    rows = [("model", "recipe", "against", "speed", "ours, ms", "theirs, ms")]
     for c in result["cases"]:
         ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
-        rows.append((c["size"], c["against"], f"{c['ratio']['median']:.2f}x", ours, theirs))
+        rows.append((c["size"], c["recipe"], c["against"], f"{c['ratio']['median']:.2f}x", ours, theirs))
     return markdown(rows) + "\n\n" + where(result)
 
 
@@ -129,7 +138,7 @@ def study() -> str:
     return markdown(rows) + "\n\n" + about
 
 
-TABLES = {f.__name__: f for f in (speed, best_speed, train_step, scaling, study)}
+TABLES = {f.__name__: f for f in (speed, formats, best_speed, train_step, scaling, study)}
 
 
 def picture(path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""A training step of the example's model: under the NVFP4 recipe against the same model in plain Flax, bf16 and f32.
+"""A training step of the example's model: under each recipe against the same model in plain Flax, bf16 and f32.
 
 python benchmarks/train_step.py
 """
@@ -6,7 +6,9 @@ python benchmarks/train_step.py
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -21,6 +23,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm.data import Batches, read_text  # noqa: E402
 from lm.model import SIZES, LanguageModel  # noqa: E402
 from lm.training import Schedule, make_steps, optimizer  # noqa: E402
+
+RECIPES = {
+    "NVFP4": jlp.NVFP4BlockScaling(),
+    "MXFP8": jlp.MXFP8BlockScaling(),
+    "FP8 block": jlp.Float8BlockScaling(),
+    "FP8 current": jlp.Float8CurrentScaling(),
+    "FP8 delayed": jlp.DelayedScaling(),
+}
 
 
 class Stepper:
@@ -40,7 +50,7 @@ class Stepper:
 
 
 def main() -> None:
-    """Measures all three in turn and prints the ratios."""
+    """Measures all in turn and prints the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=["demo", "small"])
     parser.add_argument("--rounds", type=int, default=25)
@@ -54,30 +64,28 @@ def main() -> None:
             dtype: Stepper(dataclasses.replace(config, dtype=dtype), nnx.Linear, batches)
             for dtype in ("bfloat16", "float32")
         }
-        quantized = Stepper(config, jlp.nnx.Linear, batches)
+        sides = dict(plain)
+        for name, recipe in RECIPES.items():
+            with jlp.autocast(recipe):
+                sides[name] = Stepper(config, jlp.nnx.Linear, batches)
 
-        def nvfp4(quantized=quantized):
-            with jlp.autocast(jlp.NVFP4BlockScaling()):
-                return quantized()
+        def under(name, sides=sides):
+            with jlp.autocast(RECIPES[name]) if name in RECIPES else contextlib.nullcontext():
+                return sides[name]()
 
-        seconds = alternate({"nvfp4": nvfp4, **plain}, options.rounds)
-        for dtype in plain:
-            ratio = {k: seconds[dtype][k] / seconds["nvfp4"][k] for k in ("median", "min")}
-            found.append(
-                {
-                    "size": size,
-                    "against": f"plain Flax, {dtype}",
-                    "ratio": ratio,
-                    "ours": seconds["nvfp4"],
-                    "theirs": seconds[dtype],
-                }
-            )
-            print(
-                f"{size:8} NVFP4 {1e3 * seconds['nvfp4']['median']:.0f} ms, "
-                f"plain Flax {dtype} {1e3 * seconds[dtype]['median']:.0f} ms: "
-                f"{ratio['median']:.2f}x (min {ratio['min']:.2f}x)",
-                flush=True,
-            )
+        seconds = alternate({name: functools.partial(under, name) for name in sides}, options.rounds)
+        for name in RECIPES:
+            for dtype in plain:
+                ratio = {k: seconds[dtype][k] / seconds[name][k] for k in ("median", "min")}
+                against = f"plain Flax, {dtype}"
+                case = {"size": size, "recipe": name, "against": against, "ratio": ratio}
+                found.append(case | {"ours": seconds[name], "theirs": seconds[dtype]})
+                mine, other = (1e3 * seconds[side]["median"] for side in (name, dtype))
+                print(
+                    f"{size:8} {name:12} {mine:.0f} ms, {against} {other:.0f} ms: "
+                    f"{ratio['median']:.2f}x (min {ratio['min']:.2f}x)",
+                    flush=True,
+                )
     if options.save:
         print(save("train_step", {"cases": found}))
 

@@ -25,6 +25,10 @@ RECIPES = {
     "nvfp4-no-rht": lambda: jlp.NVFP4BlockScaling(disable_rht=True),
     "nvfp4-no-sr": lambda: jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "nvfp4-no-2d": lambda: jlp.NVFP4BlockScaling(disable_2d_quantization=True),
+    "mxfp8": jlp.MXFP8BlockScaling,
+    "fp8_block": jlp.Float8BlockScaling,
+    "fp8_current": jlp.Float8CurrentScaling,
+    "fp8_delayed": jlp.DelayedScaling,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import layouts
+from jaxlowprec import delayed_scaling, layouts
 from jaxlowprec.autocast import autocast, current_recipe
 from jaxlowprec.dot_general import dot_general, einsum
 from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard
@@ -17,6 +17,7 @@ from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import (
     Custom,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MMParams,
@@ -39,6 +40,7 @@ __all__ = [
     "MXFP8",
     "NVFP4",
     "Custom",
+    "DelayedScaling",
     "Float8Block",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -56,6 +58,7 @@ __all__ = [
     "Roles",
     "autocast",
     "current_recipe",
+    "delayed_scaling",
     "dequantize",
     "dot_general",
     "einsum",

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxlowprec.recipes import Recipe
+from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe
 
 FROM_CONTEXT: Any = ...
 """The default of every `recipe=`: the context's. `recipe=None` is no recipe: high precision."""
@@ -18,7 +18,7 @@ _context = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def autocast(recipe: Recipe | None = None, *, enabled: bool = True) -> Iterator[None]:
+def autocast(recipe: Recipe | None = None, *, enabled: bool = True, calibrating: bool = False) -> Iterator[None]:
     """Within the context, layers that are not told otherwise follow `recipe`.
 
     Contexts nest, are restored after exceptions and are each thread's own. The recipe is part of jit's cache key: under
@@ -28,9 +28,12 @@ def autocast(recipe: Recipe | None = None, *, enabled: bool = True) -> Iterator[
     Arguments:
         recipe: such as `NVFP4BlockScaling()`.
         enabled: False switches to high precision, whatever the outer context says.
+        calibrating: for `DelayedScaling`: compute in high precision, and record amaxes so that scales are known when
+            quantisation is switched on.
 
     Raises:
         TypeError: no recipe, or something that is none.
+        ValueError: `calibrating` with a recipe that keeps no amaxes.
 
     >>> import jaxlowprec as jlp
     >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
@@ -42,6 +45,12 @@ def autocast(recipe: Recipe | None = None, *, enabled: bool = True) -> Iterator[
         raise TypeError(f"autocast: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or enabled=False")
     if not enabled and recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or none")
+    if calibrating:
+        if not isinstance(recipe, DelayedScaling):
+            raise ValueError(
+                f"autocast: calibrating=True with recipe={recipe!r}; it is for DelayedScaling's amax histories"
+            )
+        recipe, enabled = Calibrating(recipe), True
     with _context(recipe if enabled else None):
         yield
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.delayed_scaling import State
 from jaxlowprec.linear import QuantizedKernel, matmul
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.recipes import Recipe
@@ -34,7 +35,8 @@ def dot_general(
     key: jax.Array | None = None,
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
-) -> Float[Array, "..."]:
+    state: State | None = None,
+) -> Any:
     """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
     Any contraction and batch dimensions. Each slice of the batch dimensions is quantised with its own amax and random
@@ -47,7 +49,7 @@ def dot_general(
         precision: for the high-precision path; quantised GEMMs always accumulate in float32.
         preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can
             be passed uncast.
-        recipe, key, name: see `linear`.
+        recipe, key, name, state: see `linear`.
         quantized_kernel: `quantize_kernel` of rhs seen as [batch..., K, N], its dimensions in that order.
 
     Raises:
@@ -60,20 +62,32 @@ def dot_general(
     (4, 8, 16)
     """
     who = "dot_general"
-    recipe = resolve(who, recipe)
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    follow: dict[str, Any] = {"recipe": resolve(who, recipe), "key": key, "name": name}
+    follow |= {"quantized_kernel": quantized_kernel, "state": state}
+    y, out_state = _dot_general(who, lhs, rhs, dimension_numbers, options, **follow)
+    return y if state is None else (y, out_state)
+
+
+def _dot_general(
+    who: str,
+    lhs: jax.Array,
+    rhs: jax.Array | None,
+    dimension_numbers: DimensionNumbers,
+    options: dict[str, Any],
+    recipe: Recipe | None,
+    key: jax.Array | None,
+    quantized_kernel: QuantizedKernel | None,
+    name: str,
+    state: State | None,
+) -> tuple[jax.Array, State | None]:
+    """The product, and the state of delayed scaling where there is one."""
     if rhs is None and quantized_kernel is None:
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
     if recipe is None:
         if rhs is None or quantized_kernel is not None:
             raise ValueError(f"{who}: quantized_kernel= without a recipe; pass the recipe it was quantised for")
-        return jax.lax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        return jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), state
     lhs = float_array(who, "lhs", lhs)
     rhs = None if rhs is None else float_array(who, "rhs", rhs)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -92,9 +106,12 @@ def dot_general(
             raise ValueError(
                 f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dimension_numbers}"
             )
-    out_dtype = float_dtype(who, "preferred_element_type", preferred_element_type or lhs.dtype)
-    y = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype)
-    y = y.reshape(*batch, *lhs_free, *rhs_free)
+    out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
+    y, out_state = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype, state)
+    return _resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
+
+
+def _resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -106,21 +123,26 @@ def linear_general(
     batch: Iterable[int],
     features: Sequence[int],
     **options: Any,
-) -> Float[Array, "..."]:
+) -> tuple[Float[Array, "..."], State | None]:
     """Flax's linear over several axes of the inputs: kernel [batch..., contracted..., features...].
 
     Arguments:
         axis, batch: contracted and batch axes of the inputs; negative ones count from the end.
         options: of `dot_general`.
+
+    Returns:
+        The result, and the state of delayed scaling where there is one.
     """
     contract_dims, batch_dims = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
     kernel_batch = tuple(range(len(batch_dims)))
     kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
-    y = dot_general(inputs, kernel, ((contract_dims, kernel_contract), (batch_dims, kernel_batch)), **options)
+    dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
+    y = dot_general(inputs, kernel, dims, **options)
+    y, state = y if options.get("state") is not None else (y, None)
     if bias is None:
-        return y
+        return y, state
     kept = [inputs.shape[a] if a in batch_dims else 1 for a in range(inputs.ndim) if a not in contract_dims]
-    return y + bias.reshape(*kept, *features)
+    return y + bias.reshape(*kept, *features), state
 
 
 def _as_matrices(
@@ -145,7 +167,8 @@ def einsum(
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
     name: str = "",
-) -> Float[Array, "..."]:
+    state: State | None = None,
+) -> Any:
     """`jnp.einsum` of two operands, its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
     A product that contracts nothing is no GEMM and stays in high precision.
@@ -153,7 +176,7 @@ def einsum(
     Arguments:
         subscripts: as for `jnp.einsum`, "..." and the implicit form included.
         operands: under a recipe two: the first in the input's role, the second in the weight's.
-        precision, preferred_element_type, out_sharding, recipe, key, name: see `dot_general`.
+        precision, preferred_element_type, out_sharding, recipe, key, name, state: see `dot_general`.
 
     Raises:
         ValueError: other than two operands under a recipe, subscripts that do not fit.
@@ -164,10 +187,23 @@ def einsum(
     (2, 8, 4, 16)
     """
     who = "einsum"
-    recipe = resolve(who, recipe)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    if recipe is None:
-        return jnp.einsum(subscripts, *operands, **options)
+    follow = {"recipe": resolve(who, recipe), "key": key, "quantized_kernel": None, "name": name}
+    y, out_state = _einsum(who, subscripts, operands, options, follow, state)
+    return y if state is None else (y, out_state)
+
+
+def _einsum(
+    who: str,
+    subscripts: str,
+    operands: tuple[jax.Array, ...],
+    options: dict[str, Any],
+    follow: dict[str, Any],
+    state: State | None,
+) -> tuple[jax.Array, State | None]:
+    """The product, and the state of delayed scaling where there is one."""
+    if follow["recipe"] is None:
+        return jnp.einsum(subscripts, *operands, **options), state
     if len(operands) != 2:
         raise ValueError(
             f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"
@@ -177,17 +213,16 @@ def einsum(
     shared = [n for n in dict.fromkeys(x_names) if n in w_names]
     batch, contract = [n for n in shared if n in out], [n for n in shared if n not in out]
     if not contract:
-        return jnp.einsum(subscripts, x, w, **options)
+        return jnp.einsum(subscripts, x, w, **options), state
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
     w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
     contract_dims, batch_dims = (
         ([x_names.index(n) for n in group], [w_names.index(n) for n in group]) for group in (contract, batch)
     )
     dims = (contract_dims, batch_dims)
-    y = dot_general(x, w, dims, preferred_element_type=preferred_element_type, recipe=recipe, key=key, name=name)
+    y, out_state = _dot_general(who, x, w, dims, options | {"out_sharding": None}, **follow, state=state)
     names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
-    y = y.transpose([names.index(n) for n in out])
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+    return _resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
 
 
 def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import zlib
 from typing import Any
 
 import jax
@@ -22,15 +20,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxlowprec import wiring
+from jaxlowprec import delayed_scaling, wiring
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.formats import BLOCK
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.quantize.api import key_words, quantize, quantize_both
+from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
 from jaxlowprec.ops.quantize.op import has_tensor_scale
-from jaxlowprec.ops.quantize.philox import philox4x32
-from jaxlowprec.ops.rounding import magnitude_bits
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Recipe, Roles
@@ -63,6 +60,7 @@ def quantize_kernel(
     recipe: Recipe | None = FROM_CONTEXT,
     *,
     name: str = "",
+    state: delayed_scaling.State | None = None,
 ) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
 
@@ -73,6 +71,7 @@ def quantize_kernel(
         kernel: the master weight, bfloat16, float16 or float32.
         recipe: whose weight role to follow; default: the context's.
         name: the layer's, for recipes that treat layers differently (`Custom`).
+        state: of delayed scaling, see `linear`.
 
     Raises:
         ValueError: no recipe, or one that keeps this weight in high precision.
@@ -90,7 +89,11 @@ def quantize_kernel(
     role = recipe.roles("linear", name).weight
     if role is None:
         raise ValueError(f"quantize_kernel: {recipe} keeps the weight of layer {name!r} in high precision")
-    return QuantizedKernel(*quantize_both(kernel, role.format))
+    encode = None
+    if recipe.delayed is not None:
+        state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
+        encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", role.format.maximum)
+    return QuantizedKernel(*quantize_both(kernel, role.format, encode_scale=encode))
 
 
 def linear(
@@ -102,7 +105,8 @@ def linear(
     *,
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
-) -> Float[Array, "*T N"]:
+    state: delayed_scaling.State | None = None,
+) -> Any:
     """`x @ kernel + bias`, its three GEMMs on operands quantised as the recipe says.
 
     Gradients have the dtype of what they are gradients of: a float32 master weight gets a float32 gradient, rounded
@@ -117,7 +121,12 @@ def linear(
         key: for recipes that round gradients stochastically; see `quantize`. None: the bits come from the gradient
             itself (its amax), its shape and `name`, deterministically.
         quantized_kernel: `quantize_kernel(kernel)`, to save doing it again.
-        name: the layer's, for the keyless bits.
+        name: the layer's, for the keyless bits and recipes that treat layers differently.
+        state: of delayed scaling, as `jaxlowprec.delayed_scaling.init_state` makes it; its gradient is its new value.
+
+    Returns:
+        [..., N]. With `state` a pair of it and the state, unchanged in value: handing this one to the layer's next call
+        combines the new values of both calls by max.
 
     Raises:
         TypeError: dtypes that do not fit, a recipe that is none.
@@ -150,10 +159,12 @@ def linear(
         if kernel is None or quantized_kernel is not None:
             raise ValueError(f"{who}: quantized_kernel= without a recipe; pass the recipe it was quantised for")
         y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
-        return y if bias is None else y + bias.astype(x.dtype)
+        y = y if bias is None else y + bias.astype(x.dtype)
+        return y if state is None else (y, state)
     tokens = x.reshape(-1, x.shape[-1])
-    y = matmul(who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype)
-    return y.reshape(*x.shape[:-1], shape[1])
+    y, out_state = matmul(who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype, state)
+    y = y.reshape(*x.shape[:-1], shape[1])
+    return y if state is None else (y, out_state)
 
 
 def matmul(
@@ -166,8 +177,11 @@ def matmul(
     quantized: QuantizedKernel | None,
     name: str,
     out_dtype: Any,
-) -> Float[Array, "*B T N"]:
+    state: delayed_scaling.State | None,
+) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
     """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's."""
+    if recipe.delayed is not None:
+        state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
     if quantized is not None:
         if roles.weight is None or quantized.rowwise.format != roles.weight.format:
@@ -180,9 +194,11 @@ def matmul(
             raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
     words = None
     if key is not None and rounds_stochastically(roles):
-        words = _slice_words(key_words(who, key, ()), x.shape[:-2])
-    plan = _Plan(roles, recipe.backward_override, name, jnp.dtype(out_dtype))
-    return _matmul_jit(plan, *wiring.align_varying(x, w, bias, words, quantized))
+        words = slice_words(key_words(who, key, ()), x.shape[:-2])
+    plan = _Plan(roles, recipe.backward_override, recipe.delayed, name, jnp.dtype(out_dtype))
+    operands = wiring.align_varying(x, w, bias, words, quantized)
+    y, out_state = _matmul_jit(plan, *operands, state if recipe.delayed else None)
+    return y, out_state if recipe.delayed else state
 
 
 def rounds_stochastically(roles: Roles) -> bool:
@@ -196,6 +212,7 @@ class _Plan:
 
     roles: Any
     backward_override: str | None
+    delayed: Any
     name: str
     out_dtype: Any
 
@@ -213,17 +230,38 @@ class _Plan:
         return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
 
 
-def _both_ways(x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None) -> tuple[Any, Any]:
+def _both_ways(x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None) -> tuple[Any, Any]:
     """x quantised in the wanted directions, None for the other; one pass for both."""
     if role is None:
         return None, None
-    rotation = role.hadamard or False
+    rotation, options = role.hadamard or False, {"encode_scale": encode}
     if rowwise and columnwise:
-        return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax)
+        return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax, **options)
     row_amax, column_amax = amax or (None, None)
-    row = quantize(x, role.format, -1, False, role.rounding, words, row_amax) if rowwise else None
-    column = quantize(x, role.format, -2, rotation, role.rounding, words, column_amax) if columnwise else None
+    row = column = None
+    if rowwise:
+        row = quantize(x, role.format, -1, False, role.rounding, words, row_amax, **options)
+    if columnwise:
+        column = quantize(x, role.format, -2, rotation, role.rounding, words, column_amax, **options)
     return row, column
+
+
+def _encode_scale(plan: _Plan, state, tensor: str):
+    """Of delayed scaling, if that is the plan."""
+    if plan.delayed is None:
+        return None
+    return delayed_scaling.encode_scale(plan.delayed, state, tensor, _maximum(plan, tensor))
+
+
+def _recorded(plan: _Plan, state, tensor: str, x):
+    """The tensor's new history and scale."""
+    (amax,) = tensor_amax(x, True, None)
+    return delayed_scaling.updated(plan.delayed, state, tensor, _maximum(plan, tensor), amax)
+
+
+def _maximum(plan: _Plan, tensor: str) -> float:
+    roles = plan.delayed.roles()
+    return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
 def _plain_matmul(a, b, out_dtype):
@@ -234,18 +272,20 @@ def _plain_matmul(a, b, out_dtype):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(plan: _Plan, x, w, bias, words, quantized):
-    return _fprop(plan, x, w, bias, quantized, False, False)[0]
+def _matmul(plan: _Plan, x, w, bias, words, quantized, state):
+    return _fprop(plan, x, w, bias, quantized, state, False, False)[0], state
 
 
-def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, keep_column: bool, keep_row: bool):
+def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, state, keep_column: bool, keep_row: bool):
     """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
     roles = plan.roles
-    x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column)
+    encode = _encode_scale(plan, state, "input")
+    x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode)
     if quantized is not None:
         w_row, w_column = quantized.rowwise, quantized.columnwise
     else:
-        w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop)
+        encode = _encode_scale(plan, state, "kernel")
+        w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
     if plan.fprop:
         y = scaled_matmul(x_row, w_column.mT, bias, out_dtype=plan.out_dtype)
     else:
@@ -268,9 +308,9 @@ def _second_derivative(primals, tangents):
     )
 
 
-def _forward(plan: _Plan, x, w, bias, words, quantized):
+def _forward(plan: _Plan, x, w, bias, words, quantized, state):
     x, w, bias = _differentiated_once((x, w, bias))
-    y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, plan.wgrad, plan.dgrad)
+    y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, state, plan.wgrad, plan.dgrad)
     dequantized = plan.backward_override == "dequantized" and plan.fprop
     kept_x = x_column if plan.wgrad else x_row if dequantized else x
     kept_w = w_row if plan.dgrad else w_column if dequantized or w is None else w
@@ -279,24 +319,35 @@ def _forward(plan: _Plan, x, w, bias, words, quantized):
         for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True)
     )
     like = tuple(None if a is None else jnp.zeros((), a.dtype) for a in (x, w, bias))  # a dtype is no residual; this is
-    return y, (kept, like, words)
+    new_state = state
+    if plan.delayed is not None:
+        new_state = state | _recorded(plan, state, "input", x)
+        new_state |= {} if w is None else _recorded(plan, state, "kernel", w)
+    return (y, state), (kept, like, words, new_state)
 
 
-def _backward(plan: _Plan, residuals, dy):
-    (x, w), (like_x, like_w, like_bias), words = residuals
+def _backward(plan: _Plan, residuals, cotangents):
+    (x, w), (like_x, like_w, like_bias), words, state = residuals
+    dy, state_cotangent = cotangents
     dy = _differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
     if plan.dgrad or plan.wgrad:
         role = plan.roles.gradient
         amaxes = None
-        if has_tensor_scale(role.format) and (role.hadamard is None or role.hadamard.size == BLOCK):
+        if (
+            plan.delayed is None
+            and has_tensor_scale(role.format)
+            and (role.hadamard is None or role.hadamard.size == BLOCK)
+        ):
             found = tensor_amax(dy, True, role.hadamard)
             amaxes = found[0], found[-1]
         if role.rounding == "stochastic" and words is None:
             (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None)
-            words = _keyless_words(amax, dy.shape, plan.name)
-        dy_row, dy_column = _both_ways(dy, role, plan.dgrad, plan.wgrad and like_w is not None, words, amaxes)
+            words = keyless_words(amax, dy.shape, plan.name)
+        encode = _encode_scale(plan, state, "output_grad")
+        columnwise = plan.wgrad and like_w is not None
+        dy_row, dy_column = _both_ways(dy, role, plan.dgrad, columnwise, words, amaxes, encode)
     # JAX does not check these dtypes: they must be those of the primals.
     if plan.dgrad:
         dx = scaled_matmul(dy_row, w, out_dtype=like_x.dtype)
@@ -310,7 +361,10 @@ def _backward(plan: _Plan, residuals, dy):
     db = None
     if like_bias is not None:
         db = dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like_bias.dtype)
-    return dx, dw, db, None, None
+    if plan.delayed is not None:
+        state = state | _recorded(plan, state, "output_grad", dy)
+        state_cotangent = jax.tree.map(delayed_scaling.larger, state_cotangent, state)
+    return dx, dw, db, None, None, state_cotangent
 
 
 def _decoded(x, dtype):
@@ -320,26 +374,3 @@ def _decoded(x, dtype):
 
 _matmul.defvjp(_forward, _backward)
 _matmul_jit = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once
-
-
-# --- random bits
-
-
-def _slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Words for each slice of the batch axes: one key would give all of them the same bits."""
-    if not batch:
-        return words
-    index = jnp.arange(math.prod(batch), dtype=jnp.uint32)
-    zero = jnp.zeros_like(index)
-    out = philox4x32((index, zero, zero, zero + 1), (words[0], words[1]))
-    return jnp.stack(out[:2], axis=-1).reshape(*batch, 2)
-
-
-def _keyless_words(amax: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
-    """A 64-bit mix of a gradient's amax bits, its shape and the layer's name, for each slice."""
-    seed = zlib.crc32(repr((shape[-2:], name)).encode())
-    bits = magnitude_bits(amax)
-    index = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
-    counter = (bits, jnp.full_like(bits, seed), index, jnp.full_like(bits, 2))
-    out = philox4x32(counter, (jnp.uint32(0x6A6C7021), jnp.uint32(0x6E766634)))
-    return jnp.stack(out[:2], axis=-1)

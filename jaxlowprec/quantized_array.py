@@ -22,8 +22,9 @@ class QuantizedArray:
     Invariants, for logical shape `[..., M, K]`, blocks of `b` and `axis=-1`:
 
         dequantize(q)  ~ the array, in its original orientation
-        data           uint8 [..., M, ceil(K/b) * b/2] for packed 4-bit formats: element 2i in the low nibble of byte i
-        scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]
+        data           uint8 [..., M, ceil(K/b) * b/2] for packed 4-bit formats: element 2i in the low nibble of byte i;
+                       float8 [..., M, K] for 8-bit formats, K padded to whole transforms where it is rotated
+        scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]; for Float8Tensor [...]
         amax           float32 [...], after the rotation, or None
         axis == -2     data and scale are those of the transposed array, [..., K, ...]: blocks run along M
 
@@ -33,7 +34,7 @@ class QuantizedArray:
     Attributes:
         data: codes.
         scale: one decode scale a block.
-        amax: the largest magnitude of each slice (float32), which fixes its tensor scale; None for formats without one.
+        amax: the largest magnitude of each slice (float32), which NVFP4's block scales are relative to; else None.
         zero_point: one a block for asymmetric integer formats, else None.
         format: what it is quantised to.
         matrix: the logical sizes of the last two axes (of the only one, for a vector).

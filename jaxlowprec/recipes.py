@@ -91,6 +91,11 @@ class Recipe:
 
     backward_override: BackwardOverride
 
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """Whose amax histories the layers keep; None for recipes without state."""
+        return None
+
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of a layer, by what calls it ("linear", "dot_general", "einsum") and its name."""
         raise NotImplementedError
@@ -364,6 +369,84 @@ class Float8CurrentScaling(Recipe):
             role(self.fp8_quant_fwd_weight, forward),
             role(self.fp8_quant_bwd_grad, gradient),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Per-tensor FP8, each tensor scaled by the amaxes of earlier steps, in all three GEMMs.
+
+    It needs state: see `jaxlowprec.delayed_scaling`.
+
+    Arguments:
+        margin: scales are 2**-margin of what would make the amax the largest element.
+        fp8_format: "HYBRID": gradients are E5M2; "E4M3" for all operands.
+        amax_history_len: steps that are remembered.
+        amax_compute_algo: "max" of the history, or "most_recent".
+        scaling_factor_compute_algo: None; a function of your own raises.
+        reduce_amax: True: the amax is that of the whole array, however it is sharded; False raises.
+        fp8_dpa, fp8_mha: True raises.
+        backward_override: None; delayed scaling has no other backward pass.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "FP8 Formats for Deep Learning", arXiv 2209.05433; numerics.md 7.
+    """
+
+    margin: int = 0
+    fp8_format: Fp8Format = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    scaling_factor_compute_algo: None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+
+    def __post_init__(self):
+        _check_common(self)
+        _needs(self, "amax_compute_algo", ("max", "most_recent"))
+        if self.backward_override is not None:
+            raise ValueError(f"DelayedScaling: backward_override={self.backward_override!r}; needs None")
+        if self.scaling_factor_compute_algo is not None:
+            raise NotImplementedError("DelayedScaling: scaling_factor_compute_algo is fixed here; needs None")
+        if self.reduce_amax is not True:
+            raise NotImplementedError(
+                f"DelayedScaling: reduce_amax={self.reduce_amax!r}; amaxes are of whole arrays: True"
+            )
+        for field, least in (("margin", None), ("amax_history_len", 1)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+                raise ValueError(
+                    f"DelayedScaling: {field}={value!r}; needs an int{f' from {least} on' if least else ''}"
+                )
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+        return Roles(Role(Float8Tensor(forward)), Role(Float8Tensor(forward)), Role(Float8Tensor(gradient)))
+
+    @property
+    def delayed(self) -> DelayedScaling:
+        """Itself."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrating(Recipe):
+    """High precision that records amaxes for delayed scaling: what `autocast(recipe, calibrating=True)` makes of it."""
+
+    recipe: DelayedScaling
+    backward_override: BackwardOverride = None
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Nothing is quantised."""
+        return Roles(None, None, None)
+
+    @property
+    def delayed(self) -> DelayedScaling:
+        """Whose histories are recorded."""
+        return self.recipe
 
 
 @dataclasses.dataclass(frozen=True)

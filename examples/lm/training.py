@@ -50,7 +50,10 @@ class Schedule:
 
 
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    """AdamW: linear warm-up over a tenth of the steps (40 at most), cosine decay to a tenth, clipping at norm 1."""
+    """AdamW: linear warm-up over a tenth of the steps (40 at most), cosine decay to a tenth, clipping at norm 1.
+
+    The amax histories of delayed scaling, where a recipe has them, go past all of it.
+    """
     rate = optax.warmup_cosine_decay_schedule(
         0.0,
         schedule.learning_rate,
@@ -58,12 +61,17 @@ def optimizer(schedule: Schedule) -> optax.GradientTransformation:
         max(schedule.steps, 2),
         schedule.learning_rate / 10,
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1))
+    adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
+    return jlp.delayed_scaling.overwrite_with_gradient(optax.chain(optax.clip_by_global_norm(1.0), adamw))
 
 
 def initial_parameters(config: Config, run: Run, seed: int) -> tuple[nnx.GraphDef, Any]:
-    """The model's structure and its parameters, alike for all runs of a seed but for the perturbation."""
-    graph, parameters = nnx.split(LanguageModel(config, nnx.Rngs(seed)), nnx.Param)
+    """The model's structure and its parameters, alike for all runs of a seed but for the perturbation.
+
+    Made in the recipe's scope: delayed scaling's state comes with the parameters.
+    """
+    with recipe_context(run.recipe):
+        graph, parameters = nnx.split(LanguageModel(config, nnx.Rngs(seed)), nnx.Param)
     if run.perturbation:
         leaves, structure = jax.tree.flatten(parameters)
         keys = jax.random.split(jax.random.key(seed + 1000), len(leaves))
@@ -164,5 +172,9 @@ def train(run: Run, config: Config, schedule: Schedule, batches: Batches, folder
         "tokens_per_second": tokens_per_step / float(np.median(times)) if times else None,
         "compile_seconds": compile_seconds,
         "saved_activation_bytes": saved,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(parameters)),
+        "parameters": sum(
+            leaf.size
+            for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
+            if not jlp.delayed_scaling.is_state(path)
+        ),
     }

@@ -14,15 +14,26 @@ _PACKAGES = ("jaxlowprec", "jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 
 # Operation, its FFI target, what it covers, how the CPU kernel does it.
 _OPERATIONS = (
-    ("quantize", "jaxlowprec_quantize", "NVFP4 1x16 and 16x16, both ways, rotated, stochastic", ""),
+    (
+        "quantize",
+        "jaxlowprec_quantize",
+        "NVFP4, MXFP8, MXFP4, Float8Block, Float8Tensor; both ways, rotated, stochastic",
+        "",
+    ),
     ("amax", "jaxlowprec_amax", "of a tensor, and of its rotation, in one pass", ""),
-    ("dequantize", "jaxlowprec_dequantize", "NVFP4 1x16 and 16x16, rotation undone", ""),
+    ("dequantize", "jaxlowprec_dequantize", "all formats, rotation undone", ""),
     ("hadamard_transform", "jaxlowprec_hadamard", "sizes 16 to 256, rows and columns", ""),
     (
-        "scaled_matmul",
+        "scaled_matmul, 4-bit",
         "jaxlowprec_scaled_matmul",
-        "NVFP4 x NVFP4, 1x16 and 16x16 on either side",
+        "NVFP4 x NVFP4, MXFP4 x MXFP4, square blocks on either side",
         "exact integer dot products instead of FP4 tensor cores",
+    ),
+    (
+        "scaled_matmul, 8-bit",
+        "jaxlowprec_scaled_matmul",
+        "MXFP8 x MXFP8 or MXFP4, Float8Block x Float8Block, Float8Tensor x Float8Tensor",
+        "codes decoded to float32 instead of FP8 tensor cores",
     ),
 )
 

@@ -4,11 +4,14 @@ A weight is quantised once for many calls by making the collection "quantized" m
 
     _, quantized = model.apply(variables, x, mutable="quantized")
     y = model.apply(variables | quantized, x)      # gradients still reach the kernel in "params"
+
+Delayed scaling keeps its state in the collection "_overwrite_with_gradient", made by `init` within the recipe's scope.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import jax
@@ -18,9 +21,10 @@ from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, State, init_state
 from jaxlowprec.dot_general import einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linear import QuantizedKernel, linear, quantize_kernel, rounds_stochastically
-from jaxlowprec.recipes import Recipe
+from jaxlowprec.recipes import DelayedScaling, Recipe
 
 
 def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None) -> tuple[Any, Any, Any]:
@@ -36,6 +40,9 @@ def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any 
 def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
     """The recipe to follow in this call; None also while Flax initialises the parameters."""
     recipe = resolve(type(layer).__name__, recipe)
+    if recipe is not None and recipe.delayed is not None and layer.is_initializing():
+        for name, value in init_state(recipe.delayed).items():
+            layer.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
     if recipe is None or layer.is_initializing():
         return None
     for name in ("dot_general", "dot_general_cls"):
@@ -71,7 +78,35 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
 def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
     name = "/".join(layer.path)
     wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
-    return {"recipe": recipe, "key": layer.make_rng("sr") if wanted else None, "name": name}
+    state = None if recipe.delayed is None else _state(layer, recipe.delayed)
+    return {"recipe": recipe, "key": layer.make_rng("sr") if wanted else None, "name": name, "state": state}
+
+
+_latest_states: weakref.WeakKeyDictionary[Any, tuple[State, State]] = weakref.WeakKeyDictionary()
+"""By scope: the state as it was read, and as the layer's latest call handed it on."""
+
+
+def _state(layer: nn.Module, recipe: DelayedScaling) -> State | None:
+    """The state of delayed scaling, as the layer's previous call in this scope handed it on.
+
+    So its gradient passes through all calls and is combined by max, where reading the variable anew would add it up.
+    """
+    if not layer.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale"):
+        return None
+    read: State = {name: layer.get_variable(OVERWRITE_WITH_GRADIENT, name) for name in init_state(recipe)}
+    earlier, latest = _latest_states.get(layer.scope, ({}, {}))
+    if any(earlier.get(name) is not value for name, value in read.items()):
+        _latest_states[layer.scope] = earlier, latest = read, read
+    return latest
+
+
+def _handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
+    """The result of a call with this state, whose own is kept for the next one."""
+    if state is None:
+        return result
+    y, after = result
+    _latest_states[layer.scope] = _latest_states[layer.scope][0], after
+    return y
 
 
 def _quantized(
@@ -81,7 +116,9 @@ def _quantized(
     if layer.is_mutable_collection("quantized") and kernel is not None:
         batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
         matrix = kernel.reshape(*batch, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-        layer.put_variable("quantized", "kernel", quantize_kernel(matrix, recipe, name="/".join(layer.path)))
+        state = None if recipe.delayed is None else _state(layer, recipe.delayed)
+        quantized = quantize_kernel(matrix, recipe, name="/".join(layer.path), state=state)
+        layer.put_variable("quantized", "kernel", quantized)
     return layer.get_variable("quantized", "kernel")
 
 
@@ -110,8 +147,9 @@ class Dense(nn.Dense):
         if recipe is None:
             return super().__call__(inputs)
         inputs, kernel, bias = _operands(self, inputs, (inputs.shape[-1], self.features))
-        quantized = _quantized(self, kernel, 0, 1, recipe)
-        return linear(inputs, kernel, bias, quantized_kernel=quantized, **_options(self, recipe))
+        quantized, options = _quantized(self, kernel, 0, 1, recipe), _options(self, recipe)
+        y = linear(inputs, kernel, bias, quantized_kernel=quantized, **options)
+        return _handed_on(self, y, options["state"])
 
 
 class DenseGeneral(nn.DenseGeneral):
@@ -131,7 +169,8 @@ class DenseGeneral(nn.DenseGeneral):
         inputs, kernel, bias = _operands(self, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
         quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
         options = _options(self, recipe)
-        return linear_general(inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
+        y, state = linear_general(inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
+        return _handed_on(self, y if options["state"] is None else (y, state), options["state"])
 
 
 class Einsum(nn.Einsum):
@@ -146,7 +185,7 @@ class Einsum(nn.Einsum):
             return super().__call__(inputs, einsum_str)
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         inputs, kernel, bias = _operands(self, inputs, tuple(self.shape))
-        y = einsum(
-            subscripts, inputs, kernel, preferred_element_type=self.preferred_element_type, **_options(self, recipe)
-        )
+        options = _options(self, recipe)
+        y = einsum(subscripts, inputs, kernel, preferred_element_type=self.preferred_element_type, **options)
+        y = _handed_on(self, y, options["state"])
         return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))

@@ -4,9 +4,20 @@ from jaxlowprec.nnx.layers import (
     Einsum,
     Linear,
     LinearGeneral,
+    OverwriteWithGradient,
     Quantized,
+    add_delayed_scaling,
     keep_kernel_dtype,
     quantized_kernels,
 )
 
-__all__ = ["Einsum", "Linear", "LinearGeneral", "Quantized", "keep_kernel_dtype", "quantized_kernels"]
+__all__ = [
+    "Einsum",
+    "Linear",
+    "LinearGeneral",
+    "OverwriteWithGradient",
+    "Quantized",
+    "add_delayed_scaling",
+    "keep_kernel_dtype",
+    "quantized_kernels",
+]

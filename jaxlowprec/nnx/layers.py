@@ -7,15 +7,18 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import flax.errors
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.autocast import FROM_CONTEXT, current_recipe, resolve
+from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, State, init_state
 from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linear import linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
-from jaxlowprec.recipes import Recipe
+from jaxlowprec.recipes import DelayedScaling, Recipe
 
 
 def keep_kernel_dtype(operands: tuple[Any, Any, Any], /, *, dtype: Any = None) -> tuple[Any, Any, Any]:
@@ -25,6 +28,11 @@ def keep_kernel_dtype(operands: tuple[Any, Any, Any], /, *, dtype: Any = None) -
 
 class Quantized(nnx.Variable):
     """A kernel quantised for many calls. No parameter: optimizers and checkpoints of `nnx.Param` do not see it."""
+
+
+class OverwriteWithGradient(nnx.Param):
+    """A leaf of a layer's delayed-scaling state. Its gradient is its new value: optimizers of a model that has some are
+    wrapped in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
 
 
 class _Quantizing:
@@ -43,6 +51,13 @@ class _Quantizing:
         self.recipe = recipe
         self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
         self.quantized = nnx.data(None)
+        own = current_recipe() if recipe is FROM_CONTEXT else recipe
+        self._add_state(None if own is None else own.delayed)
+
+    def _add_state(self, recipe: DelayedScaling | None) -> None:
+        state = {} if recipe is None else init_state(recipe)
+        variables = {name: OverwriteWithGradient(value) for name, value in state.items()}
+        setattr(self, OVERWRITE_WITH_GRADIENT, nnx.data(nnx.Dict(variables) if variables else None))
 
     def _recipe(self) -> Recipe | None:
         return resolve(type(self).__name__, self.recipe)
@@ -53,7 +68,36 @@ class _Quantizing:
 
     def _options(self, recipe: Recipe) -> dict[str, Any]:
         key = self.sr() if rounds_stochastically(recipe.roles()) and self.sr is not None else None
-        return {"recipe": recipe, "key": key}
+        return {"recipe": recipe, "key": key, "state": self._read_state(recipe)}
+
+    def _read_state(self, recipe: Recipe) -> State | None:
+        variables = getattr(self, OVERWRITE_WITH_GRADIENT)
+        if recipe.delayed is None or variables is None:
+            return None
+        return {name: variable.get_value() for name, variable in variables.items()}
+
+    def _handed_on(self, result: Any, before: Any) -> jax.Array:
+        """The result of a call with this state.
+
+        The state that it handed on becomes the layer's, unchanged in value: the gradient passes through every call and
+        is combined by max, where reading a variable twice would add it up.
+        """
+        if before is None:
+            return result
+        y, after = result
+        for name, variable in getattr(self, OVERWRITE_WITH_GRADIENT).items():
+            old = before[name]
+            if not isinstance(old, jax.core.Tracer) or jnp.issubdtype(old.dtype, jax.dtypes.extended):
+                continue  # nothing to differentiate, or combined by max by its type
+            try:
+                variable.set_value(after[name])
+            except flax.errors.TraceContextError as error:
+                raise ValueError(
+                    f"{type(self).__name__}: its delayed-scaling state is used within a JAX transformation that does "
+                    "not hand it on, where autodiff would add up amaxes: use Flax's counterpart (nnx.scan, nnx.remat, "
+                    "...), or differentiate jaxlowprec.delayed_scaling.combined_by_max(loss)"
+                ) from error
+        return y
 
     def _refuse(self, recipe: Recipe, name: str, default: Any) -> None:
         if getattr(self, name) is not default:
@@ -96,8 +140,10 @@ class Linear(_Quantizing, nnx.Linear):
             return super().__call__(inputs, out_sharding)
         self._refuse(recipe, "dot_general", jax.lax.dot_general)
         inputs, kernel, bias = self._operands(inputs)
+        options = self._options(recipe)
         if self.preferred_element_type is None and out_sharding is None:
-            return linear(inputs, kernel, bias, quantized_kernel=self._quantized_kernel(), **self._options(recipe))
+            y = linear(inputs, kernel, bias, quantized_kernel=self._quantized_kernel(), **options)
+            return self._handed_on(y, options["state"])
         y = dot_general(
             inputs,
             kernel,
@@ -105,8 +151,9 @@ class Linear(_Quantizing, nnx.Linear):
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,
             quantized_kernel=self._quantized_kernel(),
-            **self._options(recipe),
+            **options,
         )
+        y = self._handed_on(y, options["state"])
         return y if bias is None else y + bias
 
 
@@ -127,7 +174,8 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         self._refuse(recipe, "dot_general", None)
         self._refuse(recipe, "dot_general_cls", None)
         inputs, kernel, bias = self._operands(inputs)
-        return linear_general(
+        options = self._options(recipe)
+        y, state = linear_general(
             inputs,
             kernel,
             bias,
@@ -137,8 +185,9 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,
             quantized_kernel=self._quantized_kernel(),
-            **self._options(recipe),
+            **options,
         )
+        return self._handed_on(y if options["state"] is None else (y, state), options["state"])
 
 
 class Einsum(_Quantizing, nnx.Einsum):
@@ -165,15 +214,38 @@ class Einsum(_Quantizing, nnx.Einsum):
         self._refuse(recipe, "einsum_op", jax.numpy.einsum)
         subscripts = self.einsum_str if einsum_str is None else einsum_str
         inputs, kernel, bias = self._operands(inputs)
+        options = self._options(recipe)
         y = einsum(
             subscripts,
             inputs,
             kernel,
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,
-            **self._options(recipe),
+            **options,
         )
+        y = self._handed_on(y, options["state"])
         return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
+
+
+def add_delayed_scaling(model: nnx.Module, recipe: DelayedScaling) -> None:
+    """Gives the layers of a model that has none the state of delayed scaling, or a new one.
+
+    Layers made within `autocast(recipe)` have it already. Layers with a recipe of their own keep to that.
+
+    Arguments:
+        model: any NNX module.
+        recipe: whose `amax_history_len` to use.
+
+    >>> import jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> layer, recipe = jlp.nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jlp.DelayedScaling(amax_history_len=16)
+    >>> jlp.nnx.add_delayed_scaling(layer, recipe)
+    >>> sorted(path[-1] for path, _ in nnx.to_flat_state(nnx.state(layer, jlp.nnx.OverwriteWithGradient)))[0]
+    'input_amax_history'
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, _Quantizing) and module.recipe is FROM_CONTEXT:
+            module._add_state(recipe)
 
 
 @contextlib.contextmanager
@@ -207,7 +279,7 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
             batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
             rest = kernel.shape[batch:]
             matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-            layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own)))
+            layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own, state=layer._read_state(own))))
         yield
     finally:
         for layer in layers:

@@ -1,7 +1,7 @@
-// The CPU kernels of every instruction set against reference.h, byte for byte, over ragged shapes and hostile numbers. All
-// are held to the same bytes, so instruction sets agree with each other.
+// The CPU kernels of every instruction set against their references, byte for byte, over ragged shapes and hostile numbers.
+// All are held to the same bytes, so instruction sets agree with each other.
 #include "kernel_runs.h"
-#include "reference.h"
+#include "quantize_reference.h"
 
 namespace jaxlowprec {
 namespace {
@@ -74,21 +74,54 @@ TEST(rotated_amax_sees_sums_that_overflow) {
   }
 }
 
-// --- quantisation (numerics.md 2 to 4)
+// --- quantisation (numerics.md 2 to 7)
+
+struct NamedFormat {
+  const char* name;
+  Format format;
+  bool encode_scale_given = false;
+};
+
+constexpr Format nvfp4(bool tiles) { return {CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles, ScaleRule::kUp, false, 0}; }
+constexpr Format mx(CodeType code, bool tiles, ScaleRule rule) { return {code, Scaling::kE8M0, 32, tiles, rule, false, 0}; }
+constexpr Format float8_block(CodeType code, bool tiles, bool power_of_two, float amax_epsilon) {
+  return {code, Scaling::kFloat32, 128, tiles, ScaleRule::kUp, power_of_two, amax_epsilon};
+}
+constexpr Format float8_tensor(CodeType code, bool power_of_two, float amax_epsilon) {
+  return {code, Scaling::kTensor, 1, false, ScaleRule::kUp, power_of_two, amax_epsilon};
+}
+
+constexpr NamedFormat kNvfp4[] = {{"NVFP4", nvfp4(false)}, {"NVFP4 tiles", nvfp4(true)}};
+constexpr NamedFormat kOtherFormats[] = {
+    {"MXFP8 E4M3 up", mx(CodeType::kE4M3, false, ScaleRule::kUp)},
+    {"MXFP8 E4M3 floor", mx(CodeType::kE4M3, false, ScaleRule::kFloor)},
+    {"MXFP8 E4M3 tiles even", mx(CodeType::kE4M3, true, ScaleRule::kEven)},
+    {"MXFP8 E5M2 even", mx(CodeType::kE5M2, false, ScaleRule::kEven)},
+    {"MXFP8 E5M2 tiles up", mx(CodeType::kE5M2, true, ScaleRule::kUp)},
+    {"MXFP4 up", mx(CodeType::kE2M1, false, ScaleRule::kUp)},
+    {"MXFP4 floor", mx(CodeType::kE2M1, false, ScaleRule::kFloor)},
+    {"MXFP4 even", mx(CodeType::kE2M1, false, ScaleRule::kEven)},
+    {"MXFP4 tiles up", mx(CodeType::kE2M1, true, ScaleRule::kUp)},
+    {"MXFP4 tiles floor", mx(CodeType::kE2M1, true, ScaleRule::kFloor)},
+    {"Float8Block E4M3 power of two", float8_block(CodeType::kE4M3, false, true, 0)},
+    {"Float8Block E4M3 epsilon", float8_block(CodeType::kE4M3, false, false, 1.5f)},
+    {"Float8Block E4M3 tiles", float8_block(CodeType::kE4M3, true, false, 0)},
+    {"Float8Block E5M2 subnormal epsilon", float8_block(CodeType::kE5M2, false, false, 1e-39f)},
+    {"Float8Block E5M2 tiles power of two epsilon", float8_block(CodeType::kE5M2, true, true, 1e-6f)},
+    {"Float8Tensor E4M3", float8_tensor(CodeType::kE4M3, false, 0)},
+    {"Float8Tensor E4M3 power of two epsilon", float8_tensor(CodeType::kE4M3, true, 2)},
+    {"Float8Tensor E5M2", float8_tensor(CodeType::kE5M2, false, 0)},
+    {"Float8Tensor E4M3 encode scale", float8_tensor(CodeType::kE4M3, false, 0), true},
+    {"Float8Tensor E5M2 encode scale", float8_tensor(CodeType::kE5M2, false, 0), true},
+};
 
 struct Mode {
   const char* name;
-  bool rowwise, columnwise, tiles, rotate;
+  bool rowwise, columnwise, rotate;
 };
 constexpr Mode kModes[] = {
-    {"rowwise", true, false, false, false},
-    {"columnwise", false, true, false, false},
-    {"both", true, true, false, false},
-    {"columnwise rotated", false, true, false, true},
-    {"both, one rotated", true, true, false, true},
-    {"rowwise tiles", true, false, true, false},
-    {"columnwise tiles", false, true, true, false},
-    {"both tiles", true, true, true, false},
+    {"rowwise", true, false, false},           {"columnwise", false, true, false},      {"both", true, true, false},
+    {"columnwise rotated", false, true, true}, {"both, one rotated", true, true, true},
 };
 
 /// Numbers and the amax they are quantised with: their own unless a caller gave another one.
@@ -117,38 +150,43 @@ constexpr Numbers kNumbers[] = {
 /// One direction's inputs and what is expected of it.
 struct Direction {
   bool wanted;
-  int64_t batch, lines, blocks, scale_lines;
-  Buffer amax, rows, block_ids, data, scale;
+  Format format;
+  int64_t batch, lines, length;
+  Buffer tensor, rows, groups, data, scale;
 
-  Direction(bool wanted, int64_t batch, int64_t lines, int64_t blocks, bool tiles)
+  Direction(bool wanted, const Format& format, int64_t batch, int64_t lines, int64_t length)
       : wanted(wanted),
+        format(format),
         batch(batch),
         lines(lines),
-        blocks(blocks),
-        scale_lines(tiles ? reference::blocks_in(lines) : lines),
-        amax(batch * 4),
+        length(length),
+        tensor(batch * 4),
         rows(lines * 4),
-        block_ids(blocks * 4),
-        data(batch * lines * blocks * 8),
-        scale(batch * scale_lines * blocks) {
+        groups((length + 15) / 16 * 4),
+        data(batch * lines * format.row_bytes(length)),
+        scale(batch * format.scales(lines, length) * format.scale_bytes()) {
     for (int64_t i = 0; i < lines; ++i) rows.as<uint32_t>()[i] = static_cast<uint32_t>(1000 + 7 * i);
-    for (int64_t i = 0; i < blocks; ++i) block_ids.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
+    for (int64_t i = 0; i < groups.size() / 4; ++i) groups.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
   }
+
+  bool has_tensor() const { return format.scaling == Scaling::kTwoLevel || format.scaling == Scaling::kTensor; }
 
   void set_inputs(QuantizeDirection& direction, const uint32_t* key, uint32_t stream) const {
-    direction.amax = amax.as<float>();
-    if (key) direction.random = {key, rows.as<uint32_t>(), block_ids.as<uint32_t>(), stream};
+    if (has_tensor()) direction.tensor = tensor.as<float>();
+    if (key) direction.random = {key, rows.as<uint32_t>(), groups.as<uint32_t>(), stream};
   }
 
-  /// Fills in the amax of every batch entry, and from it the expected bytes.
+  /// Fills in the amax, or the encode scale, of every batch entry, and from it the expected bytes.
   void expect(const QuantizeProblem& p, const QuantizeDirection& direction, bool columnwise, const Numbers* const* numbers) {
     for (int64_t b = 0; b < batch; ++b) {
-      const reference::Lines x = reference::lines_of(p, b, columnwise, columnwise && p.rotate_columns);
+      const reference::Lines x =
+          reference::lines_of(p, b, columnwise, columnwise && p.rotate_columns, std::max(format.block, 16));
       const float found = Lanes<float>::from_bits(reference::amax_bits(x));
-      amax.as<float>()[b] = numbers[b]->given >= 0 ? numbers[b]->given : found * numbers[b]->times;
+      const float amax = numbers[b]->given >= 0 ? numbers[b]->given : found * numbers[b]->times;
+      tensor.as<float>()[b] = p.encode_scale_given ? 300 / amax : amax;
       if (wanted)
-        reference::quantize(x, direction, p.tiles, b, data.as() + b * lines * blocks * 8,
-                            scale.as() + b * scale_lines * blocks);
+        reference::quantize(p, x, direction, b, length, data.as() + b * (data.size() / batch),
+                            scale.as() + b * (scale.size() / batch));
     }
   }
 
@@ -159,16 +197,17 @@ struct Direction {
   }
 };
 
-void check_quantize(Shape shape, ElementType type, const Mode& mode, bool stochastic, const Numbers* const (&numbers)[2],
-                    std::mt19937& random) {
+void check_quantize(Shape shape, ElementType type, const NamedFormat& format, const Mode& mode, bool stochastic,
+                    const Numbers* const (&numbers)[2], std::mt19937& random) {
   const int64_t batch = 2, size = shape.rows * shape.columns, misalignment = random() % 2 * 4;
   const Buffer x(batch * size * reference::element_size(type), misalignment);
   for (int64_t b = 0; b < batch; ++b) fill_elements(x.as(), type, b * size, size, numbers[b]->data, random);
   const Buffer key(batch * 8);
   for (int64_t i = 0; i < 2 * batch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
-  QuantizeProblem p{x.as(), type, batch, shape.rows, shape.columns, mode.tiles, {}, {}, mode.rotate, kDefaultSignMask};
-  Direction rowwise(mode.rowwise, batch, shape.rows, reference::blocks_in(shape.columns), mode.tiles);
-  Direction columnwise(mode.columnwise, batch, shape.columns, reference::blocks_in(shape.rows), mode.tiles);
+  QuantizeProblem p{x.as(), type, batch,       shape.rows,      shape.columns, format.format, format.encode_scale_given,
+                    {},     {},   mode.rotate, kDefaultSignMask};
+  Direction rowwise(mode.rowwise, format.format, batch, shape.rows, shape.columns);
+  Direction columnwise(mode.columnwise, format.format, batch, shape.columns, shape.rows);
   if (mode.rowwise) rowwise.set_inputs(p.rowwise, stochastic ? key.as<uint32_t>() : nullptr, 0);
   if (mode.columnwise) columnwise.set_inputs(p.columnwise, stochastic ? key.as<uint32_t>() : nullptr, 1);
   rowwise.expect(p, p.rowwise, false, numbers), columnwise.expect(p, p.columnwise, true, numbers);
@@ -182,55 +221,87 @@ void check_quantize(Shape shape, ElementType type, const Mode& mode, bool stocha
   });
 }
 
-void quantize_agrees_with_the_reference(bool stochastic) {
+/// Every format, shape, type and mode with some of the numbers: in turn, so that each meets all of them.
+template <size_t N>
+void quantize_agrees_with_the_reference(const NamedFormat (&formats)[N], size_t small, size_t large, bool stochastic) {
   std::mt19937 random(stochastic);
   const size_t count = std::size(kNumbers);
   size_t turn = 0;
-  for (const Shape shape : shapes())
-    for (const ElementType type : kTypes)
-      for (const Mode& mode : kModes)
-        for (size_t i = 0; i < (is_large(shape) ? 2 : count) / (kReduced ? 2 : 1); ++i, ++turn) {
-          const Numbers* const numbers[2] = {&kNumbers[turn % count], &kNumbers[(turn * 5 + 3) % count]};
-          const check::Given given(name(shape) + " " + name(type) + ", " + mode.name + ", " + numbers[0]->name + "; " +
-                                   numbers[1]->name);
-          check_quantize(shape, type, mode, stochastic, numbers, random);
+  for (const NamedFormat& format : formats)
+    for (const Shape shape : shapes())
+      for (const ElementType type : kTypes)
+        for (const Mode& mode : kModes) {
+          if (mode.rotate && (format.format.scaling != Scaling::kTwoLevel || format.format.tiles)) continue;
+          for (size_t i = 0; i < (is_large(shape) ? large : small); ++i, ++turn) {
+            if (kReduced && turn % 2) continue;
+            const Numbers* const numbers[2] = {&kNumbers[turn % count], &kNumbers[(turn * 5 + 3) % count]};
+            const check::Given given(name(shape) + " " + name(type) + ", " + format.name + " " + mode.name + ", " +
+                                     numbers[0]->name + "; " + numbers[1]->name);
+            check_quantize(shape, type, format, mode, stochastic, numbers, random);
+          }
         }
 }
 
-TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(false); }
-TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(true); }
+TEST(quantize_nvfp4_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 12, 2, false); }
+TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 12, 2, true); }
+TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, false); }
+TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, true); }
 
-// --- decoding (numerics.md 2)
+// --- decoding (numerics.md 2 and 5 to 7)
 
-TEST(dequantize_agrees_with_the_reference) {
+void check_dequantize(Shape shape, ElementType type, const NamedFormat& format, bool rotate, float amax,
+                      std::mt19937& random) {
+  const Format& f = format.format;
+  const int64_t batch = 2, misalignment = random() % 2 * 4;
+  const Buffer data(batch * shape.rows * f.row_bytes(shape.columns), misalignment);
+  const Buffer scale(batch * f.scales(shape.rows, shape.columns) * f.scale_bytes(), misalignment);
+  for (int64_t i = 0; i < data.size(); ++i) data.as()[i] = static_cast<uint8_t>(random());    // NaN among them
+  for (int64_t i = 0; i < scale.size(); ++i) scale.as()[i] = static_cast<uint8_t>(random());  // any number
+  const float amaxes[2] = {amax, 0.7f};
+  DequantizeProblem p{f,
+                      data.as(),
+                      scale.as(),
+                      f.scaling == Scaling::kTwoLevel ? amaxes : nullptr,
+                      batch,
+                      shape.rows,
+                      shape.columns,
+                      rotate,
+                      kDefaultSignMask,
+                      nullptr,
+                      type};
+  const int64_t bytes = batch * shape.rows * shape.columns * reference::element_size(type);
+  const Buffer expected(bytes);
+  reference::dequantize(p, expected.as());
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    const Buffer found(bytes, misalignment);
+    p.result = found.as();
+    run_chunks(k, p, scrambled);
+    CHECK_EQ(first_difference(found, expected, type), -1);
+  });
+}
+
+TEST(dequantize_nvfp4_agrees_with_the_reference) {
   std::mt19937 random(3);
   for (const Shape shape : shapes())
     for (const ElementType type : kTypes)
-      for (const bool tiles : {false, true})
+      for (const NamedFormat& format : kNvfp4)
         for (const bool rotate : {false, true})
           for (const float amax : {3.0f, 0.0f, 1e-39f, 1e-36f, 1e36f, std::numeric_limits<float>::infinity()}) {
             if (is_large(shape) && random() % 4) continue;
-            const check::Given given(name(shape) + " " + name(type) + (tiles ? " tiles" : "") + (rotate ? " rotated" : "") +
+            const check::Given given(name(shape) + " " + name(type) + " " + format.name + (rotate ? " rotated" : "") +
                                      " amax " + std::to_string(amax));
-            const int64_t batch = 2, blocks = reference::blocks_in(shape.columns), misalignment = random() % 2 * 4;
-            const int64_t scale_rows = tiles ? reference::blocks_in(shape.rows) : shape.rows;
-            const Buffer data(batch * shape.rows * blocks * 8, misalignment),
-                scale(batch * scale_rows * blocks, misalignment);
-            for (int64_t i = 0; i < data.size(); ++i) data.as()[i] = static_cast<uint8_t>(random());
-            for (int64_t i = 0; i < scale.size(); ++i) scale.as()[i] = static_cast<uint8_t>(random());  // NaN among them
-            const float amaxes[2] = {amax, 0.7f};
-            DequantizeProblem p{data.as(), scale.as(), amaxes,           batch,   shape.rows, shape.columns,
-                                tiles,     rotate,     kDefaultSignMask, nullptr, type};
-            const int64_t bytes = batch * shape.rows * shape.columns * reference::element_size(type);
-            const Buffer expected(bytes);
-            reference::dequantize(p, expected.as());
-            for_all_runs([&](const Kernels& k, bool scrambled) {
-              const Buffer found(bytes, misalignment);
-              p.result = found.as();
-              run_chunks(k, p, scrambled);
-              CHECK_EQ(first_difference(found, expected, type), -1);
-            });
+            check_dequantize(shape, type, format, rotate, amax, random);
           }
+}
+
+TEST(dequantize_agrees_with_the_reference) {
+  std::mt19937 random(6);
+  for (const Shape shape : shapes())
+    for (const ElementType type : kTypes)
+      for (const NamedFormat& format : kOtherFormats) {
+        const check::Given given(name(shape) + " " + name(type) + " " + format.name);
+        check_dequantize(shape, type, format, false, 0, random);
+      }
 }
 
 // --- Hadamard transforms (numerics.md 3)

@@ -215,7 +215,7 @@ void agrees_with_the_reference(const std::vector<Shape>& shapes, int cases) {
   for (const auto& formats : supported_pairs())
     for (const Shape shape : shapes)
       for (int i = 0; i < std::max(cases, 1); ++i) {
-        if ((cases < 0 && random() % -cases) || (kReduced && random() % 16)) continue;
+        if ((cases < 0 && random() % -cases) || (kReduced && random() % 4)) continue;
         const check::Given given(name(formats.first) + " by " + name(formats.second));
         turns.next(shape, [&](const Case& c, const auto& numbers) { check_matmul(formats, c, numbers, random); });
       }

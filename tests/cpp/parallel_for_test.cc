@@ -205,6 +205,7 @@ TEST(quantize_on_threads_gives_the_bytes_of_one_thread) {
                             1,
                             kSize,
                             kSize,
+                            {CodeType::kE2M1, Scaling::kTwoLevel, 16, false, ScaleRule::kUp, false, 0},
                             false,
                             {&amax, bytes.data(), row_scale, {}},
                             {&amax, column_data, column_scale, {}},

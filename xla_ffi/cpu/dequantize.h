@@ -1,7 +1,9 @@
-// NVFP4 codes back to numbers: E2M1 * block scale * amax / 2688 (numerics.md 2), a rotation of 16 undone where asked.
-// Bytes moved per element: 9/16 read, the element written.
+// Codes back to numbers: the code times its scale, rounded once to the result's type (numerics.md 2 and 5 to 7); of NVFP4 a
+// rotation of 16 undone where asked.
+// Bytes moved per element: its code read, the element written.
 #pragma once
 
+#include "../numerics/mx.h"
 #include "../numerics/nvfp4.h"
 #include "kernels.h"
 #include "rotate.h"
@@ -15,34 +17,70 @@ struct Dequantize {
   static int64_t chunks_per_matrix(const DequantizeProblem& p) { return divide_up(p.rows, kRowsPerChunk); }
 
   static void chunk(const DequantizeProblem& p, int64_t batch, int64_t chunk) {
-    const int64_t blocks = divide_up(p.columns, kBlock), scale_rows = p.format.tiles ? divide_up(p.rows, kBlock) : p.rows;
+    const Format& f = p.format;
     const int64_t last = std::min((chunk + 1) * kRowsPerChunk, p.rows);
     for (int64_t row = chunk * kRowsPerChunk; row < last; ++row) {
-      const uint8_t* data = p.data + (batch * p.rows + row) * blocks * 8;
-      const uint8_t* scale = p.scale + (batch * scale_rows + (p.format.tiles ? row / kBlock : row)) * blocks;
-      for (int64_t block = 0; block < blocks; block += kLanes) {
-        const int count = static_cast<int>(std::min<int64_t>(kLanes, blocks - block));
-        Pair v[kPairs];
-        decode_group(data + block * 8, scale + block, count, p.amax[batch], v);
-        if (p.rotate) undo_rotation(p.sign_mask, v);
-        store_group(p, v, (batch * p.rows + row) * p.columns, block * kBlock);
+      const int64_t line = batch * p.rows + row;
+      const int64_t scale_row = f.scaling == Scaling::kTensor ? 0 : f.tiles ? row / f.block : row;
+      const uint8_t* data = p.data + line * f.row_bytes(p.columns);
+      const uint8_t* scale =
+          p.scale + (batch * f.scale_rows(p.rows) + scale_row) * f.scale_columns(p.columns) * f.scale_bytes();
+      for (int64_t column = 0; column < p.columns; column += kGroup) {
+        const int count = static_cast<int>(std::min<int64_t>(kGroup, p.columns - column));
+        alignas(64) float scales[kLanes] = {};
+        decode_scales(f, scale, column, static_cast<int>(divide_up(count, kBlock)), scales);
+        if (f.code == CodeType::kE2M1)
+          packed_group(p, data + column / 2, scales, p.amax ? &p.amax[batch] : nullptr, line * p.columns + column, count);
+        else
+          float8_group(p, data + column, scales, line * p.columns + column, count);
       }
     }
   }
 
  private:
-  JLP_RULE void decode_group(const uint8_t* data, const uint8_t* scale, int count, float amax, Pair (&v)[kPairs]) {
+  /// The scales of a group's `count` 16s.
+  JLP_RULE void decode_scales(const Format& f, const uint8_t* scale, int64_t column, int count, float* scales) {
+    alignas(64) uint32_t bits[kLanes] = {};
+    for (int i = 0; i < count; ++i) {
+      const int64_t block = f.scaling == Scaling::kTensor ? 0 : (column + i * kBlock) / f.block;
+      memcpy(&bits[i], scale + block * f.scale_bytes(), f.scale_bytes());  // little-endian, as every supported processor
+    }
+    const U32 v = load<U32>(bits);
+    store(scales, f.scaling == Scaling::kTwoLevel ? e4m3_decode<F32>(v)
+                  : f.scaling == Scaling::kE8M0   ? e8m0_decode<F32>(v)
+                                                  : L::flush(L::from_bits(v)));
+  }
+
+  /// 4-bit codes of whole 16s. Those of NVFP4 count by an amax.
+  JLP_RULE void packed_group(const DequantizeProblem& p, const uint8_t* data, const float* scales, const float* amax,
+                             int64_t index, int count) {
     alignas(64) uint8_t codes[kGroup / 2] = {};
-    alignas(64) uint32_t bytes[kLanes] = {};
-    alignas(64) float scales[kLanes];
-    if (count < kLanes) memcpy(codes, data, count * 8), data = codes;
-    for (int b = 0; b < count; ++b) bytes[b] = scale[b];
-    store(scales, e4m3_decode<F32>(load<U32>(bytes)));
+    if (count < kGroup) memcpy(codes, data, divide_up(count, kBlock) * kBlock / 2), data = codes;
+    Pair v[kPairs];
     JLP_UNROLL(8)
     for (int j = 0; j < kPairs; ++j) {
       const U32 two = load_u8(data + j * kLanes);
       const F32 factor = expand_blocks(scales, j);
-      v[j] = {nvfp4_decode(two & 15u, factor, amax), nvfp4_decode(two >> 4, factor, amax)};
+      v[j] = {decode(two & 15u, factor, amax), decode(two >> 4, factor, amax)};
+    }
+    if (p.rotate) undo_rotation(p.sign_mask, v);
+    for (int j = 0; j < kPairs; ++j) {
+      store_lanes(p, index, count, 2 * j * kLanes, shuffle<InterleaveLow>(v[j].even, v[j].odd));
+      store_lanes(p, index, count, (2 * j + 1) * kLanes, shuffle<InterleaveHigh>(v[j].even, v[j].odd));
+    }
+  }
+  JLP_RULE F32 decode(U32 code, F32 scale, const float* amax) {
+    return amax ? nvfp4_decode(code, scale, *amax) : L::flush(e2m1_decode<F32>(code) * scale);
+  }
+
+  JLP_RULE void float8_group(const DequantizeProblem& p, const uint8_t* data, const float* scales, int64_t index,
+                             int count) {
+    alignas(64) uint8_t codes[kGroup] = {};
+    if (count < kGroup) memcpy(codes, data, count), data = codes;
+    for (int i = 0; i < count; i += kLanes) {
+      const U32 code = load_u8(data + i);
+      const F32 value = p.format.code == CodeType::kE4M3 ? e4m3_decode<F32>(code) : e5m2_decode<F32>(code);
+      store_lanes(p, index, count, i, L::flush(value * scales[i / kBlock]));
     }
   }
 
@@ -58,14 +96,9 @@ struct Dequantize {
     }
   }
 
-  JLP_RULE void store_group(const DequantizeProblem& p, const Pair (&v)[kPairs], int64_t row_start, int64_t column) {
-    for (int j = 0; j < kPairs; ++j)
-      for (int half = 0; half < 2; ++half) {
-        const int64_t at = column + (2 * j + half) * kLanes;
-        const int count = static_cast<int>(std::clamp<int64_t>(p.columns - at, 0, kLanes));
-        const F32 values = half ? shuffle<InterleaveHigh>(v[j].even, v[j].odd) : shuffle<InterleaveLow>(v[j].even, v[j].odd);
-        store_elements(p.result, p.type, row_start + at, count, values);
-      }
+  /// Elements `at` ... of a group of `count` whose first is the result's element `index`.
+  JLP_RULE void store_lanes(const DequantizeProblem& p, int64_t index, int count, int at, F32 values) {
+    store_elements(p.result, p.type, index + at, std::clamp(count - at, 0, kLanes), values);
   }
 };
 

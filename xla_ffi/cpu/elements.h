@@ -41,6 +41,23 @@ JLP_RULE U32 group_magnitudes16(const uint16_t* p) {
   return max_magnitude(most & 0xFFFFu, most >> 16);
 }
 
+/// The largest magnitudes, as element bits, of 2 * kLanes columns of 16-bit elements, two columns a lane.
+JLP_RULE U32 column_magnitudes16(const uint16_t* p, int rows, int stride) {
+  U32 even = U32{}, odd = U32{};  // rows: one chain of maxima would take a step's latency a row
+  for (int r = 0; r < rows; r += 2) {
+    even = max_halves(even, load<U32>(p + r * stride) & 0x7FFF7FFFu);
+    odd = max_halves(odd, load<U32>(p + (r + 1) * stride) & 0x7FFF7FFFu);
+  }
+  return max_halves(even, odd);
+}
+
+/// Stores what was split into even and odd elements in order.
+template <class V>
+JLP_RULE void store_interleaved(void* p, V even, V odd) {
+  store(static_cast<uint8_t*>(p), shuffle<InterleaveLow>(even, odd));
+  store(static_cast<uint8_t*>(p) + JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(even, odd));
+}
+
 struct BF16 {
   using Storage = uint16_t;
 
@@ -48,6 +65,13 @@ struct BF16 {
   JLP_RULE U32 block_amax(const uint16_t* p) { return block_magnitudes16(p) << 16; }
   /// The largest of all lanes' elements, in some lanes.
   JLP_RULE U32 group_amax(const uint16_t* p) { return group_magnitudes16(p) << 16; }
+  /// The float32 magnitude bits of the largest of each of 2 * kLanes columns, `rows` (even) of them `stride` elements apart.
+  JLP_RULE void column_amax(const uint16_t* p, int rows, int stride, uint32_t* amax) {
+    const U32 most = column_magnitudes16(p, rows, stride);
+    store_interleaved(amax, most << 16, most & 0xFFFF0000u);
+  }
+
+  JLP_RULE F32 load_lanes(const uint16_t* p) { return bf16_decode<F32>(load_u16(p)); }
 
   JLP_RULE Pair load_pair(const uint16_t* p) {
     const U32 words = load<U32>(p);
@@ -68,6 +92,12 @@ struct F16 {
 
   JLP_RULE U32 block_amax(const uint16_t* p) { return L::bits(f16_decode<F32>(block_magnitudes16(p))); }
   JLP_RULE U32 group_amax(const uint16_t* p) { return L::bits(f16_decode<F32>(group_magnitudes16(p))); }
+  JLP_RULE void column_amax(const uint16_t* p, int rows, int stride, uint32_t* amax) {
+    const U32 most = column_magnitudes16(p, rows, stride);
+    store_interleaved(amax, L::bits(f16_decode<F32>(most & 0xFFFFu)), L::bits(f16_decode<F32>(most >> 16)));
+  }
+
+  JLP_RULE F32 load_lanes(const uint16_t* p) { return f16_decode<F32>(load_u16(p)); }
 
   JLP_RULE Pair load_pair(const uint16_t* p) {
     const U32 words = load<U32>(p);
@@ -101,10 +131,16 @@ struct Float {
     for (int j = 0; j < 16; ++j) most = max_magnitude(most, magnitude(load<F32>(p + kLanes * j)));
     return most;
   }
-  JLP_RULE void store_pair(float* p, Pair v) {
-    store(p, shuffle<InterleaveLow>(v.even, v.odd));
-    store(p + kLanes, shuffle<InterleaveHigh>(v.even, v.odd));
+  JLP_RULE void column_amax(const float* p, int rows, int stride, uint32_t* amax) {
+    U32 low = U32{}, high = U32{};
+    for (int r = 0; r < rows; ++r) {
+      low = max_magnitude(low, magnitude(load<F32>(p + r * stride)));
+      high = max_magnitude(high, magnitude(load<F32>(p + r * stride + kLanes)));
+    }
+    store(amax, low), store(amax + kLanes, high);
   }
+  JLP_RULE F32 load_lanes(const float* p) { return load<F32>(p); }
+  JLP_RULE void store_pair(float* p, Pair v) { store_interleaved(p, v.even, v.odd); }
   JLP_RULE F32 round(F32 x) { return x; }
   JLP_RULE F32 round_finite(F32 x) { return x; }
 };

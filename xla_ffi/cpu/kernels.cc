@@ -6,7 +6,8 @@
 #include "dequantize.h"
 #include "matmul_e2m1.h"
 #include "matmul_float8.h"
-#include "quantize.h"
+#include "quantize_blocks.h"
+#include "quantize_nvfp4.h"
 #include "rotate.h"
 
 namespace jaxlowprec {
@@ -38,10 +39,17 @@ auto resolve(const AmaxProblem& p, Visit visit) {
 template <class Visit>
 auto resolve(const QuantizeProblem& p, Visit visit) {
   return with_element(p.type, [&](auto e) {
-    return with_bool(p.format.tiles, [&](auto tiles) {
-      return with_bool(p.rowwise.random.key || p.columnwise.random.key, [&](auto stochastic) {
-        return visit(Quantize<decltype(e), decltype(tiles)::value, decltype(stochastic)::value>{});
-      });
+    using E = decltype(e);
+    return with_bool(p.rowwise.random.key || p.columnwise.random.key, [&](auto stochastic) {
+      constexpr bool kStochastic = decltype(stochastic)::value;
+      if (p.format.scaling == Scaling::kTwoLevel)
+        return with_bool(p.format.tiles,
+                         [&](auto tiles) { return visit(QuantizeNvfp4<E, decltype(tiles)::value, kStochastic>{}); });
+      switch (p.format.code) {
+        case CodeType::kE2M1: return visit(QuantizeBlocks<E, E2M1, kStochastic>{});
+        case CodeType::kE4M3: return visit(QuantizeBlocks<E, E4M3, kStochastic>{});
+        default: return visit(QuantizeBlocks<E, E5M2, kStochastic>{});
+      }
     });
   });
 }

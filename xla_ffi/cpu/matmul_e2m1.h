@@ -35,18 +35,17 @@ constexpr int kTileRows = 4, kTileVectors = 2;
 constexpr bool kIntegerDot = std::is_same_v<Code, uint8_t>;
 constexpr int kTileColumns = kTileVectors * kLanes;
 constexpr int kPanelColumns = 64;
-constexpr int kGranule = 16;  // codes: 8 bytes
 
 /// One granule of a tile of rows of a. They lie together: rows a power of two apart would share a few cache sets.
 struct RowsGranule {
-  Code code[kTileRows][kGranule];  // twice the values
+  Code code[kTileRows][kBlock];  // twice the values
   int32_t start[kTileRows];        // -kPanelOffset times their sum
   float scale[kTileRows];          // of the block that begins here
 };
 
 /// One granule of kLanes rows of b.
 struct alignas(64) PanelGranule {
-  Code code[kGranule * kLanes];  // [quad][lane][4], or [k][lane]
+  Code code[kBlock * kLanes];  // [quad][lane][4], or [k][lane]
   int32_t start[kLanes];         // -kRowsOffset times their sum
   float scale[kLanes];
 };
@@ -122,7 +121,7 @@ __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t gr
     for (int i = 0; i < count; ++i) {
       memcpy(out[g + i].code[row], reinterpret_cast<const uint8_t*>(&halves[i % 2]) + i / 2 * 16, 16);
       if (kPanelOffset)
-        out[g + i].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * i]) - kPanelOffset * kGranule);
+        out[g + i].start[row] = -kPanelOffset * (static_cast<int32_t>(sums[2 * i]) - kPanelOffset * kBlock);
     }
   }
 }
@@ -168,40 +167,50 @@ __attribute__((noinline)) static void unpack_panel(const uint8_t* data, int64_t 
 
 // --- one tile
 
-using Dot = std::conditional_t<kIntegerDot, U32, F32>;
-
-/// Four times the dot products of one granule of a row of a with kLanes rows of b.
-JLP_RULE Dot dot_granule(const RowsGranule& rows, int r, const PanelGranule& panel) {
+/// Four times the dot products of one block of a row of a with kLanes rows of b.
+template <int kGranules>
+JLP_RULE F32 dot_block(const RowsGranule* rows, int r, const PanelGranule* panel) {
 #if defined(JLP_ISA_AVX512)
-  __m512i sum = _mm512_set1_epi32(rows.start[r]);
-  JLP_UNROLL(4)
-  for (int q = 0; q < 4; ++q) {
-    int32_t quad;
-    memcpy(&quad, rows.code[r] + 4 * q, 4);
-    sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(panel.code + 64 * q), _mm512_set1_epi32(quad));
+  __m512i sum = _mm512_setzero_si512();
+  JLP_UNROLL(2)
+  for (int g = 0; g < kGranules; ++g) {
+    const __m512i start = _mm512_set1_epi32(rows[g].start[r]);
+    sum = g == 0 ? start : _mm512_add_epi32(sum, start);
+    JLP_UNROLL(4)
+    for (int q = 0; q < 4; ++q) {
+      int32_t quad;
+      memcpy(&quad, rows[g].code[r] + 4 * q, 4);
+      sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(panel[g].code + 64 * q), _mm512_set1_epi32(quad));
+    }
   }
-  return (Dot)sum;
+  return L::to_float((U32)sum);
 #elif defined(JLP_ISA_AVX2)
-  __m256i sums[4];  // pairs of products: at most 4 * 576 in 16 bits
-  JLP_UNROLL(4)
-  for (int q = 0; q < 4; ++q) {
-    int32_t quad;
-    memcpy(&quad, rows.code[r] + 4 * q, 4);
-    sums[q] = _mm256_maddubs_epi16(_mm256_set1_epi32(quad), load<__m256i>(panel.code + 32 * q));
+  __m256i pairs = _mm256_setzero_si256();  // of products: at most 8 * 576 in 16 bits
+  JLP_UNROLL(2)
+  for (int g = 0; g < kGranules; ++g) {
+    __m256i sums[4];
+    JLP_UNROLL(4)
+    for (int q = 0; q < 4; ++q) {
+      int32_t quad;
+      memcpy(&quad, rows[g].code[r] + 4 * q, 4);
+      sums[q] = _mm256_maddubs_epi16(_mm256_set1_epi32(quad), load<__m256i>(panel[g].code + 32 * q));
+    }
+    const __m256i four = _mm256_add_epi16(_mm256_add_epi16(sums[0], sums[1]), _mm256_add_epi16(sums[2], sums[3]));
+    pairs = g == 0 ? four : _mm256_add_epi16(pairs, four);
   }
-  const __m256i pairs = _mm256_add_epi16(_mm256_add_epi16(sums[0], sums[1]), _mm256_add_epi16(sums[2], sums[3]));
-  const __m256i sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-  return (Dot)_mm256_add_epi32(sum, load<__m256i>(panel.start));
+  __m256i sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  for (int g = 0; g < kGranules; ++g) sum = _mm256_add_epi32(sum, load<__m256i>(panel[g].start));
+  return L::to_float((U32)sum);
 #else
   F32 sum = F32{};  // small integers: exact in any order
-  JLP_UNROLL(16)
-  for (int k = 0; k < kGranule; ++k) sum += load<F32>(panel.code + k * kLanes) * rows.code[r][k];
+  JLP_UNROLL(2)
+  for (int g = 0; g < kGranules; ++g) {
+    JLP_UNROLL(16)
+    for (int k = 0; k < kBlock; ++k) sum += load<F32>(panel[g].code + k * kLanes) * rows[g].code[r][k];
+  }
   return sum;
 #endif
 }
-
-JLP_RULE F32 to_float(U32 dot) { return L::to_float(dot); }
-JLP_RULE F32 to_float(F32 dot) { return dot; }
 
 /// Blocks of one granule whose terms are exact, in any grouping: a's scales make good for the four times.
 struct Nvfp4Scales {
@@ -228,7 +237,7 @@ struct Nvfp4Scales {
       for (int v = 0; v < kTileVectors; ++v) {
         const PanelGranule& vector = panel[v * stride];
         const F32 scale = kTiles ? L::splat(products[v][r]) : load<F32>(vector.scale) * rows->scale[r];
-        sums[r][v] = L::multiply_add_exact(to_float(dot_granule(*rows, r, vector)), scale, sums[r][v]);
+        sums[r][v] = L::multiply_add_exact(dot_block<1>(rows, r, &vector), scale, sums[r][v]);
       }
     }
   }
@@ -251,8 +260,8 @@ struct Mxfp4Scales {
       JLP_UNROLL(2)
       for (int v = 0; v < kTileVectors; ++v) {
         const PanelGranule* vector = panel + v * stride;
-        const Dot dot = dot_granule(rows[0], r, vector[0]) + dot_granule(rows[1], r, vector[1]);
-        sums[r][v] += ((to_float(dot) * 0.25f) * rows->scale[r]) * load<F32>(vector->scale);
+        const F32 dot = dot_block<2>(rows, r, vector) * 0.25f;
+        sums[r][v] += (dot * rows->scale[r]) * load<F32>(vector->scale);
       }
     }
   }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "../numerics/e2m1.h"
 #include "../numerics/float8.h"
@@ -46,9 +47,9 @@ struct MatmulFloat8 {
 #else
   static constexpr int kRows = 4, kStep = 256;
 #endif
-  static constexpr int kVectors = 2;       // a tile is kRows x kVectors: with the rest it fills the registers
-  static constexpr int kPanelVectors = 8;  // unpacked at once
-  static constexpr int kMaxBlocks = kStep / 32;
+  static constexpr int kVectors = 2;             // a tile is kRows x kVectors: with the rest it fills the registers
+  static constexpr int kPanelVectors = 8;        // unpacked at once
+  static constexpr int kMaxBlocks = kStep / 32;  // kStep is whole blocks of every format, and whole vectors of packed codes
 
   static MatmulChunks cut(const MatmulProblem& p) {
     constexpr int64_t kPanelColumns = kPanelVectors * kLanes;

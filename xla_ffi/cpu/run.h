@@ -28,7 +28,10 @@ inline int64_t cost(const QuantizeProblem& p) {
 }
 inline int64_t cost(const DequantizeProblem& p) { return p.batch * p.rows * p.columns * 400; }
 inline int64_t cost(const HadamardProblem& p) { return p.batch * p.rows * p.columns * 300; }
-inline int64_t cost(const MatmulProblem& p) { return p.batch * p.rows * p.columns * p.depth() * 10; }
+inline int64_t cost(const MatmulProblem& p) {
+  const int64_t product = p.packed() ? 12 : 25, unpack = p.packed() ? 150 : 300;
+  return p.batch * p.depth() * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);
+}
 
 /// Waking a sleeping worker costs the caller 8 us and it arrives 30 us later: less work than this is done sooner alone, and
 /// more threads than have this much each are not worth waking.

@@ -1,5 +1,5 @@
-// Cutting a matrix into slabs of 16 rows by one group of columns; ragged ones are copied into a zero-padded buffer, so that
-// the kernels only ever see whole ones.
+// Cutting a matrix into tiles and slabs of rows; ragged ones are copied into a zero-padded buffer, so that the kernels only
+// ever see whole ones.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,10 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-constexpr int kBlock = 16;
+constexpr int kBlock = 16;  // elements whose maximum, random bytes or dot product come together: a block of NVFP4
 constexpr int kGroup = kBlock * kLanes;  // elements of a row handled at once: one block a lane
 constexpr int kPairs = 8;                // vectors of 2 * kLanes elements in a group
+constexpr int kSpan = 16;                // groups of a row whose scales are computed ahead of their codes
 constexpr int kSlabs = 8;                // slabs of a tile: 128 rows, so that a K-major line of 4-bit codes is 64 bytes
 constexpr int kColumnTileRows = kSlabs * kBlock;
 
@@ -25,25 +26,25 @@ JLP_RULE F32 expand_blocks(const float* per_block, int j) {
   return factors;
 }
 
-/// 16 rows of kGroup elements, copied so that they lie together (rows of a matrix whose stride is a power of two fall into
-/// the same few cache sets) and padded with zeros where the matrix ends.
-template <class E>
-struct Slab {
+/// kRows rows of kColumns elements, copied so that they lie together (rows of a matrix whose stride is a power of two fall
+/// into the same few cache sets) and padded with zeros where the matrix ends.
+template <class E, int kRows, int kColumns>
+struct Staged {
   using Storage = typename E::Storage;
 
   int rows, columns;  // that exist
-  alignas(64) Storage x[kBlock][kGroup];
+  alignas(64) Storage x[kRows][kColumns];
 
-  Slab(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column) {
-    rows = static_cast<int>(std::min<int64_t>(kBlock, matrix_rows - row));
-    columns = static_cast<int>(std::min<int64_t>(kGroup, matrix_columns - column));
+  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column) {
+    rows = static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row));
+    columns = static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column));
     const Storage* source = matrix + row * matrix_columns + column;
-    if (rows == kBlock && columns == kGroup) {
-      for (int r = 0; r < kBlock; ++r) {
+    if (rows == kRows && columns == kColumns) {
+      for (int r = 0; r < kRows; ++r) {
         const Storage* from = source + r * matrix_columns;
         for (size_t line = 0; line < sizeof x[r]; line += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(from + kBlock * matrix_columns) + line);
-        for (int i = 0; i < kGroup; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof(Storage)))
+        for (int i = 0; i < kColumns; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof(Storage)))
           store(&x[r][i], load<U32>(from + i));
       }
     } else {
@@ -52,6 +53,9 @@ struct Slab {
     }
   }
 };
+
+template <class E>
+using Slab = Staged<E, kBlock, kGroup>;
 
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

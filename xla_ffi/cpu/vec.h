@@ -36,6 +36,7 @@ typedef float F32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint32_t U32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef int32_t I32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint8_t U8 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));  // of every instruction set
 typedef uint8_t QuarterU8 __attribute__((vector_size(JLP_VECTOR_BYTES / 4)));
 typedef uint16_t HalfU16 __attribute__((vector_size(JLP_VECTOR_BYTES / 2)));  // as many lanes as U32
 
@@ -147,14 +148,14 @@ JLP_RULE void stream_line(uint8_t* to, const uint8_t* from) {
 // --- shuffles: lane i of the result is lane Pattern::at(i) of a, or of b counted on from a's end
 
 #if defined(__clang__) || __GNUC__ >= 12
-#define JLP_SHUFFLE(V, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define JLP_SHUFFLE(Indices, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define JLP_SHUFFLE(V, a, b, ...) __builtin_shuffle(a, b, I32{__VA_ARGS__})
+#define JLP_SHUFFLE(Indices, a, b, ...) __builtin_shuffle(a, b, Indices{__VA_ARGS__})
 #endif
 
 template <class Pattern, class V, int... I>
 JLP_RULE V shuffle_lanes(V a, V b, std::integer_sequence<int, I...>) {
-  return JLP_SHUFFLE(V, a, b, Pattern::at(I)...);
+  return JLP_SHUFFLE(I32, a, b, Pattern::at(I)...);
 }
 template <class Pattern, class V>
 JLP_RULE V shuffle(V a, V b) {
@@ -191,6 +192,14 @@ JLP_RULE void transpose(U32 (&v)[kLanes]) {
     JLP_UNROLL(16)
     for (int i = 0; i < kLanes; ++i) v[i] = w[i];
   }
+}
+
+/// a and b byte by byte in turns: their first halves, or their second ones.
+JLP_RULE Bytes16 interleave_low_bytes(Bytes16 a, Bytes16 b) {
+  return JLP_SHUFFLE(Bytes16, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+JLP_RULE Bytes16 interleave_high_bytes(Bytes16 a, Bytes16 b) {
+  return JLP_SHUFFLE(Bytes16, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
 /// The larger of each 16-bit half, unsigned magnitudes.

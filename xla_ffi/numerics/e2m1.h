@@ -7,6 +7,11 @@ namespace jaxlowprec {
 
 constexpr float kE2M1Max = 6.0f;
 
+struct E2M1 {
+  static constexpr int kMantissaBits = 1, kLargestExponent = 2;
+  static constexpr float kMax = kE2M1Max;
+};
+
 /// The magnitude code (0 to 7) nearest to 0 <= a < 7, ties to the even code, plus kE2M1MagicBits.
 ///
 /// The code is a concave function of the value, the least of 2a, a + 2 and a/2 + 4; adding 1.5 * 2^23 rounds each to an

@@ -5,37 +5,67 @@
 
 namespace jaxlowprec {
 
-constexpr float kE4M3Max = 448.0f;
-constexpr float kE5M2Max = 57344.0f;
+struct E4M3 {
+  static constexpr int kMantissaBits = 3, kBias = 7, kLargestExponent = 8;
+  static constexpr float kMax = 448.0f, kMinNormal = 0.015625f;  // 2^-6
+};
+struct E5M2 {
+  static constexpr int kMantissaBits = 2, kBias = 15, kLargestExponent = 15;
+  static constexpr float kMax = 57344.0f, kMinNormal = 6.103515625e-05f;  // 2^-14
+};
+
 constexpr uint32_t kE4M3NaN = 0x7Fu;
 constexpr uint32_t kE5M2NaN = 0x7Fu;
 constexpr uint32_t kE8M0NaN = 0xFFu;
 
-namespace detail {
-
-// Nearest-even magnitude bits of a finite a <= the format's maximum, for a format with MantissaBits and exponent bias Bias.
-// Subnormals: the sum with 2^(24 - Bias - MantissaBits) has the format's smallest step as its last place.
-template <int MantissaBits, int Bias, class F>
-JLP_RULE Uint<F> float8_magnitude(F a) {
+/// The magnitude code nearest to 0 <= a <= Element::kMax, ties to the even code, plus kFloat8Offset.
+///
+/// The anchor is the power of two whose last place is a's step: adding it rounds a, and leaves a's steps in the low bits.
+/// Its own exponent counts the binades below, of which subnormal codes have none.
+template <class Element, class F>
+JLP_RULE Uint<F> float8_magnitude_bits(F a) {
   using L = Lanes<F>;
-  constexpr int kShift = 23 - MantissaBits;
-  constexpr uint32_t kAnchorBits = static_cast<uint32_t>(127 + 24 - Bias - MantissaBits) << 23;
-  constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - Bias) << 23;
-  const Uint<F> u = L::bits(a);
-  const Uint<F> normal = ((u + ((1u << (kShift - 1)) - 1u) + ((u >> kShift) & 1u)) >> kShift) -
-                         (static_cast<uint32_t>(127 - Bias) << MantissaBits);
-  const Uint<F> subnormal = L::bits(a + Lanes<float>::from_bits(kAnchorBits)) - kAnchorBits;
-  return u < kMinNormal ? subnormal : normal;
+  constexpr int kShift = 23 - Element::kMantissaBits;
+  const Uint<F> anchor =
+      (L::bits(L::max(a, L::splat(Element::kMinNormal))) & kInfinityBits) + (static_cast<uint32_t>(kShift) << 23);
+  return (L::bits(a + L::from_bits(anchor)) - anchor) + (anchor >> kShift);
+}
+template <class Element>
+constexpr uint32_t kFloat8Offset =
+    static_cast<uint32_t>(127 + 23 - Element::kMantissaBits + 1 - Element::kBias) << Element::kMantissaBits;
+
+/// The saturating magnitude code of a >= 0 rounded stochastically by one random byte (numerics.md 4): up if and only if
+/// frac >= (255.5 - byte) / 256.
+///
+/// As e2m1_magnitude_stochastic: a carry into the code out of float32's own bits, or of fixed point where the grid is even.
+template <class Element, class F>
+JLP_RULE Uint<F> float8_magnitude_stochastic(F a, Uint<F> byte) {
+  using L = Lanes<F>;
+  constexpr int kShift = 23 - Element::kMantissaBits;
+  constexpr uint32_t kFixedBits = static_cast<uint32_t>(127 + 22 + Element::kBias) << 23;  // 2^kShift smallest steps
+  a = L::min(a, L::splat(Element::kMax));
+  const Uint<F> fixed = L::truncate(L::min(a, L::splat(Element::kMinNormal)) * Lanes<float>::from_bits(kFixedBits));
+  const Uint<F> position =
+      a < Element::kMinNormal ? fixed : L::bits(a) - (static_cast<uint32_t>(127 - Element::kBias) << 23);
+  return (position + ((byte << (kShift - 8)) | (1u << (kShift - 9)))) >> kShift;
 }
 
+namespace detail {
+
 // The float32 of finite magnitude bits m; subnormals are m times the smallest step, since f32 subnormals would be flushed.
-template <int MantissaBits, int Bias, class F>
+template <class Element, class F>
 JLP_RULE Uint<F> float8_value_bits(Uint<F> m) {
   using L = Lanes<F>;
-  constexpr uint32_t kStepBits = static_cast<uint32_t>(127 + 1 - Bias - MantissaBits) << 23;
-  const Uint<F> normal = (m << (23 - MantissaBits)) + (static_cast<uint32_t>(127 - Bias) << 23);
+  constexpr uint32_t kStepBits = static_cast<uint32_t>(127 + 1 - Element::kBias - Element::kMantissaBits) << 23;
+  const Uint<F> normal = (m << (23 - Element::kMantissaBits)) + (static_cast<uint32_t>(127 - Element::kBias) << 23);
   const Uint<F> subnormal = L::bits(L::to_float(m) * Lanes<float>::from_bits(kStepBits));
-  return m < (1u << MantissaBits) ? subnormal : normal;
+  return m < (1u << Element::kMantissaBits) ? subnormal : normal;
+}
+
+/// The sign bit of x, and a magnitude code unless x is not finite: that is NaN, never a number.
+template <class F>
+JLP_RULE Uint<F> float8_signed(F x, Uint<F> finite) {
+  return ((Lanes<F>::bits(x) >> 24) & 0x80u) | (magnitude(x) >= kInfinityBits ? fill<F>(0x7Fu) : finite);
 }
 
 }  // namespace detail
@@ -43,35 +73,45 @@ JLP_RULE Uint<F> float8_value_bits(Uint<F> m) {
 /// E4M3 bits of 0 <= a, nearest even, saturating at 448. NaN is the caller's to handle.
 template <class F>
 JLP_RULE Uint<F> e4m3_encode_magnitude(F a) {
-  return detail::float8_magnitude<3, 7>(Lanes<F>::min(a, Lanes<F>::splat(kE4M3Max)));
+  return float8_magnitude_bits<E4M3>(Lanes<F>::min(a, Lanes<F>::splat(E4M3::kMax))) - kFloat8Offset<E4M3>;
 }
 
 /// E4M3 bits of x, nearest even, saturating; anything not finite becomes NaN, never a finite number.
 template <class F>
 JLP_RULE Uint<F> e4m3_encode(F x) {
-  const Uint<F> finite = e4m3_encode_magnitude(absolute(x));
-  return ((Lanes<F>::bits(x) >> 24) & 0x80u) | (magnitude(x) >= kInfinityBits ? fill<F>(kE4M3NaN) : finite);
+  return detail::float8_signed(x, e4m3_encode_magnitude(absolute(x)));
+}
+
+/// The same, rounded stochastically by one random byte.
+template <class F>
+JLP_RULE Uint<F> e4m3_encode_stochastic(F x, Uint<F> byte) {
+  return detail::float8_signed(x, float8_magnitude_stochastic<E4M3>(absolute(x), byte));
 }
 
 template <class F>
 JLP_RULE F e4m3_decode(Uint<F> byte) {
   const Uint<F> m = byte & 0x7Fu;
-  const Uint<F> value = detail::float8_value_bits<3, 7, F>(m);
+  const Uint<F> value = detail::float8_value_bits<E4M3, F>(m);
   return Lanes<F>::from_bits(((byte & 0x80u) << 24) | (m == kE4M3NaN ? fill<F>(kNaNBits) : value));
 }
 
 /// E5M2 bits of x, nearest even, saturating at 57344; anything not finite becomes NaN.
 template <class F>
 JLP_RULE Uint<F> e5m2_encode(F x) {
-  using L = Lanes<F>;
-  const Uint<F> finite = detail::float8_magnitude<2, 15>(L::min(absolute(x), L::splat(kE5M2Max)));
-  return ((L::bits(x) >> 24) & 0x80u) | (magnitude(x) >= kInfinityBits ? fill<F>(kE5M2NaN) : finite);
+  const F a = Lanes<F>::min(absolute(x), Lanes<F>::splat(E5M2::kMax));
+  return detail::float8_signed(x, float8_magnitude_bits<E5M2>(a) - kFloat8Offset<E5M2>);
+}
+
+/// The same, rounded stochastically by one random byte.
+template <class F>
+JLP_RULE Uint<F> e5m2_encode_stochastic(F x, Uint<F> byte) {
+  return detail::float8_signed(x, float8_magnitude_stochastic<E5M2>(absolute(x), byte));
 }
 
 template <class F>
 JLP_RULE F e5m2_decode(Uint<F> byte) {
   const Uint<F> m = byte & 0x7Fu;
-  const Uint<F> value = detail::float8_value_bits<2, 15, F>(m);
+  const Uint<F> value = detail::float8_value_bits<E5M2, F>(m);
   const Uint<F> special = m == 0x7Cu ? fill<F>(kInfinityBits) : fill<F>(kNaNBits);
   return Lanes<F>::from_bits(((byte & 0x80u) << 24) | (m >= 0x7Cu ? special : value));
 }

@@ -16,6 +16,7 @@ from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.quantize.keys import random_words
 from jaxlowprec.ops.quantize.op import QuantizeSpec, has_tensor_scale, quantize_op, unit
 from jaxlowprec.quantized_array import QuantizedArray
 
@@ -236,39 +237,6 @@ def _given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tu
             f"{who}: {name} has dtype {value.dtype} and shape {value.shape}; needs float32 and the batch axes {batch}"
         )
     return jax.lax.stop_gradient(jnp.broadcast_to(value, batch))
-
-
-def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
-    """The two uint32 words of `key=` for each slice of the batch axes, or None for nearest rounding."""
-    if rounding == "nearest":
-        if key is not None:
-            raise ValueError(f'{who}: a key was given but rounding is "nearest"; pass rounding="stochastic" or no key')
-        return None
-    if rounding != "stochastic":
-        raise ValueError(f'{who}: rounding={rounding!r}; needs "nearest" or "stochastic"')
-    if key is None:
-        raise ValueError(f'{who}: rounding="stochastic" needs key=, such as jax.random.key(0)')
-    return key_words(who, key, batch)
-
-
-def key_words(who: str, key: Any, batch: tuple[int, ...]) -> jax.Array:
-    """The two uint32 words of a key, or of one key for each slice, as [*batch, 2]."""
-    if not hasattr(key, "dtype"):
-        raise TypeError(f"{who}: key={key!r}; needs a JAX key such as jax.random.key(0)")
-    words = key
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        words = jax.random.key_data(key)
-        if words.shape[-1] != 2:
-            raise TypeError(
-                f"{who}: key is of the kind {jax.random.key_impl(key)!r} with {words.shape[-1]} words; stochastic "
-                'rounding needs the two of jax.random.key(seed, impl="threefry2x32")'
-            )
-    if words.dtype != jnp.uint32 or words.shape[-1:] != (2,) or words.shape[:-1] not in ((), batch):
-        raise TypeError(
-            f"{who}: key has dtype {key.dtype} and shape {key.shape}; needs one JAX key, or one for each slice of the "
-            f"batch axes {batch}"
-        )
-    return jnp.broadcast_to(words, (*batch, 2))
 
 
 def _spec(

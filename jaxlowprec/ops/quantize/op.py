@@ -83,7 +83,8 @@ def _rule(spec: QuantizeSpec) -> wiring.Rule:
             whole += names[axis]
         else:
             sizes |= {"k": size, "h": size // 2, "g": size // BLOCK}
-            names[axis] = (f"({axis} k)", f"({axis} {'h' if fmt.packed else 'k'})", axis, f"({axis} g)")
+            groups = f"({axis} g)" if size > BLOCK else axis
+            names[axis] = (f"({axis} k)", f"({axis} {'h' if fmt.packed else 'k'})", axis, groups)
     (row, row_codes, row_blocks, row_groups), (column, column_codes, column_blocks, column_groups) = (
         names["r"],
         names["c"],

@@ -10,15 +10,13 @@
 
 #include "../numerics/hadamard.h"
 #include "../numerics/nvfp4.h"
-#include "../numerics/philox.h"
+#include "codes.h"
 #include "kernels.h"
+#include "random.h"
 #include "tiles.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
-
-constexpr int kSpan = 16;                // groups of a row whose scales are computed ahead of their codes
-constexpr int kGroupBytes = kGroup / 2;  // of codes
 
 /// What one matrix of the batch is quantised with.
 struct DirectionContext {
@@ -49,69 +47,6 @@ JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale,
   return ordinary;
 }
 
-// --- codes
-
-/// An element's code without its sign, plus kCodeOffset.
-template <bool kStochastic, bool kSaturate>
-JLP_RULE U32 code_bits(F32 y, U32 byte) {
-  if (kStochastic) return e2m1_magnitude_stochastic(absolute(y), byte);
-  return e2m1_magnitude_bits(kSaturate ? L::min(absolute(y), L::splat(kE2M1Max)) : absolute(y));
-}
-template <bool kStochastic>
-constexpr uint32_t kCodeOffset = kStochastic ? 0u : kE2M1MagicBits;  // its low byte is 0
-
-/// kGroup elements to kGroupBytes. `random` holds 16 bytes a block.
-template <class E, bool kStochastic, bool kSaturate>
-JLP_RULE void encode_row_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
-  JLP_UNROLL(2)
-  for (int half = 0; half < 2; ++half) {
-    U32 code[4];
-    F32 even[4], odd[4];
-    JLP_UNROLL(4)
-    for (int k = 0; k < 4; ++k) {
-      const int j = 4 * half + k;
-      const Pair pair = E::load_pair(x + 2 * kLanes * j);
-      const F32 factor = expand_blocks(encode, j);
-      const U32 bytes = kStochastic ? load_u16(random + 2 * kLanes * j) : U32{};
-      even[k] = L::scaled(pair.even, factor);
-      odd[k] = L::scaled(pair.odd, factor);
-      code[k] = code_bits<kStochastic, kSaturate>(even[k], bytes & 0xFFu) +
-                (code_bits<kStochastic, kSaturate>(odd[k], bytes >> 8) << 4);
-    }
-    U8 packed = pack_bytes(code[0], code[1], code[2], code[3]);
-    packed |= pack_signs(even[0], even[1], even[2], even[3]) >> 4;
-    packed |= pack_signs(odd[0], odd[1], odd[2], odd[3]);
-    store(data + 4 * kLanes * half, in_order(packed));
-  }
-}
-
-/// Groups out of the ordinary.
-template <class E, bool kStochastic>
-__attribute__((noinline)) void encode_row_group_saturating(const typename E::Storage* x, const float* encode,
-                                                           const uint8_t* random, uint8_t* data) {
-  encode_row_group<E, kStochastic, true>(x, encode, random, data);
-  for (int b = 0; b < kLanes; ++b)
-    if (encode[b] != encode[b]) memset(data + 8 * b, 0, 8);
-}
-
-/// 16 bytes for each of a group's blocks.
-JLP_RULE void random_row_group(const Random& random, uint32_t row, const uint32_t* blocks, uint8_t* bytes) {
-  U32 counter[4] = {load<U32>(blocks), fill<F32>(row), fill<F32>(random.stream), U32{}};
-  philox4x32_10<F32>(counter, random.key[0], random.key[1]);
-  const U32 low02 = shuffle<InterleaveLow>(counter[0], counter[2]), high02 = shuffle<InterleaveHigh>(counter[0], counter[2]);
-  const U32 low13 = shuffle<InterleaveLow>(counter[1], counter[3]), high13 = shuffle<InterleaveHigh>(counter[1], counter[3]);
-  store(bytes, shuffle<InterleaveLow>(low02, low13));
-  store(bytes + JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(low02, low13));
-  store(bytes + 2 * JLP_VECTOR_BYTES, shuffle<InterleaveLow>(high02, high13));
-  store(bytes + 3 * JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(high02, high13));
-}
-
-/// The same for one block of kLanes columns: byte k of the four words is row k's.
-JLP_RULE void random_columns(const Random& random, U32 columns, uint32_t block, U32 (&words)[4]) {
-  words[0] = fill<F32>(block), words[1] = columns, words[2] = fill<F32>(random.stream), words[3] = U32{};
-  philox4x32_10<F32>(words, random.key[0], random.key[1]);
-}
-
 // --- rows
 
 /// Groups of a row (or of the rows of a slab) that lie together in memory: their scales, then their codes.
@@ -132,26 +67,6 @@ struct Span {
     }
   }
 };
-
-/// Random bytes of a span, 16 a block. They come before the codes for the same reason as the scales do.
-template <bool kStochastic>
-struct RandomSpan {
-  alignas(64) uint8_t bytes[kSpan][kGroup];
-};
-template <>
-struct RandomSpan<false> {
-  uint8_t* bytes[kSpan];
-};
-
-/// The codes of one group, by its 16 random bytes a block.
-template <class E, bool kStochastic>
-JLP_RULE void quantize_row_group(const typename E::Storage* x, const float* encode, bool ordinary, const uint8_t* random,
-                                 uint8_t* data) {
-  if (__builtin_expect(ordinary, 1))
-    encode_row_group<E, kStochastic, false>(x, encode, random, data);
-  else
-    encode_row_group_saturating<E, kStochastic>(x, encode, random, data);
-}
 
 /// A run of elements of one row, quantised with 1x16 blocks.
 template <class E, bool kStochastic>
@@ -310,7 +225,7 @@ JLP_RULE bool tile_scales(const Slab<E>& slab, const Nvfp4TensorScale& tensor, f
 
 /// One operation on one matrix of the batch: which directions, from which elements, in which blocks, rounded how.
 template <class E, bool kTiles, bool kStochastic>
-struct Quantize {
+struct QuantizeNvfp4 {
   using Storage = typename E::Storage;
 
   static int64_t row_blocks(const QuantizeProblem& p) { return divide_up(p.columns, kBlock); }

@@ -1,0 +1,137 @@
+// Quantisation and decoding of every format one element at a time, as numerics.md words them (see reference.h).
+#pragma once
+
+#include <algorithm>
+
+#include "../../xla_ffi/numerics/float8_block.h"
+#include "../../xla_ffi/numerics/mx.h"
+#include "../../xla_ffi/numerics/nvfp4.h"
+#include "../../xla_ffi/numerics/philox.h"
+#include "reference.h"
+
+namespace jaxlowprec {
+namespace reference {
+
+/// A block's scale as it is stored, in the low bits, and what its elements are multiplied by; poisoned: its codes are 0.
+struct BlockScale {
+  uint32_t stored;
+  float encode;
+  bool poisoned;
+};
+
+inline float maximum(CodeType code) {
+  return code == CodeType::kE2M1 ? E2M1::kMax : code == CodeType::kE4M3 ? E4M3::kMax : E5M2::kMax;
+}
+
+inline MxElement mx_element(CodeType code) {
+  return code == CodeType::kE2M1 ? kMxElement<E2M1> : code == CodeType::kE4M3 ? kMxElement<E4M3> : kMxElement<E5M2>;
+}
+
+/// Of the block whose amax has these bits. `tensor` is the matrix's amax or encode scale, where the format has one.
+inline BlockScale block_scale(const Format& f, uint32_t amax, float tensor, bool encode_scale_given) {
+  const Float8ScaleRule float8{maximum(f.code), f.amax_epsilon, f.power_of_two};
+  switch (f.scaling) {
+    case Scaling::kTwoLevel: {
+      const Nvfp4TensorScale scale = nvfp4_tensor_scale(tensor);
+      if (!scale.finite || amax >= kInfinityBits) return {kE4M3NaN, 0, true};
+      const uint32_t byte = nvfp4_block_scale(L::from_bits(amax), scale.multiplier);
+      return {byte, nvfp4_block_encode<float>(byte, scale.decode), false};
+    }
+    case Scaling::kE8M0: {
+      const MxElement element = mx_element(f.code);
+      const uint32_t rounding = f.scale_rule == ScaleRule::kEven ? element.half_unit : 0;
+      const uint32_t byte = f.scale_rule == ScaleRule::kUp ? mx_scale_up<float>(amax, element)
+                                                           : mx_scale_floor<float>(amax, element, rounding);
+      return {byte, mx_encode<float>(byte), byte == kE8M0NaN};
+    }
+    default: {
+      const float encode = f.scaling == Scaling::kTensor ? float8_tensor_encode_scale(tensor, encode_scale_given, float8)
+                                                         : float8_encode_scale<float>(amax, float8);
+      return {L::bits(float8_decode_scale(encode)), encode, std::isnan(encode)};
+    }
+  }
+}
+
+inline uint32_t random_byte(const Random& random, int64_t batch, int64_t line, int64_t k) {
+  uint32_t counter[4] = {random.groups[k / 16], random.rows[line], random.stream, 0};
+  philox4x32_10<float>(counter, random.key[2 * batch], random.key[2 * batch + 1]);
+  return (counter[k % 16 / 4] >> (8 * (k % 4))) & 0xFFu;
+}
+
+/// Finite numbers saturate, also where the product overflows; others become NaN.
+inline uint32_t code_of(CodeType code, float x, float encode, const uint32_t* byte) {
+  float y = L::scaled(x, encode);
+  if (std::isfinite(x)) y = std::clamp(y, -maximum(code), maximum(code));
+  switch (code) {
+    case CodeType::kE2M1: return byte ? e2m1_encode_stochastic(y, *byte) : e2m1_encode(y);
+    case CodeType::kE4M3: return byte ? e4m3_encode_stochastic(y, *byte) : e4m3_encode(y);
+    default: return byte ? e5m2_encode_stochastic(y, *byte) : e5m2_encode(y);
+  }
+}
+
+/// Codes and scales of one matrix in one direction.
+inline void quantize(const QuantizeProblem& p, const Lines& lines, const QuantizeDirection& direction, int64_t batch,
+                     int64_t length, uint8_t* data, uint8_t* scale) {
+  const Format& f = p.format;
+  const bool tensor = f.scaling == Scaling::kTensor, packed = f.code == CodeType::kE2M1;
+  const int64_t width = tensor ? lines.length : f.block, height = tensor ? lines.count : f.tiles ? f.block : 1;
+  const int64_t coded = packed ? lines.length : length;  // packed codes fill their last block
+  memset(data, 0, lines.count * f.row_bytes(length));
+  for (int64_t first = 0; first < lines.count; first += height)
+    for (int64_t start = 0; start < lines.length; start += width, scale += f.scale_bytes()) {
+      const int64_t last = std::min(first + height, lines.count);
+      uint32_t most = 0;
+      for (int64_t line = first; line < last; ++line)
+        for (int64_t k = start; k < start + width; ++k) most = std::max(most, magnitude(lines.x[line * lines.length + k]));
+      const BlockScale block = block_scale(f, most, direction.tensor ? direction.tensor[batch] : 0, p.encode_scale_given);
+      memcpy(scale, &block.stored, f.scale_bytes());
+      if (block.poisoned) continue;
+      for (int64_t line = first; line < last; ++line)
+        for (int64_t k = start; k < std::min(start + width, coded); ++k) {
+          const uint32_t byte = direction.random.key ? random_byte(direction.random, batch, line, k) : 0;
+          const uint32_t code =
+              code_of(f.code, lines.x[line * lines.length + k], block.encode, direction.random.key ? &byte : nullptr);
+          uint8_t* to = data + line * f.row_bytes(length) + (packed ? k / 2 : k);
+          *to |= static_cast<uint8_t>(packed ? code << (k % 2 * 4) : code);
+        }
+    }
+}
+
+// --- decoding
+
+/// The number that one element stands for.
+inline float decode(const DequantizeProblem& p, int64_t batch, int64_t row, int64_t column) {
+  const Format& f = p.format;
+  const bool tensor = f.scaling == Scaling::kTensor;
+  const int64_t scale_row = tensor ? 0 : f.tiles ? row / f.block : row, scale_column = tensor ? 0 : column / f.block;
+  const uint8_t* data = p.data + (batch * p.rows + row) * f.row_bytes(p.columns);
+  uint32_t bits = 0;
+  memcpy(
+      &bits,
+      p.scale + ((batch * f.scale_rows(p.rows) + scale_row) * f.scale_columns(p.columns) + scale_column) * f.scale_bytes(),
+      f.scale_bytes());
+  const float scale = f.scaling == Scaling::kTwoLevel ? e4m3_decode<float>(bits)
+                      : f.scaling == Scaling::kE8M0   ? e8m0_decode<float>(bits)
+                                                      : L::from_bits(bits);
+  if (f.code == CodeType::kE4M3) return multiply(e4m3_decode<float>(data[column]), scale);
+  if (f.code == CodeType::kE5M2) return multiply(e5m2_decode<float>(data[column]), scale);
+  const uint32_t code = (data[column / 2] >> (column % 2 * 4)) & 15u;
+  if (f.scaling == Scaling::kTwoLevel) return nvfp4_decode<float>(code, scale, L::flush(p.amax[batch]));
+  return multiply(e2m1_decode<float>(code), scale);
+}
+
+inline void dequantize(const DequantizeProblem& p, void* result) {
+  for (int64_t batch = 0; batch < p.batch; ++batch)
+    for (int64_t row = 0; row < p.rows; ++row)
+      for (int64_t start = 0; start < p.columns; start += 16) {
+        const int64_t padded = p.rotate ? start + 16 : std::min(start + 16, p.columns);  // a rotation has whole blocks
+        float v[16];
+        for (int64_t k = start; k < padded; ++k) v[k - start] = decode(p, batch, row, k);
+        if (p.rotate) rotate16(v, p.sign_mask, true, ElementType::kF32);  // rounded once, below
+        for (int64_t k = start; k < std::min(start + 16, p.columns); ++k)
+          put(result, p.type, (batch * p.rows + row) * p.columns + k, v[k - start]);
+      }
+}
+
+}  // namespace reference
+}  // namespace jaxlowprec
