@@ -1,5 +1,6 @@
 """dequantize: any codes and scales, native and reference against an oracle."""
 
+import functools
 import itertools
 
 import jax
@@ -10,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxlowprec as jlp
-from tests.against_oracle import assert_dequantizes
-from tests.helpers import FLOATS, assert_same_numbers, quantized_from_bytes, random_array
+from tests.against_oracle import assert_dequantizes, dequantized
+from tests.helpers import (
+    FLOATS,
+    FORMATS,
+    ONE_OF_EACH,
+    assert_same_numbers,
+    format_name,
+    quantized_from_bytes,
+    random_array,
+)
 
 BLOCKS = [(1, 16), (16, 16)]
+NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4) and "=" not in format_name(fmt)]  # by the default rule
+ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
 ROTATIONS = [None, jlp.Hadamard(), jlp.Hadamard(signs=None), jlp.Hadamard(64)]
 
 
@@ -61,6 +72,49 @@ class TestBytes:
     @settings(max_examples=20)  # each compiles
     def test_arbitrary_shapes(self, shape, block, axis, seed):
         assert_dequantizes(quantized_from_bytes(shape, jlp.NVFP4(block), seed, axis=axis), "bfloat16", "ffi")
+
+
+@jax.jit
+def decode_all(arrays):
+    """In one compilation, dtypes in turn."""
+    return [jlp.dequantize(q, FLOATS[i % 4 % 3], implementation="ffi") for i, q in enumerate(arrays)]
+
+
+class TestFormats:
+    """The same of every other format."""
+
+    @staticmethod
+    @functools.cache
+    def cases(fmt):
+        kinds = itertools.product(
+            ((1, 1), (33, 130), (2, 20, 40)), ((-1, None), (-1, jlp.Hadamard(64)), (-2, jlp.Hadamard()))
+        )
+        arrays = [quantized_from_bytes(s, fmt, seed=sum(s), axis=axis, hadamard=h) for s, (axis, h) in kinds]
+        return arrays, [dequantized(q, jnp.dtype(FLOATS[i % 4 % 3])) for i, q in enumerate(arrays)]
+
+    @pytest.mark.parametrize("fmt", NEW, ids=format_name)
+    def test_native_decodes_any_codes_and_scales(self, isa, fmt):
+        arrays, expected = self.cases(fmt)
+        for y, wanted in zip(decode_all(arrays), expected, strict=True):
+            assert_same_numbers(y, wanted)
+
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
+    def test_reference_decodes_any_codes_and_scales(self, fmt):
+        for axis, hadamard in ((-1, None), (-2, jlp.Hadamard())):
+            q = quantized_from_bytes((2, 20, 37), fmt, seed=3, axis=axis, hadamard=hadamard)
+            assert_dequantizes(q, "bfloat16", "reference")
+
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
+    def test_every_code_with_scales_of_every_magnitude(self, isa, fmt):
+        """NaN and infinite codes and scales too; small results are flushed, large ones overflow."""
+        if fmt.scaling == "e8m0":
+            scales = [np.arange(256)]
+        else:
+            scales = [np.float32([2.0**e]) for e in (-126, -110, -20, 0.5, 20, 110, 127)] + [np.float32([np.nan, 0])]
+        for some in scales:
+            q = quantized_from_bytes((256, 256 + 128), fmt, codes=np.arange(256), scales=some)
+            for dtype in FLOATS:
+                assert_dequantizes(q, dtype, "ffi", "reference")
 
 
 class TestMeaning:

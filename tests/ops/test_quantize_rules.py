@@ -12,6 +12,11 @@ NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4)]
 ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
 MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
 over_implementations = pytest.mark.parametrize("implementation", ["ffi", "reference"])
+natively_and_once_by_reference = pytest.mark.parametrize(  # random bits take XLA long to compile
+    ("fmt", "implementation"),
+    [(jlp.MXFP8(), "reference"), *((fmt, "ffi") for fmt in ONE_OF_EACH_NEW)],
+    ids=lambda v: v if isinstance(v, str) else format_name(v),
+)
 
 
 def block_of(fmt, shape, row, column):
@@ -179,8 +184,7 @@ class TestStochasticRounding:
         z = (mean - np.asarray(x)) / step
         assert abs(z.mean()) < 5 * 0.5 / np.sqrt(draws * x.size)  # biased neither way
 
-    @over_implementations
-    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
+    @natively_and_once_by_reference
     def test_grid_points_never_move(self, fmt, implementation):
         values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         if not fmt.packed:
@@ -192,8 +196,7 @@ class TestStochasticRounding:
             q = jlp.quantize(x, fmt, rounding="stochastic", key=jax.random.key(seed), implementation=implementation)
             np.testing.assert_array_equal(q.dequantize(), x)
 
-    @over_implementations
-    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
+    @natively_and_once_by_reference
     def test_slices_at_their_offset_have_the_bytes_of_the_whole(self, fmt, implementation):
         x = random_array((256, 512), "float32")
         given = {"amax": jnp.float32(40)} if fmt.scaling == "tensor" else {}
@@ -217,7 +220,7 @@ class TestStochasticRounding:
 
 @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
 class TestShapes:
-    @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0), (3, 0, 16), (0, 16, 16)], ids=str)
+    @pytest.mark.parametrize("shape", [(0, 16), (3, 16, 0)], ids=str)
     @over_implementations
     def test_empty_arrays(self, fmt, shape, implementation):
         for q in jlp.quantize_both(jnp.zeros(shape, jnp.bfloat16), fmt, implementation=implementation):
