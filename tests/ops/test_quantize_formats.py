@@ -23,7 +23,7 @@ ONE_OF_EACH_RULE = (
     jlp.Float8Block("e5m2", power_of_two=False),
     jlp.Float8Tensor(),
 )
-SHAPES = [(1, 1), (31, 33), (33, 127), (129, 40), (66, 130), (3, 300), (2, 3, 33, 40)]  # about blocks, vectors, 16
+SHAPES = [(1, 1), (31, 33), (129, 40), (66, 130), (3, 300), (2, 3, 33, 40)]  # about blocks, vectors, 16
 KEY = jax.random.key(7)
 ROUNDINGS = (("nearest", None), ("stochastic", KEY))
 
@@ -38,12 +38,14 @@ def inputs(shapes):
 
 @functools.partial(jax.jit, static_argnames=("fmt",))
 def all_ways(arrays, fmt):
-    """Each array by each rounding, rowwise and columnwise: from one pass and from one each. One compilation."""
+    """Each array by each rounding, rowwise and columnwise: from one pass and, nearest, from one each. One compilation."""
     out = []
     for x, (rounding, key) in itertools.product(arrays, ROUNDINGS):
         options = {"rounding": rounding, "key": key, "implementation": "ffi"}
-        alone = tuple(jlp.quantize(x, fmt, axis, **options) for axis in (-1, -2))
-        out.append((jlp.quantize_both(x, fmt, **options), alone))
+        ways = [jlp.quantize_both(x, fmt, **options)]
+        if key is None:
+            ways.append(tuple(jlp.quantize(x, fmt, axis, **options) for axis in (-1, -2)))
+        out.append(ways)
     return out
 
 
