@@ -1,6 +1,8 @@
 """Comparisons and inputs that many tests share."""
 
+import dataclasses
 import hashlib
+import itertools
 import os
 import pathlib
 import subprocess
@@ -13,6 +15,43 @@ import numpy as np
 import jaxlowprec as jlp
 
 FLOATS = ("bfloat16", "float16", "float32")
+FLOAT8 = ("e4m3", "e5m2")
+SCALE_RULES = ("up", "floor", "even")
+
+NVFP4S = (jlp.NVFP4(), jlp.NVFP4((16, 16)))
+MXS = tuple(
+    make(block, rule)
+    for make in (lambda *a: jlp.MXFP8("e4m3", *a), lambda *a: jlp.MXFP8("e5m2", *a), jlp.MXFP4)
+    for block in ((1, 32), (32, 32))
+    for rule in SCALE_RULES
+)
+FLOAT8_BLOCKS = (
+    *itertools.starmap(jlp.Float8Block, itertools.product(FLOAT8, ((1, 128), (128, 128)), (True, False))),
+    jlp.Float8Block(amax_epsilon=1.5),
+    jlp.Float8Block("e5m2", (128, 128), False, 1.5),
+)
+FLOAT8_TENSORS = (
+    *itertools.starmap(jlp.Float8Tensor, itertools.product(FLOAT8, (False, True))),
+    jlp.Float8Tensor(amax_epsilon=100.0),
+)
+FORMATS = (*NVFP4S, *MXS, *FLOAT8_BLOCKS, *FLOAT8_TENSORS)
+ONE_OF_EACH = (  # every element, scaling and shape of block
+    *NVFP4S,
+    jlp.MXFP8(),
+    jlp.MXFP8("e5m2", (32, 32)),
+    jlp.MXFP4(),
+    jlp.MXFP4((32, 32)),
+    jlp.Float8Block(),
+    jlp.Float8Block("e5m2", (128, 128), False),
+    jlp.Float8Tensor(),
+)
+
+
+def format_name(fmt):
+    """The id of a test parameter: what str() says and the fields that are not as by default."""
+    fields = [f for f in dataclasses.fields(fmt) if f.name not in ("element", "block")]
+    values = [(f.name, getattr(fmt, f.name), f.default) for f in fields]
+    return "-".join([*str(fmt).split(), *(f"{name}={value}" for name, value, default in values if value != default)])
 
 
 def as_bytes(x):
@@ -78,21 +117,40 @@ def random_array(shape, dtype="bfloat16", seed=0):
 
 
 def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=None, axis=-1, hadamard=None):
-    """A QuantizedArray of bytes that need not come from quantising anything: repeated `codes` and E4M3 `scales`, random
-    ones (never NaN) where not given."""
+    """A QuantizedArray of bytes that need not come from quantising anything: repeated `codes` and `scales` (bytes, or
+    numbers where they are float32), random ones that decode to numbers where not given."""
     rng = np.random.default_rng(seed)
     batch, (lines, length) = shape[:-2], shape[-2:] if axis == -1 else shape[:-3:-1]
-    length += -length % (hadamard.size if hadamard else 16)
-    scale_lines = -(-lines // 16) if fmt.tiles else lines
+    length += -length % (hadamard.size if hadamard else 1)
+    block = (1, 1) if fmt.scaling == "tensor" else fmt.block
+    blocks = (-(-lines // block[0]), -(-length // block[1]))
 
-    def fill(given, limit, *dims):
+    def fill(given, random, *dims):
         full = (*batch, *dims)
-        return jnp.asarray(rng.integers(0, limit, full) if given is None else np.resize(given, full), jnp.uint8)
+        return random(full) if given is None else np.resize(given, full)
 
-    scale = jax.lax.bitcast_convert_type(fill(scales, 0x7F, scale_lines, length // 16), jnp.float8_e4m3fn)
-    amax = np.exp2(rng.uniform(-8, 8, batch)) if amax is None else np.broadcast_to(amax, batch)
-    leaves = (fill(codes, 256, lines, length // 2), scale, jnp.asarray(amax, jnp.float32), None)
-    return jlp.QuantizedArray(*leaves, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), axis, hadamard)
+    def number(full):
+        exponents = rng.uniform(-8, 8, full)
+        return np.exp2(np.round(exponents) if fmt.power_of_two else exponents)
+
+    def code(full):
+        raw = rng.integers(0, 256, full)
+        largest = {"e2m1": 0x7F, "e4m3": 0x7E, "e5m2": 0x7B}[fmt.element]
+        return np.where(raw & 0x7F > largest, largest, raw)
+
+    width = blocks[1] * block[1] // 2 if fmt.packed else length
+    data = jnp.asarray(fill(codes, code, lines, width), jnp.uint8)
+    if fmt.scaling in ("two_level", "e8m0"):
+        low, high = (0, 0x7F) if fmt.scaling == "two_level" else (107, 148)
+        scale = jnp.asarray(fill(scales, lambda full: rng.integers(low, high, full), *blocks), jnp.uint8)
+        scale = jax.lax.bitcast_convert_type(scale, fmt.scale_dtype)
+    else:
+        scale = jnp.asarray(fill(scales, number, *(() if fmt.scaling == "tensor" else blocks)), jnp.float32)
+    if fmt.scaling == "two_level":
+        amax = np.exp2(rng.uniform(-8, 8, batch)) if amax is None else np.broadcast_to(amax, batch)
+        amax = jnp.asarray(amax, jnp.float32)
+    data = data if fmt.packed else jax.lax.bitcast_convert_type(data, fmt.data_dtype)
+    return jlp.QuantizedArray(data, scale, amax, None, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), axis, hadamard)
 
 
 def python_environment(**variables):

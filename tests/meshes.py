@@ -60,6 +60,19 @@ def collectives(compiled):
     return found
 
 
+def on_mesh(function, args, specs, mesh):
+    """The result of a jitted function, and the collectives it took."""
+    with jax.set_mesh(mesh):
+        placed = [place(a, mesh, spec) for a, spec in zip(args, specs, strict=True)]
+        compiled = jax.jit(function).lower(*placed).compile()
+        return jax.device_get(compiled(*placed)), collectives(compiled)
+
+
+def split(q, mesh, spec):
+    """A quantised matrix placed on a mesh: the spec is that of codes and scales, its amax is whole."""
+    return jax.tree.map(lambda leaf: place(leaf, mesh, spec if leaf.ndim else P()), q)
+
+
 def unless_refused(call):
     """What a call inside a partially manual shard_map returns, or None where it says that it cannot serve."""
     try:

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
-from tests.helpers import FLOATS, assert_same_bytes, random_array
+from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, random_array
 
-BLOCKS = [(1, 16), (16, 16)]
+over_formats = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 quantize = functools.partial(jlp.quantize, fmt=jlp.NVFP4())
 
 
@@ -26,20 +26,26 @@ def assert_same(actual, expected):
 
 
 class TestInvariants:
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
+    @over_formats
     @pytest.mark.parametrize("shape", [(32, 64), (20, 37), (1, 1), (2, 3, 20, 37), (0, 16)], ids=str)
-    def test_shapes_of_the_fields(self, shape, block):
+    def test_shapes_of_the_fields(self, shape, fmt):
         *batch, m, k = shape
-        height = block[0]
         for axis, lines, length in ((-1, m, k), (-2, k, m)):
-            q = jlp.quantize(random_array(shape), jlp.NVFP4(block), axis)
+            q = jlp.quantize(random_array(shape), fmt, axis)
             assert (q.shape, q.ndim, q.size, q.axis) == (shape, len(shape), int(np.prod(shape)), axis)
-            blocks = -(-length // 16)
-            assert (q.data.shape, q.data.dtype) == ((*batch, lines, 8 * blocks), jnp.uint8)
-            assert (q.scale.shape, q.scale.dtype) == ((*batch, -(-lines // height), blocks), jnp.float8_e4m3fn)
-            assert (q.amax.shape, q.amax.dtype) == (tuple(batch), jnp.float32)
+            blocks = -(-length // fmt.length)
+            codes = blocks * fmt.length // 2 if fmt.packed else length
+            scales = () if fmt.scaling == "tensor" else (-(-lines // (fmt.length if fmt.tiles else 1)), blocks)
+            assert (q.data.shape, q.data.dtype) == ((*batch, lines, codes), fmt.data_dtype)
+            assert (q.scale.shape, q.scale.dtype) == ((*batch, *scales), fmt.scale_dtype)
+            amaxes = 0
+            if fmt.scaling == "two_level":
+                assert (q.amax.shape, q.amax.dtype) == (tuple(batch), jnp.float32)
+                amaxes = q.amax.size
+            else:
+                assert q.amax is None
             assert q.zero_point is None
-            assert q.nbytes == q.data.size + q.scale.size + 4 * q.amax.size
+            assert q.nbytes == q.data.size + q.scale.size * q.scale.dtype.itemsize + 4 * amaxes
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_static_fields_say_how_it_was_made(self, dtype):
@@ -69,6 +75,13 @@ class TestInvariants:
         tiles = jlp.quantize(jnp.zeros((16, 16)), jlp.NVFP4((16, 16)))
         assert "NVFP4 16x16" in repr(tiles) and "133 B" in repr(tiles)
 
+    @pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
+    def test_repr_of_every_format(self, fmt):
+        q = jlp.quantize(random_array((128, 256)), fmt)
+        assert repr(q).startswith(f"QuantizedArray({fmt}, shape=(128, 256), dtype=bfloat16, axis=-1, ")
+        least = 3.5 if fmt.packed else 1.88
+        assert least < q.compression < 2 * least + 0.5 and f"{q.compression:.2f}x smaller" in repr(q)
+
     def test_repr_of_whatever_transformations_put_there(self):
         q = quantize(random_array((16, 16)))
         assert "data=codes, scale=codes" in repr(jax.tree.map(lambda _: "codes", q))
@@ -80,10 +93,11 @@ class TestInvariants:
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(q, name, None)
 
-    @pytest.mark.parametrize("shape", [(32, 64), (2, 20, 37)], ids=str)
-    def test_mt_is_the_matrix_transpose_without_moving_a_byte(self, shape):
+    @over_formats
+    @pytest.mark.parametrize("shape", [(2, 20, 37)], ids=str)
+    def test_mt_is_the_matrix_transpose_without_moving_a_byte(self, shape, fmt):
         for axis in (-1, -2):
-            q = quantize(random_array(shape), axis=axis)
+            q = jlp.quantize(random_array(shape), fmt, axis)
             t = q.mT
             assert t.data is q.data and t.scale is q.scale
             assert (t.shape, t.axis) == ((*shape[:-2], shape[-1], shape[-2]), -3 - axis)
@@ -110,12 +124,13 @@ class TestStructure:
         "other",
         [
             lambda x: jlp.quantize(x, jlp.NVFP4((16, 16))),
+            lambda x: jlp.quantize(x, jlp.MXFP4()),
             lambda x: jlp.quantize(x, jlp.NVFP4(), -2),
             lambda x: jlp.quantize(x, jlp.NVFP4(), hadamard=True),
             lambda x: jlp.quantize(x.astype("float32"), jlp.NVFP4()),
             lambda x: jlp.quantize(x[:, :31], jlp.NVFP4()),
         ],
-        ids=["format", "axis", "hadamard", "dtype", "shape"],
+        ids=["block", "format", "axis", "hadamard", "dtype", "shape"],
     )
     def test_different_for_arrays_made_otherwise(self, other):
         x = random_array((16, 32))
@@ -151,23 +166,25 @@ class TestStructure:
 
 
 class TestTransformations:
-    def test_jit_takes_and_returns_it(self):
-        x = random_array((20, 37))
-        assert_same(jax.jit(quantize)(x), quantize(x))
-        assert_same(jax.jit(lambda q: q)(quantize(x)), quantize(x))
-        assert_same_bytes(jax.jit(jlp.dequantize)(quantize(x)), quantize(x).dequantize())
+    @over_formats
+    def test_jit_takes_and_returns_it(self, fmt):
+        x, make = random_array((20, 37)), functools.partial(jlp.quantize, fmt=fmt)
+        assert_same(jax.jit(make)(x), make(x))
+        assert_same(jax.jit(lambda q: q)(make(x)), make(x))
+        assert_same_bytes(jax.jit(jlp.dequantize)(make(x)), make(x).dequantize())
 
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    def test_vmap_does_what_a_batch_axis_does(self, block):
+    @over_formats
+    def test_vmap_does_what_a_batch_axis_does(self, fmt):
         x = random_array((3, 20, 37))
-        make = functools.partial(jlp.quantize, fmt=jlp.NVFP4(block), axis=-2, hadamard=True)
+        make = functools.partial(jlp.quantize, fmt=fmt, axis=-2, hadamard=True)
         assert_same(jax.vmap(make)(x), make(x))
         assert_same(jax.vmap(jax.vmap(make))(x[None]), make(x[None]))
         assert_same(jax.vmap(make, in_axes=1)(jnp.swapaxes(x, 0, 1)), make(x))
         assert_same_bytes(jax.vmap(jlp.dequantize)(make(x)), make(x).dequantize())
 
-    def test_scan_over_its_leading_axis(self):
-        q = quantize(random_array((3, 20, 37)))
+    @over_formats
+    def test_scan_over_its_leading_axis(self, fmt):
+        q = jlp.quantize(random_array((3, 20, 37)), fmt)
 
         def body(total, layer):
             assert layer.shape == (20, 37)
@@ -196,8 +213,9 @@ class TestTransformations:
         other = quantize(random_array((20, 37), seed=1))
         assert_same(jax.jit(lambda p: jax.lax.cond(p, lambda: q, lambda: other))(False), other)
 
-    def test_remat(self):
-        q, v = quantize(random_array((20, 37), "float32")), random_array((37,), "float32", 1)
+    @over_formats
+    def test_remat(self, fmt):
+        q, v = jlp.quantize(random_array((20, 37), "float32"), fmt), random_array((37,), "float32", 1)
 
         def f(q, v):
             return jnp.tanh(q.dequantize() @ v).sum()
@@ -217,9 +235,10 @@ class TestTransformations:
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(q))
         np.testing.assert_array_equal(new.dequantize(), negated)
 
-    def test_eval_shape_needs_no_numbers(self):
-        x = random_array((2, 20, 37))
-        shapes, q = jax.eval_shape(quantize, x), quantize(x)
+    @over_formats
+    def test_eval_shape_needs_no_numbers(self, fmt):
+        x, make = random_array((2, 20, 37)), functools.partial(jlp.quantize, fmt=fmt)
+        shapes, q = jax.eval_shape(make, x), make(x)
         assert jax.tree.structure(shapes) == jax.tree.structure(q)
         assert (shapes.shape, shapes.nbytes, shapes.compression) == (q.shape, q.nbytes, q.compression)
         assert repr(shapes) == repr(q)
@@ -262,6 +281,7 @@ class TestCheckpoints:
         tree = {
             "row": quantize(random_array((20, 37))),
             "column": jlp.quantize(random_array((3, 32, 48)), jlp.NVFP4((16, 16)), -2, True),
+            "formats": [jlp.quantize(random_array((20, 37)), fmt) for fmt in ONE_OF_EACH],
             "bias": jnp.ones(3),
         }
         target = jax.eval_shape(lambda: tree)

@@ -13,7 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
-from tests.meshes import PLACEMENTS, by_axis_type, collectives, mesh_of, name_of, place, unless_refused
+from tests.meshes import (
+    PLACEMENTS,
+    by_axis_type,
+    collectives,
+    mesh_of,
+    name_of,
+    on_mesh,
+    place,
+    split,
+    unless_refused,
+)
 
 ROW, TILES = jlp.NVFP4(), jlp.NVFP4((16, 16))
 RANDOM = {"rounding": "stochastic", "key": np.array([3, 5], np.uint32)}
@@ -37,14 +47,6 @@ OPERATIONS = {
     "hadamard-columns-inverse": lambda x: jlp.hadamard_transform(x, -2, inverse=True),
 }
 EVERYWHERE = ("stochastic-both-rotated", "both-tiles", "dequantize")
-
-
-def on_mesh(function, args, specs, mesh):
-    """The result of a jitted function, and the collectives it took."""
-    with jax.set_mesh(mesh):
-        placed = [place(a, mesh, spec) for a, spec in zip(args, specs, strict=True)]
-        compiled = jax.jit(function).lower(*placed).compile()
-        return jax.device_get(compiled(*placed)), collectives(compiled)
 
 
 def assert_mesh_does_not_matter(name, x, mesh, spec):
@@ -137,11 +139,6 @@ class TestPlaces:
             (column.dequantize(), P("b", "a")),
         ):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
-
-
-def split(q, mesh, spec):
-    """A quantised matrix placed on a mesh: the spec is that of codes and scales, its amax is whole."""
-    return jax.tree.map(lambda leaf: place(leaf, mesh, spec if leaf.ndim else P()), q)
 
 
 @by_axis_type

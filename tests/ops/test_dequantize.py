@@ -1,5 +1,6 @@
 """dequantize: any codes and scales, native and reference against an oracle."""
 
+import functools
 import itertools
 
 import jax
@@ -10,34 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxlowprec as jlp
-from tests import numpy_oracle
-from tests.helpers import FLOATS, assert_same_numbers, quantized_from_bytes, random_array
+from tests.against_oracle import assert_dequantizes, dequantized
+from tests.helpers import (
+    FLOATS,
+    FORMATS,
+    ONE_OF_EACH,
+    assert_same_numbers,
+    format_name,
+    quantized_from_bytes,
+    random_array,
+)
 
 BLOCKS = [(1, 16), (16, 16)]
+NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4) and "=" not in format_name(fmt)]  # by the default rule
+ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
 ROTATIONS = [None, jlp.Hadamard(), jlp.Hadamard(signs=None), jlp.Hadamard(64)]
-
-
-def oracle(q, dtype):
-    """Decoded and rotated back in float32, rounded once, each slice by tests/numpy_oracle.py."""
-    lines = q.matrix[-1] if q.axis == -1 else q.matrix[0]
-
-    def one(data, scale, amax):
-        y = numpy_oracle.decode(data, scale.view(np.uint8), amax, q.format.tiles)
-        if q.hadamard:
-            negative = q.hadamard.negative
-            with np.errstate(all="ignore"):
-                y = numpy_oracle.rotate_back(numpy_oracle.pad(y, 1, len(negative)), negative)
-        y = y[:, :lines]
-        return y.T if q.axis == -2 else y
-
-    flat = [np.asarray(leaf).reshape(-1, *leaf.shape[q.ndim - 2 :]) for leaf in (q.data, q.scale, q.amax)]
-    with np.errstate(all="ignore"):
-        return np.stack([one(*part) for part in zip(*flat, strict=True)]).reshape(q.shape).astype(dtype)
-
-
-def assert_is_the_rule(q, dtype, *implementations):
-    for implementation in implementations:
-        assert_same_numbers(jlp.dequantize(q, dtype, implementation=implementation), oracle(q, jnp.dtype(dtype)))
 
 
 class TestBytes:
@@ -47,22 +35,22 @@ class TestBytes:
     def test_native_decodes_any_codes_and_scales(self, isa, shape, block, dtype):
         for axis, hadamard in itertools.product((-1, -2), ROTATIONS):
             q = quantized_from_bytes(shape, jlp.NVFP4(block), seed=sum(shape), axis=axis, hadamard=hadamard)
-            assert_is_the_rule(q, dtype, "ffi")
+            assert_dequantizes(q, dtype, "ffi")
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("block", BLOCKS, ids=str)
     def test_reference_decodes_any_codes_and_scales(self, block, dtype):
         for axis, hadamard in ((-1, None), (-2, jlp.Hadamard()), (-1, jlp.Hadamard(64))):
             q = quantized_from_bytes((2, 20, 37), jlp.NVFP4(block), seed=3, axis=axis, hadamard=hadamard)
-            assert_is_the_rule(q, dtype, "reference")
+            assert_dequantizes(q, dtype, "reference")
 
     @pytest.mark.parametrize("amax", [0.0, 1e-38, 3e-36, 1e-20, 1e20, 3e38, np.inf, np.nan])
     def test_any_amax(self, isa, amax):
         """Small results are flushed, large ones overflow, in the order of numerics.md 2."""
         q = quantized_from_bytes((32, 48), jlp.NVFP4(), seed=4, amax=amax)
-        assert_is_the_rule(q, "float32", "ffi", "reference")
-        assert_is_the_rule(q, "bfloat16", "ffi", "reference")
-        assert_is_the_rule(q, "float16", "ffi", "reference")
+        assert_dequantizes(q, "float32", "ffi", "reference")
+        assert_dequantizes(q, "bfloat16", "ffi", "reference")
+        assert_dequantizes(q, "float16", "ffi", "reference")
 
     @given(
         codes=st.binary(min_size=1, max_size=64),
@@ -73,7 +61,7 @@ class TestBytes:
     def test_arbitrary_bytes(self, codes, scales, amax, block):
         fmt = jlp.NVFP4(block)
         q = quantized_from_bytes((17, 32), fmt, amax=amax, codes=list(codes), scales=scales)
-        assert_is_the_rule(q, "float32", "ffi", "reference")
+        assert_dequantizes(q, "float32", "ffi", "reference")
 
     @given(
         shape=st.tuples(st.integers(1, 70), st.integers(1, 300)),
@@ -83,7 +71,50 @@ class TestBytes:
     )
     @settings(max_examples=20)  # each compiles
     def test_arbitrary_shapes(self, shape, block, axis, seed):
-        assert_is_the_rule(quantized_from_bytes(shape, jlp.NVFP4(block), seed, axis=axis), "bfloat16", "ffi")
+        assert_dequantizes(quantized_from_bytes(shape, jlp.NVFP4(block), seed, axis=axis), "bfloat16", "ffi")
+
+
+@jax.jit
+def decode_all(arrays):
+    """In one compilation, dtypes in turn."""
+    return [jlp.dequantize(q, FLOATS[i % 4 % 3], implementation="ffi") for i, q in enumerate(arrays)]
+
+
+class TestFormats:
+    """The same of every other format."""
+
+    @staticmethod
+    @functools.cache
+    def cases(fmt):
+        kinds = itertools.product(
+            ((1, 1), (33, 130), (2, 20, 40)), ((-1, None), (-1, jlp.Hadamard(64)), (-2, jlp.Hadamard()))
+        )
+        arrays = [quantized_from_bytes(s, fmt, seed=sum(s), axis=axis, hadamard=h) for s, (axis, h) in kinds]
+        return arrays, [dequantized(q, jnp.dtype(FLOATS[i % 4 % 3])) for i, q in enumerate(arrays)]
+
+    @pytest.mark.parametrize("fmt", NEW, ids=format_name)
+    def test_native_decodes_any_codes_and_scales(self, isa, fmt):
+        arrays, expected = self.cases(fmt)
+        for y, wanted in zip(decode_all(arrays), expected, strict=True):
+            assert_same_numbers(y, wanted)
+
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
+    def test_reference_decodes_any_codes_and_scales(self, fmt):
+        for axis, hadamard in ((-1, None), (-2, jlp.Hadamard())):
+            q = quantized_from_bytes((2, 20, 37), fmt, seed=3, axis=axis, hadamard=hadamard)
+            assert_dequantizes(q, "bfloat16", "reference")
+
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
+    def test_every_code_with_scales_of_every_magnitude(self, isa, fmt):
+        """NaN and infinite codes and scales too; small results are flushed, large ones overflow."""
+        if fmt.scaling == "e8m0":
+            scales = [np.arange(256)]
+        else:
+            scales = [np.float32([2.0**e]) for e in (-126, -110, -20, 0.5, 20, 110, 127)] + [np.float32([np.nan, 0])]
+        for some in scales:
+            q = quantized_from_bytes((256, 256 + 128), fmt, codes=np.arange(256), scales=some)
+            for dtype in FLOATS:
+                assert_dequantizes(q, dtype, "ffi", "reference")
 
 
 class TestMeaning:

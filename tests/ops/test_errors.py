@@ -1,6 +1,5 @@
 """Bad input gets a clear error at trace time, in the user's terms, from every op."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -18,8 +17,8 @@ KEY = jax.random.key(0)
 SIGNS = tuple(-s for s in jlp.DEFAULT_SIGNS)
 
 
-def quantized(rows=16, columns=32, axis=-1, hadamard=False, batch=()):
-    return jlp.quantize(jnp.ones((*batch, rows, columns)), FMT, axis, hadamard)
+def quantized(rows=16, columns=32, axis=-1, hadamard=False, batch=(), fmt=FMT):
+    return jlp.quantize(jnp.ones((*batch, rows, columns)), fmt, axis, hadamard)
 
 
 def multiply(a=None, b=None, **options):
@@ -210,15 +209,36 @@ class TestProducts:
             ),
             (lambda: multiply(jlp.quantize(X[0], FMT)), ValueError, ["a has shape (32,); needs two dimensions"]),
             (
-                lambda: multiply(b=dataclasses.replace(quantized(24), format="MXFP4")),
+                lambda: multiply(b=quantized(24, fmt=jlp.MXFP4())),
                 NotImplementedError,
-                ["b has the format MXFP4", "NVFP4"],
+                ["a is NVFP4 1x16 and b is MXFP4 1x32", "quantise both alike, or dequantise them"],
             ),
-            (lambda: multiply(activation="relu"), ValueError, ["activation='relu'; needs None or \"gelu\""]),
+            (lambda: multiply(activation="relu"), ValueError, ['activation=\'relu\'; needs None, "gelu" or "dgelu"']),
             (
                 lambda: multiply(return_pre_activation=True),
                 ValueError,
-                ["return_pre_activation=True without an activation"],
+                ['return_pre_activation=True with activation=None; it is for "gelu"'],
+            ),
+            (
+                lambda: multiply(activation="dgelu", activation_input=jnp.ones((16, 24)), return_pre_activation=True),
+                ValueError,
+                ["return_pre_activation=True with activation='dgelu'"],
+            ),
+            (lambda: multiply(activation="dgelu"), ValueError, ["activation_input= is missing and activation='dgelu'"]),
+            (
+                lambda: multiply(activation="gelu", activation_input=jnp.ones((16, 24))),
+                ValueError,
+                ["activation_input= is given and activation='gelu'", '"dgelu" needs it, alone'],
+            ),
+            (
+                lambda: multiply(activation="dgelu", activation_input=jnp.ones((24, 16))),
+                ValueError,
+                ["activation_input has shape (24, 16); needs (16, 24)"],
+            ),
+            (
+                lambda: multiply(activation="dgelu", activation_input=jnp.ones((16, 24), jnp.int8)),
+                TypeError,
+                ["activation_input has dtype int8"],
             ),
             (lambda: multiply(bias=jnp.ones(16)), ValueError, ["bias has shape (16,); needs (24,)"]),
             (lambda: multiply(bias=jnp.ones((1, 24))), ValueError, ["bias has shape (1, 24)"]),
@@ -231,6 +251,84 @@ class TestProducts:
     )
     def test_operands_that_do_not_fit(self, call, error, messages):
         assert_raised_at_trace_time(call, error, "scaled_matmul: ", *messages)
+
+
+class TestPairs:
+    """Formats that no GEMM multiplies, on either side."""
+
+    @pytest.mark.parametrize(
+        ("a", "b", "error", "messages"),
+        [
+            (jlp.NVFP4(), jlp.MXFP4(), NotImplementedError, ["scaled differently", "quantise both alike"]),
+            (jlp.MXFP8(), jlp.Float8Block(), NotImplementedError, ["a is MXFP8 E4M3 1x32 and b is Float8Block E4M3"]),
+            (jlp.MXFP8(), jlp.Float8Tensor(), NotImplementedError, ["scaled differently"]),
+            (jlp.Float8Block(), jlp.Float8Tensor(), NotImplementedError, ["scaled differently"]),
+            *(
+                (make("e5m2"), make("e5m2"), NotImplementedError, ["no GEMM takes E5M2 x E5M2", "one of them to E4M3"])
+                for make in (jlp.MXFP8, jlp.Float8Block, jlp.Float8Tensor)
+            ),
+            (
+                jlp.Float8Block(block=(128, 128)),
+                jlp.Float8Block("e5m2", block=(128, 128)),
+                NotImplementedError,
+                ["both operands have 128x128 blocks (2D x 2D)", "quantise one in 1x128 blocks"],
+            ),
+            (
+                jlp.MXFP8(),
+                jlp.MXFP4(scale_rule="even"),
+                ValueError,
+                ["a has scale_rule='up' and b has 'even'", "quantise both by the same scale rule"],
+            ),
+            (
+                jlp.Float8Block(),
+                jlp.Float8Block(power_of_two=False),
+                ValueError,
+                ["a has power_of_two=True and b has False", "quantise both by the same scale rule"],
+            ),
+        ],
+        ids=lambda v: str(v) if hasattr(v, "element") else "",
+    )
+    def test_pairs_without_a_gemm(self, a, b, error, messages):
+        assert_raised_at_trace_time(
+            lambda: multiply(quantized(fmt=a), quantized(24, fmt=b)), error, "scaled_matmul: ", *messages
+        )
+        with pytest.raises(error):
+            jax.eval_shape(lambda: multiply(quantized(fmt=b), quantized(24, fmt=a)))
+
+    def test_per_tensor_scales_of_different_kinds_multiply(self):
+        """They are one number each, however it came about."""
+        formats = jlp.Float8Tensor(power_of_two=True), jlp.Float8Tensor(amax_epsilon=1.0)
+        a, b = (quantized(fmt=fmt) for fmt in formats)
+        assert jax.eval_shape(lambda: multiply(a, b)).shape == (16, 16)
+
+
+class TestTensorScales:
+    def quantize(self, fmt, **options):
+        return lambda: jlp.quantize(X, fmt, **options)
+
+    @pytest.mark.parametrize("fmt", [jlp.MXFP8(), jlp.MXFP4(), jlp.Float8Block()], ids=str)
+    @pytest.mark.parametrize("name", ["amax", "encode_scale"])
+    def test_formats_that_scale_each_block(self, fmt, name):
+        message = f"{name}= was given, but {fmt} scales each block by its own amax; leave it out"
+        assert_raised_at_trace_time(self.quantize(fmt, **{name: jnp.float32(1)}), ValueError, f"quantize: {message}")
+
+    def test_an_encode_scale_is_for_one_scale_a_tensor(self):
+        one = jnp.float32(1)
+        message = "NVFP4 1x16 has two levels of scales; pass amax=, or Float8Tensor"
+        assert_raised_at_trace_time(self.quantize(jlp.NVFP4(), encode_scale=one), ValueError, message)
+        both = {"amax": one, "encode_scale": one}
+        message = "amax= and encode_scale= were given; pass one of them"
+        assert_raised_at_trace_time(self.quantize(jlp.Float8Tensor(), **both), ValueError, message)
+
+    @pytest.mark.parametrize("scale", [jnp.ones(3), jnp.ones((), jnp.bfloat16), 2])
+    def test_encode_scales(self, scale):
+        message = f"encode_scale has dtype {jnp.asarray(scale).dtype} and shape {jnp.shape(scale)}; needs float32"
+        assert_raised_at_trace_time(self.quantize(jlp.Float8Tensor(), encode_scale=scale), ValueError, message)
+
+    @pytest.mark.parametrize("fmt", [jlp.MXFP8(block=(32, 32)), jlp.Float8Block(block=(128, 128))], ids=str)
+    def test_vectors_have_no_tiles(self, fmt):
+        message = f"x is a vector; {fmt} has two-dimensional blocks: use {type(fmt).__name__}(block=(1, {fmt.length}))"
+        assert_raised_at_trace_time(lambda: jlp.quantize(X[0], fmt), ValueError, message)
 
 
 EVERY_OP = {

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import jaxlowprec as jlp
 from tests import numpy_oracle
+from tests.against_oracle import assert_matches_quantized, quantized
 from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, random_array
 
 SHAPES = [
@@ -39,22 +40,6 @@ def both_implementations(function):
     return function("ffi"), function("reference")
 
 
-def oracle(x, fmt, axis, hadamard, rounding, key, amax=None):
-    """What tests/numpy_oracle.py makes of each slice, stacked as QuantizedArray's fields are."""
-    slices = np.asarray(x).reshape(-1, *x.shape[-2:])
-    random = None if key is None else (np.asarray(jax.random.key_data(key)), int(axis == -2), 0, 0)
-    negative = hadamard.negative if hadamard else None
-    out = [numpy_oracle.quantize_matrix(s, x.dtype, fmt.tiles, axis, negative, random, amax) for s in slices]
-    return [np.stack(part).reshape((*x.shape[:-2], *part[0].shape)) for part in zip(*out, strict=True)]
-
-
-def assert_matches_oracle(q, expected):
-    data, scale, amax = expected
-    np.testing.assert_array_equal(np.asarray(q.data), data)
-    np.testing.assert_array_equal(np.asarray(q.scale).view(np.uint8), scale)
-    np.testing.assert_array_equal(np.asarray(q.amax), amax)
-
-
 class TestNativeAgainstOracle:
     """Every instruction set, any shape, against an implementation that shares nothing with the library."""
 
@@ -66,14 +51,14 @@ class TestNativeAgainstOracle:
         for (rounding, seed), hadamard in itertools.product(ROUNDINGS, (None, jlp.Hadamard())):
             key, rotate = key_of(seed), hadamard or False
             options = {"rounding": rounding, "key": key, "implementation": "ffi"}
-            plain = oracle(x, fmt, -1, None, rounding, key)
-            column = oracle(x, fmt, -2, hadamard, rounding, key)
+            plain = quantized(x, fmt, -1, None, rounding, key)
+            column = quantized(x, fmt, -2, hadamard, rounding, key)
             both = jlp.quantize_both(x, fmt, rotate, **options)
-            assert_matches_oracle(both[0], plain)
-            assert_matches_oracle(both[1], column)
-            assert_matches_oracle(jlp.quantize(x, fmt, -2, rotate, **options), column)
-            row = oracle(x, fmt, -1, hadamard, rounding, key) if hadamard else plain
-            assert_matches_oracle(jlp.quantize(x, fmt, -1, rotate, **options), row)
+            assert_matches_quantized(both[0], plain)
+            assert_matches_quantized(both[1], column)
+            assert_matches_quantized(jlp.quantize(x, fmt, -2, rotate, **options), column)
+            row = quantized(x, fmt, -1, hadamard, rounding, key) if hadamard else plain
+            assert_matches_quantized(jlp.quantize(x, fmt, -1, rotate, **options), row)
 
     @pytest.mark.parametrize("magnitude", [-126, -110, -100, -60, 0, 60, 100, 120, 126])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -83,10 +68,11 @@ class TestNativeAgainstOracle:
             key = key_of(seed)
             both = jlp.quantize_both(x, jlp.NVFP4(), True, rounding, key, "ffi")
             for q, axis, hadamard in zip(both, (-1, -2), (None, jlp.Hadamard()), strict=True):
-                expected = oracle(x, jlp.NVFP4(), axis, hadamard, rounding, key)
-                assert_matches_oracle(q, expected)
+                expected = quantized(x, jlp.NVFP4(), axis, hadamard, rounding, key)
+                assert_matches_quantized(q, expected)
             decoded = jlp.dequantize(both[0], jnp.float32, implementation="ffi")
-            assert_same_numbers(decoded, numpy_oracle.decode(*oracle(x, jlp.NVFP4(), -1, None, rounding, key)))
+            expected = quantized(x, jlp.NVFP4(), -1, None, rounding, key)
+            assert_same_numbers(decoded, numpy_oracle.decode(*expected, jlp.NVFP4()))
 
     @given(
         shape=st.tuples(st.integers(1, 70), st.integers(1, 300)),
@@ -100,15 +86,15 @@ class TestNativeAgainstOracle:
         exponents = exponent + rng.integers(-spread, spread + 1, shape)
         x = jnp.asarray(np.ldexp(rng.standard_normal(shape), exponents).astype(np.float32)).astype(dtype)
         row, column = jlp.quantize_both(x, jlp.NVFP4(), True, implementation="ffi")
-        assert_matches_oracle(row, oracle(x, jlp.NVFP4(), -1, None, "nearest", None))
-        assert_matches_oracle(column, oracle(x, jlp.NVFP4(), -2, jlp.Hadamard(), "nearest", None))
+        assert_matches_quantized(row, quantized(x, jlp.NVFP4(), -1, None, "nearest", None))
+        assert_matches_quantized(column, quantized(x, jlp.NVFP4(), -2, jlp.Hadamard(), "nearest", None))
 
     @pytest.mark.parametrize("amax", [0.5, 1e-20, 1e30, 0.0, np.inf, np.nan])
     def test_a_given_amax(self, isa, amax):
         x = random_array((33, 50), "bfloat16")
         for axis, block in itertools.product((-1, -2), BLOCKS):
             q = jlp.quantize(x, jlp.NVFP4(block), axis, amax=jnp.float32(amax), implementation="ffi")
-            assert_matches_oracle(q, oracle(x, jlp.NVFP4(block), axis, None, "nearest", None, amax))
+            assert_matches_quantized(q, quantized(x, jlp.NVFP4(block), axis, None, amax=amax))
 
 
 class TestNativeAgainstReference:

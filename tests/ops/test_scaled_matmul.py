@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import jaxlowprec as jlp
 from tests import numpy_oracle
+from tests.against_oracle import assert_multiplies, slices
 from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, quantized_from_bytes, random_array
 
 PAIRS = list(itertools.product([jlp.NVFP4(), jlp.NVFP4((16, 16))], repeat=2))
@@ -38,37 +39,6 @@ def operands(sizes, formats, seed=0, **fields):
     return a, quantized_from_bytes((*batch, n, k), formats[1], seed + 1, **fields)
 
 
-def oracle(a, b, bias=None, activation=None, accumulate=None, out_dtype=jnp.bfloat16):
-    """The result and the pre-activation of each slice by tests/numpy_oracle.py."""
-    batch, (m, n) = a.shape[:-2], (a.shape[-2], b.shape[-2])
-    extras = {
-        "bias": None if bias is None else np.broadcast_to(np.asarray(bias), (*batch, n)).reshape(-1, n),
-        "accumulate": None if accumulate is None else np.asarray(accumulate).reshape(-1, m, n),
-    }
-
-    def slices(q):
-        flat = [np.asarray(leaf).reshape(-1, *leaf.shape[len(batch) :]) for leaf in (q.data, q.scale, q.amax)]
-        return [(data, scale.view(np.uint8), amax, q.format.tiles) for data, scale, amax in zip(*flat, strict=True)]
-
-    out = []
-    for i, pair in enumerate(zip(slices(a), slices(b), strict=True)):
-        one = {name: None if extra is None else extra[i] for name, extra in extras.items()}
-        out.append(
-            numpy_oracle.epilogue(numpy_oracle.matmul(*pair), activation=activation, dtype=jnp.dtype(out_dtype), **one)
-        )
-    return tuple(np.stack(part).reshape(*batch, m, n) for part in zip(*out, strict=True))
-
-
-def assert_is_the_rule(a, b, *implementations, **options):
-    expected, before = oracle(a, b, **options)
-    for implementation in implementations:
-        assert_same_numbers(jlp.scaled_matmul(a, b, implementation=implementation, **options), expected)
-        if options.get("activation"):
-            both = jlp.scaled_matmul(a, b, implementation=implementation, return_pre_activation=True, **options)
-            assert_same_numbers(both[0], expected)
-            assert_same_numbers(both[1], before)
-
-
 def epilogue_operands(sizes, dtype, seed):
     *batch, m, _, n = sizes
     return {"bias": random_array((*batch, n), dtype, seed), "accumulate": random_array((*batch, m, n), dtype, seed + 1)}
@@ -78,12 +48,12 @@ class TestBytes:
     @pytest.mark.parametrize("sizes", SIZES, ids=str)
     @pytest.mark.parametrize("formats", PAIRS, ids=PAIR_IDS)
     def test_native_bytes_are_the_rules(self, isa, formats, sizes):
-        assert_is_the_rule(*operands(sizes, formats), "ffi", out_dtype=jnp.float32)
+        assert_multiplies(*operands(sizes, formats), "ffi", out_dtype=jnp.float32)
 
     @pytest.mark.parametrize("sizes", [(20, 300, 33), (2, 3, 17, 40, 18)], ids=str)
     @pytest.mark.parametrize("formats", PAIRS, ids=PAIR_IDS)
     def test_reference_bytes_are_the_rules(self, formats, sizes):
-        assert_is_the_rule(*operands(sizes, formats), "reference", out_dtype=jnp.float32)
+        assert_multiplies(*operands(sizes, formats), "reference", out_dtype=jnp.float32)
 
     @pytest.mark.parametrize("out_dtype", FLOATS)
     @pytest.mark.parametrize("dtype", FLOATS)
@@ -95,7 +65,7 @@ class TestBytes:
         extras = epilogue_operands(sizes, dtype, seed=6)
         for names in ((), ("bias",), ("accumulate",), ("bias", "accumulate")):
             some = {name: extras[name] for name in names}
-            assert_is_the_rule(a, b, "ffi", activation=activation, out_dtype=out_dtype, **some)
+            assert_multiplies(a, b, "ffi", activation=activation, out_dtype=out_dtype, **some)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("activation", [None, "gelu"])
@@ -103,7 +73,7 @@ class TestBytes:
         sizes = (2, 5, 64, 21)
         a, b = operands(sizes, PAIRS[0], seed=5, amax=np.array([3.0, 30.0]))
         extras = epilogue_operands(sizes, dtype, seed=6)
-        assert_is_the_rule(a, b, "reference", activation=activation, out_dtype=dtype, **extras)
+        assert_multiplies(a, b, "reference", activation=activation, out_dtype=dtype, **extras)
 
     def test_gelu_of_every_magnitude(self, isa):
         """Through a product that is zero, so that GELU sees the bias: from flushed numbers to infinity and NaN."""
@@ -111,7 +81,7 @@ class TestBytes:
         magnitudes = jax.lax.bitcast_convert_type(jnp.asarray(steps), jnp.bfloat16).astype(jnp.float32)
         a, b = (jlp.quantize(jnp.zeros((n, 16)), jlp.NVFP4()) for n in (1, steps.size))
         for bias in (magnitudes, -magnitudes):
-            assert_is_the_rule(a, b, "ffi", "reference", bias=bias, activation="gelu", out_dtype=jnp.float32)
+            assert_multiplies(a, b, "ffi", "reference", bias=bias, activation="gelu", out_dtype=jnp.float32)
 
     @pytest.mark.parametrize(
         "amaxes", [(1e-28, 1.0), (1e-20, 1e-18), (1e-30, 1e-30), (1e18, 1e20), (0.0, 1.0), (0.0, 3e38)]
@@ -120,7 +90,7 @@ class TestBytes:
         """Alpha is flushed and overflows where its float32 product does."""
         a, b = operands((5, 48, 21), PAIRS[0], seed=7)
         a, b = (dataclasses.replace(q, amax=jnp.float32(g)) for q, g in zip((a, b), amaxes, strict=True))
-        assert_is_the_rule(a, b, "ffi", "reference", out_dtype=jnp.float32)
+        assert_multiplies(a, b, "ffi", "reference", out_dtype=jnp.float32)
 
     @given(
         sizes=st.tuples(st.integers(1, 40), st.integers(1, 200), st.integers(1, 140)),
@@ -130,7 +100,7 @@ class TestBytes:
     )
     @settings(max_examples=20)  # each compiles
     def test_arbitrary_sizes(self, sizes, formats, seed, out_dtype):
-        assert_is_the_rule(*operands(sizes, formats, seed), "ffi", out_dtype=out_dtype)
+        assert_multiplies(*operands(sizes, formats, seed), "ffi", out_dtype=out_dtype)
 
     @given(
         codes=st.binary(min_size=1, max_size=64),
@@ -142,7 +112,7 @@ class TestBytes:
         """Codes of every value, scales to NaN, tensor scales from zero to infinity."""
         a, b = operands((17, 64, 20), formats, codes=list(codes), scales=scales, amax=amax)
         b = dataclasses.replace(b, amax=jnp.float32(0.75))
-        assert_is_the_rule(a, b, "ffi", "reference", out_dtype=jnp.float32)
+        assert_multiplies(a, b, "ffi", "reference", out_dtype=jnp.float32)
 
     @given(
         values=st.lists(st.floats(width=32), min_size=1, max_size=48),
@@ -152,7 +122,7 @@ class TestBytes:
         """NaN, infinity, subnormals, ties and zero blocks, quantised and multiplied."""
         x, w = (jnp.asarray(np.resize(np.array(v, np.float32), (16, 32))) for v in (values, weights))
         a, b = jlp.quantize(x, jlp.NVFP4()), jlp.quantize(w, jlp.NVFP4((16, 16)))
-        assert_is_the_rule(a, b, "ffi", "reference", out_dtype=jnp.float32)
+        assert_multiplies(a, b, "ffi", "reference", out_dtype=jnp.float32)
 
 
 class TestMeaning:
@@ -167,8 +137,8 @@ class TestMeaning:
         )
 
         def decoded(q):
-            codes = numpy_oracle.decode(np.asarray(q.data), np.asarray(q.scale).view(np.uint8), 2688, q.format.tiles)
-            return codes.astype(np.float64) * float(q.amax) / 2688
+            ((data, scale, _, fmt),) = slices(q)
+            return numpy_oracle.decode(data, scale, 2688, fmt).astype(np.float64) * float(q.amax) / 2688
 
         x, w = decoded(a), decoded(b)
         y = np.asarray(jlp.scaled_matmul(a, b, out_dtype=jnp.float32), np.float64)

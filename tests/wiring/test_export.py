@@ -7,7 +7,7 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import assert_same_bytes, golden_input
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, golden_input
 from tests.meshes import mesh_of, name_of, place
 from tests.wiring.small_ops import assert_right, block_sums, operands
 
@@ -38,6 +38,17 @@ def test_the_librarys_ops_give_the_same_bytes(platforms):
     x = jnp.asarray(golden_input((32, 64), 3))
     exported = export.export(every_op, platforms=platforms, disabled_checks=KERNELS)(x)
     assert_same_bytes(exported.call(x), every_op(x))
+
+
+def test_every_format_gives_the_same_bytes():
+    def run(x):
+        pairs = [(jlp.quantize_both(x, fmt), fmt) for fmt in ONE_OF_EACH]
+        products = [jlp.scaled_matmul(row, row) for (row, _), fmt in pairs if fmt.element != "e5m2"]
+        return [(both, both[0].dequantize()) for both, _ in pairs], products
+
+    x = jnp.asarray(golden_input((33, 140), 3))
+    exported = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"), disabled_checks=KERNELS)(x)
+    assert_same_bytes(exported.call(x), run(x))
 
 
 @pytest.mark.parametrize(

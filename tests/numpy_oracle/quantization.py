@@ -1,0 +1,155 @@
+"""Scales, codes and what they decode to (numerics.md 1, 2 and 4 to 7)."""
+
+import ml_dtypes
+import numpy as np
+
+from tests.numpy_oracle.float32 import MAX_FINITE, F, flush
+from tests.numpy_oracle.random_bits import random_bytes
+from tests.numpy_oracle.rotation import rotate
+
+ELEMENTS = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
+GRIDS = {  # the numbers of codes 0, 1, ...
+    name: np.array([v for v in np.arange(128, dtype=np.uint8)[: 8 if name == "e2m1" else 128].view(t).astype(float)])
+    for name, t in ELEMENTS.items()
+}
+GRIDS = {name: grid[np.isfinite(grid)] for name, grid in GRIDS.items()}
+
+
+def pad(x, rows, columns):
+    padding = [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % rows), (0, -x.shape[-1] % columns)]
+    return np.pad(x, padding)
+
+
+# --- scales: of blocks with the given amax -> what is stored, what to multiply by
+
+
+def two_level(a, g):
+    s_enc = F(1) if flush(g) == 0 else np.minimum(F(2688) / flush(g), F(2.0**126))
+    s_dec = flush(F(1) / s_enc)
+    target = np.minimum(flush(a * flush(s_enc * F(1 / 6))), MAX_FINITE)
+    scale = np.minimum(target, F(448)).astype(ml_dtypes.float8_e4m3fn)
+    return scale.view(np.uint8), np.minimum(F(1) / flush(scale.astype(F) * s_dec), MAX_FINITE)
+
+
+def power_of_two(a, fmt):
+    largest = GRIDS[fmt.element][-1]
+    if fmt.scale_rule == "up":
+        target = flush(a * F(1 / largest))
+        mantissa, exponent = np.frexp(target)
+        exponent = np.where(target == 0, -127, exponent - (mantissa == 0.5))  # of 2^n, n
+    else:
+        mantissa, exponent = np.frexp(a.astype(np.float64))
+        if fmt.scale_rule == "even":
+            steps = 2.0 ** (MANTISSA_BITS[fmt.element] + 1)
+            exponent = exponent + (np.floor(mantissa * steps + 0.5) == steps)
+        exponent = exponent - 1 - (np.frexp(largest)[1] - 1)
+    e = np.where(a == 0, 0, np.maximum(exponent + 127, 1))
+    return e.astype(np.uint8), np.ldexp(F(1), 127 - e).astype(F)
+
+
+def encode_scale_of(a, fmt):
+    a = np.maximum(a, F(fmt.amax_epsilon))
+    encode = np.where(a == 0, F(1), np.minimum(F(GRIDS[fmt.element][-1]) / a, F(2.0**126)))
+    if fmt.power_of_two:
+        encode = np.ldexp(F(1), np.frexp(encode)[1] - 1)
+    return encode.astype(F)
+
+
+# --- codes
+
+
+def encode(x, multiplier, element, byte=None):
+    """Codes of x * multiplier, saturating; of x that is not finite, NaN."""
+    grid = GRIDS[element]
+    a = np.minimum(np.abs(np.where(np.isfinite(x), x * multiplier, F(0))), F(grid[-1]))
+    if byte is None:
+        code = a.astype(ELEMENTS[element]).view(np.uint8)
+    else:
+        a = a.astype(np.float64)
+        low = np.minimum(np.searchsorted(grid, a, side="right") - 1, len(grid) - 2)
+        fraction = (a - grid[low]) / (grid[low + 1] - grid[low])
+        code = (low + (fraction >= (255.5 - byte) / 256)).astype(np.uint8)
+    code = np.where(np.isfinite(x), code, 0x7F)
+    return code | (np.signbit(x) * np.uint8(8 if element == "e2m1" else 0x80))
+
+
+def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=None, encode_scale=None):
+    """One matrix -> codes as bytes, scales (one-byte ones as bytes), amax or None.
+
+    `random` is (key words, stream, first row, first group of 16 columns).
+    """
+    with np.errstate(all="ignore"):
+        x = np.asarray(x).astype(F)
+        x = x.T if axis == -2 else x
+        if negative is not None:
+            x = rotate(pad(x, 1, len(negative)), negative).astype(dtype).astype(F)
+        x = flush(x) + F(0)  # + 0 makes -0 +0
+        g = np.abs(x).max(initial=F(0)) if amax is None else F(amax)  # NaN propagates
+        (rows, columns), packed = x.shape, fmt.element == "e2m1"
+        height, length = (max(rows, 1), max(columns, 1)) if fmt.scaling == "tensor" else fmt.block
+        down, across = -(-rows // height), -(-columns // length)
+        blocks = pad(x, height, length).reshape(down, height, across, length)
+        block_amax = np.abs(blocks).max(axis=(1, 3), initial=F(0))
+        finite = np.isfinite(block_amax)
+        a = np.where(finite, block_amax, F(0))
+
+        if fmt.scaling == "two_level":
+            finite &= np.isfinite(g)
+            scale, multiplier = two_level(a, g if np.isfinite(g) else F(0))
+            scale = np.where(finite, scale, 0x7F)
+        elif fmt.scaling == "e8m0":
+            scale, multiplier = power_of_two(a, fmt)
+            scale = np.where(finite, scale, 0xFF)
+        elif fmt.scaling == "float32":
+            multiplier = encode_scale_of(a, fmt)
+            scale = np.where(finite, F(1) / multiplier, F(np.nan))
+        else:  # of the tensor, whose elements may be more than the given amax says
+            given = flush(F(g if encode_scale is None else encode_scale))
+            usable = np.isfinite(given) and (encode_scale is None or given > 0)
+            whole = F(0)
+            if usable:
+                whole = encode_scale_of(given, fmt) if encode_scale is None else given
+            finite, multiplier = (np.full((down, across), value) for value in (usable, whole))
+            scale = flush(F(1) / whole) if usable else F(np.nan)
+
+        byte = None
+        if random is not None:
+            key, stream, row, group = random
+            byte = random_bytes(key, stream, row + np.arange(rows), group + np.arange(-(-columns // 16)))[:, :columns]
+            byte = pad(byte, height, length).reshape(blocks.shape)
+        code = encode(blocks, multiplier[:, None, :, None], fmt.element, byte)
+        code = np.where(finite[:, None, :, None], code, 0).reshape(down * height, across * length)[:rows]
+        data = code[:, 0::2] | (code[:, 1::2] << 4) if packed else code[:, :columns]
+        return data.astype(np.uint8), np.asarray(scale), g if fmt.scaling == "two_level" else None
+
+
+# --- and back
+
+
+def code_values(data, fmt):
+    """float32 of codes given as bytes; of packed ones, [rows, 2 * bytes]."""
+    if fmt.element == "e2m1":
+        data = np.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1)
+    return data.view(ELEMENTS[fmt.element]).astype(F)
+
+
+def row_scales(scale, fmt, rows):
+    """float32 [rows, blocks] of scales as `quantize_matrix` has them; [1, 1] for a whole tensor."""
+    if fmt.scaling == "tensor":
+        return np.reshape(scale, (1, 1))
+    if fmt.scaling == "two_level":
+        scale = scale.view(ml_dtypes.float8_e4m3fn).astype(F)
+    elif fmt.scaling == "e8m0":
+        scale = flush(np.where(scale == 0xFF, F(np.nan), np.ldexp(F(1), scale.astype(int) - 127)))
+    return np.repeat(scale, fmt.block[0], axis=0)[:rows]
+
+
+def decode(data, scale, amax, fmt):
+    """float32 without rotation undone: [rows, columns], whole blocks of packed codes."""
+    with np.errstate(all="ignore"):
+        values, scales = code_values(data, fmt), row_scales(scale, fmt, data.shape[0])
+        if fmt.scaling != "tensor":
+            scales = np.repeat(scales, fmt.block[1], axis=1)[:, : values.shape[1]]
+        values = flush(values * scales)
+        return flush(flush(values * F(amax)) * F(1 / 2688)) if fmt.scaling == "two_level" else values
