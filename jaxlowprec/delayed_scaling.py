@@ -141,8 +141,8 @@ def _largest_mapped(amax: jax.Array, slot: jax.Array) -> jax.Array:
 def _(size, batched, amax, slot):
     mapped, own = batched
     if own:
-        amax = amax if mapped else jnp.broadcast_to(amax, (size,))
-        return jax.vmap(_largest_mapped)(amax, slot), True
+        amax = amax if mapped else jnp.broadcast_to(amax, (size, *amax.shape))
+        return _largest_mapped(amax, slot), True
     return _largest_mapped(amax.max(axis=0) if mapped else amax, slot), False
 
 

@@ -199,7 +199,7 @@ ROTATED, STOCHASTIC = QParams(random_hadamard_transform=True), QParams(stochasti
 LOOSE = MMParams(use_split_accumulator=False)
 EVERY = [
     ({"fp8_format": "E5M2"}, ValueError, '"E5M2"; no GEMM takes E5M2 x E5M2: use "E4M3", or "HYBRID"'),
-    ({"fp8_format": "hybrid"}, ValueError, "fp8_format='hybrid'; needs \"E4M3\" or \"HYBRID\""),
+    ({"fp8_format": "hybrid"}, ValueError, 'fp8_format=\'hybrid\'; needs "E4M3" or "HYBRID"'),
     ({"fp8_format": None}, ValueError, 'fp8_format=None; needs "E4M3" or "HYBRID"'),
     ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa=True; attention is not quantised here: leave it False"),
     ({"fp8_mha": True}, NotImplementedError, "fp8_mha=True; attention is not quantised here: leave it False"),
@@ -240,7 +240,7 @@ WRONG = {
         ({"margin": True}, ValueError, "margin=True; needs an int"),
         ({"amax_history_len": 0}, ValueError, "amax_history_len=0; needs an int from 1 on"),
         ({"amax_history_len": 16.0}, ValueError, "amax_history_len=16.0; needs an int from 1 on"),
-        ({"amax_compute_algo": "mean"}, ValueError, "amax_compute_algo='mean'; needs \"max\" or \"most_recent\""),
+        ({"amax_compute_algo": "mean"}, ValueError, 'amax_compute_algo=\'mean\'; needs "max" or "most_recent"'),
         ({"amax_compute_algo": max}, ValueError, 'needs "max" or "most_recent"'),
         ({"scaling_factor_compute_algo": max}, NotImplementedError, "scaling_factor_compute_algo is fixed here"),
         ({"reduce_amax": False}, NotImplementedError, "reduce_amax=False; amaxes are of whole arrays: True"),

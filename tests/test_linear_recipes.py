@@ -78,7 +78,9 @@ class TestGemms:
             assert np.linalg.norm(a - e) < 0.07 * np.linalg.norm(e)
 
     @each_base
-    @pytest.mark.parametrize("dtypes", [("float32", "bfloat16", "float16"), ("float16", "float32", "bfloat16")], ids=str)
+    @pytest.mark.parametrize(
+        "dtypes", [("float32", "bfloat16", "float16"), ("float16", "float32", "bfloat16")], ids=str
+    )
     def test_gradients_keep_their_dtypes(self, recipe, dtypes):
         (x, w, dy), bias = operands((16, 32, 16)), jnp.zeros(16, dtypes[2])
         x, w, dy = x.astype(dtypes[0]), w.astype(dtypes[1]), dy.astype(dtypes[0])
