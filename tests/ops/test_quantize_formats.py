@@ -38,7 +38,7 @@ def inputs(shapes):
 
 @functools.partial(jax.jit, static_argnames=("fmt",))
 def all_ways(arrays, fmt):
-    """Each array by each rounding, rowwise and columnwise: from one pass and, nearest, from one each. One compilation."""
+    """Each array by each rounding, rowwise and columnwise: from one pass, and nearest from one each. Compiled once."""
     out = []
     for x, (rounding, key) in itertools.product(arrays, ROUNDINGS):
         options = {"rounding": rounding, "key": key, "implementation": "ffi"}
