@@ -104,10 +104,11 @@ def float32(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Arr
 
 def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One float32 a tensor, from its amax or, if `given`, what to multiply by: a positive number, or it is poisoned."""
-    bad = magnitude_bits(tensor) >= INFINITY_BITS
+    bits = magnitude_bits(tensor)
+    bad = bits >= INFINITY_BITS
     if given:
         bad = bad | (flush(tensor) <= 0)
-    encode = flush(tensor) if given else float32_scale(jnp.where(bad, 0, tensor), fmt)
+    encode = flush(tensor) if given else float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
     return jnp.where(bad, jnp.nan, flush(1.0 / encode)), encode[..., None, None], bad[..., None, None]
 
 
