@@ -280,7 +280,7 @@ def _recorded(delayed: DelayedScaling, state, tensor: str, x):
 
 
 def _maximum(delayed: DelayedScaling, tensor: str) -> float:
-    roles = delayed.roles()
+    roles: Any = delayed.roles()
     return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
