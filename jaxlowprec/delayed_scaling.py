@@ -101,11 +101,6 @@ def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, a
     return {k: jax.lax.convert_element_type(v, state[k].dtype) for k, v in new.items()}
 
 
-def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """How two new values of one leaf are combined."""
-    return jax.lax.convert_element_type(jnp.maximum(_as_float32(a), _as_float32(b)), b.dtype)
-
-
 def _as_float32(leaf: jax.Array) -> jax.Array:
     """Flax's fp8_ops.fm32, float32 that autodiff adds by max, as float32."""
     return jax.lax.convert_element_type(leaf, jnp.float32)
@@ -149,6 +144,26 @@ def _(size, batched, amax, slot):
 # --- layers used more than once
 
 
+@jax.custom_vjp
+def used_and_handed_on(state: State) -> tuple[State, State]:
+    """The state twice: for one call and for the next. The new values that come back are combined by max.
+
+    Apart from the product, whose gradients vmap adds up over what examples share: this one must stay one for all.
+    """
+    return state, state
+
+
+def _combined(_: None, cotangents: tuple[State, State]) -> tuple[State]:
+    return (jax.tree.map(_larger, *cotangents),)
+
+
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.convert_element_type(jnp.maximum(_as_float32(a), _as_float32(b)), b.dtype)
+
+
+used_and_handed_on.defvjp(lambda state: ((state, state), None), _combined)
+
+
 def is_added_up(leaf: jax.Array) -> bool:
     """Whether autodiff may see this leaf of a state, and would add up what several uses make of it."""
     return isinstance(leaf, jax.core.Tracer) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -185,7 +200,8 @@ def add_gradients(a: Any, b: Any) -> Any:
 def combined_by_max(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, the states in its first argument typed so that autodiff combines their new values by max.
 
-    For `jax.grad` and `jax.value_and_grad` of what reaches a layer more than once; gradients keep their dtype.
+    For `jax.grad` and `jax.value_and_grad`, within `jax.jit`, of what reaches a layer more than once; gradients keep
+    their dtype. Flax's trick: a dtype that is added by max, which JAX knows in traced functions alone.
 
     Arguments:
         function: of a tree of variables, and more.

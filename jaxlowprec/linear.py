@@ -200,8 +200,10 @@ def matmul(
         words = slice_words(key_words(who, key, ()), x.shape[:-2])
     plan = _Plan(roles, recipe.backward_override, recipe.delayed, name, jnp.dtype(out_dtype))
     operands = wiring.align_varying(x, w, bias, words, quantized)
-    y, out_state = _matmul_jit(plan, *operands, state if recipe.delayed else None)
-    return y, out_state if recipe.delayed else state
+    if recipe.delayed is None:
+        return _matmul_jit(plan, *operands, None), state
+    used, state = delayed_scaling.used_and_handed_on(state)
+    return _matmul_jit(plan, *operands, used), state
 
 
 def high_precision_weight(who: str, w: jax.Array | None, quantized: QuantizedKernel | None) -> jax.Array:
@@ -218,7 +220,8 @@ def recorded(
 ) -> tuple[jax.Array, delayed_scaling.State]:
     """A product and its state; the state's gradient is what x, w and the gradient of y make of it (calibrating)."""
     state = delayed_scaling.check_state(who, recipe.delayed, state)
-    return _recording(recipe.delayed, *wiring.align_varying(x, w, y), state)
+    used, state = delayed_scaling.used_and_handed_on(state)
+    return _recording(recipe.delayed, *wiring.align_varying(x, w, y), used), state
 
 
 def rounds_stochastically(roles: Roles) -> bool:
@@ -280,7 +283,7 @@ def _recorded(delayed: DelayedScaling, state, tensor: str, x):
 
 
 def _maximum(delayed: DelayedScaling, tensor: str) -> float:
-    roles = delayed.roles()
+    roles: Any = delayed.roles()
     return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
@@ -293,7 +296,7 @@ def _plain_matmul(a, b, out_dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(plan: _Plan, x, w, bias, words, quantized, state):
-    return _fprop(plan, x, w, bias, quantized, state, False, False)[0], state
+    return _fprop(plan, x, w, bias, quantized, state, False, False)[0]
 
 
 def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, state, keep_column: bool, keep_row: bool):
@@ -343,12 +346,11 @@ def _forward(plan: _Plan, x, w, bias, words, quantized, state):
     if plan.delayed is not None:
         new_state = _recorded(plan.delayed, state, "input", x)
         new_state = new_state if w is None else _recorded(plan.delayed, new_state, "kernel", w)
-    return (y, state), (kept, like, words, new_state)
+    return y, (kept, like, words, new_state)
 
 
-def _backward(plan: _Plan, residuals, cotangents):
+def _backward(plan: _Plan, residuals, dy):
     (x, w), (like_x, like_w, like_bias), words, state = residuals
-    dy, state_cotangent = cotangents
     dy = _differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
@@ -383,8 +385,7 @@ def _backward(plan: _Plan, residuals, cotangents):
         db = dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like_bias.dtype)
     if plan.delayed is not None:
         state = _recorded(plan.delayed, state, "output_grad", dy)
-        state_cotangent = jax.tree.map(delayed_scaling.larger, state_cotangent, state)
-    return dx, dw, db, None, None, state_cotangent
+    return dx, dw, db, None, None, state
 
 
 def _decoded(x, dtype):
@@ -401,19 +402,16 @@ _matmul_jit = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _recording(delayed: DelayedScaling, x, w, y, state):
-    del delayed, x, w
-    return y, state
+    del delayed, x, w, state
+    return y
 
 
 def _recording_forward(delayed: DelayedScaling, x, w, y, state):
-    new_state = _recorded(delayed, _recorded(delayed, state, "input", x), "kernel", w)
-    return (y, state), new_state
+    return y, _recorded(delayed, _recorded(delayed, state, "input", x), "kernel", w)
 
 
-def _recording_backward(delayed: DelayedScaling, state, cotangents):
-    dy, state_cotangent = cotangents
-    state = _recorded(delayed, state, "output_grad", dy)
-    return None, None, dy, jax.tree.map(delayed_scaling.larger, state_cotangent, state)
+def _recording_backward(delayed: DelayedScaling, state, dy):
+    return None, None, dy, _recorded(delayed, state, "output_grad", dy)
 
 
 _recording.defvjp(_recording_forward, _recording_backward)

@@ -115,7 +115,8 @@ def test_a_step_that_is_not_finite_keeps_the_scale_and_is_forgotten(bad):
 
 
 class TestEncodeScale:
-    def scale(self, amax, recipe=jlp.DelayedScaling(amax_history_len=2), stored=1.0):
+    def scale(self, amax, margin=0, stored=1.0):
+        recipe = jlp.DelayedScaling(margin=margin, amax_history_len=2)
         state = delayed_scaling.init_state(recipe)
         state |= {"input_amax_history": jnp.asarray([amax, 0], jnp.float32)}
         state |= {"input_scale": jnp.full(1, stored, jnp.float32)}
@@ -126,7 +127,7 @@ class TestEncodeScale:
         assert self.scale(amax) == 2.0**126
 
     def test_of_a_large_amax_and_margin_is_not_zero(self):
-        assert self.scale(3e38, jlp.DelayedScaling(margin=20, amax_history_len=2)) == 2.0**-126
+        assert self.scale(3e38, margin=20) == 2.0**-126
 
     @pytest.mark.parametrize("stored", [0.0, np.nan, np.inf, -1.0])
     def test_of_a_scale_that_is_none_is_one(self, stored):

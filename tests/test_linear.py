@@ -238,8 +238,8 @@ class TestResiduals:
 
     def test_the_checkpoint_names_keep_the_quantised_operands_and_nothing_else(self, network_operands):
         def codes(policy):
-            kept = kept(self.checkpointed(policy), *network_operands)
-            return sorted(leaf.shape for leaf in kept if leaf.dtype == jnp.uint8)
+            leaves = kept(self.checkpointed(policy), *network_operands)
+            return sorted(leaf.shape for leaf in leaves if leaf.dtype == jnp.uint8)
 
         x_column, w_row = (64, 16), (64, 32)
         assert codes("nothing") == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec import Float8Block, Float8Tensor, MXFP8, Role
+from jaxlowprec import MXFP8, Float8Block, Float8Tensor, Role
 from tests.helpers import assert_same_bytes, random_array
 from tests.low_precision import ALL, BASE, encode_scales, mxfp4_weight, state_for, without_state
 from tests.products import assert_is_product, calls_of, decoded, kept, native_calls

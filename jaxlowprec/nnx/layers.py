@@ -43,7 +43,10 @@ class OverwriteWithGradient(nnx.Param):
 class _Quantizing:
     """What the layers share. They differ from Flax's in two attributes: `recipe`, and `sr`, the RNG stream or None."""
 
-    _module_type: str
+    @property
+    def _module_type(self) -> str:
+        return "dot_general"
+
     kernel: Any
     bias: Any
     dtype: Any
@@ -165,8 +168,6 @@ class Linear(_Quantizing, nnx.Linear):
 class LinearGeneral(_Quantizing, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
 
-    _module_type = "dot_general"
-
     def __init__(
         self, in_features: Any, out_features: Any, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any
     ):
@@ -200,7 +201,9 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
 class Einsum(_Quantizing, nnx.Einsum):
     """`flax.nnx.Einsum` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
 
-    _module_type = "einsum"
+    @property
+    def _module_type(self) -> str:
+        return "einsum"
 
     def __init__(
         self,
@@ -291,7 +294,7 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
             batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
             rest = kernel.shape[batch:]
             matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-            options = {"module_type": layer._module_type, "state": layer._read_state(own)}
+            options: dict[str, Any] = {"module_type": layer._module_type, "state": layer._read_state(own)}
             layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own, **options)))
         yield
     finally:
