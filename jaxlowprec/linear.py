@@ -60,7 +60,6 @@ def quantize_kernel(
     recipe: Recipe | None = FROM_CONTEXT,
     *,
     name: str = "",
-    module_type: str = "linear",
     state: delayed_scaling.State | None = None,
 ) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
@@ -72,7 +71,6 @@ def quantize_kernel(
         kernel: the master weight, bfloat16, float16 or float32.
         recipe: whose weight role to follow; default: the context's.
         name: the layer's, for recipes that treat layers differently (`Custom`).
-        module_type: what it is for, for such recipes: "linear" or "dot_general".
         state: of delayed scaling, see `linear`.
 
     Raises:
@@ -88,7 +86,7 @@ def quantize_kernel(
     kernel = float_array("quantize_kernel", "kernel", kernel)
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
-    role = recipe.roles(module_type, name).weight
+    role = recipe.roles("linear", name).weight
     if role is None:
         raise ValueError(f"quantize_kernel: {recipe} keeps the weight of layer {name!r} in high precision")
     encode = None
@@ -185,7 +183,7 @@ def matmul(
     """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's."""
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
-    roles = recipe.roles(who, name)
+    roles = recipe.roles("linear", name)
     if quantized is not None:
         if roles.weight is None or quantized.rowwise.format != roles.weight.format:
             wants = "high precision" if roles.weight is None else roles.weight.format

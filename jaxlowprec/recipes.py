@@ -464,8 +464,7 @@ class QuantizerRole:
     """Which tensor a `Custom` recipe is asked about.
 
     Attributes:
-        module_type: what quantises it: "linear", "dot_general" or "einsum". Dense and Linear layers are "linear",
-            DenseGeneral and LinearGeneral "dot_general".
+        module_type: the kind of layer: "linear", for Dense, Linear, their general forms, einsum and dot_general.
         tensor_type: "input", "weight" or "grad_output".
         name: of the layer, or "".
     """

@@ -85,7 +85,7 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
 
 def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
     name = "/".join(layer.path)
-    wanted = rounds_stochastically(recipe.roles(layer._module_type, name)) and layer.has_rng("sr")
+    wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
     return {"recipe": recipe, "key": layer.make_rng("sr") if wanted else None, "name": name, "state": state}
 
@@ -129,14 +129,14 @@ def _quantized(
 
     None where the recipe keeps this weight in high precision.
     """
-    module_type, name = layer._module_type, "/".join(layer.path)
-    if recipe.roles(module_type, name).weight is None:
+    name = "/".join(layer.path)
+    if recipe.roles(name=name).weight is None:
         return None
     if layer.is_mutable_collection("quantized") and kernel is not None:
         batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
         matrix = kernel.reshape(*batch, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
         state = None if recipe.delayed is None else _state(layer, recipe.delayed)
-        quantized = quantize_kernel(matrix, recipe, name=name, module_type=module_type, state=state)
+        quantized = quantize_kernel(matrix, recipe, name=name, state=state)
         layer.put_variable("quantized", "kernel", quantized)
     return layer.get_variable("quantized", "kernel")
 
@@ -159,7 +159,6 @@ class Dense(nn.Dense):
     """
 
     recipe: Any = FROM_CONTEXT
-    _module_type = "linear"
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
@@ -176,7 +175,6 @@ class DenseGeneral(nn.DenseGeneral):
     """`flax.linen.DenseGeneral` under a recipe. Attributes: Flax's, and `recipe` (see `Dense`)."""
 
     recipe: Any = FROM_CONTEXT
-    _module_type = "dot_general"
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_dims`."""
@@ -198,7 +196,6 @@ class Einsum(nn.Einsum):
     """`flax.linen.Einsum` under a recipe. Attributes: Flax's, and `recipe` (see `Dense`)."""
 
     recipe: Any = FROM_CONTEXT
-    _module_type = "einsum"
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""

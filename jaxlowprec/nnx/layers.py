@@ -41,23 +41,20 @@ class OverwriteWithGradient(nnx.Param):
 
 
 class _Quantizing:
-    """What the layers share. They differ from Flax's in two attributes: `recipe`, and `sr`, the RNG stream or None."""
-
-    @property
-    def _module_type(self) -> str:
-        return "dot_general"
+    """What the layers share. To Flax's attributes they add `recipe`, `name`, and `sr`, the RNG stream or None."""
 
     kernel: Any
     bias: Any
     dtype: Any
     promote_dtype: Any
     recipe: Any
+    name: str
     sr: nnx.RngStream | None
     quantized: Quantized | None
 
-    def _set_up(self, recipe: Any, rngs: nnx.Rngs) -> None:
+    def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs) -> None:
         resolve(type(self).__name__, recipe)  # a wrong one is named here, not at the first call
-        self.recipe = recipe
+        self.recipe, self.name = recipe, name
         self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
         self.quantized = nnx.data(None)
         own = current_recipe() if recipe is FROM_CONTEXT else recipe
@@ -76,8 +73,8 @@ class _Quantizing:
         return promote((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype)
 
     def _options(self, recipe: Recipe) -> dict[str, Any]:
-        key = self.sr() if rounds_stochastically(recipe.roles(self._module_type)) and self.sr is not None else None
-        return {"recipe": recipe, "key": key, "state": self._read_state(recipe)}
+        key = self.sr() if rounds_stochastically(recipe.roles(name=self.name)) and self.sr is not None else None
+        return {"recipe": recipe, "key": key, "name": self.name, "state": self._read_state(recipe)}
 
     def _read_state(self, recipe: Recipe | None) -> State | None:
         variables = getattr(self, OVERWRITE_WITH_GRADIENT)
@@ -119,6 +116,7 @@ class Linear(_Quantizing, nnx.Linear):
 
     Arguments:
         recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, Flax bit for bit.
+        name: for recipes that treat layers differently (`Custom`), since an NNX module does not know its path.
 
     Other arguments, their defaults and the parameters are Flax's. Gradients round stochastically by the RNG stream "sr"
     where `rngs` has one, else by bits of their own; evaluation needs none.
@@ -132,14 +130,17 @@ class Linear(_Quantizing, nnx.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Any = FROM_CONTEXT,
+        name: str = "",
+        rngs: nnx.Rngs,
+        **kwargs: Any,
     ):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        self._set_up(recipe, rngs)
-
-    @property
-    def _module_type(self) -> str:
-        return "linear" if self.preferred_element_type is None else "dot_general"
+        self._set_up(recipe, name, rngs)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] -> [..., out_features]."""
@@ -166,13 +167,20 @@ class Linear(_Quantizing, nnx.Linear):
 
 
 class LinearGeneral(_Quantizing, nnx.LinearGeneral):
-    """`flax.nnx.LinearGeneral` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
+    """`flax.nnx.LinearGeneral` under a recipe. Arguments: Flax's, `recipe` and `name` (see `Linear`)."""
 
     def __init__(
-        self, in_features: Any, out_features: Any, *, recipe: Any = FROM_CONTEXT, rngs: nnx.Rngs, **kwargs: Any
+        self,
+        in_features: Any,
+        out_features: Any,
+        *,
+        recipe: Any = FROM_CONTEXT,
+        name: str = "",
+        rngs: nnx.Rngs,
+        **kwargs: Any,
     ):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
-        self._set_up(recipe, rngs)
+        self._set_up(recipe, name, rngs)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_axis`."""
@@ -199,11 +207,7 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
 
 
 class Einsum(_Quantizing, nnx.Einsum):
-    """`flax.nnx.Einsum` under a recipe. Arguments: Flax's, and `recipe` (see `Linear`)."""
-
-    @property
-    def _module_type(self) -> str:
-        return "einsum"
+    """`flax.nnx.Einsum` under a recipe. Arguments: Flax's, `recipe` and `name` (see `Linear`)."""
 
     def __init__(
         self,
@@ -212,11 +216,12 @@ class Einsum(_Quantizing, nnx.Einsum):
         bias_shape: Any = None,
         *,
         recipe: Any = FROM_CONTEXT,
+        name: str = "",
         rngs: nnx.Rngs,
         **kwargs: Any,
     ):
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **kwargs)
-        self._set_up(recipe, rngs)
+        self._set_up(recipe, name, rngs)
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
@@ -287,15 +292,15 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
             if own is None:
                 continue
             own = resolve("quantized_kernels", own)
-            if own is not None and own.roles(layer._module_type).weight is None:
+            if own is not None and own.roles(name=layer.name).weight is None:
                 continue
             kernel = layer.kernel[...]
             contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
             batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
             rest = kernel.shape[batch:]
             matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-            options: dict[str, Any] = {"module_type": layer._module_type, "state": layer._read_state(own)}
-            layer.quantized = nnx.data(Quantized(quantize_kernel(matrix, own, **options)))
+            quantized = quantize_kernel(matrix, own, name=layer.name, state=layer._read_state(own))
+            layer.quantized = nnx.data(Quantized(quantized))
         yield
     finally:
         for layer in layers:

@@ -57,9 +57,10 @@ class TestArguments:
 
     def test_names_order_and_defaults_are_flaxs(self, kind):
         flax, ours = self.parameters(kind, "__init__")
-        assert "recipe" in ours and any(p.kind is p.VAR_KEYWORD for p in ours.values())  # the rest is Flax's
+        own = {"recipe", "name"}
+        assert own <= set(ours) and any(p.kind is p.VAR_KEYWORD for p in ours.values())  # the rest is Flax's
         for name, parameter in ours.items():
-            if name != "recipe" and parameter.kind is not parameter.VAR_KEYWORD:
+            if name not in own and parameter.kind is not parameter.VAR_KEYWORD:
                 assert (parameter.kind, parameter.default) == (flax[name].kind, flax[name].default)
         positional = [n for n, p in flax.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert list(ours)[: len(positional)] == positional

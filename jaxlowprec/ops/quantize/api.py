@@ -56,8 +56,8 @@ def quantize(
             NVFP4 and Float8Tensor.
         implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
         encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale
-            from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. One that is not
-            positive and finite makes its slice NaN.
+            from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. One that
+            is not positive and finite makes its slice NaN.
         offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
             of it; the column in multiples of 16 (of rows for axis -2).
 
