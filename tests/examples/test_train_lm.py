@@ -48,6 +48,19 @@ def test_the_report_has_losses_gaps_and_the_noise_floor(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_every_recipe_trains_and_saves_less_than_bf16(text, tmp_path):
+    recipes = ["mxfp8", "fp8_block", "fp8_current", "fp8_delayed"]
+    run_python(*command(text, tmp_path, "--steps", "6", "--no-noise-floor", "--recipe", ",".join(["bf16", *recipes])))
+    bf16, *runs = report(tmp_path)["runs"]
+    assert [run["name"] for run in runs] == recipes
+    for run in runs:
+        assert run["finite"] and run["losses"][-1] < run["losses"][0] and run["losses"] != bf16["losses"]
+        assert abs(run["loss_gap_percent"]) < 5
+        assert run["saved_activation_bytes"] < bf16["saved_activation_bytes"]
+        assert run["parameters"] == bf16["parameters"]
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
     options = ("--steps", "60", "--checkpoint-every", "10", "--recipe", "nvfp4")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
