@@ -29,7 +29,8 @@ std::vector<const Kernels*> available() {
     found.push_back(&avx512::kernels);
 #endif
 #if defined(JLP_HAVE_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    found.push_back(&avx2::kernels);
 #endif
   found.push_back(&portable::kernels);
   return found;

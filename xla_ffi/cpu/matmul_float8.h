@@ -14,6 +14,7 @@
 #include "../numerics/float8.h"
 #include "matmul_chunks.h"
 #include "matmul_epilogue.h"
+#include "unpack_float8.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -103,9 +104,28 @@ struct MatmulFloat8 {
     return operand.format.code == CodeType::kE2M1 ? divide_up(codes, 2) : codes;
   }
 
+  /// Up to 16 bytes; what follows the last is zero.
+  JLP_RULE Bytes16 load_some(const uint8_t* data, int64_t count) {
+    if (count >= 16) return load<Bytes16>(data);
+    Bytes16 bytes = Bytes16{};
+    memcpy(&bytes, data, count);
+    return bytes;
+  }
+
   /// Numbers of one row of a; what follows the last byte's is zero.
   template <CodeType kCode>
   __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t bytes, float* out) {
+#if defined(JLP_HAVE_HALF_CONVERSION)
+    if constexpr (kCode != CodeType::kE2M1) {
+      NaNCodes nan;
+      for (int64_t at = 0; at < bytes; at += 16) {
+        const Bytes16 codes = load_some(data + at, bytes - at);
+        nan.look(codes);
+        store_numbers<kCode>(codes, out + at);
+      }
+      if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
+    }
+#endif
     for (int64_t at = 0; at < bytes; at += kLanes) {
       alignas(64) uint8_t padded[kLanes] = {};
       const uint8_t* from = data + at;
@@ -122,6 +142,20 @@ struct MatmulFloat8 {
   template <CodeType kCode>
   __attribute__((noinline)) static void unpack_vector(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
                                                       float* out) {
+#if defined(JLP_HAVE_HALF_CONVERSION)
+    if constexpr (kCode != CodeType::kE2M1) {
+      NaNCodes nan;
+      for (int64_t at = 0; at < bytes; at += 16) {
+        Bytes16 v[kLanes];
+        for (int r = 0; r < kLanes; ++r) {
+          v[r] = r < rows ? load_some(data + r * stride + at, bytes - at) : Bytes16{};
+          nan.look(v[r]);
+        }
+        store_numbers_transposed<kCode>(v, out + at * kLanes);
+      }
+      if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
+    }
+#endif
     constexpr int kBits = kCode == CodeType::kE2M1 ? 4 : 8, kPerWord = 32 / kBits;
     for (int64_t at = 0; at < bytes; at += JLP_VECTOR_BYTES) {
       const int64_t count = std::min<int64_t>(JLP_VECTOR_BYTES, bytes - at);

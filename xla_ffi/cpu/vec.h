@@ -25,6 +25,8 @@
 #if defined(JLP_EMULATE_AVX512)  // tests: the AVX-512 kernels on a processor without it
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
+
+#include "emulated_conversions.h"
 #elif defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -261,17 +263,19 @@ JLP_RULE bool all_below(F32 v, float limit) {
 
 // Zero-extending loads: g++ 12 takes a vector conversion from narrow integers apart.
 
+#if defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)
+#define JLP_HAVE_HALF_CONVERSION  // of float16 bits in the 16-bit lanes to float32, subnormal ones too whatever the mode
+#endif
 #if defined(JLP_ISA_AVX512)
-JLP_RULE U32 join(__m256i low, __m256i high) {  // SIMDe lacks the 512-bit conversions
-  return (U32)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-}
+JLP_RULE F32 from_half(__m256i bits) { return (F32)_mm512_cvtph_ps(bits); }
+#elif defined(JLP_ISA_AVX2)
+JLP_RULE F32 from_half(__m128i bits) { return (F32)_mm256_cvtph_ps(bits); }
 #endif
 
 /// kLanes bytes.
 JLP_RULE U32 load_u8(const uint8_t* p) {
 #if defined(JLP_ISA_AVX512)
-  const __m128i bytes = load<__m128i>(p);
-  return join(_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+  return (U32)_mm512_cvtepu8_epi32(load<__m128i>(p));
 #elif defined(JLP_ISA_AVX2)
   return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__SSE2__)
@@ -285,8 +289,7 @@ JLP_RULE U32 load_u8(const uint8_t* p) {
 /// kLanes 16-bit numbers.
 JLP_RULE U32 load_u16(const void* p) {
 #if defined(JLP_ISA_AVX512)
-  const auto* eights = static_cast<const __m128i*>(p);
-  return join(_mm256_cvtepu16_epi32(_mm_loadu_si128(eights)), _mm256_cvtepu16_epi32(_mm_loadu_si128(eights + 1)));
+  return (U32)_mm512_cvtepu16_epi32(load<__m256i>(static_cast<const uint8_t*>(p)));
 #elif defined(JLP_ISA_AVX2)
   return (U32)_mm256_cvtepu16_epi32(load<__m128i>(static_cast<const uint8_t*>(p)));
 #elif defined(__SSE2__)
