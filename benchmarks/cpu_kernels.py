@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from baselines import Copies, fastest_dot
-from timing import alternate, environment, keep_memory, save
+from timing import Cases, environment, keep_memory, save
 
 import jaxlowprec as jlp
 from jaxlowprec import native
@@ -28,18 +28,10 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
     host = np.asarray(x).view(np.uint16)
     packed, same = np.empty(x.size * 9 // 16, np.uint8), np.empty_like(host)
     few, many = (3, 11) if quick else (7, 41)
-    found = []
+    found = Cases()
 
     def case(name, against, target, ours, theirs, rounds=many):
-        seconds = alternate({"ours": ours, "theirs": theirs}, rounds)
-        target = None if native.isa() == "portable" else target  # there is none for it
-        ratio = {k: seconds["theirs"][k] / seconds["ours"][k] for k in ("median", "min")}
-        found.append({"case": name, "against": against, "target": target, "ratio": ratio, **seconds})
-        mine, other = (1e3 * seconds[side]["median"] for side in ("ours", "theirs"))
-        print(
-            f"{name:43} {against:38} {ratio['median']:6.2f}x (target {target})  {mine:8.3f} ms, {other:8.3f} ms",
-            flush=True,
-        )
+        found.add(name, against, None if native.isa() == "portable" else target, ours, theirs, rounds)  # it has none
 
     def quantize(implementation=None, **options):
         f = jax.jit(lambda x: jlp.quantize(x, fmt, implementation=implementation, **options))
@@ -87,7 +79,7 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
             dot,
             few,
         )
-    return found
+    return found.found
 
 
 def saved_by_linear() -> float:

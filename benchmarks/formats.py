@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from baselines import Copies, fastest_dot
-from timing import alternate, environment, keep_memory, save
+from timing import Cases, environment, keep_memory, save
 
 import jaxlowprec as jlp
 from jaxlowprec import native
@@ -36,24 +36,6 @@ MULTIPLIED = (  # a, b, least speed
     (jlp.Float8Tensor(), jlp.Float8Tensor(), None),
     (jlp.MXFP8(), jlp.MXFP4(), None),
 )
-
-
-class Cases:
-    """Collects and prints."""
-
-    def __init__(self):
-        self.found: list[dict] = []
-
-    def add(self, name, against, target, ours, theirs, rounds):
-        """Measures both sides in turn. `target`: the least ratio of speeds, ours to theirs."""
-        seconds = alternate({"ours": ours, "theirs": theirs}, rounds)
-        ratio = {k: seconds["theirs"][k] / seconds["ours"][k] for k in ("median", "min")}
-        self.found.append({"case": name, "against": against, "target": target, "ratio": ratio, **seconds})
-        mine, other = (1e3 * seconds[side]["median"] for side in ("ours", "theirs"))
-        print(
-            f"{name:52} {against:38} {ratio['median']:6.2f}x (target {target})  {mine:8.3f} ms, {other:8.3f} ms",
-            flush=True,
-        )
 
 
 def quantizers(cases: Cases, copies: Copies, few: int, many: int) -> None:

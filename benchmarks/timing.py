@@ -42,6 +42,24 @@ def alternate(
     return {name: {"median": statistics.median(s), "min": min(s)} for name, s in seconds.items()}
 
 
+class Cases:
+    """Collects and prints."""
+
+    def __init__(self):
+        self.found: list[dict] = []
+
+    def add(self, name, against, target, ours, theirs, rounds):
+        """Measures both sides in turn. `target`: the least ratio of speeds, ours to theirs."""
+        seconds = alternate({"ours": ours, "theirs": theirs}, rounds)
+        ratio = {k: seconds["theirs"][k] / seconds["ours"][k] for k in ("median", "min")}
+        self.found.append({"case": name, "against": against, "target": target, "ratio": ratio, **seconds})
+        mine, other = (1e3 * seconds[side]["median"] for side in ("ours", "theirs"))
+        print(
+            f"{name:66} {against:46} {ratio['median']:6.2f}x (target {target})  {mine:8.3f} ms, {other:8.3f} ms",
+            flush=True,
+        )
+
+
 def keep_memory() -> None:
     """Starts the program again with an allocator that keeps freed memory, for both sides alike.
 

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxlowprec.ops.rounding import from_bits, magnitude_bits
+from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.recipes import DelayedScaling
+from jaxlowprec.wiring import varying_axes
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
@@ -109,20 +110,15 @@ def _as_float32(leaf: jax.Array) -> jax.Array:
 def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
     """The largest amax that shares a history: over batch axes, and mesh axes that the history is not split over."""
     amax = amaxes.max(initial=0.0)
-    varying, own = (_varying(v) for v in (amax, history))
-    if any(axis not in _varying(jax.lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes):
+    varying, own = (varying_axes(v) for v in (amax, history))
+    if any(axis not in varying_axes(jax.lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes):
         raise ValueError(
             "DelayedScaling: within jax.shard_map(check_vma=False) JAX does not know which amaxes differ between "
             "shards, and may add them up; leave check_vma=True"
         )
     if axes := tuple(sorted(varying - own)):
-        amax = from_bits(jax.lax.pmax(magnitude_bits(amax), axes))  # a float pmax may lose NaN
+        amax = largest_over(amax, axes)
     return _largest_mapped(amax, _as_float32(history)[0])
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes of a shard_map that x differs along."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 @custom_vmap

@@ -125,27 +125,26 @@ def linear_general(
     axis: Iterable[int],
     batch: Iterable[int],
     features: Sequence[int],
+    *,
+    state: State | None = None,
     **options: Any,
-) -> tuple[Float[Array, "..."], State | None]:
+) -> Any:
     """Flax's linear over several axes of the inputs: kernel [batch..., contracted..., features...].
 
     Arguments:
         axis, batch: contracted and batch axes of the inputs; negative ones count from the end.
-        options: of `dot_general`.
-
-    Returns:
-        The result, and the state of delayed scaling where there is one.
+        state, options: of `dot_general`, which also says what is returned.
     """
     contract_dims, batch_dims = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
     kernel_batch = tuple(range(len(batch_dims)))
     kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
     dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
-    y = dot_general(inputs, kernel, dims, **options)
-    y, state = y if options.get("state") is not None else (y, None)
-    if bias is None:
-        return y, state
-    kept = [inputs.shape[a] if a in batch_dims else 1 for a in range(inputs.ndim) if a not in contract_dims]
-    return y + bias.reshape(*kept, *features), state
+    y = dot_general(inputs, kernel, dims, state=state, **options)
+    y, out_state = (y, None) if state is None else y
+    if bias is not None:
+        kept = [inputs.shape[a] if a in batch_dims else 1 for a in range(inputs.ndim) if a not in contract_dims]
+        y = y + bias.reshape(*kept, *features)
+    return y if state is None else (y, out_state)
 
 
 def _as_matrices(

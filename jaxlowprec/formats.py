@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,12 @@ Float8 = Literal["e4m3", "e5m2"]
 ScaleRule = Literal["up", "floor", "even"]
 
 
+def check_amax_epsilon(who: str, value: Any) -> None:
+    """Raises unless it is one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{who}: amax_epsilon={value!r}; needs a finite number, 0 or more")
+
+
 class Format:
     """What all formats say about themselves. `xla_ffi/cpu/kernels.h` has its counterpart.
 
@@ -31,26 +37,31 @@ class Format:
         scaling: what the codes are relative to: "two_level" (an E4M3 scale a block and an amax a tensor), "e8m0" (a
             power of two a block), "float32" (one a block), "tensor" (one float32).
         scale_dtype: of the scales.
+        block, scale_rule, power_of_two, amax_epsilon: fields of the formats that have them, else these defaults.
     """
 
-    scaling: ClassVar[Literal["two_level", "e8m0", "float32", "tensor"]]
-    scale_dtype: ClassVar[Any]
-
-    if TYPE_CHECKING:  # a field of some formats, fixed in others
-
-        @property
-        def element(self) -> str:
-            """See above."""
+    element: str
+    scaling: Literal["two_level", "e8m0", "float32", "tensor"]
+    scale_dtype: Any
+    block: tuple[int, int] = (1, 1)
+    scale_rule: ScaleRule = "up"
+    power_of_two: bool = False
+    amax_epsilon: float = 0.0
 
     @property
     def length(self) -> int:
         """Elements of a block along the quantised axis; 1 where the tensor is the block."""
-        return self.block[1] if hasattr(self, "block") else 1
+        return self.block[1]
 
     @property
     def tiles(self) -> bool:
         """Whether blocks are square tiles."""
-        return hasattr(self, "block") and self.block[0] > 1
+        return self.block[0] > 1
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a tensor's own amax is needed before its elements can be cast."""
+        return self.scaling in ("two_level", "tensor")
 
     @property
     def packed(self) -> bool:
@@ -75,9 +86,9 @@ class Format:
             "scaling": self.scaling,
             "block": np.int32(self.length),
             "tiles": self.tiles,
-            "scale_rule": getattr(self, "scale_rule", "up"),
-            "power_of_two": getattr(self, "power_of_two", False),
-            "amax_epsilon": np.float32(getattr(self, "amax_epsilon", 0.0)),
+            "scale_rule": self.scale_rule,
+            "power_of_two": self.power_of_two,
+            "amax_epsilon": np.float32(self.amax_epsilon),
         }
 
     def _check(self, field: str, allowed: tuple[Any, ...]) -> None:
@@ -88,16 +99,14 @@ class Format:
 
     def _check_float32_scale(self) -> None:
         """The fields of section 5's scale rule."""
-        power, epsilon = self.power_of_two, self.amax_epsilon  # type: ignore[attr-defined]
-        if not isinstance(power, bool):
-            raise TypeError(f"{type(self).__name__}: power_of_two={power!r}; needs True or False")
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
-            raise ValueError(f"{type(self).__name__}: amax_epsilon={epsilon!r}; needs a finite number, 0 or more")
+        if not isinstance(self.power_of_two, bool):
+            raise TypeError(f"{type(self).__name__}: power_of_two={self.power_of_two!r}; needs True or False")
+        check_amax_epsilon(type(self).__name__, self.amax_epsilon)
 
     def __str__(self) -> str:
         words = [type(self).__name__]
         words += [self.element.upper()] if self.element != "e2m1" else []
-        words += [f"{self.block[0]}x{self.block[1]}"] if hasattr(self, "block") else []
+        words += [f"{self.block[0]}x{self.block[1]}"] if self.scaling != "tensor" else []
         return " ".join(words)
 
 
@@ -116,9 +125,9 @@ class NVFP4(Format):
 
     block: tuple[int, int] = (1, BLOCK)
 
-    element: ClassVar[str] = "e2m1"
-    scaling: ClassVar = "two_level"
-    scale_dtype: ClassVar = jnp.float8_e4m3fn
+    element = "e2m1"
+    scaling = "two_level"
+    scale_dtype = jnp.float8_e4m3fn
 
     def __post_init__(self):
         self._check("block", ((1, BLOCK), (BLOCK, BLOCK)))
@@ -144,8 +153,8 @@ class MXFP8(Format):
     block: tuple[int, int] = (1, 32)
     scale_rule: ScaleRule = "up"
 
-    scaling: ClassVar = "e8m0"
-    scale_dtype: ClassVar = jnp.float8_e8m0fnu
+    scaling = "e8m0"
+    scale_dtype = jnp.float8_e8m0fnu
 
     def __post_init__(self):
         self._check("element", ("e4m3", "e5m2"))
@@ -168,9 +177,9 @@ class MXFP4(Format):
     block: tuple[int, int] = (1, 32)
     scale_rule: ScaleRule = "up"
 
-    element: ClassVar[str] = "e2m1"
-    scaling: ClassVar = "e8m0"
-    scale_dtype: ClassVar = jnp.float8_e8m0fnu
+    element = "e2m1"
+    scaling = "e8m0"
+    scale_dtype = jnp.float8_e8m0fnu
 
     def __post_init__(self):
         self._check("block", ((1, 32), (32, 32)))
@@ -197,8 +206,8 @@ class Float8Block(Format):
     power_of_two: bool = True
     amax_epsilon: float = 0.0
 
-    scaling: ClassVar = "float32"
-    scale_dtype: ClassVar = jnp.float32
+    scaling = "float32"
+    scale_dtype = jnp.float32
 
     def __post_init__(self):
         self._check("element", ("e4m3", "e5m2"))
@@ -224,8 +233,8 @@ class Float8Tensor(Format):
     power_of_two: bool = False
     amax_epsilon: float = 0.0
 
-    scaling: ClassVar = "tensor"
-    scale_dtype: ClassVar = jnp.float32
+    scaling = "tensor"
+    scale_dtype = jnp.float32
 
     def __post_init__(self):
         self._check("element", ("e4m3", "e5m2"))

@@ -27,7 +27,6 @@ from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
-from jaxlowprec.ops.quantize.op import has_tensor_scale
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe, Roles
@@ -357,7 +356,7 @@ def _backward(plan: _Plan, residuals, dy):
         amaxes = None
         if (
             plan.delayed is None
-            and has_tensor_scale(role.format)
+            and role.format.has_tensor_scale
             and (role.hadamard is None or role.hadamard.size == BLOCK)
         ):
             found = tensor_amax(dy, True, role.hadamard)

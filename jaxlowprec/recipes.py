@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
-from jaxlowprec.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, Format, Hadamard
+from jaxlowprec.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, Format, Hadamard, check_amax_epsilon
 
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 Fp8Format = Literal["E4M3", "HYBRID"]
@@ -80,9 +80,7 @@ class QParams:
     def __post_init__(self):
         for field in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding"):
             _needs(self, field, (True, False))
-        epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
-            raise ValueError(f"QParams: amax_epsilon={epsilon!r}; needs a finite number, 0 or more")
+        check_amax_epsilon("QParams", self.amax_epsilon)
 
     def role(self, fmt: Any) -> Role:
         """The role of an operand of this format."""

@@ -274,6 +274,11 @@ def define(
     return jax.jit(op)
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes of a shard_map that x differs along."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
 def align_varying(*trees: Any) -> tuple[Any, ...]:
     """Under shard_map, the same values typed as varying over the mesh axes that any of them varies over.
 
@@ -281,7 +286,7 @@ def align_varying(*trees: Any) -> tuple[Any, ...]:
     transpose is the sum over those axes).
     """
     leaves, structure = jax.tree.flatten(trees)
-    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    varying = [varying_axes(leaf) for leaf in leaves]
     union = frozenset().union(*varying)
     aligned = [
         jax.lax.pcast(leaf, tuple(sorted(union - v)), to="varying") if union - v else leaf

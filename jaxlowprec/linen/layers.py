@@ -188,8 +188,8 @@ class DenseGeneral(nn.DenseGeneral):
         inputs, kernel, bias = _operands(self, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
         quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
         options = _options(self, recipe)
-        y, state = linear_general(inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
-        return _handed_on(self, y if options["state"] is None else (y, state), options["state"])
+        y = linear_general(inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
+        return _handed_on(self, y, options["state"])
 
 
 class Einsum(nn.Einsum):

@@ -191,7 +191,7 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         self._refuse(recipe, "dot_general_cls", None)
         inputs, kernel, bias = self._operands(inputs)
         options = self._options(recipe)
-        y, state = linear_general(
+        y = linear_general(
             inputs,
             kernel,
             bias,
@@ -203,7 +203,7 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
             quantized_kernel=self._quantized_kernel(),
             **options,
         )
-        return self._handed_on(y if options["state"] is None else (y, state), options["state"])
+        return self._handed_on(y, options["state"])
 
 
 class Einsum(_Quantizing, nnx.Einsum):

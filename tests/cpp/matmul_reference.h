@@ -11,9 +11,8 @@
 namespace jaxlowprec {
 namespace reference {
 
-/// Element k of a row: codes beyond those that are stored count as zero.
+/// Element k of a row.
 inline float decoded_code(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t k) {
-  if (k >= operand.columns) return 0;
   const uint8_t* data = operand.data + (batch * rows + row) * operand.format.row_bytes(operand.columns);
   switch (operand.format.code) {
     case CodeType::kE2M1: return e2m1_decode<float>(code_at(data, k));
@@ -64,6 +63,9 @@ inline float scaled_dot(const MatmulProblem& p, const DecodedOperand& a, int64_t
       y = multiply(multiply(sum, a_scale), b_scale);
     else if (packed)
       y = add(y, multiply(multiply(sum, a_scale), b_scale));
+    else if (scaling == Scaling::kE8M0)
+      for (int64_t k = first; k < std::min(first + size, a.depth); ++k)
+        y = fused_multiply_add(multiply(a.codes[m * a.depth + k], a_scale), multiply(b.codes[n * b.depth + k], b_scale), y);
     else
       y = fused_multiply_add(multiply(sum, a_scale), b_scale, y);
   }
@@ -71,7 +73,7 @@ inline float scaled_dot(const MatmulProblem& p, const DecodedOperand& a, int64_t
 }
 
 inline void matmul(const MatmulProblem& p, void* result, void* pre_activation) {
-  const int64_t depth = std::max(p.a.columns, p.b.columns);
+  const int64_t depth = p.depth();
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const DecodedOperand a(p.a, p.rows, batch, depth), b(p.b, p.columns, batch, depth);
     const bool two_level = p.a.format.scaling == Scaling::kTwoLevel;

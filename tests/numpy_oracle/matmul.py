@@ -26,7 +26,12 @@ def matmul(a, b):
         y = np.zeros((x.shape[0], w.shape[0]), F)
         for block in range(sa.shape[1]):
             part = slice(block * length, (block + 1) * length)
-            p, s, t = dot(x[:, part], w[:, part]), sa[:, block, None], sb[None, :, block]
+            s, t = sa[:, block, None], sb[None, :, block]
+            if scaling == "e8m0" and not all(packed):
+                for k in range(part.start, part.stop):
+                    y = fma(flush(x[:, k, None] * s), flush(w[None, :, k] * t), y)
+                continue
+            p = dot(x[:, part], w[:, part])
             if scaling == "two_level":
                 y = flush(y + p * (s * t))  # the term is exact
             elif all(packed):

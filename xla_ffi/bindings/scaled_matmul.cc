@@ -18,7 +18,7 @@ ffi::Error scaled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   JLP_REQUIRE(type.has_value() && a_format.has_value() && b_format.has_value());
   const Matrices a(a_data), b(b_data), y(*result);
   const auto operand = [](const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale, const Format& format, int64_t columns) {
-    return MatmulOperand{format, bytes(data), bytes(scale), nullptr, format.code == CodeType::kE2M1 ? 2 * columns : columns};
+    return MatmulOperand{format, bytes(data), bytes(scale), nullptr, format.packed() ? 2 * columns : columns};
   };
   MatmulProblem p{};
   p.a = operand(a_data, a_scale, *a_format, a.columns), p.b = operand(b_data, b_scale, *b_format, b.columns);
@@ -26,12 +26,11 @@ ffi::Error scaled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   p.result = result->untyped_data(), p.type = *type;
   JLP_REQUIRE(matmul_supports(p));
   JLP_REQUIRE(a.batch == b.batch && a.batch == y.batch && y.rows == a.rows && y.columns == b.rows);
-  const auto fits = [&](const MatmulOperand& o, int64_t rows, const ffi::AnyBuffer& scale) {
-    const int64_t scales = o.format.scales(rows, o.columns) * o.format.scale_bytes();
-    return o.format.row_bytes(o.columns) * 2 == (o.format.code == CodeType::kE2M1 ? o.columns : 2 * o.columns) &&
-           static_cast<int64_t>(scale.size_bytes()) == a.batch * scales;
+  const auto fits = [](const MatmulOperand& o, const Matrices& data, const ffi::AnyBuffer& scale) {
+    const int64_t scales = o.format.scales(data.rows, o.columns) * o.format.scale_bytes();
+    return o.format.row_bytes(o.columns) == data.columns && static_cast<int64_t>(scale.size_bytes()) == data.batch * scales;
   };
-  JLP_REQUIRE(fits(p.a, a.rows, a_scale) && fits(p.b, b.rows, b_scale));
+  JLP_REQUIRE(fits(p.a, a, a_scale) && fits(p.b, b, b_scale));
 
   const bool two_level = a_format->scaling == Scaling::kTwoLevel;
   const bool gelu = activation == "gelu", gradient = activation == "dgelu";

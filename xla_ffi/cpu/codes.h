@@ -115,19 +115,10 @@ JLP_RULE void encode_float8(const typename E::Storage* x, Factor factor, Random 
 
 /// 16 rows of 16 bytes, `from_stride` apart, transposed.
 JLP_RULE void transpose_bytes(const uint8_t* from, int64_t from_stride, uint8_t* to, int64_t to_stride) {
-  Bytes16 v[16], w[16];
+  Bytes16 v[16];
   JLP_UNROLL(16)
   for (int i = 0; i < 16; ++i) v[i] = load<Bytes16>(from + i * from_stride);
-  JLP_UNROLL(4)
-  for (int step = 0; step < 4; ++step) {
-    JLP_UNROLL(8)
-    for (int i = 0; i < 8; ++i) {
-      w[2 * i] = interleave_low_bytes(v[i], v[i + 8]);
-      w[2 * i + 1] = interleave_high_bytes(v[i], v[i + 8]);
-    }
-    JLP_UNROLL(16)
-    for (int i = 0; i < 16; ++i) v[i] = w[i];
-  }
+  transpose(v);
   JLP_UNROLL(16)
   for (int i = 0; i < 16; ++i) store(to + i * to_stride, v[i]);
 }

@@ -29,7 +29,7 @@ struct Dequantize {
         const int count = static_cast<int>(std::min<int64_t>(kGroup, p.columns - column));
         alignas(64) float scales[kLanes] = {};
         decode_scales(f, scale, column, static_cast<int>(divide_up(count, kBlock)), scales);
-        if (f.code == CodeType::kE2M1)
+        if (f.packed())
           packed_group(p, data + column / 2, scales, p.amax ? &p.amax[batch] : nullptr, line * p.columns + column, count);
         else
           float8_group(p, data + column, scales, line * p.columns + column, count);

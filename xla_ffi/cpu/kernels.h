@@ -34,9 +34,10 @@ struct Format {
   bool power_of_two;     // of kFloat32 and kTensor
   float amax_epsilon;    // of kFloat32 and kTensor
 
+  bool packed() const { return code == CodeType::kE2M1; }  // two codes a byte
   int64_t blocks(int64_t elements) const { return (elements + block - 1) / block; }
   /// Bytes of codes of `columns` elements: packed ones fill whole blocks.
-  int64_t row_bytes(int64_t columns) const { return code == CodeType::kE2M1 ? blocks(columns) * block / 2 : columns; }
+  int64_t row_bytes(int64_t columns) const { return packed() ? blocks(columns) * block / 2 : columns; }
   int64_t scale_rows(int64_t rows) const { return scaling == Scaling::kTensor ? 1 : tiles ? blocks(rows) : rows; }
   int64_t scale_columns(int64_t columns) const { return scaling == Scaling::kTensor ? 1 : blocks(columns); }
   int64_t scale_bytes() const { return scaling == Scaling::kFloat32 || scaling == Scaling::kTensor ? 4 : 1; }
@@ -107,7 +108,7 @@ struct MatmulProblem {
   /// K. Packed codes may be padded further than the other operand's: with zeros, which add nothing.
   int64_t depth() const { return a.columns < b.columns ? a.columns : b.columns; }
   /// Both operands 4-bit: dot products of a block are exact integers.
-  bool packed() const { return a.format.code == CodeType::kE2M1 && b.format.code == CodeType::kE2M1; }
+  bool packed() const { return a.format.packed() && b.format.packed(); }
 };
 
 /// Whether there is a GEMM for a pair of operands (numerics.md 5 and 9).
@@ -116,7 +117,7 @@ inline bool matmul_supports(const MatmulProblem& p) {
   if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
   if (a.code == CodeType::kE5M2 && b.code == CodeType::kE5M2) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
-  const bool mixed = (a.code == CodeType::kE2M1) != (b.code == CodeType::kE2M1);
+  const bool mixed = a.packed() != b.packed();
   return mixed ? a.blocks(p.a.columns) == b.blocks(p.b.columns) : p.a.columns == p.b.columns;
 }
 

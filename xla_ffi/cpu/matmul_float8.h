@@ -1,10 +1,12 @@
-// GEMMs with 8-bit codes on one side or both (numerics.md 9). Codes become float32 again; a product of two is exact, so a
-// block's sum is one chain of fused or separate multiply-adds along K, the same bytes either way and whatever the tiling.
+// GEMMs with 8-bit codes on one side or both (numerics.md 9). Operands become float32 again, and every result is one chain
+// of multiply-adds along K, so that its bytes depend neither on the tiling nor on the instruction set:
+//   tensor scale    over all of K: the product of two codes is exact, so fusing changes nothing; both scales at the end
+//   block of 128    over a block: y = fma(fl(sum * s_a), s_b, y) at its end
+//   MX              over all of K, of fma: a scale is a power of two, so that it goes into the operand exactly
 //
 // K is walked in steps: a's rows of a chunk are unpacked for one step, [row][k], then b a panel at a time,
-// [vector][k][lane], so that a small tile of results keeps its block sums in registers while the tile's part of the panel
-// stays in the first cache and a in the second. At the end of a block the sums go into y, which waits for the next step in
-// scratch memory.
+// [vector][k][lane], so that a small tile of results keeps its sums in registers while the tile's part of the panel stays
+// in the first cache and a in the second. y waits for the next step in scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -30,10 +32,11 @@ struct MatmulFloat8 {
       for (int64_t vector = 0; vector < part.vectors; vector += kPanelVectors) {
         const int64_t vectors = std::min<int64_t>(kPanelVectors, part.vectors - vector);
         load_panel(part, vector, vectors, k, depth);
-        if (part.blocks())
-          multiply_panel<true>(part, vector, vectors, depth);
-        else
-          multiply_panel<false>(part, vector, vectors, depth);
+        switch (p.a.format.scaling) {
+          case Scaling::kFloat32: multiply_panel<Sum::kBlock>(part, vector, vectors, depth); break;
+          case Scaling::kE8M0: multiply_panel<Sum::kFused>(part, vector, vectors, depth); break;
+          default: multiply_panel<Sum::kExactProducts>(part, vector, vectors, depth);
+        }
       }
     }
     for (int64_t row = 0; row < part.range.rows; ++row)
@@ -48,9 +51,15 @@ struct MatmulFloat8 {
 #else
   static constexpr int kRows = 4, kStep = 256;
 #endif
-  static constexpr int kVectors = 2;             // a tile is kRows x kVectors: with the rest it fills the registers
-  static constexpr int kPanelVectors = 8;        // unpacked at once
-  static constexpr int kMaxBlocks = kStep / 32;  // kStep is whole blocks of every format, and whole vectors of packed codes
+  static constexpr int kVectors = 2;       // a tile is kRows x kVectors: with the rest it fills the registers
+  static constexpr int kPanelVectors = 8;  // unpacked at once
+  static constexpr int kMxBlock = 32,
+                       kMaxBlocks =
+                           kStep / kMxBlock;  // kStep is whole blocks of every format, and whole vectors of packed codes
+
+  /// What a chain of multiply-adds is over: a block's codes, which enter y through their scales; or all of K, of codes or of
+  /// numbers whose products may underflow.
+  enum class Sum { kBlock, kExactProducts, kFused };
 
   static MatmulChunks cut(const MatmulProblem& p) {
     constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
@@ -79,10 +88,25 @@ struct MatmulFloat8 {
       rows = y + results, rows_scale = rows + range.rows * kStep;
       memset(y, 0, results * sizeof(float));
     }
-    bool blocks() const { return p.a.format.scaling != Scaling::kTensor; }
+    bool scaled_blocks() const { return p.a.format.scaling != Scaling::kTensor; }
   };
 
   // --- unpacking
+
+  /// What the numbers of a code type at k are multiplied by: nothing, or the MX scales of a row or of kLanes rows.
+  struct Unscaled {
+    __attribute__((always_inline)) F32 operator()(F32 numbers, int64_t) const { return numbers; }
+  };
+  struct RowScaled {
+    const float* scales;
+    __attribute__((always_inline)) F32 operator()(F32 numbers, int64_t k) const { return numbers * scales[k / kMxBlock]; }
+  };
+  struct RowsScaled {
+    const float* scales;
+    __attribute__((always_inline)) F32 operator()(F32 numbers, int64_t k) const {
+      return numbers * load<F32>(scales + k / kMxBlock * kLanes);
+    }
+  };
 
   template <CodeType kCode>
   JLP_RULE F32 decode(U32 bits) {  // the upper bits are ignored
@@ -101,7 +125,7 @@ struct MatmulFloat8 {
   }
 
   static int64_t bytes_of(const MatmulOperand& operand, int64_t codes) {
-    return operand.format.code == CodeType::kE2M1 ? divide_up(codes, 2) : codes;
+    return operand.format.packed() ? divide_up(codes, 2) : codes;
   }
 
   /// Up to 16 bytes; what follows the last is zero.
@@ -113,15 +137,15 @@ struct MatmulFloat8 {
   }
 
   /// Numbers of one row of a; what follows the last byte's is zero.
-  template <CodeType kCode>
-  __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t bytes, float* out) {
+  template <CodeType kCode, class Scaled>
+  __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t bytes, Scaled scaled, float* out) {
 #if defined(JLP_HAVE_HALF_CONVERSION)
     if constexpr (kCode != CodeType::kE2M1) {
       NaNCodes nan;
       for (int64_t at = 0; at < bytes; at += 16) {
         const Bytes16 codes = load_some(data + at, bytes - at);
         nan.look(codes);
-        store_numbers<kCode>(codes, out + at);
+        store_numbers<kCode>(codes, [&](F32 numbers) { return scaled(numbers, at); }, out + at);
       }
       if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
     }
@@ -132,16 +156,16 @@ struct MatmulFloat8 {
       if (bytes - at < kLanes) memcpy(padded, from, bytes - at), from = padded;
       const U32 codes = load_u8(from);
       if constexpr (kCode == CodeType::kE2M1)
-        Float::store_pair(out + 2 * at, {decode<kCode>(codes), decode<kCode>(codes >> 4)});
+        Float::store_pair(out + 2 * at, {scaled(decode<kCode>(codes), 2 * at), scaled(decode<kCode>(codes >> 4), 2 * at)});
       else
-        store(out + at, decode<kCode>(codes));
+        store(out + at, scaled(decode<kCode>(codes), at));
     }
   }
 
   /// Numbers of kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero.
-  template <CodeType kCode>
+  template <CodeType kCode, class Scaled>
   __attribute__((noinline)) static void unpack_vector(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
-                                                      float* out) {
+                                                      Scaled scaled, float* out) {
 #if defined(JLP_HAVE_HALF_CONVERSION)
     if constexpr (kCode != CodeType::kE2M1) {
       NaNCodes nan;
@@ -151,12 +175,13 @@ struct MatmulFloat8 {
           v[r] = r < rows ? load_some(data + r * stride + at, bytes - at) : Bytes16{};
           nan.look(v[r]);
         }
-        store_numbers_transposed<kCode>(v, out + at * kLanes);
+        store_numbers_transposed<kCode>(v, [&](F32 numbers) { return scaled(numbers, at); }, out + at * kLanes);
       }
       if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
     }
 #endif
     constexpr int kBits = kCode == CodeType::kE2M1 ? 4 : 8, kPerWord = 32 / kBits;
+    int64_t k = 0;
     for (int64_t at = 0; at < bytes; at += JLP_VECTOR_BYTES) {
       const int64_t count = std::min<int64_t>(JLP_VECTOR_BYTES, bytes - at);
       U32 v[kLanes];
@@ -170,7 +195,7 @@ struct MatmulFloat8 {
       transpose(v);  // v[w]: word w of every row
       for (int w = 0; w < kLanes && 4 * w < count; ++w) {
         JLP_UNROLL(8)
-        for (int i = 0; i < kPerWord; ++i, out += kLanes) store(out, decode<kCode>(v[w] >> (i * kBits)));
+        for (int i = 0; i < kPerWord; ++i, ++k) store(out + k * kLanes, scaled(decode<kCode>(v[w] >> (i * kBits)), k));
       }
     }
   }
@@ -190,11 +215,15 @@ struct MatmulFloat8 {
     for (int64_t i = 0; i < part.range.rows; ++i) {
       const int64_t row = part.range.first_row + i;
       const uint8_t* data = a.data + (part.batch * part.p.rows + row) * a.format.row_bytes(a.columns) + bytes_of(a, k);
-      with_code(a.format.code,
-                [&](auto code) { unpack_row<decltype(code)::value>(data, bytes_of(a, depth), part.rows + i * kStep); });
-      if (part.blocks())
-        load_scales(a, part.p.rows, part.batch, row, k / a.format.block, a.format.blocks(depth),
-                    part.rows_scale + i * kMaxBlocks, 1);
+      float *out = part.rows + i * kStep, *scales = part.rows_scale + i * kMaxBlocks;
+      if (part.scaled_blocks())
+        load_scales(a, part.p.rows, part.batch, row, k / a.format.block, a.format.blocks(depth), scales, 1);
+      with_code(a.format.code, [&](auto code) {
+        if (a.format.scaling == Scaling::kE8M0)
+          unpack_row<decltype(code)::value>(data, bytes_of(a, depth), RowScaled{scales}, out);
+        else
+          unpack_row<decltype(code)::value>(data, bytes_of(a, depth), Unscaled{}, out);
+      });
     }
   }
 
@@ -205,19 +234,22 @@ struct MatmulFloat8 {
       const int64_t column = (vector + v) * kLanes, row = part.range.first_column + column;
       const int64_t rows = std::clamp<int64_t>(part.range.columns - column, 0, kLanes);
       const uint8_t* data = b.data + (part.batch * part.p.columns + row) * stride + bytes_of(b, k);
+      float *out = part.panel + v * kStep * kLanes, *scales = part.panel_scale + v * kMaxBlocks * kLanes;
+      for (int64_t r = 0; part.scaled_blocks() && r < rows; ++r)
+        load_scales(b, part.p.columns, part.batch, row + r, k / b.format.block, b.format.blocks(depth), scales + r, kLanes);
       with_code(b.format.code, [&](auto code) {
-        unpack_vector<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), part.panel + v * kStep * kLanes);
+        if (b.format.scaling == Scaling::kE8M0)
+          unpack_vector<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), RowsScaled{scales}, out);
+        else
+          unpack_vector<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), Unscaled{}, out);
       });
-      for (int64_t r = 0; part.blocks() && r < rows; ++r)
-        load_scales(b, part.p.columns, part.batch, row + r, k / b.format.block, b.format.blocks(depth),
-                    part.panel_scale + v * kMaxBlocks * kLanes + r, kLanes);
     }
   }
 
   // --- one tile
 
   /// sums += a * b over `depth` elements of K, one after the other.
-  template <int kCount, int kWidth>
+  template <Sum kSum, int kCount, int kWidth>
   JLP_RULE void add_products(const float* a, const float* b, int64_t depth, F32 (&sums)[kCount][kWidth]) {
     for (int64_t k = 0; k < depth; ++k) {
       F32 vectors[kWidth];
@@ -227,14 +259,15 @@ struct MatmulFloat8 {
       for (int r = 0; r < kCount; ++r) {
         const F32 number = L::splat(a[r * kStep + k]);
         JLP_UNROLL(8)
-        for (int v = 0; v < kWidth; ++v) sums[r][v] = L::multiply_add_exact(number, vectors[v], sums[r][v]);
+        for (int v = 0; v < kWidth; ++v)
+          sums[r][v] = kSum == Sum::kFused ? L::fused_multiply_add_short(number, vectors[v], sums[r][v])
+                                           : L::multiply_add_exact(number, vectors[v], sums[r][v]);
       }
     }
   }
 
-  /// kCount rows from `row` on by kWidth vectors of the panel from `at` on, which lies at `vector` in y. With blocks, each
-  /// one's sums enter y through their scales; without, y holds the sums themselves.
-  template <bool kBlocks, int kCount, int kWidth>
+  /// kCount rows from `row` on by kWidth vectors of the panel from `at` on, which lies at `vector` in y.
+  template <Sum kSum, int kCount, int kWidth>
   __attribute__((noinline)) static void multiply_tile(const Part& part, int64_t row, int64_t vector, int64_t at,
                                                       int64_t depth) {
     const float* a = part.rows + row * kStep;
@@ -242,12 +275,13 @@ struct MatmulFloat8 {
     const float* a_scale = part.rows_scale + row * kMaxBlocks;
     const float* b_scale = part.panel_scale + at * kMaxBlocks * kLanes;
     float* y = part.y + ((vector + at) * part.range.rows + row) * kLanes;
+    constexpr bool kBlocks = kSum == Sum::kBlock;
     const int64_t stride = part.range.rows * kLanes, size = kBlocks ? part.p.a.format.block : depth;
     for (int64_t k = 0; k < depth; k += size, ++a_scale, b_scale += kLanes) {
       F32 sums[kCount][kWidth];
       for (int r = 0; r < kCount; ++r)
         for (int v = 0; v < kWidth; ++v) sums[r][v] = kBlocks ? F32{} : load<F32>(y + v * stride + r * kLanes);
-      add_products<kCount, kWidth>(a + k, b + k * kLanes, std::min(size, depth - k), sums);
+      add_products<kSum, kCount, kWidth>(a + k, b + k * kLanes, std::min(size, depth - k), sums);
       JLP_UNROLL(8)
       for (int v = 0; v < kWidth; ++v) {
         const F32 columns_scale = kBlocks ? load<F32>(b_scale + v * kMaxBlocks * kLanes) : F32{};
@@ -262,24 +296,24 @@ struct MatmulFloat8 {
   }
 
   /// A tile of 1 to kMost rows.
-  template <bool kBlocks, int kMost>
+  template <Sum kSum, int kMost>
   static void multiply_rows(const Part& part, int64_t row, int64_t vector, int64_t at, int64_t depth) {
     if constexpr (kMost > 1)
-      if (part.range.rows - row < kMost) return multiply_rows<kBlocks, kMost - 1>(part, row, vector, at, depth);
-    multiply_tile<kBlocks, kMost, kVectors>(part, row, vector, at, depth);
+      if (part.range.rows - row < kMost) return multiply_rows<kSum, kMost - 1>(part, row, vector, at, depth);
+    multiply_tile<kSum, kMost, kVectors>(part, row, vector, at, depth);
   }
 
   /// Few rows take wider tiles, so that there are enough independent sums.
-  template <bool kBlocks>
+  template <Sum kSum>
   static void multiply_panel(const Part& part, int64_t vector, int64_t vectors, int64_t depth) {
     const int64_t rows = part.range.rows;
     for (int64_t at = 0; at < vectors;) {
       if (rows == 1 && vectors - at >= 8) {
-        multiply_tile<kBlocks, 1, 8>(part, 0, vector, at, depth), at += 8;
+        multiply_tile<kSum, 1, 8>(part, 0, vector, at, depth), at += 8;
       } else if (rows == 2 && vectors - at >= 4) {
-        multiply_tile<kBlocks, 2, 4>(part, 0, vector, at, depth), at += 4;
+        multiply_tile<kSum, 2, 4>(part, 0, vector, at, depth), at += 4;
       } else {
-        for (int64_t row = 0; row < rows; row += kRows) multiply_rows<kBlocks, kRows>(part, row, vector, at, depth);
+        for (int64_t row = 0; row < rows; row += kRows) multiply_rows<kSum, kRows>(part, row, vector, at, depth);
         at += kVectors;
       }
     }
@@ -290,7 +324,7 @@ struct MatmulFloat8 {
   static void finish(const Part& part, int64_t row, int64_t vector) {
     const MatmulProblem& p = part.p;
     F32 y = load<F32>(part.y + (vector * part.range.rows + row) * kLanes);
-    if (!part.blocks()) {
+    if (p.a.format.scaling == Scaling::kTensor) {
       float a_scale, b_scale;
       memcpy(&a_scale, p.a.scale + 4 * part.batch, 4), memcpy(&b_scale, p.b.scale + 4 * part.batch, 4);
       y = (y * a_scale) * b_scale;

@@ -18,23 +18,15 @@ struct QuantizeBlocks {
   using Storage = typename E::Storage;
   using Tile = BlockTile<E>;
   static constexpr bool kPacked = std::is_same_v<Element, E2M1>;
-  static constexpr int64_t kRunElements = 32 * 1024;
   static constexpr int64_t kStripColumns = 4 * kUnit;
 
   // Chunks: strips of tiles where columns or square blocks are wanted, runs of rows otherwise.
 
   static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
 
-  /// Without random bits, whole blocks need not know their row.
-  static bool flat(const QuantizeProblem& p) { return !kStochastic && p.columns % p.format.block == 0; }
-
   static int64_t chunks_per_matrix(const QuantizeProblem& p) {
     if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kStripColumns);
-    if (flat(p)) return divide_up(p.rows * p.columns, kRunElements);
-    return divide_up(p.rows, rows_per_run(p));
-  }
-  static int64_t rows_per_run(const QuantizeProblem& p) {
-    return std::max<int64_t>(1, kRunElements / std::max<int64_t>(p.columns, 1));
+    return RowRuns(p, kStochastic).count();
   }
 
   static void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
@@ -61,28 +53,21 @@ struct QuantizeBlocks {
     direction.data = nullptr;
   }
 
-  /// A run of whole rows, or of elements where rows do not matter.
   static void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
     const BlockContext context(p, p.rowwise, batch);
-    const int64_t row_bytes = p.format.row_bytes(p.columns), row_scale_bytes = row_scales(p);
+    const int64_t row_bytes = p.format.row_bytes(p.columns);
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     uint8_t* data = p.rowwise.data + batch * p.rows * row_bytes;
-    uint8_t* scale = p.rowwise.scale + batch * p.rows * row_scale_bytes;
-    if (flat(p)) {
-      const int64_t first = chunk * kRunElements, count = std::min(kRunElements, p.rows * p.columns - first);
-      return quantize_blocks_of_row<E, Element, kStochastic>(x + first, count, context, 0, nullptr,
-                                                             data + code_bytes<Element>(first),
-                                                             scale + p.format.scale_columns(first) * context.scales.bytes());
-    }
-    const int64_t step = rows_per_run(p);
-    for (int64_t row = chunk * step; row < std::min((chunk + 1) * step, p.rows); ++row)
-      quantize_blocks_of_row<E, Element, kStochastic>(x + row * p.columns, p.columns, context,
-                                                      kStochastic ? context.random.rows[row] : 0, context.random.groups,
-                                                      data + row * row_bytes, scale + row * row_scale_bytes);
+    RowRuns(p, kStochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+      quantize_blocks_of_row<E, Element, kStochastic>(
+          x + row * p.columns + column, columns, context, kStochastic ? context.random.rows[row] : 0, context.random.groups,
+          data + row * row_bytes + code_bytes<Element>(column), row_scales(p, batch * p.rows + row, column));
+    });
   }
-  /// Bytes of the scales that are a row's own.
-  static int64_t row_scales(const QuantizeProblem& p) {
-    return p.format.scaling == Scaling::kTensor ? 0 : p.format.scale_columns(p.columns) * p.format.scale_bytes();
+  /// Where the scales of a line from a column on are stored, if they are its own.
+  static uint8_t* row_scales(const QuantizeProblem& p, int64_t line, int64_t column) {
+    if (p.format.scaling == Scaling::kTensor) return nullptr;
+    return p.rowwise.scale + (line * p.format.scale_columns(p.columns) + column / p.format.block) * p.format.scale_bytes();
   }
 
   /// A tile of up to 128 rows by kUnit columns, in the wanted directions.
@@ -139,8 +124,8 @@ struct QuantizeBlocks {
     store_codes(data, codes, p.format.row_bytes(t.input.columns));
     if (context.is_shared()) return;
     const int64_t bytes = context.scales.bytes();
-    memcpy(p.rowwise.scale + line * row_scales(p) + t.column / p.format.block * bytes,
-           span.scale + row_of_span * (kUnit / p.format.block) * bytes, p.format.blocks(t.input.columns) * bytes);
+    memcpy(row_scales(p, line, t.column), span.scale + row_of_span * (kUnit / p.format.block) * bytes,
+           p.format.blocks(t.input.columns) * bytes);
   }
 
   /// Factors of the granules of `count` rows of a tile of square blocks.

@@ -311,18 +311,10 @@ struct QuantizeNvfp4 {
   // Chunks: tiles where columns or 16x16 blocks are wanted, runs of rows otherwise.
 
   static bool by_tiles(const QuantizeProblem& p) { return kTiles || p.columnwise.data; }
-  static constexpr int64_t kRunElements = 32 * 1024;
-
-  /// Without random bits, whole blocks need not know their row.
-  static bool flat(const QuantizeProblem& p) { return !kStochastic && p.columns % kBlock == 0; }
 
   static int64_t chunks_per_matrix(const QuantizeProblem& p) {
     if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kGroup);
-    if (flat(p)) return divide_up(p.rows * p.columns, kRunElements);
-    return divide_up(p.rows, rows_per_run(p));
-  }
-  static int64_t rows_per_run(const QuantizeProblem& p) {
-    return std::max<int64_t>(1, kRunElements / std::max<int64_t>(p.columns, 1));
+    return RowRuns(p, kStochastic).count();
   }
 
   static void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
@@ -349,22 +341,17 @@ struct QuantizeNvfp4 {
     direction.data = nullptr;
   }
 
-  /// A run of whole rows, or of elements where rows do not matter.
   static void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
     const int64_t blocks = row_blocks(p);
     const DirectionContext context(p.rowwise, batch, 0);
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     uint8_t* data = p.rowwise.data + batch * p.rows * blocks * 8;
     uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
-    if (flat(p)) {
-      const int64_t first = chunk * kRunElements, count = std::min(kRunElements, p.rows * p.columns - first);
-      return quantize_row_run<E, kStochastic>(x + first, count, context, 0, nullptr, data + first / 2,
-                                              scale + first / kBlock);
-    }
-    const int64_t step = rows_per_run(p);
-    for (int64_t row = chunk * step; row < std::min((chunk + 1) * step, p.rows); ++row)
-      quantize_row_run<E, kStochastic>(x + row * p.columns, p.columns, context, kStochastic ? context.random.rows[row] : 0,
-                                       context.random.groups, data + row * blocks * 8, scale + row * blocks);
+    RowRuns(p, kStochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+      quantize_row_run<E, kStochastic>(x + row * p.columns + column, columns, context,
+                                       kStochastic ? context.random.rows[row] : 0, context.random.groups,
+                                       data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
+    });
   }
 };
 

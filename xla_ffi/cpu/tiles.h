@@ -18,6 +18,32 @@ constexpr int kColumnTileRows = kSlabs * kBlock;
 
 JLP_RULE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/// How a matrix that is only quantised along its rows is cut into chunks: runs of whole rows; or of elements as of one long
+/// row, where blocks are whole and, without random bits, need not know their row.
+class RowRuns {
+ public:
+  RowRuns(const QuantizeProblem& p, bool stochastic)
+      : one_row_(!stochastic && p.columns % p.format.block == 0),
+        rows_(one_row_ ? 1 : p.rows),
+        columns_(one_row_ ? p.rows * p.columns : p.columns) {}
+
+  int64_t count() const { return one_row_ ? divide_up(columns_, kElements) : divide_up(rows_, rows_each()); }
+
+  /// Calls visit(row, first column, columns) for the parts of a chunk.
+  template <class Visit>
+  void visit(int64_t chunk, Visit visit) const {
+    if (one_row_) return visit(0, chunk * kElements, std::min(kElements, columns_ - chunk * kElements));
+    for (int64_t row = chunk * rows_each(); row < std::min((chunk + 1) * rows_each(), rows_); ++row) visit(row, 0, columns_);
+  }
+
+ private:
+  static constexpr int64_t kElements = 32 * 1024;
+  int64_t rows_each() const { return std::max<int64_t>(1, kElements / std::max<int64_t>(columns_, 1)); }
+
+  bool one_row_;
+  int64_t rows_, columns_;
+};
+
 /// One number a block, for the lanes of the j-th 2 * kLanes elements of a group: a block is 8 lanes of pairs.
 JLP_RULE F32 expand_blocks(const float* per_block, int j) {
   if (kLanes <= 8) return L::splat(per_block[j * kLanes / 8]);

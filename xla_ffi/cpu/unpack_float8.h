@@ -36,29 +36,19 @@ JLP_RULE F32 numbers_of(Bytes16 codes) {
 #endif
 }
 
-/// 16 codes as 16 numbers.
-template <CodeType kCode>
-JLP_RULE void store_numbers(Bytes16 codes, float* out) {
-  store(out, numbers_of<kCode, false>(codes));
-  if (kLanes == 8) store(out + 8, numbers_of<kCode, true>(codes));
+/// 16 codes as 16 numbers, through `scaled`.
+template <CodeType kCode, class Scaled>
+JLP_RULE void store_numbers(Bytes16 codes, Scaled scaled, float* out) {
+  store(out, scaled(numbers_of<kCode, false>(codes)));
+  if (kLanes == 8) store(out + 8, scaled(numbers_of<kCode, true>(codes)));
 }
 
 /// 16 codes of kLanes rows as [16][kLanes] numbers.
-template <CodeType kCode>
-JLP_RULE void store_numbers_transposed(Bytes16 (&rows)[kLanes], float* out) {
-  JLP_UNROLL(4)
-  for (int step = 1; step < kLanes; step *= 2) {
-    Bytes16 w[kLanes];
-    JLP_UNROLL(16)
-    for (int i = 0; i < kLanes / 2; ++i) {
-      w[2 * i] = interleave_low_bytes(rows[i], rows[i + kLanes / 2]);
-      w[2 * i + 1] = interleave_high_bytes(rows[i], rows[i + kLanes / 2]);
-    }
-    JLP_UNROLL(16)
-    for (int i = 0; i < kLanes; ++i) rows[i] = w[i];
-  }
+template <CodeType kCode, class Scaled>
+JLP_RULE void store_numbers_transposed(Bytes16 (&rows)[kLanes], Scaled scaled, float* out) {
+  transpose(rows);
   JLP_UNROLL(16)
-  for (int i = 0; i < kLanes; ++i) store_numbers<kCode>(rows[i], out + 16 * i);
+  for (int i = 0; i < kLanes; ++i) store_numbers<kCode>(rows[i], scaled, out + 16 * i);
 }
 
 }  // namespace JLP_ISA

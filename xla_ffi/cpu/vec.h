@@ -81,6 +81,7 @@ struct Lanes<JLP_ISA::F32> {
     return (F)_mm512_fmadd_ps(JLP_ISA::raw(a), JLP_ISA::raw(b), JLP_ISA::raw(c));
   }
   JLP_RULE F fused_multiply_add(F a, F b, F c) { return multiply_add_exact(a, b, c); }
+  JLP_RULE F fused_multiply_add_short(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     const __m512i m = _mm512_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
@@ -95,6 +96,7 @@ struct Lanes<JLP_ISA::F32> {
     return (F)_mm256_fmadd_ps(JLP_ISA::raw(a), JLP_ISA::raw(b), JLP_ISA::raw(c));
   }
   JLP_RULE F fused_multiply_add(F a, F b, F c) { return multiply_add_exact(a, b, c); }
+  JLP_RULE F fused_multiply_add_short(F a, F b, F c) { return multiply_add_exact(a, b, c); }
   JLP_RULE F scaled(F x, F y) { return multiply_add_exact(x, y, F{}); }  // + 0 is only seen by a product that is exactly 0
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
     const __m256i m = _mm256_set1_epi32(static_cast<int>(b)), v = JLP_ISA::raw(a);
@@ -110,6 +112,17 @@ struct Lanes<JLP_ISA::F32> {
   JLP_RULE F fused_multiply_add(F a, F b, F c) {
     for (int i = 0; i < JLP_ISA::kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
+  }
+  /// The same where a * b has no more than 8 significant bits: float64 holds the sum, or so much of it that the rest is too
+  /// far away from any two float32s' middle to matter.
+  JLP_RULE F fused_multiply_add_short(F a, F b, F c) {
+#if defined(__FP_FAST_FMAF)
+    return fused_multiply_add(a, b, c);
+#else
+    typedef double Wide __attribute__((vector_size(2 * JLP_VECTOR_BYTES)));
+    const auto wide = [](F x) { return __builtin_convertvector(x, Wide); };
+    return __builtin_convertvector(wide(a) * wide(b) + wide(c), F);
+#endif
   }
   JLP_RULE F scaled(F x, F y) { return (flush(x) + 0.0f) * y; }
   JLP_RULE void multiply_wide(Uint a, uint32_t b, Uint& high, Uint& low) {
@@ -181,27 +194,44 @@ struct SwapLanes {
   static constexpr int at(int i) { return i ^ Distance; }
 };
 
-/// lanes[i][j] -> lanes[j][i].
-JLP_RULE void transpose(U32 (&v)[kLanes]) {
-  JLP_UNROLL(4)
-  for (int step = 1; step < kLanes; step *= 2) {
-    U32 w[kLanes];
-    JLP_UNROLL(16)
-    for (int i = 0; i < kLanes / 2; ++i) {
-      w[2 * i] = shuffle<InterleaveLow>(v[i], v[i + kLanes / 2]);
-      w[2 * i + 1] = shuffle<InterleaveHigh>(v[i], v[i + kLanes / 2]);
-    }
-    JLP_UNROLL(16)
-    for (int i = 0; i < kLanes; ++i) v[i] = w[i];
-  }
-}
-
 /// a and b byte by byte in turns: their first halves, or their second ones.
 JLP_RULE Bytes16 interleave_low_bytes(Bytes16 a, Bytes16 b) {
   return JLP_SHUFFLE(Bytes16, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 JLP_RULE Bytes16 interleave_high_bytes(Bytes16 a, Bytes16 b) {
   return JLP_SHUFFLE(Bytes16, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+/// kCount vectors seen as one sequence of elements, that many to a row: transposed, by log2(kCount) interleavings of the
+/// first half of the vectors with the second.
+template <int kCount, class V, class Low, class High>
+JLP_RULE void transpose_by_interleaving(V (&v)[kCount], Low low, High high) {
+  JLP_UNROLL(4)
+  for (int step = 1; step < kCount; step *= 2) {
+    V w[kCount];
+    JLP_UNROLL(8)
+    for (int i = 0; i < kCount / 2; ++i) {
+      w[2 * i] = low(v[i], v[i + kCount / 2]);
+      w[2 * i + 1] = high(v[i], v[i + kCount / 2]);
+    }
+    JLP_UNROLL(16)
+    for (int i = 0; i < kCount; ++i) v[i] = w[i];
+  }
+}
+
+/// lanes[i][j] -> lanes[j][i].
+JLP_RULE void transpose(U32 (&v)[kLanes]) {
+  transpose_by_interleaving(
+      v, [](U32 a, U32 b) { return shuffle<InterleaveLow>(a, b); },
+      [](U32 a, U32 b) { return shuffle<InterleaveHigh>(a, b); });
+}
+
+/// Bytes of kCount rows of 16: element k of row r to place k * kCount + r.
+template <int kCount>
+JLP_RULE void transpose(Bytes16 (&v)[kCount]) {
+  transpose_by_interleaving(
+      v, [](Bytes16 a, Bytes16 b) { return interleave_low_bytes(a, b); },
+      [](Bytes16 a, Bytes16 b) { return interleave_high_bytes(a, b); });
 }
 
 /// The larger of each 16-bit half, unsigned magnitudes.

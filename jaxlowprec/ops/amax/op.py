@@ -15,7 +15,7 @@ from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits
 
 
-def _largest(amax, axes):
+def largest_over(amax, axes):
     """Over mesh axes, by bits: their order is that of the magnitudes, with NaN above infinity."""
     return from_bits(jax.lax.pmax(magnitude_bits(amax), axes))
 
@@ -54,6 +54,6 @@ def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, implementa
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        collective=_largest,
+        collective=largest_over,
         **choose("quantize", implementation),
     )

@@ -17,7 +17,7 @@ from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.quantize.keys import random_words
-from jaxlowprec.ops.quantize.op import QuantizeSpec, has_tensor_scale, quantize_op, unit
+from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op, unit
 from jaxlowprec.quantized_array import QuantizedArray
 
 Rounding = Literal["nearest", "stochastic"]
@@ -158,7 +158,7 @@ def _quantize(x, tensor, words, offset, fmt, axis, rotation, given, implementati
     fused = rotation
     if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
         x, fused = _rotate_padded(x, axis, rotation, implementation), None
-    if tensor is None and has_tensor_scale(fmt):
+    if tensor is None and fmt.has_tensor_scale:
         (tensor,) = tensor_amax(x, fused is None, fused, implementation)
     spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given)
     ((data, scale),) = _run(spec, x, [] if tensor is None else [tensor], words, offset, implementation)
@@ -171,7 +171,7 @@ def _quantize_both(
 ) -> tuple[QuantizedArray, QuantizedArray]:
     x = jax.lax.stop_gradient(x)
     if tensors[0] is None:
-        tensors = tensor_amax(x, True, rotation, implementation) if has_tensor_scale(fmt) else []
+        tensors = tensor_amax(x, True, rotation, implementation) if fmt.has_tensor_scale else []
     tensors = [*tensors[:1], *tensors[-1:]]
     spec = _spec(x, fmt, True, True, rotation, words is not None, given)
     row, column = _run(spec, x, tensors, words, offset, implementation)
@@ -226,7 +226,7 @@ def _given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tu
     name, value = ("amax", amax) if encode_scale is None else ("encode_scale", encode_scale)
     if value is None:
         return None
-    if not has_tensor_scale(fmt):
+    if not fmt.has_tensor_scale:
         raise ValueError(f"{who}: {name}= was given, but {fmt} scales each block by its own amax; leave it out")
     if name == "encode_scale" and fmt.scaling != "tensor":
         raise ValueError(

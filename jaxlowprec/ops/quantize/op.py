@@ -48,12 +48,7 @@ class QuantizeSpec:
     @property
     def tensors(self) -> int:
         """Operands with a number for the whole tensor, one a direction where the format has such a scale."""
-        return self.directions if has_tensor_scale(self.format) else 0
-
-
-def has_tensor_scale(fmt: Format) -> bool:
-    """Whether a tensor's own amax is needed before its elements can be cast."""
-    return fmt.scaling in ("two_level", "tensor")
+        return self.directions if self.format.has_tensor_scale else 0
 
 
 def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:

@@ -74,11 +74,11 @@ def two_level(bits: jax.Array, tensor: jax.Array) -> tuple[jax.Array, jax.Array,
 
 def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
     """MX: a power of two a block."""
-    if fmt.scale_rule == "up":  # type: ignore[attr-defined]
+    if fmt.scale_rule == "up":
         exponent = (magnitude_bits(flush(from_bits(bits) * jnp.float32(1 / fmt.maximum))) + 0x7FFFFF) >> 23
     else:
         half_unit = 1 << (22 - MANTISSA_BITS[fmt.element])
-        rounded = bits + (half_unit if fmt.scale_rule == "even" else 0)  # type: ignore[attr-defined]
+        rounded = bits + (half_unit if fmt.scale_rule == "even" else 0)
         exponent = jnp.maximum(rounded >> 23, LARGEST_EXPONENT[fmt.element]) - LARGEST_EXPONENT[fmt.element]
     exponent = jnp.where(bits < MIN_NORMAL_BITS, 0, jnp.maximum(exponent, 1))
     bad = bits >= INFINITY_BITS
@@ -88,9 +88,9 @@ def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]
 
 def float32_scale(amax: jax.Array, fmt: Format) -> jax.Array:
     """What to multiply by so that `amax` becomes the largest element (numerics.md 5)."""
-    a = jnp.maximum(flush(amax), jnp.float32(fmt.amax_epsilon))  # type: ignore[attr-defined]
+    a = jnp.maximum(flush(amax), jnp.float32(fmt.amax_epsilon))
     encode = jnp.where(a == 0, 1.0, jnp.minimum(fmt.maximum / a, LARGEST_ENCODE))
-    if fmt.power_of_two:  # type: ignore[attr-defined]
+    if fmt.power_of_two:
         encode = from_bits(magnitude_bits(encode) & INFINITY_BITS)
     return encode
 

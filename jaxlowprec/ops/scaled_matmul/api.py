@@ -137,7 +137,7 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             f"{who}: both operands have 128x128 blocks (2D x 2D); no GEMM takes that: quantise one in 1x128 blocks"
         )
     for field in ("scale_rule", "power_of_two") if a.scaling != "tensor" else ():
-        rules = getattr(a, field, None), getattr(b, field, None)
+        rules = getattr(a, field), getattr(b, field)
         if rules[0] != rules[1]:
             raise ValueError(
                 f"{who}: a has {field}={rules[0]!r} and b has {rules[1]!r}; quantise both by the same scale rule"

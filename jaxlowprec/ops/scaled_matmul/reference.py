@@ -16,12 +16,18 @@ def products(
     """float32 [..., M, N] without the amaxes of two-level formats.
 
     y = 0; for each block of K in order, with p the dot product of its codes: y = y + p * s_a * s_b. For E2M1 codes p is
-    exact, so the bytes are defined; for 8-bit codes the order of additions within p is XLA's.
+    exact, so the bytes are defined; for 8-bit codes the order of additions within p is XLA's. MX scales are powers of two:
+    beside 8-bit codes they go into the operands, whose dot product is over all of K.
     """
     values = [code_values(a_data, a_format), code_values(b_data, b_format)]
     scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
     if a_format.scaling == "tensor":
         return rounded(rounded(_dot(*values) * scales[0]) * scales[1])
+
+    if a_format.scaling == "e8m0" and not (a_format.packed and b_format.packed):
+        depth = min(v.shape[-1] for v in values)
+        scales = [jnp.repeat(s, a_format.length, axis=-1) for s in scales]
+        return _dot(*(rounded(v[..., :depth] * s[..., :depth]) for v, s in zip(values, scales, strict=True)))
 
     def by_block(v, scale):
         missing = scale.shape[-1] * a_format.length - v.shape[-1]
