@@ -183,6 +183,7 @@ void check_matmul(const std::pair<Format, Format>& formats, const Case& c, const
   for_all_runs([&](const Kernels& k, bool scrambled) {
     const Buffer found(bytes), before(bytes);
     p.result = found.as(), p.pre_activation = c.epilogue.pre_activation ? before.as() : nullptr;
+    p.threads = scrambled ? 16 : 1;
     run_chunks(k, p, scrambled);
     CHECK_EQ(first_difference(found, expected, p.type), -1);
     CHECK_EQ(first_difference(before, expected_before, p.type), -1);

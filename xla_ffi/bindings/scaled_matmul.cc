@@ -23,7 +23,7 @@ ffi::Error scaled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   MatmulProblem p{};
   p.a = operand(a_data, a_scale, *a_format, a.columns), p.b = operand(b_data, b_scale, *b_format, b.columns);
   p.batch = a.batch, p.rows = a.rows, p.columns = b.rows;
-  p.result = result->untyped_data(), p.type = *type;
+  p.result = result->untyped_data(), p.type = *type, p.threads = pool.num_threads();
   JLP_REQUIRE(matmul_supports(p));
   JLP_REQUIRE(a.batch == b.batch && a.batch == y.batch && y.rows == a.rows && y.columns == b.rows);
   const auto fits = [](const MatmulOperand& o, const Matrices& data, const ffi::AnyBuffer& scale) {

@@ -72,6 +72,7 @@ struct BF16 {
   }
 
   JLP_RULE F32 load_lanes(const uint16_t* p) { return bf16_decode<F32>(load_u16(p)); }
+  JLP_RULE void store_lanes(uint16_t* p, F32 v) { store_u16(p, bf16_encode(v)); }
 
   JLP_RULE Pair load_pair(const uint16_t* p) {
     const U32 words = load<U32>(p);
@@ -98,6 +99,7 @@ struct F16 {
   }
 
   JLP_RULE F32 load_lanes(const uint16_t* p) { return f16_decode<F32>(load_u16(p)); }
+  JLP_RULE void store_lanes(uint16_t* p, F32 v) { store_u16(p, f16_encode(v)); }
 
   JLP_RULE Pair load_pair(const uint16_t* p) {
     const U32 words = load<U32>(p);
@@ -140,10 +142,21 @@ struct Float {
     store(amax, low), store(amax + kLanes, high);
   }
   JLP_RULE F32 load_lanes(const float* p) { return load<F32>(p); }
+  JLP_RULE void store_lanes(float* p, F32 v) { store(p, v); }
   JLP_RULE void store_pair(float* p, Pair v) { store_interleaved(p, v.even, v.odd); }
   JLP_RULE F32 round(F32 x) { return x; }
   JLP_RULE F32 round_finite(F32 x) { return x; }
 };
+
+/// Calls visit with the element type's traits.
+template <class Visit>
+auto with_element(ElementType type, Visit visit) {
+  switch (type) {
+    case ElementType::kBF16: return visit(BF16{});
+    case ElementType::kF16: return visit(F16{});
+    default: return visit(Float{});
+  }
+}
 
 // --- elements of a type known at run time: `count` of them, up to kLanes; lanes beyond are zero and not written
 
@@ -169,8 +182,7 @@ JLP_RULE void store_elements(void* p, ElementType type, int64_t index, int count
   if (type == ElementType::kF32) {
     store(to, v);
   } else {
-    const U32 halves = type == ElementType::kBF16 ? bf16_encode(v) : f16_encode(v);
-    store(to, __builtin_convertvector(halves, HalfU16));
+    store_u16(to, type == ElementType::kBF16 ? bf16_encode(v) : f16_encode(v));
   }
   if (count < kLanes) memcpy(at, padded, count * element_bytes(type));
 }

@@ -21,16 +21,6 @@ JLP_ENTRY(hadamard, HadamardProblem);
 JLP_ENTRY(matmul, MatmulProblem);
 #undef JLP_ENTRY
 
-/// Calls visit with the element type's traits.
-template <class Visit>
-auto with_element(ElementType type, Visit visit) {
-  switch (type) {
-    case ElementType::kBF16: return visit(BF16{});
-    case ElementType::kF16: return visit(F16{});
-    default: return visit(Float{});
-  }
-}
-
 template <class Visit>
 auto with_bool(bool value, Visit visit) {
   return value ? visit(std::true_type{}) : visit(std::false_type{});

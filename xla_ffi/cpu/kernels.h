@@ -104,6 +104,7 @@ struct MatmulProblem {
   ElementType activation_input_type;
   void* result;  // [batch, rows, columns]
   ElementType type;
+  int64_t threads;  // how many may share the work: only the sizes of the chunks depend on it
 
   /// K. Packed codes may be padded further than the other operand's: with zeros, which add nothing.
   int64_t depth() const { return a.columns < b.columns ? a.columns : b.columns; }

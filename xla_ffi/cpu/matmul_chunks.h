@@ -18,19 +18,21 @@ struct MatmulRange {
   int64_t first_row, rows, first_column, columns;
 };
 
-/// Chunks of about `most` rows and columns, fewer where that would not make `enough` chunks for several threads: columns are
-/// halved first, down to `least`, then rows. Ranges are alike in size and whole multiples of a tile, which divides `least`.
+/// Chunks of about `most` rows and columns, fewer where that would not make enough chunks for the threads: the longer side
+/// is halved, down to `least`, since each row is unpacked for its chunk's columns alone and the reverse. Ranges are alike in
+/// size and whole multiples of a tile, which divides `least`.
 class MatmulChunks {
  public:
-  MatmulChunks(const MatmulProblem& p, MatmulSteps most, MatmulSteps least, MatmulSteps tile, int64_t enough)
+  MatmulChunks(const MatmulProblem& p, MatmulSteps most, MatmulSteps least, MatmulSteps tile)
       : rows_(p.rows), columns_(p.columns) {
     while (true) {
       row_step_ = even_step(p.rows, most.rows, tile.rows), column_step_ = even_step(p.columns, most.columns, tile.columns);
       row_ranges_ = divide_up(p.rows, row_step_), column_ranges_ = divide_up(p.columns, column_step_);
-      if (p.batch * per_matrix() >= enough) return;
-      if (most.columns > least.columns)
+      if (p.batch * per_matrix() >= kChunksPerThread * p.threads) return;
+      const bool rows = most.rows > least.rows, columns = most.columns > least.columns;
+      if (columns && (!rows || column_step_ >= row_step_))
         most.columns /= 2;
-      else if (most.rows > least.rows)
+      else if (rows)
         most.rows /= 2;
       else
         return;
@@ -43,6 +45,8 @@ class MatmulChunks {
   }
 
  private:
+  static constexpr int64_t kChunksPerThread = 4;  // one that starts late leaves its share to the others
+
   static int64_t even_step(int64_t size, int64_t most, int64_t tile) {
     return divide_up(divide_up(size, divide_up(size, most)), tile) * tile;
   }

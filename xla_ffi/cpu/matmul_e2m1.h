@@ -306,7 +306,7 @@ struct MatmulE2M1 {
   };
 
   static MatmulChunks cut(const MatmulProblem& p) {
-    return {p, {128, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}, 8};
+    return {p, {128, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}};
   }
 
   static int64_t granules(const MatmulProblem& p) { return p.a.format.blocks(p.depth()) * Scales::kGranules; }
@@ -351,9 +351,8 @@ struct MatmulE2M1 {
     F32 y[kRows][kTileVectors];  // indexed by a variable: apart from the sums, which stay in registers
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kTileVectors; ++v) y[r][v] = sums[r][v] * alpha;
-    for (int r = 0; r < tile.rows; ++r)
-      for (int v = 0; v < kTileVectors && column + v * kLanes < p.columns; ++v)
-        finish_vector(p, y[r][v], tile.batch, tile.row + r, column + v * kLanes);
+    finish_range(p, tile.batch, {tile.row, tile.rows, column, std::min<int64_t>(kTileColumns, p.columns - column)},
+                 [&](int64_t r, int64_t v) { return y[r][v]; });
   }
 
   /// Few rows are rounded up to a power of two.

@@ -39,8 +39,7 @@ struct MatmulFloat8 {
         }
       }
     }
-    for (int64_t row = 0; row < part.range.rows; ++row)
-      for (int64_t vector = 0; vector * kLanes < part.range.columns; ++vector) finish(part, row, vector);
+    finish(part);
   }
 
  private:
@@ -63,7 +62,7 @@ struct MatmulFloat8 {
 
   static MatmulChunks cut(const MatmulProblem& p) {
     constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
-    return {p, {256, 512}, {8 * kRows, kPanelColumns}, {kRows, kPanelColumns}, 32};
+    return {p, {256, 512}, {8 * kRows, kPanelColumns}, {kRows, kPanelColumns}};
   }
 
   /// A chunk's place and scratch memory.
@@ -126,6 +125,12 @@ struct MatmulFloat8 {
 
   static int64_t bytes_of(const MatmulOperand& operand, int64_t codes) {
     return operand.format.packed() ? divide_up(codes, 2) : codes;
+  }
+
+  /// Rows lie far apart, each a few cache lines that the processor does not see coming.
+  static constexpr int64_t kAhead = 4;
+  JLP_RULE void prefetch(const uint8_t* data, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
   }
 
   /// Up to 16 bytes; what follows the last is zero.
@@ -214,7 +219,9 @@ struct MatmulFloat8 {
     const MatmulOperand& a = part.p.a;
     for (int64_t i = 0; i < part.range.rows; ++i) {
       const int64_t row = part.range.first_row + i;
-      const uint8_t* data = a.data + (part.batch * part.p.rows + row) * a.format.row_bytes(a.columns) + bytes_of(a, k);
+      const int64_t stride = a.format.row_bytes(a.columns);
+      const uint8_t* data = a.data + (part.batch * part.p.rows + row) * stride + bytes_of(a, k);
+      if (i + kAhead < part.range.rows) prefetch(data + kAhead * stride, bytes_of(a, depth));
       float *out = part.rows + i * kStep, *scales = part.rows_scale + i * kMaxBlocks;
       if (part.scaled_blocks())
         load_scales(a, part.p.rows, part.batch, row, k / a.format.block, a.format.blocks(depth), scales, 1);
@@ -234,6 +241,8 @@ struct MatmulFloat8 {
       const int64_t column = (vector + v) * kLanes, row = part.range.first_column + column;
       const int64_t rows = std::clamp<int64_t>(part.range.columns - column, 0, kLanes);
       const uint8_t* data = b.data + (part.batch * part.p.columns + row) * stride + bytes_of(b, k);
+      for (int64_t r = kLanes; v + 1 < vectors && r < 2 * kLanes && column + r < part.range.columns; ++r)
+        prefetch(data + r * stride, bytes_of(b, depth));
       float *out = part.panel + v * kStep * kLanes, *scales = part.panel_scale + v * kMaxBlocks * kLanes;
       for (int64_t r = 0; part.scaled_blocks() && r < rows; ++r)
         load_scales(b, part.p.columns, part.batch, row + r, k / b.format.block, b.format.blocks(depth), scales + r, kLanes);
@@ -321,15 +330,20 @@ struct MatmulFloat8 {
 
   // --- the end
 
-  static void finish(const Part& part, int64_t row, int64_t vector) {
+  static void finish(const Part& part) {
     const MatmulProblem& p = part.p;
-    F32 y = load<F32>(part.y + (vector * part.range.rows + row) * kLanes);
-    if (p.a.format.scaling == Scaling::kTensor) {
-      float a_scale, b_scale;
+    float a_scale = 1, b_scale = 1;
+    if (p.a.format.scaling == Scaling::kTensor)
       memcpy(&a_scale, p.a.scale + 4 * part.batch, 4), memcpy(&b_scale, p.b.scale + 4 * part.batch, 4);
-      y = (y * a_scale) * b_scale;
+    constexpr int64_t kColumns = 64;  // whole cache lines
+    for (int64_t column = 0; column < part.range.columns; column += kColumns) {
+      const float* y = part.y + column * part.range.rows;
+      const MatmulRange range = {part.range.first_row, part.range.rows, part.range.first_column + column,
+                                 std::min(kColumns, part.range.columns - column)};
+      finish_range(p, part.batch, range, [&](int64_t r, int64_t v) {
+        return (load<F32>(y + (v * part.range.rows + r) * kLanes) * a_scale) * b_scale;
+      });
     }
-    finish_vector(p, y, part.batch, part.range.first_row + row, part.range.first_column + vector * kLanes);
   }
 };
 

@@ -316,6 +316,9 @@ JLP_RULE U32 load_u8(const uint8_t* p) {
 #endif
 }
 
+/// The lower halves of the lanes.
+JLP_RULE void store_u16(void* p, U32 v) { store(static_cast<uint8_t*>(p), __builtin_convertvector(v, HalfU16)); }
+
 /// kLanes 16-bit numbers.
 JLP_RULE U32 load_u16(const void* p) {
 #if defined(JLP_ISA_AVX512)
