@@ -53,7 +53,7 @@ def quantizers(cases: Cases, copies: Copies, few: int, many: int) -> None:
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(ours(x)))
             out = np.empty(min(nbytes, host.nbytes), np.uint8)
             times = 2 if fmt.scaling == "tensor" else 1
-            scales = "" if getattr(fmt, "power_of_two", True) or fmt.scaling == "tensor" else ", float32 scales"
+            scales = ", float32 scales" if fmt.scaling == "float32" and not fmt.power_of_two else ""
             name = f"quantize {fmt}{scales}, {way}"
 
             def call(f):

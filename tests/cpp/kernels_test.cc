@@ -199,11 +199,10 @@ struct Direction {
   }
 };
 
-void check_quantize(Shape shape, ElementType type, const NamedFormat& format, const Mode& mode, bool stochastic,
-                    const Numbers* const (&numbers)[2], std::mt19937& random) {
-  const int64_t batch = 2, size = shape.rows * shape.columns, misalignment = random() % 2 * 4;
-  const Buffer x(batch * size * reference::element_size(type), misalignment);
-  for (int64_t b = 0; b < batch; ++b) fill_elements(x.as(), type, b * size, size, numbers[b]->data, random);
+/// Both matrices of x.
+void check_quantize(const Buffer& x, int64_t misalignment, Shape shape, ElementType type, const NamedFormat& format,
+                    const Mode& mode, bool stochastic, const Numbers* const (&numbers)[2], std::mt19937& random) {
+  const int64_t batch = 2;
   const Buffer key(batch * 8);
   for (int64_t i = 0; i < 2 * batch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
   QuantizeProblem p{x.as(), type, batch,       shape.rows,      shape.columns, format.format, format.encode_scale_given,
@@ -239,9 +238,38 @@ void quantize_agrees_with_the_reference(const NamedFormat (&formats)[N], size_t 
             const Numbers* const numbers[2] = {&kNumbers[turn % count], &kNumbers[(turn * 5 + 3) % count]};
             const check::Given given(name(shape) + " " + name(type) + ", " + format.name + " " + mode.name + ", " +
                                      numbers[0]->name + "; " + numbers[1]->name);
-            check_quantize(shape, type, format, mode, stochastic, numbers, random);
+            const int64_t size = shape.rows * shape.columns, misalignment = random() % 2 * 4;
+            const Buffer x(2 * size * reference::element_size(type), misalignment);
+            for (int64_t b = 0; b < 2; ++b) fill_elements(x.as(), type, b * size, size, numbers[b]->data, random);
+            check_quantize(x, misalignment, shape, type, format, mode, stochastic, numbers, random);
           }
         }
+}
+
+/// Under the largest element of a block of 32, the least or the greatest of a binade: every mantissa of both signs in that
+/// binade and in those below, past the least code, and some zeros.
+TEST(quantize_agrees_with_the_reference_over_all_bf16_near_the_codes) {
+  constexpr Shape kShape = {70, 128};
+  std::mt19937 random(7);
+  for (const NamedFormat& format : kOtherFormats)
+    for (const int exponent : {-90, 0, 90}) {
+      const Buffer x(2 * kShape.rows * kShape.columns * 2);
+      uint32_t pattern = 0;
+      for (int64_t i = 0; i < x.size() / 2; ++i) {
+        const uint32_t top = static_cast<uint32_t>(127 + exponent) << 7 | (2 * i < x.size() / 2 ? 0u : 127u);
+        const uint32_t below = pattern / 256, bits = pattern % 256 < 128 ? pattern % 128 : 0x8000u | pattern % 128;
+        if (i % 32 != 0) pattern = (pattern + 1) % (34 * 256);
+        const uint32_t element = i % 32 == 0   ? top
+                                 : below == 33 ? bits & 0x8000u
+                                               : bits | static_cast<uint32_t>(127 + exponent - below) << 7;
+        x.as<uint16_t>()[i] = static_cast<uint16_t>(element);
+      }
+      for (const Mode& mode : kModes) {
+        if (mode.rotate) continue;
+        const check::Given given(std::string(format.name) + " " + mode.name + ", 2^" + std::to_string(exponent));
+        check_quantize(x, 0, kShape, ElementType::kBF16, format, mode, false, {&kNumbers[0], &kNumbers[0]}, random);
+      }
+    }
 }
 
 TEST(quantize_nvfp4_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 12, 2, false); }

@@ -29,6 +29,8 @@ struct BlockContext {
     if (is_tensor())
       tensor_encode = float8_tensor_encode_scale(direction.tensor[batch], p.encode_scale_given, scales.float8);
   }
+  /// Whether elements are multiplied by powers of two.
+  bool powers_of_two() const { return !is_tensor() && (scales.e8m0 || format.power_of_two); }
   bool is_tensor() const { return format.scaling == Scaling::kTensor; }
   /// Where an amax and a scale stand for more than one row.
   bool is_shared() const { return is_tensor() || format.tiles; }
@@ -105,13 +107,18 @@ constexpr int64_t code_bytes(int64_t elements) {
 }
 
 /// One group of 8-bit floats.
-template <class E, class Element, bool kStochastic>
+template <class E, class Element, bool kStochastic, bool kExponents>
 JLP_RULE void encode_float8_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
   JLP_UNROLL(4)
-  for (int i = 0; i < kGroup; i += 4 * kLanes)
+  for (int i = 0; i < kGroup; i += 4 * kLanes) {
+    if constexpr (kExponents) {  // a vector's elements are of one block, which is two granules at least
+      const auto offset = [&](int at) { return I16{} + exponent_offset<Element>(encode[at / (2 * kBlock) * 2]); };
+      if (encode_float8_by_exponent<Element>(x + i, offset(i), offset(i + 2 * kLanes), data + i)) continue;
+    }
     encode_float8<E, Element, kStochastic>(
         x + i, [&](int k) { return L::splat(encode[(i + k * kLanes) / kBlock]); },
         [&](int k) { return load_u8(random + i + k * kLanes); }, data + i);
+  }
 }
 
 /// Elements that will be read soon and that the processor does not fetch ahead by itself: kUnit of them every `stride`.
@@ -137,14 +144,17 @@ __attribute__((noinline)) void encode_span(const typename E::Storage* x, int gro
                                            const Ahead<E>& ahead, uint8_t* data) {
   constexpr bool kPacked = std::is_same_v<Element, E2M1>;
   const bool ordinary = span.finite && context.scales.up;  // of E2M1
-  for (int g = 0; g < groups; ++g) {
-    ahead.fetch(g);
-    uint8_t* to = data + code_bytes<Element>(g * kGroup);
-    if constexpr (kPacked)
-      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode + g * kLanes, ordinary, random.bytes[g], to);
-    else
-      encode_float8_group<E, Element, kStochastic>(x + g * kGroup, span.encode + g * kLanes, random.bytes[g], to);
-  }
+  with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
+    for (int g = 0; g < groups; ++g) {
+      ahead.fetch(g);
+      const float* encode = span.encode + g * kLanes;
+      uint8_t* to = data + code_bytes<Element>(g * kGroup);
+      if constexpr (kPacked)
+        quantize_row_group<E, kStochastic>(x + g * kGroup, encode, ordinary, random.bytes[g], to);
+      else
+        encode_float8_group<E, Element, kStochastic, exponents>(x + g * kGroup, encode, random.bytes[g], to);
+    }
+  });
   if (kPacked || __builtin_expect(span.finite, 1)) return;
   if (context.is_tensor()) return write_nan_codes<E>(x, groups * kGroup, data);
   for (int i = 0; i < groups * kLanes; ++i)

@@ -63,7 +63,7 @@ struct BlockTile {
 };
 
 /// 16 rows of a tile, each column with its own factor. `random` has four words a column: byte r of them is row r's.
-template <class E, class Element, bool kStochastic>
+template <class E, class Element, bool kStochastic, bool kExponents>
 __attribute__((noinline)) void encode_columns_of_granule(const typename E::Storage* x, const float* encode,
                                                          const uint32_t (*random)[kUnit], int columns, const Ahead<E>& ahead,
                                                          uint8_t* codes) {
@@ -71,17 +71,27 @@ __attribute__((noinline)) void encode_columns_of_granule(const typename E::Stora
     return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
   };
   constexpr int kStep = std::is_same_v<Element, E2M1> ? 2 : 1;
+  alignas(64) int16_t offsets[kUnit];
+  for (int i = 0; kExponents && i < kUnit; ++i) offsets[i] = exponent_offset<Element>(encode[i]);
   for (int r = 0; r < kBlock; r += kStep, codes += kUnit) {
     for (int g = r * kUnitGroups; g < (r + kStep) * kUnitGroups; ++g) ahead.fetch(g);
-    for (int i = 0; i < columns; i += 4 * kLanes)
-      if constexpr (kStep == 2)
+    for (int i = 0; i < columns; i += 4 * kLanes) {
+      const typename E::Storage *row = x + r * kUnit + i, *next = row + kUnit;
+      if constexpr (kStep == 2 && kExponents) {
+        encode_row_pair_by_exponent(row, next, offsets + i, codes + i);
+      } else if constexpr (kStep == 2) {
         encode_row_pair<E, kStochastic>(
-            x + r * kUnit + i, x + (r + 1) * kUnit + i, encode + i,
-            [&](int half, int k) { return byte(r + half, i + k * kLanes); }, codes + i);
-      else
+            row, next, encode + i, [&](int half, int k) { return byte(r + half, i + k * kLanes); }, codes + i);
+      } else {
+        if constexpr (kExponents)
+          if (encode_float8_by_exponent<Element>(row, load<I16>(offsets + i), load<I16>(offsets + i + 2 * kLanes),
+                                                 codes + i))
+            continue;
         encode_float8<E, Element, kStochastic>(
-            x + r * kUnit + i, [&](int k) { return load<F32>(encode + i + k * kLanes); },
-            [&](int k) { return byte(r, i + k * kLanes); }, codes + i);
+            row, [&](int k) { return load<F32>(encode + i + k * kLanes); }, [&](int k) { return byte(r, i + k * kLanes); },
+            codes + i);
+      }
+    }
   }
 }
 

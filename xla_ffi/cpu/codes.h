@@ -111,6 +111,71 @@ JLP_RULE void encode_float8(const typename E::Storage* x, Factor factor, Random 
   store(data, in_order(packed | pack_signs(y[0], y[1], y[2], y[3])));
 }
 
+// --- bf16 elements times powers of two, to nearest, in 16-bit lanes: multiplying is adding to the exponent
+
+/// Whether codes are made so where all factors are powers of two.
+template <class E, bool kStochastic>
+constexpr bool kByExponent = std::is_same_v<E, BF16> && !kStochastic;
+
+/// Calls visit with whether to make codes so.
+template <class E, bool kStochastic, class Visit>
+JLP_RULE void with_exponents(bool powers_of_two, Visit visit) {
+  if constexpr (kByExponent<E, kStochastic>)
+    if (powers_of_two) return visit(std::true_type{});
+  visit(std::false_type{});
+}
+
+/// What to take from an element's bits so that the product's exponent is that of its code.
+template <class Element>
+JLP_RULE int16_t exponent_offset(float factor) {
+  constexpr int kBias = 127 - Element::kBias;
+  return static_cast<int16_t>(((kBias + 127) << 7) - static_cast<int>(Lanes<float>::bits(factor) >> 16));
+}
+
+/// Codes of 2 * kLanes elements, saturating. Those of 8-bit products below the least normal code are wrong:
+/// `unknown` becomes negative. Of a zero, or subnormal, element the code is 0.
+template <class Element>
+JLP_RULE I16 codes_by_exponent(I16 x, I16 offset, I16& unknown) {
+  constexpr bool kFloat8 = !std::is_same_v<Element, E2M1>;
+  constexpr int kShift = 7 - Element::kMantissaBits, kSignShift = kFloat8 ? 8 : 12;
+  constexpr int16_t kMost = Element::kLargestCode << kShift, kBelowTie = (1 << (kShift - 1)) - 1;
+  constexpr int16_t kLeastNormal = 1 << 7, kHalf = kLeastNormal / 2, kSign = 1 << (15 - kSignShift);
+  const I16 magnitude = x & 0x7FFF, not_zero = magnitude > 0x7F;
+  const I16 product = magnitude - offset, kept = min(product, I16{} + kMost);
+  I16 code = (kept + kBelowTie + ((kept >> kShift) & 1)) >> kShift;
+  if (kFloat8)
+    unknown |= (product - kLeastNormal) & not_zero;
+  else  // 0.5 above a quarter of the least normal number, that number from three quarters of it on
+    code = product < kLeastNormal ? -((product > static_cast<int16_t>(-kLeastNormal)) + (product >= kHalf)) : code;
+  return (code | ((x >> kSignShift) & kSign)) & not_zero;
+}
+
+/// 4 * kLanes elements of a row by their offsets. False, and nothing stored, if there are products that it does not know.
+template <class Element>
+JLP_RULE bool encode_float8_by_exponent(const uint16_t* x, I16 low_offset, I16 high_offset, uint8_t* data) {
+  I16 unknown = I16{};
+  const I16 low = codes_by_exponent<Element>(load<I16>(x), low_offset, unknown);
+  const I16 high = codes_by_exponent<Element>(load<I16>(x + 2 * kLanes), high_offset, unknown);
+  if (__builtin_expect(any_negative(unknown), 0)) return false;
+  store(data, bytes_of(low, high));
+  return true;
+}
+
+/// encode_row_pair, with the offsets of the columns.
+JLP_RULE void encode_row_pair_by_exponent(const uint16_t* first, const uint16_t* second, const int16_t* offsets,
+                                          uint8_t* data) {
+  I16 pairs[2];
+  JLP_UNROLL(2)
+  for (int k = 0; k < 2; ++k) {
+    const int at = 2 * kLanes * k;
+    I16 unknown = I16{};
+    const I16 offset = load<I16>(offsets + at);
+    pairs[k] = codes_by_exponent<E2M1>(load<I16>(first + at), offset, unknown) |
+               (codes_by_exponent<E2M1>(load<I16>(second + at), offset, unknown) << 4);
+  }
+  store(data, bytes_of(pairs[0], pairs[1]));
+}
+
 // --- bytes of rows to bytes of columns
 
 /// 16 rows of 16 bytes, `from_stride` apart, transposed.

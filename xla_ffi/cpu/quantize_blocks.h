@@ -123,9 +123,12 @@ struct QuantizeBlocks {
     uint8_t* data = p.rowwise.data + line * p.format.row_bytes(p.columns) + code_bytes<Element>(t.column);
     store_codes(data, codes, p.format.row_bytes(t.input.columns));
     if (context.is_shared()) return;
-    const int64_t bytes = context.scales.bytes();
-    memcpy(row_scales(p, line, t.column), span.scale + row_of_span * (kUnit / p.format.block) * bytes,
-           p.format.blocks(t.input.columns) * bytes);
+    constexpr int kScaleBytes = kUnit / 32;  // 4 bytes for 128 elements, or 1 for 32
+    uint8_t* scales = row_scales(p, line, t.column);
+    if (t.input.columns == kUnit)
+      memcpy(scales, span.scale + row_of_span * kScaleBytes, kScaleBytes);
+    else
+      memcpy(scales, span.scale + row_of_span * kScaleBytes, p.format.blocks(t.input.columns) * context.scales.bytes());
   }
 
   /// Factors of the granules of `count` rows of a tile of square blocks.
@@ -147,8 +150,10 @@ struct QuantizeBlocks {
         random_columns(context.random, load<U32>(ids + i), context.random.groups[(t.row + r) / kBlock], random);
         for (int w = 0; w < 4; ++w) store(&words[w][i], random[w]);
       }
-      encode_columns_of_granule<E, Element, kStochastic>(t.input.x[r], t.encode[r / block], words, t.input.columns,
-                                                         t.ahead.down(r), t.codes[code_bytes<Element>(r)]);
+      with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
+        encode_columns_of_granule<E, Element, kStochastic, exponents>(
+            t.input.x[r], t.encode[r / block], words, t.input.columns, t.ahead.down(r), t.codes[code_bytes<Element>(r)]);
+      });
     }
     const int rest = t.input.rows % 32;  // packed codes fill their last block
     if (kPacked && rest > 0 && rest <= kBlock) memset(t.codes[(t.input.rows - rest + kBlock) / 2], 0, 8 * kUnit);

@@ -37,6 +37,7 @@ namespace JLP_ISA {
 typedef float F32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint32_t U32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef int32_t I32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+typedef int16_t I16 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint8_t U8 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));  // of every instruction set
 typedef uint8_t QuarterU8 __attribute__((vector_size(JLP_VECTOR_BYTES / 4)));
@@ -291,6 +292,31 @@ JLP_RULE bool all_below(F32 v, float limit) {
 #endif
 }
 
+/// Whether any lane is negative.
+JLP_RULE bool any_negative(I16 v) {
+#if defined(JLP_ISA_AVX512)
+  return _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi16(-0x8000)) != 0;
+#elif defined(JLP_ISA_AVX2)
+  return !_mm256_testz_si256((__m256i)v, _mm256_set1_epi16(-0x8000));
+#else
+  typedef uint64_t Words __attribute__((vector_size(JLP_VECTOR_BYTES)));
+  const Words words = (Words)v;
+  return ((words[0] | words[1]) & 0x8000800080008000u) != 0;
+#endif
+}
+
+JLP_RULE I16 min(I16 a, I16 b) {  // g++ 12 takes a comparison with a constant apart
+#if defined(JLP_ISA_AVX512)
+  return (I16)_mm512_min_epi16((__m512i)a, (__m512i)b);
+#elif defined(JLP_ISA_AVX2)
+  return (I16)_mm256_min_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (I16)_mm_min_epi16((__m128i)a, (__m128i)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // Zero-extending loads: g++ 12 takes a vector conversion from narrow integers apart.
 
 #if defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)
@@ -411,6 +437,25 @@ JLP_RULE U8 in_order(U8 packed) {
 JLP_RULE void store_low_bytes(uint8_t* out, U32 v) {
   const U8 bytes = in_order(pack_bytes(v, v, v, v));
   memcpy(out, &bytes, kLanes);
+}
+
+/// 16-bit numbers below 256 as bytes, in order.
+JLP_RULE U8 bytes_of(I16 low, I16 high) {
+#if defined(JLP_ISA_AVX512)
+  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15),
+                                      _mm512_packus_epi16((__m512i)low, (__m512i)high));
+#elif defined(JLP_ISA_AVX2)
+  return (U8)_mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)low, (__m256i)high), 0b11011000);
+#elif defined(__SSE2__)
+  return (U8)_mm_packus_epi16((__m128i)low, (__m128i)high);
+#else
+  U8 bytes;
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    bytes[i] = static_cast<uint8_t>(low[i]);
+    bytes[i + 2 * kLanes] = static_cast<uint8_t>(high[i]);
+  }
+  return bytes;
+#endif
 }
 
 }  // namespace JLP_ISA

@@ -8,7 +8,7 @@ namespace jaxlowprec {
 constexpr float kE2M1Max = 6.0f;
 
 struct E2M1 {
-  static constexpr int kMantissaBits = 1, kLargestExponent = 2;
+  static constexpr int kMantissaBits = 1, kBias = 1, kLargestExponent = 2, kLargestCode = 0x7;
   static constexpr float kMax = kE2M1Max;
 };
 

@@ -6,11 +6,11 @@
 namespace jaxlowprec {
 
 struct E4M3 {
-  static constexpr int kMantissaBits = 3, kBias = 7, kLargestExponent = 8;
+  static constexpr int kMantissaBits = 3, kBias = 7, kLargestExponent = 8, kLargestCode = 0x7E;
   static constexpr float kMax = 448.0f, kMinNormal = 0.015625f;  // 2^-6
 };
 struct E5M2 {
-  static constexpr int kMantissaBits = 2, kBias = 15, kLargestExponent = 15;
+  static constexpr int kMantissaBits = 2, kBias = 15, kLargestExponent = 15, kLargestCode = 0x7B;
   static constexpr float kMax = 57344.0f, kMinNormal = 6.103515625e-05f;  // 2^-14
 };
 
