@@ -16,8 +16,8 @@ def products(
     """float32 [..., M, N] without the amaxes of two-level formats.
 
     y = 0; for each block of K in order, with p the dot product of its codes: y = y + p * s_a * s_b. For E2M1 codes p is
-    exact, so the bytes are defined; for 8-bit codes the order of additions within p is XLA's. MX scales are powers of two:
-    beside 8-bit codes they go into the operands, whose dot product is over all of K.
+    exact, so the bytes are defined; for 8-bit codes the order of additions within p is XLA's. MX scales, powers of two,
+    go into the operands where one has 8-bit codes, and p is over all of K.
     """
     values = [code_values(a_data, a_format), code_values(b_data, b_format)]
     scales = [scale_values(a_scale, a_format, a_data.shape[-2]), scale_values(b_scale, b_format, b_data.shape[-2])]
