@@ -35,7 +35,7 @@ def scaled_matmul(
     acc -> * tensor scales -> + bias -> activation -> + accumulate -> one cast to `out_dtype`, each in float32. A row of
     the result depends neither on the other rows nor on the number of threads. On the CPU the bytes are those of every
     instruction set: between 4-bit operands exact within a block, sequential over blocks, by reference too; with 8-bit
-    ones a chain of multiply-adds along K, for Float8Block along each block. Not differentiable: see `jaxlowprec.linear`.
+    ones a chain of multiply-adds along K, for Float8Block along each block. Not differentiable: `jaxlowprec.linear` is.
 
     | a x b | blocks |
     |---|---|
