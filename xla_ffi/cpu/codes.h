@@ -141,10 +141,11 @@ JLP_RULE I16 codes_by_exponent(I16 x, I16 offset, I16& unknown) {
   constexpr int16_t kMost = Element::kLargestCode << kShift, kBelowTie = (1 << (kShift - 1)) - 1;
   constexpr int16_t kLeastNormal = 1 << 7, kHalf = kLeastNormal / 2, kSign = 1 << (15 - kSignShift);
   const I16 magnitude = x & 0x7FFF, not_zero = magnitude > 0x7F;
-  const I16 product = magnitude - offset, kept = min(product, I16{} + kMost);
+  const I16 product = (I16)((U16)magnitude - (U16)offset);  // wraps where a factor is NaN: codes that nobody keeps
+  const I16 kept = min(product, I16{} + kMost);
   I16 code = (kept + kBelowTie + ((kept >> kShift) & 1)) >> kShift;
   if (kFloat8)
-    unknown |= (product - kLeastNormal) & not_zero;
+    unknown |= (I16)((U16)product - kLeastNormal) & not_zero;
   else  // 0.5 above a quarter of the least normal number, that number from three quarters of it on
     code = product < kLeastNormal ? -((product > static_cast<int16_t>(-kLeastNormal)) + (product >= kHalf)) : code;
   return (code | ((x >> kSignShift) & kSign)) & not_zero;

@@ -38,6 +38,7 @@ typedef float F32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint32_t U32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef int32_t I32 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef int16_t I16 __attribute__((vector_size(JLP_VECTOR_BYTES)));
+typedef uint16_t U16 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint8_t U8 __attribute__((vector_size(JLP_VECTOR_BYTES)));
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));  // of every instruction set
 typedef uint8_t QuarterU8 __attribute__((vector_size(JLP_VECTOR_BYTES / 4)));
@@ -244,7 +245,6 @@ JLP_RULE U32 max_halves(U32 a, U32 b) {
 #elif defined(__SSE2__)
   return (U32)_mm_max_epi16(raw(a), raw(b));
 #else
-  typedef int16_t I16 __attribute__((vector_size(JLP_VECTOR_BYTES)));
   return (U32)((I16)a > (I16)b ? (I16)a : (I16)b);
 #endif
 }
