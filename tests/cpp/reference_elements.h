@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "../../xla_ffi/cpu/kernels.h"
 #include "../../xla_ffi/numerics/float16.h"
+#include "../../xla_ffi/problems.h"
 
 namespace jaxlowprec {
 namespace reference {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "../cpu/kernels.h"
+#include "../problems.h"
 #include "large_pages.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-#include "../cpu/kernels.h"
+#include "../problems.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxlowprec {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../numerics/hadamard.h"
-#include "kernels.h"
+#include "../problems.h"
 #include "tiles.h"
 
 namespace jaxlowprec {

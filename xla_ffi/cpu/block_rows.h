@@ -2,8 +2,8 @@
 // span of groups come before its codes, so that one group's chain of dependent steps hides behind the others'.
 #pragma once
 
+#include "../problems.h"
 #include "codes.h"
-#include "kernels.h"
 #include "random.h"
 #include "scales.h"
 #include "tiles.h"

@@ -5,7 +5,7 @@
 
 #include "../numerics/e2m1.h"
 #include "../numerics/float8.h"
-#include "kernels.h"
+#include "../problems.h"
 #include "tiles.h"
 
 namespace jaxlowprec {

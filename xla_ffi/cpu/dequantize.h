@@ -5,7 +5,7 @@
 
 #include "../numerics/mx.h"
 #include "../numerics/nvfp4.h"
-#include "kernels.h"
+#include "../problems.h"
 #include "rotate.h"
 
 namespace jaxlowprec {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../numerics/float16.h"
-#include "kernels.h"
+#include "../problems.h"
 #include "vec.h"
 
 namespace jaxlowprec {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "../problems.h"
 #include "elements.h"
-#include "kernels.h"
 #include "tiles.h"
 
 namespace jaxlowprec {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "../numerics/gelu.h"
+#include "../problems.h"
 #include "elements.h"
-#include "kernels.h"
 #include "matmul_chunks.h"
 
 namespace jaxlowprec {

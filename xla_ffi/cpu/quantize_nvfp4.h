@@ -10,8 +10,8 @@
 
 #include "../numerics/hadamard.h"
 #include "../numerics/nvfp4.h"
+#include "../problems.h"
 #include "codes.h"
-#include "kernels.h"
 #include "random.h"
 #include "tiles.h"
 

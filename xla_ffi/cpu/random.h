@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../numerics/philox.h"
-#include "kernels.h"
+#include "../problems.h"
 #include "tiles.h"
 
 namespace jaxlowprec {

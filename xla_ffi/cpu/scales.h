@@ -4,7 +4,7 @@
 #include "../numerics/e2m1.h"
 #include "../numerics/float8_block.h"
 #include "../numerics/mx.h"
-#include "kernels.h"
+#include "../problems.h"
 #include "vec.h"
 
 namespace jaxlowprec {

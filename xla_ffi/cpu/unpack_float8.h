@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../numerics/float8.h"
-#include "kernels.h"
+#include "../problems.h"
 #include "vec.h"
 
 #if defined(JLP_HAVE_HALF_CONVERSION)

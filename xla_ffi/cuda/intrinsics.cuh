@@ -1,0 +1,180 @@
+// What the kernels use of the machine beyond plain CUDA C++: conversions, copies and tensor cores that need PTX. Each has a
+// definition for the host too, by the rules of numerics/ or by tests/cuda, so that kernels run on a CPU in the tests.
+//
+// kArch is the architecture compiled for (900 for sm_90): a test chooses it, and executes what that architecture would. It
+// is for bodies of functions only: a kernel's template arguments must not depend on it, since the host's stub would differ.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../numerics/e2m1.h"
+#include "../numerics/float16.h"
+#include "../numerics/float8.h"
+
+#define JLP_DEVICE static __device__ __forceinline__
+
+namespace jaxlowprec {
+namespace cuda {
+
+#if defined(__CUDA_ARCH__)
+constexpr int kArch = __CUDA_ARCH__;
+#elif defined(JLP_TEST_CUDA_ARCH)
+constexpr int kArch = JLP_TEST_CUDA_ARCH;
+#else
+constexpr int kArch = 0;  // the host pass of nvcc
+#endif
+constexpr bool kHasFloat8Conversion = kArch >= 890;
+constexpr bool kHasE2M1Conversion = kArch == 1000 || kArch == 1030 || kArch == 1200;
+
+// --- conversions. Two at a time, the first in the low half
+
+#if defined(__CUDACC__)
+
+JLP_DEVICE uint32_t bf16x2(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+JLP_DEVICE uint32_t f16x2(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+JLP_DEVICE float f16_to_float(uint32_t half) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<uint16_t>(half)));
+  return y;
+}
+
+// The hardware's saturating conversions, where kHas... says so. A NaN stays one; zero keeps its sign.
+JLP_DEVICE uint32_t e4m3x2_hardware(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  return 0;
+#endif
+}
+JLP_DEVICE uint32_t e5m2x2_hardware(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t y;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  return 0;
+#endif
+}
+JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) {
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+  uint32_t y;
+  asm("{ .reg .b8 byte; cvt.rn.satfinite.e2m1x2.f32 byte, %1, %2; cvt.u32.u8 %0, byte; }" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  return 0;
+#endif
+}
+
+// --- asynchronous copies of 16 bytes to shared memory, in groups
+
+JLP_DEVICE void copy_async16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global)
+               : "memory");
+}
+JLP_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits until at most kPending of the calling thread's groups are unfinished. Other threads' copies need a barrier too.
+template <int kPending>
+JLP_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- tensor cores
+
+/// d += a b for a 16x16 (row-major), b 16x8 (column-major) of bfloat16 and d of float32, in the fragments of mma.m16n8k16.
+JLP_DEVICE void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+JLP_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared_row)))
+               : "memory");
+}
+
+/// a * b for each of two bfloat16, rounded.
+JLP_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t y;
+#if __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
+#endif
+  return y;
+}
+
+#else  // executed on a CPU by tests/cuda
+
+JLP_DEVICE uint32_t bf16x2(float low, float high) { return bf16_encode(low) | bf16_encode(high) << 16; }
+JLP_DEVICE uint32_t f16x2(float low, float high) { return f16_encode(low) | f16_encode(high) << 16; }
+JLP_DEVICE float f16_to_float(uint32_t half) { return f16_decode<float>(half & 0xFFFFu); }
+
+template <class Encode>
+JLP_DEVICE uint32_t saturated_x2(float low, float high, float maximum, Encode encode) {
+  const auto code = [&](float x) {
+    const float a = absolute(x);
+    return encode(a > maximum ? Lanes<float>::from_bits((Lanes<float>::bits(x) & kSignBit) | Lanes<float>::bits(maximum))
+                              : x);
+  };
+  return code(low) | code(high) << 8;
+}
+JLP_DEVICE uint32_t e4m3x2_hardware(float low, float high) {
+  return saturated_x2(low, high, E4M3::kMax, e4m3_encode<float>);
+}
+JLP_DEVICE uint32_t e5m2x2_hardware(float low, float high) {
+  return saturated_x2(low, high, E5M2::kMax, e5m2_encode<float>);
+}
+JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) { return e2m1_encode(low) | e2m1_encode(high) << 4; }
+
+JLP_DEVICE void copy_async16(void* shared, const void* global) { cuda_on_cpu::copy_async(shared, global, 16); }
+JLP_DEVICE void copy_async_commit() { cuda_on_cpu::copy_async_commit(); }
+template <int kPending>
+JLP_DEVICE void copy_async_wait() {
+  cuda_on_cpu::copy_async_wait(kPending);
+}
+
+JLP_DEVICE void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  cuda_on_cpu::mma_m16n8k16_bf16(d, a, b);
+}
+JLP_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) { cuda_on_cpu::ldmatrix_x4(r, shared_row); }
+
+JLP_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  const auto product = [&](int shift) {
+    return bf16_encode(bf16_decode<float>((a >> shift) & 0xFFFFu) * bf16_decode<float>((b >> shift) & 0xFFFFu));
+  };
+  return product(0) | product(16) << 16;
+}
+
+#endif
+
+/// The block's dynamic shared memory as the kernel's one struct; a launch passes sizeof(Shared).
+template <class Shared>
+JLP_DEVICE Shared& block_shared() {
+#if defined(__CUDACC__)
+  extern __shared__ uint4 memory[];
+  return *reinterpret_cast<Shared*>(memory);
+#else
+  return *static_cast<Shared*>(cuda_on_cpu::shared_memory());
+#endif
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

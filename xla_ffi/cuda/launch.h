@@ -1,0 +1,19 @@
+// The GPU's side of every operation: launches on a stream, with pointers into the device's memory. The same problems as the
+// CPU's kernels take, and the same bytes. Nothing here waits for the device, allocates, or reads what the device holds, so
+// every launch can be captured in a graph.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../problems.h"
+
+namespace jaxlowprec {
+namespace cuda {
+
+cudaError_t launch(const AmaxProblem& problem, cudaStream_t stream);  // zeroes the results first
+cudaError_t launch(const QuantizeProblem& problem, cudaStream_t stream);
+cudaError_t launch(const DequantizeProblem& problem, cudaStream_t stream);
+cudaError_t launch(const HadamardProblem& problem, cudaStream_t stream);  // its sign_bits are in the host's memory
+
+}  // namespace cuda
+}  // namespace jaxlowprec

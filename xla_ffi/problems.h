@@ -1,0 +1,145 @@
+// What the kernels are asked to do: formats as jaxlowprec/formats.py describes them, and one struct an operation. The CPU's
+// and the GPU's kernels take the same ones, with pointers into their own memory.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxlowprec {
+
+enum class ElementType : int32_t { kBF16, kF16, kF32 };
+
+// --- formats, as jaxlowprec/formats.py describes them
+
+enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2 };
+
+/// What codes are relative to.
+enum class Scaling : int32_t {
+  kTwoLevel,  // NVFP4: an E4M3 scale a block, and the amax of the matrix
+  kE8M0,      // MX: a power of two a block
+  kFloat32,   // FP8 blockwise: a float32 a block
+  kTensor,    // a float32 a matrix
+};
+
+/// How an amax becomes an E8M0 scale (numerics.md 6).
+enum class ScaleRule : int32_t { kUp, kFloor, kEven };
+
+struct Format {
+  CodeType code;
+  Scaling scaling;
+  int32_t block;         // elements along the quantised axis that share a scale; 1 for kTensor
+  bool tiles;            // block x block instead of 1 x block
+  ScaleRule scale_rule;  // of kE8M0
+  bool power_of_two;     // of kFloat32 and kTensor
+  float amax_epsilon;    // of kFloat32 and kTensor
+
+  bool packed() const { return code == CodeType::kE2M1; }  // two codes a byte
+  int64_t blocks(int64_t elements) const { return (elements + block - 1) / block; }
+  /// Bytes of codes of `columns` elements: packed ones fill whole blocks.
+  int64_t row_bytes(int64_t columns) const { return packed() ? blocks(columns) * block / 2 : columns; }
+  int64_t scale_rows(int64_t rows) const { return scaling == Scaling::kTensor ? 1 : tiles ? blocks(rows) : rows; }
+  int64_t scale_columns(int64_t columns) const { return scaling == Scaling::kTensor ? 1 : blocks(columns); }
+  int64_t scale_bytes() const { return scaling == Scaling::kFloat32 || scaling == Scaling::kTensor ? 4 : 1; }
+  /// Scales of a rows x columns matrix, each of scale_bytes().
+  int64_t scales(int64_t rows, int64_t columns) const { return scale_rows(rows) * scale_columns(columns); }
+};
+
+/// Where stochastic rounding takes its bits from (numerics.md 4): global indices of the unsharded array.
+struct Random {
+  const uint32_t* key = nullptr;     // [batch, 2]; null: round to nearest
+  const uint32_t* rows = nullptr;    // [rows of the quantised orientation]
+  const uint32_t* groups = nullptr;  // [groups of 16 along the quantised axis]
+  uint32_t stream = 0;
+};
+
+/// One of the two ways to quantise a matrix: along its rows, or along its columns with the result stored K-major.
+struct QuantizeDirection {
+  const float* tensor = nullptr;  // [batch]: kTwoLevel and kTensor: the amax after rotation, or the encode scale; else null
+  uint8_t* data = nullptr;        // null: not wanted
+  uint8_t* scale = nullptr;
+  Random random;
+};
+
+struct QuantizeProblem {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  int64_t batch, rows, columns;
+  Format format;
+  bool encode_scale_given;  // kTensor: `tensor` is what to multiply by
+  QuantizeDirection rowwise, columnwise;
+  bool rotate_columns;  // kTwoLevel: random Hadamard transform along the columns, for the columnwise direction
+  uint32_t sign_mask;
+};
+
+struct AmaxProblem {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  int64_t batch, rows, columns;
+  uint32_t* plain;    // [batch] magnitude bits, zero on entry; null: not wanted
+  uint32_t* rotated;  // the same after the random Hadamard transform along the columns
+  uint32_t sign_mask;
+};
+
+enum class Activation : int32_t { kNone, kGeluTanh, kGeluTanhGradient };
+
+/// Codes [batch, rows, format.row_bytes(columns)], contraction last, and [batch, format.scales(rows, columns)] scales.
+struct MatmulOperand {
+  Format format;
+  const uint8_t* data;
+  const uint8_t* scale;
+  const float* amax;  // [batch]; kTwoLevel only, else null
+  int64_t columns;    // K, up to padding to whole blocks of packed codes
+};
+
+struct MatmulProblem {
+  MatmulOperand a, b;
+  int64_t batch, rows, columns;  // M, N
+  const float* bias;             // [batch, columns]; null: none
+  const void* accumulate;        // [batch, rows, columns] of `accumulate_type`; null: none
+  ElementType accumulate_type;
+  Activation activation;
+  void* pre_activation;          // kGeluTanh: what it was applied to, of the result's type; null: not wanted
+  const void* activation_input;  // kGeluTanhGradient: where the derivative is taken [batch, rows, columns]
+  ElementType activation_input_type;
+  void* result;  // [batch, rows, columns]
+  ElementType type;
+  int64_t threads;  // how many may share the work: only the sizes of the chunks depend on it
+
+  /// K. Packed codes may be padded further than the other operand's: with zeros, which add nothing.
+  int64_t depth() const { return a.columns < b.columns ? a.columns : b.columns; }
+  /// Both operands 4-bit: dot products of a block are exact integers.
+  bool packed() const { return a.format.packed() && b.format.packed(); }
+};
+
+/// Whether there is a GEMM for a pair of operands (numerics.md 5 and 9).
+inline bool matmul_supports(const MatmulProblem& p) {
+  const Format &a = p.a.format, &b = p.b.format;
+  if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
+  if (a.code == CodeType::kE5M2 && b.code == CodeType::kE5M2) return false;
+  if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
+  const bool mixed = a.packed() != b.packed();
+  return mixed ? a.blocks(p.a.columns) == b.blocks(p.b.columns) : p.a.columns == p.b.columns;
+}
+
+struct DequantizeProblem {
+  Format format;
+  const uint8_t* data;   // [batch, rows, format.row_bytes(columns)]
+  const uint8_t* scale;  // [batch, format.scales(rows, columns)]
+  const float* amax;     // [batch]; kTwoLevel only, else null
+  int64_t batch, rows, columns;
+  bool rotate;  // undo a random Hadamard transform of size 16 along the rows
+  uint32_t sign_mask;
+  void* result;
+  ElementType type;
+};
+
+struct HadamardProblem {
+  const void* x;  // [rows, columns], transformed along its rows in pieces of `size`; or, if `vertical`, along its columns
+  ElementType type;
+  int64_t batch, rows, columns;
+  int32_t size;
+  bool vertical, inverse;
+  const uint32_t* sign_bits;  // [size], 0 or the sign bit
+  void* result;
+};
+
+}  // namespace jaxlowprec
