@@ -44,30 +44,43 @@ def smooth(values: list[float], width: int) -> np.ndarray:
 
 
 def picture(results: list[dict], path: pathlib.Path) -> None:
-    """Loss curves above, their gaps against bf16 below."""
+    """Loss curves, and below them their gaps against bf16 where it was trained too."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
     styles = {"bf16": ("black", "-"), "bf16 perturbed": ("0.55", ":")}
-    base = next((r for r in results if r["name"] == "bf16"), None)
-    for r in results:
-        color, line = styles.get(r["name"], (None, "-"))
-        steps = np.arange(1, len(r["losses"]) + 1)
-        width = len(steps) // 20
-        (drawn,) = top.plot(steps, smooth(r["losses"], width), line, color=color, label=r["name"])
-        if base is not None and r is not base and len(base["losses"]) == len(r["losses"]):
-            gap = 100 * (smooth(r["losses"], width) / smooth(base["losses"], width) - 1)
-            bottom.plot(steps, gap, line, color=drawn.get_color(), label=f"{r['name']} against bf16")
+    curves = {r["name"]: smooth(r["losses"], len(r["losses"]) // 20) for r in results}
+    base = curves.get("bf16")
+    gaps = {
+        name: 100 * (losses / base - 1)
+        for name, losses in curves.items()
+        if base is not None and name != "bf16" and len(losses) == len(base)
+    }
+    figure, axes = plt.subplots(
+        2 if gaps else 1,
+        1,
+        figsize=(8, 7 if gaps else 4.5),
+        sharex=True,
+        squeeze=False,
+        height_ratios=(3, 2) if gaps else None,
+        layout="constrained",
+    )
+    top, bottom = axes[0, 0], axes[-1, 0]
+    for name, losses in curves.items():
+        color, line = styles.get(name, (None, "-"))
+        steps = np.arange(1, len(losses) + 1)
+        (drawn,) = top.plot(steps, losses, line, color=color, label=name)
+        if name in gaps:
+            bottom.plot(steps, gaps[name], line, color=drawn.get_color(), label=f"{name} against bf16")
     top.set_ylabel("training loss (nats a byte)")
     top.legend()
-    bottom.axhline(0, color="black", linewidth=0.8)
-    bottom.set_ylabel("gap (%)")
-    bottom.set_xlabel("step")
-    if bottom.get_legend_handles_labels()[0]:
+    if gaps:
+        bottom.axhline(0, color="black", linewidth=0.8)
+        bottom.set_ylabel("gap (%)")
         bottom.legend()
+    bottom.set_xlabel("step")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
