@@ -5,6 +5,7 @@
 
 #include "../cpu/dispatch.h"
 #include "cpu_handlers.h"
+#include "cuda_build.h"
 
 namespace nb = nanobind;
 
@@ -27,6 +28,9 @@ NB_MODULE(_native, m) {
     handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
     return handlers;
   });
+  m.attr("no_cuda") = jaxlowprec::kNoCuda;
+  m.attr("cuda_version") = jaxlowprec::kCudaVersion;
+  m.attr("cuda_architectures") = jaxlowprec::kCudaArchitectures;
   m.def("isa", [] { return std::string(jaxlowprec::kernels().isa); });
   m.def("available_isas", &jaxlowprec::available_isas);
   m.def("use_isa", &jaxlowprec::use_isa);
