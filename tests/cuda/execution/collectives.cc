@@ -11,7 +11,8 @@ namespace cuda_on_cpu {
 namespace {
 
 bool same(const Site& a, const Site& b) {
-  return a.line == b.line && !std::strcmp(a.operation, b.operation) && !std::strcmp(a.file, b.file);
+  const auto equal = [](const char* x, const char* y) { return x == y || !std::strcmp(x, y); };
+  return a.line == b.line && equal(a.operation, b.operation) && equal(a.file, b.file);
 }
 
 std::string in_hexadecimal(uint32_t mask) {
@@ -29,13 +30,24 @@ void check_mask(const Thread& self, const Site& site, uint32_t mask) {
     fail("waits in " + text_of(site) + " with mask " + in_hexadecimal(mask) + ", but lane " + std::to_string(lane) +
          (exists ? " has returned" : " does not exist"));
   }
-  for (uint32_t others = warp.waiting; others; others &= others - 1) {
+}
+
+/// The lanes that wait for the same as `self`, with it. Others may wait for something else that they can have without it.
+uint32_t gathered(const Thread& self) {
+  const Warp& warp = *self.warp;
+  const uint32_t own = 1u << self.lane;
+  const auto alike = [&](const Thread& other) { return other.mask == self.mask && same(other.site, self.site); };
+  if (warp.latest && warp.waiting & 1u << warp.latest->lane && alike(*warp.latest)) return warp.latest->gathered | own;
+  uint32_t lanes = own;
+  for (uint32_t others = warp.waiting & self.mask & ~own; others; others &= others - 1) {
     const Thread& other = warp.threads[__builtin_ctz(others)];
-    if (other.mask == mask && same(other.site, site)) continue;
-    if (!(other.mask & mask)) continue;  // another part of the warp
-    fail("is at " + text_of(site) + " with mask " + in_hexadecimal(mask) + ", but " + text_of(other) + " waits in " +
-         text_of(other.site) + " with mask " + in_hexadecimal(other.mask));
+    if (alike(other))
+      lanes |= 1u << other.lane;
+    else if (other.mask & own)
+      fail("is at " + text_of(self.site) + " with mask " + in_hexadecimal(self.mask) + ", but " + text_of(other) +
+           " waits for it in " + text_of(other.site) + " with mask " + in_hexadecimal(other.mask));
   }
+  return lanes;
 }
 
 /// What the lanes of `mask` did is now before what each of them does, and so is what was before that.
@@ -90,8 +102,10 @@ void warp_collective(const Site& site, uint32_t mask, void* argument, Combine co
   Warp& warp = *self.warp;
   check_mask(self, site, mask);
   self.site = site, self.mask = mask, self.argument = argument;
+  self.gathered = gathered(self);
   warp.waiting |= 1u << self.lane;
-  if ((warp.waiting & mask) != mask) {
+  warp.latest = &self;
+  if (self.gathered != mask) {
     wait();
     return;
   }

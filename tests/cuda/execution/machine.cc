@@ -135,6 +135,10 @@ void switch_to_host(void** from) {
     fail("returns before the copy_async at " + placeholder(self.copies.front().place) + " was waited for");
   if (block.arrived)
     fail("returns, but " + text_of(*block.first_arrived) + " waits in " + text_of(block.first_arrived->site));
+  for (uint32_t lanes = self.warp->waiting; lanes; lanes &= lanes - 1) {
+    const Thread& other = self.warp->threads[__builtin_ctz(lanes)];
+    if (other.mask & 1u << self.lane) fail("returns, but " + text_of(other) + " waits for it in " + text_of(other.site));
+  }
   self.warp->present &= ~(1u << self.lane);
   --block.present;
   if (Thread* next = next_thread()) go_on_with(*next, &self.stack_pointer);
@@ -188,6 +192,7 @@ void prepare_warps() {
     warp.index = w;
     warp.present = warp.runnable = lanes == kWarpSize ? ~0u : (1u << lanes) - 1;
     warp.waiting = 0;
+    warp.latest = nullptr;
     warp.start = block.first;
     block.runnable_warps |= 1u << w;
   }

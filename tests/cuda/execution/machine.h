@@ -31,8 +31,8 @@ struct Thread {
   Warp* warp;
   uint32_t index, lane;
   uint3 position;
-  Site site;  // where it waits
-  uint32_t mask;
+  Site site;                // where it waits
+  uint32_t mask, gathered;  // lanes it waits for, and those that waited for the same when it came
   void* argument;
   std::vector<AsyncCopy> copies;  // that have not landed
   uint32_t copy_groups;           // committed
@@ -44,6 +44,7 @@ struct Warp {
   uint32_t present;  // lanes that exist and have not returned, as bits
   uint32_t runnable;
   uint32_t waiting;  // in a collective
+  Thread* latest;    // to begin to wait
   Stamp start;       // after the latest __syncthreads or __syncwarp of all lanes
   /// After __syncwarp of some lanes: what lane j did before ordered[i][j] is before what lane i does now.
   Stamp ordered[kWarpSize][kWarpSize];
@@ -79,7 +80,7 @@ struct Machine {
 };
 extern Machine machine;
 
-constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kStackBytes = 128 << 10;
 
 inline void make_runnable(Warp& warp, uint32_t lanes) {
   warp.runnable |= lanes;

@@ -249,18 +249,34 @@ void record(const Where& where, Record& r) {
     record_write(where, r);
 }
 
-/// Some or all bytes of a word.
-void record_word(Where where, size_t first, size_t bytes) {
-  const Memory& memory = where.memory;
-  const size_t w = first / kWord;
+/// f(offset, bytes) for the words that these bytes lie in, and the bytes of each.
+template <class F>
+void for_words(size_t offset, size_t bytes, F f) {
+  for (const size_t end = offset + bytes; offset < end;) {
+    const size_t here = std::min(end - offset, kWord - offset % kWord);
+    f(offset, here);
+    offset += here;
+  }
+}
+
+/// The records of a word's bytes, which are used from now on.
+Record* split_word(const Memory& memory, size_t w) {
   Record& word = memory.words[w];
+  Record* const bytes = memory.split + w * kWord;
   if (!word.split) {
-    if (bytes == kWord) return record(where, word);
-    std::fill(memory.split + w * kWord, memory.split + (w + 1) * kWord, word);
+    std::fill_n(bytes, kWord, word);
     word.split = true;
   }
-  for (size_t i = 0; i < bytes; ++i, ++where.offset) record(where, memory.split[first + i]);
-  if (bytes == kWord && where.use == Use::kWrite) word = memory.split[first];  // all four the same again
+  return bytes;
+}
+
+/// Some or all bytes of a word.
+void record_word(Where where, size_t bytes) {
+  Record& word = where.memory.words[where.offset / kWord];
+  if (bytes == kWord && !word.split) return record(where, word);
+  Record* const records = split_word(where.memory, where.offset / kWord) + where.offset % kWord;
+  for (size_t i = 0; i < bytes; ++i, ++where.offset) record(where, records[i]);
+  if (bytes == kWord && where.use == Use::kWrite) word = records[0];  // all four the same again
 }
 
 bool in_image(uintptr_t address, size_t bytes) {
@@ -278,21 +294,16 @@ bool in_parameters(uintptr_t address, size_t bytes) {
 
 void use(const void* address, size_t bytes, Use use, PlaceInCode place) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(address);
-  if (first - reinterpret_cast<uintptr_t>(machine.current->stack) < kStackBytes) return;  // its own variables
   Memory* const memory = find(first, bytes);
   if (!memory) {
     // Parameters and constants. The program's variables are not the device's, so writing them is wrong.
     if (use == Use::kRead && (in_parameters(first, bytes) || in_image(first, bytes))) return;
     fail_outside(first, bytes, use, place);
   }
-  Where where{*memory, first - memory->begin, use, place};
+  const Where where{*memory, first - memory->begin, use, place};
   if (use != Use::kRead && memory->read_only) fail(described(where) + ", which is read-only");
   (use == Use::kRead ? memory->traffic.read : memory->traffic.written) += bytes;
-  for (const size_t end = where.offset + bytes; where.offset < end;) {
-    const size_t here = std::min(end - where.offset, kWord - where.offset % kWord);
-    record_word(where, where.offset, here);
-    where.offset += here;
-  }
+  for_words(where.offset, bytes, [&](size_t at, size_t here) { record_word({*memory, at, use, place}, here); });
 }
 
 // --- shared memory and asynchronous copies to it
@@ -302,22 +313,22 @@ void set_shared_memory(size_t bytes) { shared_arena().bytes = bytes; }
 bool in_shared_memory(const void* address) { return contains(shared_arena(), reinterpret_cast<uintptr_t>(address), 1); }
 
 namespace {
+/// The records of what a copy writes: whole words, not split since then.
 template <class F>
-void for_words(const AsyncCopy& copy, F f) {
-  Memory& memory = shared_arena();
-  const size_t first = (reinterpret_cast<uintptr_t>(copy.to) - memory.begin) / kWord;
-  for (size_t w = first; w < first + copy.bytes / kWord; ++w) f(memory.words[w]);
+void for_target(const AsyncCopy& copy, F f) {
+  const size_t first = (reinterpret_cast<uintptr_t>(copy.to) - shared_arena().begin) / kWord;
+  std::for_each_n(shared_arena().words + first, copy.bytes / kWord, f);
 }
 }  // namespace
 
 void start_copy(const AsyncCopy& copy) {
   use(copy.to, copy.bytes, Use::kWrite, copy.place);
-  for_words(copy, [](Record& word) { word.in_flight = true; });
+  for_target(copy, [](Record& word) { word.in_flight = true; });
 }
 
 void land_copy(const AsyncCopy& copy) {
   std::memcpy(copy.to, copy.from, copy.bytes);
-  for_words(copy, [](Record& word) { word.in_flight = false, word.write_stamp = machine.clock; });
+  for_target(copy, [](Record& word) { word.in_flight = false, word.write_stamp = machine.clock; });
 }
 
 // --- arrays
@@ -371,15 +382,14 @@ bool host_writes(const void* address, size_t bytes) {
   Memory* const memory = find(first, bytes);
   if (!memory) return !find(first, 0);
   if (memory->read_only) return false;
-  for (size_t i = first - memory->begin, end = i + bytes; i < end; ++i) {
-    Record& word = memory->words[i / kWord];
-    if (!word.split) {
-      std::fill(memory->split + i / kWord * kWord, memory->split + (i / kWord + 1) * kWord, word);
-      word.split = true;
-    }
-    memory->split[i] = {};
-    memory->split[i].write_stamp = machine.clock;
-  }
+  Record written{};
+  written.write_stamp = machine.clock;
+  for_words(first - memory->begin, bytes, [&](size_t at, size_t here) {
+    if (here == kWord)
+      memory->words[at / kWord] = written;
+    else
+      std::fill_n(split_word(*memory, at / kWord) + at % kWord, here, written);
+  });
   return true;
 }
 

@@ -31,6 +31,18 @@ struct Options {
 };
 Options& options();
 
+/// Runs f once in each order, and twice in random ones.
+template <class F>
+void in_every_order(F f) {
+  const Options before = options();
+  for (const Order order : {Order::kForward, Order::kReverse, Order::kRandom, Order::kRandom}) {
+    options().order = order;
+    f();
+    ++options().seed;
+  }
+  options() = before;
+}
+
 /// Takes what the checks report while it lives, newest collector first. A report that nobody takes is printed and fails the
 /// program. A launch ends with its first report and returns cudaErrorLaunchFailure.
 class Reports {
