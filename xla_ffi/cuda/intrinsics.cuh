@@ -50,6 +50,19 @@ JLP_DEVICE float f16_to_float(uint32_t half) {
   return y;
 }
 
+/// The sign bits of two numbers where they are negative, none where they are zero of either sign; the other bits are arbitrary.
+/// A subnormal bfloat16 is zero: adding the largest of them leaves a minus to normal numbers alone.
+JLP_DEVICE uint32_t negative_bf16x2(uint32_t x) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3F803F80u), "r"(0x007F007Fu));
+  return y;
+}
+JLP_DEVICE uint32_t negative_f16x2(uint32_t x) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3C003C00u), "r"(0u));
+  return y;
+}
+
 // The hardware's saturating conversions, where kHas... says so. A NaN stays one; zero keeps its sign.
 JLP_DEVICE uint32_t e4m3x2_hardware(float low, float high) {
 #if __CUDA_ARCH__ >= 890
@@ -144,6 +157,13 @@ JLP_DEVICE uint32_t multiply_add_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 JLP_DEVICE uint32_t bf16x2(float low, float high) { return bf16_encode(low) | bf16_encode(high) << 16; }
 JLP_DEVICE uint32_t f16x2(float low, float high) { return f16_encode(low) | f16_encode(high) << 16; }
 JLP_DEVICE float f16_to_float(uint32_t half) { return f16_decode<float>(half & 0xFFFFu); }
+
+JLP_DEVICE uint32_t negative_x2(uint32_t x, uint32_t least) {
+  const auto bit = [&](int shift) { return ((x >> shift) & 0x7FFFu) >= least ? x & (0x8000u << shift) : 0u; };
+  return bit(0) | bit(16);
+}
+JLP_DEVICE uint32_t negative_bf16x2(uint32_t x) { return negative_x2(x, 0x80); }
+JLP_DEVICE uint32_t negative_f16x2(uint32_t x) { return negative_x2(x, 1); }
 
 template <class Encode>
 JLP_DEVICE uint32_t saturated_x2(float low, float high, float maximum, Encode encode) {
