@@ -70,20 +70,19 @@ cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t stream) {
   if (p.rows * p.columns == 0) return cudaSuccess;
   if (!supported(p)) return cudaErrorInvalidValue;
   MatmulDecodeArguments a{};
-  a.x = static_cast<const uint16_t*>(p.x_bf16), a.x_stride = p.depth;
+  a.x = static_cast<const uint16_t*>(p.x_bf16), a.x_stride = static_cast<uint32_t>(p.depth);
   if (p.x.data) {  // exact in bfloat16
     const int64_t width = decoded_width(p.depth);
     const cudaError_t error = launch(DecodeProblem{p.x, 1, p.rows, p.depth, width, p.workspace}, stream);
     if (error != cudaSuccess) return error;
-    a.x = static_cast<const uint16_t*>(p.workspace), a.x_stride = width;
+    a.x = static_cast<const uint16_t*>(p.workspace), a.x_stride = static_cast<uint32_t>(width);
   }
-  const int64_t splits = splits_of(p.columns, p.depth);
-  a.groups = divide_up(p.depth, p.w.group);
+  const int64_t splits = splits_of(p.columns, p.depth), groups = divide_up(p.depth, p.w.group);
+  a.groups = static_cast<uint32_t>(groups), a.row_bytes = static_cast<uint32_t>(groups * p.w.group / 2);
   if (p.w.group > 32) a.group_inverse = static_cast<uint32_t>(divide_up(int64_t{1} << 32, p.w.group / 32));
-  a.data = p.w.data, a.row_bytes = a.groups * p.w.group / 2;
-  a.scale = static_cast<const uint8_t*>(p.w.scale), a.zero_point = p.w.zero_point;
+  a.data = p.w.data, a.scale = p.w.scale, a.zero_point = p.w.zero_point;
   a.scale_shift = p.w.tiles ? 4 : 0;
-  a.alpha = p.alpha, a.rows = p.rows, a.columns = p.columns, a.depth = p.depth;
+  a.alpha = p.alpha, a.rows = p.rows, a.columns = p.columns, a.depth = static_cast<uint32_t>(p.depth);
   a.chunks = static_cast<int32_t>(divide_up(p.depth, kChunk));
   a.chunks_per_split = static_cast<int32_t>(divide_up(a.chunks, splits));
   a.result = p.result, a.type = p.type;

@@ -14,6 +14,8 @@
 // Launch: (weight rows / (16 * kRowTiles), splits of K, M / 16) blocks of 8 warps.
 #pragma once
 
+#include <type_traits>
+
 #include "codes.cuh"
 #include "matmul_decode.h"
 
@@ -22,20 +24,21 @@ namespace cuda {
 
 constexpr int kDecodeWarps = 8;
 constexpr int kChunk = 128;                 // k a warp takes at a time
-constexpr uint32_t kNothing = 0xFFFFFF00u;  // a k beyond every row
+constexpr uint32_t kNothing = 0xFFFFFE00u;  // a k beyond every row
 
 struct MatmulDecodeArguments {
   const uint16_t* x;
-  int64_t x_stride;  // elements
+  uint32_t x_stride;  // elements
   const uint8_t* data;
-  int64_t row_bytes;
-  const uint8_t* scale;
+  uint32_t row_bytes;
+  const void* scale;
   const uint8_t* zero_point;
-  int64_t groups;          // of a row
+  uint32_t groups;         // of a row
   uint32_t group_inverse;  // kInt4: 2^32 / (group / 32), rounded up; 0 for groups of 32
   int32_t scale_shift;     // log2 of the weight rows that share a scale
   const float* alpha;
-  int64_t rows, columns, depth;
+  int64_t rows, columns;
+  uint32_t depth;
   int32_t chunks, chunks_per_split;
   void* result;
   ElementType type;
@@ -71,51 +74,48 @@ JLP_DEVICE void load_codes32(const uint8_t* codes, bool last_half, uint32_t (&wo
   }
 }
 
-/// Where a lane's weights lie: row g of each 8 rows of the block, from the block's first row on.
+/// Where a lane's weights lie: in rows g, g + 8, ... of the block's.
 template <WeightType kWeight, int kRowTiles, bool kWhole>
 struct LaneWeights {
-  uint32_t codes[kRowTiles][2], scales[kRowTiles][2];  // offsets: bytes, scales
+  using Scale = std::conditional_t<kWeight == WeightType::kNvfp4, uint8_t, uint16_t>;
+  const uint8_t* codes;  // of row g
+  const Scale* scales;
+  const uint8_t* zero_points;
+  int remaining;  // rows from row g on
 
   __device__ __forceinline__ LaneWeights(const MatmulDecodeArguments& a, int64_t first_column) {
-    const int g = threadIdx.x % 32 / 4;
-    const int64_t last = a.columns - 1 - first_column;
-#pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t row = tile * 16 + half * 8 + g;
-        const uint32_t there = row < last ? row : static_cast<uint32_t>(last);  // beyond the last row: it, unused
-        codes[tile][half] = there * static_cast<uint32_t>(a.row_bytes);
-        scales[tile][half] = (there >> a.scale_shift) * static_cast<uint32_t>(a.groups);
-      }
+    const int64_t row = first_column + threadIdx.x % 32 / 4;
+    codes = a.data + row * a.row_bytes;
+    scales = static_cast<const Scale*>(a.scale) + (row >> a.scale_shift) * a.groups;
+    zero_points = a.zero_point + row * a.groups;
+    remaining = a.columns - row < kRowTiles * 16 ? static_cast<int>(a.columns - row) : kRowTiles * 16;
   }
 
-  /// The 32 codes from k on of each row; zero, scales too, beyond the row's end.
-  __device__ __forceinline__ void load(const MatmulDecodeArguments& a, int64_t first_column, uint32_t k,
-                                       LaneCodes (&to)[kRowTiles][2]) const {
-    const bool inside = k < a.row_bytes * 2, last_half = k + 16 >= a.row_bytes * 2;
-    const uint8_t* data = a.data + first_column * a.row_bytes + k / 2;
-    const int64_t first_scale = (first_column >> a.scale_shift) * a.groups;
+  /// The 32 codes from k on of each row; zero, scales too, beyond a row's end and in rows that the weight has not.
+  __device__ __forceinline__ void load(const MatmulDecodeArguments& a, uint32_t k, LaneCodes (&to)[kRowTiles][2]) const {
+    const int rows = k < a.row_bytes * 2 ? remaining : 0;
+    const bool last_half = k + 16 >= a.row_bytes * 2;
     const uint32_t group = kWeight == WeightType::kNvfp4 ? k / 16
                            : a.group_inverse             ? __umulhi(k / 32, a.group_inverse)
                                                          : k / 32;
+    const uint8_t* from = codes + k / 2;
+    const Scale* scale = scales + group;
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        LaneCodes& lane = to[tile][half];
-        lane = {};
-        if (!inside) continue;
-        load_codes32<kWhole>(data + codes[tile][half], last_half, lane.words);
-        if constexpr (kWeight == WeightType::kNvfp4) {
-          const uint8_t* scale = a.scale + first_scale + group + scales[tile][half];
-          lane.scale = kWhole ? *reinterpret_cast<const uint16_t*>(scale) : scale[0] | (last_half ? 0 : scale[1] << 8);
-        } else {
-          const int64_t index = first_scale + group + scales[tile][half];
-          lane.scale = reinterpret_cast<const uint16_t*>(a.scale)[index];
-          lane.zero_point = a.zero_point ? a.zero_point[index] : 8u;
-        }
+    for (uint32_t i = 0; i < kRowTiles * 2; ++i) {
+      LaneCodes& lane = to[i / 2][i % 2];
+      lane = {};
+      if (static_cast<int>(8 * i) >= rows) continue;
+      load_codes32<kWhole>(from + 8 * i * a.row_bytes, last_half, lane.words);
+      const uint32_t below = (8 * i >> a.scale_shift) * a.groups;
+      if constexpr (kWeight == WeightType::kInt4) {
+        lane.scale = scale[below];
+        lane.zero_point = a.zero_point ? zero_points[group + below] : 8u;
+      } else if constexpr (kWhole) {
+        lane.scale = *reinterpret_cast<const uint16_t*>(scale + below);
+      } else {
+        lane.scale = scale[below] | (last_half ? 0u : scale[below + 1] << 8);
       }
+    }
   }
 };
 
@@ -164,23 +164,21 @@ JLP_DEVICE int piece_place(int row, int t, int j) { return ((j ^ (row & 1)) << 2
 /// Starts the copy of 128 k of the block's rows of x; zeros beyond the depth.
 template <bool kWhole, int kRows>
 JLP_DEVICE void copy_x(const MatmulDecodeArguments& a, uint4 (&to)[kRows][16], int64_t first_row, int rows, uint32_t k) {
-  const int lane = threadIdx.x % 32, piece = lane % 16;  // piece 4 t + j: k 32 t + 8 j ...
-  const int64_t column = k + piece * 8;
-  const uint16_t* x = a.x + (first_row + lane / 16) * a.x_stride + column;
+  const int piece = threadIdx.x % 16, first = threadIdx.x % 32 / 16;  // piece 4 t + j: k 32 t + 8 j ...
+  const uint32_t column = k + piece * 8;
+  const uint16_t* x = a.x + (first_row + first) * a.x_stride + column;
+  uint4* place = &to[first][piece_place(first, piece / 4, piece % 4)];  // the same in every second row
+  if (kWhole && k + kChunk <= a.depth) {
 #pragma unroll
-  for (int i = 0; i < kRows / 2; ++i, x += 2 * a.x_stride) {
-    const int row = i * 2 + lane / 16;
-    if (row >= rows) continue;
-    uint4* place = &to[row][piece_place(row, piece / 4, piece % 4)];
-    if (kWhole && column < a.depth) {
-      copy_async16(place, x);
-    } else {
+    for (int row = 0; row < kRows; row += 2)
+      if (row + first < rows) copy_async16(place + row * 16, x + row * a.x_stride);
+  } else {
+#pragma unroll 1
+    for (int row = first; row < rows; row += 2, place += 2 * 16, x += 2 * a.x_stride) {
       uint32_t words[4] = {};
-      if constexpr (!kWhole) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (column + j < a.depth) words[j / 2] |= static_cast<uint32_t>(x[j]) << (j % 2 * 16);
-      }
+      for (int j = 0; j < 8; ++j)
+        if (column + j < a.depth) words[j / 2] |= static_cast<uint32_t>(x[j]) << (j % 2 * 16);
       *place = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
@@ -291,13 +289,13 @@ static __global__ void __launch_bounds__(kDecodeWarps * 32, kColumnTiles == 1 ? 
   float sums[kRowTiles][kColumnTiles][4] = {};
   LaneCodes codes[kRowTiles][2];
   if (first < last) {
-    weights.load(a, first_column, first * kChunk + 32 * t, codes);
+    weights.load(a, first * kChunk + 32 * t, codes);
     copy_x<kWhole>(a, shared.x[warp][0], first_row, rows, first * kChunk);
   }
   for (int chunk = first, stage = 0; chunk < last; chunk += kDecodeWarps, stage ^= 1) {
     const int next = chunk + kDecodeWarps;
     LaneCodes ahead[kRowTiles][2];
-    weights.load(a, first_column, next < last ? next * kChunk + 32 * t : kNothing, ahead);
+    weights.load(a, next < last ? next * kChunk + 32 * t : kNothing, ahead);
     if (next < last) copy_x<kWhole>(a, shared.x[warp][stage ^ 1], first_row, rows, next * kChunk);
     if (next < last)
       copy_async_wait<1>();
