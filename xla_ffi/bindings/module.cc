@@ -34,11 +34,11 @@ jaxlowprec::Format format(const nb::dict& attributes) {
 
 /// Why a GEMM has no way on a GPU of that compute capability (90 for 9.0), else empty; and the workspace that it needs.
 nb::tuple cuda_matmul_plan(const nb::dict& a_format, const nb::dict& b_format, int64_t rows, int64_t columns, int64_t depth,
-                           int capability) {
+                           bool accumulate, int capability) {
   jaxlowprec::MatmulProblem p{};
   p.a.format = format(a_format), p.b.format = format(b_format);
   p.a.columns = p.b.columns = depth;
-  p.rows = rows, p.columns = columns;
+  p.rows = rows, p.columns = columns, p.accumulate = accumulate ? &p : nullptr;  // whether, not where
   const auto plan = jaxlowprec::cuda::plan_matmul(p, capability);
   return nb::make_tuple(plan.problem, plan.workspace_bytes());
 }

@@ -57,6 +57,19 @@ cudaError_t convert(GemmOperand& to, const MatmulOperand& from, int64_t rows, in
   return launch(ScaleLayoutProblem{from.format, from.scale, rows, depth, to.scaling, memory}, stream);
 }
 
+/// Few rows of a: cuBLASLt has no part in it.
+std::string multiply_small(const MatmulProblem& p, const MatmulPlan& plan, const float* alpha, uint8_t* workspace,
+                           cudaStream_t stream) {
+  MatmulDecodeProblem small{};
+  small.x = p.a;
+  small.w = {WeightType::kNvfp4, p.b.data, p.b.scale, nullptr, p.b.format.block, p.b.format.tiles};
+  small.alpha = alpha, small.rows = p.rows, small.columns = p.columns, small.depth = p.depth();
+  small.result = p.result, small.type = p.type, small.workspace = workspace;
+  if (matmul_decode_workspace_bytes(small) > plan.workspace_bytes()) return "its workspace is too small";
+  const cudaError_t status = launch(small, stream);
+  return status == cudaSuccess ? "" : reason(status);
+}
+
 std::string multiply(const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta, uint8_t* workspace, int device,
                      cudaStream_t stream) {
   Gemm gemm{};
@@ -90,7 +103,9 @@ std::string launch(const MatmulProblem& problem, const MatmulResources& resource
   for (int64_t i = 0; i < problem.batch; ++i) {
     const float* alpha_beta = resources.alpha_beta ? resources.alpha_beta + 2 * i : nullptr;
     const MatmulProblem one = entry(problem, i);
-    const std::string failed = multiply(one, plan, alpha_beta, resources.workspace, device.index, stream);
+    const std::string failed = plan.route == MatmulRoute::kSmall
+                                   ? multiply_small(one, plan, alpha_beta, resources.workspace, stream)
+                                   : multiply(one, plan, alpha_beta, resources.workspace, device.index, stream);
     if (!failed.empty()) return failed;
   }
   return "";

@@ -14,7 +14,7 @@ namespace cuda {
 
 enum class MatmulRoute : int32_t {
   kNone,
-  kSmall,     // few rows of a: b is decoded in registers (matmul_decode.h)
+  kSmall,     // few rows of a, NVFP4: b is decoded in registers (matmul_decode.h)
   kDecoded,   // both operands decoded to bfloat16, exactly (decode.h), and multiplied by bfloat16 tensor cores
   kTensor,    // FP8 tensor cores, the tensors' scales in alpha
   kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
@@ -24,6 +24,8 @@ enum class MatmulRoute : int32_t {
 
 /// Most rows of a for which reading b's codes takes longer than multiplying by them.
 constexpr int64_t kSmallRows = 16;
+/// At least what matmul_decode.h needs for partial sums: 264 blocks of 32 columns, or one split and none.
+constexpr int64_t kSmallSums = 4 * kSmallRows * 264 * 32;
 
 struct MatmulPlan {
   MatmulRoute route = MatmulRoute::kNone;
@@ -39,13 +41,12 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 /// `capability` is 90 for 9.0.
 inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::string& problem) {
   const Format &a = p.a.format, &b = p.b.format;
-  const bool small = p.rows <= kSmallRows && b.packed() && capability < 100;
   switch (a.scaling) {
     case Scaling::kTwoLevel:
-      return capability >= 100 ? MatmulRoute::kNVFP4 : small ? MatmulRoute::kSmall : MatmulRoute::kDecoded;
+      if (capability >= 100) return MatmulRoute::kNVFP4;
+      return p.rows <= kSmallRows && !p.accumulate ? MatmulRoute::kSmall : MatmulRoute::kDecoded;
     case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
-      if (capability >= 100 && !a.packed() && !b.packed()) return MatmulRoute::kMX;
-      return small ? MatmulRoute::kSmall : MatmulRoute::kDecoded;
+      return capability >= 100 && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
     case Scaling::kTensor: return capability >= 89 ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
     case Scaling::kFloat32: break;
   }
@@ -90,12 +91,17 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
   }
   plan.route = matmul_route(p, capability, plan.problem);
   if (plan.route == MatmulRoute::kNone) return plan;
+  const int64_t decoded_row = 2 * decoded_width(p.depth());
+  if (plan.route == MatmulRoute::kSmall) {
+    plan.a_bytes = round_up(p.rows * decoded_row, 256), plan.b_bytes = kSmallSums;
+    return plan;
+  }
   const auto bytes = [&](const Format& format, int64_t rows) {
-    const int64_t decoded = plan.route == MatmulRoute::kDecoded ? 2 * rows * decoded_width(p.depth()) : 0;
+    const int64_t decoded = plan.route == MatmulRoute::kDecoded ? rows * decoded_row : 0;
     return round_up(decoded + gemm_scale_bytes(gemm_scaling(plan.route, format), rows, p.depth()), 256);
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);
-  plan.gemm_bytes = plan.route == MatmulRoute::kSmall ? 0 : kGemmWorkspace;
+  plan.gemm_bytes = kGemmWorkspace;
   return plan;
 }
 

@@ -23,12 +23,12 @@ _DEPTH, _COLUMNS, _SCALED_ROWS = 32, 16, 4
 _CAPABILITIES = (80, 89, 90, 100)
 
 
-def _plans(a_format: Format, b_format: Format, rows: int, columns: int, depth: int) -> tuple[str, int]:
+def _plans(a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool) -> tuple[str, int]:
     """Why there is no such GEMM on the GPUs of this process, else ""; and the bytes of workspace."""
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
     capability = native.compute_capability()
     capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
-    plans = [plan(a_format.attributes, b_format.attributes, rows, columns, depth, c) for c in capabilities]
+    plans = [plan(a_format.attributes, b_format.attributes, rows, columns, depth, accumulate, c) for c in capabilities]
     possible = [workspace for problem, workspace in plans if not problem]
     return ("", max(possible)) if possible else plans[0]
 
@@ -46,7 +46,7 @@ def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
     if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
         return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
     depth = a_data.shape[-1] * (1 + spec.a_format.packed)
-    return _plans(spec.a_format, spec.b_format, a_data.shape[-2], b_data.shape[-2], depth)[0]
+    return _plans(spec.a_format, spec.b_format, a_data.shape[-2], b_data.shape[-2], depth, False)[0]
 
 
 def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Array]:
@@ -79,7 +79,7 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
     if added is not None:
         operands.append(added)
     depth = a_data.shape[-1] * (1 + a_fmt.packed)
-    _, workspace = _plans(a_fmt, b_fmt, *padded, depth)
+    _, workspace = _plans(a_fmt, b_fmt, *padded, depth, added is not None)
     results = [
         jax.ShapeDtypeStruct((*batch, *padded), spec.out_dtype if whole else jnp.float32),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
