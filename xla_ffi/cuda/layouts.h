@@ -1,23 +1,24 @@
-// Block scales in the orders that cuBLASLt reads (gemm.h; the layouts of jaxlowprec/layouts.py).
+// The scales of an operand as cuBLASLt's block-scaled GEMMs read them: what jaxlowprec.layouts.gemm_scales describes.
 #pragma once
 
-#include "gemm.h"
 #include "launch.h"
 
 namespace jaxlowprec {
 namespace cuda {
 
-/// Logical scales [format.scale_rows(rows), format.scale_columns(depth)] -> `order`. Those of tiles are repeated for each row
-/// where the order has one a row. kE8M0x32 takes float32 scales too: powers of two (their exponents, NaN stays one), each
-/// repeated for the four blocks of 32. What an order pads is zero.
+/// kTwoLevel, kE8M0: the 128x4 swizzle of numerics.md 6; scales of square tiles are repeated for each row.
+/// kFloat32 1x128: VEC128_32F, [ceil(columns / 128), rows rounded up to 4].
+/// kFloat32 128x128: BLK128x128_32F, [ceil(rows / 128), ceil(columns / 128) rounded up to 4].
+/// What rows and blocks do not fill is zero. kTensor has one layout only, and is refused.
 struct ScaleLayoutProblem {
   Format format;
-  const uint8_t* scale;
-  int64_t rows, depth;
-  GemmScaling order;
-  uint8_t* result;  // [gemm_scale_bytes(order, rows, depth)], 16-byte aligned
+  const uint8_t* scale;          // [batch, format.scales(rows, columns)], logical
+  int64_t batch, rows, columns;  // of the operand's elements, contraction last
+  void* result;                  // [batch, gemm_scale_bytes(format, rows, columns)], 16-byte aligned
 };
 
+/// Bytes of one matrix's scales in that layout.
+int64_t gemm_scale_bytes(const Format& format, int64_t rows, int64_t columns);
 cudaError_t launch(const ScaleLayoutProblem& problem, cudaStream_t stream);
 
 }  // namespace cuda
