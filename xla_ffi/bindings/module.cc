@@ -5,6 +5,8 @@
 
 #include "../cpu/dispatch.h"
 #include "cuda_build.h"
+#include "../cuda/matmul_plan.h"
+#include "format.h"
 #include "handlers.h"
 
 #if defined(JLP_CUDA)
@@ -17,6 +19,29 @@ namespace {
 
 nb::capsule handler(XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(function));
+}
+
+/// A format from the dictionary that a custom call takes, too.
+jaxlowprec::Format format(const nb::dict& attributes) {
+  const auto field = [&](const char* name) { return nb::object(attributes[name]); };
+  const auto text = [&](const char* name) { return nb::cast<std::string>(field(name)); };
+  const auto found = jaxlowprec::make_format(text("element"), text("scaling"), text("scale_rule"),
+                                             nb::cast<int32_t>(nb::int_(field("block"))), nb::cast<bool>(field("tiles")),
+                                             nb::cast<bool>(field("power_of_two")),
+                                             static_cast<float>(nb::cast<double>(nb::float_(field("amax_epsilon")))));
+  if (!found) throw nb::value_error("no such format");
+  return *found;
+}
+
+/// Why a GEMM has no way on a GPU of that compute capability (90 for 9.0), else empty; and the workspace that it needs.
+nb::tuple cuda_matmul_plan(const nb::dict& a_format, const nb::dict& b_format, int64_t rows, int64_t columns, int64_t depth,
+                           bool accumulate, int capability) {
+  jaxlowprec::MatmulProblem p{};
+  p.a.format = format(a_format), p.b.format = format(b_format);
+  p.a.columns = p.b.columns = depth;
+  p.rows = rows, p.columns = columns, p.accumulate = accumulate ? &p : nullptr;  // whether, not where
+  const auto plan = jaxlowprec::cuda::plan_matmul(p, capability);
+  return nb::make_tuple(plan.problem, plan.workspace_bytes());
 }
 
 #if defined(JLP_CUDA)
@@ -60,6 +85,7 @@ NB_MODULE(_native, m) {
   m.attr("cuda_architectures") = jaxlowprec::kCudaArchitectures;
   m.def("cuda_handlers", &cuda_handlers);
   m.def("cuda_driver_problem", &cuda_driver_problem);  // why nothing can run on a GPU here, else empty
+  m.def("cuda_matmul_plan", &cuda_matmul_plan);
   m.def("isa", [] { return std::string(jaxlowprec::kernels().isa); });
   m.def("available_isas", &jaxlowprec::available_isas);
   m.def("use_isa", &jaxlowprec::use_isa);

@@ -10,8 +10,6 @@
 #include <mutex>
 #include <type_traits>
 
-#include "errors.h"
-
 namespace jaxlowprec {
 namespace cuda {
 namespace {
@@ -86,12 +84,6 @@ class Library {
 };
 
 // --- handles
-
-int current_device() {
-  int device = 0;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) throw Failure{reason(status)};
-  return device;
-}
 
 /// Made once a device and kept until the process ends, when it is too late to give them back.
 cublasLtHandle_t handle_of(const Library& lt, int device) {
@@ -214,9 +206,8 @@ cublasLtMatmulAlgo_t algorithm(const Library& lt, cublasLtHandle_t handle, int d
   return known[key] = ask(lt, handle, gemm, descriptors);
 }
 
-void run(const Gemm& gemm, cudaStream_t stream) {
+void run(const Gemm& gemm, int device, cudaStream_t stream) {
   const Library& lt = Library::get();
-  const int device = current_device();
   const cublasLtHandle_t handle = handle_of(lt, device);
   const Descriptors d = describe(lt, gemm);
   const cublasLtMatmulAlgo_t algo = algorithm(lt, handle, device, gemm, d);
@@ -240,12 +231,12 @@ std::string problem_of(const Body& body) {
 
 }  // namespace
 
-std::string prepare_gemm() {
-  return problem_of([] { handle_of(Library::get(), current_device()); });
+std::string prepare_gemm(int device) {
+  return problem_of([&] { handle_of(Library::get(), device); });
 }
 
-std::string launch(const Gemm& gemm, cudaStream_t stream) {
-  return problem_of([&] { run(gemm, stream); });
+std::string launch(const Gemm& gemm, int device, cudaStream_t stream) {
+  return problem_of([&] { run(gemm, device, stream); });
 }
 
 }  // namespace cuda

@@ -1,57 +1,23 @@
-// GEMMs by cuBLASLt, in the terms of this library: row-major operands that are contracted along their last axis.
+// GEMMs by cuBLASLt: the copy that JAX has loaded, found when first asked for.
 //
-// cuBLASLt is the copy that JAX has loaded, found when first asked for. Nothing here waits, allocates device memory or reads
-// it; descriptors are made for each call (host memory, under a microsecond each), what the heuristics choose is kept.
+// Nothing here waits, allocates device memory or reads it. Descriptors are made for each call, in the host's memory; what
+// the heuristics choose is kept for each problem.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
-#include <cstdint>
 #include <string>
+
+#include "gemm.h"
 
 namespace jaxlowprec {
 namespace cuda {
 
-enum class GemmType : int32_t { kF32, kBF16, kE4M3, kE5M2, kE2M1 };
+/// Finds cuBLASLt and makes its handle for the device, which is the current one. Empty, or what is wrong.
+std::string prepare_gemm(int device);
 
-/// How the elements of an operand [rows, depth] are scaled, and in which order the scales lie.
-enum class GemmScaling : int32_t {
-  kNone,
-  kE4M3x16,         // an E4M3 for 16 elements of a row, in tiles of 128 rows by 4 blocks (numerics.md 6)
-  kE8M0x32,         // an E8M0 for 32, in the same tiles
-  kFloat32x128,     // a float32 for 128: [ceil(depth / 128), rows]
-  kFloat32x128x128  // a float32 for a square: [ceil(rows / 128), ceil(depth / 128) rounded up to a multiple of 4]
-};
-
-struct GemmOperand {
-  GemmType type;
-  const void* data;  // [rows, depth]
-  int64_t rows;
-  GemmScaling scaling;
-  const void* scale;
-};
-
-/// result [a.rows, b.rows] = alpha * a b^T + beta * accumulate, added up in float32. Rows of narrow operands (not bfloat16)
-/// and of the result are multiples of 16 bytes, all pointers 16-byte aligned.
-struct Gemm {
-  GemmOperand a, b;
-  int64_t depth;
-  GemmType result_type;  // kF32 or kBF16
-  void* result;
-  const void* accumulate;   // of the result's type; null: nothing is accumulated onto
-  const float* alpha_beta;  // in the device's memory; null: 1, and 1 if something is accumulated onto
-  void* workspace;          // 256-byte aligned
-  int64_t workspace_bytes;
-};
-
-/// The workspace that cuBLASLt's fastest algorithms ask for on Hopper and later.
-constexpr int64_t kGemmWorkspace = int64_t{32} << 20;
-
-/// Finds cuBLASLt and makes a handle for the current device. Empty, or what is wrong.
-std::string prepare_gemm();
-
-/// Launches a GEMM on the current device. Empty, or why it cannot be.
-std::string launch(const Gemm& gemm, cudaStream_t stream);
+/// Launches a GEMM on the device, which is the current one. Empty, or why it cannot be.
+std::string launch(const Gemm& gemm, int device, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace jaxlowprec

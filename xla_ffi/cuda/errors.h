@@ -2,7 +2,7 @@
 // the remedy.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <string>
 

@@ -1,7 +1,7 @@
 // GEMMs of quantised operands on the GPU: which way each takes, by format and compute capability, and its launch.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <string>
 
