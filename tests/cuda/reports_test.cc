@@ -257,7 +257,7 @@ void overflows_a_member(int* out) {
 }
 TEST(arrays_within_the_shared_struct_have_bounds) {
   Array<int> out(32);
-  MUST_REPORT("index 256 is out of the bounds of 'int [256]'", one_warp(), overflows_a_member, out.data());
+  MUST_REPORT("index 256 is out of the bounds of 'int", one_warp(), overflows_a_member, out.data());
 }
 
 void beyond_shared_memory() { (&memory().v[0])[threadIdx.x + 300] = 1; }
@@ -269,11 +269,13 @@ void reads_vectors(const int* in, int* out) {
   const uint4 v = *reinterpret_cast<const uint4*>(in + threadIdx.x);
   out[threadIdx.x] = static_cast<int>(v.x + v.w);
 }
+#if !defined(__clang__)  // which does not check copies of whole structs
 TEST(vectors_are_aligned) {
   const Array<int> in(std::vector<int>(64), "in");
   Array<int> out(32);
   MUST_REPORT("bytes past a multiple of 16", one_warp(), reads_vectors, in.data(), out.data());
 }
+#endif
 
 void shifts_too_far(int* out, unsigned distance) { out[threadIdx.x] = static_cast<int>(1u << (distance + threadIdx.x)); }
 TEST(shifts_are_shorter_than_the_word) {

@@ -12,6 +12,9 @@
 #include "machine.h"
 #include "report.h"
 
+// Where the linker put the program.
+extern "C" const char __ehdr_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
+
 namespace cuda_on_cpu {
 namespace {
 
@@ -280,9 +283,7 @@ void record_word(Where where, size_t bytes) {
 }
 
 bool in_image(uintptr_t address, size_t bytes) {
-  extern char image_start __asm__("__ehdr_start") __attribute__((visibility("hidden")));
-  extern char image_end __asm__("_end") __attribute__((visibility("hidden")));
-  return address >= reinterpret_cast<uintptr_t>(&image_start) && address + bytes <= reinterpret_cast<uintptr_t>(&image_end);
+  return address >= reinterpret_cast<uintptr_t>(__ehdr_start) && address + bytes <= reinterpret_cast<uintptr_t>(_end);
 }
 
 bool in_parameters(uintptr_t address, size_t bytes) {
