@@ -107,6 +107,20 @@ TEST(a_syncwarp_orders_no_other_warp) {
   MUST_REPORT("with no barrier since", two_warps(), syncs_only_warps, out.data());
 }
 
+void overwrites_what_all_read(int* out, unsigned writer) {
+  if (threadIdx.x == 0) memory().v[0] = 1;
+  __syncthreads();
+  out[threadIdx.x] = memory().v[0];
+  const int one = __shfl_sync(kAll, 1, 0);  // so that the writer is among the last to read
+  if (threadIdx.x == writer) memory().v[0] = one;
+}
+TEST(the_last_reader_does_not_write_while_others_may_read) {
+  Array<int> out(64);
+  for (const unsigned writer : {0u, 31u, 63u})
+    MUST_REPORT("read it at", two_warps(), overwrites_what_all_read, out.data(), writer);
+  MUST_REPORT("read it at", one_warp(), overwrites_what_all_read, out.data(), 31u);
+}
+
 void adds_plainly(int* sum) { *sum += 1; }
 TEST(a_plain_sum_of_a_block_is_a_race) {
   auto sum = Array<int>::zeros(1, "sum");
@@ -121,6 +135,22 @@ TEST(an_atomic_sum_is_complete_only_after_a_barrier) {
   auto sum = Array<int>::zeros(1, "sum");
   Array<int> out(32);
   MUST_REPORT("byte 0 of sum", one_warp(), reads_an_atomic_sum, sum.data(), out.data());
+}
+
+template <bool kSyncsWarp>
+void last_reads_an_atomic_sum(int* sum, int* out, unsigned reader) {
+  atomicAdd(sum, 1);
+  const int one = __shfl_sync(kAll, 1, 0);
+  if constexpr (kSyncsWarp) __syncwarp();
+  if (threadIdx.x == reader) out[0] = *sum + one;
+}
+TEST(an_atomic_sum_is_incomplete_for_who_added_last_too) {
+  auto sum = Array<int>::zeros(1, "sum");
+  Array<int> out(1);
+  for (const unsigned reader : {0u, 31u})
+    MUST_REPORT("byte 0 of sum", one_warp(), last_reads_an_atomic_sum<false>, sum.data(), out.data(), reader);
+  for (const unsigned reader : {0u, 31u, 32u, 63u})
+    MUST_REPORT("byte 0 of sum", two_warps(), last_reads_an_atomic_sum<true>, sum.data(), out.data(), reader);
 }
 
 void writes_beside_atomics(unsigned* amax) {
