@@ -162,17 +162,24 @@ std::string user(Stamp stamp, uint32_t thread) {
   return "block " + text_of(std::prev(next)->index);
 }
 
+/// Why a use at that time is not before the current one.
+const char* no_order(Stamp stamp) { return stamp < machine.block.first ? " in this launch" : " with no barrier since"; }
+
 [[noreturn]] void fail_after_write(const Where& where, const Record& r) {
-  const std::string other = user(r.write_stamp, r.write_thread);
-  fail(described(where) + ", but " + other + (r.atomic ? " changed it atomically at " : " wrote it at ") +
-       placeholder(r.write_place) + (r.write_stamp < machine.block.first ? " in this launch" : " with no barrier since"));
+  if (r.written_by_blocks && r.write_stamp >= machine.block.first)
+    fail(described(where) + ", but earlier blocks of this launch changed it too");
+  fail(described(where) + ", but " + user(r.write_stamp, r.write_thread) +
+       (r.atomic ? " changed it atomically at " : " wrote it at ") + placeholder(r.write_place) + no_order(r.write_stamp));
 }
 
 [[noreturn]] void fail_after_read(const Where& where, const Record& r) {
-  const uint32_t others = r.read_lanes & ~(r.read_warp == machine.current->warp->index ? 1u << machine.current->lane : 0);
+  if (r.read_by_blocks && r.read_stamp >= machine.block.first)
+    fail(described(where) + ", but earlier blocks of this launch read it");
+  const Thread& self = *machine.current;
+  uint32_t others = r.read_lanes;
+  if (r.read_stamp >= machine.block.first && r.read_warp == self.warp->index) others &= ~(1u << self.lane);
   const std::string other = others ? user(r.read_stamp, r.read_warp * kWarpSize + __builtin_ctz(others)) : "another thread";
-  fail(described(where) + ", but " + other + " read it at " + placeholder(r.read_place) +
-       (r.read_stamp < machine.block.first ? " in this launch" : " with no barrier since"));
+  fail(described(where) + ", but " + other + " read it at " + placeholder(r.read_place) + no_order(r.read_stamp));
 }
 
 [[noreturn]] void fail_in_flight(const Where& where, const Record& r) {
