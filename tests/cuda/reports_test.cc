@@ -1,4 +1,9 @@
 // Wrong kernels, each of which must be reported, and what the report says.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
 #include "../../xla_ffi/cuda/intrinsics.cuh"
 #include "../cpp/check.h"
 #include "execution/run.h"
@@ -497,6 +502,21 @@ TEST(a_launch_after_a_report_is_as_good_as_before) {
   CHECK_EQ(run({1, 64}, off_by_one, in.data(), out.data(), 0), cudaSuccess);
   CHECK_EQ(out[63], 3);
   CHECK_EQ(reports.messages.size(), 1u);
+}
+
+TEST(a_report_that_nobody_takes_fails_the_program) {
+  Array<int> out(64, "out");
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (!child) {
+    if (!std::freopen("/dev/null", "w", stdout)) _exit(3);
+    run(two_warps(), reads_without_barrier, out.data());
+    std::exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status));
+  CHECK_EQ(WEXITSTATUS(status), 1);
 }
 
 }  // namespace
