@@ -161,13 +161,14 @@ TEST(an_atomic_sum_is_incomplete_for_who_added_last_too) {
     MUST_REPORT("byte 0 of sum", two_warps(), last_reads_an_atomic_sum<true>, sum.data(), out.data(), reader);
 }
 
-void writes_beside_atomics(unsigned* amax) {
-  if (threadIdx.x == 5) *amax = 0;
+void writes_beside_atomics(unsigned* amax, unsigned writer) {
+  if (threadIdx.x == writer) *amax = 0;
   atomicMax(amax, threadIdx.x);
 }
 TEST(a_plain_write_among_atomics_is_a_race) {
   auto amax = Array<unsigned>::zeros(1, "amax");
-  MUST_REPORT("byte 0 of amax", one_warp(), writes_beside_atomics, amax.data());
+  for (const unsigned writer : {0u, 5u, 31u})  // the first, one between, the last
+    MUST_REPORT("byte 0 of amax", one_warp(), writes_beside_atomics, amax.data(), writer);
 }
 
 // --- barriers that not all reach, or not at the same line
@@ -406,6 +407,20 @@ TEST(an_asynchronous_copy_is_waited_for_by_who_started_it_and_then_by_all) {
   MUST_REPORT("has not been waited for", one_warp(), loads_two_stages<2, true>, in.data(), out.data());
   MUST_REPORT("has not been waited for", one_warp(), loads_two_stages<1, true>, in.data(), out.data());
   MUST_REPORT("shared memory", one_warp(), loads_two_stages<0, false>, in.data(), out.data());
+}
+
+void waits_after_the_barrier(const int* in, int* out) {
+  if (threadIdx.x == 0) copy_async16(memory().v, in);
+  copy_async_commit();
+  __syncthreads();
+  copy_async_wait<0>();
+  const int zero = __shfl_sync(kAll, 0, 0);  // all have waited, but a shuffle orders no memory
+  if (threadIdx.x == 1) out[0] = memory().v[0] + zero;
+}
+TEST(a_barrier_before_the_wait_is_too_early) {
+  const Array<int> in(std::vector<int>(4), "in");
+  Array<int> out(1);
+  MUST_REPORT("with no barrier since", one_warp(), waits_after_the_barrier, in.data(), out.data());
 }
 
 void loads_into_a_live_stage(const int* in, int* out) {
