@@ -92,8 +92,9 @@ void syncs_the_wrong_half(int* out) {
   memory().v[threadIdx.x] = 1;
   __syncthreads();
   memory().v[threadIdx.x] = 2;
+  const int one = __shfl_sync(kAll, 1, 0);  // all have written
   __syncwarp(threadIdx.x < 16 ? 0xFFFFu : 0xFFFF0000u);
-  out[threadIdx.x] = memory().v[threadIdx.x ^ 16];
+  out[threadIdx.x] = memory().v[threadIdx.x ^ 16] + one;
 }
 TEST(a_syncwarp_orders_only_the_lanes_of_its_mask) {
   Array<int> out(32);
@@ -161,6 +162,20 @@ TEST(an_atomic_sum_is_incomplete_for_who_added_last_too) {
     MUST_REPORT("byte 0 of sum", two_warps(), last_reads_an_atomic_sum<true>, sum.data(), out.data(), reader);
 }
 
+void reads_before_its_atomic(int* out, unsigned reader) {
+  unsigned* const amax = reinterpret_cast<unsigned*>(memory().v);
+  if (threadIdx.x == 0) amax[0] = 0;
+  __syncthreads();
+  const unsigned before = threadIdx.x == reader ? amax[0] : 0;
+  atomicMax(amax, threadIdx.x);
+  out[threadIdx.x] = static_cast<int>(before);
+}
+TEST(a_plain_read_before_the_readers_own_atomic_is_a_race_with_others) {
+  Array<int> out(64);
+  for (const unsigned reader : {0u, 31u, 63u})
+    MUST_REPORT("byte 0 of shared memory", two_warps(), reads_before_its_atomic, out.data(), reader);
+}
+
 void writes_beside_atomics(unsigned* amax, unsigned writer) {
   if (threadIdx.x == writer) *amax = 0;
   atomicMax(amax, threadIdx.x);
@@ -192,7 +207,7 @@ void returns_early(int* out, unsigned n) {
 }
 TEST(no_thread_returns_before_a_barrier) {
   Array<int> out(64);
-  MUST_REPORT("__syncthreads at", two_warps(), returns_early, out.data(), 50u);
+  MUST_REPORT(", but thread", two_warps(), returns_early, out.data(), 50u);
 }
 
 void barrier_in_a_branch(int* out) {
@@ -241,7 +256,7 @@ void shuffles_after_a_return(int* out, unsigned n) {
 }
 TEST(lanes_of_a_mask_have_not_returned) {
   Array<int> out(32);
-  MUST_REPORT("return", one_warp(), shuffles_after_a_return, out.data(), 31u);
+  MUST_REPORT(", but ", one_warp(), shuffles_after_a_return, out.data(), 31u);
 }
 
 void shuffles_in_a_branch(int* out) {
