@@ -12,10 +12,13 @@
 #include "machine.h"
 #include "report.h"
 
+// Where the linker put the program.
+extern "C" const char __ehdr_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
+
 namespace cuda_on_cpu {
 namespace {
 
-/// The latest write, and the reads since. Zero: never used.
+/// The latest write, and the reads since; atomic operations leave the plain uses before them. Zero: never used.
 struct Record {
   Stamp write_stamp, read_stamp;
   PlaceInCode write_place, read_place;
@@ -27,9 +30,10 @@ struct Record {
       written_by_blocks : 1,   // the same, by an earlier block of the launch
       in_flight : 1,           // an asynchronous copy has not landed
       split : 1;               // of a word: its bytes have records of their own
-  uint16_t read_warp : 5,      //
-      read_by_warps : 1,       // unordered, besides read_warp
-      read_by_blocks : 1;      // an earlier block of the launch
+  uint16_t read_warp : 5,
+      read_by_warps : 1,   // unordered, besides read_warp
+      read_by_blocks : 1,  // an earlier block of the launch
+      read_is_write : 1;   // a plain write before atomic operations, in place of the reads
 };
 
 constexpr size_t kWord = 4;
@@ -159,17 +163,25 @@ std::string user(Stamp stamp, uint32_t thread) {
   return "block " + text_of(std::prev(next)->index);
 }
 
+/// Why a use at that time is not before the current one.
+const char* no_order(Stamp stamp) { return stamp < machine.block.first ? " in this launch" : " with no barrier since"; }
+
 [[noreturn]] void fail_after_write(const Where& where, const Record& r) {
-  const std::string other = user(r.write_stamp, r.write_thread);
-  fail(described(where) + ", but " + other + (r.atomic ? " changed it atomically at " : " wrote it at ") +
-       placeholder(r.write_place) + (r.write_stamp < machine.block.first ? " in this launch" : " with no barrier since"));
+  if (r.written_by_blocks && r.write_stamp >= machine.block.first)
+    fail(described(where) + ", but earlier blocks of this launch changed it too");
+  fail(described(where) + ", but " + user(r.write_stamp, r.write_thread) +
+       (r.atomic ? " changed it atomically at " : " wrote it at ") + placeholder(r.write_place) + no_order(r.write_stamp));
 }
 
 [[noreturn]] void fail_after_read(const Where& where, const Record& r) {
-  const uint32_t others = r.read_lanes & ~(r.read_warp == machine.current->warp->index ? 1u << machine.current->lane : 0);
+  if (r.read_by_blocks && r.read_stamp >= machine.block.first)
+    fail(described(where) + ", but earlier blocks of this launch read it");
+  const Thread& self = *machine.current;
+  uint32_t others = r.read_lanes;
+  if (r.read_stamp >= machine.block.first && r.read_warp == self.warp->index) others &= ~(1u << self.lane);
   const std::string other = others ? user(r.read_stamp, r.read_warp * kWarpSize + __builtin_ctz(others)) : "another thread";
-  fail(described(where) + ", but " + other + " read it at " + placeholder(r.read_place) +
-       (r.read_stamp < machine.block.first ? " in this launch" : " with no barrier since"));
+  fail(described(where) + ", but " + other + (r.read_is_write ? " wrote it at " : " read it at ") +
+       placeholder(r.read_place) + no_order(r.read_stamp));
 }
 
 [[noreturn]] void fail_in_flight(const Where& where, const Record& r) {
@@ -219,8 +231,25 @@ void record_read(const Where& where, Record& r) {
   r.read_by_warps = join && (r.read_by_warps || r.read_warp != warp);
   r.read_lanes = join && r.read_warp == warp ? r.read_lanes | bit : bit;
   r.read_warp = warp;
+  r.read_is_write = false;
   r.read_stamp = machine.clock;
   r.read_place = where.place;
+}
+
+/// Other atomic operations need no order with this one, but with the plain uses before it they do: the reads, which are
+/// after the write before them, or that write.
+void keep_plain_uses(const Where& where, const Record& before, Record& now) {
+  const Stamp since = beginning(where.memory);
+  if (before.read_stamp >= since) {
+    now.read_stamp = before.read_stamp, now.read_place = before.read_place;
+    now.read_lanes = before.read_lanes, now.read_warp = before.read_warp;
+    now.read_by_warps = before.read_by_warps, now.read_by_blocks = before.read_by_blocks;
+    now.read_is_write = before.read_is_write;
+  } else if (before.write_stamp >= since && !before.atomic) {
+    now.read_stamp = before.write_stamp, now.read_place = before.write_place;
+    now.read_lanes = 1u << before.write_thread % kWarpSize, now.read_warp = before.write_thread / kWarpSize;
+    now.read_is_write = true;
+  }
 }
 
 void record_write(const Where& where, Record& r) {
@@ -239,6 +268,7 @@ void record_write(const Where& where, Record& r) {
     now.written_by_warps = join && (r.written_by_warps || r.write_thread / kWarpSize != machine.current->warp->index);
     now.written_by_lanes = join;
   }
+  if (where.use == Use::kAtomic) keep_plain_uses(where, r, now);
   r = now;
 }
 
@@ -280,9 +310,7 @@ void record_word(Where where, size_t bytes) {
 }
 
 bool in_image(uintptr_t address, size_t bytes) {
-  extern char image_start __asm__("__ehdr_start") __attribute__((visibility("hidden")));
-  extern char image_end __asm__("_end") __attribute__((visibility("hidden")));
-  return address >= reinterpret_cast<uintptr_t>(&image_start) && address + bytes <= reinterpret_cast<uintptr_t>(&image_end);
+  return address >= reinterpret_cast<uintptr_t>(__ehdr_start) && address + bytes <= reinterpret_cast<uintptr_t>(_end);
 }
 
 bool in_parameters(uintptr_t address, size_t bytes) {
