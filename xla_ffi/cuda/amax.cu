@@ -1,5 +1,4 @@
 #include "amax.cuh"
-
 #include "launch.h"
 
 namespace jaxlowprec {

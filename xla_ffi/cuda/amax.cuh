@@ -120,8 +120,8 @@ JLP_DEVICE void load_pair(const AmaxArguments& a, const typename E::Storage* x, 
 
 /// The largest magnitude of a column's transform.
 ///
-/// The larger of |a + b| and |a - b| is |a| + |b|, and scaling and rounding are monotone: once, of the largest, will do. Where
-/// that is not finite its kind may differ from the sums' own, so they are looked at one by one.
+/// The larger of |a + b| and |a - b| is |a| + |b|, and scaling and rounding are monotone: once, of the largest, will do.
+/// Where that is not finite its kind may differ from the sums' own, so they are looked at one by one.
 template <class E>
 JLP_DEVICE uint32_t rotated_amax(const uint32_t (&pairs)[Tile<E>::kPairWords], int column) {
   float v[16];

@@ -49,8 +49,8 @@ JLP_DEVICE float f16_to_float(uint32_t half) {
   return y;
 }
 
-/// The sign bits of two numbers where they are negative, none where they are zero of either sign; the other bits are arbitrary.
-/// A subnormal bfloat16 is zero: adding the largest of them leaves a minus to normal numbers alone.
+/// The sign bits of two numbers where they are negative, none where they are zero of either sign; the other bits are
+/// arbitrary. A subnormal bfloat16 is zero: adding the largest of them leaves a minus to normal numbers alone.
 JLP_DEVICE uint32_t negative_bf16x2(uint32_t x) {
   uint32_t y;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3F803F80u), "r"(0x007F007Fu));
@@ -89,6 +89,12 @@ JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) {
 #else
   return 0;
 #endif
+}
+
+/// The same number, which the compiler then keeps instead of computing it again wherever it is used.
+JLP_DEVICE uint32_t kept(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
 }
 
 // --- asynchronous copies of 16 bytes to shared memory, in groups
@@ -163,6 +169,8 @@ JLP_DEVICE uint32_t e5m2x2_hardware(float low, float high) {
   return saturated_x2(low, high, E5M2::kMax, e5m2_encode<float>);
 }
 JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) { return e2m1_encode(low) | e2m1_encode(high) << 4; }
+
+JLP_DEVICE uint32_t kept(uint32_t x) { return x; }
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) { cuda_on_cpu::copy_async(shared, global, 16); }
 JLP_DEVICE void copy_async_commit() { cuda_on_cpu::copy_async_commit(); }

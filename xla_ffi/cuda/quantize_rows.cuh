@@ -1,11 +1,12 @@
 // Quantisation along rows alone, for blocks of one row: no shared memory for elements, every thread takes 16 of them from
 // memory to its registers.
 //
-//   elements (32 bytes a thread, 64 of float32) -> block amax over 1, 2 or 8 lanes -> scale -> codes (8 or 16 bytes a thread)
+//   elements (32 bytes a thread, 64 of float32) -> block amax over 1, 2 or 8 lanes -> scale -> codes (8 or 16 bytes a
+//   thread)
 //
 // Bytes moved per element: 2 or 4 read; 1/2 or 1 written and the scales: 1/16 (NVFP4), 1/32 (MX) or 1/32 (Float8Block).
-// Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles of 32 segments of 512 columns;
-// a segment belongs to a warp. A tile is wide, where rows are long or can be taken for one, or tall.
+// Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles of 32 segments of 512
+// columns; a segment belongs to a warp. A tile is wide, where rows are long or can be taken for one, or tall.
 #pragma once
 
 #include "quantize_scales.cuh"
@@ -20,8 +21,10 @@ constexpr int kTileSegments = 32;
 constexpr int kWarpSegments = kTileSegments / kRowWarps;
 constexpr int kSegmentsAhead = 2;  // loaded before the first is used
 
+template <bool kStochastic>
 struct RowsShared {
   EncodeTable table;
+  RoundKeys<kStochastic> keys;
 };
 
 template <class E>
@@ -38,9 +41,8 @@ struct RowCursor {
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
 struct RowQuantizer {
   const QuantizeArguments& a;
-  const EncodeTable& table;
+  const RowsShared<kStochastic>& shared;
   Matrix<kTwoLevel> matrix;
-  uint32_t key[2];
 
   __device__ __forceinline__ RowCursor<E> cursor(uint32_t batch, int64_t row, int64_t column) const {
     const DirectionArguments& direction = a.rowwise;
@@ -55,10 +57,10 @@ struct RowQuantizer {
                                            bool pieces) const {
     const int lanes = groups_in_block<kTwoLevel>(a);  // that share a block; 0: the tensor
     const uint32_t amax = max_of_lanes(magnitude_bits<E>(group.words), lanes);
-    const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, amax, table);
+    const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, amax, shared.table);
     if (lanes > 0 && threadIdx.x % lanes == 0 && count > 0) store_scale<kTwoLevel>(a, at.scale, 0, scale.stored);
     uint32_t random[4] = {}, codes[kCodeWords<Code>];
-    if (count > 0) random_bytes<kStochastic>(a.rowwise.random, key, at.row, at.column / 16, random);
+    if (count > 0) random_bytes(shared.keys, a.rowwise.random, at.row, at.column / 16, random);
     quantize_group<Code, kTwoLevel, kStochastic>(a, group, scale, amax, random, codes);
     store_codes(at.data, bytes, pieces, codes);
   }
@@ -70,16 +72,17 @@ struct RowQuantizer {
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E>) quantize_rows(const QuantizeArguments a) {
   constexpr int kCodeBytes = 4 * kCodeWords<Code>;
-  RowsShared& shared = block_shared<RowsShared>();
+  RowsShared<kStochastic>& shared = block_shared<RowsShared<kStochastic>>();
   const DirectionArguments& direction = a.rowwise;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  RowQuantizer<E, Code, kTwoLevel, kStochastic> quantizer = {a, shared.table, {}, {}};
+  RowQuantizer<E, Code, kTwoLevel, kStochastic> quantizer = {a, shared, {}};
 
   // From one of a warp's segments to its next.
   const bool tall = (kRowWarps >> a.log_segments) > 0;
   const int step_rows = tall ? kRowWarps >> a.log_segments : 0, step_columns = tall ? 0 : kRowWarps * kSegmentColumns;
   const auto step = [&](int64_t row_size, int64_t column_size) { return step_rows * row_size + column_size; };
-  const int64_t x_step = step(a.columns, step_columns), data_step = step(direction.row_bytes, code_bytes<Code>(step_columns));
+  const int64_t x_step = step(a.columns, step_columns),
+                data_step = step(direction.row_bytes, code_bytes<Code>(step_columns));
   const int64_t scale_bytes = kTwoLevel || a.scaling == Scaling::kE8M0 ? 1 : 4;
   const int64_t scale_step = scale_bytes * step(direction.scale_columns, step_columns >> log_block<kTwoLevel>(a));
 
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E>) quantize_rows(cons
     if (tile.batch != started) {
       __syncthreads();
       quantizer.matrix = Matrix<kTwoLevel>::start(a, direction, tile.batch, shared.table);
-      load_key<kStochastic>(direction, tile.batch, quantizer.key);
+      start_keys(direction, tile.batch, shared.keys);
       __syncthreads();
       started = tile.batch;
     }

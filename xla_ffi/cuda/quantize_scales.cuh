@@ -73,7 +73,8 @@ struct Matrix<true> {
   uint32_t poison_from;  // blocks whose amax has these bits or more
 
   /// The block's threads share the work, and a barrier must follow.
-  JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch, EncodeTable& table) {
+  JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch,
+                          EncodeTable& table) {
     if (!direction.data) return {0, 0};
     const Nvfp4TensorScale tensor = nvfp4_tensor_scale(direction.tensor[batch]);
     const uint32_t byte = threadIdx.x;
@@ -143,18 +144,40 @@ JLP_DEVICE uint32_t max_of_lanes(uint32_t amax, int lanes) {
   return amax;
 }
 
-/// The 16 random bytes of a group of a line (numerics.md 4).
+// --- random bytes: 16 for each group of 16 elements of a line (numerics.md 4)
+
+/// Philox's ten pairs of round keys of one matrix and direction: read from shared memory, where they cost less than
+/// additions.
 template <bool kStochastic>
-JLP_DEVICE void random_bytes(const Random& random, const uint32_t (&key)[2], int64_t line, int64_t group,
+struct RoundKeys {};
+template <>
+struct RoundKeys<true> {
+  alignas(16) uint32_t words[20];
+};
+
+/// The block's threads share the work, and a barrier must follow.
+template <bool kStochastic>
+JLP_DEVICE void start_keys(const DirectionArguments& direction, uint32_t batch, RoundKeys<kStochastic>& keys) {
+  if constexpr (kStochastic) {
+    const uint32_t i = threadIdx.x;
+    if (!direction.data || i >= 20) return;
+    keys.words[i] = direction.random.key[2 * batch + i % 2] + i / 2 * (i % 2 ? kPhiloxKeyStep1 : kPhiloxKeyStep0);
+  }
+}
+
+/// Four words, little-endian.
+template <bool kStochastic>
+JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& random, int64_t line, int64_t group,
                              uint32_t (&bytes)[4]) {
   if constexpr (kStochastic) {
     bytes[0] = random.groups[group], bytes[1] = random.rows[line], bytes[2] = random.stream, bytes[3] = 0;
-    philox4x32_10<float>(bytes, key[0], key[1]);
+#pragma unroll
+    for (int round = 0; round < 10; round += 2) {
+      const uint4 two = *reinterpret_cast<const uint4*>(keys.words + 2 * round);
+      philox_round<float>(bytes, two.x, two.y);
+      philox_round<float>(bytes, two.z, two.w);
+    }
   }
-}
-template <bool kStochastic>
-JLP_DEVICE void load_key(const DirectionArguments& direction, uint32_t batch, uint32_t (&key)[2]) {
-  if constexpr (kStochastic) key[0] = direction.random.key[2 * batch], key[1] = direction.random.key[2 * batch + 1];
 }
 
 /// The codes of a group whose block has this scale; `amax` is at least the group's own.
@@ -186,7 +209,7 @@ JLP_DEVICE void store_codes(uint8_t* to, int left, bool pieces, const uint32_t (
 
 /// How much of `size` is left from `first` on, but at most `most`.
 JLP_DEVICE int left(int64_t size, int64_t first, int most) {
-  return size - first < most ? static_cast<int>(size - first) : most;
+  return static_cast<int>(kept(size - first < most ? static_cast<uint32_t>(size - first) : static_cast<uint32_t>(most)));
 }
 
 template <class Code>

@@ -24,14 +24,16 @@ struct alignas(4 * kCodeWords<Code>) CodePiece {
   uint32_t words[kCodeWords<Code>];
 };
 
-template <class E, class Code, bool kTwoLevel>
+template <class E, class Code, bool kTwoLevel, bool kStochastic>
 struct TilesShared {
   Tile<E> tile;
   CodePiece<Code> codes[kTile * kTileGroups];
   uint8_t column_scales[kTile][kTileGroups];
   float square_encode[kTileGroups][kTileGroups];
   uint32_t square_amax[kTileGroups][kTileGroups];  // of its first group in both directions, for a block
+  Matrix<kTwoLevel> matrices[2];                   // rowwise and columnwise, as the tables
   EncodeTable tables[kTwoLevel ? 2 : 1];
+  RoundKeys<kStochastic> row_keys, column_keys;
   uint32_t column_amax[kTwoLevel ? 1 : kPairThreads][kTile];
 
   /// Where the codes of 16 rows of a column lie. Even columns come first, and pieces are permuted, so that neither the
@@ -46,18 +48,17 @@ struct TilesShared {
 /// One kernel's work on one tile.
 template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
 struct TileQuantizer {
-  using Shared = TilesShared<E, Code, kTwoLevel>;
+  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
   static constexpr int kCodeBytes = 4 * kCodeWords<Code>;
   const QuantizeArguments& a;
   Shared& shared;
   uint32_t batch;
-  int64_t row, column;  // where the tile begins
+  int64_t row, column;          // where the tile begins
+  int rows_left, columns_left;  // of the matrix, at most kTile
 
   /// Threads that share a pair of columns take rows kUnits * 16 apart.
   JLP_DEVICE int pair() { return threadIdx.x % kTilePairs; }
   JLP_DEVICE int unit_group(int unit) { return threadIdx.x / kTilePairs * kUnits + unit; }
-  __device__ __forceinline__ int rows_left() const { return left(a.rows, row, kTile); }
-  __device__ __forceinline__ int columns_left() const { return left(a.columns, column, kTile); }
   __device__ __forceinline__ bool byte_scales() const { return kTwoLevel || a.scaling == Scaling::kE8M0; }
 
   // --- square blocks
@@ -81,7 +82,7 @@ struct TileQuantizer {
     if (down < kTileGroups) {
       const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, square_amax(down, group), table);
       shared.square_encode[down][group] = scale.encode;
-      if (block_start(down) == down && block_start(group) == group && 16 * down < rows_left() && 16 * group < columns_left()) {
+      if (block_start(down) == down && block_start(group) == group && 16 * down < rows_left && 16 * group < columns_left) {
         const int64_t r = (row >> log_block<kTwoLevel>(a)) + down / groups_in_block<kTwoLevel>(a);
         const int64_t c = (column >> log_block<kTwoLevel>(a)) + group / groups_in_block<kTwoLevel>(a);
         store_square_scale(a.rowwise, r, c, scale);
@@ -104,7 +105,7 @@ struct TileQuantizer {
 
   // --- rows
 
-  __device__ __forceinline__ void rows(const Matrix<kTwoLevel>& matrix) const {
+  __device__ __forceinline__ void rows() const {
     constexpr int kStep = kTileThreads / kTileGroups;
     const DirectionArguments& direction = a.rowwise;
     const int group = threadIdx.x % kTileGroups, lanes = groups_in_block<kTwoLevel>(a);
@@ -113,12 +114,12 @@ struct TileQuantizer {
     uint8_t* data = direction.data + line * direction.row_bytes + code_bytes<Code>(column + 16 * group);
     uint8_t* scales = direction.scale + (byte_scales() ? scale_at : 4 * scale_at);
     const int64_t scale_step = direction.scale_columns * (byte_scales() ? kStep : 4 * kStep);
-    const int rows = rows_left(), bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * group), kCodeBytes);
-    const bool exists = 16 * group < columns_left(), stores_scale = exists && lanes > 0 && group % lanes == 0;
-    uint32_t key[2];
-    load_key<kStochastic>(direction, batch, key);
+    const int bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * group), kCodeBytes);
+    const bool exists = 16 * group < columns_left, stores_scale = exists && lanes > 0 && group % lanes == 0;
+    const int64_t granule = column / 16 + min(group, (columns_left - 1) / 16);  // where there is none, the last one
 #pragma unroll 1
-    for (int r = threadIdx.x / kTileGroups; r < kTile; r += kStep, data += kStep * direction.row_bytes, scales += scale_step) {
+    for (int r = threadIdx.x / kTileGroups; r < kTile;
+         r += kStep, data += kStep * direction.row_bytes, scales += scale_step) {
       const Group<E> elements = shared.tile.row_group(r, group);
       BlockScale scale;
       uint32_t amax;
@@ -127,13 +128,13 @@ struct TileQuantizer {
         scale = {0, shared.square_encode[r / 16][group]};
       } else {
         amax = max_of_lanes(magnitude_bits<E>(elements.words), lanes);
-        scale = Matrix<kTwoLevel>::scale(matrix, a, amax, shared.tables[0]);
-        if (stores_scale && r < rows) store_scale<kTwoLevel>(a, scales, 0, scale.stored);
+        scale = Matrix<kTwoLevel>::scale(shared.matrices[0], a, amax, shared.tables[0]);
+        if (stores_scale && r < rows_left) store_scale<kTwoLevel>(a, scales, 0, scale.stored);
       }
       uint32_t random[4] = {}, codes[kCodeWords<Code>];
-      if (exists && r < rows) random_bytes<kStochastic>(direction.random, key, row + r, column / 16 + group, random);
+      random_bytes(shared.row_keys, direction.random, row + min(r, rows_left - 1), granule, random);
       quantize_group<Code, kTwoLevel, kStochastic>(a, elements, scale, amax, random, codes);
-      if (r < rows) store_codes(data, bytes, direction.pieces, codes);
+      if (r < rows_left) store_codes(data, bytes, direction.pieces, codes);
     }
   }
 
@@ -160,9 +161,7 @@ struct TileQuantizer {
       for (int c = 0; c < 2; ++c) amax[c] = max(amax[c], shared.column_amax[i][2 * pair() + c]);
   }
 
-  __device__ __forceinline__ void columns(const Matrix<kTwoLevel>& matrix) const {
-    uint32_t key[2];
-    load_key<kStochastic>(a.columnwise, batch, key);
+  __device__ __forceinline__ void columns() const {
     uint32_t maxima[2] = {};
     if constexpr (!kTwoLevel)
       if (!a.squares && a.log_block > 0) column_maxima(maxima);
@@ -172,13 +171,12 @@ struct TileQuantizer {
       shared.tile.load_pair(16 * unit_group(unit), pair(), pairs);
       if constexpr (kRotate) flip_signs<E>(pairs, a.sign_mask);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) column_unit(matrix, key, pairs, unit_group(unit), c, maxima[c]);
+      for (int c = 0; c < 2; ++c) column_unit(pairs, unit_group(unit), c, maxima[c]);
     }
   }
 
   /// 16 rows of a column: codes, and the scale where they are a block's first.
-  __device__ __forceinline__ void column_unit(const Matrix<kTwoLevel>& matrix, const uint32_t (&key)[2],
-                                              const uint32_t (&pairs)[Tile<E>::kPairWords], int down, int c,
+  __device__ __forceinline__ void column_unit(const uint32_t (&pairs)[Tile<E>::kPairWords], int down, int c,
                                               uint32_t amax) const {
     const int across = 2 * pair() + c;
     Group<E> group;
@@ -192,13 +190,14 @@ struct TileQuantizer {
       scale = {0, shared.square_encode[down][across / 16]};
     } else {
       if (kTwoLevel || a.log_block == 0) amax = magnitude_bits<E>(group.words);
-      scale = Matrix<kTwoLevel>::scale(matrix, a, amax, shared.tables[kTwoLevel ? 1 : 0]);
+      scale = Matrix<kTwoLevel>::scale(shared.matrices[1], a, amax, shared.tables[kTwoLevel ? 1 : 0]);
       store_column_scale(down, across, scale);
     }
     uint32_t random[4] = {};
-    if (across < columns_left() && 16 * down < rows_left())
-      random_bytes<kStochastic>(a.columnwise.random, key, column + across, row / 16 + down, random);
-    quantize_group<Code, kTwoLevel, kStochastic>(a, group, scale, amax, random, shared.codes[Shared::piece(across, down)].words);
+    random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
+                 row / 16 + min(down, (rows_left - 1) / 16), random);
+    quantize_group<Code, kTwoLevel, kStochastic>(a, group, scale, amax, random,
+                                                 shared.codes[Shared::piece(across, down)].words);
   }
 
   /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
@@ -206,7 +205,7 @@ struct TileQuantizer {
     if (byte_scales()) {
       const int groups = groups_in_block<kTwoLevel>(a);
       if (down % groups == 0) shared.column_scales[across][down / groups] = static_cast<uint8_t>(scale.stored);
-    } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left()) {
+    } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left) {
       store_scale<kTwoLevel>(a, a.columnwise.scale,
                              (batch * a.columns + column + across) * a.columnwise.scale_columns + row / kTile, scale.stored);
     }
@@ -215,22 +214,23 @@ struct TileQuantizer {
   /// The codes and scales that the columns left in shared memory: to their places.
   __device__ __forceinline__ void store_columns() const {
     const DirectionArguments& direction = a.columnwise;
-    const int down = threadIdx.x % kTileGroups, columns = columns_left();
+    const int down = threadIdx.x % kTileGroups;
     const int64_t offset = code_bytes<Code>(row + 16 * down);
     const int bytes = left(direction.row_bytes, offset, kCodeBytes);
     uint8_t* data = direction.data + (batch * a.columns + column) * direction.row_bytes + offset;
 #pragma unroll
     for (int i = 0; i < kTile; i += kTileThreads / kTileGroups) {
       const int line = i + threadIdx.x / kTileGroups, across = line % kTilePairs * 2 + line / kTilePairs;
-      if (across >= columns) continue;
-      store_codes(data + across * direction.row_bytes, bytes, direction.pieces, shared.codes[Shared::piece(across, down)].words);
+      if (across >= columns_left) continue;
+      store_codes(data + across * direction.row_bytes, bytes, direction.pieces,
+                  shared.codes[Shared::piece(across, down)].words);
     }
     if (byte_scales() && !a.squares) store_column_scales();
   }
 
   __device__ __forceinline__ void store_column_scales() const {
     const int across = threadIdx.x, count = kTile >> log_block<kTwoLevel>(a);
-    if (across >= columns_left()) return;
+    if (across >= columns_left) return;
     const int64_t first = row >> log_block<kTwoLevel>(a);
     const int scales = left(a.columnwise.scale_columns, first, count);
     uint8_t* to = a.columnwise.scale + (batch * a.columns + column + across) * a.columnwise.scale_columns + first;
@@ -252,10 +252,10 @@ template <class E, class Code, bool kStochastic>
 constexpr int kTileBlocks = E::kBytes == 4 ? 2 : 4;
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Code, kStochastic>) quantize_tiles(const QuantizeArguments a) {
-  using Shared = TilesShared<E, Code, kTwoLevel>;
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Code, kStochastic>)
+    quantize_tiles(const QuantizeArguments a) {
+  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
   Shared& shared = block_shared<Shared>();
-  Matrix<kTwoLevel> row_matrix = {}, column_matrix = {};
   const auto load = [&](const TilePlace& at) {
     if (at.batch >= a.tiles.count.batch) return;
     const auto* x = static_cast<const typename E::Storage*>(a.x) + at.batch * a.rows * a.columns;
@@ -267,24 +267,28 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Code, kStochastic
   load(at);
   while (at.batch < a.tiles.count.batch) {
     if (at.batch != started) {
-      row_matrix = Matrix<kTwoLevel>::start(a, a.rowwise, at.batch, shared.tables[0]);
-      column_matrix = Matrix<kTwoLevel>::start(a, a.columnwise, at.batch, shared.tables[kTwoLevel ? 1 : 0]);
+      const auto row_matrix = Matrix<kTwoLevel>::start(a, a.rowwise, at.batch, shared.tables[0]);
+      const auto column_matrix = Matrix<kTwoLevel>::start(a, a.columnwise, at.batch, shared.tables[kTwoLevel ? 1 : 0]);
+      if (threadIdx.x == 0) shared.matrices[0] = row_matrix, shared.matrices[1] = column_matrix;
+      start_keys(a.rowwise, at.batch, shared.row_keys);
+      start_keys(a.columnwise, at.batch, shared.column_keys);
       started = at.batch;
     }
     copy_async_wait<0>();
     __syncthreads();
-    store_tensor_scale(a, a.rowwise, row_matrix, at);
-    store_tensor_scale(a, a.columnwise, column_matrix, at);
+    store_tensor_scale(a, a.rowwise, shared.matrices[0], at);
+    store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
 
+    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
     const TileQuantizer<E, Code, kTwoLevel, kStochastic, kRotate> tile = {
-        a, shared, at.batch, static_cast<int64_t>(at.down) * kTile, static_cast<int64_t>(at.across) * kTile};
+        a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
     const bool rowwise = a.rowwise.data, columnwise = a.columnwise.data;
     if (a.squares) {
-      const Matrix<kTwoLevel> either = rowwise ? row_matrix : column_matrix;  // they have the same amax
-      tile.square_scales(either, shared.tables[rowwise || !kTwoLevel ? 0 : 1]);
+      const int either = rowwise ? 0 : 1;  // they have the same amax
+      tile.square_scales(shared.matrices[either], shared.tables[kTwoLevel ? either : 0]);
     }
-    if (rowwise) tile.rows(row_matrix);
-    if (columnwise) tile.columns(column_matrix);
+    if (rowwise) tile.rows();
+    if (columnwise) tile.columns();
     __syncthreads();
     at = Tiles::next(a.tiles, at);
     load(at);
