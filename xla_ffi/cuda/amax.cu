@@ -1,7 +1,5 @@
 #include "amax.cuh"
-
 #include "launch.h"
-#include "launch_grid.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -14,17 +12,14 @@ cudaError_t launch_amax(const AmaxProblem& p, cudaStream_t stream) {
   const int64_t matrix = p.rows * p.columns, tile = kAmaxThreads * kAmaxPieces * (16 / E::kBytes);
   const int64_t down = p.rotated ? divide_up(p.rows, kRotatedRows) : 1;
   const int64_t across = p.rotated ? divide_up(p.columns, kTile) : divide_up(matrix, tile);
-  if (!fits_tiles(p.batch, down, across)) return cudaErrorInvalidValue;
   AmaxArguments a = {};
-  a.x = p.x, a.rows = p.rows, a.columns = p.columns, a.batch = static_cast<uint32_t>(p.batch);
-  a.tiles_down = static_cast<uint32_t>(down), a.tiles_across = static_cast<uint32_t>(across);
+  if (!cut(p.batch, down, across, a.tiles)) return cudaErrorInvalidValue;
+  a.x = p.x, a.rows = p.rows, a.columns = p.columns;
   a.plain = p.plain, a.rotated = p.rotated, a.sign_mask = p.sign_mask;
   a.pairs = reinterpret_cast<uintptr_t>(p.x) % (2 * E::kBytes) == 0 && p.columns % 2 == 0;
-  const uint32_t tiles = a.batch * a.tiles_down * a.tiles_across;
-  if (p.rotated)
-    return launch_over_tiles<AmaxShared>(amax_rotated<E>, kAmaxThreads, kRotatedBlocks<E>, tiles, stream, a);
+  if (p.rotated) return launch_over_tiles<AmaxShared>(amax_rotated<E>, kAmaxThreads, kRotatedBlocks<E>, a, stream);
   a.columns = matrix;
-  return launch_over_tiles<AmaxShared>(amax_plain<E>, kAmaxThreads, kAmaxBlocks, tiles, stream, a);
+  return launch_over_tiles<AmaxShared>(amax_plain<E>, kAmaxThreads, kAmaxBlocks, a, stream);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 // 64 rows by 128 columns.
 #pragma once
 
+#include "launch_grid.cuh"
 #include "rotate.cuh"
 
 namespace jaxlowprec {
@@ -20,7 +21,7 @@ constexpr int kAmaxBlocks = 6;  // that a multiprocessor can hold, by registers
 struct AmaxArguments {
   const void* x;
   int64_t rows, columns;
-  uint32_t batch, tiles_down, tiles_across;
+  Tiles tiles;
   uint32_t *plain, *rotated;  // plain may be null
   uint32_t sign_mask;
   bool pairs;  // rows begin at multiples of two elements' bytes
@@ -55,24 +56,22 @@ template <class E>
 __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks) amax_plain(const AmaxArguments a) {
   constexpr int kPieceElements = 16 / E::kBytes;
   AmaxShared& shared = block_shared<AmaxShared>();
-  const uint32_t tiles = a.batch * a.tiles_across;
   uint32_t most = 0;
-  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const uint32_t batch = tile / a.tiles_across;
-    const auto* x = static_cast<const typename E::Storage*>(a.x) + batch * a.columns;
+  TilePlace next;
+  for (TilePlace at = Tiles::first(a.tiles); at.batch < a.tiles.count.batch; at = next) {
+    const auto* x = static_cast<const typename E::Storage*>(a.x) + at.batch * a.columns;
     // The elements before the first whole piece, and after the last one.
     const int64_t misaligned = reinterpret_cast<uintptr_t>(x) % 16 / E::kBytes;
     const int64_t head = misaligned ? min(kPieceElements - misaligned, a.columns) : 0;
     const int64_t pieces = (a.columns - head) / kPieceElements;
-    const uint32_t index = tile - batch * a.tiles_across;
     const int64_t tail = head + pieces * kPieceElements;
     uint32_t edge[2] = {};
-    if (index == 0 && threadIdx.x < head) edge[0] = x[threadIdx.x];
-    if (index == 0 && threadIdx.x < a.columns - tail) edge[1] = x[tail + threadIdx.x];
+    if (at.across == 0 && threadIdx.x < head) edge[0] = x[threadIdx.x];
+    if (at.across == 0 && threadIdx.x < a.columns - tail) edge[1] = x[tail + threadIdx.x];
     most = max(most, magnitude_bits<E>(edge));
 
     const auto* from = reinterpret_cast<const uint4*>(x + head);
-    const int64_t first = static_cast<int64_t>(index) * kAmaxThreads * kAmaxPieces + threadIdx.x;
+    const int64_t first = static_cast<int64_t>(at.across) * kAmaxThreads * kAmaxPieces + threadIdx.x;
     uint32_t words[4 * kAmaxPieces];
 #pragma unroll
     for (int i = 0; i < kAmaxPieces; ++i) {
@@ -80,8 +79,8 @@ __global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocks) amax_plain(const Am
       words[4 * i] = piece.x, words[4 * i + 1] = piece.y, words[4 * i + 2] = piece.z, words[4 * i + 3] = piece.w;
     }
     most = max(most, magnitude_bits<E>(words));
-    const uint32_t next = tile + gridDim.x;
-    if (next >= tiles || next / a.tiles_across != batch) raise(a.plain + batch, most, shared.of_warp[0]), most = 0;
+    next = Tiles::next(a.tiles, at);
+    if (next.batch != at.batch) raise(a.plain + at.batch, most, shared.of_warp[0]), most = 0;
   }
 }
 
@@ -121,8 +120,8 @@ JLP_DEVICE void load_pair(const AmaxArguments& a, const typename E::Storage* x, 
 
 /// The largest magnitude of a column's transform.
 ///
-/// The larger of |a + b| and |a - b| is |a| + |b|, and scaling and rounding are monotone: once, of the largest, will do. Where
-/// that is not finite its kind may differ from the sums' own, so they are looked at one by one.
+/// The larger of |a + b| and |a - b| is |a| + |b|, and scaling and rounding are monotone: once, of the largest, will do.
+/// Where that is not finite its kind may differ from the sums' own, so they are looked at one by one.
 template <class E>
 JLP_DEVICE uint32_t rotated_amax(const uint32_t (&pairs)[Tile<E>::kPairWords], int column) {
   float v[16];
@@ -147,21 +146,20 @@ JLP_DEVICE uint32_t rotated_amax(const uint32_t (&pairs)[Tile<E>::kPairWords], i
 template <class E>
 __global__ void __launch_bounds__(kAmaxThreads, kRotatedBlocks<E>) amax_rotated(const AmaxArguments a) {
   AmaxShared& shared = block_shared<AmaxShared>();
-  const uint32_t tiles = a.batch * a.tiles_down * a.tiles_across;
   uint32_t plain = 0, rotated = 0;
-  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const uint32_t down = tile / a.tiles_across, batch = down / a.tiles_down;
-    const int64_t row = static_cast<int64_t>(down - batch * a.tiles_down) * kRotatedRows + threadIdx.x / kTilePairs * 16;
-    const int64_t column = static_cast<int64_t>(tile - down * a.tiles_across) * kTile + threadIdx.x % kTilePairs * 2;
+  TilePlace next;
+  for (TilePlace at = Tiles::first(a.tiles); at.batch < a.tiles.count.batch; at = next) {
+    const int64_t row = static_cast<int64_t>(at.down) * kRotatedRows + threadIdx.x / kTilePairs * 16;
+    const int64_t column = static_cast<int64_t>(at.across) * kTile + threadIdx.x % kTilePairs * 2;
     uint32_t pairs[Tile<E>::kPairWords];
-    load_pair<E>(a, static_cast<const typename E::Storage*>(a.x) + batch * a.rows * a.columns, row, column, pairs);
+    load_pair<E>(a, static_cast<const typename E::Storage*>(a.x) + at.batch * a.rows * a.columns, row, column, pairs);
     if (a.plain) plain = max(plain, magnitude_bits<E>(pairs));
     flip_signs<E>(pairs, a.sign_mask);
     rotated = max(rotated, max(rotated_amax<E>(pairs, 0), rotated_amax<E>(pairs, 1)));
-    const uint32_t next = tile + gridDim.x;
-    if (next < tiles && next / a.tiles_across / a.tiles_down == batch) continue;
-    raise(a.rotated + batch, rotated, shared.of_warp[0]);
-    if (a.plain) raise(a.plain + batch, plain, shared.of_warp[1]);
+    next = Tiles::next(a.tiles, at);
+    if (next.batch == at.batch) continue;
+    raise(a.rotated + at.batch, rotated, shared.of_warp[0]);
+    if (a.plain) raise(a.plain + at.batch, plain, shared.of_warp[1]);
     plain = rotated = 0;
   }
 }

@@ -56,17 +56,22 @@ constexpr float kLeastNormal = Code::kMinNormal;
 template <>
 constexpr float kLeastNormal<E2M1> = 1.0f;
 
+/// What is added to the counting bits: (byte, 0.5) of 256 below the code, since 255.5 - byte steps of 256 are up; and at the
+/// top the least normal number's own bits are taken away.
+template <class Code>
+struct StochasticAddend {
+  static constexpr int kShift = 1 + Code::kMantissaBits;  // so that codes start at bit 24
+  static constexpr uint32_t kLeastExponent = 127 + 1 - Code::kBias;
+  const uint32_t bits = kept(0x8000u | ((0u - (kLeastExponent << (23 + kShift))) & 0xFF000000u));
+};
+
 /// The magnitude code of a >= 0, saturating, in the top byte; the bits below are arbitrary. `random` holds the byte.
 template <class Code>
-JLP_DEVICE uint32_t stochastic_top_byte(float a, uint32_t random, int byte) {
-  constexpr int kShift = 1 + Code::kMantissaBits;  // so that codes start at bit 24
-  constexpr uint32_t kLeastExponent = 127 + 1 - Code::kBias;
-  // 255.5 - byte of 256 steps is up: (byte, 0.5) just below the code, and what the least number's own bits count taken away
-  constexpr uint32_t kAdded = 0x8000u | ((0u - (kLeastExponent << (23 + kShift))) & 0xFF000000u);
+JLP_DEVICE uint32_t stochastic_top_byte(float a, const StochasticAddend<Code>& addend, uint32_t random, int byte) {
   a = fminf(a, Code::kMax);
   const float counted = __fadd_rz(a, fmaxf(a, kLeastNormal<Code>));
-  const uint32_t added = __byte_perm(random, kAdded, 0x7054u | (static_cast<uint32_t>(byte) << 8));
-  return (as_bits(counted) << kShift) + added;
+  const uint32_t added = __byte_perm(random, addend.bits, 0x7054u | (static_cast<uint32_t>(byte) << 8));
+  return (as_bits(counted) << StochasticAddend<Code>::kShift) + added;
 }
 
 /// The top bytes of four words, in order.
@@ -98,25 +103,28 @@ JLP_DEVICE uint32_t encode_e2m1(const Group<E>& group, int half, float encode, c
     }
     return (codes - kE2M1MagicBits * 0x11111111u) | nibble_signs(group, half);
   } else {
+    const StochasticAddend<E2M1> addend;
     uint32_t v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = stochastic_top_byte<E2M1>(magnitude(i), random[2 * half + i / 4], i % 4);
+    for (int i = 0; i < 8; ++i) v[i] = stochastic_top_byte<E2M1>(magnitude(i), addend, random[2 * half + i / 4], i % 4);
     const uint32_t even = top_bytes(v[0], v[2], v[4], v[6]), odd = top_bytes(v[1], v[3], v[5], v[7]);
     return (even + (odd << 4)) | nibble_signs(group, half);
   }
 }
 
-/// 8-bit codes of elements 4 * quarter to 4 * quarter + 3, saturating. An element that is not finite gives an arbitrary code.
+/// 8-bit codes of elements 4 * quarter to 4 * quarter + 3, saturating. An element that is not finite gives an arbitrary
+/// code.
 template <class Code, bool kStochastic, class E>
 JLP_DEVICE uint32_t encode_float8(const Group<E>& group, int quarter, float encode, const uint32_t (&random)[4]) {
   float y[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) y[i] = __fmaf_rn(value(group, 4 * quarter + i), encode, 0.0f);
   if constexpr (kStochastic) {
+    const StochasticAddend<Code> addend;
     uint32_t v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      v[i] = stochastic_top_byte<Code>(fabsf(y[i]), random[quarter], i) | (as_bits(y[i]) & kSignBit);
+      v[i] = stochastic_top_byte<Code>(fabsf(y[i]), addend, random[quarter], i) | (as_bits(y[i]) & kSignBit);
     return top_bytes(v[0], v[1], v[2], v[3]);
   } else if constexpr (kHasFloat8Conversion) {
     if constexpr (Code::kBias == E4M3::kBias)

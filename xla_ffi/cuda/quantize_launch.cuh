@@ -1,7 +1,6 @@
 // From a QuantizeProblem to a launch of one of the kernels. Included by a .cu file for each type of code.
 #pragma once
 
-#include "launch_grid.cuh"
 #include "quantize_rows.cuh"
 #include "quantize_tiles.cuh"
 
@@ -14,26 +13,25 @@ cudaError_t quantize_mxfp4(const QuantizeProblem& problem, cudaStream_t stream);
 cudaError_t quantize_e4m3(const QuantizeProblem& problem, cudaStream_t stream);
 cudaError_t quantize_e5m2(const QuantizeProblem& problem, cudaStream_t stream);
 
-inline DirectionArguments direction_arguments(const QuantizeProblem& p, const QuantizeDirection& d, int64_t lines,
-                                              int64_t length) {
-  const Format& f = p.format;
+inline DirectionArguments direction_arguments(const Format& f, const QuantizeDirection& d, int64_t lines, int64_t length) {
   const int64_t row_bytes = f.row_bytes(length), piece = f.packed() ? 8 : 16;
   const bool pieces = reinterpret_cast<uintptr_t>(d.data) % piece == 0 && row_bytes % piece == 0;
-  return {d.tensor, d.data, d.scale, d.random, lines, length, row_bytes, f.scale_rows(lines), f.scale_columns(length), pieces};
+  return {d.tensor, d.data, d.scale, d.random, row_bytes, f.scale_rows(lines), f.scale_columns(length), pieces};
 }
 
 template <class E, class Code>
 QuantizeArguments quantize_arguments(const QuantizeProblem& p) {
   const Format& f = p.format;
   QuantizeArguments a = {};
-  a.x = p.x, a.rows = p.rows, a.columns = p.columns, a.batch = static_cast<uint32_t>(p.batch);
+  a.x = p.x, a.rows = p.rows, a.columns = p.columns;
   a.pieces = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.columns * E::kBytes % 16 == 0;
   a.sign_mask = p.sign_mask;
   a.scaling = f.scaling, a.scale_rule = f.scale_rule, a.mx = kMxElement<Code>;
   a.float8 = {Code::kMax, f.amax_epsilon, f.power_of_two};
-  a.block = f.block, a.squares = f.tiles, a.encode_scale_given = p.encode_scale_given;
-  a.rowwise = direction_arguments(p, p.rowwise, p.rows, p.columns);
-  a.columnwise = direction_arguments(p, p.columnwise, p.columns, p.rows);
+  a.squares = f.tiles, a.encode_scale_given = p.encode_scale_given;
+  while (1 << a.log_block < f.block) ++a.log_block;
+  a.rowwise = direction_arguments(f, p.rowwise, p.rows, p.columns);
+  a.columnwise = direction_arguments(f, p.columnwise, p.columns, p.rows);
   return a;
 }
 
@@ -47,29 +45,25 @@ inline QuantizeProblem as_long_rows(QuantizeProblem p) {
   return p;
 }
 
-/// Cuts a matrix into tiles. False if there are too many of them.
-inline bool cut(QuantizeArguments& a, int64_t tile_rows, int64_t tile_columns) {
-  const int64_t down = (a.rows + tile_rows - 1) / tile_rows, across = (a.columns + tile_columns - 1) / tile_columns;
-  a.tiles_down = static_cast<uint32_t>(down), a.tiles_across = static_cast<uint32_t>(across);
-  return fits_tiles(a.batch, down, across);
-}
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
 cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
-  QuantizeArguments a = quantize_arguments<E, Code>(as_long_rows(problem));
+  const QuantizeProblem p = as_long_rows(problem);
+  QuantizeArguments a = quantize_arguments<E, Code>(p);
   while ((kTileSegments >> a.log_segments) > 1 && (kSegmentColumns << a.log_segments) < a.columns) ++a.log_segments;
-  if (!cut(a, kTileSegments >> a.log_segments, kSegmentColumns << a.log_segments)) return cudaErrorInvalidValue;
-  return launch_over_tiles<RowsShared>(quantize_rows<E, Code, kTwoLevel, kStochastic>, kRowThreads, kRowBlocks<E>,
-                                       a.batch * a.tiles_down * a.tiles_across, stream, a);
+  const int64_t down = divide_up(a.rows, kTileSegments >> a.log_segments);
+  if (!cut(p.batch, down, divide_up(a.columns, kSegmentColumns << a.log_segments), a.tiles)) return cudaErrorInvalidValue;
+  return launch_over_tiles<RowsShared<kStochastic>>(quantize_rows<E, Code, kTwoLevel, kStochastic>, kRowThreads,
+                                                    kRowBlocks<E>, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
-cudaError_t launch_tiles(const QuantizeProblem& problem, cudaStream_t stream) {
-  QuantizeArguments a = quantize_arguments<E, Code>(problem);
-  if (!cut(a, kTile, kTile)) return cudaErrorInvalidValue;
-  return launch_over_tiles<TilesShared<E, Code, kTwoLevel>>(
-      quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, kTileThreads, kTileBlocks<E, Code, kStochastic>,
-      a.batch * a.tiles_down * a.tiles_across, stream, a);
+cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
+  QuantizeArguments a = quantize_arguments<E, Code>(p);
+  if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
+  return launch_over_tiles<TilesShared<E, Code, kTwoLevel, kStochastic>>(
+      quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, kTileThreads, kTileBlocks<E, Code, kStochastic>, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>

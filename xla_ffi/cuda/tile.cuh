@@ -12,10 +12,10 @@ namespace cuda {
 constexpr int kTile = 128;
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
-constexpr int kTileGroups = kTile / 16;  // along either side
-constexpr int kTilePairs = kTile / 2;    // of columns
+constexpr int kTileGroups = kTile / 16;                  // along either side
+constexpr int kTilePairs = kTile / 2;                    // of columns
 constexpr int kPairThreads = kTileThreads / kTilePairs;  // that share a pair of columns
-constexpr int kUnits = kTileGroups / kPairThreads;       // 16 rows of a pair of columns: a thread has so many, one below another
+constexpr int kUnits = kTileGroups / kPairThreads;  // 16 rows of a pair of columns: a thread has so many, one below another
 
 template <class E>
 struct Tile {
@@ -25,8 +25,8 @@ struct Tile {
 
   JLP_DEVICE int chunk_word(int row, int chunk) { return (row * kChunks + (chunk ^ (chunk >> 3))) * 4; }
 
-  /// Starts copying the tile at (row, column) of a matrix; what is beyond the matrix becomes zero. Rows that begin at multiples
-  /// of 16 bytes (`pieces`) are copied in the background: wait for the copies, then for the other threads.
+  /// Starts copying the tile at (row, column) of a matrix; what is beyond the matrix becomes zero. Rows that begin at
+  /// multiples of 16 bytes (`pieces`) are copied in the background: wait for the copies, then for the other threads.
   __device__ __forceinline__ void load(const typename E::Storage* x, int64_t rows, int64_t columns, int64_t row,
                                        int64_t column, bool pieces) {
     if (pieces && row + kTile <= rows && column + kTile <= columns) {

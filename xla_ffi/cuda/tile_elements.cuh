@@ -89,7 +89,7 @@ auto with_element(ElementType type, Visit visit) {
 
 /// Elements [0, count) of a group from memory, zeros after them.
 template <class E>
-JLP_DEVICE Group<E> load_group(const typename E::Storage* x, int64_t count, bool aligned) {
+JLP_DEVICE Group<E> load_group(const typename E::Storage* x, int count, bool aligned) {
   Group<E> group;
   if (aligned && count >= 16) {
 #pragma unroll
