@@ -117,7 +117,7 @@ struct Device {
         zero_point(o.zero_point, "zero point", Access::kReadOnly),
         alpha(std::vector<float>{alpha}, "alpha", Access::kReadOnly) {}
 
-  std::vector<uint8_t> run(const Case& c, bool with_alpha = true) {
+  std::vector<uint8_t> run(const Case& c, bool with_alpha = true, bool all_blocks = true) {
     cuda::MatmulDecodeProblem p{};
     if (c.x_codes)
       p.x = {nvfp4(false), x.data(), x_scale.data(), nullptr, c.depth};
@@ -130,10 +130,28 @@ struct Device {
     result = std::make_unique<Array<uint8_t>>(c.rows * c.columns * reference::element_size(c.type), "result");
     p.workspace = workspace->data(), p.result = result->data();
     CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
-    CHECK_EQ(result->unwritten(), 0u);
+    CHECK_EQ(result->unwritten() == 0, all_blocks);
     return result->values();
   }
 };
+
+/// numerics.md 9's bound on columns `first` ... of float32 results, of which each row has `stride`.
+void check_bound(const Case& c, const Operands& o, float alpha, const std::vector<uint8_t>& result, int64_t first,
+                 int64_t stride) {
+  for (int64_t m = 0; m < c.rows; ++m)
+    for (int64_t n = 0; n < c.columns; ++n) {
+      double exact = 0, magnitudes = 0;
+      for (int64_t k = 0; k < c.depth; ++k) {
+        const double product = o.a[m * c.depth + k] * o.b[n * c.depth + k];
+        exact += product, magnitudes += std::fabs(product);
+      }
+      const double y = reference::get(result.data(), ElementType::kF32, m * stride + first + n);
+      if (std::isnan(exact))
+        CHECK(std::isnan(y));
+      else  // with alpha there is one rounding more
+        CHECK(std::fabs(y - alpha * exact) <= (c.depth + (alpha != 1.0f)) * 0x1p-24 * alpha * magnitudes);
+    }
+}
 
 void check_case(const Case& c, uint32_t seed) {
   const check::Given given(describe(c));
@@ -142,19 +160,7 @@ void check_case(const Case& c, uint32_t seed) {
   Case wide = c;
   wide.type = ElementType::kF32;
   const std::vector<uint8_t> result = Device(o, alpha).run(wide, seed % 2 == 0);
-  for (int64_t m = 0; m < c.rows; ++m)
-    for (int64_t n = 0; n < c.columns; ++n) {
-      double exact = 0, magnitudes = 0;
-      for (int64_t k = 0; k < c.depth; ++k) {
-        const double product = o.a[m * c.depth + k] * o.b[n * c.depth + k];
-        exact += product, magnitudes += std::fabs(product);
-      }
-      const double y = reference::get(result.data(), ElementType::kF32, m * c.columns + n);
-      if (std::isnan(exact))
-        CHECK(std::isnan(y));
-      else  // with alpha there is one rounding more
-        CHECK(std::fabs(y - alpha * exact) <= (c.depth + (alpha != 1.0f)) * 0x1p-24 * alpha * magnitudes);
-    }
+  check_bound(c, o, alpha, result, 0, c.columns);
   if (c.type == ElementType::kF32) return;
   const std::vector<uint8_t> narrow = Device(o, alpha).run(c, seed % 2 == 0);
   for (int64_t i = 0; i < c.rows * c.columns; ++i)
@@ -218,6 +224,24 @@ TEST(blocks_share_a_long_contraction) {
     Case c = nvfp4_case(rows, 16, 2100);
     c.x_codes = true;
     check_case(c, ++seed);
+  }
+}
+
+TEST(a_warp_goes_through_many_pieces_of_the_contraction) {
+  constexpr int64_t kCopies = 140;  // so many weight rows that blocks need not share the contraction
+  for (Case c : {nvfp4_case(3, 32, 4224), int4_case(16, 64, 3200, 128)}) {
+    const check::Given given(describe(c));
+    Operands o(c, 8);
+    for (std::vector<uint8_t>* array : {&o.w, &o.w_scale, &o.zero_point}) {
+      const std::vector<uint8_t> once = *array;
+      for (int64_t i = 1; i < kCopies; ++i) array->insert(array->end(), once.begin(), once.end());
+    }
+    Case wide = c;
+    wide.columns *= kCopies;
+    cuda_on_cpu::options().only_blocks = {dim3(0, 0, 0), dim3(kCopies - 1, 0, 0)};
+    const std::vector<uint8_t> result = Device(o, 1.0f).run(wide, true, false);
+    cuda_on_cpu::options().only_blocks = {};
+    for (const int64_t block : {int64_t{0}, kCopies - 1}) check_bound(c, o, 1.0f, result, block * c.columns, wide.columns);
   }
 }
 
