@@ -2,12 +2,12 @@
 
 #include <cstring>
 
-#include "../../xla_ffi/cuda/decode.h"
-#include "../../xla_ffi/cuda/errors.h"
-#include "../../xla_ffi/cuda/layouts.h"
-#include "../../xla_ffi/cuda/matmul_decode.h"
-#include "../../xla_ffi/cuda/matmul_plan.h"
-#include "../cpp/matmul_reference.h"
+#include "../../../xla_ffi/cuda/decode.h"
+#include "../../../xla_ffi/cuda/errors.h"
+#include "../../../xla_ffi/cuda/layouts.h"
+#include "../../../xla_ffi/cuda/matmul_decode.h"
+#include "../../../xla_ffi/cuda/matmul_plan.h"
+#include "../../cpp/matmul_reference.h"
 
 // --- CUDA's runtime
 

@@ -1,7 +1,7 @@
 // The GEMMs of xla_ffi/cuda/matmul.cc, every format on every kind of GPU, through a model of cuBLASLt (cublaslt_model.cc):
 // operands, their order, leading dimensions, scale layouts and alpha are right if the results are those of float64.
 //   JAXLOWPREC_CUBLASLT=<path of the model's library> matmul_test
-#include "../../xla_ffi/cuda/matmul.h"
+#include "../../../xla_ffi/cuda/matmul.h"
 
 #include <dlfcn.h>
 #include <sys/wait.h>
@@ -12,9 +12,9 @@
 #include <random>
 #include <thread>
 
-#include "../../xla_ffi/cuda/matmul_plan.h"
-#include "../cpp/check.h"
-#include "../cpp/matmul_reference.h"
+#include "../../../xla_ffi/cuda/matmul_plan.h"
+#include "../../cpp/check.h"
+#include "../../cpp/matmul_reference.h"
 #include "cublaslt_model.h"
 #include "matmul_doubles.h"
 
