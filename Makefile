@@ -5,12 +5,14 @@
 #   make lint      ruff, mypy, clang-format, tables in the documents up to date
 #   make format    what lint wants, where a tool can do it
 #   make bench     the tables of the README anew, on this machine
+#   make gpu       for NVIDIA GPUs: JAX with CUDA, a CUDA compiler from PyPI if there is none, and this library's kernels
+#   make gpu-check what the GPU kernels are and how fast: tests, sanitizer, benchmarks; runs/gpu_check
 
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-NATIVE := CMakeLists.txt pyproject.toml $(shell find xla_ffi -type f)
-CPP := $(shell find xla_ffi tests/cpp benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu')
+NATIVE := CMakeLists.txt pyproject.toml $(shell find xla_ffi cmake -type f)
+CPP := $(shell find xla_ffi cmake tests benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: demo test test-cpp lint format bench clean

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Compiles the GPU kernels alone: warnings, register spills and local memory are errors. It needs nvcc, and no GPU.
+#   compile_cuda.sh             all architectures
+#   compile_cuda.sh 90a         one, while developing
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH" # cmake and ninja, if the machine has none
+archs=()
+[[ $# == 0 ]] || archs=(-DJAXLOWPREC_CUDA_ARCHS="$(IFS=';' && echo "$*")" -DJAXLOWPREC_CUDA_PTX=)
+scripts/cublas_headers.sh build/cublas
+cmake -S . -B build/cuda -G Ninja -DJAXLOWPREC_MODULE=OFF -DJAXLOWPREC_CUDA=ON -DJAXLOWPREC_CUDA_STRICT=ON \
+  -DJAXLOWPREC_CUBLAS_INCLUDE="$PWD/build/cublas" "${archs[@]}"
+cmake --build build/cuda --target jlp_cuda
