@@ -262,6 +262,24 @@ TEST(atomic_operations_of_blocks_and_threads_meet) {
   });
 }
 
+void sums_of_a_warp(int* sum, int* out) {
+  Halves& shared = block_shared<Halves>();
+  if (threadIdx.x == 0) shared.totals[0] = 0;
+  __syncwarp();
+  atomicAdd(&shared.totals[0], 1);
+  atomicAdd(sum, 1);
+  __syncwarp();
+  out[threadIdx.x] = shared.totals[0] + *sum;
+}
+TEST(an_atomic_sum_of_a_warp_is_complete_after_syncwarp) {
+  in_every_order([] {
+    auto sum = Array<int>::zeros(1, "sum");
+    Array<int> out(32);
+    CHECK_EQ(run({1, 32, sizeof(Halves)}, sums_of_a_warp, sum.data(), out.data()), cudaSuccess);
+    for (int i = 0; i < 32; ++i) CHECK_EQ(out[i], 64);
+  });
+}
+
 // --- asynchronous copies
 
 struct Stages {

@@ -1,4 +1,9 @@
 // Wrong kernels, each of which must be reported, and what the report says.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
 #include "../../xla_ffi/cuda/intrinsics.cuh"
 #include "../cpp/check.h"
 #include "execution/run.h"
@@ -107,6 +112,22 @@ TEST(a_syncwarp_orders_no_other_warp) {
   MUST_REPORT("with no barrier since", two_warps(), syncs_only_warps, out.data());
 }
 
+template <bool kSyncsWarp>
+void overwrites_what_all_read(int* out, unsigned writer) {
+  if (threadIdx.x == 0) memory().v[0] = 1;
+  __syncthreads();
+  out[threadIdx.x] = memory().v[0];
+  const int one = __shfl_sync(kAll, 1, 0);  // so that the writer is among the last to read
+  if constexpr (kSyncsWarp) __syncwarp();
+  if (threadIdx.x == writer) memory().v[0] = one;
+}
+TEST(the_last_reader_does_not_write_while_others_may_read) {
+  Array<int> out(64);
+  for (const unsigned writer : {0u, 31u, 63u})
+    MUST_REPORT("byte 0 of shared memory", two_warps(), overwrites_what_all_read<true>, out.data(), writer);
+  MUST_REPORT("byte 0 of shared memory", one_warp(), overwrites_what_all_read<false>, out.data(), 31u);
+}
+
 void adds_plainly(int* sum) { *sum += 1; }
 TEST(a_plain_sum_of_a_block_is_a_race) {
   auto sum = Array<int>::zeros(1, "sum");
@@ -121,6 +142,22 @@ TEST(an_atomic_sum_is_complete_only_after_a_barrier) {
   auto sum = Array<int>::zeros(1, "sum");
   Array<int> out(32);
   MUST_REPORT("byte 0 of sum", one_warp(), reads_an_atomic_sum, sum.data(), out.data());
+}
+
+template <bool kSyncsWarp>
+void last_reads_an_atomic_sum(int* sum, int* out, unsigned reader) {
+  atomicAdd(sum, 1);
+  const int one = __shfl_sync(kAll, 1, 0);
+  if constexpr (kSyncsWarp) __syncwarp();
+  if (threadIdx.x == reader) out[0] = *sum + one;
+}
+TEST(an_atomic_sum_is_incomplete_for_who_added_last_too) {
+  auto sum = Array<int>::zeros(1, "sum");
+  Array<int> out(1);
+  for (const unsigned reader : {0u, 31u})
+    MUST_REPORT("byte 0 of sum", one_warp(), last_reads_an_atomic_sum<false>, sum.data(), out.data(), reader);
+  for (const unsigned reader : {0u, 31u, 32u, 63u})
+    MUST_REPORT("byte 0 of sum", two_warps(), last_reads_an_atomic_sum<true>, sum.data(), out.data(), reader);
 }
 
 void writes_beside_atomics(unsigned* amax) {
@@ -257,7 +294,7 @@ void overflows_a_member(int* out) {
 }
 TEST(arrays_within_the_shared_struct_have_bounds) {
   Array<int> out(32);
-  MUST_REPORT("index 256 is out of the bounds of 'int [256]'", one_warp(), overflows_a_member, out.data());
+  MUST_REPORT("index 256 is out of the bounds of 'int", one_warp(), overflows_a_member, out.data());
 }
 
 void beyond_shared_memory() { (&memory().v[0])[threadIdx.x + 300] = 1; }
@@ -269,11 +306,13 @@ void reads_vectors(const int* in, int* out) {
   const uint4 v = *reinterpret_cast<const uint4*>(in + threadIdx.x);
   out[threadIdx.x] = static_cast<int>(v.x + v.w);
 }
+#if !defined(__clang__)  // which does not check copies of whole structs
 TEST(vectors_are_aligned) {
   const Array<int> in(std::vector<int>(64), "in");
   Array<int> out(32);
   MUST_REPORT("bytes past a multiple of 16", one_warp(), reads_vectors, in.data(), out.data());
 }
+#endif
 
 void shifts_too_far(int* out, unsigned distance) { out[threadIdx.x] = static_cast<int>(1u << (distance + threadIdx.x)); }
 TEST(shifts_are_shorter_than_the_word) {
@@ -332,18 +371,18 @@ void writes_what_all_read(int* scale, int* out) {
 TEST(blocks_do_not_write_what_another_reads) {
   auto scale = Array<int>::zeros(1, "scale");
   Array<int> out(3);
-  MUST_REPORT("read it at", {3, 1}, writes_what_all_read, scale.data(), out.data());
+  MUST_REPORT("but earlier blocks of this launch read it", {3, 1}, writes_what_all_read, scale.data(), out.data());
 }
 
 void reads_an_unfinished_sum(int* sum, int* out) {
   atomicAdd(sum, 1);
   __syncthreads();
-  if (threadIdx.x == 0) out[blockIdx.x] = *sum;
+  if (blockIdx.x == 1 && threadIdx.x == 0) out[0] = *sum;
 }
 TEST(an_atomic_sum_of_blocks_is_complete_only_in_the_next_launch) {
   auto sum = Array<int>::zeros(1, "sum");
   Array<int> out(2);
-  MUST_REPORT("in this launch", {2, 64}, reads_an_unfinished_sum, sum.data(), out.data());
+  MUST_REPORT("of this launch changed it too", {2, 64}, reads_an_unfinished_sum, sum.data(), out.data());
 }
 
 // --- asynchronous copies
@@ -463,6 +502,21 @@ TEST(a_launch_after_a_report_is_as_good_as_before) {
   CHECK_EQ(run({1, 64}, off_by_one, in.data(), out.data(), 0), cudaSuccess);
   CHECK_EQ(out[63], 3);
   CHECK_EQ(reports.messages.size(), 1u);
+}
+
+TEST(a_report_that_nobody_takes_fails_the_program) {
+  Array<int> out(64, "out");
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (!child) {
+    if (!std::freopen("/dev/null", "w", stdout)) _exit(3);
+    run(two_warps(), reads_without_barrier, out.data());
+    std::exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status));
+  CHECK_EQ(WEXITSTATUS(status), 1);
 }
 
 }  // namespace

@@ -102,7 +102,7 @@ struct ShiftOutOfBounds {
 };
 
 [[noreturn]] void undefined(const std::string& what, const SourceLocation& location) {
-  const std::string message = what + " at " + text_of(Site{location.file, location.file, static_cast<int>(location.line)});
+  const std::string message = what + " at " + file_and_line(location.file, location.line);
   if (machine.current) fail(message);
   std::printf("on the host's side: %s\n", message.c_str());
   std::abort();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "vector_types.h"
 
@@ -91,6 +92,8 @@ CUDA_ON_CPU_MIN_MAX(unsigned, int, unsigned)
 CUDA_ON_CPU_MIN_MAX(unsigned, unsigned, int)
 CUDA_ON_CPU_MIN_MAX(long, long, long)
 CUDA_ON_CPU_MIN_MAX(unsigned long, unsigned long, unsigned long)
+CUDA_ON_CPU_MIN_MAX(unsigned long, long, unsigned long)
+CUDA_ON_CPU_MIN_MAX(unsigned long, unsigned long, long)
 CUDA_ON_CPU_MIN_MAX(long long, long long, long long)
 CUDA_ON_CPU_MIN_MAX(unsigned long long, unsigned long long, unsigned long long)
 #undef CUDA_ON_CPU_MIN_MAX
@@ -128,10 +131,10 @@ inline unsigned __vimin3_s16x2(unsigned a, unsigned b, unsigned c) { return __vm
   T name(const T* from) {      \
     return *from;              \
   }
-#define CUDA_ON_CPU_STORE(name)      \
-  template <class T>                 \
-  void name(T* to, const T& value) { \
-    *to = value;                     \
+#define CUDA_ON_CPU_STORE(name)                   \
+  template <class T>                              \
+  void name(T* to, std::common_type_t<T> value) { \
+    *to = value;                                  \
   }
 CUDA_ON_CPU_LOAD(__ldg)
 CUDA_ON_CPU_LOAD(__ldcs)

@@ -100,12 +100,13 @@ PlaceInCode place_of(const void* return_address) {
 
 std::string placeholder(PlaceInCode place) { return kOpen + std::to_string(place) + kClose; }
 
+std::string file_and_line(const char* file, uint32_t line) { return shortened(file) + ":" + std::to_string(line); }
 std::string text_of(const uint3& v) {
   return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
 }
 std::string text_of(const Thread& thread) { return "thread " + text_of(thread.position); }
 std::string text_of(const Site& site) {
-  return std::string(site.operation) + " at " + shortened(site.file) + ":" + std::to_string(site.line);
+  return site.operation + (" at " + file_and_line(site.file, static_cast<uint32_t>(site.line)));
 }
 
 void fail(const std::string& message) {

@@ -14,6 +14,7 @@ PlaceInCode place_of(const void* return_address);
 /// Stands for "file:line" within a message, and is looked up when the message is finished.
 std::string placeholder(PlaceInCode place);
 
+std::string file_and_line(const char* file, uint32_t line);
 std::string text_of(const uint3& v);
 std::string text_of(const Thread& thread);  // "thread (3,0,0)"
 std::string text_of(const Site& site);      // "__syncthreads at file:line"

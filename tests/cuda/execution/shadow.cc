@@ -12,6 +12,9 @@
 #include "machine.h"
 #include "report.h"
 
+// Where the linker put the program.
+extern "C" const char __ehdr_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
+
 namespace cuda_on_cpu {
 namespace {
 
@@ -159,17 +162,24 @@ std::string user(Stamp stamp, uint32_t thread) {
   return "block " + text_of(std::prev(next)->index);
 }
 
+/// Why a use at that time is not before the current one.
+const char* no_order(Stamp stamp) { return stamp < machine.block.first ? " in this launch" : " with no barrier since"; }
+
 [[noreturn]] void fail_after_write(const Where& where, const Record& r) {
-  const std::string other = user(r.write_stamp, r.write_thread);
-  fail(described(where) + ", but " + other + (r.atomic ? " changed it atomically at " : " wrote it at ") +
-       placeholder(r.write_place) + (r.write_stamp < machine.block.first ? " in this launch" : " with no barrier since"));
+  if (r.written_by_blocks && r.write_stamp >= machine.block.first)
+    fail(described(where) + ", but earlier blocks of this launch changed it too");
+  fail(described(where) + ", but " + user(r.write_stamp, r.write_thread) +
+       (r.atomic ? " changed it atomically at " : " wrote it at ") + placeholder(r.write_place) + no_order(r.write_stamp));
 }
 
 [[noreturn]] void fail_after_read(const Where& where, const Record& r) {
-  const uint32_t others = r.read_lanes & ~(r.read_warp == machine.current->warp->index ? 1u << machine.current->lane : 0);
+  if (r.read_by_blocks && r.read_stamp >= machine.block.first)
+    fail(described(where) + ", but earlier blocks of this launch read it");
+  const Thread& self = *machine.current;
+  uint32_t others = r.read_lanes;
+  if (r.read_stamp >= machine.block.first && r.read_warp == self.warp->index) others &= ~(1u << self.lane);
   const std::string other = others ? user(r.read_stamp, r.read_warp * kWarpSize + __builtin_ctz(others)) : "another thread";
-  fail(described(where) + ", but " + other + " read it at " + placeholder(r.read_place) +
-       (r.read_stamp < machine.block.first ? " in this launch" : " with no barrier since"));
+  fail(described(where) + ", but " + other + " read it at " + placeholder(r.read_place) + no_order(r.read_stamp));
 }
 
 [[noreturn]] void fail_in_flight(const Where& where, const Record& r) {
@@ -280,9 +290,7 @@ void record_word(Where where, size_t bytes) {
 }
 
 bool in_image(uintptr_t address, size_t bytes) {
-  extern char image_start __asm__("__ehdr_start") __attribute__((visibility("hidden")));
-  extern char image_end __asm__("_end") __attribute__((visibility("hidden")));
-  return address >= reinterpret_cast<uintptr_t>(&image_start) && address + bytes <= reinterpret_cast<uintptr_t>(&image_end);
+  return address >= reinterpret_cast<uintptr_t>(__ehdr_start) && address + bytes <= reinterpret_cast<uintptr_t>(_end);
 }
 
 bool in_parameters(uintptr_t address, size_t bytes) {
