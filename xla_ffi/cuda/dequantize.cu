@@ -2,6 +2,7 @@
 
 #include "decode.h"
 #include "dequantize.cuh"
+#include "launch_blocks.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -14,8 +15,6 @@ int log2_of(int64_t power) {
   while ((int64_t{1} << log) < power) ++log;
   return log;
 }
-
-bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 /// The arguments that a format and its arrays fix. `code_columns`: as many as the rows of codes have.
 DequantizeArguments arguments_of(const Format& f, const uint8_t* data, const uint8_t* scale, int64_t rows,
@@ -36,19 +35,14 @@ DequantizeArguments arguments_of(const Format& f, const uint8_t* data, const uin
 
 template <CodeType kCode, Decoding kDecoding, ElementType kResult>
 cudaError_t launch_kernel(DequantizeArguments a, int64_t batch, cudaStream_t stream) {
-  const int64_t pieces = (a.width + 15) / 16 * 2;  // of eight; a rotation has pairs of them
+  const int64_t pieces = divide_up(a.width, 16) * 2;  // of eight; a rotation has pairs of them
   a.lane_shift = std::min(log2_of(pieces), log2_of(kDequantizeThreads));
   a.whole = aligned(a.data, 8) && a.columns % 8 == 0 && a.row_bytes % 8 == 0 && aligned(a.result, 16) && a.width % 8 == 0;
-  const int64_t tile_rows = int64_t{kDequantizeThreads >> a.lane_shift} * kDequantizeSteps;
-  const int64_t column_tiles = (pieces + (1 << a.lane_shift) - 1) >> a.lane_shift;
-  const int64_t row_tiles = (a.rows + tile_rows - 1) / tile_rows;
-  if (column_tiles * row_tiles * batch > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const int64_t column_tiles = divide_up(pieces, int64_t{1} << a.lane_shift);
+  const int64_t row_tiles = divide_up(a.rows, int64_t{kDequantizeThreads >> a.lane_shift} * kDequantizeSteps);
   a.column_tiles = static_cast<uint32_t>(column_tiles), a.row_tiles = static_cast<uint32_t>(row_tiles);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(a.column_tiles * a.row_tiles * static_cast<uint32_t>(batch));
-  config.blockDim = dim3(kDequantizeThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, dequantize_kernel<kCode, kDecoding, kResult>, a);
+  return launch_blocks(dequantize_kernel<kCode, kDecoding, kResult>,
+                       {column_tiles * row_tiles * batch, 1, 1, kDequantizeThreads}, stream, a);
 }
 
 template <ElementType kResult>

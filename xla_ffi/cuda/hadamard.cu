@@ -1,45 +1,25 @@
 #include "hadamard.cuh"
 #include "launch.h"
+#include "launch_blocks.h"
 
 namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-bool aligned(const HadamardProblem& p, int64_t bytes) {
-  return (reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.result)) % bytes == 0;
-}
-
-cudaError_t launch_blocks(void (*kernel)(HadamardArguments), int64_t blocks, int threads, size_t shared_bytes,
-                          const HadamardArguments& a, cudaStream_t stream) {
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, a);
-}
-
 template <ElementType kType, int kSize>
 cudaError_t launch_size(HadamardArguments a, bool vertical, cudaStream_t stream) {
   if (vertical) {
     using Columns = HadamardColumns<kType, kSize>;
-    const int64_t words = (a.columns + kPerWord<kType> - 1) / kPerWord<kType>;
-    const int64_t column_tiles = (words + Columns::kWords - 1) / Columns::kWords;
+    const int64_t column_tiles = divide_up(divide_up(a.columns, kPerWord<kType>), Columns::kWords);
     if (column_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
     a.column_tiles = static_cast<uint32_t>(column_tiles);
-    return launch_blocks(hadamard_columns_kernel<kType, kSize>, column_tiles * (a.rows / kSize), Columns::kThreads,
-                         kSize == 16 ? 0 : sizeof(typename Columns::Shared), a, stream);
+    const Blocks blocks{column_tiles * (a.rows / kSize), 1, 1, Columns::kThreads,
+                        kSize == 16 ? 0 : sizeof(typename Columns::Shared)};
+    return launch_blocks(hadamard_columns_kernel<kType, kSize>, blocks, stream, a);
   }
   using Rows = HadamardRows<kType, kSize>;
-  const int64_t transforms = a.rows * (a.columns / kSize);
-  return launch_blocks(hadamard_rows_kernel<kType, kSize>, (transforms + Rows::kPerBlock - 1) / Rows::kPerBlock,
-                       Rows::kThreads, 0, a, stream);
+  const Blocks blocks{divide_up(a.rows * (a.columns / kSize), Rows::kPerBlock), 1, 1, Rows::kThreads};
+  return launch_blocks(hadamard_rows_kernel<kType, kSize>, blocks, stream, a);
 }
 
 template <ElementType kType>
@@ -59,7 +39,8 @@ cudaError_t launch_type(int32_t size, const HadamardArguments& a, bool vertical,
 cudaError_t launch(const HadamardProblem& p, cudaStream_t stream) {
   if (p.size <= 0 || (p.vertical ? p.rows : p.columns) % p.size != 0) return cudaErrorInvalidValue;
   if (p.batch * p.rows * p.columns == 0) return cudaSuccess;
-  if (!aligned(p, p.vertical ? 4 : 16)) return cudaErrorInvalidValue;
+  const int64_t bytes = p.vertical ? 4 : 16;
+  if (!aligned(p.x, bytes) || !aligned(p.result, bytes)) return cudaErrorInvalidValue;
   HadamardArguments a{};
   a.x = p.x, a.result = p.result, a.inverse = p.inverse;
   a.rows = p.batch * p.rows, a.columns = p.columns;  // matrices are whole transforms along either axis

@@ -1,24 +1,9 @@
+#include "launch_blocks.h"
 #include "layouts.cuh"
 #include "layouts.h"
 
 namespace jaxlowprec {
 namespace cuda {
-namespace {
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-cudaError_t launch_blocks(void (*kernel)(ScaleLayoutArguments), int64_t blocks, size_t shared_bytes,
-                          const ScaleLayoutArguments& a, cudaStream_t stream) {
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(256);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, a);
-}
-
-}  // namespace
 
 cudaError_t launch(const ScaleLayoutProblem& p, cudaStream_t stream) {
   const Format& f = p.format;
@@ -30,17 +15,17 @@ cudaError_t launch(const ScaleLayoutProblem& p, cudaStream_t stream) {
   if (f.scaling == Scaling::kFloat32) {
     if (f.tiles) {
       a.rows = p.batch * a.scale_rows;
-      return launch_blocks(pad_scales_kernel, divide_up(a.rows * divide_up(a.blocks, 4) * 4, 256), 0, a, stream);
+      return launch_blocks(pad_scales_kernel, {divide_up(a.rows * divide_up(a.blocks, 4) * 4, 256)}, stream, a);
     }
     a.row_tiles = static_cast<uint32_t>(divide_up(p.rows, 32));
     a.column_tiles = static_cast<uint32_t>(divide_up(a.blocks, 32));
-    return launch_blocks(transpose_scales_kernel, p.batch * a.row_tiles * a.column_tiles, sizeof(TransposeShared), a,
-                         stream);
+    const Blocks blocks{p.batch * a.row_tiles * a.column_tiles, 1, 1, 256, sizeof(TransposeShared)};
+    return launch_blocks(transpose_scales_kernel, blocks, stream, a);
   }
   while (f.tiles && (1 << a.row_shift) < f.block) ++a.row_shift;
   a.row_tiles = static_cast<uint32_t>(divide_up(p.rows, 128));
   a.column_tiles = static_cast<uint32_t>(divide_up(a.blocks, 4));
-  return launch_blocks(swizzle_kernel, p.batch * a.row_tiles * divide_up(a.column_tiles, kSwizzleTiles), 0, a, stream);
+  return launch_blocks(swizzle_kernel, {p.batch * a.row_tiles * divide_up(a.column_tiles, kSwizzleTiles)}, stream, a);
 }
 
 }  // namespace cuda
