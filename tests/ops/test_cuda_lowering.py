@@ -1,5 +1,6 @@
 """What the ops become on NVIDIA GPUs, read off the lowered code: nothing here runs on one."""
 
+import dataclasses
 import itertools
 import re
 
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.ops.scaled_matmul import cuda
 from tests.claiming_cuda import claiming_cuda, custom_calls
-from tests.helpers import ONE_OF_EACH
+from tests.helpers import ONE_OF_EACH, assert_same_numbers, random_array
 
 GEMM_WORKSPACE = 32 << 20  # cuBLASLt's own
 TILES = {"NVFP4": (16, 16), "MXFP8": (32, 32), "MXFP4": (32, 32), "Float8Block": (128, 128)}
@@ -208,3 +210,28 @@ class TestEpilogue:
     def test_sums_of_odd_width_too(self):
         call = self.call(n=90, accumulate=jnp.ones((64, 90), jnp.bfloat16))
         assert call.results[0] == "64x96xf32"
+
+
+class TestFP8BlocksAsMX:
+    """On Blackwell, where the scales are powers of two."""
+
+    @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+    @pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+    @pytest.mark.parametrize("shape", [(4, 128), (40, 160), (2, 130, 320)], ids=str)
+    def test_they_stand_for_the_same_numbers(self, shape, block, element):
+        x = random_array(shape, "float32", 3) * jnp.exp2(jnp.arange(shape[-1]) / 8 - 20)
+        x = x.at[..., 1, 2].set(jnp.nan)
+        q = jlp.quantize(x, jlp.Float8Block(element, block))
+        scale, fmt = cuda._as_mxfp8(q.scale, q.format, *shape[-2:])
+        same = dataclasses.replace(q, scale=scale, format=fmt)
+        assert_same_numbers(same.dequantize(), q.dequantize())
+        assert jnp.isnan(same.dequantize()).any()
+
+    def test_the_gemm_gets_them(self):
+        one, two = jlp.Float8Block(), jlp.Float8Block("e5m2", (128, 128))
+        call = matmul_call(one, two, 64, 160, 144, 10.0)
+        assert call.operands == ["64x160xf8E4M3FN", "64x5xf8E8M0FNU", "144x160xf8E5M2", "5x5xf8E8M0FNU"]
+        assert call.attributes.count('scaling = "e8m0"') == 2 and call.attributes.count("block = 32") == 2
+        call = matmul_call(one, two, 64, 160, 144, 9.0)
+        assert call.operands == ["64x160xf8E4M3FN", "64x2xf32", "144x160xf8E5M2", "2x2xf32"]
+        assert call.attributes.count('scaling = "float32"') == 2

@@ -4,8 +4,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "../cpu/dispatch.h"
-#include "cuda_build.h"
 #include "../cuda/matmul_plan.h"
+#include "cuda_build.h"
 #include "format.h"
 #include "handlers.h"
 
@@ -80,12 +80,12 @@ NB_MODULE(_native, m) {
     handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
     return handlers;
   });
-  m.attr("no_cuda") = jaxlowprec::kNoCuda;
-  m.attr("cuda_version") = jaxlowprec::kCudaVersion;
-  m.attr("cuda_architectures") = jaxlowprec::kCudaArchitectures;
   m.def("cuda_handlers", &cuda_handlers);
   m.def("cuda_driver_problem", &cuda_driver_problem);  // why nothing can run on a GPU here, else empty
   m.def("cuda_matmul_plan", &cuda_matmul_plan);
+  m.attr("no_cuda") = jaxlowprec::kNoCuda;
+  m.attr("cuda_version") = jaxlowprec::kCudaVersion;
+  m.attr("cuda_architectures") = jaxlowprec::kCudaArchitectures;
   m.def("isa", [] { return std::string(jaxlowprec::kernels().isa); });
   m.def("available_isas", &jaxlowprec::available_isas);
   m.def("use_isa", &jaxlowprec::use_isa);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../problems.h"
+
 namespace jaxlowprec {
 namespace cuda {
 
@@ -13,7 +15,7 @@ enum class GemmScaling : int32_t {
   kNone,
   kE4M3x16,         // an E4M3 for 16 elements of a row, in tiles of 128 rows by 4 blocks (numerics.md 6)
   kE8M0x32,         // an E8M0 for 32, in the same tiles
-  kFloat32x128,     // a float32 for 128: [ceil(depth / 128), rows]
+  kFloat32x128,     // a float32 for 128: [ceil(depth / 128), rows], rows a multiple of 4
   kFloat32x128x128  // a float32 for a square: [ceil(rows / 128), ceil(depth / 128) rounded up to a multiple of 4]
 };
 
@@ -40,6 +42,19 @@ struct Gemm {
 
 /// The workspace that cuBLASLt's fastest algorithms ask for on Hopper and later.
 constexpr int64_t kGemmWorkspace = int64_t{32} << 20;
+
+/// Bytes of one matrix's scales in the layout of layouts.h.
+inline int64_t gemm_scale_bytes(const Format& format, int64_t rows, int64_t columns) {
+  const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t blocks = format.scale_columns(columns);
+  switch (format.scaling) {
+    case Scaling::kTwoLevel:
+    case Scaling::kE8M0: return divide_up(rows, 128) * divide_up(blocks, 4) * 512;
+    case Scaling::kFloat32:
+      return format.tiles ? format.blocks(rows) * divide_up(blocks, 4) * 16 : blocks * divide_up(rows, 4) * 16;
+    default: return 4;
+  }
+}
 
 }  // namespace cuda
 }  // namespace jaxlowprec

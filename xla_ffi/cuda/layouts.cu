@@ -5,17 +5,6 @@
 namespace jaxlowprec {
 namespace cuda {
 
-int64_t gemm_scale_bytes(const Format& format, int64_t rows, int64_t columns) {
-  const int64_t blocks = format.scale_columns(columns);
-  switch (format.scaling) {
-    case Scaling::kTwoLevel:
-    case Scaling::kE8M0: return divide_up(rows, 128) * divide_up(blocks, 4) * 512;
-    case Scaling::kFloat32:
-      return format.tiles ? format.blocks(rows) * divide_up(blocks, 4) * 16 : blocks * divide_up(rows, 4) * 16;
-    default: return 4;
-  }
-}
-
 cudaError_t launch(const ScaleLayoutProblem& p, cudaStream_t stream) {
   const Format& f = p.format;
   if (f.scaling == Scaling::kTensor) return cudaErrorInvalidValue;

@@ -1,6 +1,7 @@
 // The scales of an operand as cuBLASLt's block-scaled GEMMs read them: what jaxlowprec.layouts.gemm_scales describes.
 #pragma once
 
+#include "gemm.h"
 #include "launch.h"
 
 namespace jaxlowprec {
@@ -17,8 +18,6 @@ struct ScaleLayoutProblem {
   void* result;                  // [batch, gemm_scale_bytes(format, rows, columns)], 16-byte aligned
 };
 
-/// Bytes of one matrix's scales in that layout.
-int64_t gemm_scale_bytes(const Format& format, int64_t rows, int64_t columns);
 cudaError_t launch(const ScaleLayoutProblem& problem, cudaStream_t stream);
 
 }  // namespace cuda

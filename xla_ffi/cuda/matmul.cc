@@ -54,7 +54,7 @@ cudaError_t convert(GemmOperand& to, const MatmulOperand& from, int64_t rows, in
   }
   to = {code_type(from.format.code), from.data, rows, gemm_scaling(route, from.format), memory};
   if (to.scaling == GemmScaling::kNone) return cudaSuccess;
-  return launch(ScaleLayoutProblem{from.format, from.scale, rows, depth, to.scaling, memory}, stream);
+  return launch(ScaleLayoutProblem{from.format, from.scale, 1, rows, depth, memory}, stream);
 }
 
 /// Few rows of a: cuBLASLt has no part in it.

@@ -51,7 +51,7 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
     case Scaling::kFloat32: break;
   }
   if (capability == 90) return MatmulRoute::kBlock128;
-  if (a.power_of_two && b.power_of_two) return capability >= 100 ? MatmulRoute::kMX : MatmulRoute::kDecoded;
+  if (a.power_of_two && b.power_of_two) return MatmulRoute::kDecoded;  // Python makes MXFP8 of them where it knows the GPU
   problem =
       "FP8 blocks with float32 scales that are not powers of two have tensor cores on compute capability 9.0 alone, and no "
       "exact bfloat16: quantise with power_of_two=True, or pass implementation=\"reference\"";
@@ -65,18 +65,6 @@ inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
     case MatmulRoute::kMX: return GemmScaling::kE8M0x32;
     case MatmulRoute::kNVFP4: return GemmScaling::kE4M3x16;
     default: return GemmScaling::kNone;
-  }
-}
-
-/// Bytes of an operand's scales in that order.
-inline int64_t gemm_scale_bytes(GemmScaling scaling, int64_t rows, int64_t depth) {
-  const auto blocks = [&](int64_t size) { return (depth + size - 1) / size; };
-  switch (scaling) {
-    case GemmScaling::kE4M3x16: return round_up(rows, 128) * round_up(blocks(16), 4);
-    case GemmScaling::kE8M0x32: return round_up(rows, 128) * round_up(blocks(32), 4);
-    case GemmScaling::kFloat32x128: return 4 * rows * blocks(128);
-    case GemmScaling::kFloat32x128x128: return 4 * ((rows + 127) / 128) * round_up(blocks(128), 4);
-    default: return 0;
   }
 }
 
@@ -97,8 +85,9 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
     return plan;
   }
   const auto bytes = [&](const Format& format, int64_t rows) {
-    const int64_t decoded = plan.route == MatmulRoute::kDecoded ? rows * decoded_row : 0;
-    return round_up(decoded + gemm_scale_bytes(gemm_scaling(plan.route, format), rows, p.depth()), 256);
+    if (plan.route == MatmulRoute::kDecoded) return round_up(rows * decoded_row, 256);
+    const bool scaled = gemm_scaling(plan.route, format) != GemmScaling::kNone;
+    return scaled ? round_up(gemm_scale_bytes(format, rows, p.depth()), 256) : 0;
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);
   plan.gemm_bytes = kGemmWorkspace;

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import native
-from jaxlowprec.formats import Format
+from jaxlowprec.formats import MXFP8, Format
 from jaxlowprec.layouts import pad_to_multiples
 from jaxlowprec.ops.scaled_matmul import reference
 
@@ -23,7 +23,9 @@ _DEPTH, _COLUMNS, _SCALED_ROWS = 32, 16, 4
 _CAPABILITIES = (80, 89, 90, 100)
 
 
-def _plans(a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool) -> tuple[str, int]:
+def _plans(
+    a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool
+) -> tuple[str, int]:
     """Why there is no such GEMM on the GPUs of this process, else ""; and the bytes of workspace."""
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
     capability = native.compute_capability()
@@ -39,6 +41,19 @@ def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[
     if fmt.scaling != "tensor":
         scale = pad_to_multiples(scale, 1 if fmt.tiles else rows, max(1, _DEPTH // fmt.length))
     return data, scale
+
+
+def _as_mxfp8(scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax.Array, Format]:
+    """The scales of FP8 blocks, powers of two, as those of MX blocks: the exponent of each, for its four blocks of 32.
+
+    `depth` is a multiple of 32. Not finite stays NaN.
+    """
+    exponents = (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+    exponents = jnp.repeat(exponents, 4, axis=-1)[..., : depth // 32]
+    if fmt.tiles:
+        exponents = jnp.repeat(exponents, 4, axis=-2)[..., : -(-rows // 32), :]
+    as_mx = MXFP8("e5m2" if fmt.element == "e5m2" else "e4m3", (32, 32) if fmt.tiles else (1, 32))
+    return jax.lax.bitcast_convert_type(exponents, as_mx.scale_dtype), as_mx
 
 
 def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
@@ -66,6 +81,10 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
     a_data, a_scale = _padded(a_data, a_scale, a_fmt, _SCALED_ROWS if a_fmt.scaling == "float32" else 1)
     b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)
     padded = (a_data.shape[-2], b_data.shape[-2])
+    depth = a_data.shape[-1] * (1 + a_fmt.packed)
+    if a_fmt.scaling == "float32" and a_fmt.power_of_two and (native.compute_capability() or 0) >= 10:
+        a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth)
+        b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
     # cuBLASLt accumulates before an activation, and its biases are bfloat16: with either, or a sum of another type, it
     # stops at float32. Nor does it round a product of bfloat16 to float16.
     plain = bias is None and spec.activation is None and spec.out_dtype in (jnp.bfloat16, jnp.float32)
@@ -78,7 +97,6 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
         operands.append(jnp.stack([alpha, beta], axis=-1))
     if added is not None:
         operands.append(added)
-    depth = a_data.shape[-1] * (1 + a_fmt.packed)
     _, workspace = _plans(a_fmt, b_fmt, *padded, depth, added is not None)
     results = [
         jax.ShapeDtypeStruct((*batch, *padded), spec.out_dtype if whole else jnp.float32),

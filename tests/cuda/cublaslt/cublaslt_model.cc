@@ -252,16 +252,23 @@ void take(T& to, const void* from, size_t size) {
 
 void multiply(const Operation& op, const Sizes& s, double alpha, double beta, const void* a, const Layout& la, const void* b,
               const Layout& lb, const void* c, const Layout& lc, void* d, const Layout& ld) {
-  const bool ta = op.transpose_a == CUBLAS_OP_T, tb = op.transpose_b == CUBLAS_OP_T;
+  // op(A) by rows and op(B) by columns, scaled
+  const auto lines = [&](const void* data, const Layout& layout, bool k_first, cublasLtMatmulMatrixScale_t mode,
+                         const void* scales, int64_t count) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t l = 0; l < s.k; ++l)
+        values.push_back(element(data, layout.type, k_first ? l + i * layout.ld : i + l * layout.ld) *
+                         scale(mode, scales, i, count, l, s.k));
+    return values;
+  };
+  const auto x = lines(a, la, op.transpose_a == CUBLAS_OP_T, op.a_mode, op.a_scale, s.m);
+  const auto y = lines(b, lb, op.transpose_b == CUBLAS_OP_N, op.b_mode, op.b_scale, s.n);
   std::vector<double> result(s.m * s.n);
   for (int64_t i = 0; i < s.m; ++i)
     for (int64_t j = 0; j < s.n; ++j) {
       double sum = 0;
-      for (int64_t l = 0; l < s.k; ++l) {
-        const double x = element(a, la.type, ta ? l + i * la.ld : i + l * la.ld);
-        const double y = element(b, lb.type, tb ? j + l * lb.ld : l + j * lb.ld);
-        sum += x * scale(op.a_mode, op.a_scale, i, s.m, l, s.k) * (y * scale(op.b_mode, op.b_scale, j, s.n, l, s.k));
-      }
+      for (int64_t l = 0; l < s.k; ++l) sum += x[i * s.k + l] * y[j * s.k + l];
       result[i + j * s.m] = alpha * sum + (beta == 0 ? 0 : beta * element(c, lc.type, i + j * lc.ld));
     }
   for (int64_t i = 0; i < s.m; ++i)
