@@ -1,10 +1,14 @@
+import os
+
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
 from jaxlowprec import native
+from tests.on_gpu import why_only_on_the_cpu
 
-jax.config.update("jax_platforms", "cpu")
+ON_GPU = os.environ.get("JAXLOWPREC_TESTS_ON") == "cuda"  # the whole suite, as far as it is not about the CPU
+
 jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("default", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 settings.load_profile("default")
@@ -14,7 +18,17 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
 
 
+def pytest_configure(config):
+    # The suite is on the CPU, whatever else is there. `-m gpu` compares a GPU with the CPU, and so needs both.
+    words = config.option.markexpr.split()
+    both = "gpu" in words and "not" not in words
+    jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else None if both else "cpu")
+
+
 def pytest_collection_modifyitems(config, items):
+    for item in items if ON_GPU else ():
+        if why := why_only_on_the_cpu(item):
+            item.add_marker(pytest.mark.skip(reason=why))
     if not config.getoption("--slow"):
         skip = pytest.mark.skip(reason="slow; run with --slow")
         for item in items:
@@ -29,9 +43,12 @@ def forget_compiled_functions():
     jax.clear_caches()
 
 
-@pytest.fixture(params=native.available_isas() or ["no native library"])
+@pytest.fixture(params=["cuda"] if ON_GPU else native.available_isas() or ["no native library"])
 def isa(request):
-    """Every instruction set that this machine can run, one after the other."""
+    """Every instruction set that this machine can run, one after the other; or the GPU's kernels."""
+    if ON_GPU:
+        yield request.param
+        return
     if not native.available_isas():
         pytest.fail(f"the native library is missing: {native.library().reason}")
     before = native.isa()

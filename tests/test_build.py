@@ -1,4 +1,4 @@
-"""The build's choice whether there are GPU kernels: odd CUDA compilers never break the CPU's build, unless CUDA is demanded."""
+"""Whether the build has GPU kernels: odd CUDA compilers never break the CPU's build, unless CUDA is demanded."""
 
 import os
 import pathlib

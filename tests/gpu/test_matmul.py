@@ -1,0 +1,127 @@
+"""GEMMs on a GPU: within numerics.md 9's bound of the float64 product of what was quantised, and the epilogue."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from tests.gpu.sides import run_on
+from tests.helpers import FLOATS, as_bytes, format_name, quantized_from_bytes, random_array
+from tests.ops.test_scaled_matmul_formats import ONE_OF_EACH_KIND, PAIRS
+from tests.products import assert_is_product, decoded
+
+NVFP4 = list(itertools.product((jlp.NVFP4(), jlp.NVFP4((16, 16))), repeat=2))
+SIZES = [(1, 1, 1), (7, 32, 3), (1, 1024, 300), (16, 256, 128), (33, 128, 65), (20, 300, 130), (130, 512, 264)]
+
+
+def pair_name(pair):
+    return " x ".join(map(format_name, pair))
+
+
+def multiply(a, b, **options):
+    return jlp.scaled_matmul(a, b, implementation="ffi", **options)
+
+
+@pytest.mark.parametrize("formats", NVFP4 + PAIRS, ids=pair_name)
+def test_error(gpu, formats):
+    for m, k, n in SIZES:
+        a = jlp.quantize(random_array((m, k), "float32", 1), formats[0])
+        b = jlp.quantize(random_array((n, k), "float32", 2), formats[1])
+        exact_operands = decoded(a), decoded(b).T
+        for dtype in (jnp.bfloat16, jnp.float32):
+            result = run_on(gpu, lambda a, b, d=dtype: multiply(a, b, out_dtype=d), a, b)
+            assert_is_product(result, *exact_operands)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 16])
+@pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.NVFP4((16, 16))], ids=format_name)
+def test_few_rows(gpu, rows, fmt):
+    """Decoding weights in registers, where one token or a few are multiplied."""
+    for k, n in ((1024, 512), (4096, 130), (1040, 72)):
+        a = jlp.quantize(random_array((rows, k), "bfloat16", rows), jlp.NVFP4())
+        b = jlp.quantize(random_array((n, k), "bfloat16", 2), fmt)
+        assert_is_product(run_on(gpu, multiply, a, b), decoded(a), decoded(b).T)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("formats", [NVFP4[1], *ONE_OF_EACH_KIND], ids=pair_name)
+@pytest.mark.parametrize("sizes", [(8192, 8192, 8192), (4096, 1536, 24576), (1, 8192, 8192)], ids=str)
+def test_large(gpu, formats, sizes):
+    m, k, n = sizes
+    a, b = (jlp.quantize(random_array((r, k), "bfloat16", r), f) for r, f in zip((m, n), formats, strict=True))
+    result = run_on(gpu, lambda a, b: multiply(a, b, out_dtype=jnp.float32), a, b)
+    some = np.random.default_rng(0).choice(n, 64, replace=False)  # columns: all of them take minutes in float64
+    assert_is_product(result[:, some], decoded(a), decoded(b)[some].T)
+
+
+@pytest.mark.parametrize("formats", [NVFP4[1], *ONE_OF_EACH_KIND], ids=pair_name)
+class TestEpilogue:
+    def operands(self, formats):
+        a, b = (jlp.quantize(random_array((r, 256), "float32", r), f) for r, f in zip((48, 80), formats, strict=True))
+        return a, b, random_array((80,), "float32", 3)
+
+    @pytest.mark.parametrize("activation", [None, "gelu", "dgelu"])
+    def test_near_the_cpus(self, cpu, gpu, formats, activation):
+        a, b, bias = self.operands(formats)
+        for dtype, out_dtype in itertools.product(FLOATS, FLOATS):
+            accumulate, where = random_array((48, 80), dtype, 4), random_array((48, 80), dtype, 5)
+            given = {"activation": activation} | ({"activation_input": where} if activation == "dgelu" else {})
+
+            def product(a, b, bias, accumulate, o=out_dtype, given=given):
+                return multiply(a, b, bias=bias, accumulate=accumulate, out_dtype=o, **given)
+
+            results = [run_on(d, product, a, b, bias, accumulate).astype(np.float64) for d in (cpu, gpu)]
+            size = np.abs(decoded(a)) @ np.abs(decoded(b)).T + np.abs(bias) + np.abs(np.asarray(accumulate, np.float64))
+            tolerance = (256 + 32) * 2.0**-24 + 2 * float(jnp.finfo(out_dtype).eps)
+            np.testing.assert_array_less(np.abs(results[0] - results[1]), 2 * tolerance * size + 1e-30)
+
+    def test_rows_do_not_depend_on_calls_before(self, gpu, formats):
+        a, b, bias = self.operands(formats)
+        first, second = (run_on(gpu, lambda a, b, c: multiply(a, b, bias=c), a, b, bias) for _ in range(2))
+        np.testing.assert_array_equal(as_bytes(first), as_bytes(second))
+
+    def test_what_is_not_finite_stays_so(self, gpu, formats):
+        a, b, bias = self.operands(formats)
+        result = run_on(gpu, lambda a, b, c: multiply(a, b, bias=c), a, b, bias.at[7].set(np.nan))
+        assert np.isnan(result[:, 7].astype(np.float32)).all()
+        assert np.isfinite(np.delete(result, 7, axis=1).astype(np.float32)).all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("formats", [NVFP4[1], *ONE_OF_EACH_KIND], ids=pair_name)
+def test_every_kernel_once(gpu, formats):
+    for m, k, n in ((3, 160, 40), (67, 160, 40)):
+        a, b = (quantized_from_bytes((r, k), f, seed=r) for r, f in zip((m, n), formats, strict=True))
+        assert_is_product(
+            run_on(gpu, lambda a, b: multiply(a, b, out_dtype=jnp.float32), a, b), decoded(a), decoded(b).T
+        )
+
+
+def test_batches(gpu):
+    a, b = (jlp.quantize(random_array((3, r, 128), "bfloat16", r), jlp.NVFP4()) for r in (24, 40))
+    result = run_on(gpu, multiply, a, b)
+    for slice_, left, right in zip(result, decoded(a), decoded(b), strict=True):
+        assert_is_product(jnp.asarray(slice_), left, right.T)
+
+
+def test_gradients_of_a_linear_are_near_the_cpus(cpu, gpu):
+    x, w = random_array((64, 128), "bfloat16", 0), random_array((128, 96), "float32", 1)
+    for recipe in (
+        jlp.NVFP4BlockScaling(),
+        jlp.Float8BlockScaling(),
+        jlp.MXFP8BlockScaling(),
+        jlp.Float8CurrentScaling(),
+    ):
+
+        def loss(x, w, recipe=recipe):
+            y = jlp.linear(x, w, recipe=recipe, key=np.array([1, 2], np.uint32))
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        sides = [run_on(device, jax.grad(loss, (0, 1)), x, w) for device in (cpu, gpu)]
+        for ours, theirs in zip(*sides, strict=True):
+            ours, theirs = (np.asarray(g).astype(np.float64) for g in (ours, theirs))
+            # What differs in the last bit of y may round to another 4-bit code in the gradient.
+            assert np.linalg.norm(ours - theirs) <= 0.02 * np.linalg.norm(theirs)

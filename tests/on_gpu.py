@@ -1,0 +1,27 @@
+"""What of the suite says something about a GPU, when all of it is run on one (JAXLOWPREC_TESTS_ON=cuda)."""
+
+ABOUT_PROCESSES = (
+    "tests/test_native.py",
+    "tests/test_build.py",
+    "tests/test_package.py",
+    "tests/test_readme.py",
+    "tests/cli",
+)
+ABOUT_LOWERING = ("tests/wiring", "tests/test_sharding")
+CPU_BYTES = ("TestBytes", "TestWhatDoesNotChangeTheBytes")  # of a GEMM: the CPU's order of additions (numerics.md 9)
+
+
+def why_only_on_the_cpu(item) -> str | None:
+    """Why a test is about the CPU, or None."""
+    name = item.nodeid
+    if name.startswith(ABOUT_PROCESSES):
+        return "about processes that run on the CPU"
+    if name.startswith(ABOUT_LOWERING) or hasattr(item.module, "mesh_of"):
+        return "needs the eight devices that the CPU pretends to be"
+    if "scaled_matmul" in name and any(group in name for group in CPU_BYTES):
+        return "the bytes of a GEMM are defined on the CPU; tests/gpu has its error on a GPU"
+    if "reference" in name.lower():
+        return (
+            "the reference defines bytes on the CPU: XLA's division on a GPU is not correctly rounded (numerics.md 10)"
+        )
+    return None
