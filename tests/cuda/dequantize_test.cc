@@ -94,6 +94,27 @@ TEST(each_byte_moves_once) {
   }
 }
 
+TEST(indices_pass_two_to_the_31) {
+  constexpr int64_t kColumns = 512, kRows = (int64_t{1} << 22) + 64, kLast = kRows - 16;  // the last block has 16 rows
+  const Format format = mxfp(CodeType::kE4M3, false);
+  const AnyCodes codes(format, 1, 16, kColumns, 9);
+  DequantizeProblem p{};
+  p.format = format, p.data = codes.data.data(), p.scale = codes.scale.data();
+  p.batch = 1, p.rows = 16, p.columns = kColumns, p.type = ElementType::kBF16;
+  std::vector<uint8_t> expected(16 * kColumns * 2);
+  reference::dequantize(p, expected.data());
+  const Array<uint8_t> data = Array<uint8_t>::zeros(kRows * kColumns, "data");
+  const Array<uint8_t> scale = Array<uint8_t>::zeros(kRows * kColumns / 32, "scale");
+  const Array<uint16_t> result(kRows * kColumns, "result");
+  std::memcpy(&data[kLast * kColumns], codes.data.data(), codes.data.size());
+  std::memcpy(&scale[kLast * kColumns / 32], codes.scale.data(), codes.scale.size());
+  p.data = data.data(), p.scale = scale.data(), p.rows = kRows, p.result = result.data();
+  cuda_on_cpu::options().only_blocks = {dim3(kRows / 16 - 1, 0, 0)};
+  CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+  cuda_on_cpu::options().only_blocks = {};
+  CHECK_EQ(first_difference(&result[kLast * kColumns], expected.data(), ElementType::kBF16, 16 * kColumns), -1);
+}
+
 TEST(what_no_kernel_serves_is_refused) {
   DequantizeProblem p{};
   p.format = mxfp(CodeType::kE4M3, false), p.rotate = true, p.batch = p.rows = p.columns = 16;

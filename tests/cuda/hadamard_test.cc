@@ -80,6 +80,32 @@ TEST(the_order_of_threads_changes_nothing) {
   });
 }
 
+TEST(indices_pass_two_to_the_31) {
+  constexpr int64_t kColumns = 512, kRows = (int64_t{1} << 22) + 256, kLast = kRows - 256;
+  const std::vector<uint8_t> elements = any_elements(ElementType::kBF16, 256 * kColumns, 9);
+  const std::vector<uint32_t> signs = some_signs(256);
+  const Array<uint16_t> x = Array<uint16_t>::zeros(kRows * kColumns, "x");
+  std::memcpy(&x[kLast * kColumns], elements.data(), elements.size());
+  for (const bool vertical : {false, true}) {
+    const check::Given given(vertical ? "vertical" : "rows");
+    HadamardProblem p{elements.data(), ElementType::kBF16, 1, 256, kColumns, 256, vertical, false, signs.data(), nullptr};
+    std::vector<uint8_t> expected(elements.size());
+    reference::hadamard(p, expected.data());
+    const Array<uint16_t> result(kRows * kColumns, "result");
+    p.x = x.data(), p.result = result.data(), p.rows = kRows;
+    // The last block: of 32 transforms of two a row, or of 64 columns.
+    const unsigned blocks = static_cast<unsigned>(vertical ? kRows / 256 * 8 : kRows * 2 / 32);
+    cuda_on_cpu::options().only_blocks = {dim3(blocks - 1, 0, 0)};
+    CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+    cuda_on_cpu::options().only_blocks = {};
+    const int64_t rows = vertical ? 256 : 16, columns = vertical ? 64 : kColumns;
+    for (int64_t row = 256 - rows; row < 256; ++row)
+      CHECK_EQ(first_difference(&result[(kLast + row) * kColumns + kColumns - columns],
+                                &expected[(row * kColumns + kColumns - columns) * 2], ElementType::kBF16, columns),
+               -1);
+  }
+}
+
 TEST(what_no_kernel_serves_is_refused) {
   const std::vector<uint32_t> signs(512);
   const Array<uint8_t> x = Array<uint8_t>::zeros(4096);

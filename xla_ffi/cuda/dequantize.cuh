@@ -3,7 +3,8 @@
 //
 // Data flow: a thread loads eight codes of each of kSteps rows and their scales, then decodes and stores each: 16 bytes of a
 // 16-bit result. Two neighbouring lanes have a rotation's 16 elements: strides 1, 2, 4 within the thread, 8 by a shuffle.
-// Bytes moved per element: its code and its share of the scale read, the element written; nothing twice.
+// Bytes moved per element: its code read and the element written, once; a scale read for every eight elements, of which all
+// but the first come from the cache.
 // Launch: tiles of (256 / lanes * kSteps) rows by (lanes * 8) columns, lanes being a power of two that the row fills.
 #pragma once
 
