@@ -7,13 +7,14 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.scaled_matmul import cuda
 from tests.claiming_cuda import claiming_cuda, custom_calls
 from tests.helpers import ONE_OF_EACH, assert_same_numbers, random_array
 
-GEMM_WORKSPACE = 32 << 20  # cuBLASLt's own
+GEMM_WORKSPACE = (32 << 20) + 256  # cuBLASLt's own, and room to align it
 TILES = {"NVFP4": (16, 16), "MXFP8": (32, 32), "MXFP4": (32, 32), "Float8Block": (128, 128)}
 
 
@@ -235,3 +236,24 @@ class TestFP8BlocksAsMX:
         call = matmul_call(one, two, 64, 160, 144, 9.0)
         assert call.operands == ["64x160xf8E4M3FN", "64x2xf32", "144x160xf8E5M2", "2x2xf32"]
         assert call.attributes.count('scaling = "float32"') == 2
+
+
+def test_symbolic_shapes_take_the_reference_and_say_why():
+    """The workspace is a size in bytes."""
+    a = jax.eval_shape(lambda: jlp.quantize(jnp.zeros((16, 64)), jlp.NVFP4()))
+    m, _ = export.symbolic_shape("m, 64")
+    a = dataclasses.replace(
+        a,
+        data=jax.ShapeDtypeStruct((m, 32), jnp.uint8),
+        scale=jax.ShapeDtypeStruct((m, 4), jnp.float8_e4m3fn),
+        matrix=(m, 64),
+    )
+
+    def lowered(implementation):
+        function = jax.jit(lambda a: jlp.scaled_matmul(a, a, implementation=implementation))
+        return export.export(function, platforms=("cuda",))(a).mlir_module()
+
+    with claiming_cuda():
+        assert "@jaxlowprec" not in lowered(None)
+        with pytest.raises(NotImplementedError, match="shapes are symbolic"):
+            lowered("ffi")

@@ -18,6 +18,7 @@ ffi::Error scaled_matmul(cudaStream_t stream, ffi::AnyBuffer a_data, ffi::AnyBuf
   MatmulProblem p;
   if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes); error.failure())
     return error;
+  JLP_REQUIRE(p.type != ElementType::kF16);  // cuBLASLt has none of bfloat16 operands
   const bool tensor = p.a.format.scaling == Scaling::kTwoLevel || p.a.format.scaling == Scaling::kTensor;
   JLP_REQUIRE(args.size() == static_cast<size_t>(tensor + accumulate));
   if (result->element_count() == 0) return ffi::Error::Success();

@@ -132,7 +132,8 @@ Owned<cublasLtMatrixLayout_t> layout(const Library& lt, GemmType type, int64_t r
 }
 
 /// cuBLASLt's matrices are column-major, so each of ours is its transpose: what it computes is y^T = (b^T)^T a^T. Its A is
-/// our b, transposed, and its B our a: the "TN" form, the only one that narrow types have on every GPU.
+/// our b, transposed, and its B our a: the "TN" form, the only one that narrow types have on every GPU. What is not set here
+/// stays off: "fast accumulation", which keeps FP8 sums in fewer bits than float32, above all.
 Descriptors describe(const Library& lt, const Gemm& gemm) {
   cublasLtMatmulDesc_t made = nullptr;
   lt.check(lt.MatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "makes no descriptor");

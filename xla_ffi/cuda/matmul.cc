@@ -100,12 +100,14 @@ std::string launch(const MatmulProblem& problem, const MatmulResources& resource
     return "its workspace has " + std::to_string(resources.workspace_bytes) + " bytes, this GPU needs " +
            std::to_string(plan.workspace_bytes()) + ": compile it for compute capability " +
            std::to_string(device.capability / 10) + "." + std::to_string(device.capability % 10);
+  const uintptr_t start = round_up(reinterpret_cast<intptr_t>(resources.workspace), MatmulPlan::kAlignment);
+  uint8_t* const workspace = reinterpret_cast<uint8_t*>(start);
   for (int64_t i = 0; i < problem.batch; ++i) {
     const float* alpha_beta = resources.alpha_beta ? resources.alpha_beta + 2 * i : nullptr;
     const MatmulProblem one = entry(problem, i);
     const std::string failed = plan.route == MatmulRoute::kSmall
-                                   ? multiply_small(one, plan, alpha_beta, resources.workspace, stream)
-                                   : multiply(one, plan, alpha_beta, resources.workspace, device.index, stream);
+                                   ? multiply_small(one, plan, alpha_beta, workspace, stream)
+                                   : multiply(one, plan, alpha_beta, workspace, device.index, stream);
     if (!failed.empty()) return failed;
   }
   return "";

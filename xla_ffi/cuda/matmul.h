@@ -14,7 +14,7 @@ namespace cuda {
 struct MatmulResources {
   const float* alpha_beta;  // [batch, 2]: what the sum is multiplied by, and what is accumulated onto; formats with a tensor
                             // scale alone, else null: 1, and whether something is accumulated onto
-  uint8_t* workspace;       // 256-byte aligned
+  uint8_t* workspace;
   int64_t workspace_bytes;
 };
 

@@ -30,10 +30,12 @@ constexpr int64_t kSmallSums = 4 * kSmallRows * 264 * 32;
 struct MatmulPlan {
   MatmulRoute route = MatmulRoute::kNone;
   std::string problem;  // why there is no route; else empty
-  // Of one batch entry, in this order; each a multiple of 256 bytes.
+  // Of one batch entry, in this order; each a multiple of kAlignment.
   int64_t a_bytes = 0, b_bytes = 0, gemm_bytes = 0;  // what a and b (or their scales) become, and cuBLASLt's own
 
-  int64_t workspace_bytes() const { return a_bytes + b_bytes + gemm_bytes; }
+  /// XLA aligns buffers to 128 bytes, cuBLASLt wants 256 for its own.
+  static constexpr int64_t kAlignment = 256;
+  int64_t workspace_bytes() const { return a_bytes + b_bytes + gemm_bytes + kAlignment; }
 };
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -81,13 +83,13 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
   if (plan.route == MatmulRoute::kNone) return plan;
   const int64_t decoded_row = 2 * decoded_width(p.depth());
   if (plan.route == MatmulRoute::kSmall) {
-    plan.a_bytes = round_up(p.rows * decoded_row, 256), plan.b_bytes = kSmallSums;
+    plan.a_bytes = round_up(p.rows * decoded_row, MatmulPlan::kAlignment), plan.b_bytes = kSmallSums;
     return plan;
   }
   const auto bytes = [&](const Format& format, int64_t rows) {
-    if (plan.route == MatmulRoute::kDecoded) return round_up(rows * decoded_row, 256);
+    if (plan.route == MatmulRoute::kDecoded) return round_up(rows * decoded_row, MatmulPlan::kAlignment);
     const bool scaled = gemm_scaling(plan.route, format) != GemmScaling::kNone;
-    return scaled ? round_up(gemm_scale_bytes(format, rows, p.depth()), 256) : 0;
+    return scaled ? round_up(gemm_scale_bytes(format, rows, p.depth()), MatmulPlan::kAlignment) : 0;
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);
   plan.gemm_bytes = kGemmWorkspace;
