@@ -43,7 +43,7 @@ def swizzle(scale: Array) -> Array:
         raise ValueError(
             f"swizzle: scale has shape {scale.shape} and dtype {scale.dtype}; needs [..., R, C] of one byte"
         )
-    padded = _pad(scale, 128, 4)
+    padded = pad_to_multiples(scale, 128, 4)
     *batch, rows, columns = padded.shape
     tiles = padded.reshape(*batch, rows // 128, 4, 32, columns // 4, 4)
     return jnp.moveaxis(tiles, (-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1)).reshape(*batch, rows * columns)
@@ -86,7 +86,7 @@ def gemm_scales(q: QuantizedArray) -> Array:
     if fmt.scaling == "tensor":
         return scale
     if fmt.scaling == "float32":
-        return _pad(scale if fmt.tiles else jnp.swapaxes(scale, -1, -2), 1, 4)
+        return pad_to_multiples(scale if fmt.tiles else jnp.swapaxes(scale, -1, -2), 1, 4)
     return swizzle(jnp.repeat(scale, fmt.length, axis=-2)[..., :rows, :] if fmt.tiles else scale)
 
 
@@ -159,8 +159,11 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Zeros up to multiples. By bytes: XLA pads no float8_e8m0fnu with a zero, which it cannot represent."""
+def pad_to_multiples(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """x with zeros up to multiples of `rows` and `columns` along its last two axes.
+
+    By bytes: XLA pads no float8_e8m0fnu with a zero, which it cannot represent.
+    """
     padding = [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % rows), (0, -x.shape[-1] % columns)]
     if x.dtype.itemsize > 1:
         return jnp.pad(x, padding)

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import jax
 
+_CUDA_PLUGINS = (12, 13)
+
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What was found: the module, or why there is none."""
+    """What was found: the module, or why there is none; and why it does not serve a platform that others do."""
 
     module: ModuleType | None
     reason: str | None
     platforms: tuple[str, ...]
+    missing: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
 def _runtime_ffi_version() -> tuple[int, int]:
@@ -55,7 +60,34 @@ def _load() -> Library:
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     except Exception as error:  # a library of another version, or a header that is gone: say so, run the reference
         return Library(None, f"the compiled library is not usable: {type(error).__name__}: {error}", ())
-    return Library(module, None, ("cpu",))
+    why_no_cuda = _why_no_cuda(module) or _register_cuda(module)
+    return (
+        Library(module, None, ("cpu",), {"cuda": why_no_cuda})
+        if why_no_cuda
+        else Library(module, None, ("cpu", "cuda"))
+    )
+
+
+def _why_no_cuda(module: Any) -> str | None:
+    if not getattr(module, "cuda_handlers", dict)():
+        found = getattr(module, "no_cuda", "") or "no CUDA compiler was found"
+        return (
+            f"jaxlowprec was built without CUDA ({found}); to build it with, have nvcc and cublasLt.h where it is "
+            "installed: `make gpu` in a source tree does all of that"
+        )
+    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in _CUDA_PLUGINS):
+        return 'jax has no CUDA plugin here: pip install "jax[cuda13]" (or "jax[cuda12]")'
+    return module.cuda_driver_problem() or None
+
+
+def _register_cuda(module: Any) -> str | None:
+    """Registers the CUDA targets, which JAX keeps until it starts that backend; returns what went wrong."""
+    try:
+        for name, handler in module.cuda_handlers().items():
+            jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    except Exception as error:  # the CPU's kernels work all the same
+        return f"its CUDA kernels are not usable: {type(error).__name__}: {error}"
+    return None
 
 
 @functools.cache
@@ -65,7 +97,7 @@ def library() -> Library:
 
 
 def platforms() -> tuple[str, ...]:
-    """Platforms that have native kernels here, such as `("cpu",)`."""
+    """Platforms that have native kernels here, such as `("cpu", "cuda")`."""
     return library().platforms
 
 
@@ -74,7 +106,20 @@ def why_not(platform: str) -> str | None:
     found = library()
     if platform in found.platforms:
         return None
-    return found.reason or f"this build of jaxlowprec has no kernels for platform {platform!r}"
+    return (
+        found.reason
+        or found.missing.get(platform)
+        or f"this build of jaxlowprec has no kernels for platform {platform!r}"
+    )
+
+
+def compute_capability() -> float | None:
+    """The least of this process's GPUs, such as 9.0; None where there are none."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # no such backend
+        return None
+    return min(float(device.compute_capability) for device in devices)
 
 
 def isa() -> str | None:

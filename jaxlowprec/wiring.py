@@ -167,11 +167,12 @@ def define(
     rule: Rule,
     outputs: Callable[..., Sequence[tuple[tuple[int, ...], Any]]],
     reference: Callable,
-    native: Callable | None = None,
+    native: Callable | Mapping[str, Callable] | None = None,
     platforms: Sequence[str] = (),
     collective: Callable = jax.lax.psum,
     when_reduced: Callable | None = None,
     only_native: bool = False,
+    missing: Mapping[str, str] | None = None,
 ) -> Callable:
     """Makes an op: a function of arrays that returns a tuple of arrays, under every transformation but autodiff.
 
@@ -180,12 +181,13 @@ def define(
         rule: how it shards and which operands have batch axes.
         outputs: operand avals -> [(shape, dtype)] of the results. Pure Python: shapes need no device.
         reference: arrays -> arrays in pure JAX, for platforms without a native implementation.
-        native: the same by an FFI call.
+        native: the same by an FFI call; where platforms differ in it, one for each.
         platforms: where `native` serves.
         collective: combines results over mesh axes that split a reduction factor.
         when_reduced: arrays, mesh axes -> arrays; how to compute when a reduction factor is split, where combining the
             results is not enough.
         only_native: other platforms raise NotImplementedError instead of running the reference.
+        missing: for the message, why a platform is not among `platforms`.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -206,15 +208,19 @@ def define(
             for tokens, (shape, dtype) in zip(rule.results, outputs(*avals), strict=True)
         ]
 
-    def unavailable(*args):
-        raise NotImplementedError(
-            f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, not for this platform'
-        )
+    def unavailable(why: str) -> Callable:
+        def body(*args):
+            raise NotImplementedError(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, {why}')
 
-    mlir.register_lowering(primitive, _lowering(unavailable if only_native else reference))
+        return body
+
+    mlir.register_lowering(primitive, _lowering(unavailable("not for this platform") if only_native else reference))
+    for platform, why in (missing or {}).items() if only_native else ():
+        mlir.register_lowering(primitive, _lowering(unavailable(f"not for {platform}: {why}")), platform=platform)
     if native:
         for platform in platforms:
-            mlir.register_lowering(primitive, _lowering(native), platform=platform)
+            body = native[platform] if isinstance(native, Mapping) else native
+            mlir.register_lowering(primitive, _lowering(body), platform=platform)
 
     def bind(*args):
         return tuple(primitive.bind(*align_varying(*args)))

@@ -19,7 +19,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec import native
-from tests.helpers import digest, golden_input
+from tests.helpers import digest, golden_input, run_python
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 REPORT = """
@@ -121,6 +121,73 @@ def test_a_library_that_does_not_fit_is_left_alone(monkeypatch, attributes, reas
 def test_an_older_ffi_of_the_same_major_version_is_taken(monkeypatch):
     module = stand_in(monkeypatch, ffi_api_version=(0, 1), cpu_handlers=dict)
     assert native._load() == native.Library(module, None, ("cpu",))
+
+
+CUDA = {"ffi_api_version": (0, 1), "cpu_handlers": dict, "cuda_driver_problem": str, "no_cuda": ""}
+
+
+def with_cuda(monkeypatch, plugin=True, **attributes):
+    """What is loaded where the module has CUDA kernels, and JAX perhaps a CUDA plugin; and what is registered."""
+    registered = {}
+
+    def register(name, handler, platform):
+        if handler is refusing:
+            raise RuntimeError("refused")
+        registered[name] = handler, platform
+
+    handlers = {"jaxlowprec_amax": "capsule", "jaxlowprec_scaled_matmul": {"prepare": "one", "execute": "another"}}
+    stand_in(monkeypatch, **{**CUDA, "cuda_handlers": lambda: handlers, **attributes})
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", register)
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: "found" if plugin else None)
+    return native._load(), registered
+
+
+def test_cuda_targets_are_registered_where_jax_can_use_them(monkeypatch):
+    found, registered = with_cuda(monkeypatch)
+    assert (found.platforms, found.missing) == (("cpu", "cuda"), {})
+    assert registered["jaxlowprec_amax"] == ("capsule", "CUDA")
+    assert registered["jaxlowprec_scaled_matmul"] == ({"prepare": "one", "execute": "another"}, "CUDA")
+
+
+def test_registering_for_a_platform_that_is_not_here_does_no_harm():
+    run_python(
+        "-c",
+        """if True:
+        import jax
+        from jaxlowprec import _native
+        handler = _native.cpu_handlers()["jaxlowprec_amax"]
+        jax.ffi.register_ffi_target("jaxlowprec_test_one", handler, platform="CUDA")
+        jax.ffi.register_ffi_target("jaxlowprec_test_two", {"prepare": handler, "execute": handler}, platform="CUDA")
+        assert jax.numpy.ones(2).sum() == 2
+        """,
+    )
+
+
+def refusing():
+    """A handler that cannot be registered."""
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"cuda_handlers": dict, "no_cuda": "nvcc does not run"},
+            r"built without CUDA \(nvcc does not run\); .*make gpu",
+        ),
+        ({"cuda_handlers": dict}, r"built without CUDA \(no CUDA compiler was found\)"),
+        ({"plugin": False}, r'jax has no CUDA plugin here: pip install "jax\[cuda13\]"'),
+        ({"cuda_driver_problem": lambda: "the driver is of 1999"}, "the driver is of 1999"),
+        (
+            {"cuda_handlers": lambda: {"jaxlowprec_amax": refusing}},
+            "CUDA kernels are not usable: RuntimeError: refused",
+        ),
+    ],
+)
+def test_why_there_is_no_cuda(monkeypatch, options, reason):
+    found, registered = with_cuda(monkeypatch, **options)
+    assert (found.platforms, found.reason, registered) == (("cpu",), None, {})
+    monkeypatch.setattr(native, "library", lambda: found)
+    assert re.search(reason, native.why_not("cuda"))
 
 
 def test_the_reason_for_another_platform():

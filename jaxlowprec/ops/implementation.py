@@ -21,5 +21,5 @@ def choose(who: str, implementation: Implementation) -> dict[str, Any]:
     if implementation == "ffi":
         if not native.platforms():
             raise NotImplementedError(f'{who}: implementation="ffi": {native.library().reason}')
-        return {"platforms": native.platforms(), "only_native": True}
+        return {"platforms": native.platforms(), "only_native": True, "missing": native.library().missing}
     raise ValueError(f'{who}: implementation={implementation!r}; needs None, "ffi" or "reference"')

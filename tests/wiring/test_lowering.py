@@ -45,6 +45,26 @@ def test_only_the_chosen_body_is_traced(platform, ran):
     assert traced == [(ran, (4,))]
 
 
+@pytest.mark.parametrize(("platform", "ran"), [("cpu", "on the CPU"), ("cuda", "on the GPU"), ("tpu", "reference")])
+def test_platforms_may_have_different_native_bodies(platform, ran):
+    traced = []
+
+    def recording(which):
+        return lambda x: [traced.append(which) or x + 1]
+
+    bodies = {"cpu": recording("on the CPU"), "cuda": recording("on the GPU")}
+    op = define(
+        "differing",
+        rule=Rule("... r -> ... r"),
+        outputs=lambda x: [(x.shape, x.dtype)],
+        reference=recording("reference"),
+        native=bodies,
+        platforms=tuple(bodies),
+    )
+    jax.jit(lambda x: op(x)).trace(jnp.ones(4)).lower(lowering_platforms=(platform,))
+    assert traced == [ran]
+
+
 def test_eager_calls_of_one_shape_trace_once():
     traced = []
     op = plus_one("counted", traced)
@@ -112,3 +132,9 @@ class TestOnlyNative:
         assert jax.eval_shape(self.OP, *args)[0].shape == (4, 2)
         lowered = jax.jit(lambda *a: self.OP(*a)).trace(*args).lower(lowering_platforms=("cuda",))
         assert "-4002" in lowered.as_text()
+
+    def test_the_reason_is_named_where_it_is_known(self):
+        op = plus_one("absent", [], platforms=("cpu",), only_native=True, missing={"cuda": "no driver"})
+        traced = jax.jit(lambda x: op(x)).trace(jnp.ones(4))
+        with pytest.raises(NotImplementedError, match=r"absent: .* kernels for \('cpu',\), not for cuda: no driver"):
+            traced.lower(lowering_platforms=("cuda",))

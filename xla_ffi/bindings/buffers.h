@@ -5,7 +5,6 @@
 #include <string>
 
 #include "../problems.h"
-#include "large_pages.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxlowprec {
@@ -37,12 +36,6 @@ struct Matrices {
 
 /// The data of a 1-byte type (uint8, float8_e4m3fn: XLA maps no C++ type to the latter).
 inline uint8_t* bytes(const ffi::AnyBuffer& buffer) { return static_cast<uint8_t*>(buffer.untyped_data()); }
-
-/// A result's memory.
-inline void* written(ffi::AnyBuffer& buffer) {
-  ask_for_large_pages(buffer.untyped_data(), buffer.size_bytes());
-  return buffer.untyped_data();
-}
 
 inline ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument("jaxlowprec: " + message); }
 

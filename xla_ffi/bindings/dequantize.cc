@@ -1,13 +1,14 @@
-#include "../cpu/run.h"
 #include "buffers.h"
-#include "cpu_handlers.h"
+#include "engine.h"
 #include "format.h"
+#include "handlers.h"
 
 namespace jaxlowprec {
 namespace {
 
 /// data, scale and, for two-level formats, the amax -> the numbers they stand for.
-ffi::Error dequantize(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale, ffi::RemainingArgs args,
+template <class Engine>
+ffi::Error dequantize(Engine engine, ffi::AnyBuffer data, ffi::AnyBuffer scale, ffi::RemainingArgs args,
                       ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary format_attributes, bool rotate,
                       int32_t sign_mask) {
   const auto type = element_type(result->element_type());
@@ -24,28 +25,24 @@ ffi::Error dequantize(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer 
   p.format = *format, p.data = bytes(data), p.scale = bytes(scale);
   p.batch = m.batch, p.rows = m.rows, p.columns = m.columns;
   p.rotate = rotate, p.sign_mask = static_cast<uint32_t>(sign_mask);
-  p.result = written(*result), p.type = *type;
+  p.result = written(engine, *result), p.type = *type;
   if (two_level) {
     const auto amax = args.get<ffi::Buffer<ffi::F32>>(0);
     if (amax.has_error()) return amax.error();
     JLP_REQUIRE(static_cast<int64_t>(amax->element_count()) == m.batch);
     p.amax = amax->typed_data();
   }
-  if (m.size() > 0) run(pool, p);
-  return ffi::Error::Success();
+  return m.size() > 0 ? run_on(engine, "dequantize", p) : ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlowprec_dequantize, dequantize,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<ffi::Dictionary>("format")
-                                  .Attr<bool>("rotate")
-                                  .Attr<int32_t>("sign_mask"));
+JLP_DEFINE_HANDLERS(dequantize, .Arg<ffi::AnyBuffer>()
+                                    .Arg<ffi::AnyBuffer>()
+                                    .RemainingArgs()
+                                    .Ret<ffi::AnyBuffer>()
+                                    .Attr<ffi::Dictionary>("format")
+                                    .Attr<bool>("rotate")
+                                    .Attr<int32_t>("sign_mask"));
 
 }  // namespace jaxlowprec

@@ -20,8 +20,10 @@ std::optional<T> named(std::string_view name, const std::array<std::pair<std::st
   return std::nullopt;
 }
 
-/// The format, or nothing where the dictionary lacks an entry or has one this build does not know.
-inline std::optional<Format> decode_format(const ffi::Dictionary& attributes) {
+/// The format, or nothing where there is none of these fields.
+inline std::optional<Format> make_format(std::string_view code_name, std::string_view scaling_name,
+                                         std::string_view rule_name, int32_t block, bool tiles, bool power_of_two,
+                                         float amax_epsilon) {
   using Codes = std::array<std::pair<std::string_view, CodeType>, 3>;
   using Scalings = std::array<std::pair<std::string_view, Scaling>, 4>;
   using Rules = std::array<std::pair<std::string_view, ScaleRule>, 3>;
@@ -31,17 +33,9 @@ inline std::optional<Format> decode_format(const ffi::Dictionary& attributes) {
                                    {"float32", Scaling::kFloat32},
                                    {"tensor", Scaling::kTensor}}};
   constexpr Rules kRules = {{{"up", ScaleRule::kUp}, {"floor", ScaleRule::kFloor}, {"even", ScaleRule::kEven}}};
-
-  const auto code_name = attributes.get<std::string_view>("element");
-  const auto scaling_name = attributes.get<std::string_view>("scaling");
-  const auto rule_name = attributes.get<std::string_view>("scale_rule");
-  const auto block = attributes.get<int32_t>("block");
-  const auto tiles = attributes.get<bool>("tiles"), power_of_two = attributes.get<bool>("power_of_two");
-  const auto amax_epsilon = attributes.get<float>("amax_epsilon");
-  if (!code_name || !scaling_name || !rule_name || !block || !tiles || !power_of_two || !amax_epsilon) return std::nullopt;
-  const auto code = named(*code_name, kCodes);
-  const auto scaling = named(*scaling_name, kScalings);
-  const auto rule = named(*rule_name, kRules);
+  const auto code = named(code_name, kCodes);
+  const auto scaling = named(scaling_name, kScalings);
+  const auto rule = named(rule_name, kRules);
   if (!code || !scaling || !rule) return std::nullopt;
   const int32_t expected = *scaling == Scaling::kTwoLevel  ? 16
                            : *scaling == Scaling::kE8M0    ? 32
@@ -49,9 +43,21 @@ inline std::optional<Format> decode_format(const ffi::Dictionary& attributes) {
                                                            : 1;
   const bool packed_only = *scaling == Scaling::kTwoLevel,
              wide_only = *scaling == Scaling::kFloat32 || *scaling == Scaling::kTensor;
-  if (*block != expected || (packed_only && *code != CodeType::kE2M1) || (wide_only && *code == CodeType::kE2M1))
+  if (block != expected || (packed_only && *code != CodeType::kE2M1) || (wide_only && *code == CodeType::kE2M1))
     return std::nullopt;
-  return Format{*code, *scaling, *block, *tiles, *rule, *power_of_two, *amax_epsilon};
+  return Format{*code, *scaling, block, tiles, *rule, power_of_two, amax_epsilon};
+}
+
+/// The format, or nothing where the dictionary lacks an entry or has one this build does not know.
+inline std::optional<Format> decode_format(const ffi::Dictionary& attributes) {
+  const auto code_name = attributes.get<std::string_view>("element");
+  const auto scaling_name = attributes.get<std::string_view>("scaling");
+  const auto rule_name = attributes.get<std::string_view>("scale_rule");
+  const auto block = attributes.get<int32_t>("block");
+  const auto tiles = attributes.get<bool>("tiles"), power_of_two = attributes.get<bool>("power_of_two");
+  const auto amax_epsilon = attributes.get<float>("amax_epsilon");
+  if (!code_name || !scaling_name || !rule_name || !block || !tiles || !power_of_two || !amax_epsilon) return std::nullopt;
+  return make_format(*code_name, *scaling_name, *rule_name, *block, *tiles, *power_of_two, *amax_epsilon);
 }
 
 }  // namespace jaxlowprec

@@ -1,12 +1,13 @@
-#include "../cpu/run.h"
 #include "buffers.h"
-#include "cpu_handlers.h"
+#include "engine.h"
+#include "handlers.h"
 
 namespace jaxlowprec {
 namespace {
 
 /// `signs` holds 0 or 1 (negative) for each of the transform's elements.
-ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result, bool vertical, bool inverse,
+template <class Engine>
+ffi::Error hadamard(Engine engine, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result, bool vertical, bool inverse,
                     ffi::Span<const int32_t> signs) {
   const auto type = element_type(x.element_type());
   const Matrices m(x);
@@ -18,17 +19,13 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Any
   uint32_t sign_bits[256];
   for (int64_t i = 0; i < size; ++i) sign_bits[i] = signs[i] ? 0x80000000u : 0u;
   const HadamardProblem p{x.untyped_data(),           *type,    m.batch, m.rows,    m.columns,
-                          static_cast<int32_t>(size), vertical, inverse, sign_bits, written(*result)};
-  if (m.size() > 0) run(pool, p);
-  return ffi::Error::Success();
+                          static_cast<int32_t>(size), vertical, inverse, sign_bits, written(engine, *result)};
+  return m.size() > 0 ? run_on(engine, "hadamard", p) : ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlowprec_hadamard, hadamard,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
+JLP_DEFINE_HANDLERS(hadamard, .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("vertical")
                                   .Attr<bool>("inverse")

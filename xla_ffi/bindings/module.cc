@@ -4,8 +4,14 @@
 #include <nanobind/stl/vector.h>
 
 #include "../cpu/dispatch.h"
-#include "cpu_handlers.h"
+#include "../cuda/matmul_plan.h"
 #include "cuda_build.h"
+#include "format.h"
+#include "handlers.h"
+
+#if defined(JLP_CUDA)
+#include "../cuda/errors.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -14,6 +20,52 @@ namespace {
 nb::capsule handler(XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(function));
 }
+
+/// A format from the dictionary that a custom call takes, too.
+jaxlowprec::Format format(const nb::dict& attributes) {
+  const auto field = [&](const char* name) { return nb::object(attributes[name]); };
+  const auto text = [&](const char* name) { return nb::cast<std::string>(field(name)); };
+  const auto found = jaxlowprec::make_format(text("element"), text("scaling"), text("scale_rule"),
+                                             nb::cast<int32_t>(nb::int_(field("block"))), nb::cast<bool>(field("tiles")),
+                                             nb::cast<bool>(field("power_of_two")),
+                                             static_cast<float>(nb::cast<double>(nb::float_(field("amax_epsilon")))));
+  if (!found) throw nb::value_error("no such format");
+  return *found;
+}
+
+/// Why a GEMM has no way on a GPU of that compute capability (90 for 9.0), else empty; and the workspace that it needs.
+nb::tuple cuda_matmul_plan(const nb::dict& a_format, const nb::dict& b_format, int64_t rows, int64_t columns, int64_t depth,
+                           bool accumulate, int capability) {
+  jaxlowprec::MatmulProblem p{};
+  p.a.format = format(a_format), p.b.format = format(b_format);
+  p.a.columns = p.b.columns = depth;
+  p.rows = rows, p.columns = columns, p.accumulate = accumulate ? &p : nullptr;  // whether, not where
+  const auto plan = jaxlowprec::cuda::plan_matmul(p, capability);
+  return nb::make_tuple(plan.problem, plan.workspace_bytes());
+}
+
+#if defined(JLP_CUDA)
+
+/// By target: the handler, or one for each stage.
+nb::dict cuda_handlers() {
+  nb::dict handlers, matmul;
+  handlers["jaxlowprec_amax"] = handler(jaxlowprec::jaxlowprec_amax_cuda);
+  handlers["jaxlowprec_quantize"] = handler(jaxlowprec::jaxlowprec_quantize_cuda);
+  handlers["jaxlowprec_dequantize"] = handler(jaxlowprec::jaxlowprec_dequantize_cuda);
+  handlers["jaxlowprec_hadamard"] = handler(jaxlowprec::jaxlowprec_hadamard_cuda);
+  matmul["prepare"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda_prepare);
+  matmul["execute"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda);
+  handlers["jaxlowprec_scaled_matmul"] = matmul;
+  return handlers;
+}
+std::string cuda_driver_problem() { return jaxlowprec::cuda::driver_problem(); }
+
+#else
+
+nb::dict cuda_handlers() { return {}; }
+std::string cuda_driver_problem() { return ""; }
+
+#endif
 
 }  // namespace
 
@@ -28,6 +80,9 @@ NB_MODULE(_native, m) {
     handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
     return handlers;
   });
+  m.def("cuda_handlers", &cuda_handlers);
+  m.def("cuda_driver_problem", &cuda_driver_problem);  // why nothing can run on a GPU here, else empty
+  m.def("cuda_matmul_plan", &cuda_matmul_plan);
   m.attr("no_cuda") = jaxlowprec::kNoCuda;
   m.attr("cuda_version") = jaxlowprec::kCudaVersion;
   m.attr("cuda_architectures") = jaxlowprec::kCudaArchitectures;

@@ -1,14 +1,15 @@
-#include "../cpu/run.h"
 #include "buffers.h"
-#include "cpu_handlers.h"
+#include "engine.h"
 #include "format.h"
+#include "handlers.h"
 
 namespace jaxlowprec {
 namespace {
 
 /// x, for formats with a tensor scale an amax (or the encode scale) a direction, and for stochastic rounding the key and, a
 /// direction, the global indices of its lines (rows, or columns) and of their groups of 16 -> data and scale a direction.
-ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
+template <class Engine>
+ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
                     ffi::Dictionary format_attributes, bool rowwise, bool columnwise, bool rotate_columns, bool stochastic,
                     bool encode_scale_given, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
@@ -36,8 +37,8 @@ ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
     JLP_REQUIRE(static_cast<int64_t>((*data)->size_bytes()) == m.batch * lines * format->row_bytes(length));
     JLP_REQUIRE(static_cast<int64_t>((*scale)->size_bytes()) ==
                 m.batch * format->scales(lines, length) * format->scale_bytes());
-    direction.data = static_cast<uint8_t*>(written(**data));
-    direction.scale = static_cast<uint8_t*>(written(**scale));
+    direction.data = static_cast<uint8_t*>(written(engine, **data));
+    direction.scale = static_cast<uint8_t*>(written(engine, **scale));
     if (has_tensor) {
       const auto tensor = args.get<ffi::Buffer<ffi::F32>>(i);
       if (tensor.has_error()) return tensor.error();
@@ -56,16 +57,12 @@ ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
     JLP_REQUIRE(static_cast<int64_t>(group_ids->element_count()) == (length + 15) / 16);
     direction.random = {key->typed_data(), line_ids->typed_data(), group_ids->typed_data(), static_cast<uint32_t>(!is_row)};
   }
-  if (m.size() > 0) run(pool, p);
-  return ffi::Error::Success();
+  return m.size() > 0 ? run_on(engine, "quantize", p) : ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlowprec_quantize, quantize,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
+JLP_DEFINE_HANDLERS(quantize, .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<ffi::Dictionary>("format")

@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -78,6 +79,17 @@ JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) {
 #endif
 }
 
+/// Two E4M3 bytes as float16, exactly; NaN stays one. Where kHasFloat8Conversion says so.
+JLP_DEVICE uint32_t f16x2_of_e4m3x2_hardware(uint32_t two) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t y;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(static_cast<uint16_t>(two)));
+  return y;
+#else
+  return 0;
+#endif
+}
+
 // --- asynchronous copies of 16 bytes to shared memory, in groups
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) {
@@ -110,7 +122,7 @@ JLP_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) {
                : "memory");
 }
 
-/// a * b for each of two bfloat16, rounded.
+/// a * b for each of two bfloat16, rounded. Subnormal bfloat16 are ordinary numbers here, whatever -ftz says.
 JLP_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   uint32_t y;
 #if __CUDA_ARCH__ >= 900
@@ -118,6 +130,12 @@ JLP_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 #else
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
 #endif
+  return y;
+}
+/// a * b + c for each of two bfloat16, rounded once. Subnormals as above.
+JLP_DEVICE uint32_t multiply_add_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 
@@ -143,6 +161,9 @@ JLP_DEVICE uint32_t e5m2x2_hardware(float low, float high) {
   return saturated_x2(low, high, E5M2::kMax, e5m2_encode<float>);
 }
 JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) { return e2m1_encode(low) | e2m1_encode(high) << 4; }
+JLP_DEVICE uint32_t f16x2_of_e4m3x2_hardware(uint32_t two) {
+  return f16_encode(e4m3_decode<float>(two & 0xFFu)) | f16_encode(e4m3_decode<float>((two >> 8) & 0xFFu)) << 16;
+}
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) { cuda_on_cpu::copy_async(shared, global, 16); }
 JLP_DEVICE void copy_async_commit() { cuda_on_cpu::copy_async_commit(); }
@@ -156,11 +177,27 @@ JLP_DEVICE void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const u
 }
 JLP_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) { cuda_on_cpu::ldmatrix_x4(r, shared_row); }
 
+/// The number of a bfloat16, subnormals included, which float32 would lose with flushing on.
+JLP_DEVICE double bf16_exact(uint32_t half) {
+  const int exponent = static_cast<int>((half >> 7) & 0xFFu), mantissa = static_cast<int>(half & 0x7Fu);
+  if (exponent == 255) return bf16_decode<float>(half & 0xFFFFu);
+  const double magnitude = std::ldexp(exponent ? mantissa + 128 : mantissa, (exponent ? exponent : 1) - 134);
+  return half & 0x8000u ? -magnitude : magnitude;
+}
+/// Products of two bfloat16 are exact in double and in float32; a sum that is neither is rounded more than once.
+JLP_DEVICE uint32_t bf16_rounded(double x) {
+  if (!(std::fabs(x) < 1.1754943508222875e-38)) return bf16_encode(static_cast<float>(x));
+  return static_cast<uint32_t>(std::nearbyint(std::ldexp(std::fabs(x), 133))) | (std::signbit(x) ? 0x8000u : 0u);
+}
 JLP_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  const auto product = [&](int shift) {
-    return bf16_encode(bf16_decode<float>((a >> shift) & 0xFFFFu) * bf16_decode<float>((b >> shift) & 0xFFFFu));
-  };
+  const auto product = [&](int shift) { return bf16_rounded(bf16_exact(a >> shift) * bf16_exact(b >> shift)); };
   return product(0) | product(16) << 16;
+}
+JLP_DEVICE uint32_t multiply_add_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  const auto sum = [&](int shift) {
+    return bf16_rounded(std::fma(bf16_exact(a >> shift), bf16_exact(b >> shift), bf16_exact(c >> shift)));
+  };
+  return sum(0) | sum(16) << 16;
 }
 
 #endif

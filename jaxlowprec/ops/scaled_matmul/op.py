@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxlowprec import wiring
 from jaxlowprec.formats import Format
 from jaxlowprec.ops.implementation import Implementation, choose
-from jaxlowprec.ops.scaled_matmul import reference
+from jaxlowprec.ops.scaled_matmul import cuda, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +114,16 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
             accumulate=spec.accumulate,
         )
 
+    def run_cuda(*operands):
+        a_data, _, b_data, *_ = operands
+        if 0 in (*a_data.shape, *b_data.shape):
+            return run_reference(*operands)  # nothing to multiply
+        if problem := cuda.why_not(spec, a_data, b_data):
+            if implementation == "ffi":
+                raise NotImplementedError(f'scaled_matmul: implementation="ffi": {problem}')
+            return run_reference(*operands)
+        return cuda.matmul(spec, *operands)
+
     def when_reduced(axes, *operands):
         """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(
@@ -127,7 +137,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         rule=_rule(spec),
         outputs=outputs,
         reference=run_reference,
-        native=run_native,
+        native={"cpu": run_native, "cuda": run_cuda},
         when_reduced=when_reduced,
         **choose("scaled_matmul", implementation),
     )

@@ -86,10 +86,14 @@ def _exp(z: jax.Array) -> jax.Array:
     return jnp.where(z < -87, 0.0, jnp.where(z > 88, jnp.inf, p * power))
 
 
+def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
+    """What the sum is multiplied by: the tensor scales of two-level operands."""
+    return flush(flush(a_amax * b_amax) * jnp.float32(1 / 7225344))
+
+
 def apply_amaxes(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
-    """acc * alpha: the tensor scales of two-level operands."""
-    alpha = (a_amax * b_amax) * jnp.float32(1 / 7225344)
-    return rounded(y * alpha[..., None, None])
+    """acc * alpha."""
+    return rounded(y * alpha(a_amax, b_amax)[..., None, None])
 
 
 def finish(y, bias, accumulate, activation_input, activation, pre_activation: bool, out_dtype) -> list[jax.Array]:

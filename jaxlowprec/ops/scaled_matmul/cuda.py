@@ -1,0 +1,111 @@
+"""The GEMM's custom call on NVIDIA GPUs: tensor cores multiply, XLA does what of the epilogue cuBLASLt has not exactly.
+
+`xla_ffi/cuda/matmul_plan.h` says which way each pair of formats takes on which GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec import native
+from jaxlowprec.formats import MXFP8, Format
+from jaxlowprec.layouts import pad_to_multiples
+from jaxlowprec.ops.scaled_matmul import reference
+
+# Sizes that cuBLASLt multiplies: rows of codes and of the result of whole 16 bytes, whole blocks of 32, and for float32
+# block scales rows of scales of whole 16 bytes.
+_DEPTH, _COLUMNS, _SCALED_ROWS = 32, 16, 4
+
+# Compute capabilities that differ in what they need. Exported where there is no GPU, a program may meet any.
+_CAPABILITIES = (80, 89, 90, 100)
+
+
+def _plans(
+    a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool
+) -> tuple[str, int]:
+    """Why there is no such GEMM on the GPUs of this process, else ""; and the bytes of workspace."""
+    plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
+    capability = native.compute_capability()
+    capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
+    plans = [plan(a_format.attributes, b_format.attributes, rows, columns, depth, accumulate, c) for c in capabilities]
+    possible = [workspace for problem, workspace in plans if not problem]
+    return ("", max(possible)) if possible else plans[0]
+
+
+def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[jax.Array, jax.Array]:
+    """An operand with its rows padded to a multiple of `rows`, its depth to one of `_DEPTH`: zero codes add nothing."""
+    data = pad_to_multiples(data, rows, _DEPTH // 2 if fmt.packed else _DEPTH)
+    if fmt.scaling != "tensor":
+        scale = pad_to_multiples(scale, 1 if fmt.tiles else rows, max(1, _DEPTH // fmt.length))
+    return data, scale
+
+
+def _as_mxfp8(scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax.Array, Format]:
+    """The scales of FP8 blocks, powers of two, as those of MX blocks: the exponent of each, for its four blocks of 32.
+
+    `depth` is a multiple of 32. Not finite stays NaN.
+    """
+    exponents = (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+    exponents = jnp.repeat(exponents, 4, axis=-1)[..., : depth // 32]
+    if fmt.tiles:
+        exponents = jnp.repeat(exponents, 4, axis=-2)[..., : -(-rows // 32), :]
+    as_mx = MXFP8("e5m2" if fmt.element == "e5m2" else "e4m3", (32, 32) if fmt.tiles else (1, 32))
+    return jax.lax.bitcast_convert_type(exponents, as_mx.scale_dtype), as_mx
+
+
+def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
+    """Why the GPUs of this process have no GEMM for these operands; empty if they have, or if there are none to ask."""
+    if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
+        return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
+    depth = a_data.shape[-1] * (1 + spec.a_format.packed)
+    return _plans(spec.a_format, spec.b_format, a_data.shape[-2], b_data.shape[-2], depth, False)[0]
+
+
+def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Array]:
+    """The op of `op.py`, on the operands that it documents."""
+    rest = list(extras)
+    a_fmt, b_fmt = spec.a_format, spec.b_format
+    rows, columns, batch = a_data.shape[-2], b_data.shape[-2], a_data.shape[:-2]
+    alpha = None
+    if spec.two_level:
+        alpha = reference.alpha(rest.pop(0), rest.pop(0))
+    elif a_fmt.scaling == "tensor":
+        alpha = a_scale * b_scale
+    bias = rest.pop(0) if spec.bias else None
+    accumulate = rest.pop(0) if spec.accumulate else None
+    activation_input = rest.pop(0) if spec.activation == "dgelu" else None
+
+    a_data, a_scale = _padded(a_data, a_scale, a_fmt, _SCALED_ROWS if a_fmt.scaling == "float32" else 1)
+    b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)
+    padded = (a_data.shape[-2], b_data.shape[-2])
+    depth = a_data.shape[-1] * (1 + a_fmt.packed)
+    if a_fmt.scaling == "float32" and a_fmt.power_of_two and (native.compute_capability() or 0) >= 10:
+        a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth)
+        b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
+    # cuBLASLt accumulates before an activation, and its biases are bfloat16: with either, or a sum of another type, it
+    # stops at float32. Nor does it round a product of bfloat16 to float16.
+    plain = bias is None and spec.activation is None and spec.out_dtype in (jnp.bfloat16, jnp.float32)
+    fits = accumulate is None or (accumulate.dtype == spec.out_dtype and padded == (rows, columns))
+    whole = plain and fits
+    added = accumulate if whole else None
+    operands = [a_data, a_scale, b_data, b_scale]
+    if alpha is not None:
+        beta = jnp.full_like(alpha, added is not None)
+        operands.append(jnp.stack([alpha, beta], axis=-1))
+    if added is not None:
+        operands.append(added)
+    _, workspace = _plans(a_fmt, b_fmt, *padded, depth, added is not None)
+    results = [
+        jax.ShapeDtypeStruct((*batch, *padded), spec.out_dtype if whole else jnp.float32),
+        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+    ]
+    y, _ = jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results)(
+        *operands, a_format=a_fmt.attributes, b_format=b_fmt.attributes, accumulate=added is not None
+    )
+    y = y[..., :rows, :columns]
+    if whole:
+        return [y]
+    return reference.finish(y, bias, accumulate, activation_input, spec.activation, spec.pre_activation, spec.out_dtype)

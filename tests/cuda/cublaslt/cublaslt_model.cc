@@ -1,0 +1,404 @@
+// A model of cuBLASLt: the functions that xla_ffi/cuda/cublaslt.cc uses, by NVIDIA's documentation of them, in the host's
+// memory and in double precision. What the documentation forbids is refused, with the rule that it breaks.
+//
+// Source: cuBLAS documentation, cublasLtMatmul() and "Narrow precision data types usage". Written from the text: what a GPU
+// does beyond it (the order of additions, the accumulators' width) is not modelled.
+#include "cublaslt_model.h"
+
+#include <cublasLt.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace {
+
+int capability = 90, handles = 0, heuristics = 0;
+std::string refusal;
+std::mutex mutex;
+
+// --- numbers
+
+/// A binary floating-point number by its definition; `bits` without the sign.
+double number(uint32_t bits, int mantissa_bits, int bias) {
+  const int exponent = static_cast<int>(bits >> mantissa_bits);
+  const uint32_t mantissa = bits & ((1u << mantissa_bits) - 1);
+  const double significand = mantissa + (exponent ? std::ldexp(1, mantissa_bits) : 0);
+  return std::ldexp(significand, std::max(exponent, 1) - bias - mantissa_bits);
+}
+
+double signed_number(uint32_t bits, int width, int mantissa_bits, int bias) {
+  const uint32_t sign = 1u << (width - 1);
+  const double magnitude = number(bits & (sign - 1), mantissa_bits, bias);
+  return bits & sign ? -magnitude : magnitude;
+}
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+double e4m3(uint32_t code) { return (code & 0x7F) == 0x7F ? kNaN : signed_number(code, 8, 3, 7); }
+double e5m2(uint32_t code) {
+  if ((code & 0x7C) != 0x7C) return signed_number(code, 8, 2, 15);
+  return code & 3 ? kNaN : std::copysign(std::numeric_limits<double>::infinity(), code & 0x80 ? -1 : 1);
+}
+double ue8m0(uint32_t code) { return code == 0xFF ? kNaN : std::ldexp(1, static_cast<int>(code) - 127); }
+
+float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return 0x7FC0;
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+/// Element `index` of memory of a type.
+double element(const void* data, cudaDataType_t type, int64_t index) {
+  const auto* bytes = static_cast<const uint8_t*>(data);
+  switch (type) {
+    case CUDA_R_32F: return static_cast<const float*>(data)[index];
+    case CUDA_R_16BF: return as_float(uint32_t{static_cast<const uint16_t*>(data)[index]} << 16);
+    case CUDA_R_8F_E4M3: return e4m3(bytes[index]);
+    case CUDA_R_8F_E5M2: return e5m2(bytes[index]);
+    case CUDA_R_4F_E2M1: return signed_number(bytes[index / 2] >> (index % 2 * 4) & 15, 4, 1, 1);
+    default: std::abort();
+  }
+}
+
+int bits_of(cudaDataType_t type) {
+  switch (type) {
+    case CUDA_R_32F: return 32;
+    case CUDA_R_16BF: return 16;
+    case CUDA_R_4F_E2M1: return 4;
+    default: return 8;
+  }
+}
+
+bool narrow(cudaDataType_t type) { return bits_of(type) <= 8; }
+
+// --- what the handles point to
+
+struct Operation {
+  cublasComputeType_t compute;
+  cudaDataType_t scale_type;
+  cublasOperation_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
+  cublasLtPointerMode_t pointer_mode = CUBLASLT_POINTER_MODE_HOST;
+  cublasLtMatmulMatrixScale_t a_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  cublasLtMatmulMatrixScale_t b_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  const void* a_scale = nullptr;
+  const void* b_scale = nullptr;
+};
+
+struct Layout {
+  cudaDataType_t type;
+  int64_t rows, columns, ld;
+};
+
+struct Preference {
+  uint64_t workspace = 0;
+};
+
+template <class Own, class Handle>
+const Own& as(Handle handle) {
+  return *reinterpret_cast<const Own*>(handle);
+}
+
+struct Refused {
+  cublasStatus_t status;
+};
+
+void require(bool condition, const char* rule, cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED) {
+  if (condition) return;
+  refusal = rule;
+  throw Refused{status};
+}
+
+cublasStatus_t guarded(const std::function<void()>& body) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  try {
+    body();
+    return CUBLAS_STATUS_SUCCESS;
+  } catch (const Refused& refused) {
+    return refused.status;
+  }
+}
+
+// --- scales
+
+/// Where scale (outer, inner) lies in tiles of 128 by 4.
+int64_t tiled(int64_t outer, int64_t inner, int64_t inner_size) {
+  const int64_t padded = (inner_size + 3) / 4 * 4;
+  const int64_t tile = (inner / 4 * 4 + outer / 128 * padded) * 128;
+  return tile + outer % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
+}
+
+int64_t blocks(int64_t depth, int64_t size) { return (depth + size - 1) / size; }
+
+/// The scale of element l of line `outer` of an operand with that many lines.
+double scale(cublasLtMatmulMatrixScale_t mode, const void* scales, int64_t outer, int64_t lines, int64_t l, int64_t depth) {
+  const auto* bytes = static_cast<const uint8_t*>(scales);
+  const auto* floats = static_cast<const float*>(scales);
+  switch (mode) {
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3: return e4m3(bytes[tiled(outer, l / 16, blocks(depth, 16))] & 0x7F);
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0: return ue8m0(bytes[tiled(outer, l / 32, blocks(depth, 32))]);
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F: return floats[l / 128 * lines + outer];
+    case CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F:
+      return floats[outer / 128 * ((blocks(depth, 128) + 3) / 4 * 4) + l / 128];
+    default: return scales ? floats[0] : 1;
+  }
+}
+
+bool tiled_mode(cublasLtMatmulMatrixScale_t mode) {
+  return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 || mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+}
+bool block128_mode(cublasLtMatmulMatrixScale_t mode) {
+  return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+}
+
+/// Tiles that lines or blocks do not fill hold zeros.
+void require_zero_padding(cublasLtMatmulMatrixScale_t mode, const void* scales, int64_t lines, int64_t depth) {
+  if (!tiled_mode(mode)) return;
+  const int64_t inner = blocks(depth, mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 ? 16 : 32);
+  for (int64_t i = 0; i < (lines + 127) / 128 * 128; ++i)
+    for (int64_t j = 0; j < (inner + 3) / 4 * 4; ++j)
+      if (i >= lines || j >= inner)
+        require(static_cast<const uint8_t*>(scales)[tiled(i, j, inner)] == 0, "scales beyond the matrix are zero",
+                CUBLAS_STATUS_INVALID_VALUE);
+}
+
+// --- the rules
+
+struct Sizes {
+  int64_t m, n, k;
+};
+
+void check_narrow(const Operation& op, const Layout& a, const Layout& b, const Layout& d, const Sizes& s) {
+  const auto whole = [](int64_t elements, cudaDataType_t type) { return elements * bits_of(type) % 128 == 0; };
+  const auto fp8 = [](cudaDataType_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; };
+  require(op.transpose_a == CUBLAS_OP_T && op.transpose_b == CUBLAS_OP_N, "narrow types: A transposed, B not");
+  require(whole(s.k, a.type) && whole(s.k, b.type), "narrow types: k is a multiple of 16 bytes");
+  require(whole(s.m, d.type), "narrow types: m is a multiple of 16 bytes");
+  require(whole(a.ld, a.type) && whole(b.ld, b.type) && whole(d.ld, d.type), "narrow types: rows of 16 bytes");
+  require(fp8(a.type) == fp8(b.type), "FP4 and FP8 do not mix");
+  if (!fp8(a.type)) {
+    require(op.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 && op.b_mode == op.a_mode, "FP4: E4M3 scales of 16");
+    require(capability >= 100, "FP4: compute capability 10.0");
+    return;
+  }
+  require(a.type != CUDA_R_8F_E5M2 || b.type != CUDA_R_8F_E5M2, "E5M2 does not meet itself");
+  require(capability >= 89, "FP8: compute capability 8.9");
+  require(op.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 && op.b_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3,
+          "FP8 has no scales of 16");
+  if (block128_mode(op.a_mode) || block128_mode(op.b_mode)) {
+    require(block128_mode(op.a_mode) && block128_mode(op.b_mode), "scales of 128 on both sides");
+    require(op.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || op.b_mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+            "128x128 does not meet itself");
+    require(capability == 90, "scales of 128: compute capability 9.0");
+    require(s.m % 4 == 0 && s.n % 4 == 0, "scales of 128: m and n are multiples of 4");
+  } else {
+    require(op.a_mode == op.b_mode, "scale modes differ");
+    require(op.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F || capability >= 100, "E8M0: compute capability 10.0");
+  }
+}
+
+/// What heuristics check, too: everything but pointers.
+Sizes check(const Operation& op, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
+  const auto invalid = CUBLAS_STATUS_INVALID_VALUE;
+  const bool ta = op.transpose_a == CUBLAS_OP_T, tb = op.transpose_b == CUBLAS_OP_T;
+  const Sizes s{ta ? a.columns : a.rows, tb ? b.rows : b.columns, ta ? a.rows : a.columns};
+  require((tb ? b.columns : b.rows) == s.k, "A and B have one k", invalid);
+  require(d.rows == s.m && d.columns == s.n, "D is m x n", invalid);
+  require(c.rows == d.rows && c.columns == d.columns && c.type == d.type, "C is like D", invalid);
+  for (const Layout* layout : {&a, &b, &c, &d}) require(layout->ld >= layout->rows, "columns overlap", invalid);
+  require(op.compute == CUBLAS_COMPUTE_32F && op.scale_type == CUDA_R_32F, "computes in float32");
+  require(d.type == CUDA_R_32F || d.type == CUDA_R_16BF, "D is float32 or bfloat16");
+  require(narrow(a.type) == narrow(b.type), "A and B are both narrow or neither");
+  if (narrow(a.type)) {
+    check_narrow(op, a, b, d, s);
+  } else {
+    require(a.type == CUDA_R_16BF && b.type == CUDA_R_16BF, "A and B are bfloat16");
+    require(!op.a_scale && !op.b_scale && op.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F && op.b_mode == op.a_mode,
+            "only narrow types are scaled");
+  }
+  return s;
+}
+
+bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+/// Tells algorithms of different problems apart.
+uint64_t fingerprint(const Operation& op, const Layout& a, const Layout& b, const Layout& d) {
+  uint64_t hash = 14695981039346656037u;
+  const auto add = [&](int64_t value) { hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u; };
+  for (const Layout* layout : {&a, &b, &d}) add(layout->type), add(layout->rows), add(layout->columns), add(layout->ld);
+  add(op.transpose_a), add(op.transpose_b), add(op.pointer_mode), add(op.a_mode), add(op.b_mode), add(capability);
+  return hash;
+}
+
+constexpr size_t kWorkspace = size_t{4} << 20;  // that its only algorithm needs
+
+template <class T>
+void take(T& to, const void* from, size_t size) {
+  require(size == sizeof(T), "an attribute of another size", CUBLAS_STATUS_INVALID_VALUE);
+  std::memcpy(&to, from, size);
+}
+
+void multiply(const Operation& op, const Sizes& s, double alpha, double beta, const void* a, const Layout& la, const void* b,
+              const Layout& lb, const void* c, const Layout& lc, void* d, const Layout& ld) {
+  // op(A) by rows and op(B) by columns, scaled
+  const auto lines = [&](const void* data, const Layout& layout, bool k_first, cublasLtMatmulMatrixScale_t mode,
+                         const void* scales, int64_t count) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t l = 0; l < s.k; ++l)
+        values.push_back(element(data, layout.type, k_first ? l + i * layout.ld : i + l * layout.ld) *
+                         scale(mode, scales, i, count, l, s.k));
+    return values;
+  };
+  const auto x = lines(a, la, op.transpose_a == CUBLAS_OP_T, op.a_mode, op.a_scale, s.m);
+  const auto y = lines(b, lb, op.transpose_b == CUBLAS_OP_N, op.b_mode, op.b_scale, s.n);
+  std::vector<double> result(s.m * s.n);
+  for (int64_t i = 0; i < s.m; ++i)
+    for (int64_t j = 0; j < s.n; ++j) {
+      double sum = 0;
+      for (int64_t l = 0; l < s.k; ++l) sum += x[i * s.k + l] * y[j * s.k + l];
+      result[i + j * s.m] = alpha * sum + (beta == 0 ? 0 : beta * element(c, lc.type, i + j * lc.ld));
+    }
+  for (int64_t i = 0; i < s.m; ++i)
+    for (int64_t j = 0; j < s.n; ++j) {
+      const float rounded = static_cast<float>(result[i + j * s.m]);
+      if (ld.type == CUDA_R_32F)
+        static_cast<float*>(d)[i + j * ld.ld] = rounded;
+      else
+        static_cast<uint16_t*>(d)[i + j * ld.ld] = to_bf16(rounded);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void cublaslt_model_set_capability(int value) { capability = value; }
+const char* cublaslt_model_refusal() { return refusal.c_str(); }
+int cublaslt_model_handles() { return handles; }
+int cublaslt_model_heuristics() { return heuristics; }
+
+size_t cublasLtGetVersion() {
+  const char* version = std::getenv("CUBLASLT_MODEL_VERSION");
+  return version ? std::strtoul(version, nullptr, 10) : 130100;
+}
+
+const char* cublasLtGetStatusString(cublasStatus_t status) {
+  return status == CUBLAS_STATUS_SUCCESS ? "success" : refusal.c_str();
+}
+
+cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
+  return guarded([&] { *handle = reinterpret_cast<cublasLtHandle_t>(static_cast<intptr_t>(++handles)); });
+}
+
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* made, cublasComputeType_t compute, cudaDataType_t type) {
+  *made = reinterpret_cast<cublasLtMatmulDesc_t>(new Operation{compute, type});
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t made) {
+  delete reinterpret_cast<Operation*>(made);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute,
+                                              const void* value, size_t size) {
+  auto& op = *reinterpret_cast<Operation*>(desc);
+  return guarded([&] {
+    switch (attribute) {
+      case CUBLASLT_MATMUL_DESC_TRANSA: return take(op.transpose_a, value, size);
+      case CUBLASLT_MATMUL_DESC_TRANSB: return take(op.transpose_b, value, size);
+      case CUBLASLT_MATMUL_DESC_POINTER_MODE: return take(op.pointer_mode, value, size);
+      case CUBLASLT_MATMUL_DESC_A_SCALE_MODE: return take(op.a_mode, value, size);
+      case CUBLASLT_MATMUL_DESC_B_SCALE_MODE: return take(op.b_mode, value, size);
+      case CUBLASLT_MATMUL_DESC_A_SCALE_POINTER: return take(op.a_scale, value, size);
+      case CUBLASLT_MATMUL_DESC_B_SCALE_POINTER: return take(op.b_scale, value, size);
+      default: require(false, "an attribute that is not modelled");
+    }
+  });
+}
+
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* made, cudaDataType type, uint64_t rows, uint64_t columns,
+                                          int64_t ld) {
+  *made = reinterpret_cast<cublasLtMatrixLayout_t>(
+      new Layout{type, static_cast<int64_t>(rows), static_cast<int64_t>(columns), ld});
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t made) {
+  delete reinterpret_cast<Layout*>(made);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* made) {
+  *made = reinterpret_cast<cublasLtMatmulPreference_t>(new Preference);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t made) {
+  delete reinterpret_cast<Preference*>(made);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute, const void* value,
+                                                    size_t size) {
+  return guarded([&] {
+    require(attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, "a preference that is not modelled");
+    take(reinterpret_cast<Preference*>(preference)->workspace, value, size);
+  });
+}
+
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
+                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t preference, int wanted,
+                                              cublasLtMatmulHeuristicResult_t results[], int* count) {
+  return guarded([&] {
+    ++heuristics;
+    *count = 0;
+    require(handle && wanted > 0, "a handle", CUBLAS_STATUS_NOT_INITIALIZED);
+    const auto& op = as<Operation>(desc);
+    check(op, as<Layout>(a), as<Layout>(b), as<Layout>(c), as<Layout>(d));
+    require(as<Preference>(preference).workspace >= kWorkspace, "no algorithm with so small a workspace");
+    results[0] = {};
+    results[0].algo.data[0] = fingerprint(op, as<Layout>(a), as<Layout>(b), as<Layout>(d));
+    results[0].workspaceSize = kWorkspace;
+    *count = 1;
+  });
+}
+
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout,
+                              const void* beta, const void* c, cublasLtMatrixLayout_t c_layout, void* d,
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo, void* workspace,
+                              size_t workspace_bytes, cudaStream_t) {
+  return guarded([&] {
+    const auto& op = as<Operation>(desc);
+    const Layout &la = as<Layout>(a_layout), &lb = as<Layout>(b_layout), &lc = as<Layout>(c_layout),
+                 &ld = as<Layout>(d_layout);
+    const auto invalid = CUBLAS_STATUS_INVALID_VALUE;
+    require(handle != nullptr, "a handle", CUBLAS_STATUS_NOT_INITIALIZED);
+    require(alpha && beta && a && b && c && d, "no null pointers", invalid);
+    const Sizes s = check(op, la, lb, lc, ld);
+    require(algo && algo->data[0] == fingerprint(op, la, lb, ld), "an algorithm of another problem", invalid);
+    require(workspace_bytes >= kWorkspace && aligned(workspace, 256), "a workspace of that size, aligned", invalid);
+    for (const void* pointer : {a, b, c, static_cast<const void*>(d)}) require(aligned(pointer, 16), "aligned pointers");
+    for (const auto& [mode, scales, lines] :
+         {std::make_tuple(op.a_mode, op.a_scale, s.m), std::make_tuple(op.b_mode, op.b_scale, s.n)}) {
+      require(mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F || (scales && aligned(scales, 16)), "aligned scales", invalid);
+      require_zero_padding(mode, scales, lines, s.k);
+    }
+    require(op.pointer_mode == CUBLASLT_POINTER_MODE_HOST || op.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE,
+            "one alpha and one beta");
+    multiply(op, s, *static_cast<const float*>(alpha), *static_cast<const float*>(beta), a, la, b, lb, c, lc, d, ld);
+  });
+}
+
+}  // extern "C"

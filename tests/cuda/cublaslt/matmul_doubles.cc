@@ -1,0 +1,82 @@
+#include "matmul_doubles.h"
+
+#include <cstring>
+
+#include "../../../xla_ffi/cuda/decode.h"
+#include "../../../xla_ffi/cuda/errors.h"
+#include "../../../xla_ffi/cuda/layouts.h"
+#include "../../../xla_ffi/cuda/matmul_decode.h"
+#include "../../../xla_ffi/cuda/matmul_plan.h"
+#include "../../cpp/matmul_reference.h"
+
+// --- CUDA's runtime
+
+extern "C" cudaError_t cudaGetDevice(int* device) { return *device = doubles::device, cudaSuccess; }
+extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? doubles::capability / 10 : doubles::capability % 10;
+  return cudaSuccess;
+}
+
+namespace jaxlowprec {
+namespace cuda {
+namespace {
+
+/// A decoded element, without the tensor's scale.
+float decoded(const MatmulOperand& operand, int64_t rows, int64_t row, int64_t k) {
+  const float code = reference::decoded_code(operand, rows, 0, row, k);
+  if (operand.format.scaling == Scaling::kTensor) return code;
+  return code * reference::decoded_scale(operand, rows, 0, row, k / operand.format.block);
+}
+
+void swizzle(const ScaleLayoutProblem& p) {
+  const int64_t blocks = p.format.scale_columns(p.columns), across = (blocks + 3) / 4;
+  for (int64_t i = 0; i < p.rows; ++i)
+    for (int64_t j = 0; j < blocks; ++j)
+      static_cast<uint8_t*>(p.result)[((i / 128) * across + j / 4) * 512 + i % 32 * 16 + i % 128 / 32 * 4 + j % 4] =
+          p.scale[(p.format.tiles ? i / p.format.block : i) * blocks + j];
+}
+
+void lay_out_floats(const ScaleLayoutProblem& p) {
+  const int64_t rows = p.format.scale_rows(p.rows), blocks = p.format.scale_columns(p.columns);
+  const int64_t padded_rows = (rows + 3) / 4 * 4, padded_blocks = (blocks + 3) / 4 * 4;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < blocks; ++j)
+      static_cast<float*>(p.result)[p.format.tiles ? i * padded_blocks + j : j * padded_rows + i] =
+          reinterpret_cast<const float*>(p.scale)[i * blocks + j];
+}
+
+}  // namespace
+
+std::string reason(cudaError_t status) { return "CUDA error " + std::to_string(status); }
+
+cudaError_t launch(const DecodeProblem& p, cudaStream_t) {
+  auto* to = static_cast<uint16_t*>(p.result);
+  for (int64_t row = 0; row < p.rows; ++row)
+    for (int64_t k = 0; k < p.width; ++k)
+      *to++ = k < p.depth ? static_cast<uint16_t>(bf16_encode(decoded(p.operand, p.rows, row, k))) : 0;
+  return cudaSuccess;
+}
+
+cudaError_t launch(const ScaleLayoutProblem& p, cudaStream_t) {
+  std::memset(p.result, 0, gemm_scale_bytes(p.format, p.rows, p.columns));
+  p.format.scaling == Scaling::kFloat32 ? lay_out_floats(p) : swizzle(p);
+  return cudaSuccess;
+}
+
+int64_t matmul_decode_workspace_bytes(const MatmulDecodeProblem&) { return 256; }
+
+cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t) {
+  ++doubles::small_calls;
+  const Format format{CodeType::kE2M1, Scaling::kTwoLevel, p.w.group, p.w.tiles, ScaleRule::kUp, false, 0};
+  const MatmulOperand w{format, p.w.data, static_cast<const uint8_t*>(p.w.scale), nullptr, p.depth};
+  for (int64_t m = 0; m < p.rows; ++m)
+    for (int64_t n = 0; n < p.columns; ++n) {
+      double sum = 0;
+      for (int64_t k = 0; k < p.depth; ++k) sum += double{decoded(p.x, p.rows, m, k)} * decoded(w, p.columns, n, k);
+      reference::put(p.result, p.type, m * p.columns + n, static_cast<float>(*p.alpha * sum));
+    }
+  return cudaSuccess;
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

@@ -1,0 +1,11 @@
+// What xla_ffi/cuda/matmul.cc launches beside cuBLASLt, in its place: the same results by plain loops in the host's memory,
+// and a device whose compute capability a test chooses. The kernels themselves have tests of their own.
+#pragma once
+
+namespace doubles {
+
+inline int capability = 90;  // 9.0
+inline int device = 0;       // the current one
+inline int small_calls = 0;  // of the GEMM of few rows
+
+}  // namespace doubles

@@ -1,0 +1,321 @@
+// The GEMMs of xla_ffi/cuda/matmul.cc, every format on every kind of GPU, through a model of cuBLASLt (cublaslt_model.cc):
+// operands, their order, leading dimensions, scale layouts and alpha are right if the results are those of float64.
+//   JAXLOWPREC_CUBLASLT=<path of the model's library> matmul_test
+#include "../../../xla_ffi/cuda/matmul.h"
+
+#include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <random>
+#include <thread>
+
+#include "../../../xla_ffi/cuda/matmul_plan.h"
+#include "../../cpp/check.h"
+#include "../../cpp/matmul_reference.h"
+#include "cublaslt_model.h"
+#include "matmul_doubles.h"
+
+using namespace jaxlowprec;
+
+namespace {
+
+template <class Function>
+Function model(const char* name) {
+  static void* const library = dlopen(std::getenv("JAXLOWPREC_CUBLASLT"), RTLD_NOW);
+  return reinterpret_cast<Function>(dlsym(library, name));
+}
+
+/// Another GPU: what is known of one does not hold for the other.
+void set_capability(int capability) {
+  doubles::capability = doubles::device = capability;
+  model<decltype(&cublaslt_model_set_capability)>("cublaslt_model_set_capability")(capability);
+}
+int handles() { return model<decltype(&cublaslt_model_handles)>("cublaslt_model_handles")(); }
+int heuristics() { return model<decltype(&cublaslt_model_heuristics)>("cublaslt_model_heuristics")(); }
+
+// --- formats
+
+constexpr Format format(CodeType code, Scaling scaling, int32_t block, bool tiles = false, bool power_of_two = false) {
+  return {code, scaling, block, tiles, ScaleRule::kUp, power_of_two, 0};
+}
+constexpr Format nvfp4(bool tiles = false) { return format(CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles); }
+constexpr Format mx(CodeType code, bool tiles = false) { return format(code, Scaling::kE8M0, 32, tiles); }
+constexpr Format blocks(CodeType code, bool tiles, bool power_of_two) {
+  return format(code, Scaling::kFloat32, 128, tiles, power_of_two);
+}
+constexpr Format tensor(CodeType code) { return format(code, Scaling::kTensor, 1); }
+constexpr CodeType k2 = CodeType::kE2M1, k4 = CodeType::kE4M3, k5 = CodeType::kE5M2;
+
+const std::pair<Format, Format> kPairs[] = {
+    {nvfp4(), nvfp4()},
+    {nvfp4(true), nvfp4()},
+    {nvfp4(), nvfp4(true)},
+    {mx(k4), mx(k5, true)},
+    {mx(k5), mx(k4)},
+    {mx(k2), mx(k2, true)},
+    {mx(k4, true), mx(k2)},
+    {mx(k2), mx(k4)},
+    {blocks(k4, false, false), blocks(k4, false, false)},
+    {blocks(k5, false, false), blocks(k4, true, false)},
+    {blocks(k4, true, true), blocks(k5, false, true)},
+    {blocks(k4, false, true), blocks(k4, true, true)},
+    {tensor(k4), tensor(k5)},
+    {tensor(k4), tensor(k4)},
+};
+
+// --- a problem with random operands
+
+struct Sizes {
+  int64_t batch, rows, columns, depth;
+};
+
+struct Memory {  // aligned as XLA aligns buffers
+  explicit Memory(size_t bytes) : data(static_cast<uint8_t*>(std::aligned_alloc(256, (bytes + 511) / 256 * 256))) {}
+  ~Memory() { std::free(data); }
+  Memory(const Memory&) = delete;
+  uint8_t* const data;
+};
+
+struct Case {
+  Sizes sizes;
+  MatmulProblem p{};
+  Memory a_data, b_data, a_scale, b_scale, result, accumulate;
+  std::vector<float> alpha_beta;
+
+  Case(const Format& a, const Format& b, Sizes s, ElementType type, bool accumulates)
+      : sizes(s),
+        a_data(s.batch * s.rows * a.row_bytes(s.depth)),
+        b_data(s.batch * s.columns * b.row_bytes(s.depth)),
+        a_scale(s.batch * a.scales(s.rows, s.depth) * a.scale_bytes()),
+        b_scale(s.batch * b.scales(s.columns, s.depth) * b.scale_bytes()),
+        result(4 * s.batch * s.rows * s.columns),
+        accumulate(4 * s.batch * s.rows * s.columns) {
+    p.a = operand(a, s.rows, a_data.data, a_scale.data);
+    p.b = operand(b, s.columns, b_data.data, b_scale.data);
+    p.batch = s.batch, p.rows = s.rows, p.columns = s.columns;
+    p.result = result.data, p.type = p.accumulate_type = type;
+    std::uniform_real_distribution<float> numbers(-4, 4);
+    for (int64_t i = 0; i < s.batch * s.rows * s.columns; ++i) reference::put(accumulate.data, type, i, numbers(random));
+    if (accumulates) p.accumulate = accumulate.data;
+    if (a.scaling != Scaling::kTwoLevel && a.scaling != Scaling::kTensor) return;
+    for (int64_t i = 0; i < s.batch; ++i) {
+      alpha_beta.push_back(0.25f * (1 + i) + 1 / 512.0f);
+      alpha_beta.push_back(accumulates);
+    }
+  }
+
+  std::string run(int64_t missing_workspace = 0) {
+    const int64_t bytes = cuda::plan_matmul(p, doubles::capability).workspace_bytes() - missing_workspace;
+    static const Memory workspace(size_t{34} << 20);
+    const float* scalars = alpha_beta.empty() ? nullptr : alpha_beta.data();
+    return cuda::launch(p, {scalars, workspace.data + 128, bytes}, nullptr);  // as XLA may align it
+  }
+
+ private:
+  std::mt19937 random{7};
+
+  /// Codes and scales of every kind but NaN and infinity, of magnitudes whose products float32 holds.
+  MatmulOperand operand(const Format& f, int64_t rows, uint8_t* data, uint8_t* scale) {
+    const int64_t codes = sizes.batch * rows * f.row_bytes(sizes.depth);
+    const int64_t scales = sizes.batch * f.scales(rows, sizes.depth);
+    for (int64_t i = 0; i < codes; ++i) {
+      uint32_t code = random() & 255;
+      if (f.code == k4 && (code & 0x7F) == 0x7F) code ^= 1;
+      if (f.code == k5 && (code & 0x7C) == 0x7C) code ^= 0x40;
+      data[i] = static_cast<uint8_t>(code);
+    }
+    for (int64_t i = 0; i < scales; ++i) {
+      const float number = f.power_of_two ? std::ldexp(1.0f, static_cast<int>(random() % 17) - 8)
+                                          : 0.01f + static_cast<float>(random() % 1000);
+      if (f.scale_bytes() == 4)
+        std::memcpy(scale + 4 * i, &number, 4);
+      else
+        scale[i] = static_cast<uint8_t>(f.scaling == Scaling::kE8M0 ? 115 + random() % 24 : random() % 0x7F);
+    }
+    return {f, data, scale, nullptr, sizes.depth};
+  }
+};
+
+/// [rows, depth] of one batch entry; those of tensors without their scale, which belongs to alpha.
+std::vector<double> decoded(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t depth) {
+  const reference::DecodedOperand o(operand, rows, batch, depth);
+  std::vector<double> values(o.codes.begin(), o.codes.end());
+  if (operand.format.scaling == Scaling::kTensor) return values;
+  for (int64_t i = 0; i < rows * depth; ++i) values[i] *= o.scales[i / depth * o.blocks + i % depth / operand.format.block];
+  return values;
+}
+
+/// numerics.md 9's bound against the product of the decoded operands in float64, and the rounding of the result.
+void check_result(const Case& c) {
+  const MatmulProblem& p = c.p;
+  const int64_t depth = c.sizes.depth;
+  const double unit = std::ldexp(1, p.type == ElementType::kF32 ? -24 : -8);
+  for (int64_t batch = 0; batch < p.batch; ++batch) {
+    const auto a = decoded(p.a, p.rows, batch, depth), b = decoded(p.b, p.columns, batch, depth);
+    const double alpha = c.alpha_beta.empty() ? 1 : c.alpha_beta[2 * batch];
+    for (int64_t m = 0; m < p.rows; ++m)
+      for (int64_t n = 0; n < p.columns; ++n) {
+        double sum = 0, magnitude = 0;
+        for (int64_t k = 0; k < depth; ++k) {
+          const double term = a[m * depth + k] * b[n * depth + k];
+          sum += term, magnitude += std::abs(term);
+        }
+        const int64_t index = (batch * p.rows + m) * p.columns + n;
+        const double onto = p.accumulate ? reference::get(p.accumulate, p.type, index) : 0;
+        const double exact = alpha * sum + onto;
+        const double bound = std::ldexp(depth * alpha * magnitude, -24) + 2 * unit * std::abs(exact);
+        const double found = reference::get(p.result, p.type, index);
+        if (!(std::abs(found - exact) <= bound)) CHECK_EQ(found, exact);
+      }
+  }
+}
+
+const Sizes kSizes[] = {{1, 4, 16, 32}, {2, 20, 144, 160}, {1, 132, 272, 288}};
+
+/// In a process of its own with another environment: what prepare_matmul says.
+std::string prepared_with(const char* variable, const char* value) {
+  int pipes[2];
+  if (pipe(pipes)) return "no pipe";
+  const pid_t child = fork();
+  if (child == 0) {
+    setenv(variable, value, 1);
+    const std::string said = cuda::prepare_matmul();
+    const ssize_t written = write(pipes[1], said.data(), said.size());
+    _exit(written == static_cast<ssize_t>(said.size()) ? 0 : 1);
+  }
+  close(pipes[1]);
+  std::string said;
+  char buffer[512];
+  for (ssize_t count; (count = read(pipes[0], buffer, sizeof buffer)) > 0;) said.append(buffer, count);
+  close(pipes[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+  return said;
+}
+
+bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+// First: the library is found once a process, so these processes are made before this one looks for it.
+TEST(a_library_that_is_missing_or_too_old_is_named) {
+  CHECK(contains(prepared_with("JAXLOWPREC_CUBLASLT", "/nonexistent.so"), "cuBLASLt was not found (/nonexistent.so"));
+  CHECK(contains(prepared_with("JAXLOWPREC_CUBLASLT", "libm.so.6"), "cuBLASLt has no cublasLt"));
+  CHECK(contains(prepared_with("CUBLASLT_MODEL_VERSION", "120804"), "cuBLASLt 12.8.4 is loaded, 12.9.0 or newer is needed"));
+  CHECK_EQ(prepared_with("CUBLASLT_MODEL_VERSION", "120900"), std::string());
+}
+
+TEST(every_format_on_every_gpu) {
+  for (const int capability : {80, 89, 90, 100, 120}) {
+    set_capability(capability);
+    for (const auto& [a, b] : kPairs)
+      for (const Sizes& sizes : kSizes)
+        for (const ElementType type : {ElementType::kF32, ElementType::kBF16})
+          for (const bool accumulate : {false, true}) {
+            const check::Given given("capability " + std::to_string(capability) + ", pair " +
+                                     std::to_string(&a - &kPairs[0].first) + ", rows " + std::to_string(sizes.rows) +
+                                     ", accumulate " + std::to_string(accumulate));
+            Case c(a, b, sizes, type, accumulate);
+            const std::string problem = c.run();
+            const bool possible = a.scaling != Scaling::kFloat32 || a.power_of_two || capability == 90;
+            CHECK(possible ? problem.empty() : contains(problem, "not powers of two"));
+            if (possible && !problem.empty()) check::fail(__FILE__, __LINE__, problem);
+            if (problem.empty()) check_result(c);
+          }
+  }
+}
+
+TEST(routes) {
+  using Route = cuda::MatmulRoute;
+  const auto route = [](const Format& a, const Format& b, int64_t rows, int capability) {
+    MatmulProblem p{};
+    p.a = {a, nullptr, nullptr, nullptr, 256}, p.b = {b, nullptr, nullptr, nullptr, 256};
+    p.rows = rows, p.columns = 256;
+    return cuda::plan_matmul(p, capability).route;
+  };
+  CHECK(route(nvfp4(), nvfp4(), 17, 90) == Route::kDecoded);
+  CHECK(route(nvfp4(), nvfp4(true), 16, 80) == Route::kSmall);
+  CHECK(route(nvfp4(), nvfp4(), 16, 100) == Route::kNVFP4);
+  CHECK(route(mx(k4), mx(k5), 64, 90) == Route::kDecoded);
+  CHECK(route(mx(k4), mx(k5), 64, 120) == Route::kMX);
+  CHECK(route(mx(k2), mx(k2), 64, 100) == Route::kDecoded);
+  CHECK(route(mx(k4), mx(k2), 64, 100) == Route::kDecoded);
+  CHECK(route(blocks(k4, false, true), blocks(k4, true, true), 64, 90) == Route::kBlock128);
+  CHECK(route(blocks(k4, false, true), blocks(k4, true, true), 64, 100) == Route::kDecoded);
+  CHECK(route(blocks(k4, false, true), blocks(k4, true, true), 64, 89) == Route::kDecoded);
+  CHECK(route(blocks(k4, false, false), blocks(k4, true, false), 64, 100) == Route::kNone);
+  CHECK(route(tensor(k4), tensor(k4), 64, 89) == Route::kTensor);
+  CHECK(route(tensor(k4), tensor(k4), 64, 80) == Route::kDecoded);
+  CHECK(route(nvfp4(), nvfp4(), 64, 75) == Route::kNone);
+}
+
+TEST(few_rows_take_the_kernel_that_decodes_in_registers_and_accumulation_the_gemm) {
+  set_capability(90);
+  for (const bool accumulate : {false, true}) {
+    Case c(nvfp4(), nvfp4(), {2, 4, 32, 64}, ElementType::kBF16, accumulate);
+    const int before = doubles::small_calls;
+    CHECK_EQ(c.run(), std::string());
+    CHECK_EQ(doubles::small_calls - before, accumulate ? 0 : 2);
+    check_result(c);
+  }
+}
+
+TEST(a_workspace_too_small_is_refused) {
+  set_capability(90);
+  Case c(nvfp4(), nvfp4(), {1, 64, 64, 64}, ElementType::kBF16, false);
+  CHECK(contains(c.run(1), "its workspace has"));
+  CHECK(contains(c.run(1), "compute capability 9.0"));
+}
+
+TEST(what_cublaslt_refuses_is_passed_on) {
+  set_capability(90);
+  Case c(tensor(k4), tensor(k4), {1, 16, 17, 64}, ElementType::kBF16, false);  // Python pads N to 16
+  CHECK(contains(c.run(), "m is a multiple of 16 bytes"));
+}
+
+TEST(heuristics_are_asked_once_a_problem_and_handles_made_once_a_device) {
+  set_capability(90);
+  Case c(tensor(k4), tensor(k4), {3, 16, 64, 96}, ElementType::kBF16, false);
+  const int asked = heuristics();
+  CHECK_EQ(c.run(), std::string());
+  CHECK_EQ(c.run(), std::string());
+  CHECK_EQ(heuristics() - asked, 1);
+  Case other(tensor(k4), tensor(k4), {3, 16, 64, 96}, ElementType::kF32, false);
+  CHECK_EQ(other.run(), std::string());
+  CHECK_EQ(heuristics() - asked, 2);
+  const int made = handles();
+  for (const int device : {5, 6, 5, 6, 90}) {
+    doubles::device = device;
+    CHECK_EQ(cuda::prepare_matmul(), std::string());
+    CHECK_EQ(c.run(), std::string());
+  }
+  CHECK_EQ(handles() - made, 2);
+  CHECK_EQ(heuristics() - asked, 4);
+}
+
+TEST(threads_may_launch_at_once) {
+  set_capability(100);
+  std::vector<std::thread> threads;
+  std::vector<std::string> problems(4);
+  std::vector<std::unique_ptr<Case>> cases;
+  for (int i = 0; i < 4; ++i)
+    cases.push_back(std::make_unique<Case>(mx(k4), mx(k4), Sizes{1, 16, 64, 128}, ElementType::kF32, false));
+  std::vector<std::unique_ptr<Memory>> workspaces;
+  for (int i = 0; i < 4; ++i) workspaces.push_back(std::make_unique<Memory>(size_t{33} << 20));
+  const int asked = heuristics();
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&, i] {
+      const int64_t bytes = cuda::plan_matmul(cases[i]->p, 100).workspace_bytes();
+      problems[i] = cuda::launch(cases[i]->p, {nullptr, workspaces[i]->data, bytes}, nullptr);
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (int i = 0; i < 4; ++i) {
+    CHECK_EQ(problems[i], std::string());
+    check_result(*cases[i]);
+  }
+  CHECK_EQ(heuristics() - asked, 1);
+}

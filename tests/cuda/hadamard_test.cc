@@ -1,0 +1,99 @@
+// Hadamard transforms along rows and columns: byte for byte the scalar reference, and each byte moved once.
+#include <cuda_runtime.h>
+
+#include "../../xla_ffi/cuda/launch.h"
+#include "../cpp/check.h"
+#include "../cpp/reference.h"
+#include "hostile_data.h"
+
+namespace jaxlowprec {
+namespace {
+
+using cuda_on_cpu::Access;
+using cuda_on_cpu::Array;
+
+struct Case {
+  ElementType type;
+  int32_t size;
+  int64_t batch, rows, columns;
+  bool vertical = false, inverse = false;
+  int64_t misalignment = 0;  // of x and the result, in elements
+};
+
+std::vector<uint32_t> some_signs(int32_t size) {
+  std::mt19937 random(size);
+  std::vector<uint32_t> signs(size);
+  for (uint32_t& sign : signs) sign = random() % 2 ? kSignBit : 0u;
+  return signs;
+}
+
+void check_case(const Case& c, uint32_t seed) {
+  const check::Given given(name(c.type) + ", " + std::to_string(c.size) + " of " + std::to_string(c.batch) + "x" +
+                           std::to_string(c.rows) + "x" + std::to_string(c.columns) + (c.vertical ? ", vertical" : "") +
+                           (c.inverse ? ", inverse" : ""));
+  const int64_t count = c.batch * c.rows * c.columns, size = reference::element_size(c.type);
+  const std::vector<uint32_t> signs = some_signs(c.size);
+  const std::vector<uint8_t> elements = any_elements(c.type, count, seed, seed % 4 != 0);
+  std::vector<uint8_t> expected(count * size);
+  HadamardProblem p{elements.data(), c.type,     c.batch,   c.rows,       c.columns,
+                    c.size,          c.vertical, c.inverse, signs.data(), nullptr};
+  reference::hadamard(p, expected.data());
+
+  std::vector<uint8_t> shifted(c.misalignment * size);
+  shifted.insert(shifted.end(), elements.begin(), elements.end());
+  const Array<uint8_t> x(shifted, "x", Access::kReadOnly), result(shifted.size(), "result");
+  p.x = x.data() + c.misalignment * size, p.result = result.data() + c.misalignment * size;
+  cuda_on_cpu::reset_traffic();
+  CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+  CHECK_EQ(first_difference(p.result, expected.data(), c.type, count), -1);
+  CHECK_EQ(x.traffic().read, static_cast<uint64_t>(count * size));
+  CHECK_EQ(result.traffic().written, static_cast<uint64_t>(count * size));
+  CHECK_EQ(result.unwritten(), static_cast<size_t>(c.misalignment * size));
+}
+
+constexpr int32_t kSizes[] = {16, 32, 64, 128, 256};
+
+TEST(rows_give_the_bytes_of_the_reference) {
+  uint32_t seed = 0;
+  for (const ElementType type : kElementTypes)
+    for (const int32_t size : kSizes)
+      for (const bool inverse : {false, true}) {
+        check_case({type, size, 1, 1, size, false, inverse}, ++seed);
+        check_case({type, size, 2, 19, 3 * size, false, inverse}, ++seed);  // more than a block, the last one not full
+        check_case({type, size, 1, 67, size, false, inverse}, ++seed);
+      }
+}
+
+TEST(columns_give_the_bytes_of_the_reference) {
+  uint32_t seed = 1000;
+  for (const ElementType type : kElementTypes)
+    for (const int32_t size : kSizes)
+      for (const bool inverse : {false, true})
+        for (const int64_t columns : {1, 33, 66, 130}) check_case({type, size, 2, 2 * size, columns, true, inverse}, ++seed);
+}
+
+TEST(the_order_of_threads_changes_nothing) {
+  cuda_on_cpu::in_every_order([] {
+    check_case({ElementType::kBF16, 256, 1, 3, 256}, 1);
+    check_case({ElementType::kF32, 64, 1, 64, 40, true}, 2);
+    check_case({ElementType::kBF16, 256, 1, 256, 70, true}, 3);
+  });
+}
+
+TEST(what_no_kernel_serves_is_refused) {
+  const std::vector<uint32_t> signs(512);
+  const Array<uint8_t> x = Array<uint8_t>::zeros(4096);
+  const auto launch = [&](int32_t size, int64_t columns, int64_t misalignment) {
+    return cuda::launch(HadamardProblem{x.data() + misalignment, ElementType::kBF16, 1, 1, columns, size, false, false,
+                                        signs.data(), x.data()},
+                        nullptr);
+  };
+  CHECK_EQ(launch(512, 512, 0), cudaErrorInvalidValue);
+  CHECK_EQ(launch(8, 16, 0), cudaErrorInvalidValue);
+  CHECK_EQ(launch(32, 48, 0), cudaErrorInvalidValue);
+  CHECK_EQ(launch(16, 16, 4), cudaErrorInvalidValue);
+  CHECK_EQ(launch(16, 0, 0), cudaSuccess);
+}
+
+}  // namespace
+}  // namespace jaxlowprec

@@ -1,0 +1,259 @@
+"""What the ops become on NVIDIA GPUs, read off the lowered code: nothing here runs on one."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.scaled_matmul import cuda
+from tests.claiming_cuda import claiming_cuda, custom_calls
+from tests.helpers import ONE_OF_EACH, assert_same_numbers, random_array
+
+GEMM_WORKSPACE = (32 << 20) + 256  # cuBLASLt's own, and room to align it
+TILES = {"NVFP4": (16, 16), "MXFP8": (32, 32), "MXFP4": (32, 32), "Float8Block": (128, 128)}
+
+
+def matmul_call(a_format, b_format, m, k, n, capability, batch=(), **options):
+    """The one GEMM that a product lowers to."""
+    a, b = (
+        jax.eval_shape(lambda f=f, r=r: jlp.quantize(jnp.zeros((*batch, r, k)), f))
+        for r, f in ((m, a_format), (n, b_format))
+    )
+    with claiming_cuda(capability):
+        (call,) = custom_calls(lambda a, b: jlp.scaled_matmul(a, b, **options), a, b)
+    assert call.target == "jaxlowprec_scaled_matmul"
+    return call
+
+
+def workspace_of(call):
+    return int(re.fullmatch(r"(\d+)xui8", call.results[1])[1]) - GEMM_WORKSPACE
+
+
+def up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def decoded(m, k, n):
+    return sum(up(2 * rows * k, 256) for rows in (m, n))
+
+
+def swizzled(m, k, n, block):
+    return sum(up(rows, 128) * up(-(-k // block), 4) for rows in (m, n))
+
+
+class TestEveryOp:
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
+    def test_quantise_dequantise(self, fmt):
+        """The same calls as on the CPU: operands, results and attributes."""
+
+        def run(x):
+            row, column = jlp.quantize_both(x, fmt, rounding="stochastic", key=jax.random.key(0))
+            return row.dequantize(), column
+
+        x = jnp.ones((2, 48, 80), jnp.bfloat16)
+        with claiming_cuda():
+            calls = custom_calls(run, x)
+        amax = ["jaxlowprec_amax"] * fmt.has_tensor_scale
+        assert [call.target for call in calls] == [*amax, "jaxlowprec_quantize", "jaxlowprec_dequantize"]
+        quantise, dequantise = calls[-2:]
+        assert quantise.operands[0] == "2x48x80xbf16" and dequantise.results == ["2x48x80xbf16"]
+        assert len(quantise.results) == 4
+        for attribute in (f'element = "{fmt.element}"', f'scaling = "{fmt.scaling}"', f"block = {fmt.length} : i32"):
+            assert attribute in quantise.attributes and attribute in dequantise.attributes
+
+    def test_hadamard(self):
+        with claiming_cuda():
+            (call,) = custom_calls(lambda x: jlp.hadamard_transform(x, -2, 32), jnp.ones((64, 48)))
+        assert (call.target, call.operands, call.results) == ("jaxlowprec_hadamard", ["64x48xf32"], ["64x48xf32"])
+        assert "vertical = true" in call.attributes
+
+    def test_without_cuda_all_is_the_reference(self):
+        assert custom_calls(lambda x: jlp.quantize(x, jlp.NVFP4()), jnp.ones((16, 16))) == []
+
+
+class TestRoutes:
+    """Compute capability and formats decide the workspace."""
+
+    M, K, N = 64, 512, 96
+
+    def workspace(self, a, b, capability):
+        return workspace_of(matmul_call(a, b, self.M, self.K, self.N, capability))
+
+    @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP4(), jlp.MXFP8(), jlp.MXFP8(element="e5m2")], ids=str)
+    def test_below_blackwell_codes_are_decoded(self, fmt):
+        other = jlp.MXFP8() if fmt.element == "e5m2" else fmt
+        for capability in (8.0, 8.9, 9.0):
+            assert self.workspace(fmt, other, capability) == decoded(self.M, self.K, self.N)
+
+    def test_on_blackwell_scales_are_swizzled(self):
+        for capability in (10.0, 12.0):
+            assert self.workspace(jlp.NVFP4(), jlp.NVFP4((16, 16)), capability) == swizzled(self.M, self.K, self.N, 16)
+            assert self.workspace(jlp.MXFP8(), jlp.MXFP8(), capability) == swizzled(self.M, self.K, self.N, 32)
+            assert self.workspace(jlp.MXFP8(), jlp.MXFP4(), capability) == decoded(self.M, self.K, self.N)
+
+    def test_fp8_blocks(self):
+        one, two = jlp.Float8Block(), jlp.Float8Block(block=(128, 128))
+        blocks = self.K // 128
+        rows, tiles = [up(4 * r * blocks, 256) for r in (self.M, self.N)], up(4 * blocks, 256)
+        assert self.workspace(one, one, 9.0) == sum(rows)
+        assert self.workspace(one, two, 9.0) == rows[0] + tiles
+        assert self.workspace(two, one, 9.0) == tiles + rows[1]
+        assert self.workspace(one, two, 8.0) == decoded(self.M, self.K, self.N)
+        assert self.workspace(one, two, 10.0) == swizzled(self.M, self.K, self.N, 32)
+
+    def test_fp8_tensors(self):
+        fmt = jlp.Float8Tensor()
+        assert [self.workspace(fmt, fmt, c) for c in (8.9, 9.0, 10.0)] == [0, 0, 0]
+        assert self.workspace(fmt, fmt, 8.0) == decoded(self.M, self.K, self.N)
+
+    @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.Float8Block(), jlp.Float8Tensor()], ids=str)
+    def test_exported_code_has_room_for_any_gpu(self, fmt):
+        known = max(self.workspace(fmt, fmt, c) for c in (8.0, 8.9, 9.0, 10.0, 12.0))
+        assert self.workspace(fmt, fmt, None) == known
+
+
+class TestFloatScalesThatAreNoPowersOfTwo:
+    FMT = jlp.Float8Block(power_of_two=False)
+
+    def lower(self, capability, implementation):
+        a = jlp.quantize(jnp.ones((32, 256)), self.FMT)
+        with claiming_cuda(capability):
+            return custom_calls(lambda a: jlp.scaled_matmul(a, a, implementation=implementation), a)
+
+    def test_hopper_multiplies_them(self):
+        assert len(self.lower(9.0, "ffi")) == len(self.lower(9.0, None)) == 1
+
+    @pytest.mark.parametrize("capability", [8.0, 8.9, 10.0, 12.0])
+    def test_other_gpus_take_the_reference_and_say_why(self, capability):
+        assert self.lower(capability, None) == []
+        with pytest.raises(
+            NotImplementedError, match="scaled_matmul: .*not powers of two.*quantise with power_of_two=True"
+        ):
+            self.lower(capability, "ffi")
+
+    def test_a_gpu_without_bfloat16_tensor_cores(self):
+        assert self.lower(7.5, None) == []
+        with pytest.raises(NotImplementedError, match="below compute capability 8.0"):
+            self.lower(7.5, "ffi")
+
+
+class TestOperands:
+    @pytest.mark.parametrize("a,b", [(jlp.NVFP4(), jlp.NVFP4((16, 16))), (jlp.NVFP4((16, 16)), jlp.NVFP4())], ids=str)
+    def test_even_sizes_go_as_they_are(self, a, b):
+        call = matmul_call(a, b, 64, 128, 96, 9.0, (2,))
+        a_scales, b_scales = ("4x8" if a.tiles else "64x8"), ("6x8" if b.tiles else "96x8")
+        codes = ["2x64x64xui8", f"2x{a_scales}xf8E4M3FN", "2x96x64xui8", f"2x{b_scales}xf8E4M3FN"]
+        assert call.operands == [*codes, "2x2xf32"]  # alpha and beta of each slice
+        assert call.results[0] == "2x64x96xbf16"
+
+    def test_odd_sizes_are_padded(self):
+        call = matmul_call(jlp.NVFP4(), jlp.NVFP4((16, 16)), 5, 40, 33, 9.0)
+        assert call.operands == ["5x32xui8", "5x4xf8E4M3FN", "48x32xui8", "3x4xf8E4M3FN", "2xf32"]
+        call = matmul_call(jlp.MXFP8(), jlp.MXFP4(), 5, 40, 33, 9.0)
+        assert call.operands == ["5x64xf8E4M3FN", "5x2xf8E8M0FNU", "48x32xui8", "48x2xf8E8M0FNU"]
+        call = matmul_call(jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), 5, 130, 33, 9.0)
+        assert call.operands == ["8x160xf8E4M3FN", "8x2xf32", "48x160xf8E4M3FN", "1x2xf32"]
+        call = matmul_call(jlp.Float8Tensor(), jlp.Float8Tensor(element="e5m2"), 5, 130, 33, 9.0)
+        assert call.operands == ["5x160xf8E4M3FN", "f32", "48x160xf8E5M2", "f32", "2xf32"]
+        assert call.results[0] == "5x48xbf16"
+
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
+    def test_every_format_lowers(self, fmt):
+        other = type(fmt)() if fmt.element == "e5m2" else fmt
+        for capability, sizes in itertools.product((8.0, 9.0, 10.0), [(1, 32, 16), (130, 300, 70)]):
+            assert matmul_call(
+                type(fmt)() if fmt.tiles and fmt.scaling == "float32" else fmt, other, *sizes, capability
+            )
+
+    def test_nothing_to_multiply_needs_no_kernel(self):
+        a = jlp.quantize(jnp.zeros((16, 0)), jlp.NVFP4())
+        with claiming_cuda(9.0):
+            assert custom_calls(lambda a: jlp.scaled_matmul(a, a), a) == []
+
+
+class TestEpilogue:
+    """What cuBLASLt does in exactly the order of numerics.md 9 it does; else it returns the float32 sum."""
+
+    A, B = jlp.NVFP4(), jlp.NVFP4((16, 16))
+
+    def call(self, n=96, **options):
+        return matmul_call(self.A, self.B, 64, 128, n, 9.0, **options)
+
+    @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+    def test_sums_are_accumulated_in_the_gemm(self, out_dtype):
+        name = {"bfloat16": "bf16", "float32": "f32"}[jnp.dtype(out_dtype).name]
+        call = self.call(accumulate=jnp.ones((64, 96), out_dtype), out_dtype=out_dtype)
+        assert call.operands[-2:] == ["2xf32", f"64x96x{name}"] and call.results[0] == f"64x96x{name}"
+        assert "accumulate = true" in call.attributes
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"bias": jnp.ones(96)},
+            {"activation": "gelu"},
+            {"activation": "dgelu", "activation_input": jnp.ones((64, 96))},
+            {"accumulate": jnp.ones((64, 96)), "activation": "gelu"},
+            {"accumulate": jnp.ones((64, 96)), "out_dtype": jnp.bfloat16},
+            {"out_dtype": jnp.float16},
+        ],
+        ids=lambda options: "-".join(options),
+    )
+    def test_the_rest_is_done_in_float32_by_xla(self, options):
+        call = self.call(**options)
+        assert call.results[0] == "64x96xf32" and call.operands[-1] == "2xf32"
+        assert "accumulate = false" in call.attributes
+
+    def test_sums_of_odd_width_too(self):
+        call = self.call(n=90, accumulate=jnp.ones((64, 90), jnp.bfloat16))
+        assert call.results[0] == "64x96xf32"
+
+
+class TestFP8BlocksAsMX:
+    """On Blackwell, where the scales are powers of two."""
+
+    @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+    @pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+    @pytest.mark.parametrize("shape", [(4, 128), (40, 160), (2, 130, 320)], ids=str)
+    def test_they_stand_for_the_same_numbers(self, shape, block, element):
+        x = random_array(shape, "float32", 3) * jnp.exp2(jnp.arange(shape[-1]) / 8 - 20)
+        x = x.at[..., 1, 2].set(jnp.nan)
+        q = jlp.quantize(x, jlp.Float8Block(element, block))
+        scale, fmt = cuda._as_mxfp8(q.scale, q.format, *shape[-2:])
+        same = dataclasses.replace(q, scale=scale, format=fmt)
+        assert_same_numbers(same.dequantize(), q.dequantize())
+        assert jnp.isnan(same.dequantize()).any()
+
+    def test_the_gemm_gets_them(self):
+        one, two = jlp.Float8Block(), jlp.Float8Block("e5m2", (128, 128))
+        call = matmul_call(one, two, 64, 160, 144, 10.0)
+        assert call.operands == ["64x160xf8E4M3FN", "64x5xf8E8M0FNU", "144x160xf8E5M2", "5x5xf8E8M0FNU"]
+        assert call.attributes.count('scaling = "e8m0"') == 2 and call.attributes.count("block = 32") == 2
+        call = matmul_call(one, two, 64, 160, 144, 9.0)
+        assert call.operands == ["64x160xf8E4M3FN", "64x2xf32", "144x160xf8E5M2", "2x2xf32"]
+        assert call.attributes.count('scaling = "float32"') == 2
+
+
+def test_symbolic_shapes_take_the_reference_and_say_why():
+    """The workspace is a size in bytes."""
+    a = jax.eval_shape(lambda: jlp.quantize(jnp.zeros((16, 64)), jlp.NVFP4()))
+    m, _ = export.symbolic_shape("m, 64")
+    a = dataclasses.replace(
+        a,
+        data=jax.ShapeDtypeStruct((m, 32), jnp.uint8),
+        scale=jax.ShapeDtypeStruct((m, 4), jnp.float8_e4m3fn),
+        matrix=(m, 64),
+    )
+
+    def lowered(implementation):
+        function = jax.jit(lambda a: jlp.scaled_matmul(a, a, implementation=implementation))
+        return export.export(function, platforms=("cuda",))(a).mlir_module()
+
+    with claiming_cuda():
+        assert "@jaxlowprec" not in lowered(None)
+        with pytest.raises(NotImplementedError, match="shapes are symbolic"):
+            lowered("ffi")

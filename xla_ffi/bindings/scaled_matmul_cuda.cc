@@ -1,0 +1,60 @@
+#if defined(JLP_CUDA)
+
+#include "../cuda/matmul.h"
+#include "engine.h"
+#include "handlers.h"
+#include "matmul_operands.h"
+
+namespace jaxlowprec {
+namespace {
+
+/// a and b as data and scale; then, where given, for formats with a tensor scale what to multiply the sum by and 0 or 1 for
+/// what is accumulated onto (numerics.md 9's alpha; [batch, 2]), and what to accumulate onto -> result, workspace. The rest
+/// of the epilogue is XLA's.
+ffi::Error scaled_matmul(cudaStream_t stream, ffi::AnyBuffer a_data, ffi::AnyBuffer a_scale, ffi::AnyBuffer b_data,
+                         ffi::AnyBuffer b_scale, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
+                         ffi::Result<ffi::AnyBuffer> workspace, ffi::Dictionary a_attributes, ffi::Dictionary b_attributes,
+                         bool accumulate) {
+  MatmulProblem p;
+  if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes); error.failure())
+    return error;
+  JLP_REQUIRE(p.type != ElementType::kF16);  // cuBLASLt has none of bfloat16 operands
+  const bool tensor = p.a.format.scaling == Scaling::kTwoLevel || p.a.format.scaling == Scaling::kTensor;
+  JLP_REQUIRE(args.size() == static_cast<size_t>(tensor + accumulate));
+  if (result->element_count() == 0) return ffi::Error::Success();
+  cuda::MatmulResources resources{nullptr, bytes(*workspace), static_cast<int64_t>(workspace->size_bytes())};
+  if (tensor) JLP_REQUIRE((resources.alpha_beta = floats(args, 0, 2 * p.batch)) != nullptr);
+  if (accumulate) {
+    JLP_REQUIRE((p.accumulate = like_result(args, tensor, *result, p.accumulate_type)) != nullptr);
+    JLP_REQUIRE(p.accumulate_type == p.type);
+  }
+  const std::string problem = cuda::launch(p, resources, stream);
+  return problem.empty() ? ffi::Error::Success() : ffi::Error::Internal(cuda::failure("scaled_matmul", p, problem));
+}
+
+ffi::Error prepare() {
+  const std::string problem = cuda::prepare_matmul();
+  return problem.empty() ? ffi::Error::Success() : ffi::Error::Internal("jaxlowprec scaled_matmul: " + problem);
+}
+
+}  // namespace
+
+JLP_DEFINE_CUDA_HANDLER(scaled_matmul, scaled_matmul,
+                        .Arg<ffi::AnyBuffer>()
+                            .Arg<ffi::AnyBuffer>()
+                            .Arg<ffi::AnyBuffer>()
+                            .Arg<ffi::AnyBuffer>()
+                            .RemainingArgs()
+                            .Ret<ffi::AnyBuffer>()
+                            .Ret<ffi::AnyBuffer>()
+                            .Attr<ffi::Dictionary>("a_format")
+                            .Attr<ffi::Dictionary>("b_format")
+                            .Attr<bool>("accumulate"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxlowprec_scaled_matmul_cuda_prepare, [](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) { return prepare(); },
+    ffi::Ffi::BindPrepare().RemainingArgs().RemainingRets().Attrs());
+
+}  // namespace jaxlowprec
+
+#endif

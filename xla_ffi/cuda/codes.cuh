@@ -1,0 +1,57 @@
+// Codes in registers to numbers: eight at a time, all exact.
+#pragma once
+
+#include "vectors.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+constexpr uint32_t kBf16PairOf2To126 = 0x7E807E80u;
+
+/// Elements i and i + 4 of a word's eight E2M1 codes as bfloat16 times 2^-126: sign, exponent and mantissa at their places
+/// in a bfloat16, whose exponent's bias is greater by 126. A 0.5 is subnormal there as it is in E2M1, so only a bfloat16
+/// multiplication, which keeps subnormals, may take it further.
+template <int i>
+JLP_DEVICE uint32_t e2m1_pair(uint32_t codes) {
+  const uint32_t top = codes << (12 - 4 * i);  // the pair's codes at the top of either half
+  return ((top >> 6) & 0x01C001C0u) | (top & 0x80008000u);
+}
+
+template <int i>
+JLP_DEVICE void decode_e2m1_pair(uint32_t codes, float (&v)[8]) {
+  float pair[2];
+  widen<ElementType::kBF16>(multiply_bf16x2(e2m1_pair<i>(codes), kBf16PairOf2To126), pair);
+  v[i] = pair[0], v[i + 4] = pair[1];
+}
+
+/// Two E4M3 or E5M2 codes in the low bytes.
+template <CodeType kCode>
+JLP_DEVICE void decode_float8_pair(uint32_t two, float* v) {
+  if constexpr (kCode == CodeType::kE5M2) {  // float16's upper half
+    widen<ElementType::kF16>((two & 0xFFu) << 8 | (two & 0xFF00u) << 16, v);
+  } else if constexpr (kHasFloat8Conversion) {
+    widen<ElementType::kF16>(f16x2_of_e4m3x2_hardware(two), v);
+  } else {
+    v[0] = e4m3_decode<float>(two & 0xFFu), v[1] = e4m3_decode<float>((two >> 8) & 0xFFu);
+  }
+}
+
+/// Eight codes, as they lie in memory.
+template <CodeType kCode>
+struct EightCodes {
+  static constexpr int kWords = kCode == CodeType::kE2M1 ? 1 : 2;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ void decode(float (&v)[8]) const {
+    if constexpr (kCode == CodeType::kE2M1) {
+      decode_e2m1_pair<0>(words[0], v), decode_e2m1_pair<1>(words[0], v);
+      decode_e2m1_pair<2>(words[0], v), decode_e2m1_pair<3>(words[0], v);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) decode_float8_pair<kCode>(words[i / 4] >> (i % 4 * 8), &v[i]);
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace jaxlowprec

@@ -1,0 +1,154 @@
+// Codes back to numbers: the code times its scale, rounded once to the result's type (numerics.md 2 and 5 to 7); of NVFP4 a
+// rotation of 16 undone where asked. The same kernel decodes an operand of a GEMM to bfloat16 (decode.h).
+//
+// Data flow: a thread loads eight codes of each of kSteps rows and their scales, then decodes and stores each: 16 bytes of a
+// 16-bit result. Two neighbouring lanes have a rotation's 16 elements: strides 1, 2, 4 within the thread, 8 by a shuffle.
+// Bytes moved per element: its code and its share of the scale read, the element written; nothing twice.
+// Launch: tiles of (256 / lanes * kSteps) rows by (lanes * 8) columns, lanes being a power of two that the row fills.
+#pragma once
+
+#include "../numerics/hadamard.h"
+#include "codes.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+enum class ScaleKind : int32_t { kE4M3, kE8M0, kFloat32, kOne };
+
+/// How the code and the scale make the number.
+enum class Decoding { kProduct, kTwoLevel, kTwoLevelRotated };
+
+struct DequantizeArguments {
+  const uint8_t* data;
+  const uint8_t* scale;
+  const float* amax;
+  void* result;
+  int64_t rows, columns;             // of numbers
+  int64_t width;                     // of a row of the result; zero beyond `columns`
+  int64_t row_bytes;                 // of codes
+  int64_t scale_rows, scale_stride;  // of a matrix of scales
+  int32_t row_shift, column_shift;   // log2 of the rows and columns that share a scale
+  ScaleKind scale_kind;
+  uint32_t sign_mask;
+  uint32_t column_tiles, row_tiles;  // of a matrix
+  int32_t lane_shift;                // log2 of the lanes along a row
+  bool whole;                        // codes and the result are whole eights, and aligned
+};
+
+constexpr int kDequantizeThreads = 256;
+constexpr int kDequantizeSteps = 4;  // rows in flight a thread
+
+JLP_DEVICE uint32_t load_scale(ScaleKind kind, const uint8_t* scale, int64_t index) {
+  if (kind == ScaleKind::kFloat32) return reinterpret_cast<const uint32_t*>(scale)[index];
+  return kind == ScaleKind::kOne ? 0 : scale[index];
+}
+
+JLP_DEVICE float decode_scale(ScaleKind kind, uint32_t stored) {
+  switch (kind) {
+    case ScaleKind::kE4M3: return e4m3_decode<float>(stored);
+    case ScaleKind::kE8M0: return e8m0_decode<float>(stored);
+    case ScaleKind::kFloat32: return Lanes<float>::from_bits(stored);
+    default: return 1.0f;
+  }
+}
+
+/// Codes `column` ... of a row. Packed rows are whole blocks, so that theirs are always complete.
+template <CodeType kCode, bool kWhole>
+JLP_DEVICE EightCodes<kCode> load_codes(const DequantizeArguments& a, const uint8_t* row, int64_t column) {
+  EightCodes<kCode> codes = {};
+  if constexpr (kCode == CodeType::kE2M1) {
+    codes.words[0] = *reinterpret_cast<const uint32_t*>(row + column / 2);
+  } else if constexpr (kWhole) {
+    const uint2 words = *reinterpret_cast<const uint2*>(row + column);
+    codes.words[0] = words.x, codes.words[1] = words.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (column + i < a.row_bytes) codes.words[i / 4] |= static_cast<uint32_t>(row[column + i]) << (i % 4 * 8);
+  }
+  return codes;
+}
+
+/// (v H / 4) with signs, the thread's eight elements being the lower or the upper half of the 16 (numerics.md 3).
+JLP_DEVICE void undo_rotation(float (&v)[8], uint32_t sign_mask) {
+  const bool upper = threadIdx.x & 1u;
+  hadamard_butterfly<8>(v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], 1);
+    const float sum = (other + (upper ? -v[i] : v[i])) * 0.25f;
+    const uint32_t sign = sign_mask << (31 - i - (upper ? 8 : 0));
+    v[i] = Lanes<float>::from_bits(Lanes<float>::bits(sum) ^ (sign & kSignBit));
+  }
+}
+
+/// The factors of numerics.md 2 in their order; with -ftz, and the CPU set likewise, subnormals are zero.
+template <Decoding kDecoding>
+JLP_DEVICE void apply_scale(float (&v)[8], float scale, float amax) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i] = v[i] * scale;
+    if constexpr (kDecoding != Decoding::kProduct) v[i] = v[i] * amax * 3.7202381645329296588897705078125e-4f;  // 1 / 2688
+  }
+}
+
+/// Where a thread works: eight columns of rows `first`, `first + lines`, ... of one matrix.
+struct DequantizePlace {
+  int64_t batch, first, column;
+  int lines;
+};
+
+JLP_DEVICE DequantizePlace dequantize_place(const DequantizeArguments& a) {
+  const uint32_t column_tile = blockIdx.x % a.column_tiles, rest = blockIdx.x / a.column_tiles;
+  const uint32_t row_tile = rest % a.row_tiles, lane = threadIdx.x & ((1u << a.lane_shift) - 1);
+  const int lines = kDequantizeThreads >> a.lane_shift;
+  return {rest / a.row_tiles, static_cast<int64_t>(row_tile) * (lines * kDequantizeSteps) + (threadIdx.x >> a.lane_shift),
+          ((static_cast<int64_t>(column_tile) << a.lane_shift) + lane) * 8, lines};
+}
+
+/// kWhole: whole eights of codes and of the result, aligned. A rotation needs a row's padding, too.
+template <CodeType kCode, Decoding kDecoding, ElementType kResult, bool kWhole, int kSteps>
+JLP_DEVICE void dequantize_rows(const DequantizeArguments& a, const DequantizePlace& at) {
+  const int64_t line = at.batch * a.rows + at.first;
+  const uint8_t* row = a.data + line * a.row_bytes;
+  const int64_t remaining = a.rows - at.first;
+  const int rows = remaining < kSteps * at.lines ? static_cast<int>(remaining) : kSteps * at.lines;
+  const int coded = at.column < (kDecoding == Decoding::kTwoLevelRotated ? a.row_bytes * 2 : a.columns) ? rows : 0;
+  const float amax = kDecoding == Decoding::kProduct ? 0.0f : a.amax[at.batch];
+  const ScaleKind kind = kDecoding == Decoding::kProduct ? a.scale_kind : ScaleKind::kE4M3;
+  EightCodes<kCode> codes[kSteps] = {};
+  uint32_t scales[kSteps] = {};
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step, row += at.lines * a.row_bytes) {
+    if (step * at.lines >= coded) continue;
+    codes[step] = load_codes<kCode, kWhole>(a, row, at.column);
+    const int64_t scale_row = at.batch * a.scale_rows + ((at.first + step * at.lines) >> a.row_shift);
+    scales[step] = load_scale(kind, a.scale, scale_row * a.scale_stride + (at.column >> a.column_shift));
+  }
+  int64_t index = line * a.width + at.column;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step, index += at.lines * a.width) {
+    float v[8];
+    codes[step].decode(v);
+    apply_scale<kDecoding>(v, decode_scale(kind, scales[step]), amax);
+    if constexpr (kDecoding == Decoding::kTwoLevelRotated) undo_rotation(v, a.sign_mask);
+    if (step * at.lines >= rows || at.column >= a.width) continue;
+    if (!kWhole && at.column + 8 > a.columns) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = at.column + i < a.columns ? v[i] : 0.0f;
+    }
+    store_eight<kResult, kWhole>(a.result, index, v, a.width - at.column);
+  }
+}
+
+template <CodeType kCode, Decoding kDecoding, ElementType kResult>
+static __global__ void __launch_bounds__(kDequantizeThreads, 4) dequantize_kernel(DequantizeArguments a) {
+  DequantizePlace at = dequantize_place(a);
+  if (a.whole) return dequantize_rows<kCode, kDecoding, kResult, true, kDequantizeSteps>(a, at);
+#pragma unroll 1
+  for (int step = 0; step < kDequantizeSteps; ++step, at.first += at.lines)
+    dequantize_rows<kCode, kDecoding, kResult, false, 1>(a, at);
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

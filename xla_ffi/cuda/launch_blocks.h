@@ -1,0 +1,39 @@
+// A launch in a line, and the arithmetic of grids.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace jaxlowprec {
+namespace cuda {
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+struct Blocks {
+  int64_t x, y = 1, z = 1;  // how many
+  int threads = 256;
+  size_t shared_bytes = 0;
+};
+
+template <class... Parameter, class... Given>
+cudaError_t launch_blocks(void (*kernel)(Parameter...), const Blocks& blocks, cudaStream_t stream, Given&&... given) {
+  if (blocks.x > INT32_MAX || blocks.y > 65535 || blocks.z > 65535) return cudaErrorInvalidConfiguration;
+  if (blocks.shared_bytes > 48 * 1024) {  // what every kernel may have without asking
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(blocks.shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks.x), static_cast<unsigned>(blocks.y), static_cast<unsigned>(blocks.z));
+  config.blockDim = dim3(static_cast<unsigned>(blocks.threads));
+  config.dynamicSmemBytes = blocks.shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Given>(given)...);
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

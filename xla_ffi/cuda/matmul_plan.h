@@ -1,0 +1,100 @@
+// Which way a GEMM of quantised operands takes on a GPU, and the workspace it needs: by formats, sizes and compute
+// capability alone, so that it is known when a program is compiled. No device is asked.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "../problems.h"
+#include "gemm.h"
+
+namespace jaxlowprec {
+namespace cuda {
+
+enum class MatmulRoute : int32_t {
+  kNone,
+  kSmall,     // few rows of a, NVFP4: b is decoded in registers (matmul_decode.h)
+  kDecoded,   // both operands decoded to bfloat16, exactly (decode.h), and multiplied by bfloat16 tensor cores
+  kTensor,    // FP8 tensor cores, the tensors' scales in alpha
+  kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
+  kMX,        // FP8 tensor cores with E8M0 scales of 32
+  kNVFP4,     // FP4 tensor cores with E4M3 scales of 16
+};
+
+/// Most rows of a for which reading b's codes takes longer than multiplying by them.
+constexpr int64_t kSmallRows = 16;
+/// At least what matmul_decode.h needs for partial sums: 264 blocks of 32 columns, or one split and none.
+constexpr int64_t kSmallSums = 4 * kSmallRows * 264 * 32;
+
+struct MatmulPlan {
+  MatmulRoute route = MatmulRoute::kNone;
+  std::string problem;  // why there is no route; else empty
+  // Of one batch entry, in this order; each a multiple of kAlignment.
+  int64_t a_bytes = 0, b_bytes = 0, gemm_bytes = 0;  // what a and b (or their scales) become, and cuBLASLt's own
+
+  /// XLA aligns buffers to 128 bytes, cuBLASLt wants 256 for its own.
+  static constexpr int64_t kAlignment = 256;
+  int64_t workspace_bytes() const { return a_bytes + b_bytes + gemm_bytes + kAlignment; }
+};
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+/// `capability` is 90 for 9.0.
+inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::string& problem) {
+  const Format &a = p.a.format, &b = p.b.format;
+  switch (a.scaling) {
+    case Scaling::kTwoLevel:
+      if (capability >= 100) return MatmulRoute::kNVFP4;
+      return p.rows <= kSmallRows && !p.accumulate ? MatmulRoute::kSmall : MatmulRoute::kDecoded;
+    case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
+      return capability >= 100 && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
+    case Scaling::kTensor: return capability >= 89 ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
+    case Scaling::kFloat32: break;
+  }
+  if (capability == 90) return MatmulRoute::kBlock128;
+  if (a.power_of_two && b.power_of_two) return MatmulRoute::kDecoded;  // Python makes MXFP8 of them where it knows the GPU
+  problem =
+      "FP8 blocks with float32 scales that are not powers of two have tensor cores on compute capability 9.0 alone, and no "
+      "exact bfloat16: quantise with power_of_two=True, or pass implementation=\"reference\"";
+  return MatmulRoute::kNone;
+}
+
+/// The order of an operand's scales on a route.
+inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
+  switch (route) {
+    case MatmulRoute::kBlock128: return format.tiles ? GemmScaling::kFloat32x128x128 : GemmScaling::kFloat32x128;
+    case MatmulRoute::kMX: return GemmScaling::kE8M0x32;
+    case MatmulRoute::kNVFP4: return GemmScaling::kE4M3x16;
+    default: return GemmScaling::kNone;
+  }
+}
+
+/// Elements of a row of a decoded operand: rows of 16 bytes.
+inline int64_t decoded_width(int64_t depth) { return round_up(depth, 8); }
+
+inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
+  MatmulPlan plan;
+  if (capability < 80) {
+    plan.problem = "GPUs below compute capability 8.0 have no bfloat16 tensor cores: pass implementation=\"reference\"";
+    return plan;
+  }
+  plan.route = matmul_route(p, capability, plan.problem);
+  if (plan.route == MatmulRoute::kNone) return plan;
+  const int64_t decoded_row = 2 * decoded_width(p.depth());
+  if (plan.route == MatmulRoute::kSmall) {
+    plan.a_bytes = round_up(p.rows * decoded_row, MatmulPlan::kAlignment), plan.b_bytes = kSmallSums;
+    return plan;
+  }
+  const auto bytes = [&](const Format& format, int64_t rows) {
+    if (plan.route == MatmulRoute::kDecoded) return round_up(rows * decoded_row, MatmulPlan::kAlignment);
+    const bool scaled = gemm_scaling(plan.route, format) != GemmScaling::kNone;
+    return scaled ? round_up(gemm_scale_bytes(format, rows, p.depth()), MatmulPlan::kAlignment) : 0;
+  };
+  plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);
+  plan.gemm_bytes = kGemmWorkspace;
+  return plan;
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec
