@@ -50,6 +50,19 @@ JLP_DEVICE float f16_to_float(uint32_t half) {
   return y;
 }
 
+/// The sign bits of two numbers where they are negative, none where they are zero of either sign; the other bits are
+/// arbitrary. A subnormal bfloat16 is zero: adding the largest of them leaves a minus to normal numbers alone.
+JLP_DEVICE uint32_t negative_bf16x2(uint32_t x) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3F803F80u), "r"(0x007F007Fu));
+  return y;
+}
+JLP_DEVICE uint32_t negative_f16x2(uint32_t x) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3C003C00u), "r"(0u));
+  return y;
+}
+
 // The hardware's saturating conversions, where kHas... says so. A NaN stays one; zero keeps its sign.
 JLP_DEVICE uint32_t e4m3x2_hardware(float low, float high) {
 #if __CUDA_ARCH__ >= 890
@@ -88,6 +101,12 @@ JLP_DEVICE uint32_t f16x2_of_e4m3x2_hardware(uint32_t two) {
 #else
   return 0;
 #endif
+}
+
+/// The same number, which the compiler then keeps instead of computing it again wherever it is used.
+JLP_DEVICE uint32_t kept(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
 }
 
 // --- asynchronous copies of 16 bytes to shared memory, in groups
@@ -145,6 +164,13 @@ JLP_DEVICE uint32_t bf16x2(float low, float high) { return bf16_encode(low) | bf
 JLP_DEVICE uint32_t f16x2(float low, float high) { return f16_encode(low) | f16_encode(high) << 16; }
 JLP_DEVICE float f16_to_float(uint32_t half) { return f16_decode<float>(half & 0xFFFFu); }
 
+JLP_DEVICE uint32_t negative_x2(uint32_t x, uint32_t least) {
+  const auto bit = [&](int shift) { return ((x >> shift) & 0x7FFFu) >= least ? x & (0x8000u << shift) : 0u; };
+  return bit(0) | bit(16);
+}
+JLP_DEVICE uint32_t negative_bf16x2(uint32_t x) { return negative_x2(x, 0x80); }
+JLP_DEVICE uint32_t negative_f16x2(uint32_t x) { return negative_x2(x, 1); }
+
 template <class Encode>
 JLP_DEVICE uint32_t saturated_x2(float low, float high, float maximum, Encode encode) {
   const auto code = [&](float x) {
@@ -164,6 +190,8 @@ JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) { return e2m1_encode(
 JLP_DEVICE uint32_t f16x2_of_e4m3x2_hardware(uint32_t two) {
   return f16_encode(e4m3_decode<float>(two & 0xFFu)) | f16_encode(e4m3_decode<float>((two >> 8) & 0xFFu)) << 16;
 }
+
+JLP_DEVICE uint32_t kept(uint32_t x) { return x; }
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) { cuda_on_cpu::copy_async(shared, global, 16); }
 JLP_DEVICE void copy_async_commit() { cuda_on_cpu::copy_async_commit(); }

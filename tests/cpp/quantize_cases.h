@@ -1,0 +1,139 @@
+// What quantisation is tested with, on the CPU and on the GPU: formats, modes, numbers, and what is expected of a direction.
+#pragma once
+
+#include "check.h"
+#include "kernel_data.h"
+#include "quantize_reference.h"
+
+namespace jaxlowprec {
+
+struct Shape {
+  int64_t rows, columns;
+};
+
+inline std::string name(Shape shape) { return std::to_string(shape.rows) + "x" + std::to_string(shape.columns); }
+
+struct NamedFormat {
+  const char* name;
+  Format format;
+  bool encode_scale_given = false;
+};
+
+constexpr Format nvfp4(bool tiles) { return {CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles, ScaleRule::kUp, false, 0}; }
+constexpr Format mx(CodeType code, bool tiles, ScaleRule rule) { return {code, Scaling::kE8M0, 32, tiles, rule, false, 0}; }
+constexpr Format float8_block(CodeType code, bool tiles, bool power_of_two, float amax_epsilon) {
+  return {code, Scaling::kFloat32, 128, tiles, ScaleRule::kUp, power_of_two, amax_epsilon};
+}
+constexpr Format float8_tensor(CodeType code, bool power_of_two, float amax_epsilon) {
+  return {code, Scaling::kTensor, 1, false, ScaleRule::kUp, power_of_two, amax_epsilon};
+}
+
+constexpr NamedFormat kNvfp4[] = {{"NVFP4", nvfp4(false)}, {"NVFP4 tiles", nvfp4(true)}};
+constexpr NamedFormat kOtherFormats[] = {
+    {"MXFP8 E4M3 up", mx(CodeType::kE4M3, false, ScaleRule::kUp)},
+    {"MXFP8 E4M3 floor", mx(CodeType::kE4M3, false, ScaleRule::kFloor)},
+    {"MXFP8 E4M3 tiles even", mx(CodeType::kE4M3, true, ScaleRule::kEven)},
+    {"MXFP8 E5M2 even", mx(CodeType::kE5M2, false, ScaleRule::kEven)},
+    {"MXFP8 E5M2 tiles up", mx(CodeType::kE5M2, true, ScaleRule::kUp)},
+    {"MXFP4 up", mx(CodeType::kE2M1, false, ScaleRule::kUp)},
+    {"MXFP4 floor", mx(CodeType::kE2M1, false, ScaleRule::kFloor)},
+    {"MXFP4 even", mx(CodeType::kE2M1, false, ScaleRule::kEven)},
+    {"MXFP4 tiles up", mx(CodeType::kE2M1, true, ScaleRule::kUp)},
+    {"MXFP4 tiles floor", mx(CodeType::kE2M1, true, ScaleRule::kFloor)},
+    {"Float8Block E4M3 power of two", float8_block(CodeType::kE4M3, false, true, 0)},
+    {"Float8Block E4M3 epsilon", float8_block(CodeType::kE4M3, false, false, 1.5f)},
+    {"Float8Block E4M3 tiles", float8_block(CodeType::kE4M3, true, false, 0)},
+    {"Float8Block E5M2 subnormal epsilon", float8_block(CodeType::kE5M2, false, false, 1e-39f)},
+    {"Float8Block E5M2 tiles power of two epsilon", float8_block(CodeType::kE5M2, true, true, 1e-6f)},
+    {"Float8Tensor E4M3", float8_tensor(CodeType::kE4M3, false, 0)},
+    {"Float8Tensor E4M3 power of two epsilon", float8_tensor(CodeType::kE4M3, true, 2)},
+    {"Float8Tensor E5M2", float8_tensor(CodeType::kE5M2, false, 0)},
+    {"Float8Tensor E4M3 encode scale", float8_tensor(CodeType::kE4M3, false, 0), true},
+    {"Float8Tensor E5M2 encode scale", float8_tensor(CodeType::kE5M2, false, 0), true},
+};
+
+struct Mode {
+  const char* name;
+  bool rowwise, columnwise, rotate;
+};
+constexpr Mode kModes[] = {
+    {"rowwise", true, false, false},           {"columnwise", false, true, false},      {"both", true, true, false},
+    {"columnwise rotated", false, true, true}, {"both, one rotated", true, true, true},
+};
+
+/// Numbers and the amax they are quantised with: their own unless a caller gave another one.
+struct Numbers {
+  const char* name;
+  Data data;
+  float times;  // the amax found
+  float given;  // or this, where positive or zero
+};
+constexpr float kFound = -1;
+constexpr Numbers kNumbers[] = {
+    {"normal", Data::kNormal, 1, kFound},
+    {"sparse", Data::kSparse, 1, kFound},
+    {"wide", Data::kWide, 1, kFound},
+    {"zero", Data::kZero, 1, kFound},
+    {"NaN", Data::kNaN, 1, kFound},
+    {"infinity", Data::kInfinity, 1, kFound},
+    {"amax too small: elements saturate", Data::kNormal, 0.1f, kFound},
+    {"amax too large: scales underflow", Data::kNormal, 1e6f, kFound},
+    {"NaN, finite amax: one block is poisoned", Data::kNaN, 1, 3},
+    {"infinity, finite amax: one block is poisoned", Data::kInfinity, 1, 3},
+    {"wide, any amax", Data::kWide, 1, 3},
+    {"subnormal amax", Data::kSparse, 1, 1e-39f},
+};
+
+/// One direction's inputs and what is expected of it.
+struct Direction {
+  bool wanted;
+  Format format;
+  int64_t batch, lines, length;
+  Buffer tensor, rows, groups, data, scale;
+
+  Direction(bool wanted, const Format& format, int64_t batch, int64_t lines, int64_t length)
+      : wanted(wanted),
+        format(format),
+        batch(batch),
+        lines(lines),
+        length(length),
+        tensor(batch * 4),
+        rows(lines * 4),
+        groups((length + 15) / 16 * 4),
+        data(batch * lines * format.row_bytes(length)),
+        scale(batch * format.scales(lines, length) * format.scale_bytes()) {
+    for (int64_t i = 0; i < lines; ++i) rows.as<uint32_t>()[i] = static_cast<uint32_t>(1000 + 7 * i);
+    for (int64_t i = 0; i < groups.size() / 4; ++i) groups.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
+  }
+
+  bool has_tensor() const { return format.scaling == Scaling::kTwoLevel || format.scaling == Scaling::kTensor; }
+
+  void set_inputs(QuantizeDirection& direction, const uint32_t* key, uint32_t stream) const {
+    if (has_tensor()) direction.tensor = tensor.as<float>();
+    if (key) direction.random = {key, rows.as<uint32_t>(), groups.as<uint32_t>(), stream};
+  }
+
+  /// Fills in the amax, or the encode scale, of every batch entry, and from it the expected bytes.
+  void expect(const QuantizeProblem& p, const QuantizeDirection& direction, bool columnwise, const Numbers* const* numbers) {
+    for (int64_t b = 0; b < batch; ++b) {
+      const reference::Lines x =
+          reference::lines_of(p, b, columnwise, columnwise && p.rotate_columns, std::max(format.block, 16));
+      const float found = Lanes<float>::from_bits(reference::amax_bits(x));
+      const float amax = numbers[b]->given >= 0 ? numbers[b]->given : found * numbers[b]->times;
+      const bool other = format.scaling == Scaling::kTensor && columnwise && b == 1;
+      const float own = other ? amax / 2 : amax;  // directions of Float8Tensor need not have the same
+      tensor.as<float>()[b] = p.encode_scale_given ? 300 / own : own;
+      if (wanted)
+        reference::quantize(p, x, direction, b, length, data.as() + b * (data.size() / batch),
+                            scale.as() + b * (scale.size() / batch));
+    }
+  }
+
+  void check(const Buffer& found_data, const Buffer& found_scale) const {
+    if (!wanted) return;
+    CHECK_EQ(first_difference(found_scale, scale), -1);
+    CHECK_EQ(first_difference(found_data, data), -1);
+  }
+};
+
+}  // namespace jaxlowprec

@@ -1,0 +1,131 @@
+// The quantisation kernels, executed on a CPU, against the reference, byte for byte.
+// Kernels: quantize_nvfp4.cu quantize_mxfp4.cu quantize_e4m3.cu quantize_e5m2.cu
+#include "../../xla_ffi/cuda/launch.h"
+#include "../cpp/quantize_cases.h"
+#include "device_copies.h"
+
+namespace jaxlowprec {
+namespace {
+
+/// Parts of groups, blocks, segments and tiles on either side.
+constexpr Shape kShapes[] = {{1, 1}, {17, 33}, {3, 50}, {40, 300}, {130, 144}, {200, 20}, {1, 1040}, {128, 128}, {9, 520}};
+
+/// A direction's results and inputs in the device's memory.
+struct DeviceDirection {
+  const Direction& direction;
+  DeviceBytes tensor, rows, groups, data, scale;
+
+  DeviceDirection(const Direction& d, int64_t misalignment)
+      : direction(d),
+        tensor(d.tensor, 0, "tensor"),
+        rows(d.rows, 0, "rows"),
+        groups(d.groups, 0, "groups"),
+        data(d.data.size(), misalignment, "data"),
+        scale(d.scale.size(), misalignment, "scale") {}
+
+  QuantizeDirection problem(const DeviceBytes* key, uint32_t stream) const {
+    QuantizeDirection p;
+    if (!direction.wanted) return p;
+    p.data = data.as(), p.scale = scale.as();
+    if (direction.has_tensor()) p.tensor = tensor.as<float>();
+    if (key) p.random = {key->as<uint32_t>(), rows.as<uint32_t>(), groups.as<uint32_t>(), stream};
+    return p;
+  }
+
+  void check() const {
+    if (!direction.wanted) return;
+    CHECK_EQ(scale.first_difference(direction.scale), -1);
+    CHECK_EQ(data.first_difference(direction.data), -1);
+    CHECK_EQ(data.unwritten(), 0);
+    CHECK_EQ(scale.unwritten(), 0);
+  }
+};
+
+/// Both matrices of x.
+void check_quantize(const Buffer& x, int64_t misalignment, Shape shape, ElementType type, const NamedFormat& format,
+                    const Mode& mode, bool stochastic, const Numbers* const (&numbers)[2], std::mt19937& random) {
+  const int64_t batch = 2;
+  const Buffer key(batch * 8);
+  for (int64_t i = 0; i < 2 * batch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
+  QuantizeProblem p{x.as(), type, batch,       shape.rows,      shape.columns, format.format, format.encode_scale_given,
+                    {},     {},   mode.rotate, kDefaultSignMask};
+  Direction rowwise(mode.rowwise, format.format, batch, shape.rows, shape.columns);
+  Direction columnwise(mode.columnwise, format.format, batch, shape.columns, shape.rows);
+  if (mode.rowwise) rowwise.set_inputs(p.rowwise, stochastic ? key.as<uint32_t>() : nullptr, 0);
+  if (mode.columnwise) columnwise.set_inputs(p.columnwise, stochastic ? key.as<uint32_t>() : nullptr, 1);
+  rowwise.expect(p, p.rowwise, false, numbers), columnwise.expect(p, p.columnwise, true, numbers);
+
+  const DeviceBytes elements(x, misalignment, "x"), device_key(key, 0, "key");
+  const DeviceDirection device_rowwise(rowwise, misalignment), device_columnwise(columnwise, misalignment);
+  p.x = elements.as();
+  p.rowwise = device_rowwise.problem(stochastic ? &device_key : nullptr, 0);
+  p.columnwise = device_columnwise.problem(stochastic ? &device_key : nullptr, 1);
+  vary_order(random);
+  cuda_on_cpu::device().multiprocessors = random() % 2 ? 132 : 1;  // one block for all tiles, or about one for each
+  CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+  device_rowwise.check(), device_columnwise.check();
+}
+
+/// Every format, shape and mode `repeat` times, each with a type and with some of the numbers in turn.
+template <size_t N>
+void quantize_agrees_with_the_reference(const NamedFormat (&formats)[N], int repeat, bool stochastic) {
+  std::mt19937 random(stochastic);
+  const size_t count = std::size(kNumbers);
+  size_t turn = 0;
+  for (const NamedFormat& format : formats)
+    for (const Shape shape : kShapes)
+      for (int i = 0; i < repeat; ++i)
+        for (const Mode& mode : kModes) {
+          if (mode.rotate && (format.format.scaling != Scaling::kTwoLevel || format.format.tiles)) continue;
+          const ElementType type = kTypes[(turn + turn / count) % 3];  // every type meets all numbers
+          ++turn;
+          const Numbers* const numbers[2] = {&kNumbers[turn % count], &kNumbers[(turn * 5 + 3) % count]};
+          const check::Given given(name(shape) + " " + name(type) + ", " + format.name + " " + mode.name + ", " +
+                                   numbers[0]->name + "; " + numbers[1]->name);
+          const int64_t size = shape.rows * shape.columns, misalignment = random() % 2 * 4;
+          const Buffer x(2 * size * reference::element_size(type));
+          for (int64_t b = 0; b < 2; ++b) fill_elements(x.as(), type, b * size, size, numbers[b]->data, random);
+          check_quantize(x, misalignment, shape, type, format, mode, stochastic, numbers, random);
+        }
+}
+
+TEST(quantize_nvfp4_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 7, false); }
+TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 5, true); }
+TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, false); }
+TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, true); }
+
+/// What the headers of quantize_rows.cuh and quantize_tiles.cuh say is read and written.
+TEST(quantize_reads_the_elements_once_and_writes_the_results_once) {
+  std::mt19937 random(3);
+  const int64_t rows = 256, columns = 1024, size = rows * columns;
+  for (const NamedFormat& format :
+       {kNvfp4[0], kNvfp4[1], kOtherFormats[0], kOtherFormats[5], kOtherFormats[10], kOtherFormats[12], kOtherFormats[15]})
+    for (const Mode& mode : kModes) {
+      if (mode.rotate && (format.format.scaling != Scaling::kTwoLevel || format.format.tiles)) continue;
+      const check::Given given(std::string(format.name) + " " + mode.name);
+      const Buffer x(size * 2), tensor(4);
+      fill_elements(x.as(), ElementType::kBF16, 0, size, Data::kNormal, random);
+      *tensor.as<float>() = 5;
+      const DeviceBytes elements(x, 0, "x"), amax(tensor, 0, "tensor");
+      const Format& f = format.format;
+      const auto scales = [&](int64_t lines, int64_t length) { return f.scales(lines, length) * f.scale_bytes(); };
+      const DeviceBytes row_data(rows * f.row_bytes(columns), 0, "data"), row_scale(scales(rows, columns), 0, "scale");
+      const DeviceBytes column_data(columns * f.row_bytes(rows), 0, "data");
+      const DeviceBytes column_scale(scales(columns, rows), 0, "scale");
+      QuantizeProblem p{elements.as(), ElementType::kBF16, 1, rows, columns, f, false, {}, {},
+                        mode.rotate,   kDefaultSignMask};
+      if (mode.rowwise) p.rowwise = {amax.as<float>(), row_data.as(), row_scale.as(), {}};
+      if (mode.columnwise) p.columnwise = {amax.as<float>(), column_data.as(), column_scale.as(), {}};
+      CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+      CHECK_EQ(elements.traffic().read, static_cast<uint64_t>(2 * size));
+      const auto check_written = [&](bool wanted, const DeviceBytes& data, const DeviceBytes& scale, uint64_t scale_bytes) {
+        CHECK_EQ(data.traffic().written, wanted ? static_cast<uint64_t>(size) / (f.packed() ? 2 : 1) : 0u);
+        CHECK_EQ(scale.traffic().written, wanted ? scale_bytes : 0u);
+      };
+      check_written(mode.rowwise, row_data, row_scale, scales(rows, columns));
+      check_written(mode.columnwise, column_data, column_scale, scales(columns, rows));
+    }
+}
+
+}  // namespace
+}  // namespace jaxlowprec
