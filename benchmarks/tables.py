@@ -136,7 +136,20 @@ def study() -> str:
     return markdown(rows) + "\n\n" + about
 
 
-TABLES = {f.__name__: f for f in (speed, formats, best_speed, train_step, scaling, study)}
+def gpu() -> str:
+    """What was measured on a GPU, if anything was."""
+    if not (RESULTS / "gpu.json").exists():
+        return "Nothing was measured on a GPU yet, and no test was run on one: all that is said of GPUs is unverified."
+    result = load("gpu")
+    rows = [("on the GPU", "against", "speed", "target")]
+    for c in result["cases"]:
+        speed_up = "failed" if "error" in c else f"{c['ratio']['median']:.2f}x"
+        rows.append((c["case"], c["against"], speed_up, "" if c["target"] is None else f"{c['target']}x"))
+    e = result["environment"]
+    return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"
+
+
+TABLES = {f.__name__: f for f in (speed, formats, best_speed, train_step, scaling, study, gpu)}
 
 
 def picture(path: pathlib.Path) -> None:

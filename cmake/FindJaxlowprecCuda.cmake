@@ -19,7 +19,7 @@ set(jlp_probe ${CMAKE_CURRENT_LIST_DIR}/probe.cu)
 
 # Every operation rounded on its own and subnormals flushed, as on the CPU (numerics.md 1).
 set(JaxlowprecCuda_FLAGS -std=c++17 -O3 --fmad=false -ftz=true -prec-div=true -prec-sqrt=true
-                         -Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Xptxas=-warn-spills,-warn-lmem-usage)
+                         -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas -Xptxas=-warn-spills,-warn-lmem-usage)
 if(JAXLOWPREC_CUDA_STRICT)
   list(APPEND JaxlowprecCuda_FLAGS -Werror=all-warnings -Xcompiler=-Werror -Xptxas=-Werror)
 endif()

@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # Builds and runs the C++ tests three times: as shipped, with the address and undefined-behaviour sanitizers, and those of
 # several threads with the thread sanitizer. The AVX-512 kernels are tested by emulation where SIMDe's headers are
-# (Debian: libsimde-dev), and the numerics compiled as device code where nvcc is.
+# (Debian: libsimde-dev), and the numerics compiled as device code where nvcc is. The GPU kernels are executed on the CPU;
+# their calls of cuBLASLt are tested where a CUDA compiler and cublasLt.h are (scripts/cublas_headers.sh build/cublas).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH" # cmake and ninja, if the machine has none
 
-run() { # name, sanitizers, tests
+run() { # name, sanitizers, tests, options
   local folder="build/cpp-$1"
-  cmake -S . -B "$folder" -G Ninja -DJAXLOWPREC_TESTS=ON -DJAXLOWPREC_MODULE=OFF -DJAXLOWPREC_SANITIZE="$2"
+  cmake -S . -B "$folder" -G Ninja -DJAXLOWPREC_TESTS=ON -DJAXLOWPREC_MODULE=OFF -DJAXLOWPREC_SANITIZE="$2" "${@:4}"
   cmake --build "$folder"
   ctest --test-dir "$folder" --output-on-failure --no-tests=error -R "$3"
 }
 
-run release "" .
-run address address,undefined .
-run thread thread parallel_for
+cublas=()
+[[ -e build/cublas/cublasLt.h ]] && cublas=(-DJAXLOWPREC_CUBLAS_INCLUDE="$PWD/build/cublas")
+run release "" . "${cublas[@]}"
+run address address,undefined . -DJAXLOWPREC_CUDA=OFF
+run thread thread parallel_for -DJAXLOWPREC_CUDA=OFF
