@@ -63,8 +63,7 @@ cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
   return launch_over_tiles<TilesShared<E, Code, kTwoLevel, kStochastic>>(
-      quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, kTileThreads, kTileBlocks<E, kTwoLevel, kStochastic>, a,
-      stream);
+      quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, kTileThreads, kTileBlocks<E, kStochastic>, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
