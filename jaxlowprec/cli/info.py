@@ -113,7 +113,7 @@ def collect() -> dict[str, Any]:
         targets["cpu"], targets["cuda"] = set(library.module.cpu_handlers()), set(library.module.cuda_handlers())
     names = {"gpu": "cuda" if cuda["compute_capability"] else "rocm"}  # JAX says "gpu" of both
     present = {names.get(device.platform, device.platform) for device in jax.devices()} | {"cpu"}
-    platforms = sorted(present | {"cuda"} if cuda["built"] else present)
+    platforms = sorted(present if cuda["reason"] else present | {"cuda"})
     unverified = "" if cuda["verified_on"] else "; never verified on a GPU"
     operations = []
     for name, target, covers, emulation in _OPERATIONS:

@@ -42,8 +42,8 @@ def test_the_table_has_the_same_facts(capsys):
         assert version is None or version in text, package
     assert found["native_library"]["instruction_set"] in text
     for operation in found["operations"]:
-        (row,) = (line for line in text.splitlines() if line.startswith(operation["operation"] + " "))
-        for platform, how in operation["platforms"].items():
+        rows = [line for line in text.splitlines() if line.startswith(operation["operation"] + " ")]
+        for row, (platform, how) in zip(rows, operation["platforms"].items(), strict=True):
             assert platform in row and how["runs"] in row and how["why"] in row
 
 
