@@ -15,7 +15,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find xla_ffi cmake -type f)
 CPP := $(shell find xla_ffi cmake tests benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-cpp lint format bench clean
+.PHONY: demo test test-cpp lint format bench gpu gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo $(ARGS)
@@ -45,6 +45,13 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/scaling.py --save
 	$(BIN)/python benchmarks/train_step.py --save
 	$(BIN)/python benchmarks/tables.py
+
+gpu:
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	PYTHON=$(BIN)/python scripts/install_gpu.sh
+
+gpu-check:
+	env -u JAX_PLATFORMS scripts/gpu_check.sh runs/gpu_check
 
 .venv/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

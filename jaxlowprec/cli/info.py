@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import pathlib
 import platform
 from typing import Any
 
 import jax
 
 from jaxlowprec import native
+from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 
 _PACKAGES = ("jaxlowprec", "jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 
-# Operation, its FFI target, what it covers, how the CPU kernel does it.
+# Operation, its FFI target, what it covers, what the CPU emulates of a GPU.
 _OPERATIONS = (
     (
         "quantize",
@@ -38,6 +41,62 @@ _OPERATIONS = (
 )
 
 
+_CUDA_MATMUL = {  # what multiplies, by the least compute capability
+    "scaled_matmul, 4-bit": {
+        "NVFP4": ((10.0, "FP4 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
+        "MXFP4": ((8.0, "codes decoded to bfloat16, exactly"),),
+    },
+    "scaled_matmul, 8-bit": {
+        "MXFP8": ((10.0, "FP8 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
+        "Float8Block": ((10.0, "as MXFP8"), (9.0, "FP8 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
+        "Float8Tensor": ((8.9, "FP8 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
+    },
+}
+
+
+def _cublaslt() -> str | None:
+    """Version and path of the cuBLASLt in this process, which JAX loads; None if there is none."""
+    try:
+        mapped = pathlib.Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = sorted({line.split(maxsplit=5)[5] for line in mapped.splitlines() if "/libcublasLt.so" in line})
+    if not paths:
+        return None
+    version = ctypes.CDLL(paths[0]).cublasLtGetVersion
+    version.restype = ctypes.c_size_t
+    number = version()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}, {paths[0]}"
+
+
+def _cuda() -> dict[str, Any]:
+    """The GPU part of the library, and what is there to run it."""
+    module = native.library().module
+    absent = getattr(module, "no_cuda", "") if module else native.library().reason
+    capability = native.compute_capability()
+    return {
+        "built": not absent,
+        "reason": native.why_not("cuda"),
+        "compiler": None if absent else module.cuda_version,  # type: ignore[union-attr]
+        "architectures": [] if absent else module.cuda_architectures.split(),  # type: ignore[union-attr]
+        "compute_capability": capability,
+        "cublaslt": _cublaslt(),
+        "verified_on": list(VERIFIED_ON_GPUS),
+    }
+
+
+def _how_on_cuda(operation: str, capability: float | None) -> str:
+    """What computes an operation on a GPU, of this machine's compute capability where it has one."""
+    ways = _CUDA_MATMUL.get(operation)
+    if ways is None:
+        return "CUDA kernels"
+    parts = []
+    for name, by_capability in ways.items():
+        known = [how for least, how in by_capability if capability is None or capability >= least]
+        parts.append(f"{name}: {known[0] if known else 'none below compute capability 8.0'}")
+    return "; ".join(parts) + ("" if capability else " (on the newest GPUs)")
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -48,17 +107,28 @@ def _version(package: str) -> str | None:
 def collect() -> dict[str, Any]:
     """Versions, devices, the native library, and how each operation runs on each platform present."""
     library = native.library()
-    targets = set(library.module.cpu_handlers()) if library.module else set()
-    platforms = sorted({device.platform for device in jax.devices()} | {"cpu"})
+    cuda = _cuda()
+    targets: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
+    if library.module:
+        targets["cpu"], targets["cuda"] = set(library.module.cpu_handlers()), set(library.module.cuda_handlers())
+    names = {"gpu": "cuda" if cuda["compute_capability"] else "rocm"}  # JAX says "gpu" of both
+    present = {names.get(device.platform, device.platform) for device in jax.devices()} | {"cpu"}
+    platforms = sorted(present if cuda["reason"] else present | {"cuda"})
+    unverified = "" if cuda["verified_on"] else "; never verified on a GPU"
     operations = []
     for name, target, covers, emulation in _OPERATIONS:
         runs = {}
         for p in platforms:
             reason = native.why_not(p)
-            if reason is None and target not in targets:
+            if reason is None and target not in targets[p]:
                 reason = f"the compiled library has no {target}"
-            how = "reference" if reason else ("emulated" if emulation else "native")
-            runs[p] = {"runs": how, "why": reason or emulation or f"{native.isa()} kernels"}
+            if p == "cuda":
+                how = "reference" if reason else "native"
+                why = reason or _how_on_cuda(name, cuda["compute_capability"]) + unverified
+            else:
+                how = "reference" if reason else ("emulated" if emulation else "native")
+                why = reason or emulation or f"{native.isa()} kernels"
+            runs[p] = {"runs": how, "why": why}
         operations.append({"operation": name, "covers": covers, "platforms": runs})
     return {
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
@@ -71,8 +141,23 @@ def collect() -> dict[str, Any]:
             "instruction_set": native.isa(),
             "instruction_sets_available": list(native.available_isas()),
         },
+        "cuda": cuda,
         "operations": operations,
     }
+
+
+def _cuda_facts(cuda: dict[str, Any]) -> list[tuple[str, str]]:
+    if not cuda["built"]:
+        return [("GPU kernels", f"none: {cuda['reason']}")]
+    verified = ", ".join(cuda["verified_on"]) or "on none: they were compiled, and executed on CPUs only"
+    facts = [
+        ("GPU kernels", f"CUDA {cuda['compiler']}, for {', '.join(cuda['architectures'])}"),
+        ("verified on GPUs", verified),
+        ("cuBLASLt", cuda["cublaslt"] or "not loaded"),
+    ]
+    if cuda["reason"]:
+        facts.append(("not used here", cuda["reason"]))
+    return facts
 
 
 def render(found: dict[str, Any]) -> str:
@@ -90,6 +175,7 @@ def render(found: dict[str, Any]) -> str:
         facts.append(("instruction set", f"{library['instruction_set']} (of {others}; set JAXLOWPREC_ISA to choose)"))
     else:
         facts.append(("native library", f"none: {library['reason']}"))
+    facts += _cuda_facts(found["cuda"])
     width = max(len(name) for name, _ in facts)
     lines += [f"  {name.ljust(width)}  {value}" for name, value in facts]
     rows = [("operation", "platform", "runs", "why", "covers")]

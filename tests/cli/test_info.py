@@ -1,12 +1,17 @@
 """`jaxlowprec info`: what runs here, how, and why not otherwise."""
 
 import json
+import pathlib
+import shutil
+import subprocess
 
 import jax
 import pytest
 
 from jaxlowprec import native
+from jaxlowprec.cli import info as info_module
 from jaxlowprec.cli.main import main
+from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from tests.helpers import run_python
 
 EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit"}
@@ -37,8 +42,8 @@ def test_the_table_has_the_same_facts(capsys):
         assert version is None or version in text, package
     assert found["native_library"]["instruction_set"] in text
     for operation in found["operations"]:
-        (row,) = (line for line in text.splitlines() if line.startswith(operation["operation"] + " "))
-        for platform, how in operation["platforms"].items():
+        rows = [line for line in text.splitlines() if line.startswith(operation["operation"] + " ")]
+        for row, (platform, how) in zip(rows, operation["platforms"].items(), strict=True):
             assert platform in row and how["runs"] in row and how["why"] in row
 
 
@@ -49,6 +54,57 @@ def test_a_fresh_process_without_the_library_says_reference_and_why():
     for operation in found["operations"]:
         cpu = operation["platforms"]["cpu"]
         assert cpu == {"runs": "reference", "why": "JAXLOWPREC_DISABLE_NATIVE is set"}
+
+
+class TestCuda:
+    """What is said of GPUs, whatever the build and the machine have."""
+
+    def test_the_build(self, capsys):
+        found, module = json.loads(info(capsys, "--json"))["cuda"], native.library().module
+        assert found["built"] == (not module.no_cuda)
+        assert found["architectures"] == (module.cuda_architectures.split() if found["built"] else [])
+        assert found["reason"] == native.why_not("cuda")
+        text = info(capsys)
+        for fact in (found["compiler"], *found["architectures"]) if found["built"] else (module.no_cuda,):
+            assert fact in text
+
+    def test_operations_on_a_gpu(self, monkeypatch, capsys):
+        """As on a machine with a GPU of each generation."""
+        module = native.library().module
+        if module.no_cuda:
+            pytest.skip("built without GPU kernels")
+        library = native.Library(module, None, ("cpu", "cuda"))
+        monkeypatch.setattr(native, "library", lambda: library)
+        said = {}
+        for capability in (None, 8.0, 9.0, 10.0):
+            monkeypatch.setattr(native, "compute_capability", lambda c=capability: c)
+            found = json.loads(info(capsys, "--json"))
+            said[capability] = {o["operation"]: o["platforms"]["cuda"] for o in found["operations"]}
+            assert all(how["runs"] == "native" for how in said[capability].values())
+            assert all(("never verified" in how["why"]) != bool(VERIFIED_ON_GPUS) for how in said[capability].values())
+        assert "Float8Block: FP8 tensor cores" in said[9.0]["scaled_matmul, 8-bit"]["why"]
+        assert "NVFP4: codes decoded to bfloat16" in said[9.0]["scaled_matmul, 4-bit"]["why"]
+        assert "NVFP4: FP4 tensor cores" in said[10.0]["scaled_matmul, 4-bit"]["why"]
+        assert "FP8 tensor cores" not in said[8.0]["scaled_matmul, 8-bit"]["why"]
+
+    def test_verified_is_what_was_measured(self):
+        results = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+        if not results.exists():
+            pytest.skip("not in the source tree")
+        assert bool(VERIFIED_ON_GPUS) == (results / "gpu.json").exists()
+
+    def test_no_cublaslt(self):
+        if "libcublasLt" not in pathlib.Path("/proc/self/maps").read_text():
+            assert info_module._cublaslt() is None
+
+    @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+    def test_the_version_of_a_cublaslt_that_is_loaded(self, tmp_path):
+        library = tmp_path / "libcublasLt.so.13"
+        source = tmp_path / "version.c"
+        source.write_text("unsigned long cublasLtGetVersion(void) { return 130204; }")
+        subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+        code = f"import ctypes; ctypes.CDLL({str(library)!r}); from jaxlowprec.cli import info; print(info._cublaslt())"
+        assert run_python("-c", code).stdout.strip() == f"13.2.4, {library}"
 
 
 def test_without_a_command_it_explains_itself(capsys):

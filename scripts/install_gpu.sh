@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Sets an environment up for NVIDIA GPUs, on a machine that has a driver and nothing else: JAX with CUDA, a CUDA compiler and
+# cuBLASLt's header from PyPI where there are none, and this library with its GPU kernels, editable.
+#   PYTHON=.venv/bin/python install_gpu.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+command -v nvidia-smi >/dev/null || { echo "make gpu: nvidia-smi is missing: install NVIDIA's driver first" >&2; exit 1; }
+cuda=$(nvidia-smi | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\)\.\([0-9]*\).*/\1\2/p' | head -1) # the newest that the driver supports
+if [[ -z $cuda || $cuda -lt 120 ]]; then
+  echo "make gpu: the driver supports CUDA ${cuda:-of no version}; 12.0 or newer is needed: driver 525, or 580 for CUDA 13" >&2
+  exit 1
+fi
+if [[ $cuda -ge 130 ]]; then
+  install 'jax[cuda13]>=0.10.2' 'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-crt>=13,<14' 'nvidia-nvvm>=13,<14' \
+    'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-cccl>=13,<14' 'nvidia-cublas>=13,<14'
+else
+  # PyPI has no nvcc of CUDA 12, and what another compiles does not run with this driver.
+  root=${CUDA_HOME:-${CUDA_PATH:-}}
+  nvcc=${CUDACXX:-$([[ $root ]] && echo "$root/bin/nvcc" || command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
+  if ! "$nvcc" --version 2>/dev/null | grep -q 'release 12\.9'; then
+    echo "make gpu: this driver needs CUDA 12, and PyPI has no nvcc of it: install the toolkit 12.9 and set CUDACXX to its" \
+      "nvcc, or install driver 580" >&2
+    exit 1
+  fi
+  export CUDACXX=$nvcc
+  install 'jax[cuda12]>=0.10.2'
+fi
+echo "compiling the kernels: several minutes"
+install --config-settings=cmake.define.JAXLOWPREC_CUDA=ON --editable '.[test]'
+touch .venv/installed # what `make test` would install
+"$python" -m jaxlowprec.cli.main info
