@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds and runs the C++ tests three times: as shipped, with the address and undefined-behaviour sanitizers, and those of
-# several threads with the thread sanitizer. The AVX-512 kernels are tested by emulation where SIMDe's headers are
-# (Debian: libsimde-dev), and the numerics compiled as device code where nvcc is. The GPU kernels are executed on the CPU;
-# their calls of cuBLASLt are tested where a CUDA compiler and cublasLt.h are (scripts/cublas_headers.sh build/cublas).
+# Builds and runs the C++ tests three times: as shipped; with the address and undefined-behaviour sanitizers, kernels then
+# portable and for AVX2 (or for ISAS="avx2;avx512"); and those of several threads with the thread sanitizer. The AVX-512
+# kernels are tested by emulation where SIMDe's headers are (Debian: libsimde-dev), and the numerics compiled as device code
+# where nvcc is. The GPU kernels are executed on the CPU; their calls of cuBLASLt are tested where a CUDA compiler and
+# cublasLt.h are (scripts/cublas_headers.sh build/cublas).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH" # cmake and ninja, if the machine has none
@@ -17,5 +18,5 @@ run() { # name, sanitizers, tests, options
 cublas=()
 [[ -e build/cublas/cublasLt.h ]] && cublas=(-DJAXLOWPREC_CUBLAS_INCLUDE="$PWD/build/cublas")
 run release "" . "${cublas[@]}"
-run address address,undefined . -DJAXLOWPREC_CUDA=OFF
-run thread thread parallel_for -DJAXLOWPREC_CUDA=OFF
+run address address,undefined . -DJAXLOWPREC_CUDA=OFF -DJAXLOWPREC_ISAS="${ISAS:-avx2}"
+run thread thread parallel_for -DJAXLOWPREC_CUDA=OFF -DJAXLOWPREC_ISAS=

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests an installed wheel, not the source tree beside it: test_installed.sh PYTHON
+# Tests an installed wheel, not the source tree beside it: test_installed.sh PYTHON TEST...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "$1")
@@ -10,4 +10,4 @@ cd "$folder"
 export JAX_PLATFORMS=cpu
 "$python" -m jaxlowprec.cli.main info
 "$python" -c 'from jaxlowprec import native; assert native.library().module, native.library().reason'
-"$python" -m pytest -n 2 tests/golden tests/wiring tests/test_native.py tests/test_linear.py tests/test_quantized_array.py tests/linen tests/nnx
+"$python" -m pytest -n 2 "${@:2}"
