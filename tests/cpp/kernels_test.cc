@@ -73,23 +73,15 @@ TEST(rotated_amax_sees_sums_that_overflow) {
 /// Both matrices of x.
 void check_quantize(const Buffer& x, int64_t misalignment, Shape shape, ElementType type, const NamedFormat& format,
                     const Mode& mode, bool stochastic, const Numbers* const (&numbers)[2], std::mt19937& random) {
-  const int64_t batch = 2;
-  const Buffer key(batch * 8);
-  for (int64_t i = 0; i < 2 * batch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
-  QuantizeProblem p{x.as(), type, batch,       shape.rows,      shape.columns, format.format, format.encode_scale_given,
-                    {},     {},   mode.rotate, kDefaultSignMask};
-  Direction rowwise(mode.rowwise, format.format, batch, shape.rows, shape.columns);
-  Direction columnwise(mode.columnwise, format.format, batch, shape.columns, shape.rows);
-  if (mode.rowwise) rowwise.set_inputs(p.rowwise, stochastic ? key.as<uint32_t>() : nullptr, 0);
-  if (mode.columnwise) columnwise.set_inputs(p.columnwise, stochastic ? key.as<uint32_t>() : nullptr, 1);
-  rowwise.expect(p, p.rowwise, false, numbers), columnwise.expect(p, p.columnwise, true, numbers);
+  QuantizeCase c(x, shape, type, format, mode, stochastic, numbers, random);
   for_all_runs([&](const Kernels& k, bool scrambled) {
-    const Buffer row_data(rowwise.data.size(), misalignment), row_scale(rowwise.scale.size(), misalignment);
-    const Buffer column_data(columnwise.data.size(), misalignment), column_scale(columnwise.scale.size(), misalignment);
+    const Buffer row_data(c.rowwise.data.size(), misalignment), row_scale(c.rowwise.scale.size(), misalignment);
+    const Buffer column_data(c.columnwise.data.size(), misalignment), column_scale(c.columnwise.scale.size(), misalignment);
+    QuantizeProblem& p = c.problem;
     if (mode.rowwise) p.rowwise.data = row_data.as(), p.rowwise.scale = row_scale.as();
     if (mode.columnwise) p.columnwise.data = column_data.as(), p.columnwise.scale = column_scale.as();
     run_chunks(k, p, scrambled);
-    rowwise.check(row_data, row_scale), columnwise.check(column_data, column_scale);
+    c.rowwise.check(row_data, row_scale), c.columnwise.check(column_data, column_scale);
   });
 }
 

@@ -136,4 +136,25 @@ struct Direction {
   }
 };
 
+/// Two matrices x to quantise, and what is expected of either direction.
+struct QuantizeCase {
+  static constexpr int64_t kBatch = 2;
+  Buffer key;
+  Direction rowwise, columnwise;
+  QuantizeProblem problem;
+
+  QuantizeCase(const Buffer& x, Shape shape, ElementType type, const NamedFormat& format, const Mode& mode, bool stochastic,
+               const Numbers* const (&numbers)[2], std::mt19937& random)
+      : key(kBatch * 8),
+        rowwise(mode.rowwise, format.format, kBatch, shape.rows, shape.columns),
+        columnwise(mode.columnwise, format.format, kBatch, shape.columns, shape.rows),
+        problem{x.as(), type, kBatch,      shape.rows,      shape.columns, format.format, format.encode_scale_given,
+                {},     {},   mode.rotate, kDefaultSignMask} {
+    for (int64_t i = 0; i < 2 * kBatch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
+    if (mode.rowwise) rowwise.set_inputs(problem.rowwise, stochastic ? key.as<uint32_t>() : nullptr, 0);
+    if (mode.columnwise) columnwise.set_inputs(problem.columnwise, stochastic ? key.as<uint32_t>() : nullptr, 1);
+    rowwise.expect(problem, problem.rowwise, false, numbers), columnwise.expect(problem, problem.columnwise, true, numbers);
+  }
+};
+
 }  // namespace jaxlowprec

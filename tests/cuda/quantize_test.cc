@@ -44,19 +44,11 @@ struct DeviceDirection {
 /// Both matrices of x.
 void check_quantize(const Buffer& x, int64_t misalignment, Shape shape, ElementType type, const NamedFormat& format,
                     const Mode& mode, bool stochastic, const Numbers* const (&numbers)[2], std::mt19937& random) {
-  const int64_t batch = 2;
-  const Buffer key(batch * 8);
-  for (int64_t i = 0; i < 2 * batch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
-  QuantizeProblem p{x.as(), type, batch,       shape.rows,      shape.columns, format.format, format.encode_scale_given,
-                    {},     {},   mode.rotate, kDefaultSignMask};
-  Direction rowwise(mode.rowwise, format.format, batch, shape.rows, shape.columns);
-  Direction columnwise(mode.columnwise, format.format, batch, shape.columns, shape.rows);
-  if (mode.rowwise) rowwise.set_inputs(p.rowwise, stochastic ? key.as<uint32_t>() : nullptr, 0);
-  if (mode.columnwise) columnwise.set_inputs(p.columnwise, stochastic ? key.as<uint32_t>() : nullptr, 1);
-  rowwise.expect(p, p.rowwise, false, numbers), columnwise.expect(p, p.columnwise, true, numbers);
+  QuantizeCase c(x, shape, type, format, mode, stochastic, numbers, random);
+  QuantizeProblem& p = c.problem;
 
-  const DeviceBytes elements(x, misalignment, "x"), device_key(key, 0, "key");
-  const DeviceDirection device_rowwise(rowwise, misalignment), device_columnwise(columnwise, misalignment);
+  const DeviceBytes elements(x, misalignment, "x"), device_key(c.key, 0, "key");
+  const DeviceDirection device_rowwise(c.rowwise, misalignment), device_columnwise(c.columnwise, misalignment);
   p.x = elements.as();
   p.rowwise = device_rowwise.problem(stochastic ? &device_key : nullptr, 0);
   p.columnwise = device_columnwise.problem(stochastic ? &device_key : nullptr, 1);
