@@ -64,6 +64,17 @@ TEST(rotated_amax_sees_sums_that_overflow) {
   }
 }
 
+TEST(rotated_amax_sees_infinities_that_meet) {
+  std::mt19937 random(3);
+  for (const ElementType type : kTypes) {
+    const check::Given given(name(type));
+    const Buffer x(16 * reference::element_size(type));
+    for (int64_t i = 0; i < 16; ++i)
+      reference::put(x.as(), type, i, i % 8 == 3 ? std::numeric_limits<float>::infinity() : 1.0f);
+    check_amax({1, 16, 1}, type, x, 0, false, true, random);
+  }
+}
+
 TEST(amax_reads_every_element_once) {
   for (const ElementType type : kTypes)
     for (const bool rotated : {false, true}) {

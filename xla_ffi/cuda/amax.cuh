@@ -16,7 +16,7 @@ namespace cuda {
 
 constexpr int kAmaxThreads = 256;
 constexpr int kAmaxPieces = 8;  // of 16 bytes, a thread and tile: loaded before the first is used
-constexpr int kAmaxBlocks = 6;  // that a multiprocessor can hold, by registers
+constexpr int kAmaxBlocks = 5;  // that a multiprocessor can hold, by registers
 
 struct AmaxArguments {
   const void* x;

@@ -163,9 +163,10 @@ template <class E>
 JLP_DEVICE void put_nan_codes(const Group<E>& group, uint32_t (&codes)[4]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const uint32_t bits = as_bits(value(group, i));
+    const uint32_t word = group.words[i * E::kBytes / 4];
+    const uint32_t bits = E::kBytes == 4 || i % 2 ? word : word << 16;  // the element's at the top
     const uint32_t nan = (0x7Fu | (bits >> 24 & 0x80u)) << (8 * (i % 4));
-    if ((bits & kMagnitudeBits) >= kInfinityBits) codes[i / 4] = (codes[i / 4] & ~(0xFFu << (8 * (i % 4)))) | nan;
+    if ((bits & kMagnitudeBits) >= E::kInfinity) codes[i / 4] = (codes[i / 4] & ~(0xFFu << (8 * (i % 4)))) | nan;
   }
 }
 

@@ -55,7 +55,7 @@ cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   const int64_t down = divide_up(a.rows, kTileSegments >> a.log_segments);
   if (!cut(p.batch, down, divide_up(a.columns, kSegmentColumns << a.log_segments), a.tiles)) return cudaErrorInvalidValue;
   return launch_over_tiles<RowsShared<kStochastic>>(quantize_rows<E, Code, kTwoLevel, kStochastic>, kRowThreads,
-                                                    kRowBlocks<E>, a, stream);
+                                                    kRowBlocks<E, kTwoLevel, kStochastic>, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
@@ -63,7 +63,7 @@ cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
   return launch_over_tiles<TilesShared<E, Code, kTwoLevel, kStochastic>>(
-      quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, kTileThreads, kTileBlocks<E, Code, kStochastic>, a, stream);
+      quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, kTileThreads, kTileBlocks<E, kStochastic>, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>

@@ -27,8 +27,9 @@ struct RowsShared {
   RoundKeys<kStochastic> keys;
 };
 
-template <class E>
-constexpr int kRowBlocks = E::kBytes == 4 ? 3 : 4;  // that a multiprocessor can hold, by registers
+/// Blocks that a multiprocessor can hold, by registers.
+template <class E, bool kTwoLevel, bool kStochastic>
+constexpr int kRowBlocks = (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kTwoLevel ? 1 : 0);
 
 /// Where a thread's 16 elements are and where its results go.
 template <class E>
@@ -70,7 +71,8 @@ struct RowQuantizer {
 };
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<E>) quantize_rows(const QuantizeArguments a) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochastic>)
+    quantize_rows(const QuantizeArguments a) {
   constexpr int kCodeBytes = 4 * kCodeWords<Code>;
   RowsShared<kStochastic>& shared = block_shared<RowsShared<kStochastic>>();
   const DirectionArguments& direction = a.rowwise;

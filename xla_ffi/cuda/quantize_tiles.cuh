@@ -248,12 +248,13 @@ struct TileQuantizer {
 };
 
 /// Blocks that a multiprocessor can hold, by shared memory and registers.
-template <class E, class Code, bool kStochastic>
-constexpr int kTileBlocks = E::kBytes == 4 ? 2 : 4;
+template <class E, bool kStochastic>
+constexpr int kTileBlocks = E::kBytes == 4 ? 2
+                            : kStochastic  ? 3
+                                           : 4;
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Code, kStochastic>)
-    quantize_tiles(const QuantizeArguments a) {
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) quantize_tiles(const QuantizeArguments a) {
   using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
   Shared& shared = block_shared<Shared>();
   const auto load = [&](const TilePlace& at) {

@@ -10,9 +10,11 @@ namespace cuda {
 JLP_DEVICE float as_float(uint32_t bits) { return Lanes<float>::from_bits(bits); }
 JLP_DEVICE uint32_t as_bits(float x) { return Lanes<float>::bits(x); }
 
-// Of two elements in a word: values, packing (rounded to nearest), sign bits of what is negative and not zero.
+// Of two elements in a word: values, packing (rounded to nearest), sign bits of what is negative and not zero. kInfinity has
+// an element's bits at the top of a word.
 struct BF16 {
   static constexpr int kBytes = 2;
+  static constexpr uint32_t kInfinity = 0x7F800000u;
   using Storage = uint16_t;
   JLP_DEVICE float low(uint32_t word) { return as_float(word << 16); }
   JLP_DEVICE float high(uint32_t word) { return as_float(word & 0xFFFF0000u); }
@@ -23,6 +25,7 @@ struct BF16 {
 };
 struct F16 {
   static constexpr int kBytes = 2;
+  static constexpr uint32_t kInfinity = 0x7C000000u;
   using Storage = uint16_t;
   JLP_DEVICE float low(uint32_t word) { return f16_to_float(word & 0xFFFFu); }
   JLP_DEVICE float high(uint32_t word) { return f16_to_float(word >> 16); }
@@ -33,6 +36,7 @@ struct F16 {
 };
 struct F32 {
   static constexpr int kBytes = 4;
+  static constexpr uint32_t kInfinity = kInfinityBits;
   using Storage = uint32_t;
   JLP_DEVICE float round(float x) { return x; }
 };
