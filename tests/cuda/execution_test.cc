@@ -72,18 +72,20 @@ struct Halves {
 };
 void uses_bytes_of_a_word(unsigned char* out) {
   Halves& shared = block_shared<Halves>();
+  if (threadIdx.x == 0) shared.totals[0] = 0x40302010;
   shared.bytes[threadIdx.x] = static_cast<unsigned char>(threadIdx.x);  // four threads a word
   __syncthreads();
   const uint32_t word = *reinterpret_cast<const uint32_t*>(shared.bytes + threadIdx.x / 4 * 4);
+  const unsigned char byte = reinterpret_cast<const unsigned char*>(shared.totals)[threadIdx.x % 4];
   __syncthreads();
   if (threadIdx.x < 16) *reinterpret_cast<uint32_t*>(shared.bytes + 4 * threadIdx.x) = 0;
-  out[threadIdx.x] = static_cast<unsigned char>(word >> threadIdx.x % 4 * 8);
+  out[threadIdx.x] = static_cast<unsigned char>((word >> threadIdx.x % 4 * 8) + byte);
 }
-TEST(neighbouring_bytes_are_different_memory) {
+TEST(bytes_and_words_are_the_same_memory_and_neighbouring_bytes_are_not) {
   in_every_order([] {
     Array<unsigned char> out(64);
     CHECK_EQ(run({1, 64, sizeof(Halves)}, uses_bytes_of_a_word, out.data()), cudaSuccess);
-    for (int i = 0; i < 64; ++i) CHECK_EQ(out[i], i);
+    for (int i = 0; i < 64; ++i) CHECK_EQ(out[i], i + 16 * (i % 4 + 1));
     CHECK_EQ(out.traffic().written, 64u);
   });
 }

@@ -92,8 +92,9 @@ void syncs_the_wrong_half(int* out) {
   memory().v[threadIdx.x] = 1;
   __syncthreads();
   memory().v[threadIdx.x] = 2;
+  const int one = __shfl_sync(kAll, 1, 0);  // all have written
   __syncwarp(threadIdx.x < 16 ? 0xFFFFu : 0xFFFF0000u);
-  out[threadIdx.x] = memory().v[threadIdx.x ^ 16];
+  out[threadIdx.x] = memory().v[threadIdx.x ^ 16] + one;
 }
 TEST(a_syncwarp_orders_only_the_lanes_of_its_mask) {
   Array<int> out(32);
@@ -125,7 +126,8 @@ TEST(the_last_reader_does_not_write_while_others_may_read) {
   Array<int> out(64);
   for (const unsigned writer : {0u, 31u, 63u})
     MUST_REPORT("byte 0 of shared memory", two_warps(), overwrites_what_all_read<true>, out.data(), writer);
-  MUST_REPORT("byte 0 of shared memory", one_warp(), overwrites_what_all_read<false>, out.data(), 31u);
+  for (const unsigned writer : {1u, 30u, 31u})
+    MUST_REPORT("byte 0 of shared memory", one_warp(), overwrites_what_all_read<false>, out.data(), writer);
 }
 
 void adds_plainly(int* sum) { *sum += 1; }
@@ -160,13 +162,39 @@ TEST(an_atomic_sum_is_incomplete_for_who_added_last_too) {
     MUST_REPORT("byte 0 of sum", two_warps(), last_reads_an_atomic_sum<true>, sum.data(), out.data(), reader);
 }
 
-void writes_beside_atomics(unsigned* amax) {
-  if (threadIdx.x == 5) *amax = 0;
+void reads_before_its_atomic(int* out, unsigned reader) {
+  unsigned* const amax = reinterpret_cast<unsigned*>(memory().v);
+  if (threadIdx.x == 0) amax[0] = 0;
+  __syncthreads();
+  const unsigned before = threadIdx.x == reader ? amax[0] : 0;
+  atomicMax(amax, threadIdx.x);
+  out[threadIdx.x] = static_cast<int>(before);
+}
+TEST(a_plain_read_before_the_readers_own_atomic_is_a_race_with_others) {
+  Array<int> out(64);
+  for (const unsigned reader : {0u, 31u, 63u})
+    MUST_REPORT("byte 0 of shared memory", two_warps(), reads_before_its_atomic, out.data(), reader);
+}
+
+void writes_beside_atomics(unsigned* amax, unsigned writer) {
+  if (threadIdx.x == writer) *amax = 0;
   atomicMax(amax, threadIdx.x);
 }
 TEST(a_plain_write_among_atomics_is_a_race) {
   auto amax = Array<unsigned>::zeros(1, "amax");
-  MUST_REPORT("byte 0 of amax", one_warp(), writes_beside_atomics, amax.data());
+  for (const unsigned writer : {0u, 5u, 31u})  // the first, one between, the last
+    MUST_REPORT("byte 0 of amax", one_warp(), writes_beside_atomics, amax.data(), writer);
+}
+
+void one_writes_one_adds(int* sum, unsigned writer) {
+  if (threadIdx.x == writer)
+    *sum = 1;
+  else
+    atomicAdd(sum, 1);
+}
+TEST(a_single_plain_write_and_a_single_atomic_are_a_race) {
+  auto sum = Array<int>::zeros(1, "sum");
+  for (const unsigned writer : {0u, 1u}) MUST_REPORT("byte 0 of sum", {1, 2}, one_writes_one_adds, sum.data(), writer);
 }
 
 // --- barriers that not all reach, or not at the same line
@@ -190,7 +218,7 @@ void returns_early(int* out, unsigned n) {
 }
 TEST(no_thread_returns_before_a_barrier) {
   Array<int> out(64);
-  MUST_REPORT("__syncthreads at", two_warps(), returns_early, out.data(), 50u);
+  MUST_REPORT(", but thread", two_warps(), returns_early, out.data(), 50u);
 }
 
 void barrier_in_a_branch(int* out) {
@@ -239,7 +267,7 @@ void shuffles_after_a_return(int* out, unsigned n) {
 }
 TEST(lanes_of_a_mask_have_not_returned) {
   Array<int> out(32);
-  MUST_REPORT("return", one_warp(), shuffles_after_a_return, out.data(), 31u);
+  MUST_REPORT(", but ", one_warp(), shuffles_after_a_return, out.data(), 31u);
 }
 
 void shuffles_in_a_branch(int* out) {
@@ -302,11 +330,11 @@ TEST(shared_memory_ends_where_the_launch_said) {
   MUST_REPORT("of shared memory, which has 1280", one_warp(), beyond_shared_memory);
 }
 
+#if !defined(__clang__)  // which does not check copies of whole structs
 void reads_vectors(const int* in, int* out) {
   const uint4 v = *reinterpret_cast<const uint4*>(in + threadIdx.x);
   out[threadIdx.x] = static_cast<int>(v.x + v.w);
 }
-#if !defined(__clang__)  // which does not check copies of whole structs
 TEST(vectors_are_aligned) {
   const Array<int> in(std::vector<int>(64), "in");
   Array<int> out(32);
@@ -405,6 +433,20 @@ TEST(an_asynchronous_copy_is_waited_for_by_who_started_it_and_then_by_all) {
   MUST_REPORT("has not been waited for", one_warp(), loads_two_stages<2, true>, in.data(), out.data());
   MUST_REPORT("has not been waited for", one_warp(), loads_two_stages<1, true>, in.data(), out.data());
   MUST_REPORT("shared memory", one_warp(), loads_two_stages<0, false>, in.data(), out.data());
+}
+
+void waits_after_the_barrier(const int* in, int* out) {
+  if (threadIdx.x == 0) copy_async16(memory().v, in);
+  copy_async_commit();
+  __syncthreads();
+  copy_async_wait<0>();
+  const int zero = __shfl_sync(kAll, 0, 0);  // all have waited, but a shuffle orders no memory
+  if (threadIdx.x == 1) out[0] = memory().v[0] + zero;
+}
+TEST(a_barrier_before_the_wait_is_too_early) {
+  const Array<int> in(std::vector<int>(4), "in");
+  Array<int> out(1);
+  MUST_REPORT("with no barrier since", one_warp(), waits_after_the_barrier, in.data(), out.data());
 }
 
 void loads_into_a_live_stage(const int* in, int* out) {

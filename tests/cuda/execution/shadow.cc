@@ -18,7 +18,7 @@ extern "C" const char __ehdr_start[] __attribute__((visibility("hidden"))), _end
 namespace cuda_on_cpu {
 namespace {
 
-/// The latest write, and the reads since. Zero: never used.
+/// The latest write, and the reads since; atomic operations leave the plain uses before them. Zero: never used.
 struct Record {
   Stamp write_stamp, read_stamp;
   PlaceInCode write_place, read_place;
@@ -30,9 +30,10 @@ struct Record {
       written_by_blocks : 1,   // the same, by an earlier block of the launch
       in_flight : 1,           // an asynchronous copy has not landed
       split : 1;               // of a word: its bytes have records of their own
-  uint16_t read_warp : 5,      //
-      read_by_warps : 1,       // unordered, besides read_warp
-      read_by_blocks : 1;      // an earlier block of the launch
+  uint16_t read_warp : 5,
+      read_by_warps : 1,   // unordered, besides read_warp
+      read_by_blocks : 1,  // an earlier block of the launch
+      read_is_write : 1;   // a plain write before atomic operations, in place of the reads
 };
 
 constexpr size_t kWord = 4;
@@ -179,7 +180,8 @@ const char* no_order(Stamp stamp) { return stamp < machine.block.first ? " in th
   uint32_t others = r.read_lanes;
   if (r.read_stamp >= machine.block.first && r.read_warp == self.warp->index) others &= ~(1u << self.lane);
   const std::string other = others ? user(r.read_stamp, r.read_warp * kWarpSize + __builtin_ctz(others)) : "another thread";
-  fail(described(where) + ", but " + other + " read it at " + placeholder(r.read_place) + no_order(r.read_stamp));
+  fail(described(where) + ", but " + other + (r.read_is_write ? " wrote it at " : " read it at ") +
+       placeholder(r.read_place) + no_order(r.read_stamp));
 }
 
 [[noreturn]] void fail_in_flight(const Where& where, const Record& r) {
@@ -229,8 +231,25 @@ void record_read(const Where& where, Record& r) {
   r.read_by_warps = join && (r.read_by_warps || r.read_warp != warp);
   r.read_lanes = join && r.read_warp == warp ? r.read_lanes | bit : bit;
   r.read_warp = warp;
+  r.read_is_write = false;
   r.read_stamp = machine.clock;
   r.read_place = where.place;
+}
+
+/// Other atomic operations need no order with this one, but with the plain uses before it they do: the reads, which are
+/// after the write before them, or that write.
+void keep_plain_uses(const Where& where, const Record& before, Record& now) {
+  const Stamp since = beginning(where.memory);
+  if (before.read_stamp >= since) {
+    now.read_stamp = before.read_stamp, now.read_place = before.read_place;
+    now.read_lanes = before.read_lanes, now.read_warp = before.read_warp;
+    now.read_by_warps = before.read_by_warps, now.read_by_blocks = before.read_by_blocks;
+    now.read_is_write = before.read_is_write;
+  } else if (before.write_stamp >= since && !before.atomic) {
+    now.read_stamp = before.write_stamp, now.read_place = before.write_place;
+    now.read_lanes = 1u << before.write_thread % kWarpSize, now.read_warp = before.write_thread / kWarpSize;
+    now.read_is_write = true;
+  }
 }
 
 void record_write(const Where& where, Record& r) {
@@ -249,6 +268,7 @@ void record_write(const Where& where, Record& r) {
     now.written_by_warps = join && (r.written_by_warps || r.write_thread / kWarpSize != machine.current->warp->index);
     now.written_by_lanes = join;
   }
+  if (where.use == Use::kAtomic) keep_plain_uses(where, r, now);
   r = now;
 }
 
