@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH" # cmake and ninja, if the machine has none
-archs=()
+archs=(-U 'JAXLOWPREC_CUDA_ARCHS' -U 'JAXLOWPREC_CUDA_PTX') # what an earlier call chose
 [[ $# == 0 ]] || archs=(-DJAXLOWPREC_CUDA_ARCHS="$(IFS=';' && echo "$*")" -DJAXLOWPREC_CUDA_PTX=)
 scripts/cublas_headers.sh build/cublas
 cmake -S . -B build/cuda -G Ninja -DJAXLOWPREC_MODULE=OFF -DJAXLOWPREC_CUDA=ON -DJAXLOWPREC_CUDA_STRICT=ON \

@@ -27,7 +27,7 @@ mkdir -p "$work"
 
 # Runs a command with a share of the time, in a folder; its output goes to a log as it comes.
 phase() { # name, log, most seconds, folder, command...
-  local name=$1 log=$out/$2.log most=$3 folder=$4 left=$((seconds - SECONDS)) code said started=$SECONDS before
+  local name=$1 log=$out/$2.log most=$3 folder=$4 left=$((seconds - SECONDS)) code said results before started=$SECONDS
   shift 4
   [[ $name != bench ]] && wanted bench && left=$((left - for_bench))
   ((most < left)) && left=$most
@@ -39,7 +39,10 @@ phase() { # name, log, most seconds, folder, command...
   (cd "$folder" && timeout --kill-after=5 "$left" "$@") >>"$log" 2>&1
   code=$?
   said=$(tail -c +$((before + 1)) "$log" | grep -aE '^=+ .* in [0-9.]+s|ERROR SUMMARY|RACECHECK SUMMARY' | tail -1)
-  ((code == 124 || code == 137)) && said="cut off after $left s $said"
+  if ((code == 124 || code == 137)); then
+    results=$(tail -c +$((before + 1)) "$log")
+    said="cut off, $(grep -ac ' PASSED ' <<<"$results") passed and $(grep -ac ' FAILED ' <<<"$results") failed till then"
+  fi
   status+=("$name: $([[ $code == 0 ]] && echo ok || echo "FAILED ($code)"), $((SECONDS - started)) s $said")
   echo "${status[-1]}"
   return $code
@@ -86,7 +89,7 @@ sanitize() { # tool
   # Each allocation its own, so that the checker sees its end; no graphs, so that it sees each launch.
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="--xla_gpu_enable_command_buffer=" \
     compute-sanitizer --tool "$1" --kernel-name kns=jaxlowprec --error-exitcode 3 \
-    "$python" -m pytest -q -p no:cacheprovider -m "gpu and sanitize" -k "not slow" tests/gpu
+    "$python" -m pytest -v -p no:cacheprovider -m "gpu and sanitize" -k "not slow" tests/gpu
 }
 
 summary() {
@@ -109,13 +112,13 @@ if wanted build; then
   }
 fi
 if wanted test; then
-  # The CPU's half of the cores has its suite, the GPU's first the comparison with the CPU, then the suite. The benchmarks
-  # come when all have ended: they need the machine for themselves.
-  JAX_PLATFORMS=cpu phase cpu_tests cpu_tests 200 "$work/tree" "$python" "${tests[@]}" -n $((cores / 2)) --maxfail=50 >"$work/cpu" &
+  # Some cores have the CPU's suite, the others first the comparison of GPU and CPU, then the suite on the GPU. The
+  # benchmarks come when all have ended: they need the machine for themselves.
+  JAX_PLATFORMS=cpu phase cpu_tests cpu_tests 200 "$work/tree" "$python" "${tests[@]}" -n $((cores * 3 / 8)) --maxfail=50 >"$work/cpu" &
   beside=$!
-  phase gpu_tests gpu_tests 120 "$work/tree" "$python" "${tests[@]}" -n $((cores / 4 + 1)) -m gpu --maxfail=200 tests/gpu || failed=1
+  phase gpu_tests gpu_tests 120 "$work/tree" "$python" "${tests[@]}" -n $((cores * 5 / 8)) -m gpu --maxfail=200 tests/gpu || failed=1
   phase gpu_large gpu_tests 60 "$work/tree" "$python" "${tests[@]}" -m "gpu and slow" --slow tests/gpu || failed=1
-  JAXLOWPREC_TESTS_ON=cuda phase gpu_suite gpu_tests 60 "$work/tree" "$python" "${tests[@]}" -n $((cores / 4 + 1)) -m "not gpu" || failed=1
+  JAXLOWPREC_TESTS_ON=cuda phase gpu_suite gpu_tests 60 "$work/tree" "$python" "${tests[@]}" -n $((cores * 5 / 8)) -m "not gpu" || failed=1
   wait $beside || failed=1
   status+=("$(tail -1 "$work/cpu")")
 fi

@@ -24,8 +24,11 @@ def every_way(x, fmt, options, hadamard=False):
     return alone, jlp.quantize_both(x, fmt, hadamard, implementation="ffi", **options)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(fmt, "bfloat16") for fmt in FORMATS] + list(itertools.product(ONE_OF_EACH, ("float16", "float32"))),
+    ids=lambda value: value if isinstance(value, str) else format_name(value),
+)
 def test_every_format_rounding_and_direction(cpu, gpu, fmt, dtype):
     for shape, options in itertools.product(SHAPES, ROUNDINGS):
         x = random_array(shape, dtype, seed=sum(shape))
