@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import subprocess
 from collections.abc import Callable
@@ -147,8 +148,11 @@ def bf16_matmul(pairs: list, rounds: int) -> Callable:
     return calls[min(seconds, key=lambda name: seconds[name]["median"])]
 
 
-def gemm(cases: Saved, name: str, target: float | None, sizes: tuple, formats: tuple) -> None:
-    """A GEMM of operands that are quantised before, against bf16's of the same sizes."""
+def gemm(cases: Saved, name: str, target: float | None, sizes: tuple, formats: tuple, choices: int = 0) -> None:
+    """A GEMM of operands that are quantised before, against bf16's of the same sizes.
+
+    And against itself, by the best of as many `choices` of cuBLASLt's algorithm.
+    """
     m, n, k = sizes
     count = sets(n * k // 2)
     pairs = [(normal((m, k), i), normal((n, k), 100 + i)) for i in range(count)]
@@ -158,6 +162,40 @@ def gemm(cases: Saved, name: str, target: float | None, sizes: tuple, formats: t
     ours = rotating(functools.partial(jlp.scaled_matmul, implementation="ffi"), quantised)
     theirs = bf16_matmul(pairs, 3)
     cases.measure(f"{name} {m}x{n}x{k}", "bf16 jnp.matmul", target, ours, theirs)
+    if choices:
+        first, best = first_and_fastest_suggestion(quantised, choices)
+        cases.measure(f"{name} {m}x{n}x{k}", f"the best of cuBLASLt's {choices} suggestions", 0.97, first, best)
+
+
+def suggestion(quantised: list, index: int) -> Callable:
+    """The GEMM by one of the algorithms that cuBLASLt suggests, in a program of its own: a graph keeps what it has."""
+    call = rotating(functools.partial(jlp.scaled_matmul, implementation="ffi"), quantised)
+
+    def run():
+        os.environ["JAXLOWPREC_GEMM_ALGORITHM"] = str(index)
+        try:
+            return jax.block_until_ready(call())
+        finally:
+            del os.environ["JAXLOWPREC_GEMM_ALGORITHM"]
+
+    return run
+
+
+def first_and_fastest_suggestion(quantised: list, most: int) -> tuple[Callable, Callable]:
+    """The one that is taken, and the fastest; there may be fewer than `most`."""
+    calls: dict[str, Callable] = {}
+    for index in range(most):
+        calls[str(index)] = suggestion(quantised, index)
+        try:
+            calls[str(index)]()
+        except jax.errors.JaxRuntimeError as error:
+            if not index:
+                raise
+            print(f"cuBLASLt has {index} suggestions: {str(error)[:100]}", flush=True)
+            del calls[str(index)]
+            break
+    seconds = alternate(calls, 3)
+    return calls["0"], calls[min(seconds, key=lambda name: seconds[name]["median"])]
 
 
 def gemms(cases: Saved, divide: int) -> None:
@@ -168,7 +206,7 @@ def gemms(cases: Saved, divide: int) -> None:
 
     float8 = (jlp.Float8Block(), jlp.Float8Block(block=(128, 128)))
     for sizes in FLOAT8_GEMMS:
-        gemm(cases, "scaled_matmul FP8 block", 1.5, sized(sizes), float8)
+        gemm(cases, "scaled_matmul FP8 block", 1.5, sized(sizes), float8, choices=8)
     cube = sized((8192,) * 3)
     gemm(cases, "scaled_matmul NVFP4", 0.9, cube, (jlp.NVFP4(), jlp.NVFP4((16, 16))))
     gemm(cases, "scaled_matmul MXFP8", None, cube, (jlp.MXFP8(), jlp.MXFP8()))

@@ -12,7 +12,7 @@ run() { # name, sanitizers, tests, options
   local folder="build/cpp-$1"
   cmake -S . -B "$folder" -G Ninja -DJAXLOWPREC_TESTS=ON -DJAXLOWPREC_MODULE=OFF -DJAXLOWPREC_SANITIZE="$2" "${@:4}"
   cmake --build "$folder"
-  ctest --test-dir "$folder" --output-on-failure --no-tests=error -R "$3"
+  ctest --test-dir "$folder" --parallel "$(nproc)" --output-on-failure --no-tests=error -R "$3"
 }
 
 cublas=()

@@ -3,12 +3,14 @@
 #include <cublasLt.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <type_traits>
+#include <vector>
 
 namespace jaxlowprec {
 namespace cuda {
@@ -162,8 +164,22 @@ Descriptors describe(const Library& lt, const Gemm& gemm) {
 
 // --- heuristics
 
+/// What the addresses of a GEMM are all multiples of, as far as cuBLASLt cares: a slice of a batch may begin anywhere.
+uint32_t alignment(const Gemm& gemm) {
+  uintptr_t all = 256;
+  for (const void* pointer : {gemm.a.data, gemm.b.data, gemm.accumulate, static_cast<const void*>(gemm.result)})
+    all |= reinterpret_cast<uintptr_t>(pointer);
+  return static_cast<uint32_t>(all & (0 - all));
+}
+
+/// Which of cuBLASLt's suggestions is taken: the first, or another to measure what the choice is worth (benchmarks/gpu.py).
+int wanted_suggestion() {
+  const char* text = std::getenv("JAXLOWPREC_GEMM_ALGORITHM");
+  return text ? std::atoi(text) : 0;
+}
+
 /// All that their choice depends on.
-using Key = std::array<int64_t, 12>;
+using Key = std::array<int64_t, 14>;
 
 Key key_of(int device, const Gemm& gemm) {
   return {device,
@@ -177,23 +193,32 @@ Key key_of(int device, const Gemm& gemm) {
           static_cast<int64_t>(gemm.result_type),
           gemm.alpha_beta != nullptr,
           gemm.accumulate != nullptr,
-          gemm.workspace_bytes};
+          gemm.workspace_bytes,
+          alignment(gemm),
+          wanted_suggestion()};
 }
 
 cublasLtMatmulAlgo_t ask(const Library& lt, cublasLtHandle_t handle, const Gemm& gemm, const Descriptors& d) {
   cublasLtMatmulPreference_t made = nullptr;
   lt.check(lt.MatmulPreferenceCreate(&made), "makes no preference");
   const Owned<cublasLtMatmulPreference_t> preference{made, lt.MatmulPreferenceDestroy};
-  const uint64_t bytes = gemm.workspace_bytes;
-  lt.check(lt.MatmulPreferenceSetAttribute(made, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes),
-           "refuses a workspace");
-  cublasLtMatmulHeuristicResult_t found{};
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+    lt.check(lt.MatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), "refuses a preference");
+  };
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(gemm.workspace_bytes));
+  for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+    set(attribute, alignment(gemm));
+  const int wanted = wanted_suggestion();
+  std::vector<cublasLtMatmulHeuristicResult_t> found(std::max(wanted, 0) + 1);
   int count = 0;
-  lt.check(lt.MatmulAlgoGetHeuristic(handle, d.operation.get(), d.a.get(), d.b.get(), d.y.get(), d.y.get(), made, 1, &found,
-                                     &count),
+  lt.check(lt.MatmulAlgoGetHeuristic(handle, d.operation.get(), d.a.get(), d.b.get(), d.y.get(), d.y.get(), made,
+                                     static_cast<int>(found.size()), found.data(), &count),
            "has no algorithm");
   if (count < 1) throw Failure{"cuBLASLt has no algorithm for this GEMM on this GPU"};
-  return found.algo;
+  if (wanted < 0 || wanted >= count)
+    throw Failure{"JAXLOWPREC_GEMM_ALGORITHM is " + std::to_string(wanted) + ", cuBLASLt suggests " + std::to_string(count)};
+  return found[wanted].algo;
 }
 
 cublasLtMatmulAlgo_t algorithm(const Library& lt, cublasLtHandle_t handle, int device, const Gemm& gemm,

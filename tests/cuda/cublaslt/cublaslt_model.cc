@@ -7,6 +7,8 @@
 
 #include <cublasLt.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +21,7 @@
 namespace {
 
 int capability = 90, handles = 0, heuristics = 0;
+std::atomic<int> algorithm;
 std::string refusal;
 std::mutex mutex;
 
@@ -104,6 +107,7 @@ struct Layout {
 
 struct Preference {
   uint64_t workspace = 0;
+  uint32_t alignments[4] = {256, 256, 256, 256};  // of A, B, C and D
 };
 
 template <class Own, class Handle>
@@ -242,7 +246,8 @@ uint64_t fingerprint(const Operation& op, const Layout& a, const Layout& b, cons
   return hash;
 }
 
-constexpr size_t kWorkspace = size_t{4} << 20;  // that its only algorithm needs
+constexpr size_t kWorkspace = size_t{4} << 20;  // that its algorithms need
+constexpr int kAlgorithms = 3;                  // that it suggests
 
 template <class T>
 void take(T& to, const void* from, size_t size) {
@@ -289,6 +294,7 @@ void cublaslt_model_set_capability(int value) { capability = value; }
 const char* cublaslt_model_refusal() { return refusal.c_str(); }
 int cublaslt_model_handles() { return handles; }
 int cublaslt_model_heuristics() { return heuristics; }
+int cublaslt_model_algorithm() { return algorithm; }
 
 size_t cublasLtGetVersion() {
   const char* version = std::getenv("CUBLASLT_MODEL_VERSION");
@@ -351,8 +357,15 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
                                                     cublasLtMatmulPreferenceAttributes_t attribute, const void* value,
                                                     size_t size) {
   return guarded([&] {
-    require(attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, "a preference that is not modelled");
-    take(reinterpret_cast<Preference*>(preference)->workspace, value, size);
+    auto& to = *reinterpret_cast<Preference*>(preference);
+    switch (attribute) {
+      case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: return take(to.workspace, value, size);
+      case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES: return take(to.alignments[0], value, size);
+      case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES: return take(to.alignments[1], value, size);
+      case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES: return take(to.alignments[2], value, size);
+      case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES: return take(to.alignments[3], value, size);
+      default: require(false, "a preference that is not modelled");
+    }
   });
 }
 
@@ -367,10 +380,13 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     const auto& op = as<Operation>(desc);
     check(op, as<Layout>(a), as<Layout>(b), as<Layout>(c), as<Layout>(d));
     require(as<Preference>(preference).workspace >= kWorkspace, "no algorithm with so small a workspace");
-    results[0] = {};
-    results[0].algo.data[0] = fingerprint(op, as<Layout>(a), as<Layout>(b), as<Layout>(d));
-    results[0].workspaceSize = kWorkspace;
-    *count = 1;
+    for (; *count < std::min(wanted, kAlgorithms); ++*count) {
+      auto& result = results[*count] = {};
+      result.algo.data[0] = fingerprint(op, as<Layout>(a), as<Layout>(b), as<Layout>(d));
+      result.algo.data[1] = *count;
+      for (int i = 0; i < 4; ++i) result.algo.data[2 + i] = as<Preference>(preference).alignments[i];
+      result.workspaceSize = kWorkspace;
+    }
   });
 }
 
@@ -389,7 +405,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     const Sizes s = check(op, la, lb, lc, ld);
     require(algo && algo->data[0] == fingerprint(op, la, lb, ld), "an algorithm of another problem", invalid);
     require(workspace_bytes >= kWorkspace && aligned(workspace, 256), "a workspace of that size, aligned", invalid);
-    for (const void* pointer : {a, b, c, static_cast<const void*>(d)}) require(aligned(pointer, 16), "aligned pointers");
+    const void* pointers[] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) {
+      require(aligned(pointers[i], 16), "aligned pointers");
+      require(aligned(pointers[i], algo->data[2 + i]), "pointers aligned as the algorithm was told", invalid);
+    }
+    algorithm = static_cast<int>(algo->data[1]);
     for (const auto& [mode, scales, lines] :
          {std::make_tuple(op.a_mode, op.a_scale, s.m), std::make_tuple(op.b_mode, op.b_scale, s.n)}) {
       require(mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F || (scales && aligned(scales, 16)), "aligned scales", invalid);

@@ -9,4 +9,6 @@ const char* cublaslt_model_refusal();
 /// How many handles were made, and how often the heuristics were asked.
 int cublaslt_model_handles();
 int cublaslt_model_heuristics();
+/// Which of its suggestions the last product used.
+int cublaslt_model_algorithm();
 }

@@ -34,6 +34,7 @@ void set_capability(int capability) {
   model<decltype(&cublaslt_model_set_capability)>("cublaslt_model_set_capability")(capability);
 }
 int handles() { return model<decltype(&cublaslt_model_handles)>("cublaslt_model_handles")(); }
+int algorithm() { return model<decltype(&cublaslt_model_algorithm)>("cublaslt_model_algorithm")(); }
 int heuristics() { return model<decltype(&cublaslt_model_heuristics)>("cublaslt_model_heuristics")(); }
 
 // --- formats
@@ -295,6 +296,29 @@ TEST(heuristics_are_asked_once_a_problem_and_handles_made_once_a_device) {
   }
   CHECK_EQ(handles() - made, 2);
   CHECK_EQ(heuristics() - asked, 4);
+}
+
+TEST(algorithms_fit_the_alignment_of_a_batchs_slices) {
+  set_capability(90);
+  Case c(tensor(k4), tensor(k4), {3, 1, 16, 32}, ElementType::kBF16, false);  // 32 bytes of a, 512 of b, 32 of the result
+  const int asked = heuristics();
+  CHECK_EQ(c.run(), std::string());
+  check_result(c);
+  CHECK_EQ(heuristics() - asked, 3);  // slices begin at multiples of 256, 32 and 64
+}
+
+TEST(another_of_cublaslts_suggestions_may_be_asked_for) {
+  set_capability(90);
+  Case c(tensor(k4), tensor(k4), {1, 16, 64, 160}, ElementType::kBF16, false);
+  for (const char* suggestion : {"2", "0", "1"}) {
+    setenv("JAXLOWPREC_GEMM_ALGORITHM", suggestion, 1);
+    CHECK_EQ(c.run(), std::string());
+    CHECK_EQ(algorithm(), std::atoi(suggestion));
+    check_result(c);
+  }
+  setenv("JAXLOWPREC_GEMM_ALGORITHM", "7", 1);
+  CHECK(contains(c.run(), "JAXLOWPREC_GEMM_ALGORITHM is 7, cuBLASLt suggests 3"));
+  unsetenv("JAXLOWPREC_GEMM_ALGORITHM");
 }
 
 TEST(threads_may_launch_at_once) {
