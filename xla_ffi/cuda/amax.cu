@@ -5,8 +5,6 @@ namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <class E>
 cudaError_t launch_amax(const AmaxProblem& p, cudaStream_t stream) {
   const int64_t matrix = p.rows * p.columns, tile = kAmaxThreads * kAmaxPieces * (16 / E::kBytes);
@@ -16,7 +14,7 @@ cudaError_t launch_amax(const AmaxProblem& p, cudaStream_t stream) {
   if (!cut(p.batch, down, across, a.tiles)) return cudaErrorInvalidValue;
   a.x = p.x, a.rows = p.rows, a.columns = p.columns;
   a.plain = p.plain, a.rotated = p.rotated, a.sign_mask = p.sign_mask;
-  a.pairs = reinterpret_cast<uintptr_t>(p.x) % (2 * E::kBytes) == 0 && p.columns % 2 == 0;
+  a.pairs = aligned(p.x, 2 * E::kBytes) && p.columns % 2 == 0;
   if (p.rotated) return launch_over_tiles<AmaxShared>(amax_rotated<E>, kAmaxThreads, kRotatedBlocks<E>, a, stream);
   a.columns = matrix;
   return launch_over_tiles<AmaxShared>(amax_plain<E>, kAmaxThreads, kAmaxBlocks, a, stream);

@@ -1,11 +1,8 @@
 // Launches of kernels whose blocks go through tiles: as many blocks as the device holds at once, or fewer.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
-
 #include "intrinsics.cuh"
+#include "launch_blocks.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -52,20 +49,13 @@ cudaError_t launch_over_tiles(void (*kernel)(Arguments), int threads, int blocks
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess && sizeof(Shared) > 48 * 1024)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;
   Tiles& tiles = arguments.tiles;
   const uint32_t held = static_cast<uint32_t>(multiprocessors * blocks);
   const uint32_t grid = tiles.total() < held ? tiles.total() : held;
   const uint32_t down = grid / tiles.count.across;
   tiles.step = {down / tiles.count.down, down % tiles.count.down, grid % tiles.count.across};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = sizeof(Shared);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments);
+  return launch_blocks(kernel, {grid, 1, 1, threads, sizeof(Shared)}, stream, arguments);
 }
 
 }  // namespace cuda

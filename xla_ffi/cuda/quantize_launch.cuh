@@ -15,7 +15,7 @@ cudaError_t quantize_e5m2(const QuantizeProblem& problem, cudaStream_t stream);
 
 inline DirectionArguments direction_arguments(const Format& f, const QuantizeDirection& d, int64_t lines, int64_t length) {
   const int64_t row_bytes = f.row_bytes(length), piece = f.packed() ? 8 : 16;
-  const bool pieces = reinterpret_cast<uintptr_t>(d.data) % piece == 0 && row_bytes % piece == 0;
+  const bool pieces = aligned(d.data, piece) && row_bytes % piece == 0;
   return {d.tensor, d.data, d.scale, d.random, row_bytes, f.scale_rows(lines), f.scale_columns(length), pieces};
 }
 
@@ -24,7 +24,7 @@ QuantizeArguments quantize_arguments(const QuantizeProblem& p) {
   const Format& f = p.format;
   QuantizeArguments a = {};
   a.x = p.x, a.rows = p.rows, a.columns = p.columns;
-  a.pieces = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.columns * E::kBytes % 16 == 0;
+  a.pieces = aligned(p.x, 16) && p.columns * E::kBytes % 16 == 0;
   a.sign_mask = p.sign_mask;
   a.scaling = f.scaling, a.scale_rule = f.scale_rule, a.mx = kMxElement<Code>;
   a.float8 = {Code::kMax, f.amax_epsilon, f.power_of_two};
@@ -44,8 +44,6 @@ inline QuantizeProblem as_long_rows(QuantizeProblem p) {
     p.columns *= p.rows, p.rows = 1;
   return p;
 }
-
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
 cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
