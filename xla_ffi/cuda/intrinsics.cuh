@@ -28,7 +28,15 @@ constexpr int kArch = JLP_TEST_CUDA_ARCH;
 constexpr int kArch = 0;  // the host pass of nvcc
 #endif
 constexpr bool kHasFloat8Conversion = kArch >= 890;
-constexpr bool kHasE2M1Conversion = kArch == 1000 || kArch == 1030 || kArch == 1200;
+// Machine code for sm_100a, sm_103a and sm_120a has it; that for sm_100, and portable code, has not.
+#if defined(JLP_TEST_CUDA_ARCH)
+constexpr bool kHasE2M1Conversion = kArch >= 1000;
+#elif defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define JLP_HAS_E2M1_CONVERSION
+constexpr bool kHasE2M1Conversion = true;
+#else
+constexpr bool kHasE2M1Conversion = false;
+#endif
 
 // --- conversions. Two at a time, the first in the low half
 
@@ -83,7 +91,7 @@ JLP_DEVICE uint32_t e5m2x2_hardware(float low, float high) {
 #endif
 }
 JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) {
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#if defined(JLP_HAS_E2M1_CONVERSION)
   uint32_t y;
   asm("{ .reg .b8 byte; cvt.rn.satfinite.e2m1x2.f32 byte, %1, %2; cvt.u32.u8 %0, byte; }" : "=r"(y) : "f"(high), "f"(low));
   return y;
