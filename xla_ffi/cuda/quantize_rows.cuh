@@ -50,7 +50,7 @@ struct RowQuantizer {
     const int64_t line = batch * a.rows + row, scale = line * direction.scale_columns + (column >> log_block<kTwoLevel>(a));
     return {static_cast<const typename E::Storage*>(a.x) + line * a.columns + column,
             direction.data + line * direction.row_bytes + code_bytes<Code>(column),
-            direction.scale + (byte_scales() ? scale : 4 * scale), row, column};
+            direction.scale + (byte_scales<kTwoLevel>(a) ? scale : 4 * scale), row, column};
   }
 
   /// Of the group at `at`, where `count` elements and `bytes` of codes exist.
@@ -65,9 +65,6 @@ struct RowQuantizer {
     quantize_group<Code, kTwoLevel, kStochastic>(a, group, scale, amax, random, codes);
     store_codes(at.data, bytes, pieces, codes);
   }
-
- private:
-  __device__ __forceinline__ bool byte_scales() const { return kTwoLevel || a.scaling == Scaling::kE8M0; }
 };
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
@@ -85,7 +82,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochas
   const auto step = [&](int64_t row_size, int64_t column_size) { return step_rows * row_size + column_size; };
   const int64_t x_step = step(a.columns, step_columns),
                 data_step = step(direction.row_bytes, code_bytes<Code>(step_columns));
-  const int64_t scale_bytes = kTwoLevel || a.scaling == Scaling::kE8M0 ? 1 : 4;
+  const int64_t scale_bytes = byte_scales<kTwoLevel>(a) ? 1 : 4;
   const int64_t scale_step = scale_bytes * step(direction.scale_columns, step_columns >> log_block<kTwoLevel>(a));
 
   uint32_t started = ~0u;  // the matrix whose scale is at hand

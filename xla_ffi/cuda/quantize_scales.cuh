@@ -129,10 +129,16 @@ JLP_DEVICE bool is_tensor(const QuantizeArguments& a) {
   return !kTwoLevel && a.scaling == Scaling::kTensor;
 }
 
+/// Whether a stored scale is a byte; else a float32.
+template <bool kTwoLevel>
+JLP_DEVICE bool byte_scales(const QuantizeArguments& a) {
+  return kTwoLevel || a.scaling == Scaling::kE8M0;
+}
+
 /// Stores a block's scale.
 template <bool kTwoLevel>
 JLP_DEVICE void store_scale(const QuantizeArguments& a, uint8_t* scales, int64_t index, uint32_t stored) {
-  if (kTwoLevel || a.scaling == Scaling::kE8M0)
+  if (byte_scales<kTwoLevel>(a))
     scales[index] = static_cast<uint8_t>(stored);
   else
     reinterpret_cast<uint32_t*>(scales)[index] = stored;

@@ -59,7 +59,6 @@ struct TileQuantizer {
   /// Threads that share a pair of columns take rows kUnits * 16 apart.
   JLP_DEVICE int pair() { return threadIdx.x % kTilePairs; }
   JLP_DEVICE int unit_group(int unit) { return threadIdx.x / kTilePairs * kUnits + unit; }
-  __device__ __forceinline__ bool byte_scales() const { return kTwoLevel || a.scaling == Scaling::kE8M0; }
 
   // --- square blocks
 
@@ -112,8 +111,8 @@ struct TileQuantizer {
     const int64_t line = batch * a.rows + row + threadIdx.x / kTileGroups;
     const int64_t scale_at = line * direction.scale_columns + ((column + 16 * group) >> log_block<kTwoLevel>(a));
     uint8_t* data = direction.data + line * direction.row_bytes + code_bytes<Code>(column + 16 * group);
-    uint8_t* scales = direction.scale + (byte_scales() ? scale_at : 4 * scale_at);
-    const int64_t scale_step = direction.scale_columns * (byte_scales() ? kStep : 4 * kStep);
+    uint8_t* scales = direction.scale + (byte_scales<kTwoLevel>(a) ? scale_at : 4 * scale_at);
+    const int64_t scale_step = direction.scale_columns * (byte_scales<kTwoLevel>(a) ? kStep : 4 * kStep);
     const int bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * group), kCodeBytes);
     const bool exists = 16 * group < columns_left, stores_scale = exists && lanes > 0 && group % lanes == 0;
     const int64_t granule = column / 16 + min(group, (columns_left - 1) / 16);  // where there is none, the last one
@@ -202,7 +201,7 @@ struct TileQuantizer {
 
   /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
   __device__ __forceinline__ void store_column_scale(int down, int across, const BlockScale& scale) const {
-    if (byte_scales()) {
+    if (byte_scales<kTwoLevel>(a)) {
       const int groups = groups_in_block<kTwoLevel>(a);
       if (down % groups == 0) shared.column_scales[across][down / groups] = static_cast<uint8_t>(scale.stored);
     } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left) {
@@ -225,7 +224,7 @@ struct TileQuantizer {
       store_codes(data + across * direction.row_bytes, bytes, direction.pieces,
                   shared.codes[Shared::piece(across, down)].words);
     }
-    if (byte_scales() && !a.squares) store_column_scales();
+    if (byte_scales<kTwoLevel>(a) && !a.squares) store_column_scales();
   }
 
   __device__ __forceinline__ void store_column_scales() const {
