@@ -46,12 +46,15 @@ inline int64_t first_difference(const Buffer& a, const Buffer& b) {
 
 /// The same for elements, byte for byte but for NaN: which of two NaN operands an addition passes on is the processor's
 /// choice.
-inline int64_t first_difference(const Buffer& a, const Buffer& b, ElementType type) {
-  for (int64_t i = 0; i < a.size() / reference::element_size(type); ++i) {
-    const uint32_t x = reference::get_bits(a.as(), type, i), y = reference::get_bits(b.as(), type, i);
+inline int64_t first_difference(const void* a, const void* b, ElementType type, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t x = reference::get_bits(a, type, i), y = reference::get_bits(b, type, i);
     if (x != y && !(std::isnan(reference::number(x, type)) && std::isnan(reference::number(y, type)))) return i;
   }
   return -1;
+}
+inline int64_t first_difference(const Buffer& a, const Buffer& b, ElementType type) {
+  return first_difference(a.as(), b.as(), type, a.size() / reference::element_size(type));
 }
 
 // --- numbers

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "check.h"
+#include "format_makers.h"
 #include "kernel_data.h"
 #include "quantize_reference.h"
 
@@ -18,15 +19,6 @@ struct NamedFormat {
   Format format;
   bool encode_scale_given = false;
 };
-
-constexpr Format nvfp4(bool tiles) { return {CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles, ScaleRule::kUp, false, 0}; }
-constexpr Format mx(CodeType code, bool tiles, ScaleRule rule) { return {code, Scaling::kE8M0, 32, tiles, rule, false, 0}; }
-constexpr Format float8_block(CodeType code, bool tiles, bool power_of_two, float amax_epsilon) {
-  return {code, Scaling::kFloat32, 128, tiles, ScaleRule::kUp, power_of_two, amax_epsilon};
-}
-constexpr Format float8_tensor(CodeType code, bool power_of_two, float amax_epsilon) {
-  return {code, Scaling::kTensor, 1, false, ScaleRule::kUp, power_of_two, amax_epsilon};
-}
 
 constexpr NamedFormat kNvfp4[] = {{"NVFP4", nvfp4(false)}, {"NVFP4 tiles", nvfp4(true)}};
 constexpr NamedFormat kOtherFormats[] = {

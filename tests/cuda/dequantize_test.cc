@@ -52,20 +52,20 @@ constexpr Shape kShapes[] = {{1, 1, 1}, {1, 3, 16}, {2, 5, 37}, {3, 17, 40}, {1,
 TEST(every_format_gives_the_bytes_of_the_reference) {
   uint32_t seed = 0;
   for (const Format& format : kFormats)
-    for (const ElementType type : kElementTypes)
+    for (const ElementType type : kTypes)
       for (const Shape& s : kShapes) check_case({format, type, s.batch, s.rows, s.columns}, ++seed);
 }
 
 TEST(a_rotation_of_nvfp4_is_undone) {
   uint32_t seed = 1000;
-  for (const ElementType type : kElementTypes)
+  for (const ElementType type : kTypes)
     for (const Shape& s : kShapes) check_case({nvfp4(false), type, s.batch, s.rows, s.columns, true}, ++seed);
 }
 
 TEST(a_result_of_any_alignment_will_do) {
   for (const int64_t misalignment : {1, 4}) {
     check_case({nvfp4(false), ElementType::kBF16, 1, 3, 48, false, misalignment}, 7);
-    check_case({mxfp(CodeType::kE4M3, false), ElementType::kF32, 1, 3, 48, false, misalignment}, 8);
+    check_case({mx(CodeType::kE4M3, false), ElementType::kF32, 1, 3, 48, false, misalignment}, 8);
   }
 }
 
@@ -76,7 +76,7 @@ TEST(the_order_of_threads_changes_nothing) {
 /// A thread's eight elements: their codes, one scale, for two-level formats the amax.
 TEST(each_byte_moves_once) {
   constexpr int64_t kRows = 64, kColumns = 256;
-  for (const Format& format : {nvfp4(false), mxfp(CodeType::kE4M3, false)}) {
+  for (const Format& format : {nvfp4(false), mx(CodeType::kE4M3, false)}) {
     const check::Given given(name(format));
     const AnyCodes codes(format, 1, kRows, kColumns, 5);
     const Array<uint8_t> data(codes.data), scale(codes.scale);
@@ -96,7 +96,7 @@ TEST(each_byte_moves_once) {
 
 TEST(indices_pass_two_to_the_31) {
   constexpr int64_t kColumns = 512, kRows = (int64_t{1} << 22) + 64, kLast = kRows - 16;  // the last block has 16 rows
-  const Format format = mxfp(CodeType::kE4M3, false);
+  const Format format = mx(CodeType::kE4M3, false);
   const AnyCodes codes(format, 1, 16, kColumns, 9);
   DequantizeProblem p{};
   p.format = format, p.data = codes.data.data(), p.scale = codes.scale.data();
@@ -117,7 +117,7 @@ TEST(indices_pass_two_to_the_31) {
 
 TEST(what_no_kernel_serves_is_refused) {
   DequantizeProblem p{};
-  p.format = mxfp(CodeType::kE4M3, false), p.rotate = true, p.batch = p.rows = p.columns = 16;
+  p.format = mx(CodeType::kE4M3, false), p.rotate = true, p.batch = p.rows = p.columns = 16;
   CHECK_EQ(cuda::launch(p, nullptr), cudaErrorInvalidValue);
 }
 

@@ -55,7 +55,7 @@ constexpr int32_t kSizes[] = {16, 32, 64, 128, 256};
 
 TEST(rows_give_the_bytes_of_the_reference) {
   uint32_t seed = 0;
-  for (const ElementType type : kElementTypes)
+  for (const ElementType type : kTypes)
     for (const int32_t size : kSizes)
       for (const bool inverse : {false, true}) {
         check_case({type, size, 1, 1, size, false, inverse}, ++seed);
@@ -66,7 +66,7 @@ TEST(rows_give_the_bytes_of_the_reference) {
 
 TEST(columns_give_the_bytes_of_the_reference) {
   uint32_t seed = 1000;
-  for (const ElementType type : kElementTypes)
+  for (const ElementType type : kTypes)
     for (const int32_t size : kSizes)
       for (const bool inverse : {false, true})
         for (const int64_t columns : {1, 33, 66, 130}) check_case({type, size, 2, 2 * size, columns, true, inverse}, ++seed);

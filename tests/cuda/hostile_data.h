@@ -1,4 +1,4 @@
-// Codes, scales and elements that kernels may meet, and comparing their results byte for byte.
+// Codes, scales and elements that kernels may meet.
 #pragma once
 
 #include <cmath>
@@ -6,7 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "../cpp/reference_elements.h"
+#include "../cpp/format_makers.h"
+#include "../cpp/kernel_data.h"
 
 namespace jaxlowprec {
 
@@ -39,37 +40,14 @@ inline std::vector<uint8_t> any_elements(ElementType type, size_t count, uint32_
   return elements;
 }
 
-/// Index of the first element that differs, -1 for none: bytes, but any NaN is as good as another, since which of two an
-/// addition passes on is the processor's choice.
-inline int64_t first_difference(const void* a, const void* b, ElementType type, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t x = reference::get_bits(a, type, i), y = reference::get_bits(b, type, i);
-    if (x != y && !(std::isnan(reference::number(x, type)) && std::isnan(reference::number(y, type)))) return i;
-  }
-  return -1;
-}
-
-constexpr ElementType kElementTypes[] = {ElementType::kBF16, ElementType::kF16, ElementType::kF32};
-
-inline std::string name(ElementType type) {
-  return type == ElementType::kBF16 ? "bf16" : type == ElementType::kF16 ? "f16" : "f32";
-}
-
-// --- formats, as jaxlowprec/formats.py has them
-
-constexpr Format nvfp4(bool tiles) { return {CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles, ScaleRule::kUp, false, 0}; }
-constexpr Format mxfp(CodeType code, bool tiles) { return {code, Scaling::kE8M0, 32, tiles, ScaleRule::kUp, false, 0}; }
-constexpr Format float8_block(CodeType code, bool tiles) {
-  return {code, Scaling::kFloat32, 128, tiles, ScaleRule::kUp, true, 0};
-}
-constexpr Format float8_tensor(CodeType code) { return {code, Scaling::kTensor, 1, false, ScaleRule::kUp, false, 0}; }
+// --- formats
 
 constexpr Format kFormats[] = {nvfp4(false),
                                nvfp4(true),
-                               mxfp(CodeType::kE2M1, false),
-                               mxfp(CodeType::kE2M1, true),
-                               mxfp(CodeType::kE4M3, false),
-                               mxfp(CodeType::kE5M2, true),
+                               mx(CodeType::kE2M1, false),
+                               mx(CodeType::kE2M1, true),
+                               mx(CodeType::kE4M3, false),
+                               mx(CodeType::kE5M2, true),
                                float8_block(CodeType::kE4M3, false),
                                float8_block(CodeType::kE5M2, false),
                                float8_block(CodeType::kE4M3, true),

@@ -14,6 +14,7 @@
 
 #include "../../../xla_ffi/cuda/matmul_plan.h"
 #include "../../cpp/check.h"
+#include "../../cpp/format_makers.h"
 #include "../../cpp/matmul_reference.h"
 #include "cublaslt_model.h"
 #include "matmul_doubles.h"
@@ -39,15 +40,6 @@ int heuristics() { return model<decltype(&cublaslt_model_heuristics)>("cublaslt_
 
 // --- formats
 
-constexpr Format format(CodeType code, Scaling scaling, int32_t block, bool tiles = false, bool power_of_two = false) {
-  return {code, scaling, block, tiles, ScaleRule::kUp, power_of_two, 0};
-}
-constexpr Format nvfp4(bool tiles = false) { return format(CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles); }
-constexpr Format mx(CodeType code, bool tiles = false) { return format(code, Scaling::kE8M0, 32, tiles); }
-constexpr Format blocks(CodeType code, bool tiles, bool power_of_two) {
-  return format(code, Scaling::kFloat32, 128, tiles, power_of_two);
-}
-constexpr Format tensor(CodeType code) { return format(code, Scaling::kTensor, 1); }
 constexpr CodeType k2 = CodeType::kE2M1, k4 = CodeType::kE4M3, k5 = CodeType::kE5M2;
 
 const std::pair<Format, Format> kPairs[] = {
@@ -59,12 +51,12 @@ const std::pair<Format, Format> kPairs[] = {
     {mx(k2), mx(k2, true)},
     {mx(k4, true), mx(k2)},
     {mx(k2), mx(k4)},
-    {blocks(k4, false, false), blocks(k4, false, false)},
-    {blocks(k5, false, false), blocks(k4, true, false)},
-    {blocks(k4, true, true), blocks(k5, false, true)},
-    {blocks(k4, false, true), blocks(k4, true, true)},
-    {tensor(k4), tensor(k5)},
-    {tensor(k4), tensor(k4)},
+    {float8_block(k4, false, false), float8_block(k4, false, false)},
+    {float8_block(k5, false, false), float8_block(k4, true, false)},
+    {float8_block(k4, true, true), float8_block(k5, false, true)},
+    {float8_block(k4, false, true), float8_block(k4, true, true)},
+    {float8_tensor(k4), float8_tensor(k5)},
+    {float8_tensor(k4), float8_tensor(k4)},
 };
 
 // --- a problem with random operands
@@ -245,12 +237,12 @@ TEST(routes) {
   CHECK(route(mx(k4), mx(k5), 64, 120) == Route::kMX);
   CHECK(route(mx(k2), mx(k2), 64, 100) == Route::kDecoded);
   CHECK(route(mx(k4), mx(k2), 64, 100) == Route::kDecoded);
-  CHECK(route(blocks(k4, false, true), blocks(k4, true, true), 64, 90) == Route::kBlock128);
-  CHECK(route(blocks(k4, false, true), blocks(k4, true, true), 64, 100) == Route::kDecoded);
-  CHECK(route(blocks(k4, false, true), blocks(k4, true, true), 64, 89) == Route::kDecoded);
-  CHECK(route(blocks(k4, false, false), blocks(k4, true, false), 64, 100) == Route::kNone);
-  CHECK(route(tensor(k4), tensor(k4), 64, 89) == Route::kTensor);
-  CHECK(route(tensor(k4), tensor(k4), 64, 80) == Route::kDecoded);
+  CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 90) == Route::kBlock128);
+  CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 100) == Route::kDecoded);
+  CHECK(route(float8_block(k4, false, true), float8_block(k4, true, true), 64, 89) == Route::kDecoded);
+  CHECK(route(float8_block(k4, false, false), float8_block(k4, true, false), 64, 100) == Route::kNone);
+  CHECK(route(float8_tensor(k4), float8_tensor(k4), 64, 89) == Route::kTensor);
+  CHECK(route(float8_tensor(k4), float8_tensor(k4), 64, 80) == Route::kDecoded);
   CHECK(route(nvfp4(), nvfp4(), 64, 75) == Route::kNone);
 }
 
@@ -274,18 +266,18 @@ TEST(a_workspace_too_small_is_refused) {
 
 TEST(what_cublaslt_refuses_is_passed_on) {
   set_capability(90);
-  Case c(tensor(k4), tensor(k4), {1, 16, 17, 64}, ElementType::kBF16, false);  // Python pads N to 16
+  Case c(float8_tensor(k4), float8_tensor(k4), {1, 16, 17, 64}, ElementType::kBF16, false);  // Python pads N to 16
   CHECK(contains(c.run(), "m is a multiple of 16 bytes"));
 }
 
 TEST(heuristics_are_asked_once_a_problem_and_handles_made_once_a_device) {
   set_capability(90);
-  Case c(tensor(k4), tensor(k4), {3, 16, 64, 96}, ElementType::kBF16, false);
+  Case c(float8_tensor(k4), float8_tensor(k4), {3, 16, 64, 96}, ElementType::kBF16, false);
   const int asked = heuristics();
   CHECK_EQ(c.run(), std::string());
   CHECK_EQ(c.run(), std::string());
   CHECK_EQ(heuristics() - asked, 1);
-  Case other(tensor(k4), tensor(k4), {3, 16, 64, 96}, ElementType::kF32, false);
+  Case other(float8_tensor(k4), float8_tensor(k4), {3, 16, 64, 96}, ElementType::kF32, false);
   CHECK_EQ(other.run(), std::string());
   CHECK_EQ(heuristics() - asked, 2);
   const int made = handles();
@@ -300,7 +292,8 @@ TEST(heuristics_are_asked_once_a_problem_and_handles_made_once_a_device) {
 
 TEST(algorithms_fit_the_alignment_of_a_batchs_slices) {
   set_capability(90);
-  Case c(tensor(k4), tensor(k4), {3, 1, 16, 32}, ElementType::kBF16, false);  // 32 bytes of a, 512 of b, 32 of the result
+  Case c(float8_tensor(k4), float8_tensor(k4), {3, 1, 16, 32}, ElementType::kBF16,
+         false);  // 32 bytes of a, 512 of b, 32 of the result
   const int asked = heuristics();
   CHECK_EQ(c.run(), std::string());
   check_result(c);
@@ -309,7 +302,7 @@ TEST(algorithms_fit_the_alignment_of_a_batchs_slices) {
 
 TEST(another_of_cublaslts_suggestions_may_be_asked_for) {
   set_capability(90);
-  Case c(tensor(k4), tensor(k4), {1, 16, 64, 160}, ElementType::kBF16, false);
+  Case c(float8_tensor(k4), float8_tensor(k4), {1, 16, 64, 160}, ElementType::kBF16, false);
   for (const char* suggestion : {"2", "0", "1"}) {
     setenv("JAXLOWPREC_GEMM_ALGORITHM", suggestion, 1);
     CHECK_EQ(c.run(), std::string());

@@ -1,0 +1,21 @@
+// The formats of jaxlowprec/formats.py as the kernels get them.
+#pragma once
+
+#include "../../xla_ffi/problems.h"
+
+namespace jaxlowprec {
+
+constexpr Format nvfp4(bool tiles = false) {
+  return {CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles, ScaleRule::kUp, false, 0};
+}
+constexpr Format mx(CodeType code, bool tiles = false, ScaleRule rule = ScaleRule::kUp) {
+  return {code, Scaling::kE8M0, 32, tiles, rule, false, 0};
+}
+constexpr Format float8_block(CodeType code, bool tiles, bool power_of_two = true, float amax_epsilon = 0) {
+  return {code, Scaling::kFloat32, 128, tiles, ScaleRule::kUp, power_of_two, amax_epsilon};
+}
+constexpr Format float8_tensor(CodeType code, bool power_of_two = false, float amax_epsilon = 0) {
+  return {code, Scaling::kTensor, 1, false, ScaleRule::kUp, power_of_two, amax_epsilon};
+}
+
+}  // namespace jaxlowprec
