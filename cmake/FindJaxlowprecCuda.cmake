@@ -210,6 +210,8 @@ set(JaxlowprecCuda_REASON "")
 jlp_find_cuda()
 
 # The objects of .cu files, compiled again when a header of theirs changes.
+set(CMAKE_CUDA_COMPILER_LAUNCHER "$ENV{CMAKE_CUDA_COMPILER_LAUNCHER}" CACHE STRING "What runs nvcc, such as ccache")
+
 function(jlp_compile_cuda result)
   set(objects "")
   foreach(source IN LISTS ARGN)
@@ -218,7 +220,7 @@ function(jlp_compile_cuda result)
     add_custom_command(
       OUTPUT ${object}
       COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/cuda
-      COMMAND ${JaxlowprecCuda_NVCC} ${JaxlowprecCuda_FLAGS} ${JaxlowprecCuda_GENCODE} -MD -MF ${object}.d -MT ${object}
+      COMMAND ${CMAKE_CUDA_COMPILER_LAUNCHER} ${JaxlowprecCuda_NVCC} ${JaxlowprecCuda_FLAGS} ${JaxlowprecCuda_GENCODE} -MD -MF ${object}.d -MT ${object}
               -c ${source} -o ${object}
       DEPENDS ${source}
       DEPFILE ${object}.d
