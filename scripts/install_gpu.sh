@@ -8,14 +8,16 @@ python=${PYTHON:-python3}
 install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 command -v nvidia-smi >/dev/null || { echo "make gpu: nvidia-smi is missing: install NVIDIA's driver first" >&2; exit 1; }
-cuda=$(nvidia-smi | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\)\.\([0-9]*\).*/\1\2/p' | head -1) # the newest that the driver supports
-if [[ -z $cuda || $cuda -lt 120 ]]; then
-  echo "make gpu: the driver supports CUDA ${cuda:-of no version}; 12.0 or newer is needed: driver 525, or 580 for CUDA 13" >&2
+read -r major minor < <(nvidia-smi | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\)\.\([0-9]*\).*/\1 \2/p') || true # the driver's newest
+if [[ ${major:-0} -lt 12 ]]; then
+  echo "make gpu: the driver supports CUDA ${major:-of no version}; 12 or newer is needed: driver 525, or 580 for CUDA 13" >&2
   exit 1
 fi
-if [[ $cuda -ge 130 ]]; then
-  install 'jax[cuda13]>=0.10.2' 'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-crt>=13,<14' 'nvidia-nvvm>=13,<14' \
-    'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-cccl>=13,<14' 'nvidia-cublas>=13,<14'
+if [[ $major -ge 13 ]]; then
+  # A driver compiles portable code (PTX) of its own version and older ones: so no newer compiler than that.
+  compiler=">=13,<13.$((major == 13 ? minor + 1 : 100))"
+  install 'jax[cuda13]>=0.10.2' "nvidia-cuda-nvcc$compiler" "nvidia-cuda-crt$compiler" "nvidia-nvvm$compiler" \
+    "nvidia-cuda-runtime$compiler" 'nvidia-cuda-cccl>=13,<14' 'nvidia-cublas>=13,<14'
 else
   # PyPI has no nvcc of CUDA 12, and what another compiles does not run with this driver.
   root=${CUDA_HOME:-${CUDA_PATH:-}}
