@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxlowprec import delayed_scaling, wiring
@@ -30,9 +29,15 @@ from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe, Roles
-
-CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
-"""checkpoint_name of the residuals: data, scale and amax of the columnwise input, and of the weight."""
+from jaxlowprec.residuals import (
+    CHECKPOINT_NAMES,
+    bias_gradient,
+    decoded,
+    differentiated_once,
+    dtype_marker,
+    named,
+    plain_matmul,
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("rowwise", "columnwise"), meta_fields=())
@@ -284,13 +289,6 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
     return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
-def _plain_matmul(a, b, out_dtype):
-    """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    y = jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
-    return y.astype(out_dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(plan: _Plan, x, w, bias, words, quantized, state):
     return _fprop(plan, x, w, bias, quantized, state, False, False)[0]
@@ -309,36 +307,19 @@ def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, state, ke
     if plan.fprop:
         y = scaled_matmul(x_row, w_column.mT, bias, out_dtype=plan.out_dtype)
     else:
-        y = _plain_matmul(x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32)
+        y = plain_matmul(x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32)
         y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
 
-@jax.custom_jvp
-def _differentiated_once(arrays):
-    """The arrays. Both rules are constant to autodiff, which would find a second derivative of zero."""
-    return arrays
-
-
-@_differentiated_once.defjvp
-def _second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
-        "where a gradient is differentiated again"
-    )
-
-
 def _forward(plan: _Plan, x, w, bias, words, quantized, state):
-    x, w, bias = _differentiated_once((x, w, bias))
+    x, w, bias = differentiated_once((x, w, bias))
     y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, state, plan.wgrad, plan.dgrad)
     dequantized = plan.backward_override == "dequantized" and plan.fprop
     kept_x = x_column if plan.wgrad else x_row if dequantized else x
     kept_w = w_row if plan.dgrad else w_column if dequantized or w is None else w
-    kept = tuple(
-        jax.tree.map(lambda leaf, name=name: checkpoint_name(leaf, name), q) if isinstance(q, QuantizedArray) else q
-        for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True)
-    )
-    like = tuple(None if a is None else jnp.zeros((), a.dtype) for a in (x, w, bias))  # a dtype is no residual; this is
+    kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
+    like = tuple(dtype_marker(a) for a in (x, w, bias))
     new_state = state
     if plan.delayed is not None:
         new_state = _recorded(plan.delayed, state, "input", x)
@@ -348,7 +329,7 @@ def _forward(plan: _Plan, x, w, bias, words, quantized, state):
 
 def _backward(plan: _Plan, residuals, dy):
     (x, w), (like_x, like_w, like_bias), words, state = residuals
-    dy = _differentiated_once(dy)
+    dy = differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
     if plan.dgrad or plan.wgrad:
@@ -371,23 +352,15 @@ def _backward(plan: _Plan, residuals, dy):
     if plan.dgrad:
         dx = scaled_matmul(dy_row, w, out_dtype=like_x.dtype)
     else:
-        dx = _plain_matmul(dy, jnp.swapaxes(_decoded(w, dy.dtype), -1, -2), like_x.dtype)
+        dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype)
     dw = None
     if like_w is not None and plan.wgrad:
         dw = scaled_matmul(x.mT, dy_column.mT, out_dtype=like_w.dtype)
     elif like_w is not None:
-        dw = _plain_matmul(jnp.swapaxes(_decoded(x, dy.dtype), -1, -2), dy, like_w.dtype)
-    db = None
-    if like_bias is not None:
-        db = dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like_bias.dtype)
+        dw = plain_matmul(jnp.swapaxes(decoded(x, dy.dtype), -1, -2), dy, like_w.dtype)
     if plan.delayed is not None:
         state = _recorded(plan.delayed, state, "output_grad", dy)
-    return dx, dw, db, None, None, state
-
-
-def _decoded(x, dtype):
-    """A residual as an array of `dtype`."""
-    return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
+    return dx, dw, bias_gradient(dy, like_bias), None, None, state
 
 
 _matmul.defvjp(_forward, _backward)
