@@ -15,6 +15,7 @@ from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import (
     Custom,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "DEFAULT_EXCLUDE",
     "DEFAULT_SIGNS",
     "MXFP4",
     "MXFP8",
@@ -48,6 +50,7 @@ __all__ = [
     "Float8Tensor",
     "Hadamard",
     "Int4",
+    "Int4QAT",
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
@@ -58,6 +61,7 @@ __all__ = [
     "Recipe",
     "Role",
     "Roles",
+    "WeightQAT",
     "autocast",
     "current_recipe",
     "delayed_scaling",

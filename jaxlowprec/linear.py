@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec import delayed_scaling, wiring
+from jaxlowprec import delayed_scaling, weight_only, wiring
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.formats import BLOCK
 from jaxlowprec.ops.amax.api import amax as tensor_amax
@@ -46,17 +46,22 @@ class QuantizedKernel:
     """A kernel [..., K, N] quantised once, for every GEMM that reads it.
 
     Attributes:
-        rowwise: blocks along N, for dgrad.
+        rowwise: blocks along N, for dgrad; None where the weight alone is quantised, and dgrad decodes the other.
         columnwise: blocks along K, for fprop.
     """
 
-    rowwise: QuantizedArray
+    rowwise: QuantizedArray | None
     columnwise: QuantizedArray
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., K, N]."""
-        return self.rowwise.shape
+        return self.columnwise.shape
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether it is multiplied by inputs in high precision."""
+        return self.rowwise is None
 
 
 def quantize_kernel(
@@ -84,15 +89,19 @@ def quantize_kernel(
     >>> jlp.quantize_kernel(jnp.ones((64, 32)), jlp.NVFP4BlockScaling()).shape
     (64, 32)
     """
-    recipe = resolve("quantize_kernel", recipe)
-    if recipe is None:
+    recipe, given = resolve("quantize_kernel", recipe, name), resolve("quantize_kernel", recipe)
+    if given is None:
         raise ValueError("quantize_kernel: no recipe; pass recipe= or call it within jaxlowprec.autocast(recipe)")
     kernel = float_array("quantize_kernel", "kernel", kernel)
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
-    role = recipe.roles("linear", name).weight
-    if role is None:
-        raise ValueError(f"quantize_kernel: {recipe} keeps the weight of layer {name!r} in high precision")
+    roles = given.roles("linear", name)
+    role = roles.weight
+    if recipe is None or role is None:
+        raise ValueError(f"quantize_kernel: {given} keeps the weight of layer {name!r} in high precision")
+    if roles.ste is not None:
+        weight_only.check_whole_groups("quantize_kernel", name, kernel, role.format)
+        return QuantizedKernel(None, quantize(kernel, role.format, axis=-2))
     encode = None
     if recipe.delayed is not None:
         state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
@@ -102,7 +111,7 @@ def quantize_kernel(
 
 def linear(
     x: Float[Array, "*T K"],
-    kernel: Float[Array, "K N"] | None,
+    kernel: Float[Array, "K N"] | QuantizedArray | None,
     bias: Float[Array, "N"] | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
@@ -119,7 +128,10 @@ def linear(
 
     Arguments:
         x: [..., K], bfloat16, float16 or float32: the dtype of the result.
-        kernel: [K, N], any of those dtypes, quantised from its own. None: `quantized_kernel` alone, for inference.
+        kernel: [K, N], any of those dtypes, quantised from its own. None: `quantized_kernel` alone, for inference. Or a
+            loaded QuantizedArray [K, N], quantised along K (axis=-2), for inputs in high precision: it needs no recipe,
+            gives what quantisation-aware training gives for the kernel it was made from, bit for bit, and is a constant
+            to autodiff, as for adapters on a frozen weight.
         bias: [N].
         recipe: default: the context's (`autocast`). None: high precision, the kernel cast to x's dtype.
         key: for recipes that round gradients stochastically; see `quantize`. None: the bits come from the gradient
@@ -146,7 +158,7 @@ def linear(
     ((64, 32), dtype('float32'))
     """
     who = "linear"
-    recipe = resolve(who, recipe)
+    kernel, quantized_kernel, recipe = operands_and_recipe(who, kernel, quantized_kernel, recipe, name)
     x = float_array(who, "x", x)
     if kernel is not None:
         kernel = float_array(who, "kernel", kernel)
@@ -159,7 +171,7 @@ def linear(
         raise ValueError(f"{who}: x {x.shape} and kernel {shape}: needs x [..., K] and kernel [K, N]")
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != shape[1:]:
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
-    if recipe is None or isinstance(recipe, Calibrating):
+    if in_high_precision(recipe, kernel, quantized_kernel):
         kernel = high_precision_weight(who, kernel, quantized_kernel)
         y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
         y = y if bias is None else y + bias.astype(x.dtype)
@@ -172,31 +184,60 @@ def linear(
     return y if state is None else (y, out_state)
 
 
+def operands_and_recipe(
+    who: str, kernel: Any, quantized: QuantizedKernel | None, recipe: Any, name: str
+) -> tuple[jax.Array | None, QuantizedKernel | None, Recipe | None]:
+    """The kernel, in high precision or loaded, and the recipe that its layer follows here."""
+    if not isinstance(kernel, QuantizedArray):
+        return kernel, quantized, resolve(who, recipe, name)
+    if quantized is not None:
+        raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
+    weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
+    return None, QuantizedKernel(None, kernel), None
+
+
+def in_high_precision(recipe: Recipe | None, w: Any, quantized: QuantizedKernel | None) -> bool:
+    """Whether a product is computed without quantising anything; a loaded weight is quantised without a recipe."""
+    loaded = w is None and quantized is not None and quantized.weight_only
+    return isinstance(recipe, Calibrating) or (recipe is None and not loaded)
+
+
 def matmul(
     who: str,
     x: Float[Array, "*B T K"],
     w: Float[Array, "*B K N"] | None,
     bias: Float[Array, "N"] | None,
-    recipe: Recipe,
+    recipe: Recipe | None,
     key: jax.Array | None,
     quantized: QuantizedKernel | None,
     name: str,
     out_dtype: Any,
     state: delayed_scaling.State | None,
 ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
-    """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's."""
+    """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's.
+
+    Without a recipe `quantized` is a loaded weight.
+    """
+    if recipe is None:
+        loaded = quantized.columnwise if quantized is not None else None
+        return weight_only.matmul(who, name, x, w, bias, loaded, None, "identity", out_dtype), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
     if quantized is not None:
-        if roles.weight is None or quantized.rowwise.format != roles.weight.format:
-            wants = "high precision" if roles.weight is None else roles.weight.format
+        has, wants = (quantized.columnwise.format, quantized.weight_only), "high precision"
+        if roles.weight is not None:
+            wants = f"{roles.weight.format} for {_inputs(roles.ste is not None)}"
+        if roles.weight is None or has != (roles.weight.format, roles.ste is not None):
             raise ValueError(
-                f"{who}: quantized_kernel is {quantized.rowwise.format} but the recipe wants {wants}; "
+                f"{who}: quantized_kernel is {has[0]} for {_inputs(has[1])} but the recipe wants {wants}; "
                 "quantise it again under this recipe"
             )
         if w is not None and quantized.shape != w.shape:
             raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
+    if roles.ste is not None:
+        q = None if quantized is None else quantized.columnwise
+        return weight_only.matmul(who, name, x, w, bias, q, roles.weight, roles.ste, out_dtype), state
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), x.shape[:-2])
@@ -206,6 +247,10 @@ def matmul(
         return _matmul_jit(plan, *operands, None), state
     used, state = delayed_scaling.used_and_handed_on(state)
     return _matmul_jit(plan, *operands, used), state
+
+
+def _inputs(high_precision: bool) -> str:
+    return f"{'high-precision' if high_precision else 'quantised'} inputs"
 
 
 def high_precision_weight(who: str, w: jax.Array | None, quantized: QuantizedKernel | None) -> jax.Array:
