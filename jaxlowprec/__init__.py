@@ -34,6 +34,7 @@ from jaxlowprec.recipes import (
 
 if TYPE_CHECKING:
     from jaxlowprec import linen, nnx
+    from jaxlowprec.policy import explain, quantize_params
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -68,6 +69,7 @@ __all__ = [
     "dequantize",
     "dot_general",
     "einsum",
+    "explain",
     "fake_quantize",
     "hadamard_transform",
     "layouts",
@@ -77,6 +79,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_kernel",
+    "quantize_params",
     "scaled_matmul",
 ]
 
@@ -84,4 +87,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("linen", "nnx"):  # they load Flax
         return importlib.import_module(f"jaxlowprec.{name}")
+    if name in ("explain", "quantize_params"):
+        return getattr(importlib.import_module("jaxlowprec.policy"), name)
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")

@@ -205,8 +205,8 @@ def einsum(
     who = "einsum"
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     follow = {"recipe": recipe, "key": key, "quantized_kernel": None, "name": name}
-    if len(operands) == 2 and isinstance(operands[1], QuantizedArray):
-        y = _einsum_of_loaded(who, subscripts, operands[0], operands[1], options, follow)
+    if len(operands) == 2 and isinstance(loaded := operands[1], QuantizedArray):
+        y = _einsum_of_loaded(who, subscripts, operands[0], loaded, options, follow)
         return y if state is None else (y, state)
     follow["recipe"] = resolve(who, recipe, name)
     y, out_state = _einsum(who, subscripts, operands, options, follow, state)
@@ -216,7 +216,7 @@ def einsum(
 def _einsum(
     who: str,
     subscripts: str,
-    operands: tuple[jax.Array, ...],
+    operands: tuple[Any, ...],
     options: dict[str, Any],
     follow: dict[str, Any],
     state: State | None,
@@ -248,14 +248,26 @@ def _einsum(
     return _resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
 
 
+def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
+    """Whether an einsum's second operand is [batch..., K, N], K being all that is contracted."""
+    (x_names, (*batch, contracted, free)), out = _parse("einsum", subscripts, x_ndim, w_ndim)
+    return (
+        contracted in x_names
+        and contracted not in out
+        and free not in x_names
+        and free in out
+        and set(batch) <= set(x_names) & set(out)
+    )
+
+
 def _einsum_of_loaded(
-    who: str, subscripts: str, x: jax.Array, q: QuantizedArray, options: dict[str, Any], follow: dict[str, Any]
+    who: str, subscripts: str, x: Any, q: QuantizedArray, options: dict[str, Any], follow: dict[str, Any]
 ) -> jax.Array:
     """The product with a weight that is quantised along its second last axis."""
     x = float_array(who, "operand 0", x)
     (x_names, w_names), out = _parse(who, subscripts, x.ndim, q.ndim)
     *batch, contracted, free = w_names
-    if contracted not in x_names or contracted in out or free in x_names or not set(batch) <= set(x_names) & set(out):
+    if not contracts_second_last(subscripts, x.ndim, q.ndim):
         raise ValueError(
             f"{who}: {subscripts!r} with a quantised second operand of shape {q.shape}; it is quantised along its "
             "second last axis, which alone can be contracted, its last being free and the others batch axes"

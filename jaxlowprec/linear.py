@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -109,6 +110,12 @@ def quantize_kernel(
     return QuantizedKernel(*quantize_both(kernel, role.format, encode_scale=encode))
 
 
+def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:
+    """A kernel [batch..., contracted..., features...] as matrices [batch..., K, N], by the number of those axes."""
+    sizes, rest = kernel.shape[:batch], kernel.shape[batch:]
+    return kernel.reshape(*sizes, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
+
+
 def linear(
     x: Float[Array, "*T K"],
     kernel: Float[Array, "K N"] | QuantizedArray | None,
@@ -175,7 +182,7 @@ def linear(
         kernel = high_precision_weight(who, kernel, quantized_kernel)
         y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
         y = y if bias is None else y + bias.astype(x.dtype)
-        if recipe is not None:
+        if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)
     tokens = x.reshape(-1, x.shape[-1])
@@ -219,8 +226,8 @@ def matmul(
     Without a recipe `quantized` is a loaded weight.
     """
     if recipe is None:
-        loaded = quantized.columnwise if quantized is not None else None
-        return weight_only.matmul(who, name, x, w, bias, loaded, None, "identity", out_dtype), state
+        q: Any = None if quantized is None else quantized.columnwise
+        return weight_only.matmul(who, name, x, None, bias, q, q.format, "identity", out_dtype), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
@@ -235,9 +242,10 @@ def matmul(
             )
         if w is not None and quantized.shape != w.shape:
             raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
-    if roles.ste is not None:
-        q = None if quantized is None else quantized.columnwise
-        return weight_only.matmul(who, name, x, w, bias, q, roles.weight, roles.ste, out_dtype), state
+    if roles.ste is not None and roles.weight is not None:
+        loaded = None if quantized is None else quantized.columnwise
+        fmt, ste = roles.weight.format, roles.ste
+        return weight_only.matmul(who, name, x, w, bias, loaded, fmt, ste, out_dtype), state
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), x.shape[:-2])

@@ -23,7 +23,7 @@ from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.recipes import Recipe, Role, StraightThrough
+from jaxlowprec.recipes import Recipe, StraightThrough
 from jaxlowprec.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -51,19 +51,18 @@ def matmul(
     w: Float[Array, "*B K N"] | None,
     bias: Float[Array, "N"] | None,
     q: QuantizedArray | None,
-    role: Role | None,
+    fmt: Format,
     ste: StraightThrough,
     out_dtype: Any,
 ) -> Float[Array, "*B T N"]:
-    """x times a weight in the role's format: the master weight w, or q, which it was quantised to, or both."""
-    if q is None and role is not None:
-        check_whole_groups(who, name, w, role.format)
-    fmt = role.format if q is None and role is not None else q.format
+    """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
+    if q is None:
+        check_whole_groups(who, name, w, fmt)
     return _matmul_jit(_Plan(fmt, ste, jnp.dtype(out_dtype)), *wiring.align_varying(x, w, bias, q))
 
 
-def check_whole_groups(who: str, name: str, kernel: jax.Array, fmt: Format) -> None:
-    """Raises ValueError unless K [..., K, N] ends with a whole group, and each shard of K does.
+def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
+    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole group.
 
     A group on two shards would be another group than the one that is served. Shards are checked as far as they are
     known here: local arrays of shard_map, arrays outside jit, axes in explicit mode. In automatic mode the op gathers
@@ -83,13 +82,13 @@ def check_whole_groups(who: str, name: str, kernel: jax.Array, fmt: Format) -> N
         )
 
 
-def _shard_of_k(kernel: jax.Array) -> int:
+def _shard_of_k(kernel: Any) -> int:
     sharding = jax.typeof(kernel).sharding if isinstance(kernel, jax.core.Tracer) else kernel.sharding
-    return sharding.shard_shape(kernel.shape)[-2]
+    return (kernel.shape if sharding is None else sharding.shard_shape(kernel.shape))[-2]
 
 
 def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
-    """Raises ValueError unless q is a kernel [..., K, N] quantised along K, and what the recipe wants, if there is one."""
+    """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in what a recipe wants if there is one."""
     if len(q.matrix) != 2 or q.axis != -2:
         remedy = "pass kernel.mT" if len(q.matrix) == 2 else "needs two dimensions"
         raise ValueError(
@@ -102,7 +101,7 @@ def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) 
     wants = "high precision" if roles.weight is None else str(roles.weight.format)
     if roles.ste is None and roles.weight is not None:
         wants += " with quantised activations"
-    if roles.ste is None or roles.weight.format != q.format:
+    if roles.ste is None or roles.weight is None or roles.weight.format != q.format:
         raise ValueError(
             f"{who}: layer {name!r} has a kernel in {q.format}, but the recipe wants {wants}; a loaded kernel needs no "
             "recipe: pass recipe=None or use autocast(enabled=False), or load what the recipe wants"
@@ -131,7 +130,7 @@ def _backward(plan: _Plan, residuals, dy):
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
     dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype)
-    dw = None
+    dw: Any = None
     if like_w is not None:
         dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype)
     if clipped is not None:
