@@ -31,11 +31,17 @@ def dtype_marker(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else jnp.zeros((), x.dtype)
 
 
-def plain_matmul(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+def explicit_sharding(x: jax.Array | None) -> Any:
+    """That of x's type, which its gradient has too; None outside of meshes in explicit mode."""
+    sharding = None if x is None else jax.typeof(x).sharding
+    return sharding if sharding is not None and sharding.mesh.explicit_axes else None
+
+
+def plain_matmul(a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None) -> jax.Array:
     """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
-    y = jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
-    return y.astype(out_dtype)
+    options: Any = {"preferred_element_type": jnp.float32, "out_sharding": out_sharding}
+    return jnp.matmul(a.astype(dtype), b.astype(dtype), **options).astype(out_dtype)
 
 
 def bias_gradient(dy: jax.Array, like: jax.Array | None) -> jax.Array | None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
@@ -30,6 +32,7 @@ from jaxlowprec.residuals import (
     decoded,
     differentiated_once,
     dtype_marker,
+    explicit_sharding,
     named,
     plain_matmul,
 )
@@ -37,11 +40,17 @@ from jaxlowprec.residuals import (
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What a product is traced with. The layer's name is no part of it: equal layers are traced once."""
+    """What a product is traced with. The layer's name is no part of it: equal layers are traced once.
+
+    Attributes:
+        x_sharding, w_sharding: in explicit mode, also of their gradients, see `explicit_sharding`.
+    """
 
     format: Format
     ste: StraightThrough
     out_dtype: Any
+    x_sharding: Any
+    w_sharding: Any
 
 
 def matmul(
@@ -58,7 +67,8 @@ def matmul(
     """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
     if q is None:
         check_whole_groups(who, name, w, fmt)
-    return _matmul_jit(_Plan(fmt, ste, jnp.dtype(out_dtype)), *wiring.align_varying(x, w, bias, q))
+    plan = _Plan(fmt, ste, jnp.dtype(out_dtype), explicit_sharding(x), explicit_sharding(w))
+    return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
 
 
 def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
@@ -84,7 +94,10 @@ def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
 
 def _shard_of_k(kernel: Any) -> int:
     sharding = jax.typeof(kernel).sharding if isinstance(kernel, jax.core.Tracer) else kernel.sharding
-    return (kernel.shape if sharding is None else sharding.shard_shape(kernel.shape))[-2]
+    if not isinstance(sharding, NamedSharding):
+        return kernel.shape[-2]
+    axes = [*sharding.spec, *[None] * kernel.ndim][kernel.ndim - 2] or ()
+    return kernel.shape[-2] // math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,)))
 
 
 def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
@@ -129,10 +142,10 @@ def _backward(plan: _Plan, residuals, dy):
     x, q, clipped, (like_x, like_w, like_bias) = residuals
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
-    dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype)
+    dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype, plan.x_sharding)
     dw: Any = None
     if like_w is not None:
-        dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype)
+        dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype, plan.w_sharding)
     if clipped is not None:
         _, estimator = jax.vjp(lambda w: fake_quantize(w.astype(jnp.float32), plan.format, -2, plan.ste), clipped)
         (dw,) = estimator(dw.astype(jnp.float32))
