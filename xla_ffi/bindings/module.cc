@@ -78,6 +78,7 @@ NB_MODULE(_native, m) {
     handlers["jaxlowprec_dequantize"] = handler(jaxlowprec::jaxlowprec_dequantize);
     handlers["jaxlowprec_hadamard"] = handler(jaxlowprec::jaxlowprec_hadamard);
     handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
+    handlers["jaxlowprec_weight_only_matmul"] = handler(jaxlowprec::jaxlowprec_weight_only_matmul);
     return handlers;
   });
   m.def("cuda_handlers", &cuda_handlers);

@@ -19,6 +19,7 @@ JLP_ENTRY(quantize_blocks, QuantizeProblem);
 JLP_ENTRY(dequantize, DequantizeProblem);
 JLP_ENTRY(hadamard, HadamardProblem);
 JLP_ENTRY(matmul, MatmulProblem);
+JLP_ENTRY(weight_only, WeightOnlyProblem);
 #undef JLP_ENTRY
 
 template <class Visit>

@@ -22,6 +22,8 @@ struct Kernels {
   void (*hadamard_chunk)(const HadamardProblem&, int64_t chunk);
   int64_t (*matmul_chunks)(const MatmulProblem&);
   void (*matmul_chunk)(const MatmulProblem&, int64_t chunk);
+  int64_t (*weight_only_chunks)(const WeightOnlyProblem&);
+  void (*weight_only_chunk)(const WeightOnlyProblem&, int64_t chunk);
 };
 
 /// At least `bytes` bytes, 64-byte aligned, of the calling thread: valid until its next call.

@@ -65,7 +65,8 @@ def _rule(spec: WeightOnlySpec) -> wiring.Rule:
         whole += dict.fromkeys((k, code, "kblocks"))
         weights = [f"{batch} {n} {code}", f"{batch} {scale_n} kblocks"]
     else:
-        k, weights = "(k b)", [f"{batch} {n} (k {'h' if fmt.packed else 'b'})", f"{batch} {scale_n} k"]
+        code = "k" if fmt.packed and fmt.length == 2 else f"(k {'h' if fmt.packed else 'b'})"
+        k, weights = "(k b)", [f"{batch} {n} {code}", f"{batch} {scale_n} k"]
     weights += [batch] * spec.two_level + [
         f"{batch} {scale_n} {'kblocks' if spec.ragged_depth else 'k'}"
     ] * spec.asymmetric
@@ -102,6 +103,22 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         sums = reference.apply_alpha(sums, reference.alpha(scale, amax, spec.format))
         return spec.epilogue.finish(sums, operands[spec.weights :])
 
+    def run_native(x, *operands):
+        """A shared weight's batch axes are rows."""
+        weight, extras = operands[: spec.weights], list(operands[spec.weights :])
+        lead = x.shape[:-1]
+
+        def folded(matrix):
+            return matrix.reshape(math.prod(lead), matrix.shape[-1]) if spec.shared else matrix
+
+        x = folded(x)
+        extras[spec.epilogue.bias :] = map(folded, extras[spec.epilogue.bias :])
+        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, *weight)]
+        out = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
+            x, *weight, *extras, format=spec.format.attributes, asymmetric=spec.asymmetric, **spec.epilogue.attributes
+        )
+        return [y.reshape(*lead, y.shape[-1]) for y in out]
+
     def when_reduced(axes, *operands):
         """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
@@ -113,6 +130,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         rule=_rule(spec),
         outputs=outputs,
         reference=run_reference,
+        native={"cpu": run_native, "cuda": run_reference},
         when_reduced=when_reduced,
         **choose("scaled_matmul", implementation),
     )
