@@ -1,0 +1,1 @@
+"""Quantised checkpoints: published formats, safetensors files, conversion and inspection."""
