@@ -1,1 +1,1 @@
-"""Quantised checkpoints: published formats, safetensors files, conversion and inspection."""
+"""4-bit and 8-bit checkpoints as other programs write and read them."""
