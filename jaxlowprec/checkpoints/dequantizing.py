@@ -1,0 +1,67 @@
+"""The plan that brings a quantised checkpoint back to high precision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from jaxlowprec.checkpoints.config import without_quantization
+from jaxlowprec.checkpoints.dtypes import file_dtype
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.folder import CheckpointFolder
+from jaxlowprec.checkpoints.modules import quantised_modules, read_module
+from jaxlowprec.checkpoints.plan import Arrays, Job, Plan, copy_job
+from jaxlowprec.checkpoints.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
+
+_OTHER_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+
+
+def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) -> Plan:
+    """What decoding every quantised weight of a checkpoint writes: `<module>.weight` in the given dtype.
+
+    A weight goes to the file that holds the first of its tensors; all other tensors stay as they are.
+
+    Raises:
+        CheckpointError: no module is quantised, or a module's tensors are not what the scheme has.
+    """
+    modules = quantised_modules(source, scheme)
+    if not modules:
+        raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
+    consumed = {name: module for module, tensors in modules.items() for name in tensors.values()}
+    jobs = {module: _job(source, scheme, module, tensors, dtype) for module, tensors in modules.items()}
+    first = {tensors[scheme.required[0]]: module for module, tensors in modules.items()}
+    shards: dict[str, list[Job]] = {}
+    for shard, file in source.shards.items():
+        held = [
+            jobs[first[name]] if name in first else copy_job(name, source.spec(name))
+            for name in file.header.tensors
+            if name in first or name not in consumed
+        ]
+        if held:  # a file of scales alone has nothing left to hold
+            shards[shard] = held
+    return Plan(
+        shards=shards,
+        config=without_quantization(source.config()),
+        changed=sorted(modules),
+        drop_files=_OTHER_CONFIGS,
+    )
+
+
+def _job(source: CheckpointFolder, scheme: Scheme, module: str, tensors: Mapping[str, str], dtype: str) -> Job:
+    name = f"{module}.weight"
+    if name in source.shard_of and name not in tensors.values():
+        raise CheckpointError(f"{source.path}: module {module!r} has a weight, and quantised tensors as well")
+    try:
+        shape = scheme.shape_of(read_module(source, tensors))
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: module {module!r}: {error}") from None
+    spec = TensorSpec(file_dtype(as_dtype(dtype)), shape)
+    size = sum(source.spec(part).nbytes for part in tensors.values())
+    return Job(module, {name: spec}, size, functools.partial(_decompress, source, scheme, tensors, name, dtype), name)
+
+
+def _decompress(
+    source: CheckpointFolder, scheme: Scheme, tensors: Mapping[str, str], name: str, dtype: str
+) -> Arrays:
+    return {name: scheme.decompress(read_module(source, tensors), dtype)}
