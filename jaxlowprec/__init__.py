@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from jaxlowprec import delayed_scaling, layouts
 from jaxlowprec.autocast import autocast, current_recipe
 from jaxlowprec.dot_general import dot_general, einsum
-from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard
+from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
 from jaxlowprec.linear import CHECKPOINT_NAMES, QuantizedKernel, linear, quantize_kernel
 from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
@@ -46,6 +47,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8Tensor",
     "Hadamard",
+    "Int4",
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
@@ -62,6 +64,7 @@ __all__ = [
     "dequantize",
     "dot_general",
     "einsum",
+    "fake_quantize",
     "hadamard_transform",
     "layouts",
     "linear",

@@ -21,6 +21,7 @@ DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 Float8 = Literal["e4m3", "e5m2"]
 ScaleRule = Literal["up", "floor", "even"]
+Int4Rule = Literal["deploy", "slime", "compressed-tensors"]
 
 
 def check_amax_epsilon(who: str, value: Any) -> None:
@@ -33,15 +34,15 @@ class Format:
     """What all formats say about themselves. `xla_ffi/cpu/kernels.h` has its counterpart.
 
     Attributes:
-        element: of the codes: "e2m1" (4 bits), "e4m3" or "e5m2".
+        element: of the codes: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
         scaling: what the codes are relative to: "two_level" (an E4M3 scale a block and an amax a tensor), "e8m0" (a
-            power of two a block), "float32" (one a block), "tensor" (one float32).
+            power of two a block), "float32" (one a block), "tensor" (one float32), "float16" (a 16-bit float a block).
         scale_dtype: of the scales.
         block, scale_rule, power_of_two, amax_epsilon: fields of the formats that have them, else these defaults.
     """
 
     element: str
-    scaling: Literal["two_level", "e8m0", "float32", "tensor"]
+    scaling: Literal["two_level", "e8m0", "float32", "tensor", "float16"]
     scale_dtype: Any
     block: tuple[int, int] = (1, 1)
     scale_rule: ScaleRule = "up"
@@ -66,17 +67,17 @@ class Format:
     @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
-        return self.element == "e2m1"
+        return self.element in ("e2m1", "int4")
 
     @property
     def data_dtype(self) -> Any:
         """Of the codes."""
-        return {"e2m1": jnp.uint8, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[self.element]
+        return {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}.get(self.element, jnp.uint8)
 
     @property
     def maximum(self) -> float:
         """The largest element."""
-        return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}[self.element]
+        return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0, "int4": 7.0}[self.element]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -239,6 +240,60 @@ class Float8Tensor(Format):
     def __post_init__(self):
         self._check("element", ("e4m3", "e5m2"))
         self._check_float32_scale()
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Format):
+    """4-bit integers, a bfloat16 or float16 scale a group: the weights of W4A16 checkpoints.
+
+    A number decodes to `code * scale`, or `(code - zero_point) * scale`, rounded once to the scale's dtype: to the bit
+    what compressed-tensors and Marlin kernels decode, so that the weight trained with is the weight served.
+
+    Arguments:
+        group_size: consecutive elements of the quantised axis that share a scale.
+        symmetric: codes from -7 to 7. Otherwise codes from 0 to 15 and a zero point a group; zero is always a code.
+        scale_dtype: "bfloat16" or "float16": the dtype of the model that is served. Arrays are rounded to it first, so
+            that a float32 master weight gives what its exported copy gives.
+        pad: whether the quantised axis may end in a part of a group, which zeros then fill. False: it is an error.
+        rule: "deploy": the scale is rounded before it divides. For comparison with published pipelines, in pure JAX
+            alone: "slime": the trainer divides by the unrounded scale, the checkpoint holds the rounded one.
+            "compressed-tensors": that library's rule on a CPU, 16 levels and 16-bit arithmetic throughout.
+
+    Source: int4_qat.md 1.1, 1.2 and 1.4.
+    """
+
+    group_size: int = 128
+    symmetric: bool = True
+    scale_dtype: str = "bfloat16"
+    pad: bool = False
+    rule: Int4Rule = "deploy"
+
+    element = "int4"
+    scaling = "float16"
+
+    def __post_init__(self):
+        size = self.group_size
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"Int4: group_size={size!r}; needs a whole number, 1 or more")
+        for field in ("symmetric", "pad"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"Int4: {field}={getattr(self, field)!r}; needs True or False")
+        try:
+            name = jnp.dtype(self.scale_dtype).name
+        except TypeError:
+            name = self.scale_dtype
+        object.__setattr__(self, "group_size", int(size))
+        object.__setattr__(self, "scale_dtype", name)
+        object.__setattr__(self, "block", (1, int(size)))
+        self._check("scale_dtype", ("bfloat16", "float16"))
+        self._check("rule", ("deploy", "slime", "compressed-tensors"))
+
+    def __str__(self) -> str:
+        words = [f"Int4 1x{self.group_size}"]
+        words += [] if self.symmetric else ["asymmetric"]
+        words += [self.scale_dtype] if self.scale_dtype != "bfloat16" else []
+        words += [f"{self.rule} rule"] if self.rule != "deploy" else []
+        return " ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,13 @@ class QuantizedArray:
         dequantize(q)  ~ the array, in its original orientation
         data           uint8 [..., M, ceil(K/b) * b/2] for packed 4-bit formats: element 2i in the low nibble of byte i;
                        float8 [..., M, K] for 8-bit formats, K padded to whole transforms where it is rotated
+                       Int4: [..., M, ceil(ceil(K/b) * b / 2)], code + 8 where symmetric, a last odd nibble decodes to 0
         scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]; for Float8Tensor [...]
+        zero_point     uint8 [..., M, ceil(K/b)], 0 to 15, for asymmetric Int4; else None
         amax           float32 [...], after the rotation, or None
         axis == -2     data and scale are those of the transposed array, [..., K, ...]: blocks run along M
+
+    For Int4 four bytes of data, read as a little-endian int32, are one word of a compressed-tensors checkpoint.
 
     A last block that the array does not fill is padded with zeros before it is rotated and quantised. Leading axes are
     batch axes, each slice with its own amax; jax.vmap adds and removes them.

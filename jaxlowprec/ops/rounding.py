@@ -25,6 +25,11 @@ def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
 
 
+def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a / b` rounded once, on a CPU. XLA multiplies by the reciprocal of a divisor that it sees repeated."""
+    return a / jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+
+
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """The bits of |x| for a float32 x, as uint32: they sort like magnitudes, infinity above, NaN above infinity."""
     return jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)

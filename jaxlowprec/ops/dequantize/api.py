@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK
+from jaxlowprec.formats import BLOCK, Int4
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.int4.api import dequantize_int4
 from jaxlowprec.quantized_array import QuantizedArray
 
 
 def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implementation = None) -> Float[Array, "..."]:
     """The array that q approximates: its logical shape and original orientation, the rotation undone.
 
-    Decoded (and rotated back) in float32, then rounded once.
+    Decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to its
+    scale_dtype, then converted, which float32 and that dtype hold exactly.
 
     Arguments:
         q: a quantised array.
@@ -40,6 +42,8 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray, as jaxlowprec.quantize returns")
     dtype = float_dtype(who, "dtype", q.dtype if dtype is None else dtype)
+    if isinstance(q.format, Int4):
+        return dequantize_int4(q, dtype, implementation)
     return _dequantize(q, dtype, implementation)
 
 

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK, Format, Hadamard, as_hadamard
+from jaxlowprec.formats import BLOCK, Format, Hadamard, Int4, as_hadamard
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.int4.api import check_length, quantize_int4
 from jaxlowprec.ops.quantize.keys import random_words
 from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op, unit
 from jaxlowprec.quantized_array import QuantizedArray
@@ -39,11 +40,12 @@ def quantize(
     """Quantises an array along one axis.
 
     Leading axes are batch axes, each slice with its own amax. Lengths need not be multiples of the block: the last
-    block is padded with zeros. Not differentiable: it is a step function, and its derivative is taken to be zero.
+    block is padded with zeros (for Int4 with pad=True only). Not differentiable: it is a step function, and its
+    derivative is taken to be zero.
 
     Arguments:
         x: [..., M, K] (or a vector [K]), bfloat16, float16 or float32.
-        fmt: what to quantise to: NVFP4, MXFP8, MXFP4, Float8Block or Float8Tensor.
+        fmt: what to quantise to: NVFP4, MXFP8, MXFP4, Float8Block, Float8Tensor or Int4.
         axis: the quantised (contraction) axis: -1 is rowwise; -2 columnwise, stored K-major: the bytes are those of
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
@@ -70,16 +72,24 @@ def quantize(
         ValueError: an axis, rounding, key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
-    Source: numerics.md 1 to 7; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
+    Int4 rounds to nearest, without rotation or amax; x is rounded to its scale_dtype first.
+
+    Source: numerics.md 1 to 7; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize(jnp.ones((32, 64), jnp.bfloat16), jlp.NVFP4())
     QuantizedArray(NVFP4 1x16, shape=(32, 64), dtype=bfloat16, axis=-1, 1.1 KiB, 3.54x smaller)
     """
     who = "quantize"
-    x = _matrix(who, x, fmt)
+    x = matrix(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
     rotation = as_hadamard(who, hadamard)
+    if isinstance(fmt, Int4):
+        _plain(who, fmt, rotation, rounding)
+        random_words(who, rounding, key, ())
+        _given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
+        check_length(who, x, fmt, axis)
+        return quantize_int4(x, fmt, axis, implementation)
     if x.ndim == 1:
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
@@ -131,18 +141,18 @@ def quantize_both(
     ((32, 32), (64, 16))
     """
     who = "quantize_both"
-    x = _matrix(who, x, fmt)
+    x = matrix(who, x, fmt)
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={amax!r}; needs a pair: that of x and that of the rotated x")
     batch = x.shape[:-2]
-    if rotation and not _rotates_in_pass(fmt, rotation):
+    if isinstance(fmt, Int4) or (rotation and not _rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset}
         amaxes = amax or (None, None)
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
-        return row, quantize(x, fmt, -2, rotation, rounding, key, amaxes[1], implementation, **options)
+        return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
     tensors = [_given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words, given = random_words(who, rounding, key, batch), encode_scale is not None
     indices = _indices(who, offset, (-1, -2))
@@ -183,6 +193,14 @@ def _quantize_both(
     )
 
 
+def _plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> None:
+    """Raises ValueError for what Int4 checkpoints have no place for."""
+    if rotation:
+        raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} weights are not rotated; leave it out")
+    if rounding == "stochastic":
+        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} rounds to nearest alone; leave it out')
+
+
 def _rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
     """Whether the kernel rotates columns itself."""
     return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
@@ -193,7 +211,8 @@ def _kept_amax(fmt: Format, tensor: jax.Array | None) -> jax.Array | None:
     return tensor if fmt.scaling == "two_level" else None
 
 
-def _matrix(who: str, x: Any, fmt: Any) -> jax.Array:
+def matrix(who: str, x: Any, fmt: Any) -> jax.Array:
+    """x, checked with the format it is to be quantised to."""
     if not isinstance(fmt, Format):
         raise TypeError(f"{who}: fmt={fmt!r}; needs a format such as jaxlowprec.NVFP4()")
     x = float_array(who, "x", x)

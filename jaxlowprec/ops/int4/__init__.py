@@ -1,0 +1,1 @@
+"""4-bit integers with a scale a group."""

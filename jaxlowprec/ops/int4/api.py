@@ -1,0 +1,68 @@
+"""What the public quantise, dequantise and fake-quantise do for Int4."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.formats import Int4
+from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.int4 import reference
+from jaxlowprec.ops.int4.op import dequantize_op, fake_quantize_op, quantize_op
+from jaxlowprec.quantized_array import QuantizedArray
+
+
+def check_length(who: str, x: jax.Array, fmt: Int4, axis: int) -> None:
+    """Raises ValueError if the quantised axis does not end with a whole group, unless the format pads."""
+    if (length := x.shape[axis]) % fmt.group_size and not fmt.pad:
+        raise ValueError(
+            f"{who}: x has {length} elements along axis {axis}; Int4(group_size={fmt.group_size}) needs a multiple of "
+            f"{fmt.group_size}, or pad=True"
+        )
+
+
+def check_holds(who: str, x: jax.Array, fmt: Int4) -> None:
+    """Raises TypeError if x's dtype cannot hold what is decoded."""
+    if x.dtype not in (jnp.float32, jnp.dtype(fmt.scale_dtype)):
+        raise TypeError(
+            f"{who}: x is {x.dtype}, which cannot hold the {fmt.scale_dtype} numbers that {fmt} decodes to; cast x to "
+            f'{fmt.scale_dtype} or float32, or use scale_dtype="{x.dtype}"'
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
+def quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementation) -> QuantizedArray:
+    """x [..., M, K] or [K]."""
+    rows = jax.lax.stop_gradient(x if x.ndim > 1 else x[None])
+    op = quantize_op(fmt, axis == -2, x.shape[axis] % fmt.group_size != 0, implementation)
+    data, scale, *zero = (a if x.ndim > 1 else a[0] for a in op(rows))
+    return QuantizedArray(data, scale, None, zero[0] if zero else None, fmt, x.shape[-2:], x.dtype, axis, None)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
+def dequantize_int4(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
+    """The array that q stands for."""
+    vector, fmt, length = len(q.matrix) == 1, q.format, q.matrix[q.axis]
+    arrays = jax.lax.stop_gradient([a for a in (q.data, q.scale, q.zero_point) if a is not None])
+    ragged_length = length if length % fmt.group_size else None
+    op = dequantize_op(fmt, q.axis == -2, ragged_length, jnp.dtype(dtype), implementation)
+    (values,) = op(*[a[..., None, :] for a in arrays] if vector else arrays)
+    return values[..., 0, :] if vector else values
+
+
+def fake_quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementation) -> jax.Array:
+    """What x decodes to once quantised, in one pass."""
+    op = fake_quantize_op(fmt, axis == -2, x.shape[axis] % fmt.group_size != 0, implementation)
+    return op(x)[0] if x.ndim > 1 else op(x[None])[0][0]
+
+
+def clipped_int4(x: jax.Array, fmt: Int4, axis: int) -> jax.Array:
+    """Which elements of x have no code near them: none where the largest magnitude has one."""
+    if fmt.symmetric and fmt.rule == "deploy":
+        return jnp.zeros(x.shape, bool)
+    if axis == -1:
+        return reference.clipped(x, fmt)
+    return jnp.swapaxes(reference.clipped(jnp.swapaxes(x, -1, -2), fmt), -1, -2)

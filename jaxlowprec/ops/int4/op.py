@@ -1,0 +1,132 @@
+"""The Int4 ops: quantise and pack, unpack and decode, and both at once without writing codes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec import wiring
+from jaxlowprec.formats import Int4
+from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.int4 import reference
+
+
+class _Axis(NamedTuple):
+    """What the quantised axis is called in a rule: its elements, its bytes, its groups."""
+
+    elements: str
+    bytes: str
+    groups: str
+    whole: tuple[str, ...]
+    sizes: dict[str, int]
+
+
+def _quantized_axis(fmt: Int4, ragged: bool) -> _Axis:
+    """It splits into whole groups; not at all where the last is not full or where a byte may belong to two."""
+    size = fmt.group_size
+    if ragged or size % 2:
+        return _Axis("k", "kbytes", "kgroups", ("k", "kbytes", "kgroups"), {})
+    return _Axis("(k g)", "(k h)" if size > 2 else "k", "k", (), {"g": size, "h": size // 2} if size > 2 else {"g": 2})
+
+
+def _rule(operands: list[str], results: list[str], axis: _Axis) -> wiring.Rule:
+    text = f"{', '.join(operands)} -> {', '.join(results)}"
+    words = text.replace("(", " ").replace(")", " ").replace(",", " ").split()
+    sizes: dict[str, Any] = {factor: size for factor, size in axis.sizes.items() if factor in words}
+    return wiring.Rule(text, whole=[factor for factor in axis.whole if factor in words], **sizes)
+
+
+def _across(function: Callable, columnwise: bool) -> Callable:
+    """A function of rows, applied to columns: its argument is transposed."""
+    return (lambda x: function(jnp.swapaxes(x, -1, -2))) if columnwise else function
+
+
+def _implemented(who: str, fmt: Int4, implementation: Implementation) -> dict[str, Any]:
+    """The published rules, which only comparisons use, have no kernels."""
+    chosen = choose(who, implementation)
+    if fmt.rule == "deploy":
+        return chosen
+    if implementation == "ffi":
+        raise NotImplementedError(
+            f'{who}: implementation="ffi": there are no kernels for Int4(rule="{fmt.rule}"), which is for comparison; '
+            'use rule="deploy", or implementation=None'
+        )
+    return choose(who, "reference")
+
+
+@functools.cache
+def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
+    """x [..., R, C] -> the same shape and dtype. `ragged`: the quantised axis does not end with a whole group."""
+    axis = _quantized_axis(fmt, ragged)
+    x = f"... {axis.elements} c" if columnwise else f"... r {axis.elements}"
+
+    def run_reference(x):
+        values = _across(lambda rows: reference.fake_quantize(rows, fmt), columnwise)(x)
+        return [jnp.swapaxes(values, -1, -2) if columnwise else values]
+
+    return wiring.define(
+        "jaxlowprec_int4_fake_quantize",
+        rule=_rule([x], [x], axis),
+        outputs=lambda x: [(x.shape, x.dtype)],
+        reference=run_reference,
+        **_implemented("fake_quantize", fmt, implementation),
+    )
+
+
+@functools.cache
+def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
+    """x [..., R, C] -> data [..., R, bytes], scale [..., R, groups] and, where asymmetric, zero points like it.
+
+    Columnwise [..., C, bytes]: of the transposed array.
+    """
+    axis = _quantized_axis(fmt, ragged)
+    x = f"... {axis.elements} r" if columnwise else f"... r {axis.elements}"
+    results = [f"... r {axis.bytes}", *[f"... r {axis.groups}"] * (1 if fmt.symmetric else 2)]
+
+    def outputs(x):
+        *batch, rows, length = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if columnwise else x.shape
+        groups = -(-length // fmt.group_size)
+        scales = (*batch, rows, groups)
+        zeros = [] if fmt.symmetric else [(scales, jnp.uint8)]
+        return [((*batch, rows, -(-groups * fmt.group_size // 2)), jnp.uint8), (scales, fmt.scale_dtype), *zeros]
+
+    return wiring.define(
+        "jaxlowprec_int4_quantize",
+        rule=_rule([x], results, axis),
+        outputs=outputs,
+        reference=_across(lambda rows: reference.quantize(rows, fmt), columnwise),
+        **_implemented("quantize", fmt, implementation),
+    )
+
+
+@functools.cache
+def dequantize_op(
+    fmt: Int4, columnwise: bool, ragged_length: int | None, dtype: jnp.dtype, implementation: Implementation
+):
+    """The inverse of `quantize_op`. `ragged_length`: of a quantised axis that does not end with a whole group."""
+    axis = _quantized_axis(fmt, ragged_length is not None)
+    operands = [f"... r {axis.bytes}", *[f"... r {axis.groups}"] * (1 if fmt.symmetric else 2)]
+    result = f"... {axis.elements} r" if columnwise else f"... r {axis.elements}"
+
+    def length(scale: jax.Array) -> int:
+        return scale.shape[-1] * fmt.group_size if ragged_length is None else ragged_length
+
+    def outputs(data, scale, *_):
+        *batch, rows, _ = data.shape
+        return [((*batch, length(scale), rows) if columnwise else (*batch, rows, length(scale)), dtype)]
+
+    def run_reference(data, scale, zero=None):
+        values = reference.dequantize(data, scale, zero, fmt, length(scale), dtype)
+        return [jnp.swapaxes(values, -1, -2) if columnwise else values]
+
+    return wiring.define(
+        "jaxlowprec_int4_dequantize",
+        rule=_rule(operands, [result], axis),
+        outputs=outputs,
+        reference=run_reference,
+        **_implemented("dequantize", fmt, implementation),
+    )

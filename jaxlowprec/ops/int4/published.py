@@ -1,0 +1,56 @@
+"""Int4 rules of published pipelines, for comparison with them (int4_qat.md 1.1 and 1.2).
+
+Each takes groups [..., G, g], float32 that holds 16-bit numbers, and gives raw codes (unsigned), zero points and the
+scale that a step decodes to in training. They divide, so they are exact where XLA's division is: on a CPU.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.formats import Int4
+from jaxlowprec.ops.rounding import narrowed, quotient
+
+MIDDLE = 8
+
+
+def slime(groups: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Columns A (symmetric: the trainer) and B (asymmetric: the kernel, whose range need not include zero).
+
+    The scale is not rounded. Codes beyond 15, which the kernel's packing carries into the next nibble, come out raw.
+    """
+    if fmt.symmetric:
+        amax = jnp.abs(groups).max(axis=-1)
+        scale = jnp.maximum(quotient(amax, jnp.float32(7)), jnp.float32(1e-5))
+        zero = jnp.full(scale.shape, MIDDLE, jnp.int32)
+    else:
+        low = groups.min(axis=-1)
+        scale = jnp.maximum((groups.max(axis=-1) - low) * jnp.float32(1 / 15), jnp.float32(1e-5))
+        zero = jnp.clip(-jnp.rint(quotient(low, scale)), 0, 15).astype(jnp.int32)
+    steps = jnp.rint(quotient(groups, scale[..., None]))
+    return jnp.clip(steps, -1024, 1024).astype(jnp.int32) + zero[..., None], zero, scale
+
+
+def compressed_tensors(groups: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Column C, as its CPU path computes it: every operation rounds to the scale's dtype.
+
+    A group of zeros has the dtype's epsilon for scale. Zero points are added before rounding.
+    """
+    dtype = jnp.dtype(fmt.scale_dtype)
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return narrowed(x, dtype)
+
+    low, high = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
+    if fmt.symmetric:
+        scale = rounded(quotient(jnp.maximum(-low, high), jnp.float32(7.5)))
+        zero = jnp.zeros(scale.shape, jnp.float32)
+    else:
+        scale = rounded(quotient(rounded(high - low), jnp.float32(15)))
+        zero = jnp.clip(rounded(-8 - rounded(quotient(low, scale))), -8, 7)
+        zero = jnp.where(scale == 0, 0, jnp.rint(zero))
+    scale = jnp.where(scale == 0, jnp.float32(jnp.finfo(dtype).eps), scale)
+    steps = rounded(quotient(groups, scale[..., None]))
+    raw = jnp.rint(steps if fmt.symmetric else rounded(steps + zero[..., None]))
+    return jnp.clip(raw, -1024, 1024).astype(jnp.int32) + MIDDLE, zero.astype(jnp.int32) + MIDDLE, scale
