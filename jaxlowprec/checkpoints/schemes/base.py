@@ -172,6 +172,13 @@ class Scheme(abc.ABC):
         own = self.format
         return type(fmt) is type(own) and (fmt.element, fmt.block) == (own.element, own.block)
 
+    def _refuse_regexes(self, ignore: Sequence[str]) -> None:
+        if regexes := [rule for rule in ignore if rule.startswith("re:")]:
+            raise ValueError(
+                f"{self.name}.quantization_config: readers know no regular expressions; name the modules that "
+                f"{', '.join(regexes)} stands for"
+            )
+
     def _require(self, shape: Sequence[int], verb: str) -> None:
         if reason := self.check(shape):
             raise ValueError(f"{self.name}.{verb}: cannot hold a weight of shape {tuple(shape)}: {reason}")

@@ -27,6 +27,30 @@ from jaxlowprec.formats import Format, Int4
 from jaxlowprec.quantized_array import QuantizedArray
 
 SYMMETRIC_ZERO = 8
+"""The code of zero without zero points."""
+
+
+def decode(
+    codes: np.ndarray, zeros: np.ndarray | None, scale: np.ndarray, scale_dtype: str, dtype: np.dtype
+) -> np.ndarray:
+    """Codes [N, K] as numbers, rounded to the scale's dtype and then to `dtype`.
+
+    Arguments:
+        codes: uint8.
+        zeros: uint8, shaped like the scale; None: 8.
+        scale: [N, K/g], or [N, K] where groups are scattered.
+    """
+    n, k = codes.shape
+    values = codes.astype(np.float32).reshape(n, scale.shape[1], -1)
+    values -= np.float32(SYMMETRIC_ZERO) if zeros is None else zeros[..., None]
+    values *= scale.astype(np.float32)[..., None]
+    return values.reshape(n, k).astype(as_dtype(scale_dtype)).astype(dtype, copy=False)
+
+
+def holds_int4(own: Format, given: Format) -> bool:
+    """Whether codes and scales of a format are laid out as another's, however they were chosen."""
+    keys = ("group_size", "symmetric", "scale_dtype")
+    return isinstance(given, Int4) and all(getattr(given, key) == getattr(own, key) for key in keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +96,7 @@ class PackedInt4(Scheme):
         return config_of("pack-quantized", weights, ignore)
 
     def _holds(self, fmt: Format) -> bool:
-        own = self.format
-        keys = ("group_size", "symmetric", "scale_dtype")
-        return type(fmt) is type(own) and all(getattr(fmt, key) == getattr(own, key) for key in keys)
+        return holds_int4(self.format, fmt)
 
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
         shape = tensors["weight_shape"]
@@ -90,12 +112,8 @@ class PackedInt4(Scheme):
         return None
 
     def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-        n, k = shape
-        codes = unpack_words(tensors["weight_packed"], k).astype(np.float32).reshape(n, -1, self.group_size)
-        zeros = self._zeros(tensors, shape)
-        codes -= np.float32(SYMMETRIC_ZERO) if zeros is None else zeros[..., None]
-        codes *= tensors["weight_scale"].astype(np.float32)[..., None]
-        return codes.reshape(n, k).astype(as_dtype(self.scale_dtype)).astype(dtype, copy=False)
+        codes, zeros = unpack_words(tensors["weight_packed"], shape[1]), self._zeros(tensors, shape)
+        return decode(codes, zeros, tensors["weight_scale"], self.scale_dtype, dtype)
 
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
         k = shape[1]

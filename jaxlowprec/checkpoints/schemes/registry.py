@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxlowprec.checkpoints.schemes.awq import AWQ
 from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.float8_block import DeepSeekFloat8, Float8Tiles
+from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.checkpoints.schemes.int4 import PackedInt4, PackedInt4Asymmetric
+from jaxlowprec.checkpoints.schemes.mx import MilesMXFP8, PackedMXFP4, QuantizedMXFP8
+from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4
 
-_SCHEMES: dict[str, type[Scheme]] = {scheme.name: scheme for scheme in (PackedInt4, PackedInt4Asymmetric)}
+_CLASSES: tuple[type[Scheme], ...] = (
+    PackedInt4,
+    PackedInt4Asymmetric,
+    PackedNVFP4,
+    PackedMXFP4,
+    QuantizedMXFP8,
+    Float8Tiles,
+    DeepSeekFloat8,
+    ModelOptNVFP4,
+    MilesMXFP8,
+    GPTQ,
+    AWQ,
+)
+_SCHEMES = {scheme.name: scheme for scheme in _CLASSES}
 
 NAMES = tuple(_SCHEMES)
 """Of all schemes."""
@@ -18,7 +36,7 @@ def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Sche
 
     Arguments:
         name: one of `NAMES`.
-        group_size: elements along K that share a scale, for the schemes that leave it open (w4a16, w4a16_asym).
+        group_size: elements along K that share a scale, for the INT4 schemes, which leave it open.
             None: the scheme's own.
         options: fields of the scheme's class.
 
