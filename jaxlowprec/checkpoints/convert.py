@@ -13,13 +13,13 @@ from jaxlowprec.checkpoints.engine import Progress, compare_shards, write_shards
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files import write_json
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder, write_index
+from jaxlowprec.checkpoints.modules import scheme_of
 from jaxlowprec.checkpoints.other_files import copy_files, other_files
 from jaxlowprec.checkpoints.plan import Left, Plan
 from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.checkpoints.quantizing import plan_quantization
 from jaxlowprec.checkpoints.resume import check_apart, check_claim, claimed, fingerprint
 from jaxlowprec.checkpoints.rules import Rules
-from jaxlowprec.checkpoints.schemes import from_config
 from jaxlowprec.checkpoints.schemes.base import Scheme
 
 Path = str | pathlib.Path
@@ -134,7 +134,7 @@ def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run:
             not allowed.
     """
     with CheckpointFolder(source) as opened:
-        scheme = from_config(opened.config())
+        scheme = scheme_of(opened)
         plan = plan_dequantization(opened, scheme, dtype)
         options = {"command": "dequantize", "scheme": repr(scheme), "dtype": dtype}
         return _carry_out(plan, opened, pathlib.Path(destination), scheme, options, run)

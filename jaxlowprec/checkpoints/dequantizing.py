@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 from jaxlowprec.checkpoints.config import without_quantization
 from jaxlowprec.checkpoints.dtypes import file_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
-from jaxlowprec.checkpoints.modules import quantised_modules, read_module
+from jaxlowprec.checkpoints.modules import QuantisedModule, quantised_modules
 from jaxlowprec.checkpoints.plan import Arrays, Job, Plan, copy_job
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
@@ -28,9 +27,9 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     modules = quantised_modules(source, scheme)
     if not modules:
         raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
-    consumed = {name: module for module, tensors in modules.items() for name in tensors.values()}
-    jobs = {module: _job(source, scheme, module, tensors, dtype) for module, tensors in modules.items()}
-    first = {tensors[scheme.required[0]]: module for module, tensors in modules.items()}
+    consumed = {name: module for module, held in modules.items() for name in held.tensors.values()}
+    jobs = {module: _job(source, module, held, dtype) for module, held in modules.items()}
+    first = {held.tensors[scheme.required[0]]: module for module, held in modules.items()}
     shards: dict[str, list[Job]] = {}
     for shard, file in source.shards.items():
         held = [
@@ -48,20 +47,14 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     )
 
 
-def _job(source: CheckpointFolder, scheme: Scheme, module: str, tensors: Mapping[str, str], dtype: str) -> Job:
+def _job(source: CheckpointFolder, module: str, held: QuantisedModule, dtype: str) -> Job:
     name = f"{module}.weight"
-    if name in source.shard_of and name not in tensors.values():
+    if name in source.shard_of and name not in held.tensors.values():
         raise CheckpointError(f"{source.path}: module {module!r} has a weight, and quantised tensors as well")
-    try:
-        shape = scheme.shape_of(read_module(source, tensors))
-    except ValueError as error:
-        raise CheckpointError(f"{source.path}: module {module!r}: {error}") from None
-    spec = TensorSpec(file_dtype(as_dtype(dtype)), shape)
-    size = sum(source.spec(part).nbytes for part in tensors.values())
-    return Job(module, {name: spec}, size, functools.partial(_decompress, source, scheme, tensors, name, dtype), name)
+    spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source, module))
+    make = functools.partial(_decompress, source, held, name, dtype)
+    return Job(module, {name: spec}, held.nbytes(source), make)
 
 
-def _decompress(
-    source: CheckpointFolder, scheme: Scheme, tensors: Mapping[str, str], name: str, dtype: str
-) -> Arrays:
-    return {name: scheme.decompress(read_module(source, tensors), dtype)}
+def _decompress(source: CheckpointFolder, held: QuantisedModule, name: str, dtype: str) -> Arrays:
+    return {name: held.scheme.decompress(held.read(source), dtype)}

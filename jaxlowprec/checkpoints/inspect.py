@@ -14,8 +14,7 @@ from jaxlowprec.checkpoints.config import quantization_of
 from jaxlowprec.checkpoints.engine import Counter, Progress, in_parallel
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder
-from jaxlowprec.checkpoints.modules import quantised_modules, read_module
-from jaxlowprec.checkpoints.schemes import from_config
+from jaxlowprec.checkpoints.modules import QuantisedModule, quantised_modules, scheme_of
 from jaxlowprec.checkpoints.schemes.base import Scheme
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -104,11 +103,11 @@ def inspect(
     """
     with CheckpointFolder(path) as opened:
         scheme = _scheme_of(opened)
-        tensors = quantised_modules(opened, scheme) if scheme else {}
-        modules = _modules(opened, scheme, tensors)
+        held = quantised_modules(opened, scheme) if scheme else {}
+        modules = _modules(opened, held)
         if reference is not None:
             with CheckpointFolder(reference) as against:
-                modules = _compared(modules, opened, against, scheme, tensors, workers, progress)
+                modules = _compared(modules, opened, against, held, workers, progress)
     ordered = sorted(modules, key=lambda module: _layer_order(module.name))
     return Inspection(str(path), scheme.name if scheme else None, tuple(ordered))
 
@@ -116,19 +115,17 @@ def inspect(
 def _scheme_of(folder: CheckpointFolder) -> Scheme | None:
     if not (folder.path / CONFIG_FILE).exists():
         return None
-    config = folder.config()
-    return from_config(config) if quantization_of(config) else None
+    return scheme_of(folder) if quantization_of(folder.config()) else None
 
 
-def _modules(folder: CheckpointFolder, scheme: Scheme | None, tensors: Mapping[str, Mapping[str, str]]) -> list[Module]:
-    found = []
-    for module, parts in tensors.items():
-        assert scheme is not None
-        shape = scheme.shape_of(read_module(folder, parts))
-        found.append(Module(module, scheme.name, shape, sum(folder.spec(name).nbytes for name in parts.values())))
-    held = {name for parts in tensors.values() for name in parts.values()}
+def _modules(folder: CheckpointFolder, held: Mapping[str, QuantisedModule]) -> list[Module]:
+    found = [
+        Module(name, module.scheme.name, module.shape(folder, name), module.nbytes(folder))
+        for name, module in held.items()
+    ]
+    tensors = {name for module in held.values() for name in module.tensors.values()}
     for name in folder.shard_of:
-        if name not in held:
+        if name not in tensors:
             spec = folder.spec(name)
             found.append(Module(name.removesuffix(".weight"), spec.dtype, spec.shape, spec.nbytes))
     return found
@@ -138,8 +135,7 @@ def _compared(
     modules: list[Module],
     folder: CheckpointFolder,
     reference: CheckpointFolder,
-    scheme: Scheme | None,
-    tensors: Mapping[str, Mapping[str, str]],
+    held: Mapping[str, QuantisedModule],
     workers: int,
     progress: Progress | None,
 ) -> list[Module]:
@@ -155,9 +151,9 @@ def _compared(
             raise CheckpointError(
                 f"{reference.path}: {name!r} is {list(other.shape)}, in {folder.path} it is {list(module.shape)}"
             )
-        if module.name in tensors:
-            assert scheme is not None
-            decoded = scheme.decompress(read_module(folder, tensors[module.name]), "float32")
+        if module.name in held:
+            stored = held[module.name]
+            decoded = stored.scheme.decompress(stored.read(folder), "float32")
         elif other.dtype in _FLOATS and folder.spec(name).dtype in _FLOATS:
             decoded = folder.read(name)
         else:

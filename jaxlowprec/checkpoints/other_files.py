@@ -23,7 +23,8 @@ def other_files(source: CheckpointFolder, drop: Collection[str] = ()) -> tuple[l
     bookkeeping of git and of download caches. Subfolders are copied whole; links to files count as files.
     """
     taken = {pathlib.Path(name) for name in (*source.shards, CONFIG_FILE, INDEX_FILE)}
-    copied, left_out = [], []
+    copied: list[pathlib.Path] = []
+    left_out: list[pathlib.Path] = []
     for folder, folders, files in os.walk(source.path):
         here = pathlib.Path(folder).relative_to(source.path)
         for name in sorted(folders):

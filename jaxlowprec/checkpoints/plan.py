@@ -24,14 +24,12 @@ class Job:
         outputs: what is written.
         source_bytes: that it reads.
         make: computes them; None: the one tensor is copied, byte for byte, from the tensor of its name.
-        weight: the tensor of the source that they stand for, None for a copy.
     """
 
     module: str
     outputs: Mapping[str, TensorSpec]
     source_bytes: int
     make: Callable[[], Arrays] | None = None
-    weight: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,4 +91,7 @@ def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, Ten
     """What a module's tensors will be, under their full names."""
     dtype = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[spec.dtype]
     announced = scheme.output_specs(spec.shape, dtype).items()
-    return {f"{module}.{suffix}": TensorSpec(file_dtype(as_dtype(name)), tuple(shape)) for suffix, (name, shape) in announced}
+    return {
+        f"{module}.{suffix}": TensorSpec(file_dtype(as_dtype(name)), tuple(shape))
+        for suffix, (name, shape) in announced
+    }

@@ -26,6 +26,7 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise CheckpointError("--plot needs matplotlib: pip install matplotlib") from None
     series = sqnr_by_kind(inspection)
@@ -47,10 +48,17 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel("SQNR / dB")
     axes.set_title(f"{pathlib.Path(inspection.path).name}: {inspection.scheme or 'weights'} against the reference")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if any(None in points for points in series.values()):
         axes.axvline(outside - 0.5, color="0.8", linewidth=1)
-        axes.annotate(_OTHERS, (outside, 0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points", ha="center")
+        axes.annotate(
+            _OTHERS,
+            (outside, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+        )
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
     try:
@@ -66,6 +74,8 @@ def sqnr_by_kind(inspection: Inspection) -> dict[str, dict[int | None, list[floa
         if module.error is not None and module.error.sqnr_db is not None:
             parts = module.name.split(".")
             layer = layer_of(module.name)
-            after = parts[next(i for i, part in enumerate(parts) if part.isdigit()) + 1 :] if layer is not None else parts
+            after = (
+                parts[next(i for i, part in enumerate(parts) if part.isdigit()) + 1 :] if layer is not None else parts
+            )
             found[".".join(part for part in after if not part.isdigit())][layer].append(module.error.sqnr_db)
     return found

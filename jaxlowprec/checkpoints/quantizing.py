@@ -53,7 +53,7 @@ def plan_quantization(source: CheckpointFolder, scheme: Scheme, rules: Rules, le
         raise CheckpointError(f"{source.path}: nothing to quantise: every matrix is left alone, {_reasons(left)}")
     left_modules = {entry.module for entry in left}
     _require_whole(left_modules, set(quantised))
-    ignore = _ignore(rules, left_modules, set(quantised))
+    ignore = _ignore(rules, left_modules, set(quantised)) if scheme.regex_ignores else sorted(left_modules)
     modules = {**{m: f"{m}.weight" for m in left_modules if f"{m}.weight" in kinds}, **quantised}
     return Plan(
         shards=_shards(source, scheme, quantised),
@@ -74,7 +74,7 @@ def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, st
         if module is None:
             return copy_job(name, spec)
         make = functools.partial(_compress, source, scheme, module, name, amax_of)
-        return Job(module, output_specs(scheme, module, spec), spec.nbytes, make, name)
+        return Job(module, output_specs(scheme, module, spec), spec.nbytes, make)
 
     return {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
 

@@ -84,13 +84,15 @@ def check_claim(destination: pathlib.Path, wanted: dict[str, Any]) -> bool:
         return False
     if not (destination / MANIFEST).exists():
         if any(not path.name.startswith(TEMPORARY_PREFIX) for path in destination.iterdir()):
-            raise CheckpointError(f"{destination}: is not empty, and holds no unfinished conversion; choose another folder")
+            raise CheckpointError(
+                f"{destination}: is not empty, and holds no unfinished conversion; choose another folder"
+            )
         return False
     found = read_json_object(destination / MANIFEST)
     if found != wanted:
         raise CheckpointError(
-            f"{destination}: holds an unfinished conversion of another kind ({_difference(found, wanted)}); finish that "
-            "one, remove the folder, or choose another"
+            f"{destination}: holds another unfinished conversion ({_difference(found, wanted)}); finish that one, "
+            "remove the folder, or choose another"
         )
     return True
 

@@ -98,7 +98,7 @@ def splits(left: Collection[str], quantised: Collection[str]) -> list[tuple[str,
     for module in sorted(left):
         for unit in fused_units(module):
             parts[unit].append(module)
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for module in sorted(quantised):
         for unit in fused_units(module):
             if unit in parts:
@@ -143,7 +143,9 @@ def disagreements(ignore: Sequence[str], modules: Mapping[str, str]) -> list[str
                     "against the rule's meaning for modules"
                 )
         if (last := rule.rpartition(".")[2]) in FUSED and rule not in modules:
-            found.append(f"rule {rule!r}: vLLM leaves the fused {last} alone; the checkpoint has its parts, which are not")
+            found.append(
+                f"rule {rule!r}: vLLM leaves the fused {last} alone; the checkpoint has its parts, which are not"
+            )
     return found
 
 

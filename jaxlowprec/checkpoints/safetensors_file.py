@@ -167,7 +167,7 @@ class SafetensorsWriter:
         if given != entry.spec:
             raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}, given as {given}")
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        _write_all(self._descriptor, memoryview(data), entry.offset)
+        _write_all(self._descriptor, data.data, entry.offset)
 
     def copy(self, name: str, source: SafetensorsFile, source_name: str) -> None:
         """Copies a tensor from another file."""

@@ -16,9 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder of a Hugging Face checkpoint")
     parser.add_argument("destination", metavar="DST", help="new folder; or one that this command left unfinished")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
-    parser.add_argument("--verify", action="store_true", help="at the end compute all again and compare it with the files")
+    parser.add_argument(
+        "--verify", action="store_true", help="at the end compute all again and compare it with the files"
+    )
     parser.add_argument("--json", action="store_true", help="report for machines, and no progress bar")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="tensors at work, and in memory (default 2)")
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="tensors at work, and in memory (default 2)"
+    )
 
 
 def run_of(options: argparse.Namespace) -> Run:

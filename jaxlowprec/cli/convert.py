@@ -10,7 +10,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.cli import conversion
 
-_RULE = 'a module\'s name, or "re:" and a regular expression matched from the name\'s start'
+_RULE = "a module's name, or \"re:\" and a regular expression matched from the name's start"
 
 
 def add_parser(commands: Any) -> None:

@@ -13,7 +13,9 @@ def add_parser(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser("dequantize", help="bring a quantised checkpoint back to high precision")
     conversion.add_arguments(parser)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights"
+    )
     parser.set_defaults(run=run)
 
 
