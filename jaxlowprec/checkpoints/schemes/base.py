@@ -115,7 +115,12 @@ class Scheme(abc.ABC):
         self._require(weight.shape, "compress")
         with on_the_cpu():
             given = None if amax is None else jnp.float32(amax)
-            return self.store(quantize(jnp.asarray(weight), self.format, amax=given))
+            x = jax.device_put(weight)  # the same memory, where it is aligned; jnp.asarray copies it
+            return self.store(quantize(x, self.format, amax=given))
+
+    def shape_of(self, tensors: Tensors) -> tuple[int, int]:
+        """[N, K] of the weight that tensors stand for, which are checked. Raises ValueError as `decompress`."""
+        return self._checked(tensors, "shape_of")
 
     def decompress(self, tensors: Tensors, dtype: Any = "bfloat16") -> np.ndarray:
         """The weight [N, K] as a reader of the published format computes it.
