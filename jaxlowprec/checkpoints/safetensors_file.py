@@ -39,6 +39,8 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
+        if not self.path.is_file():
+            raise CheckpointError(f"{self.path}: no such file")
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
