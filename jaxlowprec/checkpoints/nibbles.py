@@ -35,7 +35,7 @@ def words_of_bytes(data: np.ndarray) -> np.ndarray:
 
 
 def bytes_of_words(words: np.ndarray, length: int) -> np.ndarray:
-    """The bytes of [..., ceil(length/8)] words that hold `length` codes, [..., ceil(length/2)]: a view where possible."""
+    """The [..., ceil(length/2)] bytes of words that hold `length` codes, a view of them where possible."""
     return np.ascontiguousarray(words).view(np.uint8)[..., : -(-length // 2)]
 
 

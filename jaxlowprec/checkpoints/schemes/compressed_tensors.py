@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "dynamic": False,
     "group_size": None,
     "block_structure": None,

@@ -25,7 +25,7 @@ from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
 from jaxlowprec.formats import BLOCK, NVFP4, Format
 from jaxlowprec.quantized_array import QuantizedArray
 
-E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The number that each 4-bit code stands for."""
 
 LARGEST = np.float32(2688)

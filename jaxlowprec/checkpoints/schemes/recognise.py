@@ -71,7 +71,7 @@ def detect(tensors: Mapping[str, Any]) -> Scheme | None:
 
 def _spec(tensor: Any) -> tuple[str, tuple[int, ...]]:
     dtype, shape = tensor if isinstance(tensor, tuple) else (tensor.dtype, tensor.shape)
-    return getattr(dtype, "name", dtype), tuple(shape)
+    return str(getattr(dtype, "name", dtype)), tuple(shape)
 
 
 def _tiles(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
