@@ -49,23 +49,38 @@ def write_shards(
     _require_space(plan, missing, destination)
     counter = Counter(plan.source_bytes, "converting", progress)
     counter.add(sum(job.source_bytes for shard in finished for job in plan.shards[shard]))
-    for shard in missing:
-        with SafetensorsWriter(destination / shard, plan.specs(shard)) as writer:
-
-            def write(job: Job, writer: SafetensorsWriter = writer) -> None:
-                _write(job, source, writer)
-                counter.add(job.source_bytes)
-
-            in_parallel(write, plan.shards[shard], workers)
+    with concurrent.futures.ThreadPoolExecutor(1) as closer:  # the disk takes one file while the next is computed
+        closed: concurrent.futures.Future[None] | None = None
+        for shard in missing:
+            writer = _written(plan, shard, source, destination, workers, counter)
+            if closed:
+                closed.result()
+            closed = closer.submit(writer.commit)
+        if closed:
+            closed.result()
     return finished
 
 
-def _write(job: Job, source: CheckpointFolder, writer: SafetensorsWriter) -> None:
-    if job.make is None:
-        writer.copy(job.module, source.file_of(job.module), job.module)
-        return
-    for name, array in job.make().items():
-        writer.write(name, array)
+def _written(
+    plan: Plan, shard: str, source: CheckpointFolder, destination: pathlib.Path, workers: int, counter: Counter
+) -> SafetensorsWriter:
+    """The writer of a file whose tensors are all written, to be committed."""
+    writer = SafetensorsWriter(destination / shard, plan.specs(shard))
+
+    def write(job: Job) -> None:
+        if job.make is None:
+            writer.copy(job.module, source.file_of(job.module), job.module)
+        else:
+            for name, array in job.make().items():
+                writer.write(name, array)
+        counter.add(job.source_bytes)
+
+    try:
+        in_parallel(write, plan.shards[shard], workers)
+    except BaseException:
+        writer.abandon()
+        raise
+    return writer
 
 
 def is_finished(plan: Plan, shard: str, destination: pathlib.Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -66,40 +66,48 @@ def plan_quantization(source: CheckpointFolder, scheme: Scheme, rules: Rules, le
 
 
 def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, str]) -> dict[str, list[Job]]:
-    amax_of = _shared_amax(source, quantised) if scheme.shares_global_scale else lambda module: None
+    amaxes = _Amaxes(source, quantised)
     module_of = {name: module for module, name in quantised.items()}
 
     def job(name: str) -> Job:
         spec, module = source.spec(name), module_of.get(name)
         if module is None:
             return copy_job(name, spec)
-        make = functools.partial(_compress, source, scheme, module, name, amax_of)
+        make = functools.partial(_compress, source, scheme, module, name, amaxes)
         return Job(module, output_specs(scheme, module, spec), spec.nbytes, make)
 
     return {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
 
 
-def _compress(
-    source: CheckpointFolder, scheme: Scheme, module: str, name: str, amax_of: Callable[[str], float | None]
-) -> Arrays:
-    weight = source.read(name)
-    if not np.isfinite(amax(weight)):
-        raise CheckpointError(f"{source.path}: tensor {name!r} holds NaN or infinity, which no scale can hold")
-    made = scheme.compress(weight, amax=amax_of(module))
+def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, amaxes: _Amaxes) -> Arrays:
+    own = amaxes.own(module)  # for every scheme: it also says whether the weight is finite
+    shared = amaxes.shared(module) if scheme.shares_global_scale else own
+    made = scheme.compress(source.read(name), amax=shared if scheme.format.has_tensor_scale else None)
     return {f"{module}.{suffix}": array for suffix, array in made.items()}
 
 
-def _shared_amax(source: CheckpointFolder, quantised: Mapping[str, str]) -> Callable[[str], float]:
-    """The amax that a module is scaled by: the largest of the projections that an engine fuses it with."""
-    own: dict[str, float] = {}
+class _Amaxes:
+    """The largest magnitudes of weights, each computed once."""
 
-    def amax_of(module: str) -> float:
-        for sibling in fused_siblings(module, quantised):
-            if sibling not in own:
-                own[sibling] = amax(source.read(quantised[sibling]))
-        return max(own[sibling] for sibling in fused_siblings(module, quantised))
+    def __init__(self, source: CheckpointFolder, quantised: Mapping[str, str]):
+        self._source, self._quantised = source, quantised
+        self._known: dict[str, float] = {}
 
-    return amax_of
+    def own(self, module: str) -> float:
+        """Of a module's weight. Raises CheckpointError for NaN and infinity, which no scale can hold."""
+        if module not in self._known:
+            name = self._quantised[module]
+            found = amax(self._source.read(name))
+            if not np.isfinite(found):
+                raise CheckpointError(
+                    f"{self._source.path}: tensor {name!r} holds NaN or infinity, which no scale can hold"
+                )
+            self._known[module] = found
+        return self._known[module]
+
+    def shared(self, module: str) -> float:
+        """The largest of the projections that an engine fuses it with: what they are all scaled by."""
+        return max(self.own(sibling) for sibling in fused_siblings(module, self._quantised))
 
 
 def amax(array: np.ndarray) -> float:

@@ -103,7 +103,7 @@ def splits(left: Collection[str], quantised: Collection[str]) -> list[tuple[str,
         for unit in fused_units(module):
             if unit in parts:
                 found.setdefault(unit, (parts[unit][0], module))
-    return [found[unit] for unit in sorted(found)]
+    return list(dict.fromkeys(found[unit] for unit in sorted(found)))
 
 
 def fused_units(module: str) -> list[str]:

@@ -39,6 +39,8 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
+        if not self.path.is_file():
+            raise CheckpointError(f"{self.path}: no such file")
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -157,7 +159,7 @@ class SafetensorsWriter:
             os.truncate(self._descriptor, self.header.size)
             _write_all(self._descriptor, memoryview(prefix), 0)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -177,11 +179,20 @@ class SafetensorsWriter:
         source.copy_to(source_name, self._descriptor, entry.offset)
 
     def commit(self) -> None:
-        """Puts the file on the disk and gives it its name."""
-        if self._missing:
-            raise CheckpointError(f"{self.path}: {len(self._missing)} tensors were not written: {min(self._missing)}")
-        os.fsync(self._descriptor)
-        publish(self.path)
+        """Puts the file on the disk and gives it its name; removes it where that fails."""
+        try:
+            if self._missing:
+                missing = f"{len(self._missing)} tensors were not written: {min(self._missing)}"
+                raise CheckpointError(f"{self.path}: {missing}")
+            os.fsync(self._descriptor)
+            publish(self.path)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the file, and removes it if it has not got its name."""
+        os.close(self._descriptor)
+        temporary_path(self.path).unlink(missing_ok=True)
 
     def _claim(self, name: str):
         with self._lock:
@@ -191,22 +202,16 @@ class SafetensorsWriter:
             self._missing.remove(name)
         return self.header.tensors[name]
 
-    def _abandon(self) -> None:
-        """Closes it, and removes what did not get its name."""
-        os.close(self._descriptor)
-        temporary_path(self.path).unlink(missing_ok=True)
-
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self.commit()
-        finally:
-            self._abandon()
+        if kind is None:
+            self.commit()
+        else:
+            self.abandon()
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -20,7 +21,12 @@ def main(argv: list[str] | None = None) -> int:
         command.add_parser(commands)
     options = parser.parse_args(argv)
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (CheckpointError, OSError) as error:
         print(f"jaxlowprec {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
