@@ -37,6 +37,7 @@ class AWQ(Scheme):
     scale_dtype: str = "float16"
 
     name: ClassVar[str] = "awq"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
     regex_ignores: ClassVar[bool] = False
 

@@ -38,6 +38,7 @@ class Scheme(abc.ABC):
         optional: tensors that `load` accepts and does not need.
         shares_global_scale: whether projections that an engine fuses (q, k and v; gate and up) must be compressed with
             one `amax`, that of the largest.
+        scale_dtypes: dtypes that scales may have, for schemes with a `scale_dtype` of their own.
         regex_ignores: whether `quantization_config` can name modules by regular expressions ("re:...").
     """
 
@@ -45,6 +46,7 @@ class Scheme(abc.ABC):
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     shares_global_scale: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[str, ...]] = ()
     regex_ignores: ClassVar[bool] = True
     also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further dtypes that `load` takes for a tensor."""
@@ -144,6 +146,20 @@ class Scheme(abc.ABC):
             ValueError: as `decompress`.
         """
         return self._read(tensors, self._checked(tensors, "load"), as_dtype(dtype))
+
+    def as_stored(self, tensors: Mapping[str, Any]) -> Scheme:
+        """The scheme with the dtype that a module's scales have, which no configuration says, where it is supported.
+
+        Arguments:
+            tensors: by the last part of their names: anything with a `dtype`.
+        """
+        scale = next(
+            (tensors[name] for name in ("weight_scale", "weight_scale_inv", "scales") if name in tensors), None
+        )
+        name = None if scale is None else np.dtype(scale.dtype).name
+        if name not in self.scale_dtypes or name == getattr(self, "scale_dtype", name):
+            return self
+        return dataclasses.replace(self, scale_dtype=name)  # type: ignore[call-arg]
 
     def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         """The inverse of `load`.

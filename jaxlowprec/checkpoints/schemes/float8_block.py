@@ -38,10 +38,11 @@ class Float8Tiles(Scheme):
     name: ClassVar[str] = "fp8_block"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     scales: ClassVar[str] = "weight_scale"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
     def __post_init__(self):
-        if self.scale_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f'{self.name}: scale_dtype={self.scale_dtype!r}; needs "float32" or "bfloat16"')
+        if self.scale_dtype not in self.scale_dtypes:
+            raise ValueError(f"{self.name}: scale_dtype={self.scale_dtype!r}; needs {' or '.join(self.scale_dtypes)}")
 
     @property
     def format(self) -> Format:

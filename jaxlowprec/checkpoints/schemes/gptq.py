@@ -41,6 +41,7 @@ class GPTQ(Scheme):
     version: Literal[1, 2] = 1
 
     name: ClassVar[str] = "gptq"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
 
     def __post_init__(self):
