@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlowprec.checkpoints import marlin
-from jaxlowprec.checkpoints.nibbles import pack_words, unpack_words
+from jaxlowprec.checkpoints.codes import pack_words, unpack_words
 from tests.helpers import digest
 
 

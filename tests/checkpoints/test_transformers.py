@@ -60,6 +60,8 @@ def write_checkpoint(folder, scheme):
         ("w4a16_asym", {"group_size": 32}),
         ("nvfp4", {}),
         ("mxfp4", {}),
+        ("mxfp8", {}),
+        ("fp8_block", {}),
     ],
 )
 def test_every_weight_is_the_trained_one(name, options, tmp_path):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
+from jaxlowprec.checkpoints.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
 from jaxlowprec.formats import Format, Int4

@@ -178,7 +178,7 @@ class Scheme(abc.ABC):
         if q.hadamard is not None:
             raise ValueError(f"{who}: q is rotated by {q.hadamard}, which this format cannot say; quantise without it")
         self._require(q.shape, "store")
-        if not np.isfinite(np.asarray(q.scale, np.float32)).all():
+        if not _all_finite(np.asarray(q.scale)):
             raise ValueError(
                 f"{who}: a scale of q is not finite: the weight held NaN or infinity, or its dtype's limit"
             )
@@ -231,6 +231,13 @@ def as_dtype(dtype: Any) -> np.dtype:
     return (
         np.dtype(getattr(ml_dtypes, dtype)) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else np.dtype(dtype)
     )
+
+
+def _all_finite(scale: np.ndarray) -> bool:
+    if scale.dtype.itemsize > 1:
+        return bool(np.isfinite(scale).all())
+    table = np.isfinite(np.arange(256, dtype=np.uint8).view(scale.dtype).astype(np.float32))
+    return bool(table[scale.view(np.uint8)].all())
 
 
 def on_the_cpu() -> contextlib.AbstractContextManager[Any]:

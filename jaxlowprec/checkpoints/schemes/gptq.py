@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import bytes_of_words, pack_words, unpack_words, words_of_bytes
+from jaxlowprec.checkpoints.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
 from jaxlowprec.formats import Format, Int4

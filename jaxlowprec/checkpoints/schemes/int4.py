@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import (
+from jaxlowprec.checkpoints.codes import (
     AWQ_ORDER,
     bytes_of_words,
     pack_words,

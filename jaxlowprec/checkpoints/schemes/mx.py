@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import unpack_bytes
+from jaxlowprec.checkpoints.codes import E2M1, E4M3, unpack_bytes
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-from jaxlowprec.checkpoints.schemes.nvfp4 import E2M1
 from jaxlowprec.formats import MXFP4, MXFP8, Format, ScaleRule
 from jaxlowprec.quantized_array import QuantizedArray
 
@@ -120,7 +119,7 @@ class QuantizedMXFP8(_MX):
         return tensors["weight"].shape  # type: ignore[return-value]
 
     def _elements(self, codes: np.ndarray, k: int) -> np.ndarray:
-        return codes.astype(np.float32)
+        return E4M3[codes.view(np.uint8)]
 
 
 @dataclasses.dataclass(frozen=True)
