@@ -10,6 +10,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.inspect import Inspection, layer_of
 
 _OTHERS = "others"
+_LEAST_RANGE = 2.0  # dB: tenths are no difference between layers
 
 
 def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
@@ -59,6 +60,9 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
             textcoords="offset points",
             ha="center",
         )
+    low, high = axes.get_ylim()
+    margin = max(0.0, _LEAST_RANGE - (high - low)) / 2
+    axes.set_ylim(low - margin, high + margin)
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
     try:
