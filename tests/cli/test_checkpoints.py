@@ -50,7 +50,7 @@ def test_json_is_all_there_is_on_standard_output(capsys, source, tmp_path):
 def test_a_dry_run_lists_every_matrix(capsys, source, tmp_path):
     out, _ = command(capsys, "convert", source, tmp_path / "low", "--scheme", "mxfp4", "--dry-run")
     assert "would change 7 weights" in out and "  model.layers.0.mlp.up_proj\n" in out
-    assert "  lm_head  (rule re:" in out and "wrote" not in out
+    assert "  lm_head  (default: heads)" in out and "wrote" not in out
 
 
 def test_options_reach_the_conversion(capsys, source, tmp_path):
