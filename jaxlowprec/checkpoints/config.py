@@ -37,6 +37,13 @@ def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
     return next((entry for entry in found if isinstance(entry, dict) and entry), None)
 
 
+def deployment_dtype(config: dict[str, Any]) -> str:
+    """The dtype that engines compute in: float16 where the config says so, else bfloat16."""
+    said = (place.get(key) for place in _places(config) for key in ("dtype", "torch_dtype"))
+    first = next((dtype for dtype in said if isinstance(dtype, str)), "bfloat16")
+    return "float16" if first.removeprefix("torch.") == "float16" else "bfloat16"
+
+
 def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The config, and those of text models nested in it."""
     places = [config]

@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxlowprec.checkpoints.config import deployment_dtype
 from jaxlowprec.checkpoints.dequantizing import plan_dequantization
 from jaxlowprec.checkpoints.engine import Progress, compare_shards, write_shards
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files import write_json
+from jaxlowprec.checkpoints.files import read_json_object, write_json
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder, write_index
 from jaxlowprec.checkpoints.modules import scheme_of
 from jaxlowprec.checkpoints.other_files import copy_files, other_files
@@ -20,7 +21,7 @@ from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.checkpoints.quantizing import plan_quantization
 from jaxlowprec.checkpoints.resume import check_apart, check_claim, claimed, fingerprint
 from jaxlowprec.checkpoints.rules import Rules
-from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes import Scheme, by_name
 
 Path = str | pathlib.Path
 
@@ -80,6 +81,24 @@ class Run:
     def __post_init__(self):
         if self.workers < 1:
             raise CheckpointError(f"workers={self.workers}; needs 1 or more")
+
+
+def scheme_for(source: Path, name: str, *, group_size: int | None = None) -> Scheme:
+    """A scheme for a checkpoint: INT4 scales are of the dtype that its config says engines compute in.
+
+    Arguments:
+        source: folder of the checkpoint.
+        name, group_size: see `schemes.by_name`.
+
+    Raises:
+        CheckpointError: the scheme has no such group size, or the folder no config.
+    """
+    config = read_json_object(pathlib.Path(source) / CONFIG_FILE)
+    options = {"scale_dtype": deployment_dtype(config)} if name.startswith("w4a16") else {}
+    try:
+        return by_name(name, group_size=group_size, **options)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(str(error)) from None
 
 
 def convert(

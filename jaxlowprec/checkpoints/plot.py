@@ -9,7 +9,7 @@ from collections import defaultdict
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.inspect import Inspection, layer_of
 
-_OTHERS = "others"
+_LEAST_RANGE = 2.0  # dB: tenths are no difference between layers
 
 
 def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
@@ -48,17 +48,15 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel("SQNR / dB")
     axes.set_title(f"{pathlib.Path(inspection.path).name}: {inspection.scheme or 'weights'} against the reference")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ticks = [int(t) for t in MaxNLocator(integer=True).tick_values(0, max(outside - 1, 1)) if 0 <= t < outside]
+    labels = [str(tick) for tick in ticks]
     if any(None in points for points in series.values()):
         axes.axvline(outside - 0.5, color="0.8", linewidth=1)
-        axes.annotate(
-            _OTHERS,
-            (outside, 0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-        )
+        ticks, labels = [*ticks, outside], [*labels, "others"]
+    axes.set_xticks(ticks, labels)
+    bottom, top = axes.get_ylim()
+    margin = max(0.0, _LEAST_RANGE - (top - bottom)) / 2
+    axes.set_ylim(bottom - margin, top + margin)
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
     try:

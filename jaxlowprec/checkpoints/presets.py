@@ -19,15 +19,18 @@ LINEAR_ATTENTION = r"re:(.*\.)?(linear_attn|conv1d|mamba)(\.|$)"
 MULTI_TOKEN_PREDICTION = r"re:(.*\.)?(eh_proj|mtp\.fc)(\.|$)"
 INDEXERS = r"re:.*\.indexer(\.|$)"  # DeepSeek-V3.2's sparse attention: its choice of tokens, not its arithmetic
 
-DEFAULTS = (
-    HEADS,
-    EMBEDDINGS,
-    NORMS,
-    ROUTERS,
-    SHARED_EXPERT_GATES,
-    VISION,
-    LINEAR_ATTENTION,
-    MULTI_TOKEN_PREDICTION,
-    INDEXERS,
-)
+KINDS = {
+    HEADS: "heads",
+    EMBEDDINGS: "embeddings",
+    NORMS: "norms",
+    ROUTERS: "routers",
+    SHARED_EXPERT_GATES: "shared experts' gates",
+    VISION: "vision and audio",
+    LINEAR_ATTENTION: "linear attention",
+    MULTI_TOKEN_PREDICTION: "multi-token prediction's projections",
+    INDEXERS: "sparse attention's indexers",
+}
+"""What each default rule is for."""
+
+DEFAULTS = tuple(KINDS)
 """For Llama, Qwen, Mixtral, DeepSeek and GLM models, with vision and multi-token prediction, and names like theirs."""

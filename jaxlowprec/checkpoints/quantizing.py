@@ -13,6 +13,7 @@ from jaxlowprec.checkpoints.config import quantization_of, with_quantization
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.checkpoints.plan import Arrays, Job, Left, Plan, copy_job, output_specs
+from jaxlowprec.checkpoints.presets import KINDS
 from jaxlowprec.checkpoints.rules import Rules, config_ignore, disagreements, fused_siblings, matching, splits
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
@@ -134,7 +135,7 @@ def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
             return "all experts' weights in one array"
         return "not the weight of a module"
     if rule := rules.why_left_alone(name.removesuffix(".weight")):
-        return f"rule {rule}"
+        return f"default: {KINDS[rule]}" if rule in KINDS else f"rule {rule}"
     if len(spec.shape) > 2:
         return f"{len(spec.shape)} dimensions"
     return None if spec.dtype in _FLOATS else f"dtype {spec.dtype}"

@@ -57,8 +57,6 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
     Raises:
         CheckpointError: the folder holds anything else, or another process is at work in it.
     """
-    if destination.exists() and not destination.is_dir():
-        raise CheckpointError(f"{destination}: is no folder")
     check_claim(destination, wanted)
     destination.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(destination, os.O_RDONLY)
@@ -80,8 +78,10 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
 
 def check_claim(destination: pathlib.Path, wanted: dict[str, Any]) -> bool:
     """Whether a folder holds the same conversion, unfinished. Raises CheckpointError if it holds anything else."""
-    if not destination.is_dir():
+    if not destination.exists():
         return False
+    if not destination.is_dir():
+        raise CheckpointError(f"{destination}: is no folder")
     if not (destination / MANIFEST).exists():
         if any(not path.name.startswith(TEMPORARY_PREFIX) for path in destination.iterdir()):
             raise CheckpointError(

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from jaxlowprec.checkpoints import convert, schemes
-from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.cli import conversion
 
@@ -39,14 +38,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Carries it out."""
-    try:
-        scheme = schemes.by_name(options.scheme, group_size=options.group_size)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
     report = convert.convert(
         options.source,
         options.destination,
-        scheme,
+        convert.scheme_for(options.source, options.scheme, group_size=options.group_size),
         ignore=options.ignore,
         include=options.include,
         defaults=() if options.no_defaults else DEFAULTS,
