@@ -124,7 +124,7 @@ class TreeMapping:
             if parts and scheme is not None:
                 suffixed = {part: tensors[full] for part, full in parts.items()}
                 used |= set(parts.values())
-                stored = scheme.as_stored(suffixed)
+                stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
                 found[path] = _about(path, lambda s=stored, t=suffixed, d=leaf.dtype: s.load(t, d)).mT
             elif name in tensors:
                 used.add(name)

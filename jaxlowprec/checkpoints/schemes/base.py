@@ -147,19 +147,16 @@ class Scheme(abc.ABC):
         """
         return self._read(tensors, self._checked(tensors, "load"), as_dtype(dtype))
 
-    def as_stored(self, tensors: Mapping[str, Any]) -> Scheme:
+    def as_stored(self, dtypes: Mapping[str, str]) -> Scheme:
         """The scheme with the dtype that a module's scales have, which no configuration says, where it is supported.
 
         Arguments:
-            tensors: by the last part of their names: anything with a `dtype`.
+            dtypes: names of the tensors' dtypes, by the last part of the tensors' names.
         """
-        scale = next(
-            (tensors[name] for name in ("weight_scale", "weight_scale_inv", "scales") if name in tensors), None
-        )
-        name = None if scale is None else np.dtype(scale.dtype).name
-        if name not in self.scale_dtypes or name == getattr(self, "scale_dtype", name):
+        dtype = next((dtypes[name] for name in ("weight_scale", "weight_scale_inv", "scales") if name in dtypes), None)
+        if dtype not in self.scale_dtypes or dtype == getattr(self, "scale_dtype", dtype):
             return self
-        return dataclasses.replace(self, scale_dtype=name)  # type: ignore[call-arg]
+        return dataclasses.replace(self, scale_dtype=dtype)  # type: ignore[call-arg]
 
     def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         """The inverse of `load`.
