@@ -25,10 +25,8 @@ from jaxlowprec.recipes import Recipe, Role, Roles
 from jaxlowprec.weight_only import check_whole_groups
 
 _HIGH_PRECISION = Roles(None, None, None)
-_OURS = (
-    *(jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum),
-    *(jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum),
-)
+_OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum)
+_OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum)
 _LINEN = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed)
 _NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed)
 
@@ -254,6 +252,11 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
             kernel = nn.meta.unbox(kernel)
             axes = _linen_axes(layer, kernel, *call_args, **call_kwargs) if name == "kernel" else None
             found[_joined(layer.path)] = _applied(_joined(layer.path), _joined(layer.path), layer, kernel, axes)
+            if not isinstance(
+                kernel, QuantizedArray
+            ):  # in high precision, so that a layer that cannot follow is seen too
+                ours = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
+                call = call if ours is None else super(ours, layer).__call__
         return call(*call_args, **call_kwargs)
 
     leaves, structure = jax.tree.flatten((variables, args, kwargs))
