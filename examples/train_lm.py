@@ -29,6 +29,8 @@ RECIPES = {
     "fp8_block": jlp.Float8BlockScaling,
     "fp8_current": jlp.Float8CurrentScaling,
     "fp8_delayed": jlp.DelayedScaling,
+    "int4_qat": jlp.Int4QAT,
+    "nvfp4_qat": lambda: jlp.WeightQAT(jlp.NVFP4()),
 }
 
 

@@ -15,6 +15,7 @@ from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import (
     Custom,
@@ -33,9 +34,11 @@ from jaxlowprec.recipes import (
 
 if TYPE_CHECKING:
     from jaxlowprec import linen, nnx
+    from jaxlowprec.policy import explain, quantize_params
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "DEFAULT_EXCLUDE",
     "DEFAULT_SIGNS",
     "MXFP4",
     "MXFP8",
@@ -48,6 +51,7 @@ __all__ = [
     "Float8Tensor",
     "Hadamard",
     "Int4",
+    "Int4QAT",
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
@@ -58,12 +62,14 @@ __all__ = [
     "Recipe",
     "Role",
     "Roles",
+    "WeightQAT",
     "autocast",
     "current_recipe",
     "delayed_scaling",
     "dequantize",
     "dot_general",
     "einsum",
+    "explain",
     "fake_quantize",
     "hadamard_transform",
     "layouts",
@@ -73,6 +79,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_kernel",
+    "quantize_params",
     "scaled_matmul",
 ]
 
@@ -80,4 +87,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("linen", "nnx"):  # they load Flax
         return importlib.import_module(f"jaxlowprec.{name}")
+    if name in ("explain", "quantize_params"):
+        return getattr(importlib.import_module("jaxlowprec.policy"), name)
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")

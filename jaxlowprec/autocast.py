@@ -60,10 +60,12 @@ def current_recipe() -> Recipe | None:
     return _context.value
 
 
-def resolve(who: str, recipe: Any) -> Recipe | None:
-    """What a `recipe=` argument means here and now."""
+def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
+    """What a `recipe=` argument means here and now; with a name, for the layer of that name."""
     if isinstance(recipe, types.EllipsisType):
-        return current_recipe()
-    if recipe is None or isinstance(recipe, Recipe):
+        recipe = current_recipe()
+    if recipe is None or (isinstance(recipe, Recipe) and (name is None or recipe.applies_to(name))):
         return recipe
+    if isinstance(recipe, Recipe):
+        return None
     raise TypeError(f"{who}: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or None for high precision")

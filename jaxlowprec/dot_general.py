@@ -16,8 +16,16 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.delayed_scaling import State
-from jaxlowprec.linear import QuantizedKernel, high_precision_weight, matmul, recorded
+from jaxlowprec.linear import (
+    QuantizedKernel,
+    high_precision_weight,
+    in_high_precision,
+    matmul,
+    operands_and_recipe,
+    recorded,
+)
 from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, Recipe
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -25,7 +33,7 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 def dot_general(
     lhs: Float[Array, "..."],
-    rhs: Float[Array, "..."] | None,
+    rhs: Float[Array, "..."] | QuantizedArray | None,
     dimension_numbers: DimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -44,7 +52,8 @@ def dot_general(
 
     Arguments:
         lhs: in the input's role.
-        rhs: in the weight's role; None with `quantized_kernel`, for inference.
+        rhs: in the weight's role; None with `quantized_kernel`, for inference. Or a loaded QuantizedArray, which stands
+            for the matrices [batch..., K, N] and is seen as such (see `linear`).
         dimension_numbers, out_sharding: as for `jax.lax.dot_general`.
         precision: for the high-precision path; quantised GEMMs always accumulate in float32.
         preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can
@@ -63,7 +72,8 @@ def dot_general(
     """
     who = "dot_general"
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    follow: dict[str, Any] = {"recipe": resolve(who, recipe), "key": key, "name": name}
+    rhs, quantized_kernel, recipe = operands_and_recipe(who, rhs, quantized_kernel, recipe, name)
+    follow: dict[str, Any] = {"recipe": recipe, "key": key, "name": name}
     follow |= {"quantized_kernel": quantized_kernel, "state": state}
     y, out_state = _dot_general(who, lhs, rhs, dimension_numbers, options, **follow)
     return y if state is None else (y, out_state)
@@ -84,7 +94,7 @@ def _dot_general(
     """The product, and the state of delayed scaling where there is one."""
     if rhs is None and quantized_kernel is None:
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
-    if recipe is None:
+    if recipe is None and in_high_precision(recipe, rhs, quantized_kernel):
         rhs = high_precision_weight(who, rhs, quantized_kernel)
         return jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), state
     lhs = float_array(who, "lhs", lhs)
@@ -120,7 +130,7 @@ def _resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
 
 def linear_general(
     inputs: Float[Array, "..."],
-    kernel: Float[Array, "..."] | None,
+    kernel: Float[Array, "..."] | QuantizedArray | None,
     bias: Float[Array, "..."] | None,
     axis: Iterable[int],
     batch: Iterable[int],
@@ -130,6 +140,8 @@ def linear_general(
     **options: Any,
 ) -> Any:
     """Flax's linear over several axes of the inputs: kernel [batch..., contracted..., features...].
+
+    A kernel that is quantised or None (`quantized_kernel=` alone) stands for matrices [batch..., K, N].
 
     Arguments:
         axis, batch: contracted and batch axes of the inputs; negative ones count from the end.
@@ -141,6 +153,7 @@ def linear_general(
     dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
     y = dot_general(inputs, kernel, dims, state=state, **options)
     y, out_state = (y, None) if state is None else y
+    y = y.reshape(*y.shape[: inputs.ndim - len(contract_dims)], *features)
     if bias is not None:
         kept = [inputs.shape[a] if a in batch_dims else 1 for a in range(inputs.ndim) if a not in contract_dims]
         y = y + bias.reshape(*kept, *features)
@@ -162,7 +175,7 @@ def _as_matrices(
 
 def einsum(
     subscripts: str,
-    *operands: Float[Array, "..."],
+    *operands: Float[Array, "..."] | QuantizedArray,
     precision: Any = None,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
@@ -177,7 +190,8 @@ def einsum(
 
     Arguments:
         subscripts: as for `jnp.einsum`, "..." and the implicit form included.
-        operands: under a recipe two: the first in the input's role, the second in the weight's.
+        operands: under a recipe two: the first in the input's role, the second in the weight's. The second may be a
+            loaded QuantizedArray [batch..., K, N] (see `linear`), its axes in this order.
         precision, preferred_element_type, out_sharding, recipe, key, name, state: see `dot_general`.
 
     Raises:
@@ -190,7 +204,11 @@ def einsum(
     """
     who = "einsum"
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    follow = {"recipe": resolve(who, recipe), "key": key, "quantized_kernel": None, "name": name}
+    follow = {"recipe": recipe, "key": key, "quantized_kernel": None, "name": name}
+    if len(operands) == 2 and isinstance(loaded := operands[1], QuantizedArray):
+        y = _einsum_of_loaded(who, subscripts, operands[0], loaded, options, follow)
+        return y if state is None else (y, state)
+    follow["recipe"] = resolve(who, recipe, name)
     y, out_state = _einsum(who, subscripts, operands, options, follow, state)
     return y if state is None else (y, out_state)
 
@@ -198,7 +216,7 @@ def einsum(
 def _einsum(
     who: str,
     subscripts: str,
-    operands: tuple[jax.Array, ...],
+    operands: tuple[Any, ...],
     options: dict[str, Any],
     follow: dict[str, Any],
     state: State | None,
@@ -228,6 +246,39 @@ def _einsum(
     y, out_state = _dot_general(who, x, w, dims, options | {"out_sharding": None}, **follow, state=state)
     names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
     return _resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
+
+
+def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
+    """Whether an einsum's second operand is [batch..., K, N], K being all that is contracted."""
+    (x_names, (*batch, contracted, free)), out = _parse("einsum", subscripts, x_ndim, w_ndim)
+    return (
+        contracted in x_names
+        and contracted not in out
+        and free not in x_names
+        and free in out
+        and set(batch) <= set(x_names) & set(out)
+    )
+
+
+def _einsum_of_loaded(
+    who: str, subscripts: str, x: Any, q: QuantizedArray, options: dict[str, Any], follow: dict[str, Any]
+) -> jax.Array:
+    """The product with a weight that is quantised along its second last axis."""
+    x = float_array(who, "operand 0", x)
+    (x_names, w_names), out = _parse(who, subscripts, x.ndim, q.ndim)
+    *batch, contracted, free = w_names
+    if not contracts_second_last(subscripts, x.ndim, q.ndim):
+        raise ValueError(
+            f"{who}: {subscripts!r} with a quantised second operand of shape {q.shape}; it is quantised along its "
+            "second last axis, which alone can be contracted, its last being free and the others batch axes"
+        )
+    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])
+    dims = ((lhs_dims[0], [len(batch)]), (lhs_dims[1], list(range(len(batch)))))
+    resharded, options = options["out_sharding"], options | {"out_sharding": None}
+    y = dot_general(x, q, dims, **options, **follow)
+    names = batch + [n for n in x_names if n not in w_names] + [free]
+    return _resharded(y.transpose([names.index(n) for n in out]), resharded)
 
 
 def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxlowprec import delayed_scaling, wiring
+from jaxlowprec import delayed_scaling, weight_only, wiring
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.formats import BLOCK
 from jaxlowprec.ops.amax.api import amax as tensor_amax
@@ -30,9 +30,15 @@ from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe, Roles
-
-CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
-"""checkpoint_name of the residuals: data, scale and amax of the columnwise input, and of the weight."""
+from jaxlowprec.residuals import (
+    CHECKPOINT_NAMES,
+    bias_gradient,
+    decoded,
+    differentiated_once,
+    dtype_marker,
+    named,
+    plain_matmul,
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("rowwise", "columnwise"), meta_fields=())
@@ -41,17 +47,22 @@ class QuantizedKernel:
     """A kernel [..., K, N] quantised once, for every GEMM that reads it.
 
     Attributes:
-        rowwise: blocks along N, for dgrad.
+        rowwise: blocks along N, for dgrad; None where the weight alone is quantised, and dgrad decodes the other.
         columnwise: blocks along K, for fprop.
     """
 
-    rowwise: QuantizedArray
+    rowwise: QuantizedArray | None
     columnwise: QuantizedArray
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., K, N]."""
-        return self.rowwise.shape
+        return self.columnwise.shape
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether it is multiplied by inputs in high precision."""
+        return self.rowwise is None
 
 
 def quantize_kernel(
@@ -79,15 +90,19 @@ def quantize_kernel(
     >>> jlp.quantize_kernel(jnp.ones((64, 32)), jlp.NVFP4BlockScaling()).shape
     (64, 32)
     """
-    recipe = resolve("quantize_kernel", recipe)
-    if recipe is None:
+    recipe, given = resolve("quantize_kernel", recipe, name), resolve("quantize_kernel", recipe)
+    if given is None:
         raise ValueError("quantize_kernel: no recipe; pass recipe= or call it within jaxlowprec.autocast(recipe)")
     kernel = float_array("quantize_kernel", "kernel", kernel)
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
-    role = recipe.roles("linear", name).weight
-    if role is None:
-        raise ValueError(f"quantize_kernel: {recipe} keeps the weight of layer {name!r} in high precision")
+    roles = given.roles("linear", name)
+    role = roles.weight
+    if recipe is None or role is None:
+        raise ValueError(f"quantize_kernel: {given} keeps the weight of layer {name!r} in high precision")
+    if roles.ste is not None:
+        weight_only.check_whole_groups("quantize_kernel", name, kernel, role.format)
+        return QuantizedKernel(None, quantize(kernel, role.format, axis=-2))
     encode = None
     if recipe.delayed is not None:
         state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
@@ -95,9 +110,15 @@ def quantize_kernel(
     return QuantizedKernel(*quantize_both(kernel, role.format, encode_scale=encode))
 
 
+def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:
+    """A kernel [batch..., contracted..., features...] as matrices [batch..., K, N], by the number of those axes."""
+    sizes, rest = kernel.shape[:batch], kernel.shape[batch:]
+    return kernel.reshape(*sizes, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
+
+
 def linear(
     x: Float[Array, "*T K"],
-    kernel: Float[Array, "K N"] | None,
+    kernel: Float[Array, "K N"] | QuantizedArray | None,
     bias: Float[Array, "N"] | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
@@ -114,7 +135,10 @@ def linear(
 
     Arguments:
         x: [..., K], bfloat16, float16 or float32: the dtype of the result.
-        kernel: [K, N], any of those dtypes, quantised from its own. None: `quantized_kernel` alone, for inference.
+        kernel: [K, N], any of those dtypes, quantised from its own. None: `quantized_kernel` alone, for inference. Or a
+            loaded QuantizedArray [K, N], quantised along K (axis=-2), for inputs in high precision: it needs no recipe,
+            gives what quantisation-aware training gives for the kernel it was made from, bit for bit, and is a constant
+            to autodiff, as for adapters on a frozen weight.
         bias: [N].
         recipe: default: the context's (`autocast`). None: high precision, the kernel cast to x's dtype.
         key: for recipes that round gradients stochastically; see `quantize`. None: the bits come from the gradient
@@ -141,7 +165,7 @@ def linear(
     ((64, 32), dtype('float32'))
     """
     who = "linear"
-    recipe = resolve(who, recipe)
+    kernel, quantized_kernel, recipe = operands_and_recipe(who, kernel, quantized_kernel, recipe, name)
     x = float_array(who, "x", x)
     if kernel is not None:
         kernel = float_array(who, "kernel", kernel)
@@ -154,11 +178,11 @@ def linear(
         raise ValueError(f"{who}: x {x.shape} and kernel {shape}: needs x [..., K] and kernel [K, N]")
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != shape[1:]:
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
-    if recipe is None or isinstance(recipe, Calibrating):
+    if in_high_precision(recipe, kernel, quantized_kernel):
         kernel = high_precision_weight(who, kernel, quantized_kernel)
         y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
         y = y if bias is None else y + bias.astype(x.dtype)
-        if recipe is not None:
+        if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)
     tokens = x.reshape(-1, x.shape[-1])
@@ -167,31 +191,61 @@ def linear(
     return y if state is None else (y, out_state)
 
 
+def operands_and_recipe(
+    who: str, kernel: Any, quantized: QuantizedKernel | None, recipe: Any, name: str
+) -> tuple[jax.Array | None, QuantizedKernel | None, Recipe | None]:
+    """The kernel, in high precision or loaded, and the recipe that its layer follows here."""
+    if not isinstance(kernel, QuantizedArray):
+        return kernel, quantized, resolve(who, recipe, name)
+    if quantized is not None:
+        raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
+    weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
+    return None, QuantizedKernel(None, kernel), None
+
+
+def in_high_precision(recipe: Recipe | None, w: Any, quantized: QuantizedKernel | None) -> bool:
+    """Whether a product is computed without quantising anything; a loaded weight is quantised without a recipe."""
+    loaded = w is None and quantized is not None and quantized.weight_only
+    return isinstance(recipe, Calibrating) or (recipe is None and not loaded)
+
+
 def matmul(
     who: str,
     x: Float[Array, "*B T K"],
     w: Float[Array, "*B K N"] | None,
     bias: Float[Array, "N"] | None,
-    recipe: Recipe,
+    recipe: Recipe | None,
     key: jax.Array | None,
     quantized: QuantizedKernel | None,
     name: str,
     out_dtype: Any,
     state: delayed_scaling.State | None,
 ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
-    """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's."""
+    """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's.
+
+    Without a recipe `quantized` is a loaded weight.
+    """
+    if recipe is None:
+        q: Any = None if quantized is None else quantized.columnwise
+        return weight_only.matmul(who, name, x, None, bias, q, q.format, "identity", out_dtype), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
     if quantized is not None:
-        if roles.weight is None or quantized.rowwise.format != roles.weight.format:
-            wants = "high precision" if roles.weight is None else roles.weight.format
+        has, wants = (quantized.columnwise.format, quantized.weight_only), "high precision"
+        if roles.weight is not None:
+            wants = f"{roles.weight.format} for {_inputs(roles.ste is not None)}"
+        if roles.weight is None or has != (roles.weight.format, roles.ste is not None):
             raise ValueError(
-                f"{who}: quantized_kernel is {quantized.rowwise.format} but the recipe wants {wants}; "
+                f"{who}: quantized_kernel is {has[0]} for {_inputs(has[1])} but the recipe wants {wants}; "
                 "quantise it again under this recipe"
             )
         if w is not None and quantized.shape != w.shape:
             raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
+    if roles.ste is not None and roles.weight is not None:
+        loaded = None if quantized is None else quantized.columnwise
+        fmt, ste = roles.weight.format, roles.ste
+        return weight_only.matmul(who, name, x, w, bias, loaded, fmt, ste, out_dtype), state
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), x.shape[:-2])
@@ -201,6 +255,10 @@ def matmul(
         return _matmul_jit(plan, *operands, None), state
     used, state = delayed_scaling.used_and_handed_on(state)
     return _matmul_jit(plan, *operands, used), state
+
+
+def _inputs(high_precision: bool) -> str:
+    return f"{'high-precision' if high_precision else 'quantised'} inputs"
 
 
 def high_precision_weight(who: str, w: jax.Array | None, quantized: QuantizedKernel | None) -> jax.Array:
@@ -284,13 +342,6 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
     return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
 
 
-def _plain_matmul(a, b, out_dtype):
-    """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    y = jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
-    return y.astype(out_dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(plan: _Plan, x, w, bias, words, quantized, state):
     return _fprop(plan, x, w, bias, quantized, state, False, False)[0]
@@ -309,36 +360,19 @@ def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, state, ke
     if plan.fprop:
         y = scaled_matmul(x_row, w_column.mT, bias, out_dtype=plan.out_dtype)
     else:
-        y = _plain_matmul(x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32)
+        y = plain_matmul(x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32)
         y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
 
-@jax.custom_jvp
-def _differentiated_once(arrays):
-    """The arrays. Both rules are constant to autodiff, which would find a second derivative of zero."""
-    return arrays
-
-
-@_differentiated_once.defjvp
-def _second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
-        "where a gradient is differentiated again"
-    )
-
-
 def _forward(plan: _Plan, x, w, bias, words, quantized, state):
-    x, w, bias = _differentiated_once((x, w, bias))
+    x, w, bias = differentiated_once((x, w, bias))
     y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, state, plan.wgrad, plan.dgrad)
     dequantized = plan.backward_override == "dequantized" and plan.fprop
     kept_x = x_column if plan.wgrad else x_row if dequantized else x
     kept_w = w_row if plan.dgrad else w_column if dequantized or w is None else w
-    kept = tuple(
-        jax.tree.map(lambda leaf, name=name: checkpoint_name(leaf, name), q) if isinstance(q, QuantizedArray) else q
-        for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True)
-    )
-    like = tuple(None if a is None else jnp.zeros((), a.dtype) for a in (x, w, bias))  # a dtype is no residual; this is
+    kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
+    like = tuple(dtype_marker(a) for a in (x, w, bias))
     new_state = state
     if plan.delayed is not None:
         new_state = _recorded(plan.delayed, state, "input", x)
@@ -348,7 +382,7 @@ def _forward(plan: _Plan, x, w, bias, words, quantized, state):
 
 def _backward(plan: _Plan, residuals, dy):
     (x, w), (like_x, like_w, like_bias), words, state = residuals
-    dy = _differentiated_once(dy)
+    dy = differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
     if plan.dgrad or plan.wgrad:
@@ -371,23 +405,15 @@ def _backward(plan: _Plan, residuals, dy):
     if plan.dgrad:
         dx = scaled_matmul(dy_row, w, out_dtype=like_x.dtype)
     else:
-        dx = _plain_matmul(dy, jnp.swapaxes(_decoded(w, dy.dtype), -1, -2), like_x.dtype)
+        dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype)
     dw = None
     if like_w is not None and plan.wgrad:
         dw = scaled_matmul(x.mT, dy_column.mT, out_dtype=like_w.dtype)
     elif like_w is not None:
-        dw = _plain_matmul(jnp.swapaxes(_decoded(x, dy.dtype), -1, -2), dy, like_w.dtype)
-    db = None
-    if like_bias is not None:
-        db = dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like_bias.dtype)
+        dw = plain_matmul(jnp.swapaxes(decoded(x, dy.dtype), -1, -2), dy, like_w.dtype)
     if plan.delayed is not None:
         state = _recorded(plan.delayed, state, "output_grad", dy)
-    return dx, dw, db, None, None, state
-
-
-def _decoded(x, dtype):
-    """A residual as an array of `dtype`."""
-    return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
+    return dx, dw, bias_gradient(dy, like_bias), None, None, state
 
 
 _matmul.defvjp(_forward, _backward)

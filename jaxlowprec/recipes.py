@@ -16,6 +16,7 @@ from jaxlowprec.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, 
 
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 Fp8Format = Literal["E4M3", "HYBRID"]
+StraightThrough = Literal["identity", "clipped"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +40,17 @@ class Roles:
 
     A linear has three GEMMs, each with its own pair of operands: fprop: input rowwise x weight; dgrad: gradient rowwise
     x weight transposed; wgrad: input columnwise x gradient columnwise.
+
+    Attributes:
+        input, weight, gradient: the operands.
+        ste: None, or with a weight alone, quantisation-aware training: fprop and dgrad see the quantised weight, and
+            this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
     """
 
     input: Role | None
     weight: Role | None
     gradient: Role | None
+    ste: StraightThrough | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,22 +111,33 @@ class Recipe:
         """Whose amax histories the layers keep; None for recipes without state."""
         return None
 
+    def applies_to(self, name: str) -> bool:
+        """Whether a layer of this name follows the recipe; another is computed as without any."""
+        return True
+
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of a layer, by what computes it (see `QuantizerRole`) and its name."""
         raise NotImplementedError
 
 
-def _default_from(variable: str) -> bool:
-    value = os.environ.get(variable, "0").strip().lower()
+def environment_flag(variable: str, default: bool = False) -> bool:
+    """What the environment says for a yes or no; the default where it says nothing.
+
+    Raises:
+        ValueError: a value that is neither.
+    """
+    value = os.environ.get(variable, "").strip().lower()
+    if not value:
+        return default
     if value in ("1", "true", "yes", "on"):
         return True
-    if value in ("", "0", "false", "no", "off"):
+    if value in ("0", "false", "no", "off"):
         return False
     raise ValueError(f"{variable}={value!r}; needs 0 or 1")
 
 
 def _flag(variable: str) -> Any:
-    return dataclasses.field(default_factory=lambda: _default_from(f"JAXLOWPREC_{variable}"))
+    return dataclasses.field(default_factory=lambda: environment_flag(f"JAXLOWPREC_{variable}"))
 
 
 def _backward_override() -> Any:

@@ -37,10 +37,25 @@ def test_the_recipe_of_the_documents_answers_by_role():
 
 def test_the_delayed_scaling_program_of_the_documents_records_and_quantises():
     names = {}
-    exec(programs("docs/recipes.md")[1], names)
+    exec(programs("docs/recipes.md")[2], names)
     history = getattr(names["model"], OVERWRITE_WITH_GRADIENT)["input_amax_history"][...]
     amax = abs(names["x"]).max()
     assert history[0] == history[-1] == amax and history.sum() == 2 * amax
+
+
+def test_the_recipe_of_the_documents_leaves_out_what_it_says():
+    names = {"jlp": jlp}
+    exec(programs("docs/recipes.md")[1], names)
+    applies = [names["recipe"].applies_to(name) for name in ("attention/qkv", "attention/out", "lm_head")]
+    assert applies == [True, False, False]
+
+
+def test_the_int4_programs_of_the_documents_train_export_and_serve():
+    names = {}
+    for program in programs("docs/int4.md"):
+        exec(program, names)
+    assert names["served"].layers[0].kernel.get_value().format == jlp.Int4()
+    assert jax.numpy.any(names["model"](names["x"]) != names["trained"])
 
 
 def test_the_error_that_the_readme_computes_is_that_of_4_bits():

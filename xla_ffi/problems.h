@@ -10,7 +10,7 @@ enum class ElementType : int32_t { kBF16, kF16, kF32 };
 
 // --- formats, as jaxlowprec/formats.py describes them
 
-enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2 };
+enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2, kInt4 };
 
 /// What codes are relative to.
 enum class Scaling : int32_t {
@@ -18,6 +18,7 @@ enum class Scaling : int32_t {
   kE8M0,      // MX: a power of two a block
   kFloat32,   // FP8 blockwise: a float32 a block
   kTensor,    // a float32 a matrix
+  kFloat16,   // Int4: a bfloat16 or float16 a block, and zero points where it is asymmetric
 };
 
 /// How an amax becomes an E8M0 scale (numerics.md 6).
@@ -26,19 +27,22 @@ enum class ScaleRule : int32_t { kUp, kFloor, kEven };
 struct Format {
   CodeType code;
   Scaling scaling;
-  int32_t block;         // elements along the quantised axis that share a scale; 1 for kTensor
-  bool tiles;            // block x block instead of 1 x block
-  ScaleRule scale_rule;  // of kE8M0
-  bool power_of_two;     // of kFloat32 and kTensor
-  float amax_epsilon;    // of kFloat32 and kTensor
+  int32_t block;                                // elements along the quantised axis that share a scale; 1 for kTensor
+  bool tiles;                                   // block x block instead of 1 x block
+  ScaleRule scale_rule;                         // of kE8M0
+  bool power_of_two;                            // of kFloat32 and kTensor
+  float amax_epsilon;                           // of kFloat32 and kTensor
+  ElementType scale_type = ElementType::kBF16;  // of kFloat16
 
-  bool packed() const { return code == CodeType::kE2M1; }  // two codes a byte
+  bool packed() const { return code == CodeType::kE2M1 || code == CodeType::kInt4; }  // two codes a byte
   int64_t blocks(int64_t elements) const { return (elements + block - 1) / block; }
   /// Bytes of codes of `columns` elements: packed ones fill whole blocks.
-  int64_t row_bytes(int64_t columns) const { return packed() ? blocks(columns) * block / 2 : columns; }
+  int64_t row_bytes(int64_t columns) const { return packed() ? (blocks(columns) * block + 1) / 2 : columns; }
   int64_t scale_rows(int64_t rows) const { return scaling == Scaling::kTensor ? 1 : tiles ? blocks(rows) : rows; }
   int64_t scale_columns(int64_t columns) const { return scaling == Scaling::kTensor ? 1 : blocks(columns); }
-  int64_t scale_bytes() const { return scaling == Scaling::kFloat32 || scaling == Scaling::kTensor ? 4 : 1; }
+  int64_t scale_bytes() const {
+    return scaling == Scaling::kFloat32 || scaling == Scaling::kTensor ? 4 : scaling == Scaling::kFloat16 ? 2 : 1;
+  }
   /// Scales of a rows x columns matrix, each of scale_bytes().
   int64_t scales(int64_t rows, int64_t columns) const { return scale_rows(rows) * scale_columns(columns); }
 };
@@ -90,8 +94,8 @@ struct MatmulOperand {
   int64_t columns;    // K, up to padding to whole blocks of packed codes
 };
 
-struct MatmulProblem {
-  MatmulOperand a, b;
+/// What becomes of a GEMM's sums: + bias, activation, + accumulate, one cast (numerics.md 9).
+struct MatmulResult {
   int64_t batch, rows, columns;  // M, N
   const float* bias;             // [batch, columns]; null: none
   const void* accumulate;        // [batch, rows, columns] of `accumulate_type`; null: none
@@ -103,6 +107,10 @@ struct MatmulProblem {
   void* result;  // [batch, rows, columns]
   ElementType type;
   int64_t threads;  // how many may share the work: only the sizes of the chunks depend on it
+};
+
+struct MatmulProblem : MatmulResult {
+  MatmulOperand a, b;
 
   /// K. Packed codes may be padded further than the other operand's: with zeros, which add nothing.
   int64_t depth() const { return a.columns < b.columns ? a.columns : b.columns; }
@@ -113,12 +121,22 @@ struct MatmulProblem {
 /// Whether there is a GEMM for a pair of operands (numerics.md 5 and 9).
 inline bool matmul_supports(const MatmulProblem& p) {
   const Format &a = p.a.format, &b = p.b.format;
+  if (a.code == CodeType::kInt4) return false;
   if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
   if (a.code == CodeType::kE5M2 && b.code == CodeType::kE5M2) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
   const bool mixed = a.packed() != b.packed();
   return mixed ? a.blocks(p.a.columns) == b.blocks(p.b.columns) : p.a.columns == p.b.columns;
 }
+
+/// Activations in high precision by a quantised weight.
+struct WeightOnlyProblem : MatmulResult {
+  const void* x;  // [batch, rows, depth]
+  ElementType x_type;
+  int64_t depth;              // K
+  MatmulOperand weight;       // `columns` is K
+  const uint8_t* zero_point;  // as the scales, 0 to 15; null: none
+};
 
 struct DequantizeProblem {
   Format format;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import jax
@@ -73,7 +72,8 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Bytes [batch, time] to float32 logits [batch, time, 256].
 
-    `linear` makes the blocks' linears: Flax's own for a model without jaxlowprec, otherwise the same.
+    `linear` makes the linears of the blocks that follow a recipe: Flax's own for a model without jaxlowprec, otherwise
+    the same. All others are Flax's.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear] = jlp.nnx.Linear):
@@ -82,16 +82,15 @@ class LanguageModel(nnx.Module):
         self.config = config
         self.tokens = nnx.Embed(VOCABULARY, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
         self.positions = nnx.Embed(config.context, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs, linear) for _ in range(config.layers)])
+        layers = [linear if config.follows_recipe(layer) else nnx.Linear for layer in range(config.layers)]
+        self.blocks = nnx.List([Block(config, rngs, linear) for linear in layers])
         self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        for layer, block in enumerate(self.blocks):
-            follows = self.config.follows_recipe(layer)
-            with contextlib.nullcontext() if follows else jlp.autocast(enabled=False):
-                x = block(x)
+        for block in self.blocks:
+            x = block(x)
         return self.head(self.norm(x)).astype(jnp.float32)
 
 

@@ -1,9 +1,11 @@
-"""What this installation can do on this machine."""
+"""`jaxlowprec info`: what runs here, how, and why not otherwise."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib.metadata
+import json
 import pathlib
 import platform
 from typing import Any
@@ -52,6 +54,22 @@ _CUDA_MATMUL = {  # what multiplies, by the least compute capability
         "Float8Tensor": ((8.9, "FP8 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
     },
 }
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "info", help="versions, platforms, and what runs natively, emulated or by reference here"
+    )
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carries it out."""
+    found = collect()
+    print(json.dumps(found, indent=2) if options.json else render(found))
+    return 0
 
 
 def _cublaslt() -> str | None:

@@ -5,6 +5,9 @@ A weight is quantised once for many calls by making the collection "quantized" m
     _, quantized = model.apply(variables, x, mutable="quantized")
     y = model.apply(variables | quantized, x)      # gradients still reach the kernel in "params"
 
+A kernel in "params" may be a loaded QuantizedArray [batch..., K, N], as `jaxlowprec.quantize_params` puts there: it
+needs no recipe, and inputs stay in high precision.
+
 Delayed scaling keeps its state in the collection "_overwrite_with_gradient", made by `init` within the recipe's scope.
 """
 
@@ -30,7 +33,8 @@ from jaxlowprec.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.dot_general import einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linear import QuantizedKernel, linear, quantize_kernel, rounds_stochastically
+from jaxlowprec.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel, rounds_stochastically
+from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import DelayedScaling, Recipe
 
 
@@ -46,33 +50,49 @@ def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any 
 
 def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
     """The recipe to follow in this call; None also while Flax initialises the parameters."""
-    recipe = resolve(type(layer).__name__, recipe)
+    recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path))
     if recipe is not None and recipe.delayed is not None and layer.is_initializing():
         for name, value in init_state(recipe.delayed).items():
             if not layer.has_variable(OVERWRITE_WITH_GRADIENT, name):
                 layer.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
     if recipe is None or layer.is_initializing():
         return None
+    _refuse_dot_general(layer, f"the recipe {recipe}", "drop it, or pass recipe=None")
+    return recipe
+
+
+def _refuse_dot_general(layer: nn.Module, ignored: str, remedy: str) -> None:
     for name in ("dot_general", "dot_general_cls"):
         if getattr(layer, name, None) is not None:
-            raise ValueError(
-                f"{type(layer).__name__}: {name}= is set, so the recipe {recipe} would be ignored; "
-                "drop it, or pass recipe=None"
-            )
-    return recipe
+            raise ValueError(f"{type(layer).__name__}: {name}= is set, so {ignored} would be ignored; {remedy}")
+
+
+def _loaded(layer: nn.Module) -> QuantizedArray | None:
+    """The kernel where it was loaded quantised."""
+    if not layer.has_variable("params", "kernel"):
+        return None
+    kernel: Any = layer.get_variable("params", "kernel")
+    if not isinstance(kernel, QuantizedArray):
+        return None
+    _refuse_dot_general(layer, "the quantised kernel", "drop it")
+    return kernel
 
 
 def _operands(layer: nn.Module, inputs: jax.Array, kernel_shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
     """inputs, kernel and bias as the layer's promote_dtype makes them, Flax's default one keeping the kernel.
 
-    The kernel may be missing where one was quantised earlier.
+    The kernel may be missing where one was quantised earlier. One that was loaded counts with the dtype that it was
+    quantised from.
     """
-    kernel = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
+    kernel: Any = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
     bias = _parameter(layer, "bias") if layer.use_bias else None
-    if kernel is not None and kernel.shape != kernel_shape:
+    loaded = isinstance(kernel, QuantizedArray)
+    fits = kernel is None or (kernel.size == math.prod(kernel_shape) if loaded else kernel.shape == kernel_shape)
+    if not fits:
         raise ScopeParamShapeError("kernel", "/".join(layer.path), kernel.shape, kernel_shape)
     promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
-    return promote(inputs, kernel, bias, dtype=layer.dtype)
+    inputs, promoted, bias = promote(inputs, jnp.zeros((), kernel.dtype) if loaded else kernel, bias, dtype=layer.dtype)
+    return inputs, kernel if loaded else promoted, bias
 
 
 def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
@@ -83,8 +103,10 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
     raise ScopeParamNotFoundError(name, "/".join(layer.path))
 
 
-def _options(layer: nn.Module, recipe: Recipe) -> dict[str, Any]:
+def _options(layer: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
     name = "/".join(layer.path)
+    if recipe is None or _loaded(layer) is not None:
+        return {"recipe": layer.recipe, "key": None, "name": name, "state": None}
     wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
     return {"recipe": recipe, "key": layer.make_rng("sr") if wanted else None, "name": name, "state": state}
@@ -123,20 +145,19 @@ def _handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
 
 
 def _quantized(
-    layer: nn.Module, kernel: jax.Array, batch_dims: int, contracted: int, recipe: Recipe
+    layer: nn.Module, kernel: Any, batch_dims: int, contracted: int, recipe: Recipe | None
 ) -> QuantizedKernel | None:
     """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable.
 
-    None where the recipe keeps this weight in high precision.
+    None where it was loaded, and where the recipe keeps this weight in high precision.
     """
     name = "/".join(layer.path)
-    if recipe.roles(name=name).weight is None:
+    if recipe is None or isinstance(kernel, QuantizedArray) or recipe.roles(name=name).weight is None:
         return None
     if layer.is_mutable_collection("quantized") and kernel is not None:
-        batch, rest = kernel.shape[:batch_dims], kernel.shape[batch_dims:]
-        matrix = kernel.reshape(*batch, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
+        matrices = kernel_matrices(kernel, batch_dims, contracted)
         state = None if recipe.delayed is None else _state(layer, recipe.delayed)
-        quantized = quantize_kernel(matrix, recipe, name=name, state=state)
+        quantized = quantize_kernel(matrices, recipe, name=name, state=state)
         layer.put_variable("quantized", "kernel", quantized)
     return layer.get_variable("quantized", "kernel")
 
@@ -163,7 +184,7 @@ class Dense(nn.Dense):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
         recipe = _recipe(self, self.recipe)
-        if recipe is None:
+        if recipe is None and _loaded(self) is None:
             return super().__call__(inputs)
         inputs, kernel, bias = _operands(self, inputs, (inputs.shape[-1], self.features))
         quantized, options = _quantized(self, kernel, 0, 1, recipe), _options(self, recipe)
@@ -179,7 +200,7 @@ class DenseGeneral(nn.DenseGeneral):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_dims`."""
         recipe = _recipe(self, self.recipe)
-        if recipe is None:
+        if recipe is None and _loaded(self) is None:
             return super().__call__(inputs)
         axis, batch, features = (
             (v,) if isinstance(v, int) else tuple(v) for v in (self.axis, self.batch_dims, self.features)
@@ -200,7 +221,7 @@ class Einsum(nn.Einsum):
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
         recipe = _recipe(self, self.recipe)
-        if recipe is None:
+        if recipe is None and _loaded(self) is None:
             return super().__call__(inputs, einsum_str)
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         inputs, kernel, bias = _operands(self, inputs, tuple(self.shape))

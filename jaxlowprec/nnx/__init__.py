@@ -8,6 +8,7 @@ from jaxlowprec.nnx.layers import (
     Quantized,
     add_delayed_scaling,
     keep_kernel_dtype,
+    name_layers,
     quantized_kernels,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "Quantized",
     "add_delayed_scaling",
     "keep_kernel_dtype",
+    "name_layers",
     "quantized_kernels",
 ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import flax.errors
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
@@ -21,8 +21,9 @@ from jaxlowprec.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linear import linear, quantize_kernel, rounds_stochastically
+from jaxlowprec.linear import kernel_matrices, linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
+from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import DelayedScaling, Recipe
 
 
@@ -32,7 +33,10 @@ def keep_kernel_dtype(operands: tuple[Any, Any, Any], /, *, dtype: Any = None) -
 
 
 class Quantized(nnx.Variable):
-    """A kernel quantised for many calls. No parameter: optimizers and checkpoints of `nnx.Param` do not see it."""
+    """A kernel quantised for many calls, or loaded quantised.
+
+    No parameter: optimizers and checkpoints of `nnx.Param` do not see it.
+    """
 
 
 class OverwriteWithGradient(nnx.Param):
@@ -66,13 +70,24 @@ class _Quantizing:
         setattr(self, OVERWRITE_WITH_GRADIENT, nnx.data(nnx.Dict(variables) if variables else None))
 
     def _recipe(self) -> Recipe | None:
-        return resolve(type(self).__name__, self.recipe)
+        return resolve(type(self).__name__, self.recipe, self.name)
+
+    def _loaded(self) -> QuantizedArray | None:
+        """The kernel where it was loaded quantised."""
+        kernel = self.kernel.get_value()
+        return kernel if isinstance(kernel, QuantizedArray) else None
 
     def _operands(self, inputs: jax.Array) -> tuple[Any, Any, Any]:
+        """As promote_dtype makes them; a loaded kernel counts with the dtype that it was quantised from."""
         promote = keep_kernel_dtype if self.promote_dtype is promote_dtype else self.promote_dtype
-        return promote((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), dtype=self.dtype)
+        loaded, bias = self._loaded(), None if self.bias is None else self.bias[...]
+        kernel = self.kernel[...] if loaded is None else jnp.zeros((), loaded.dtype)
+        inputs, kernel, bias = promote((inputs, kernel, bias), dtype=self.dtype)
+        return inputs, kernel if loaded is None else loaded, bias
 
-    def _options(self, recipe: Recipe) -> dict[str, Any]:
+    def _options(self, recipe: Recipe | None) -> dict[str, Any]:
+        if recipe is None or self._loaded() is not None:
+            return {"recipe": self.recipe, "key": None, "name": self.name, "state": None}
         key = self.sr() if rounds_stochastically(recipe.roles(name=self.name)) and self.sr is not None else None
         return {"recipe": recipe, "key": key, "name": self.name, "state": self._read_state(recipe)}
 
@@ -100,12 +115,12 @@ class _Quantizing:
                 raise used_in_a_transformation(type(self).__name__, "nnx.scan, nnx.remat") from error
         return y
 
-    def _refuse(self, recipe: Recipe, name: str, default: Any) -> None:
+    def _refuse(self, recipe: Recipe | None, name: str, default: Any) -> None:
         if getattr(self, name) is not default:
-            raise ValueError(
-                f"{type(self).__name__}: {name}= is set, so the recipe {recipe} would be ignored; "
-                "drop it, or pass recipe=None"
-            )
+            ignored, remedy = f"the recipe {recipe}", "drop it, or pass recipe=None"
+            if self._loaded() is not None:
+                ignored, remedy = "the quantised kernel", "drop it"
+            raise ValueError(f"{type(self).__name__}: {name}= is set, so {ignored} would be ignored; {remedy}")
 
     def _quantized_kernel(self):
         return None if self.quantized is None else self.quantized.get_value()
@@ -116,10 +131,12 @@ class Linear(_Quantizing, nnx.Linear):
 
     Arguments:
         recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, Flax bit for bit.
-        name: for recipes that treat layers differently (`Custom`), since an NNX module does not know its path.
+        name: for recipes that treat layers differently (`Int4QAT`, `Custom`), since an NNX module does not know its
+            path; `name_layers` gives one to every layer of a model.
 
     Other arguments, their defaults and the parameters are Flax's. Gradients round stochastically by the RNG stream "sr"
-    where `rngs` has one, else by bits of their own; evaluation needs none.
+    where `rngs` has one, else by bits of their own; evaluation needs none. The kernel may be a loaded QuantizedArray,
+    as `jaxlowprec.quantize_params` puts there: it needs no recipe, and inputs stay in high precision.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -145,7 +162,7 @@ class Linear(_Quantizing, nnx.Linear):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] -> [..., out_features]."""
         recipe = self._recipe()
-        if recipe is None:
+        if recipe is None and self._loaded() is None:
             return super().__call__(inputs, out_sharding)
         self._refuse(recipe, "dot_general", jax.lax.dot_general)
         inputs, kernel, bias = self._operands(inputs)
@@ -185,7 +202,7 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_axis`."""
         recipe = self._recipe()
-        if recipe is None:
+        if recipe is None and self._loaded() is None:
             return super().__call__(inputs, out_sharding)
         self._refuse(recipe, "dot_general", None)
         self._refuse(recipe, "dot_general_cls", None)
@@ -226,9 +243,9 @@ class Einsum(_Quantizing, nnx.Einsum):
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
         recipe = self._recipe()
-        if recipe is None:
+        if recipe is None and self._loaded() is None:
             return super().__call__(inputs, einsum_str, out_sharding)
-        self._refuse(recipe, "einsum_op", jax.numpy.einsum)
+        self._refuse(recipe, "einsum_op", jnp.einsum)
         subscripts = self.einsum_str if einsum_str is None else einsum_str
         inputs, kernel, bias = self._operands(inputs)
         options = self._options(recipe)
@@ -265,6 +282,24 @@ def add_delayed_scaling(model: nnx.Module, recipe: DelayedScaling) -> None:
             module._add_state(recipe)
 
 
+def name_layers(model: nnx.Module) -> None:
+    """Calls every layer of a model that has no name by its path, such as "blocks/0/up", for recipes that go by names.
+
+    Arguments:
+        model: any NNX module.
+
+    >>> import jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(jlp.nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+    >>> jlp.nnx.name_layers(model)
+    >>> model.layers[0].name
+    'layers/0'
+    """
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, _Quantizing) and not module.name:
+            module.name = "/".join(map(str, path))
+
+
 @contextlib.contextmanager
 def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -> Iterator[None]:
     """Within the context, the Linear and LinearGeneral layers of a model reuse weights quantised once, on entry.
@@ -292,14 +327,12 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
             if own is None:
                 continue
             own = resolve("quantized_kernels", own)
-            if own is not None and own.roles(name=layer.name).weight is None:
+            if layer._loaded() is not None or (own is not None and own.roles(name=layer.name).weight is None):
                 continue
-            kernel = layer.kernel[...]
             contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
             batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
-            rest = kernel.shape[batch:]
-            matrix = kernel.reshape(*kernel.shape[:batch], math.prod(rest[:contracted]), math.prod(rest[contracted:]))
-            quantized = quantize_kernel(matrix, own, name=layer.name, state=layer._read_state(own))
+            matrices = kernel_matrices(layer.kernel[...], batch, contracted)
+            quantized = quantize_kernel(matrices, own, name=layer.name, state=layer._read_state(own))
             layer.quantized = nnx.data(Quantized(quantized))
         yield
     finally:

@@ -12,6 +12,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec import native
+from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.scaled_matmul import cuda, reference
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec
 from tests.helpers import random_array
@@ -83,9 +84,8 @@ def test_the_result_is_the_references(names, formats, sizes, capability):
     expected = jlp.scaled_matmul(a, b, activation=activation, implementation="reference", **options)
 
     bias, accumulate = "bias" in words, "accumulate" in words
-    spec = MatmulSpec(
-        a.format, b.format, False, False, False, bias, accumulate, activation, False, jnp.dtype("float32")
-    )
+    epilogue = Epilogue(bias, accumulate, activation, False, jnp.dtype("float32"))
+    spec = MatmulSpec(a.format, b.format, False, False, False, epilogue)
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     gpu = mock.patch.object(native, "compute_capability", lambda: capability)
     with gpu, mock.patch.object(jax.ffi, "ffi_call", called_by_the_reference):

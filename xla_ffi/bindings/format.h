@@ -24,26 +24,30 @@ std::optional<T> named(std::string_view name, const std::array<std::pair<std::st
 inline std::optional<Format> make_format(std::string_view code_name, std::string_view scaling_name,
                                          std::string_view rule_name, int32_t block, bool tiles, bool power_of_two,
                                          float amax_epsilon) {
-  using Codes = std::array<std::pair<std::string_view, CodeType>, 3>;
-  using Scalings = std::array<std::pair<std::string_view, Scaling>, 4>;
+  using Codes = std::array<std::pair<std::string_view, CodeType>, 4>;
+  using Scalings = std::array<std::pair<std::string_view, Scaling>, 5>;
   using Rules = std::array<std::pair<std::string_view, ScaleRule>, 3>;
-  constexpr Codes kCodes = {{{"e2m1", CodeType::kE2M1}, {"e4m3", CodeType::kE4M3}, {"e5m2", CodeType::kE5M2}}};
+  constexpr Codes kCodes = {
+      {{"e2m1", CodeType::kE2M1}, {"e4m3", CodeType::kE4M3}, {"e5m2", CodeType::kE5M2}, {"int4", CodeType::kInt4}}};
   constexpr Scalings kScalings = {{{"two_level", Scaling::kTwoLevel},
                                    {"e8m0", Scaling::kE8M0},
                                    {"float32", Scaling::kFloat32},
-                                   {"tensor", Scaling::kTensor}}};
+                                   {"tensor", Scaling::kTensor},
+                                   {"float16", Scaling::kFloat16}}};
   constexpr Rules kRules = {{{"up", ScaleRule::kUp}, {"floor", ScaleRule::kFloor}, {"even", ScaleRule::kEven}}};
   const auto code = named(code_name, kCodes);
   const auto scaling = named(scaling_name, kScalings);
   const auto rule = named(rule_name, kRules);
   if (!code || !scaling || !rule) return std::nullopt;
+  if ((*code == CodeType::kInt4) != (*scaling == Scaling::kFloat16)) return std::nullopt;
   const int32_t expected = *scaling == Scaling::kTwoLevel  ? 16
                            : *scaling == Scaling::kE8M0    ? 32
                            : *scaling == Scaling::kFloat32 ? 128
-                                                           : 1;
+                           : *scaling == Scaling::kTensor  ? 1
+                                                           : block;
   const bool packed_only = *scaling == Scaling::kTwoLevel,
              wide_only = *scaling == Scaling::kFloat32 || *scaling == Scaling::kTensor;
-  if (block != expected || (packed_only && *code != CodeType::kE2M1) || (wide_only && *code == CodeType::kE2M1))
+  if (block != expected || block < 1 || (packed_only && *code != CodeType::kE2M1) || (wide_only && *code == CodeType::kE2M1))
     return std::nullopt;
   return Format{*code, *scaling, block, tiles, *rule, power_of_two, amax_epsilon};
 }

@@ -84,6 +84,7 @@ NB_MODULE(_native, m) {
     handlers["jaxlowprec_int4_quantize"] = handler(jaxlowprec::jaxlowprec_int4_quantize);
     handlers["jaxlowprec_int4_dequantize"] = handler(jaxlowprec::jaxlowprec_int4_dequantize);
     handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
+    handlers["jaxlowprec_weight_only_matmul"] = handler(jaxlowprec::jaxlowprec_weight_only_matmul);
     return handlers;
   });
   m.def("cuda_handlers", &cuda_handlers);

@@ -1,4 +1,5 @@
 #include "engine.h"
+#include "epilogue_operands.h"
 #include "handlers.h"
 #include "matmul_operands.h"
 
@@ -15,31 +16,14 @@ ffi::Error scaled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   MatmulProblem p;
   if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes); error.failure())
     return error;
-  p.threads = pool.num_threads();
-  const bool two_level = p.a.format.scaling == Scaling::kTwoLevel, empty = result->element_count() == 0;
-  const bool gelu = activation == "gelu", gradient = activation == "dgelu";
-  JLP_REQUIRE(gelu || gradient || activation == "none");
-  JLP_REQUIRE(args.size() == static_cast<size_t>(2 * two_level + bias + accumulate + gradient));
-  JLP_REQUIRE(results.size() <= static_cast<size_t>(gelu));
   size_t next = 0;
-  if (two_level) {
+  if (p.a.format.scaling == Scaling::kTwoLevel) {
     JLP_REQUIRE((p.a.amax = floats(args, next++, p.batch)) != nullptr);
     JLP_REQUIRE((p.b.amax = floats(args, next++, p.batch)) != nullptr);
   }
-  if (bias) JLP_REQUIRE((p.bias = floats(args, next++, p.batch * p.columns)) != nullptr || empty);
-  if (accumulate) JLP_REQUIRE((p.accumulate = like_result(args, next++, *result, p.accumulate_type)) != nullptr || empty);
-  if (gradient)
-    JLP_REQUIRE((p.activation_input = like_result(args, next++, *result, p.activation_input_type)) != nullptr || empty);
-  p.activation = gelu ? Activation::kGeluTanh : gradient ? Activation::kGeluTanhGradient : Activation::kNone;
-  if (results.size() > 0) {
-    auto pre_activation = results.get<ffi::AnyBuffer>(0);
-    if (pre_activation.has_error()) return pre_activation.error();
-    JLP_REQUIRE((*pre_activation)->element_type() == result->element_type());
-    JLP_REQUIRE((*pre_activation)->element_count() == result->element_count());
-    p.pre_activation = written(pool, **pre_activation);
-  }
-  written(pool, *result);
-  return empty ? ffi::Error::Success() : run_on(pool, "scaled_matmul", p);
+  if (auto error = decode_epilogue(p, pool, args, next, result, results, activation, bias, accumulate); error.failure())
+    return error;
+  return result->element_count() == 0 ? ffi::Error::Success() : run_on(pool, "scaled_matmul", p);
 }
 
 }  // namespace

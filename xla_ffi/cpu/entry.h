@@ -22,6 +22,7 @@ JLP_ENTRY(int4_fake_quantize, Int4FakeQuantizeProblem);
 JLP_ENTRY(int4_quantize, Int4QuantizeProblem);
 JLP_ENTRY(int4_dequantize, Int4DequantizeProblem);
 JLP_ENTRY(matmul, MatmulProblem);
+JLP_ENTRY(weight_only, WeightOnlyProblem);
 #undef JLP_ENTRY
 
 template <class Visit>

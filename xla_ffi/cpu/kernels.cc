@@ -44,6 +44,8 @@ const Kernels kernels = {
     int4_quantize_chunk,
     int4_dequantize_chunks,
     int4_dequantize_chunk,
+    weight_only_chunks,
+    weight_only_chunk,
 };
 
 }  // namespace JLP_ISA

@@ -28,6 +28,8 @@ struct Kernels {
   void (*int4_quantize_chunk)(const Int4QuantizeProblem&, int64_t chunk);
   int64_t (*int4_dequantize_chunks)(const Int4DequantizeProblem&);
   void (*int4_dequantize_chunk)(const Int4DequantizeProblem&, int64_t chunk);
+  int64_t (*weight_only_chunks)(const WeightOnlyProblem&);
+  void (*weight_only_chunk)(const WeightOnlyProblem&, int64_t chunk);
 };
 
 /// At least `bytes` bytes, 64-byte aligned, of the calling thread: valid until its next call.

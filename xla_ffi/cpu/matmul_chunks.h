@@ -23,7 +23,7 @@ struct MatmulRange {
 /// size and whole multiples of a tile, which divides `least`.
 class MatmulChunks {
  public:
-  MatmulChunks(const MatmulProblem& p, MatmulSteps most, MatmulSteps least, MatmulSteps tile)
+  MatmulChunks(const MatmulResult& p, MatmulSteps most, MatmulSteps least, MatmulSteps tile)
       : rows_(p.rows), columns_(p.columns) {
     while (true) {
       row_step_ = even_step(p.rows, most.rows, tile.rows), column_step_ = even_step(p.columns, most.columns, tile.columns);

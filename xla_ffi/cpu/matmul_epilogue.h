@@ -11,7 +11,7 @@ namespace jaxlowprec {
 namespace JLP_ISA {
 
 /// kLanes results of one row, those beyond the last column left out.
-JLP_RULE void finish_vector(const MatmulProblem& p, F32 y, int64_t batch, int64_t row, int64_t column) {
+JLP_RULE void finish_vector(const MatmulResult& p, F32 y, int64_t batch, int64_t row, int64_t column) {
   const int count = static_cast<int>(std::min<int64_t>(kLanes, p.columns - column));
   const int64_t index = (batch * p.rows + row) * p.columns + column;
   if (p.bias) y += load_elements(p.bias, ElementType::kF32, batch * p.columns + column, count);
@@ -28,7 +28,7 @@ JLP_RULE void finish_vector(const MatmulProblem& p, F32 y, int64_t batch, int64_
 /// A range of results whose sums are sums(row, vector), both counted from the range's first. Where there is nothing to do
 /// but to store whole vectors, little else is done: with a small K it would take as long as the sums.
 template <class Sums>
-JLP_RULE void finish_range(const MatmulProblem& p, int64_t batch, const MatmulRange& range, Sums sums) {
+JLP_RULE void finish_range(const MatmulResult& p, int64_t batch, const MatmulRange& range, Sums sums) {
   const int64_t vectors = divide_up(range.columns, kLanes);
   if (p.bias || p.activation != Activation::kNone || p.accumulate || range.columns % kLanes != 0) {
     for (int64_t r = 0; r < range.rows; ++r)

@@ -118,8 +118,8 @@ struct MatmulFloat8 {
   static void with_code(CodeType code, Visit visit) {
     switch (code) {
       case CodeType::kE2M1: return visit(std::integral_constant<CodeType, CodeType::kE2M1>{});
-      case CodeType::kE4M3: return visit(std::integral_constant<CodeType, CodeType::kE4M3>{});
       case CodeType::kE5M2: return visit(std::integral_constant<CodeType, CodeType::kE5M2>{});
+      default: return visit(std::integral_constant<CodeType, CodeType::kE4M3>{});
     }
   }
 

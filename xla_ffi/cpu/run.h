@@ -19,6 +19,8 @@ inline auto chunks_entry(const Kernels& k, const HadamardProblem&) { return k.ha
 inline auto chunk_entry(const Kernels& k, const HadamardProblem&) { return k.hadamard_chunk; }
 inline auto chunks_entry(const Kernels& k, const MatmulProblem&) { return k.matmul_chunks; }
 inline auto chunk_entry(const Kernels& k, const MatmulProblem&) { return k.matmul_chunk; }
+inline auto chunks_entry(const Kernels& k, const WeightOnlyProblem&) { return k.weight_only_chunks; }
+inline auto chunk_entry(const Kernels& k, const WeightOnlyProblem&) { return k.weight_only_chunk; }
 
 inline auto chunks_entry(const Kernels& k, const Int4FakeQuantizeProblem&) { return k.int4_fake_quantize_chunks; }
 inline auto chunk_entry(const Kernels& k, const Int4FakeQuantizeProblem&) { return k.int4_fake_quantize_chunk; }
@@ -41,6 +43,11 @@ inline int64_t cost(const Int4DequantizeProblem& p) { return p.batch * p.size() 
 inline int64_t cost(const MatmulProblem& p) {
   const int64_t product = p.packed() ? 12 : 25, unpack = p.packed() ? 150 : 300;
   return p.batch * p.depth() * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);
+}
+
+inline int64_t cost(const WeightOnlyProblem& p) {
+  const int64_t product = 25, unpack = 50;
+  return p.batch * p.depth * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);
 }
 
 /// Waking a sleeping worker costs the caller 8 us and it arrives 30 us later: less work than this is done sooner alone, and

@@ -22,6 +22,7 @@ struct BlockScales {
       case CodeType::kE2M1: set<E2M1>(format); break;
       case CodeType::kE4M3: set<E4M3>(format); break;
       case CodeType::kE5M2: set<E5M2>(format); break;
+      case CodeType::kInt4: break;  // has rules of its own
     }
   }
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.formats import Format
-from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.ops.epilogue import Activation, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
+from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
 from jaxlowprec.quantized_array import QuantizedArray
-
-Activation = Literal["gelu", "dgelu"] | None
 
 
 def scaled_matmul(
-    a: QuantizedArray,
+    a: QuantizedArray | Float[Array, "*B M K"],
     b: QuantizedArray,
     bias: Float[Array, "*B N"] | None = None,
     activation: Activation = None,
@@ -46,9 +45,15 @@ def scaled_matmul(
 
     E4M3 meets E5M2 on either side, E5M2 does not meet itself.
 
+    A plain `a` meets any quantised `b` (weight-only: W4A16, W8A16). b is decoded exactly, block scales included; the
+    tensor scale of NVFP4 and Float8Tensor follows the sum. Lane j of 16 sums k = j, j + 16, ... in order, by
+    multiply-adds from 0, and the lanes are added as a tree: j with j + 8, then + 4, + 2, + 1. So the bytes are the same
+    for every M, instruction set and number of threads, and for a bfloat16 or float16 `a` those of the reference.
+
     Arguments:
-        a: [..., M, K], quantised along its last axis.
-        b: [..., N, K], quantised along its last axis. A columnwise result of `quantize_both` is one as `.mT`.
+        a: [..., M, K], quantised along its last axis; or a plain bfloat16, float16 or float32 array.
+        b: [..., N, K], quantised along its last axis. A columnwise result of `quantize_both` is one as `.mT`. With a
+            plain `a` also [N, K]: one for all batch axes.
         bias: [N] or [..., N], any float dtype.
         activation: None; "gelu" (tanh form); "dgelu": times its derivative at `activation_input`, for the backward pass
             of a linear followed by GELU.
@@ -62,10 +67,11 @@ def scaled_matmul(
         [..., M, N]; with `return_pre_activation` a pair of it and the pre-activation.
 
     Raises:
-        TypeError: an operand that is not quantised, or a dtype that does not fit.
+        TypeError: a `b` that is not quantised, or a dtype that does not fit.
         ValueError: operands quantised along another axis, of different length or batch, by different scale rules, or
             rotated differently; an activation without its input, or the reverse.
-        NotImplementedError: a pair of formats without a GEMM, or `implementation="ffi"` where there is no kernel.
+        NotImplementedError: a pair of formats without a GEMM, `implementation="ffi"` where there is no kernel, or a
+            derivative with respect to a plain `a`.
 
     Source: numerics.md 9.
 
@@ -75,29 +81,20 @@ def scaled_matmul(
     (32, 48)
     """
     who = "scaled_matmul"
+    options = {
+        "bias": bias,
+        "activation": activation,
+        "accumulate": accumulate,
+        "out_dtype": out_dtype,
+        "return_pre_activation": return_pre_activation,
+        "activation_input": activation_input,
+    }
+    if isinstance(b, QuantizedArray) and not isinstance(a, QuantizedArray):
+        out = weight_only_matmul(who, a, b, options, implementation)
+        return (out[0], out[1]) if return_pre_activation else out[0]
     _check_operands(who, a, b)
     batch, (rows, _), (columns, _) = a.shape[:-2], a.matrix, b.matrix
-    if activation not in (None, "gelu", "dgelu"):
-        raise ValueError(f'{who}: activation={activation!r}; needs None, "gelu" or "dgelu"')
-    if return_pre_activation and activation != "gelu":
-        raise ValueError(f'{who}: return_pre_activation=True with activation={activation!r}; it is for "gelu"')
-    if (activation_input is None) == (activation == "dgelu"):
-        given = "missing" if activation_input is None else "given"
-        raise ValueError(f'{who}: activation_input= is {given} and activation={activation!r}; "dgelu" needs it, alone')
-    extras = []
-    if bias is not None:
-        bias = jnp.asarray(bias)
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"{who}: bias has dtype {bias.dtype}; needs floats")
-        if bias.shape not in ((columns,), (*batch, columns)):
-            raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(columns,)} or {(*batch, columns)}")
-        extras.append(jnp.broadcast_to(bias.astype(jnp.float32), (*batch, columns)))
-    for name, value in (("accumulate", accumulate), ("activation_input", activation_input)):
-        if value is not None:
-            value = float_array(who, name, value)
-            if value.shape != (*batch, rows, columns):
-                raise ValueError(f"{who}: {name} has shape {value.shape}; needs {(*batch, rows, columns)}")
-            extras.append(value)
+    epilogue, extras = checked_epilogue(who, (*batch, rows, columns), **options)
     unpacked = next((q for q in (a, b) if not q.format.packed), None)
     spec = MatmulSpec(
         a.format,
@@ -105,15 +102,11 @@ def scaled_matmul(
         a.format.tiles and rows % a.format.length != 0,
         b.format.tiles and columns % b.format.length != 0,
         unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
-        bias is not None,
-        accumulate is not None,
-        activation,
-        return_pre_activation,
-        float_dtype(who, "out_dtype", out_dtype),
+        epilogue,
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     out = _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)
-    return tuple(out) if return_pre_activation else out[0]
+    return (out[0], out[1]) if return_pre_activation else out[0]
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))

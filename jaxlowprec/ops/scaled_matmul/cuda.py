@@ -74,9 +74,8 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
         alpha = reference.alpha(rest.pop(0), rest.pop(0))
     elif a_fmt.scaling == "tensor":
         alpha = a_scale * b_scale
-    bias = rest.pop(0) if spec.bias else None
-    accumulate = rest.pop(0) if spec.accumulate else None
-    activation_input = rest.pop(0) if spec.activation == "dgelu" else None
+    epilogue = spec.epilogue
+    bias, accumulate, _ = epilogue.split(rest)
 
     a_data, a_scale = _padded(a_data, a_scale, a_fmt, _SCALED_ROWS if a_fmt.scaling == "float32" else 1)
     b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)
@@ -87,8 +86,8 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
         b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
     # cuBLASLt accumulates before an activation, and its biases are bfloat16: with either, or a sum of another type, it
     # stops at float32. Nor does it round a product of bfloat16 to float16.
-    plain = bias is None and spec.activation is None and spec.out_dtype in (jnp.bfloat16, jnp.float32)
-    fits = accumulate is None or (accumulate.dtype == spec.out_dtype and padded == (rows, columns))
+    plain = bias is None and epilogue.activation is None and epilogue.out_dtype in (jnp.bfloat16, jnp.float32)
+    fits = accumulate is None or (accumulate.dtype == epilogue.out_dtype and padded == (rows, columns))
     whole = plain and fits
     added = accumulate if whole else None
     operands = [a_data, a_scale, b_data, b_scale]
@@ -99,7 +98,7 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
         operands.append(added)
     _, workspace = _plans(a_fmt, b_fmt, *padded, depth, added is not None)
     results = [
-        jax.ShapeDtypeStruct((*batch, *padded), spec.out_dtype if whole else jnp.float32),
+        jax.ShapeDtypeStruct((*batch, *padded), epilogue.out_dtype if whole else jnp.float32),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     ]
     y, _ = jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results)(
@@ -108,4 +107,4 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
     y = y[..., :rows, :columns]
     if whole:
         return [y]
-    return reference.finish(y, bias, accumulate, activation_input, spec.activation, spec.pre_activation, spec.out_dtype)
+    return epilogue.finish(y, rest)

@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.formats import Format
+from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.scaled_matmul import cuda, reference
 
@@ -23,10 +23,7 @@ class MatmulSpec:
         a_format, b_format: of the operands.
         ragged_rows, ragged_columns: M or N is no multiple of the operand's square tiles.
         ragged_depth: K, as stored, is no multiple of the block.
-        bias, accumulate: optional operands that are there.
-        activation: None, "gelu" after the bias, or "dgelu": times GELU's derivative at a further operand.
-        pre_activation: what GELU was applied to is a second result.
-        out_dtype: of the results.
+        epilogue: what follows the sums.
     """
 
     a_format: Any
@@ -34,11 +31,7 @@ class MatmulSpec:
     ragged_rows: bool
     ragged_columns: bool
     ragged_depth: bool
-    bias: bool
-    accumulate: bool
-    activation: str | None
-    pre_activation: bool
-    out_dtype: Any
+    epilogue: Epilogue
 
     @property
     def two_level(self) -> bool:
@@ -71,9 +64,8 @@ def _rule(spec: MatmulSpec) -> wiring.Rule:
 
     m, a = operand("m", spec.a_format, spec.ragged_rows)
     n, b = operand("n", spec.b_format, spec.ragged_columns)
-    operands = a + b + ["..."] * 2 * spec.two_level + [f"... {n}"] * spec.bias
-    operands += [f"... {m} {n}"] * (spec.accumulate + (spec.activation == "dgelu"))
-    results = [f"... {m} {n}"] * (1 + spec.pre_activation)
+    operands = a + b + ["..."] * 2 * spec.two_level + spec.epilogue.operands(m, n)
+    results = spec.epilogue.results(m, n)
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
     reductions = () if spec.ragged_depth else ("k",)
@@ -86,22 +78,14 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
     [..., M, N] and the activation's input [..., M, N] -> [..., M, N], and the pre-activation."""
 
     def outputs(a_data, a_scale, b_data, *_):
-        shape = (*a_data.shape[:-1], b_data.shape[-2])
-        return [(shape, spec.out_dtype)] * (1 + spec.pre_activation)
+        return spec.epilogue.outputs((*a_data.shape[:-1], b_data.shape[-2]))
 
     amaxes = 2 * spec.two_level
 
-    def finish(y, rest):
-        rest = list(rest[amaxes:])
-        bias = rest.pop(0) if spec.bias else None
-        accumulate = rest.pop(0) if spec.accumulate else None
-        inputs = rest.pop(0) if spec.activation == "dgelu" else None
-        options = (spec.activation, spec.pre_activation, spec.out_dtype)
-        return reference.finish(y, bias, accumulate, inputs, *options)
-
     def run_reference(a_data, a_scale, b_data, b_scale, *rest):
         y = reference.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format)
-        return finish(reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y, rest)
+        y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
+        return spec.epilogue.finish(y, rest[amaxes:])
 
     def run_native(*operands):
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(*operands)]
@@ -109,9 +93,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
             *operands,
             a_format=spec.a_format.attributes,
             b_format=spec.b_format.attributes,
-            activation=spec.activation or "none",
-            bias=spec.bias,
-            accumulate=spec.accumulate,
+            **spec.epilogue.attributes,
         )
 
     def run_cuda(*operands):
@@ -126,11 +108,9 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
 
     def when_reduced(axes, *operands):
         """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
-        plain = dataclasses.replace(
-            spec, bias=False, accumulate=False, activation=None, pre_activation=False, out_dtype=jnp.dtype("float32")
-        )
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
-        return finish(jax.lax.psum(partial, axes), operands[4:])
+        return spec.epilogue.finish(jax.lax.psum(partial, axes), operands[4 + amaxes :])
 
     return wiring.define(
         "jaxlowprec_scaled_matmul",

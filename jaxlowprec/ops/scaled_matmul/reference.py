@@ -51,41 +51,6 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.float32)
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """tanh-GELU as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3), every operation rounded on its own."""
-    f = jnp.float32
-    cubic = rounded((x * x) * f(0.0356774069368839263916015625))
-    u = x * (cubic + f(0.797884583473205566406250))
-    return x / (_exp(u * f(-2.0)) + f(1.0))
-
-
-def gelu_tanh_gradient(x: jax.Array) -> jax.Array:
-    """The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s.
-
-    The order of xla_ffi/numerics/gelu.h. At the clamp s is too small for a normal number: exactly 0 and 1 beyond it.
-    """
-    f = jnp.float32
-    x = jnp.clip(x, f(-10.015625), f(10.015625))
-    square = x * x
-    u = x * (rounded(square * f(0.0356774069368839263916015625)) + f(0.797884583473205566406250))
-    e = _exp(u * f(-2.0))
-    s = flush(f(1.0) / (e + f(1.0)))
-    slope = rounded(square * f(0.2140644490718841552734375)) + f(1.59576916694641113281250)
-    return s + rounded((x * s) * ((e * s) * slope))
-
-
-def _exp(z: jax.Array) -> jax.Array:
-    """exp(z), 0 below -87, infinity above 88: Cody-Waite reduction and a polynomial of degree 6."""
-    f = jnp.float32
-    n = jax.lax.round(jnp.clip(z, -100, 100) * f(1.44269502162933349609375), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    r = (z - rounded(n * f(0.693359375))) - rounded(n * f(-2.12194440e-4))
-    p = f(1.38888893e-3)
-    for coefficient in (8.33333377e-3, 4.16666679e-2, 0.16666667, 0.5, 1.0, 1.0):
-        p = rounded(p * r) + f(coefficient)
-    power = jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return jnp.where(z < -87, 0.0, jnp.where(z > 88, jnp.inf, p * power))
-
-
 def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
     """What the sum is multiplied by: the tensor scales of two-level operands."""
     return flush(flush(a_amax * b_amax) * jnp.float32(1 / 7225344))
@@ -94,17 +59,3 @@ def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
 def apply_amaxes(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
     """acc * alpha."""
     return rounded(y * alpha(a_amax, b_amax)[..., None, None])
-
-
-def finish(y, bias, accumulate, activation_input, activation, pre_activation: bool, out_dtype) -> list[jax.Array]:
-    """+ bias -> activation -> + accumulate -> one cast, each in float32. A second result is what GELU got."""
-    if bias is not None:
-        y = y + bias[..., None, :]
-    before = y
-    if activation == "gelu":
-        y = gelu_tanh(y)
-    elif activation == "dgelu":
-        y = rounded(y * gelu_tanh_gradient(activation_input.astype(jnp.float32)))
-    if accumulate is not None:
-        y = y + accumulate.astype(jnp.float32)
-    return [y.astype(out_dtype)] + ([before.astype(out_dtype)] if pre_activation else [])

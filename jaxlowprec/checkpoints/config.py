@@ -1,0 +1,53 @@
+"""config.json of a quantised checkpoint, and of the plain one it came from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+_KEYS = ("quantization_config", "compression_config")
+_TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Where the configs of models for text and more keep that of their text model."""
+
+
+def with_quantization(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
+    """A config that says how weights are quantised.
+
+    It is said at the top, where vLLM, SGLang and transformers look, and again in each nested text model: engines that
+    build the text model from its own config alone would otherwise take packed weights for plain ones.
+    """
+    config = copy.deepcopy(config)
+    for place in _places(config):
+        place["quantization_config"] = copy.deepcopy(quantization)
+    return config
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """The inverse."""
+    config = copy.deepcopy(config)
+    for place in _places(config):
+        for key in _KEYS:
+            place.pop(key, None)
+    return config
+
+
+def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """What a config says of how weights are quantised; None where it says nothing."""
+    found = (place.get(key) for place in _places(config) for key in _KEYS)
+    return next((entry for entry in found if isinstance(entry, dict) and entry), None)
+
+
+def deployment_dtype(config: dict[str, Any]) -> str:
+    """The dtype that engines compute in: float16 where the config says so, else bfloat16."""
+    said = (place.get(key) for place in _places(config) for key in ("dtype", "torch_dtype"))
+    first = next((dtype for dtype in said if isinstance(dtype, str)), "bfloat16")
+    return "float16" if first.removeprefix("torch.") == "float16" else "bfloat16"
+
+
+def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The config, and those of text models nested in it."""
+    places = [config]
+    for key in _TEXT_MODELS:
+        if isinstance(config.get(key), dict):
+            places += _places(config[key])
+    return places

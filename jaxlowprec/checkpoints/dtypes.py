@@ -1,0 +1,78 @@
+"""The dtypes of safetensors files, by the names they have there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+"""Bits of an element, of every dtype that safetensors defines."""
+
+_NUMPY = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F32": np.float32,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "F64": np.float64,
+    "C64": np.complex64,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _NUMPY.items()}
+
+
+def numpy_dtype(name: str) -> np.dtype | None:
+    """The dtype of an array that holds it; None where numpy has none (elements of 4 and 6 bits are packed)."""
+    return np.dtype(_NUMPY[name]) if name in _NUMPY else None
+
+
+def file_dtype(dtype: np.typing.DTypeLike) -> str:
+    """A dtype's name in the file. Raises ValueError for one that no safetensors file holds."""
+    try:
+        return _NAMES[np.dtype(dtype)]
+    except KeyError:
+        raise ValueError(
+            f"safetensors: no file holds elements of {np.dtype(dtype)}; needs one of {sorted(BITS)}"
+        ) from None
+
+
+def bits_of(dtype: str, shape: Sequence[int]) -> int:
+    """Bits that the elements of an array take."""
+    return BITS[dtype] * math.prod(shape)

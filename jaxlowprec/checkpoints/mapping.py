@@ -1,0 +1,279 @@
+"""Flax parameter trees and Hugging Face tensors: a declared list of which is which, read both ways.
+
+    kernel       [K, N]   <->   weight [N, K]      the one transposition; a quantised kernel stays as its bytes are
+    embedding    [V, D]   <->   weight [V, D]
+    scale, bias  [N]      <->   weight, bias [N]
+
+A rule's path is that of a leaf of the tree, its name that of a tensor. `{i}` stands for a number, the same in both:
+`layers.{i}.q.kernel` is `layers[i].q.kernel` of an NNX module and `layers_i/q/kernel` of Linen parameters.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
+from jaxlowprec.quantized_array import QuantizedArray
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One kind of leaf.
+
+    Attributes:
+        path: of the leaf in the tree, parts joined by dots, `{i}` for a number.
+        name: of the tensor.
+    """
+
+    path: str
+    name: str
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether the leaf is a matrix [K, N] that the file holds as [N, K]."""
+        return self.path.endswith("kernel")
+
+    def name_of(self, path: str) -> str | None:
+        """The tensor's name for a leaf, or None where the rule is not about it."""
+        pattern = re.sub(r"\\\.\\\{(\w+)\\\}", r"[._](?P<\1>\\d+)", re.escape(self.path))
+        match = re.fullmatch(pattern, path)
+        return None if match is None else self.name.format(**match.groupdict())
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeMapping:
+    """All rules of a kind of model.
+
+    `to_tensors` and `from_tensors` are inverse to each other: for float leaves up to the dtype that was asked for, for
+    quantised ones byte for byte.
+    """
+
+    rules: tuple[Rule, ...]
+
+    def names(self, tree: Any) -> dict[str, str]:
+        """The tensor's name for each leaf's path; for a kernel that of the float weight, also where it is quantised.
+
+        Raises:
+            ValueError: leaves that no rule is about, or two leaves of one name.
+        """
+        return {path: name for path, name, _, _ in self._named("names", tree)}
+
+    def float_modules(self, tree: Any) -> list[str]:
+        """The names of modules whose kernels are not quantised."""
+        named = self._named("float_modules", tree)
+        return [
+            _module(name) for _, name, rule, leaf in named if rule.is_kernel and not isinstance(leaf, QuantizedArray)
+        ]
+
+    def to_tensors(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> dict[str, np.ndarray]:
+        """A tree's leaves as the tensors of a checkpoint.
+
+        Arguments:
+            tree: an NNX module or state, or Linen's variables or parameters. Leaves are float arrays, and
+                QuantizedArrays for kernels quantised along K: `quantize(kernel, fmt, axis=-2)`.
+            scheme: the format of quantised kernels.
+            dtype: what float leaves are rounded to. None: each its own.
+
+        Raises:
+            ValueError: leaves that no rule is about; quantised leaves without a scheme or that it cannot hold.
+        """
+        tensors: dict[str, np.ndarray] = {}
+        for path, name, rule, leaf in self._named("to_tensors", tree):
+            if isinstance(leaf, QuantizedArray):
+                if scheme is None:
+                    raise ValueError(f"to_tensors: {path} is quantised to {leaf.format}; pass scheme= to store it")
+                stored = _about(path, lambda leaf=leaf: scheme.store(leaf.mT))
+                tensors |= {f"{_module(name)}.{part}": tensor for part, tensor in stored.items()}
+                continue
+            array = np.asarray(leaf)
+            array = array if dtype is None else array.astype(as_dtype(dtype), copy=False)
+            tensors[name] = np.ascontiguousarray(_transposed(path, array) if rule.is_kernel else array)
+        return tensors
+
+    def from_tensors(self, tensors: Arrays, like: Any, scheme: Scheme | None = None) -> Any:
+        """A tree with a checkpoint's numbers.
+
+        Arguments:
+            tensors: all of the checkpoint.
+            like: the tree to fill: its structure, shapes and float dtypes count; its leaves may be abstract
+                (`jax.ShapeDtypeStruct`). Kernels that the checkpoint holds in the scheme's format become
+                QuantizedArrays [K, N].
+            scheme: the format of quantised weights.
+
+        Returns:
+            As `like`; for an NNX module its `nnx.Param` state, for `nnx.update`.
+
+        Raises:
+            ValueError: tensors that are missing or left over; other shapes; a leaf whose dtype would round what the
+                checkpoint holds.
+        """
+        found, missing, used = {}, [], set()
+        for path, name, rule, leaf in self._named("from_tensors", like):
+            parts = _quantized_parts(tensors, name, scheme) if rule.is_kernel else {}
+            if parts and scheme is not None:
+                suffixed = {part: tensors[full] for part, full in parts.items()}
+                used |= set(parts.values())
+                stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
+                found[path] = _about(path, lambda s=stored, t=suffixed, d=leaf.dtype: s.load(t, d)).mT
+            elif name in tensors:
+                used.add(name)
+                array = tensors[name]
+                found[path] = _widened(path, _transposed(path, array) if rule.is_kernel else array, leaf.dtype)
+            else:
+                missing.append(name)
+                continue
+            if found[path].shape != tuple(leaf.shape):
+                given, needed = found[path].shape, tuple(leaf.shape)
+                raise ValueError(f"from_tensors: {path} has shape {given} in the checkpoint; the model has {needed}")
+        if missing or len(used) < len(tensors):
+            raise ValueError(f"from_tensors: {_differences(missing, sorted(set(tensors) - used))}")
+        return _rebuilt(like, found)
+
+    def _named(self, who: str, tree: Any) -> Iterator[tuple[str, str, Rule, Any]]:
+        """(path, name, rule, leaf) of each leaf."""
+        leaves = _leaves(tree)
+        ruled = {path: found for path in leaves if (found := self._rule(path))}
+        if unknown := [path for path in leaves if path not in ruled]:
+            known = ", ".join(rule.path for rule in self.rules)
+            raise ValueError(f"{who}: no rule is about {', '.join(unknown)}; there are rules for {known}")
+        counts = collections.Counter(name for _, name in ruled.values())
+        if double := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"{who}: several leaves are called {', '.join(double)}")
+        for path, (rule, name) in ruled.items():
+            yield path, name, rule, leaves[path]
+
+    def _rule(self, path: str) -> tuple[Rule, str] | None:
+        return next(((rule, name) for rule in self.rules if (name := rule.name_of(path))), None)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _quantized_parts(tensors: Arrays, name: str, scheme: Scheme | None) -> dict[str, str]:
+    """A module's tensors of a scheme, the full name of each; none where its weight is a float tensor."""
+    weight = tensors.get(name)
+    if scheme is None or (weight is not None and weight.dtype.name in FLOATS):
+        return {}
+    parts = {part: f"{_module(name)}.{part}" for part in (*scheme.required, *scheme.optional)}
+    return {part: full for part, full in parts.items() if full in tensors}
+
+
+def _transposed(path: str, array: np.ndarray) -> np.ndarray:
+    if array.ndim != 2:
+        raise ValueError(f"{path} has shape {array.shape}; a kernel's needs two axes")
+    return array.T
+
+
+def _widened(path: str, array: np.ndarray, dtype: Any) -> jax.Array:
+    """The array in a dtype that holds its numbers."""
+    if array.dtype.name not in FLOATS:
+        raise ValueError(f"from_tensors: {path} is {array.dtype.name} in the checkpoint; needs {' or '.join(FLOATS)}")
+    dtype = as_dtype(dtype)
+    if array.dtype != dtype and dtype.name != "float32":
+        raise ValueError(
+            f"from_tensors: {path} is {array.dtype.name} in the checkpoint and {dtype.name} in the model, which would "
+            "round it; cast the checkpoint's tensors first, or make the model's parameters float32"
+        )
+    return jnp.asarray(np.ascontiguousarray(array).astype(dtype, copy=False))
+
+
+def _differences(missing: list[str], unexpected: list[str]) -> str:
+    parts = [("missing", missing), ("unexpected", unexpected)]
+    return "; ".join(f"{what} tensors: {', '.join(names)}" for what, names in parts if names)
+
+
+def _about(path: str, work: Any) -> Any:
+    """What `work()` returns; its ValueErrors name the leaf as well."""
+    try:
+        return work()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, nnx.Variable | QuantizedArray)
+
+
+def _as_tree(tree: Any) -> Any:
+    if isinstance(tree, nnx.Module):
+        return nnx.state(tree, nnx.Param)
+    return tree["params"] if isinstance(tree, Mapping) and set(tree) == {"params"} else tree
+
+
+def _path(keys: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """The tree's arrays by their paths."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(_as_tree(tree), is_leaf=_is_leaf)
+    return {_path(keys): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for keys, leaf in flat}
+
+
+def _rebuilt(like: Any, found: Mapping[str, Any]) -> Any:
+    """`like` with other arrays."""
+
+    def fill(keys: Any, leaf: Any) -> Any:
+        new = found[_path(keys)]
+        return leaf.replace(new) if isinstance(leaf, nnx.Variable) else new
+
+    tree = _as_tree(like)
+    filled = jax.tree_util.tree_map_with_path(fill, tree, is_leaf=_is_leaf)
+    return {"params": filled} if isinstance(like, Mapping) and tree is not like else filled
+
+
+_LLAMA_LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+
+LLAMA = TreeMapping(
+    (
+        Rule("embed_tokens.embedding", "model.embed_tokens.weight"),
+        *(Rule(f"layers.{{i}}.{m}.kernel", f"model.layers.{{i}}.{m}.weight") for m in _LLAMA_LINEARS),
+        *(Rule(f"layers.{{i}}.{m}.bias", f"model.layers.{{i}}.{m}.bias") for m in _LLAMA_LINEARS),
+        *(Rule(f"layers.{{i}}.{m}.scale", f"model.layers.{{i}}.{m}.weight") for m in _LLAMA_NORMS),
+        Rule("norm.scale", "model.norm.weight"),
+        Rule("lm_head.kernel", "lm_head.weight"),
+    )
+)
+"""Llama, Mistral and dense Qwen, for a tree whose modules are called as Hugging Face's, without "model."."""
+
+DEMO = TreeMapping(
+    (
+        Rule("tokens.embedding", "model.embed_tokens.weight"),
+        Rule("positions.embedding", "model.embed_positions.weight"),
+        *(
+            Rule(f"blocks.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}")
+            for ours, theirs in (
+                ("norm1.scale", "input_layernorm.weight"),
+                ("qkv.kernel", "self_attn.qkv_proj.weight"),
+                ("out.kernel", "self_attn.o_proj.weight"),
+                ("norm2.scale", "post_attention_layernorm.weight"),
+                ("up.kernel", "mlp.up_proj.weight"),
+                ("down.kernel", "mlp.down_proj.weight"),
+            )
+        ),
+        Rule("norm.scale", "model.norm.weight"),
+        Rule("head.kernel", "lm_head.weight"),
+    )
+)
+"""The model of `examples/lm`."""

@@ -1,0 +1,79 @@
+"""The modules of a quantised checkpoint: which tensors belong together, by their names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxlowprec.checkpoints.dtypes import numpy_dtype
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.schemes import Scheme, from_config
+
+_PLAIN = ("weight", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedModule:
+    """A module held in a scheme's format.
+
+    Attributes:
+        scheme: with the dtype of its scales, which no config says.
+        tensors: the names of its tensors, by their last parts.
+    """
+
+    scheme: Scheme
+    tensors: Mapping[str, str]
+
+    def read(self, source: CheckpointFolder) -> dict[str, np.ndarray]:
+        """Views of its tensors, by the last parts of their names."""
+        return {last: source.read(name) for last, name in self.tensors.items()}
+
+    def shape(self, source: CheckpointFolder, module: str) -> tuple[int, int]:
+        """[N, K] of its weight. Raises CheckpointError unless its tensors are what the scheme has."""
+        try:
+            return self.scheme.shape_of(self.read(source))
+        except ValueError as error:
+            raise CheckpointError(f"{source.path}: module {module!r}: {error}") from None
+
+    def nbytes(self, source: CheckpointFolder) -> int:
+        """Of all its tensors."""
+        return sum(source.spec(name).nbytes for name in self.tensors.values())
+
+
+def scheme_of(source: CheckpointFolder) -> Scheme:
+    """The scheme that a checkpoint's config names. Raises CheckpointError where it names none that is supported."""
+    try:
+        return from_config(source.config())
+    except (AttributeError, TypeError, ValueError) as error:  # entries of any type may stand there
+        raise CheckpointError(f"{source.path / CONFIG_FILE}: {error}") from None
+
+
+def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, QuantisedModule]:
+    """The modules held in a scheme's format, by their names.
+
+    Raises:
+        CheckpointError: a module has some of the format's tensors, and lacks others.
+    """
+    known = {*scheme.required, *scheme.optional}
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in source.shard_of:
+        module, _, last = name.rpartition(".")
+        if last in known:
+            found[module][last] = name
+    modules = {}
+    for module, tensors in found.items():
+        if not set(tensors) - set(_PLAIN):
+            continue  # in high precision
+        if missing := [last for last in scheme.required if last not in tensors]:
+            raise CheckpointError(
+                f"{source.path}: module {module!r} has {', '.join(sorted(tensors))}; {scheme.name} also needs "
+                f"{', '.join(missing)}"
+            )
+        dtypes = {last: numpy_dtype(source.spec(name).dtype) for last, name in tensors.items()}
+        stored = scheme.as_stored({last: dtype.name for last, dtype in dtypes.items() if dtype})
+        modules[module] = QuantisedModule(stored, tensors)
+    return modules

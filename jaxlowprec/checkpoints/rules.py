@@ -1,0 +1,156 @@
+"""Which modules are quantised: rules over module names, with the meaning that the engines give them.
+
+A rule is a module's exact name, or "re:" and a regular expression that is matched from the name's start (`re.match`):
+what compressed-tensors, transformers and vLLM do with the `ignore` entries of a checkpoint's config. slime compares the
+same entries with tensor names, where a plain name is a prefix: `disagreements` says where that decides otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from jaxlowprec.checkpoints.errors import CheckpointError
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Projections that engines hold as one matrix, by that matrix's name: all of them are quantised, or none."""
+
+_FUSED_OF = {part: parts for parts in FUSED.values() for part in parts}
+_EXPERT = re.compile(r"(.*\.experts)\.\d+(\..+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What is left alone.
+
+    Attributes:
+        ignore: rules that were asked for: what matches is left alone.
+        include: rules that were asked for: what matches is quantised although `defaults` would leave it alone.
+        defaults: rules of `presets`, of less weight than both.
+    """
+
+    ignore: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    defaults: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for rule in (*self.ignore, *self.include, *self.defaults):
+            check_rule(rule)
+
+    def why_left_alone(self, module: str) -> str | None:
+        """The first rule that leaves a module alone, or None."""
+        if rule := matching(module, self.ignore):
+            return rule
+        return None if matching(module, self.include) else matching(module, self.defaults)
+
+
+def check_rule(rule: str) -> None:
+    """Raises CheckpointError unless it is a rule."""
+    if not rule or rule == "re:":
+        raise CheckpointError(f'rule {rule!r} is empty; needs the name of a module, or "re:" and a regular expression')
+    if rule.startswith("re:"):
+        try:
+            _pattern(rule)
+        except re.error as error:
+            raise CheckpointError(f"rule {rule!r} is no regular expression: {error}") from None
+    elif rule.endswith(".weight"):
+        raise CheckpointError(f"rule {rule!r} names a tensor; rules name modules: {rule.removesuffix('.weight')!r}")
+
+
+def matching(module: str, rules: Iterable[str]) -> str | None:
+    """The first rule that matches a module's name, or None."""
+    return next((r for r in rules if (_pattern(r).match(module) if r.startswith("re:") else r == module)), None)
+
+
+@functools.cache
+def _pattern(rule: str) -> re.Pattern[str]:
+    return re.compile(rule.removeprefix("re:"))
+
+
+def config_ignore(rules: Rules, left: Collection[str], quantised: Collection[str]) -> list[str]:
+    """The `ignore` entry of a config under which exactly the modules of `left` are left alone.
+
+    A rule is written as it is where it matches none of the quantised modules, since engines call a module by other
+    names than the checkpoint does; what no such rule covers is written by its exact name.
+    """
+    written = [
+        rule
+        for rule in dict.fromkeys((*rules.ignore, *rules.defaults))
+        if any(matching(m, [rule]) for m in left) and not any(matching(m, [rule]) for m in quantised)
+    ]
+    return written + [module for module in sorted(left) if not matching(module, written)]
+
+
+def splits(left: Collection[str], quantised: Collection[str]) -> list[tuple[str, str]]:
+    """Pairs of a module left alone and a quantised one that an engine holds as one matrix.
+
+    These are the projections of `FUSED` that have the same parent, and the experts of one layer.
+    """
+    parts: dict[str, list[str]] = defaultdict(list)
+    for module in sorted(left):
+        for unit in fused_units(module):
+            parts[unit].append(module)
+    found: dict[str, tuple[str, str]] = {}
+    for module in sorted(quantised):
+        for unit in fused_units(module):
+            if unit in parts:
+                found.setdefault(unit, (parts[unit][0], module))
+    return list(dict.fromkeys(found[unit] for unit in sorted(found)))
+
+
+def fused_units(module: str) -> list[str]:
+    """Names of what an engine holds a module's weight in, together with others: none, one or two."""
+    units = []
+    parent, _, last = module.rpartition(".")
+    if last in _FUSED_OF:
+        units.append(f"{parent}.{'+'.join(_FUSED_OF[last])}")
+    if expert := _EXPERT.fullmatch(module):
+        units.append(expert[1])
+    return units
+
+
+def fused_siblings(module: str, modules: Collection[str]) -> list[str]:
+    """The modules, itself included, whose projections an engine fuses with this one's."""
+    parent, dot, last = module.rpartition(".")
+    names = [f"{parent}{dot}{part}" for part in _FUSED_OF.get(last, (last,))]
+    return [name for name in names if name in modules]
+
+
+def disagreements(ignore: Sequence[str], modules: Mapping[str, str]) -> list[str]:
+    """Sentences that say where other programs read an `ignore` entry differently.
+
+    Arguments:
+        ignore: as in the config.
+        modules: name of each module with a weight, to the name of its weight's tensor.
+    """
+    found = []
+    for rule in ignore:
+        here = {m for m in modules if matching(m, [rule])}
+        slime = {m for m, tensor in modules.items() if slime_matches(tensor, rule)}
+        for modules_apart, verb in ((slime - here, "leaves alone"), (here - slime, "quantises")):
+            if modules_apart:
+                more = f" and {len(modules_apart) - 1} more" if len(modules_apart) > 1 else ""
+                found.append(
+                    f"rule {rule!r}: slime, which compares it with tensor names, {verb} {min(modules_apart)}{more}, "
+                    "against the rule's meaning for modules"
+                )
+        if (last := rule.rpartition(".")[2]) in FUSED and rule not in modules:
+            found.append(
+                f"rule {rule!r}: vLLM leaves the fused {last} alone; the checkpoint has its parts, which are not"
+            )
+    return found
+
+
+def slime_matches(tensor: str, rule: str) -> bool:
+    """Whether slime's converter and weight synchronisation take a rule to name a tensor (int4_qat.md 2.3)."""
+    if rule.startswith("re:"):
+        return bool(_pattern(rule).match(tensor))
+    return tensor.startswith(rule)

@@ -1,0 +1,113 @@
+"""AWQ in its GEMM layout: codes and zero points in words along N, columns interleaved.
+
+    w = RNE_dtype((code - zero) * scale)
+    qweight [K, N/8], qzeros [K/g, N/8]     column n is nibble (0, 4, 1, 5, 2, 6, 3, 7)[n % 8] of word n / 8
+
+Source: int4_qat.md 3; AutoAWQ's files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.checkpoints.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
+from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
+from jaxlowprec.formats import Format, Int4
+from jaxlowprec.quantized_array import QuantizedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class AWQ(Scheme):
+    """AWQ's GEMM files in 4 bits.
+
+    Arguments:
+        group_size: elements along K that share a scale.
+        symmetric: all zero points are 8. AWQ's own files are asymmetric.
+        scale_dtype: "float16" or "bfloat16".
+    """
+
+    group_size: int = 128
+    symmetric: bool = False
+    scale_dtype: str = "float16"
+
+    name: ClassVar[str] = "awq"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+    required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    regex_ignores: ClassVar[bool] = False
+
+    @property
+    def format(self) -> Format:
+        """Int4."""
+        return Int4(self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
+
+    def check(self, shape: Sequence[int]) -> str | None:
+        """See `Scheme`."""
+        reason = super().check(shape)
+        return reason or (f"its {shape[0]} rows are no multiple of 8, which fill words" if shape[0] % 8 else None)
+
+    def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
+        """See `Scheme`."""
+        n, k = shape
+        groups = k // self.group_size
+        return {
+            "qweight": ("int32", (k, n // 8)),
+            "qzeros": ("int32", (groups, n // 8)),
+            "scales": (self.scale_dtype, (groups, n)),
+        }
+
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Scheme`. Modules by name: readers look for these words anywhere in a module's name."""
+        self._refuse_regexes(ignore)
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": self.group_size,
+            "zero_point": not self.symmetric,
+            "version": "gemm",
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def _holds(self, fmt: Format) -> bool:
+        return holds_int4(self.format, fmt)
+
+    def _shape(self, tensors: Tensors) -> tuple[int, int]:
+        words = tensors["qweight"].shape
+        return (8 * words[1], words[0]) if len(words) == 2 else words  # type: ignore[return-value]
+
+    def _zeros(self, tensors: Tensors, n: int) -> np.ndarray:
+        """uint8 [N, K/g]."""
+        zeros = unpack_words(tensors["qzeros"], n, AWQ_ORDER)
+        if self.symmetric and (zeros != SYMMETRIC_ZERO).any():
+            raise ValueError("awq: qzeros holds zero points other than 8; use by_name('awq', symmetric=False)")
+        return np.ascontiguousarray(zeros.T)
+
+    def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+        n = shape[0]
+        codes = np.ascontiguousarray(unpack_words(tensors["qweight"], n, AWQ_ORDER).T)
+        return decode(codes, self._zeros(tensors, n), tensors["scales"].T, self.scale_dtype, dtype)
+
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        n, k = shape
+        codes = unpack_words(tensors["qweight"], n, AWQ_ORDER).T
+        zeros = self._zeros(tensors, n)
+        if k % 2:  # our last nibble holds the code of zero
+            codes = np.concatenate([codes, zeros[:, -1:]], axis=1)
+        scale = jnp.asarray(np.ascontiguousarray(tensors["scales"].T))
+        zero_point = None if self.symmetric else jnp.asarray(zeros)
+        data = jnp.asarray(pack_bytes(codes))
+        return QuantizedArray(data, scale, None, zero_point, self.format, shape, dtype, -1, None)
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        codes = unpack_bytes(np.asarray(q.data), q.matrix[1])
+        zeros = np.full(q.scale.shape, SYMMETRIC_ZERO, np.uint8) if self.symmetric else np.asarray(q.zero_point)
+        return {
+            "qweight": pack_words(np.ascontiguousarray(codes.T), AWQ_ORDER),
+            "qzeros": pack_words(np.ascontiguousarray(zeros.T), AWQ_ORDER),
+            "scales": np.ascontiguousarray(np.asarray(q.scale).T),
+        }

@@ -1,0 +1,244 @@
+"""What every published format of a quantised weight offers."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxlowprec.formats import Format
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.quantized_array import QuantizedArray
+
+Tensors = Mapping[str, np.ndarray]
+"""The tensors of one module by the last part of their names: "weight_packed", "weight_scale" and so on."""
+
+Spec = tuple[str, tuple[int, ...]]
+"""Name of a dtype, and a shape."""
+
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme(abc.ABC):
+    """One published format of a weight [N, K], the matrix that a Hugging Face checkpoint calls `<module>.weight`.
+
+    `store` is the inverse of `load`: no number is quantised again. `compress(w)` is `store(quantize(w))`.
+
+    Attributes:
+        name: what `schemes.by_name` calls it.
+        required: tensors of a module, by the last part of their names.
+        optional: tensors that `load` accepts and does not need.
+        shares_global_scale: whether projections that an engine fuses (q, k and v; gate and up) must be compressed with
+            one `amax`, that of the largest.
+        scale_dtypes: dtypes that scales may have, for schemes with a `scale_dtype` of their own.
+        regex_ignores: whether `quantization_config` can name modules by regular expressions ("re:...").
+    """
+
+    name: ClassVar[str]
+    required: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ()
+    shares_global_scale: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[str, ...]] = ()
+    regex_ignores: ClassVar[bool] = True
+    also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Further dtypes that `load` takes for a tensor."""
+
+    @property
+    @abc.abstractmethod
+    def format(self) -> Format:
+        """What weights are quantised to."""
+
+    @abc.abstractmethod
+    def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
+        """Dtype and shape of each tensor that `compress` makes of a weight, nothing computed.
+
+        Arguments:
+            shape: [N, K] of the weight.
+            dtype: of the weight.
+        """
+
+    @abc.abstractmethod
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """The entry of that name in a checkpoint's config.json.
+
+        Arguments:
+            ignore: modules left in high precision: names, or "re:" and a regular expression.
+        """
+
+    @abc.abstractmethod
+    def _shape(self, tensors: Tensors) -> tuple[int, int]:
+        """[N, K] as far as the tensors tell."""
+
+    @abc.abstractmethod
+    def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+        """The weight [N, K], rounded to a dtype."""
+
+    @abc.abstractmethod
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        """The tensors, which were checked, as a QuantizedArray."""
+
+    @abc.abstractmethod
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        """The inverse."""
+
+    def check(self, shape: Sequence[int]) -> str | None:
+        """Why a weight of this shape cannot be held; None where it can."""
+        if len(shape) != 2:
+            return f"it has {len(shape)} dimensions; {self.name} holds matrices [N, K]"
+        if 0 in shape:
+            return "it is empty"
+        length = self.format.length
+        if not self.format.tiles and shape[1] % length:
+            return f"its {shape[1]} columns are no multiple of the {length} that share a scale"
+        return None
+
+    def compress(self, weight: np.ndarray, *, amax: float | None = None) -> dict[str, np.ndarray]:
+        """Quantises a weight, with `jaxlowprec.quantize` on the CPU: the bytes are the same on every machine.
+
+        Arguments:
+            weight: [N, K], bfloat16, float16 or float32.
+            amax: the magnitude to scale by, for formats with a scale a tensor: where it must be shared over several.
+
+        Raises:
+            TypeError: a dtype that is none of those.
+            ValueError: a shape that cannot be held (`check`), NaN or infinity.
+        """
+        weight = np.asarray(weight)
+        if weight.dtype.name not in FLOATS:
+            raise TypeError(f"{self.name}.compress: weight has dtype {weight.dtype}; needs {' or '.join(FLOATS)}")
+        self._require(weight.shape, "compress")
+        with on_the_cpu():
+            given = None if amax is None else jnp.float32(amax)
+            x = jax.device_put(weight)  # the same memory, where it is aligned; jnp.asarray copies it
+            return self.store(quantize(x, self.format, amax=given))
+
+    def shape_of(self, tensors: Tensors) -> tuple[int, int]:
+        """[N, K] of the weight that tensors stand for, which are checked. Raises ValueError as `decompress`."""
+        return self._checked(tensors, "shape_of")
+
+    def decompress(self, tensors: Tensors, dtype: Any = "bfloat16") -> np.ndarray:
+        """The weight [N, K] as a reader of the published format computes it.
+
+        Raises:
+            ValueError: tensors that are missing, unexpected, or of other dtypes and shapes than the format has.
+        """
+        target = as_dtype(dtype)
+        if target.name not in FLOATS:
+            raise TypeError(f"{self.name}.decompress: dtype={target.name}; needs {' or '.join(FLOATS)}")
+        return self._decode(tensors, self._checked(tensors, "decompress"), target)
+
+    def load(self, tensors: Tensors, dtype: Any = "bfloat16") -> QuantizedArray:
+        """The tensors as a QuantizedArray [N, K], `axis=-1`; codes and scales as they are.
+
+        Arguments:
+            tensors: of one module.
+            dtype: what the result dequantises to by default.
+
+        Raises:
+            ValueError: as `decompress`.
+        """
+        return self._read(tensors, self._checked(tensors, "load"), as_dtype(dtype))
+
+    def as_stored(self, dtypes: Mapping[str, str]) -> Scheme:
+        """The scheme with the dtype that a module's scales have, which no configuration says, where it is supported.
+
+        Arguments:
+            dtypes: names of the tensors' dtypes, by the last part of the tensors' names.
+        """
+        dtype = next((dtypes[name] for name in ("weight_scale", "weight_scale_inv", "scales") if name in dtypes), None)
+        if dtype not in self.scale_dtypes or dtype == getattr(self, "scale_dtype", dtype):
+            return self
+        return dataclasses.replace(self, scale_dtype=dtype)  # type: ignore[call-arg]
+
+    def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        """The inverse of `load`.
+
+        Raises:
+            TypeError: q is no QuantizedArray.
+            ValueError: one of another format, orientation or shape, or one that holds NaN.
+        """
+        who = f"{self.name}.store"
+        if not isinstance(q, QuantizedArray):
+            raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray")
+        if not self._holds(q.format):
+            raise ValueError(f"{who}: q has format {q.format!r}; needs {self.format!r}")
+        if q.axis != -1:
+            raise ValueError(f"{who}: q, of shape {q.shape}, is quantised along axis -2; pass q.mT, which is [N, K]")
+        if q.hadamard is not None:
+            raise ValueError(f"{who}: q is rotated by {q.hadamard}, which this format cannot say; quantise without it")
+        self._require(q.shape, "store")
+        if not _all_finite(np.asarray(q.scale)):
+            raise ValueError(
+                f"{who}: a scale of q is not finite: the weight held NaN or infinity, or its dtype's limit"
+            )
+        return self._write(q)
+
+    def _holds(self, fmt: Format) -> bool:
+        """Whether codes of a format are this one's, however their scales were chosen."""
+        own = self.format
+        return type(fmt) is type(own) and (fmt.element, fmt.block) == (own.element, own.block)
+
+    def _refuse_regexes(self, ignore: Sequence[str]) -> None:
+        if regexes := [rule for rule in ignore if rule.startswith("re:")]:
+            raise ValueError(
+                f"{self.name}.quantization_config: readers know no regular expressions; name the modules that "
+                f"{', '.join(regexes)} stands for"
+            )
+
+    def _require(self, shape: Sequence[int], verb: str) -> None:
+        if reason := self.check(shape):
+            raise ValueError(f"{self.name}.{verb}: cannot hold a weight of shape {tuple(shape)}: {reason}")
+
+    def _checked(self, tensors: Tensors, verb: str) -> tuple[int, int]:
+        """[N, K], after the tensors were compared with what `output_specs` says of it."""
+        who = f"{self.name}.{verb}"
+        if missing := [name for name in self.required if name not in tensors]:
+            raise ValueError(f"{who}: tensors {', '.join(missing)} are missing; given: {', '.join(sorted(tensors))}")
+        known = (*self.required, *self.optional)
+        if unexpected := sorted(set(tensors) - set(known)):
+            raise ValueError(f"{who}: unexpected tensors {', '.join(unexpected)}; the format has {', '.join(known)}")
+        for name in self.required:
+            if tensors[name].ndim == 0 and name not in ("weight_scale_2", "input_scale"):
+                raise ValueError(f"{who}: {name} is a scalar; needs an array")
+        shape = self._shape(tensors)
+        self._require(shape, verb)
+        for name, (dtype, needed) in self.output_specs(shape).items():
+            given = tensors.get(name)
+            if given is None:
+                continue
+            dtypes = (dtype, *self.also_read.get(name, ()))
+            if given.dtype.name not in dtypes or given.shape != needed:
+                raise ValueError(
+                    f"{who}: {name} is {given.dtype.name} {list(given.shape)}; needs {' or '.join(dtypes)} "
+                    f"{list(needed)} for a weight of shape {list(shape)}"
+                )
+        return shape
+
+
+def as_dtype(dtype: Any) -> np.dtype:
+    """A numpy dtype, also of the names that numpy lacks."""
+    return (
+        np.dtype(getattr(ml_dtypes, dtype)) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else np.dtype(dtype)
+    )
+
+
+def _all_finite(scale: np.ndarray) -> bool:
+    if scale.dtype.itemsize > 1:
+        return bool(np.isfinite(scale).all())
+    table = np.isfinite(np.arange(256, dtype=np.uint8).view(scale.dtype).astype(np.float32))
+    return bool(table[scale.view(np.uint8)].all())
+
+
+def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Within it JAX puts arrays and work on the CPU, where it has one beside an accelerator."""
+    if jax.default_backend() == "cpu":
+        return contextlib.nullcontext()
+    return jax.default_device(jax.local_devices(backend="cpu")[0])

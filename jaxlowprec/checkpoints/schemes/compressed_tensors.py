@@ -1,0 +1,45 @@
+"""`quantization_config` of compressed-tensors checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_DEFAULTS: dict[str, Any] = {
+    "dynamic": False,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": None,
+    "scale_dtype": None,
+    "observer": "minmax",
+    "observer_kwargs": {},
+}
+
+
+def config_of(
+    format: str, weights: Mapping[str, Any], ignore: Sequence[str], activations: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The entry for one group that holds all linear layers but the ignored ones.
+
+    Arguments:
+        format: name of the compressor.
+        weights: how weights are quantised, as far as it differs from the defaults.
+        ignore: module names, or "re:" and an expression that is matched from the name's start.
+        activations: how inputs are quantised; None: they stay in high precision.
+    """
+    group = {
+        "targets": ["Linear"],
+        "weights": {**_DEFAULTS, **weights},
+        "input_activations": None if activations is None else {**_DEFAULTS, "observer": None, **activations},
+        "output_activations": None,
+        "format": format,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(ignore),
+        "config_groups": {"group_0": group},
+    }

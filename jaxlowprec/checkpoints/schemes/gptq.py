@@ -1,0 +1,153 @@
+"""GPTQ: codes and zero points in words along K and N, [K, N] as the GEMM reads them.
+
+    w = RNE_dtype((code - zero) * scale)
+    qweight [K/8, N]      nibble i of row r is the code of k = 8r + i: compressed-tensors' words, transposed
+    qzeros  [K/g, N/8]    nibble i of column c is the zero point of n = 8c + i; version 1 stores it minus one
+
+Source: int4_qat.md 3; AutoGPTQ and GPTQModel's files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.checkpoints.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
+from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
+from jaxlowprec.formats import Format, Int4
+from jaxlowprec.quantized_array import QuantizedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTQ(Scheme):
+    """GPTQ's files in 4 bits. Groups that are not consecutive (act-order) decompress, and do not load.
+
+    Arguments:
+        group_size: elements along K that share a scale.
+        symmetric: all zero points are 8.
+        scale_dtype: "float16" or "bfloat16".
+        version: 1: zero points are stored minus one, so that 0 has no code; 2: as they are.
+    """
+
+    group_size: int = 128
+    symmetric: bool = True
+    scale_dtype: str = "float16"
+    version: Literal[1, 2] = 1
+
+    name: ClassVar[str] = "gptq"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+    required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
+
+    def __post_init__(self):
+        if self.version not in (1, 2):
+            raise ValueError(f"gptq: version={self.version!r}; needs 1 or 2")
+
+    @property
+    def format(self) -> Format:
+        """Int4."""
+        return Int4(self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
+
+    def check(self, shape: Sequence[int]) -> str | None:
+        """See `Scheme`."""
+        reason = super().check(shape)
+        return reason or ("its sizes are no multiples of 8, which fill words" if shape[0] % 8 or shape[1] % 8 else None)
+
+    def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
+        """See `Scheme`."""
+        n, k = shape
+        groups = k // self.group_size
+        return {
+            "qweight": ("int32", (k // 8, n)),
+            "qzeros": ("int32", (groups, n // 8)),
+            "scales": (self.scale_dtype, (groups, n)),
+            "g_idx": ("int32", (k,)),
+        }
+
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Scheme`. Ignored modules are GPTQModel's negative rules under "dynamic"."""
+        rules = [rule[3:] if rule.startswith("re:") else f"{re.escape(rule)}$" for rule in ignore]
+        return {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": self.group_size,
+            "desc_act": False,
+            "sym": self.symmetric,
+            "lm_head": False,
+            "checkpoint_format": "gptq" if self.version == 1 else "gptq_v2",
+            "dynamic": {f"-:{rule}": {} for rule in rules},
+        }
+
+    def _holds(self, fmt: Format) -> bool:
+        return holds_int4(self.format, fmt)
+
+    def _shape(self, tensors: Tensors) -> tuple[int, int]:
+        words = tensors["qweight"].shape
+        return (words[1], 8 * words[0]) if len(words) == 2 else words  # type: ignore[return-value]
+
+    def _zeros(self, tensors: Tensors, n: int) -> np.ndarray:
+        """uint8 [N, K/g]."""
+        zeros = unpack_words(tensors["qzeros"], n)
+        if self.version == 1:
+            if (zeros == 15).any():
+                raise ValueError(
+                    "gptq: qzeros holds 15, which stands for 16 in version 1: no 4-bit zero point. "
+                    "The file may be of version 2: by_name('gptq', version=2)"
+                )
+            zeros = zeros + np.uint8(1)
+        if self.symmetric and (zeros != SYMMETRIC_ZERO).any():
+            raise ValueError(
+                "gptq: qzeros holds zero points other than 8, so the file is not symmetric or of the other version; "
+                "use by_name('gptq', symmetric=False) or version="
+            )
+        return np.ascontiguousarray(zeros.T)
+
+    def _groups(self, tensors: Tensors, k: int) -> np.ndarray | None:
+        """The group of each k, or None where groups are consecutive."""
+        groups = tensors["g_idx"]
+        if np.array_equal(groups, np.arange(k) // self.group_size):
+            return None
+        if groups.min() < 0 or groups.max() >= k // self.group_size:
+            raise ValueError(f"gptq: g_idx names group {groups.max()}; there are {k // self.group_size}")
+        return groups
+
+    def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+        n, k = shape
+        codes = unpack_words(tensors["qweight"].T, k)
+        zeros, scale, groups = self._zeros(tensors, n), tensors["scales"].T, self._groups(tensors, k)
+        if groups is not None:
+            zeros, scale = zeros[:, groups], scale[:, groups]
+        return decode(codes, zeros, scale, self.scale_dtype, dtype)
+
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        n, k = shape
+        if self._groups(tensors, k) is not None:
+            raise ValueError(
+                "gptq.load: g_idx is not k // group_size (act-order): groups of a QuantizedArray are consecutive; "
+                "use decompress, then quantise"
+            )
+        data, zeros = bytes_of_words(tensors["qweight"].T, k), self._zeros(tensors, n)
+        scale = jnp.asarray(np.ascontiguousarray(tensors["scales"].T))
+        zero_point = None if self.symmetric else jnp.asarray(zeros)
+        return QuantizedArray(jnp.asarray(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        k = q.matrix[1]
+        zeros = np.full(q.scale.shape, SYMMETRIC_ZERO, np.uint8) if self.symmetric else np.asarray(q.zero_point)
+        if self.version == 1:
+            if (zeros == 0).any():
+                raise ValueError(
+                    "gptq.store: version 1 has no code for a zero point of 0; use by_name('gptq', version=2)"
+                )
+            zeros = zeros - np.uint8(1)
+        return {
+            "qweight": np.ascontiguousarray(words_of_bytes(np.asarray(q.data)).T),
+            "qzeros": pack_words(zeros.T),
+            "scales": np.ascontiguousarray(np.asarray(q.scale).T),
+            "g_idx": (np.arange(k) // self.group_size).astype(np.int32),
+        }

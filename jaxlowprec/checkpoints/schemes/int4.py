@@ -1,0 +1,188 @@
+"""INT4 in int32 words: compressed-tensors "pack-quantized", symmetric and asymmetric.
+
+    w = RNE_dtype((code - zero) * scale)        zero 8, or one a group
+
+Source: int4_qat.md 1.4 and 2.1 to 2.3; compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.checkpoints.codes import (
+    AWQ_ORDER,
+    bytes_of_words,
+    pack_words,
+    unpack_words,
+    words_of_bytes,
+)
+from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors, as_dtype
+from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
+from jaxlowprec.formats import Format, Int4
+from jaxlowprec.quantized_array import QuantizedArray
+
+SYMMETRIC_ZERO = 8
+"""The code of zero without zero points."""
+
+
+def decode(
+    codes: np.ndarray, zeros: np.ndarray | None, scale: np.ndarray, scale_dtype: str, dtype: np.dtype
+) -> np.ndarray:
+    """Codes [N, K] as numbers, rounded to the scale's dtype and then to `dtype`.
+
+    Arguments:
+        codes: uint8.
+        zeros: uint8, shaped like the scale; None: 8.
+        scale: [N, K/g], or [N, K] where groups are scattered.
+    """
+    n, k = codes.shape
+    values = codes.astype(np.float32).reshape(n, scale.shape[1], -1)
+    values -= np.float32(SYMMETRIC_ZERO) if zeros is None else zeros[..., None]
+    values *= scale.astype(np.float32)[..., None]
+    return values.reshape(n, k).astype(as_dtype(scale_dtype)).astype(dtype, copy=False)
+
+
+def holds_int4(own: Format, given: Format) -> bool:
+    """Whether codes and scales of a format are laid out as another's, however they were chosen."""
+    keys = ("group_size", "symmetric", "scale_dtype")
+    return isinstance(given, Int4) and all(getattr(given, key) == getattr(own, key) for key in keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedInt4(Scheme):
+    """Compressed-tensors "pack-quantized" with symmetric groups.
+
+    Arguments:
+        group_size: elements along K that share a scale.
+        scale_dtype: "bfloat16" or "float16": of the scales, and the dtype that the engine computes in.
+    """
+
+    group_size: int = 128
+    scale_dtype: str = "bfloat16"
+
+    name: ClassVar[str] = "w4a16"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+    required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape")
+    also_read = {"weight_shape": ("int32",)}  # noqa: RUF012
+    symmetric: ClassVar[bool] = True
+
+    @property
+    def format(self) -> Format:
+        """Int4 under the rule that makes the trained weight the served one."""
+        return Int4(self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
+
+    def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
+        """See `Scheme`."""
+        n, k = shape
+        return {
+            "weight_packed": ("int32", (n, -(-k // 8))),
+            "weight_scale": (self.scale_dtype, (n, k // self.group_size)),
+            "weight_shape": ("int64", (2,)),
+        }
+
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Scheme`."""
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "strategy": "group",
+            "group_size": self.group_size,
+        }
+        return config_of("pack-quantized", weights, ignore)
+
+    def _holds(self, fmt: Format) -> bool:
+        return holds_int4(self.format, fmt)
+
+    def _shape(self, tensors: Tensors) -> tuple[int, int]:
+        shape = tensors["weight_shape"]
+        if shape.shape != (2,) or shape.dtype.kind != "i":
+            raise ValueError(
+                f"{self.name}: weight_shape is {shape.dtype.name} {list(shape.shape)}; needs int64 [2], N and K"
+            )
+        n, k = (int(size) for size in shape)
+        return n, k
+
+    def _zeros(self, tensors: Tensors, shape: tuple[int, int]) -> np.ndarray | None:
+        """uint8 [N, K/g], or None."""
+        return None
+
+    def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+        codes, zeros = unpack_words(tensors["weight_packed"], shape[1]), self._zeros(tensors, shape)
+        return decode(codes, zeros, tensors["weight_scale"], self.scale_dtype, dtype)
+
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        k = shape[1]
+        data, zeros = bytes_of_words(tensors["weight_packed"], k), self._zeros(tensors, shape)
+        if k % 2:  # our last nibble holds the code of zero
+            last = SYMMETRIC_ZERO if zeros is None else zeros[:, -1]
+            data = data.copy()
+            data[:, -1] = data[:, -1] & 15 | last << 4
+        scale, zero_point = jnp.asarray(tensors["weight_scale"]), None if zeros is None else jnp.asarray(zeros)
+        return QuantizedArray(jnp.asarray(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        data = np.asarray(q.data)
+        if q.matrix[1] % 2:
+            data = data.copy()
+            data[:, -1] &= 15  # compressed-tensors fills a word up with 0
+        return {
+            "weight_packed": words_of_bytes(data),
+            "weight_scale": np.asarray(q.scale),
+            "weight_shape": np.asarray(q.matrix, np.int64),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedInt4Asymmetric(PackedInt4):
+    """Compressed-tensors "pack-quantized" with a zero point a group, eight rows of them to a word.
+
+    Arguments:
+        zero_point_order: "compressed-tensors", or "slime" to read (not write) what slime's converter writes:
+            [K/g, N/8] with AWQ's order of nibbles.
+    """
+
+    zero_point_order: Literal["compressed-tensors", "slime"] = "compressed-tensors"
+
+    name: ClassVar[str] = "w4a16_asym"
+    required: ClassVar[tuple[str, ...]] = (*PackedInt4.required, "weight_zero_point")
+    symmetric: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if self.zero_point_order not in ("compressed-tensors", "slime"):
+            raise ValueError(
+                f'{self.name}: zero_point_order={self.zero_point_order!r}; needs "compressed-tensors" or "slime"'
+            )
+
+    def check(self, shape: Sequence[int]) -> str | None:
+        """See `Scheme`."""
+        if (reason := super().check(shape)) or self.zero_point_order != "slime":
+            return reason
+        return f"its {shape[0]} rows are no multiple of 8, which slime's zero points need" if shape[0] % 8 else None
+
+    def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
+        """See `Scheme`."""
+        n, groups = shape[0], shape[1] // self.group_size
+        slime = self.zero_point_order == "slime"
+        packed = (groups, n // 8) if slime else (-(-n // 8), groups)
+        return {**super().output_specs(shape, dtype), "weight_zero_point": ("int32", packed)}
+
+    def _zeros(self, tensors: Tensors, shape: tuple[int, int]) -> np.ndarray | None:
+        words, n = tensors["weight_zero_point"], shape[0]
+        if self.zero_point_order == "slime":
+            return np.ascontiguousarray(unpack_words(words, n, AWQ_ORDER).T)
+        return np.ascontiguousarray(unpack_words(words.T, n).T)
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        if self.zero_point_order == "slime":
+            raise ValueError(
+                f"{self.name}.store: slime's order of zero points is only read, since no field of a checkpoint names "
+                'it; store with by_name("w4a16_asym")'
+            )
+        zeros = np.ascontiguousarray(pack_words(np.asarray(q.zero_point).T).T)
+        return {**super()._write(q), "weight_zero_point": zeros}

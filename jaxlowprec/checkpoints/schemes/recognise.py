@@ -1,0 +1,178 @@
+"""Which scheme a checkpoint is in: from its configuration, or from the tensors of one module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.registry import by_name
+
+_WHO = "schemes.from_config"
+
+
+def from_config(config: Mapping[str, Any]) -> Scheme:
+    """The scheme that a configuration names.
+
+    Arguments:
+        config: a config.json, also of a model with a nested text model, its `quantization_config` alone, or ModelOpt's
+            hf_quant_config.json.
+
+    Raises:
+        ValueError: none, one that is not supported, or groups of modules in different formats (mixed precision):
+            `detect` tells these apart by each module's tensors.
+    """
+    entry = _entry(config)
+    method = entry.get("quant_method")
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "modelopt": _modelopt,
+        "mxfp8": _mxfp8,
+        "gptq": _gptq,
+        "awq": _awq,
+    }
+    if method not in readers:
+        raise ValueError(f"{_WHO}: quant_method is {method!r}; supported are {', '.join(readers)}")
+    return readers[method](entry)
+
+
+def detect(tensors: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of one module, from its tensors.
+
+    Arguments:
+        tensors: by the last part of their names: arrays, other things with a `dtype` and a `shape`, or pairs of a
+            dtype's name and a shape. Other tensors than a scheme's, such as "bias", are left aside.
+
+    Returns:
+        None for a module that is not quantised as any scheme has it.
+
+    Raises:
+        ValueError: GPTQ, whose tensors do not say which version of zero points they hold.
+    """
+    specs = {name: _spec(tensor) for name, tensor in tensors.items()}
+    dtypes = {name: dtype for name, (dtype, _) in specs.items()}
+    scale = "weight_scale_inv" if "weight_scale_inv" in specs else "weight_scale"
+    match dtypes.get("weight_packed"), dtypes.get("weight"), dtypes.get(scale):
+        case "int32", None, "bfloat16" | "float16":
+            return _packed_int4(tensors, specs)
+        case "uint8", None, "float8_e4m3fn":
+            return by_name("nvfp4")
+        case "uint8", None, "uint8" | "float8_e8m0fnu":
+            return by_name("mxfp4")
+        case None, "uint8", "float8_e4m3fn" if "weight_scale_2" in specs:
+            return by_name("modelopt_nvfp4")
+        case None, "float8_e4m3fn", "uint8" | "float8_e8m0fnu":
+            return by_name("mxfp8" if scale == "weight_scale" else "miles_mxfp8")
+        case None, "float8_e4m3fn", "float32" | "bfloat16" as dtype if _tiles(specs["weight"][1], specs[scale][1]):
+            return by_name("fp8_block" if scale == "weight_scale" else "deepseek_fp8", scale_dtype=dtype)
+    return _words_along_columns(specs) if {"qweight", "qzeros", "scales"} <= set(specs) else None
+
+
+def _spec(tensor: Any) -> tuple[str, tuple[int, ...]]:
+    dtype, shape = tensor if isinstance(tensor, tuple) else (tensor.dtype, tensor.shape)
+    return str(getattr(dtype, "name", dtype)), tuple(shape)
+
+
+def _tiles(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
+    return len(weight) == 2 and scale == (-(-weight[0] // 128), -(-weight[1] // 128))
+
+
+def _packed_int4(tensors: Mapping[str, Any], specs: Mapping[str, Any]) -> Scheme:
+    shape = tensors.get("weight_shape")
+    known = shape is not None and not isinstance(shape, tuple) and hasattr(shape, "__array__")
+    columns = int(shape[1]) if known else 8 * specs["weight_packed"][1][1]  # type: ignore[index]
+    dtype, (_, groups) = specs["weight_scale"]
+    if not groups or columns % groups:
+        raise ValueError(f"schemes.detect: weight_scale has {groups} groups for {columns} columns; needs whole groups")
+    name = "w4a16_asym" if "weight_zero_point" in specs else "w4a16"
+    return by_name(name, group_size=columns // groups, scale_dtype=dtype)
+
+
+def _words_along_columns(specs: Mapping[str, Any]) -> Scheme:
+    (rows, columns), (dtype, (groups, n)) = specs["qweight"][1], specs["scales"]
+    if columns == n:
+        raise ValueError("schemes.detect: GPTQ's version of zero points stands in its configuration; use from_config")
+    return by_name("awq", group_size=rows // groups, scale_dtype=dtype)
+
+
+def _entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    for holder in (config, config.get("text_config") or {}):
+        if "quantization_config" in holder:
+            return holder["quantization_config"]
+    if "quantization" in config:
+        return {"quant_method": "modelopt", **config["quantization"]}
+    if "quant_method" in config:
+        return config
+    raise ValueError(f"{_WHO}: the configuration has no quantization_config")
+
+
+def _need(entry: Mapping[str, Any], key: str, *allowed: Any) -> Any:
+    value = entry.get(key)
+    if value not in allowed:
+        raise ValueError(f"{_WHO}: {key} is {value!r}; supported is {' or '.join(repr(a) for a in allowed)}")
+    return value
+
+
+def _compressed_tensors(entry: Mapping[str, Any]) -> Scheme:
+    groups = entry.get("config_groups")
+    if not groups:
+        raise ValueError(f"{_WHO}: config_groups is {groups!r}; needs one group or more")
+    found = {name: _group(group.get("format") or entry.get("format"), group) for name, group in groups.items()}
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name}: {scheme.name}" for name, scheme in found.items())
+        raise ValueError(f"{_WHO}: groups are in different formats ({listed}); use schemes.detect on each module")
+    return next(iter(found.values()))
+
+
+def _group(format: Any, group: Mapping[str, Any]) -> Scheme:
+    weights = group.get("weights") or {}
+    if format == "pack-quantized":
+        _need(weights, "num_bits", 4)
+        _need(weights, "strategy", "group")
+        _need(weights, "actorder", None, "weight", "static")
+        symmetric = weights.get("symmetric", True)
+        return by_name("w4a16" if symmetric else "w4a16_asym", group_size=weights.get("group_size"))
+    if format == "float-quantized":
+        _need(weights, "strategy", "block")
+        _need(weights, "block_structure", [128, 128])
+        return by_name("fp8_block")
+    names = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
+    if format not in names:
+        supported = ", ".join(["pack-quantized", "float-quantized", *names])
+        raise ValueError(f"{_WHO}: format is {format!r}; supported are {supported}")
+    return by_name(names[format])
+
+
+def _fp8(entry: Mapping[str, Any]) -> Scheme:
+    _need(entry, "weight_block_size", [128, 128])
+    return by_name("deepseek_fp8", power_of_two=_need(entry, "scale_fmt", None, "ue8m0") == "ue8m0")
+
+
+def _modelopt(entry: Mapping[str, Any]) -> Scheme:
+    _need(entry, "quant_algo", "NVFP4")
+    return by_name("modelopt_nvfp4")
+
+
+def _mxfp8(entry: Mapping[str, Any]) -> Scheme:
+    _need(entry, "weight_block_size", [1, 32])
+    return by_name("miles_mxfp8")
+
+
+def _gptq(entry: Mapping[str, Any]) -> Scheme:
+    _need(entry, "bits", 4)
+    version = 2 if _need(entry, "checkpoint_format", None, "gptq", "gptq_v2") == "gptq_v2" else 1
+    return by_name("gptq", group_size=_size(entry), symmetric=entry.get("sym", True), version=version)
+
+
+def _awq(entry: Mapping[str, Any]) -> Scheme:
+    _need(entry, "bits", 4)
+    _need(entry, "version", None, "gemm", "GEMM")
+    return by_name("awq", group_size=_size(entry), symmetric=not entry.get("zero_point", True))
+
+
+def _size(entry: Mapping[str, Any]) -> int:
+    size = entry.get("group_size", 128)
+    if size == -1:
+        raise ValueError(f"{_WHO}: group_size is -1 (one scale a row); supported are groups")
+    return size

@@ -1,0 +1,57 @@
+"""Schemes by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxlowprec.checkpoints.schemes.awq import AWQ
+from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.float8_block import DeepSeekFloat8, Float8Tiles
+from jaxlowprec.checkpoints.schemes.gptq import GPTQ
+from jaxlowprec.checkpoints.schemes.int4 import PackedInt4, PackedInt4Asymmetric
+from jaxlowprec.checkpoints.schemes.mx import MilesMXFP8, PackedMXFP4, QuantizedMXFP8
+from jaxlowprec.checkpoints.schemes.nvfp4 import ModelOptNVFP4, PackedNVFP4
+
+_CLASSES: tuple[type[Scheme], ...] = (
+    PackedInt4,
+    PackedInt4Asymmetric,
+    PackedNVFP4,
+    PackedMXFP4,
+    QuantizedMXFP8,
+    Float8Tiles,
+    DeepSeekFloat8,
+    ModelOptNVFP4,
+    MilesMXFP8,
+    GPTQ,
+    AWQ,
+)
+_SCHEMES = {scheme.name: scheme for scheme in _CLASSES}
+
+NAMES = tuple(_SCHEMES)
+"""Of all schemes."""
+
+
+def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Scheme:
+    """A scheme.
+
+    Arguments:
+        name: one of `NAMES`.
+        group_size: elements along K that share a scale, for the INT4 schemes, which leave it open.
+            None: the scheme's own.
+        options: fields of the scheme's class.
+
+    Raises:
+        ValueError: an unknown name or option, or a group size that the format does not have.
+    """
+    if name not in _SCHEMES:
+        raise ValueError(f"schemes.by_name: no scheme {name!r}; there are {', '.join(NAMES)}")
+    scheme = _SCHEMES[name]
+    fields = scheme.__dataclass_fields__
+    if group_size is not None and "group_size" in fields:
+        options["group_size"] = group_size
+    if unknown := sorted(set(options) - set(fields)):
+        raise ValueError(f"schemes.by_name: {name} has no option {', '.join(unknown)}; it has {', '.join(fields)}")
+    made = scheme(**options)
+    if group_size not in (None, made.format.length):
+        raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has groups of {made.format.length}")
+    return made

@@ -1,0 +1,71 @@
+"""What the commands that write checkpoints have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+from jaxlowprec.checkpoints.convert import Report, Run
+from jaxlowprec.cli.progress import bar, readable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what they share."""
+    parser.add_argument("source", metavar="SRC", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("destination", metavar="DST", help="new folder; or one that this command left unfinished")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
+    parser.add_argument(
+        "--verify", action="store_true", help="at the end compute all again and compare it with the files"
+    )
+    parser.add_argument("--json", action="store_true", help="report for machines, and no progress bar")
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="tensors at work, and in memory (default 2)"
+    )
+
+
+def run_of(options: argparse.Namespace) -> Run:
+    """How the conversion is carried out."""
+    return Run(options.workers, options.dry_run, options.verify, bar(options.json))
+
+
+def show(report: Report, options: argparse.Namespace) -> int:
+    """Prints a report; returns the exit status."""
+    if options.json:
+        print(json.dumps({"command": options.command, "dry_run": options.dry_run, **report.as_json()}, indent=2))
+        return 0
+    for warning in report.warnings:
+        print(f"jaxlowprec {options.command}: warning: {warning}", file=sys.stderr)
+    print("\n".join(render(report, options)))
+    return 0
+
+
+def render(report: Report, options: argparse.Namespace) -> list[str]:
+    """A report as lines of text."""
+    verb = "would change" if options.dry_run else "changed"
+    lines = [
+        f"{report.scheme}: {verb} {len(report.changed)} weights; {readable(report.source_bytes)} -> "
+        f"{readable(report.output_bytes)}"
+    ]
+    if options.dry_run:
+        lines += [f"  {module}" for module in report.changed]
+    if report.left:
+        lines.append(f"left alone: {len(report.left)} matrices")
+        if options.dry_run:
+            lines += [f"  {entry.module}  ({entry.reason})" for entry in report.left]
+        else:
+            counted = Counter(entry.reason for entry in report.left).most_common()
+            lines += [f"  {count} {reason}" for reason, count in counted]
+    if report.ignore:
+        lines.append("ignore: " + "  ".join(report.ignore))
+    if report.left_out:
+        lines.append("files left out: " + ", ".join(report.left_out))
+    if options.dry_run:
+        return lines
+    kept = f", {len(report.kept)} were finished before" if report.kept else ""
+    lines.append(f"wrote {len(report.written)} files of weights{kept}; copied {len(report.copied)} other files")
+    if report.verified is not None:
+        lines.append(f"verified: {report.verified} tensors are what the source gives")
+    lines.append(f"{report.seconds:.1f} s, {readable(report.source_bytes / max(report.seconds, 1e-9))}/s of the source")
+    return lines

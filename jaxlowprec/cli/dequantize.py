@@ -1,0 +1,27 @@
+"""`jaxlowprec dequantize`: a plain checkpoint from a quantised one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from jaxlowprec.checkpoints import convert
+from jaxlowprec.cli import conversion
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser("dequantize", help="bring a quantised checkpoint back to high precision")
+    conversion.add_arguments(parser)
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carries it out."""
+    report = convert.dequantize(
+        options.source, options.destination, dtype=options.dtype, run=conversion.run_of(options)
+    )
+    return conversion.show(report, options)

@@ -1,0 +1,48 @@
+"""A line of text that shows how far a command is."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from jaxlowprec.checkpoints.engine import Progress
+
+_WIDTH = 30
+_LEAST_SECONDS = 0.1
+
+
+class Bar:
+    """Shows bytes done on standard error; nothing where that is no terminal."""
+
+    def __init__(self):
+        self._shown = -_LEAST_SECONDS
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        """See `engine.Progress`."""
+        now = time.monotonic()
+        if now - self._shown < _LEAST_SECONDS and done < total:
+            return
+        self._shown = now
+        share = done / total if total else 1.0
+        filled = "#" * int(_WIDTH * share)
+        end = "\n" if done >= total else ""
+        print(
+            f"\r{label} [{filled:{_WIDTH}}] {100 * share:3.0f} %  {readable(done)} of {readable(total)} ",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def bar(quiet: bool) -> Progress | None:
+    """A bar where somebody watches."""
+    return None if quiet or not sys.stderr.isatty() else Bar()
+
+
+def readable(nbytes: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"

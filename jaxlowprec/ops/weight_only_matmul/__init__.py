@@ -1,0 +1,1 @@
+"""GEMM of activations in high precision with a quantised weight."""

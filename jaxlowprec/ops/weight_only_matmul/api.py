@@ -1,0 +1,86 @@
+"""Activations in high precision times a quantised weight: what `scaled_matmul` does with a plain first operand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.ops.checks import float_array
+from jaxlowprec.ops.epilogue import checked_epilogue
+from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
+from jaxlowprec.quantized_array import QuantizedArray
+
+
+def weight_only_matmul(
+    who: str, x: Any, q: QuantizedArray, epilogue_options: dict[str, Any], implementation: Implementation
+) -> list[jax.Array]:
+    """The results of `scaled_matmul` for a plain x [..., M, K] and q [..., N, K], or q [N, K] for all batch axes."""
+    x = float_array(who, "a", x)
+    _check_operands(who, x, q)
+    shared, rows = q.ndim == 2, x.shape[:-1]
+    columns, depth = q.matrix
+    epilogue, extras = checked_epilogue(who, (*rows, columns), **epilogue_options)
+    if shared and epilogue.bias:
+        if (given := jnp.shape(epilogue_options["bias"])) != (columns,):
+            raise ValueError(f"{who}: bias has shape {given} and b {q.shape} no batch axes; needs {(columns,)}")
+        extras[0] = jnp.asarray(epilogue_options["bias"]).astype(jnp.float32)
+    fmt = q.format
+    spec = WeightOnlySpec(
+        fmt,
+        q.zero_point is not None,
+        fmt.tiles and columns % fmt.length != 0,
+        depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0),
+        shared,
+        epilogue,
+    )
+    weight = [leaf for leaf in (q.data, q.scale, q.amax, q.zero_point) if leaf is not None]
+    x, extras = _without_derivative((x, extras))
+    return _multiply((x, *weight, *extras), spec, implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "implementation"))
+def _multiply(operands: tuple[jax.Array, ...], spec: WeightOnlySpec, implementation: Implementation) -> list[jax.Array]:
+    return list(weight_only_op(spec, implementation)(*operands))
+
+
+@jax.custom_jvp
+def _without_derivative(arrays):
+    """The arrays."""
+    return arrays
+
+
+@_without_derivative.defjvp
+def _derivative(primals, tangents):
+    raise NotImplementedError(
+        "scaled_matmul: there is no derivative of a product with a quantised weight; jaxlowprec.linear has one, or "
+        "multiply by jaxlowprec.dequantize(b)"
+    )
+
+
+def _check_operands(who: str, x: jax.Array, q: QuantizedArray) -> None:
+    for name, value in (("a", x), ("b", q)):
+        if value.ndim < 2 or (name == "b" and len(q.matrix) != 2):
+            raise ValueError(f"{who}: {name} has shape {value.shape}; needs two dimensions or more")
+    if q.axis != -1:
+        raise ValueError(
+            f"{who}: b of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
+            f"quantise it with axis=-1, or pass b.mT to contract over its axis of {q.matrix[-2]}"
+        )
+    if q.hadamard is not None:
+        raise ValueError(
+            f"{who}: b has hadamard={q.hadamard} and a is not quantised; a rotation cancels only if both operands have "
+            "it: quantise the weight without hadamard=, or quantise a with the same"
+        )
+    if x.shape[-1] != q.matrix[-1]:
+        raise ValueError(
+            f"{who}: a {x.shape} and b {q.shape} differ in the contracted last axis: {x.shape[-1]} and {q.matrix[-1]}"
+        )
+    if q.ndim > 2 and x.shape[:-2] != q.shape[:-2]:
+        raise ValueError(
+            f"{who}: a {x.shape} and b {q.shape} differ in their batch axes; broadcast a, or pass one weight [N, K] "
+            "for all of them"
+        )

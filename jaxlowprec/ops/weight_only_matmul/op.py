@@ -1,0 +1,161 @@
+"""The op of the GEMM of activations in high precision with a quantised weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jaxlowprec import wiring
+from jaxlowprec.ops.epilogue import Epilogue
+from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.weight_only_matmul import reference
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightOnlySpec:
+    """One variant of the op.
+
+    Attributes:
+        format: of the weight.
+        asymmetric: it has zero points.
+        ragged_columns: N is no multiple of its square tiles.
+        ragged_depth: K is no multiple of its block, or a block no whole number of bytes.
+        shared: one weight for all batch axes of the activations, else one for each.
+        epilogue: what follows the sums.
+    """
+
+    format: Any
+    asymmetric: bool
+    ragged_columns: bool
+    ragged_depth: bool
+    shared: bool
+    epilogue: Epilogue
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the weight has an amax."""
+        return self.format.scaling == "two_level"
+
+    @property
+    def weights(self) -> int:
+        """How many operands the weight is: data, scale, amax or zero points."""
+        return 2 + self.two_level + self.asymmetric
+
+
+def _rule(spec: WeightOnlySpec) -> wiring.Rule:
+    """M and N split (N of square tiles in whole ones), K splits in whole blocks and is then summed over."""
+    fmt, whole = spec.format, []
+    batch = "" if spec.shared else "..."
+    n = scale_n = "n"
+    if fmt.tiles and spec.ragged_columns:
+        scale_n = "nblocks"
+        whole += [n, scale_n]
+    elif fmt.tiles:
+        n = "(n b)"
+    if fmt.scaling == "tensor":
+        k, weights = "k", [f"{batch} {n} k", batch]
+    elif spec.ragged_depth:
+        k, code = "kelements", "kbytes" if fmt.packed else "kelements"
+        whole += dict.fromkeys((k, code, "kblocks"))
+        weights = [f"{batch} {n} {code}", f"{batch} {scale_n} kblocks"]
+    else:
+        code = "k" if fmt.packed and fmt.length == 2 else f"(k {'h' if fmt.packed else 'b'})"
+        k, weights = "(k b)", [f"{batch} {n} {code}", f"{batch} {scale_n} k"]
+    weights += [batch] * spec.two_level + [
+        f"{batch} {scale_n} {'kblocks' if spec.ragged_depth else 'k'}"
+    ] * spec.asymmetric
+    bias = spec.epilogue.operands("m", n)
+    if spec.shared and spec.epilogue.bias:
+        bias[0] = n
+    results = spec.epilogue.results("m", n)
+    text = f"{', '.join([f'... m {k}', *weights, *bias])} -> {', '.join(results)}"
+    sizes: dict[str, Any] = {f: size for f, size in (("b", fmt.length), ("h", fmt.length // 2)) if f" {f})" in text}
+    reductions = () if spec.ragged_depth else ("k",)
+    return wiring.Rule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
+
+
+@functools.cache
+def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
+    """x [..., M, K]; the weight as data [..., N, bytes], scale and, where its format has them, amax [...] and zero
+    points; then the epilogue's operands -> [..., M, N], and the pre-activation.
+
+    A shared weight and its bias [N] have no batch axes.
+    """
+    last = 1 + spec.weights
+
+    def outputs(x, data, *_):
+        return spec.epilogue.outputs((*x.shape[:-1], data.shape[-2]))
+
+    def named(data, scale, *rest):
+        """data, scale, amax, zero points, the last two None where the format has none."""
+        rest = list(rest)
+        return data, scale, rest.pop(0) if spec.two_level else None, rest.pop(0) if spec.asymmetric else None
+
+    def run_reference(x, *operands):
+        data, scale, amax, zero_point = named(*operands[: spec.weights])
+        sums = reference.products(x, reference.decoded(data, scale, zero_point, spec.format))
+        sums = reference.apply_alpha(sums, reference.alpha(scale, amax, spec.format))
+        return spec.epilogue.finish(sums, operands[spec.weights :])
+
+    def run_native(x, *operands):
+        """A shared weight's batch axes are rows."""
+        weight, extras = operands[: spec.weights], list(operands[spec.weights :])
+        lead = x.shape[:-1]
+
+        def folded(matrix):
+            return matrix.reshape(math.prod(lead), matrix.shape[-1]) if spec.shared else matrix
+
+        x = folded(x)
+        extras[spec.epilogue.bias :] = map(folded, extras[spec.epilogue.bias :])
+        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, *weight)]
+        out = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
+            x, *weight, *extras, format=spec.format.attributes, asymmetric=spec.asymmetric, **spec.epilogue.attributes
+        )
+        return [y.reshape(*lead, y.shape[-1]) for y in out]
+
+    def when_reduced(axes, *operands):
+        """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
+        (partial,) = weight_only_op(plain, implementation)(*operands[:last])
+        return spec.epilogue.finish(jax.lax.psum(partial, axes), operands[last:])
+
+    wired = wiring.define(
+        "jaxlowprec_weight_only_matmul",
+        rule=_rule(spec),
+        outputs=outputs,
+        reference=run_reference,
+        native={"cpu": run_native, "cuda": run_reference},
+        when_reduced=when_reduced,
+        **choose("scaled_matmul", implementation),
+    )
+    if not spec.shared:
+        return wired
+
+    # A mapped axis of the activations alone is one more axis of rows; one of the weight makes it a weight for each.
+    op = custom_vmap(lambda *operands: wired(*operands))
+
+    @op.def_vmap
+    def _(size, batched, *operands):
+        own = any(batched[1:last]) or (spec.epilogue.bias and batched[last])
+        shared = 0 if own else spec.weights + spec.epilogue.bias
+        operands = [
+            value if mapped or 1 <= i <= shared else jnp.broadcast_to(value, (size, *value.shape))
+            for i, (value, mapped) in enumerate(zip(operands, batched, strict=True))
+        ]
+        if not own:
+            out = op(*operands)
+            return out, (True,) * len(out)
+        lead = operands[0].shape[1:-1]
+        matrices = [0, *range(last + spec.epilogue.bias, len(operands))]
+        for i in matrices:
+            operands[i] = operands[i].reshape(size, math.prod(lead), operands[i].shape[-1])
+        out = weight_only_op(dataclasses.replace(spec, shared=False), implementation)(*operands)
+        return tuple(y.reshape(size, *lead, y.shape[-1]) for y in out), (True,) * len(out)
+
+    return op

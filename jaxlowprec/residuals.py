@@ -1,0 +1,65 @@
+"""What the linears share around their GEMMs: what is kept for the backward pass, and how it is read there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlowprec.quantized_array import QuantizedArray
+
+CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
+"""checkpoint_name of the residuals: data, scale and amax of the columnwise input, and of the weight."""
+
+
+def named(residual: Any, name: str) -> Any:
+    """A residual whose arrays carry a checkpoint name where it is quantised, else as it is."""
+    if not isinstance(residual, QuantizedArray):
+        return residual
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), residual)
+
+
+def decoded(x: Any, dtype: Any) -> jax.Array:
+    """A residual as an array of `dtype`."""
+    return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
+
+
+def dtype_marker(x: jax.Array | None) -> jax.Array | None:
+    """An empty array that carries x's dtype to the backward pass: a dtype is no residual."""
+    return None if x is None else jnp.zeros((), x.dtype)
+
+
+def explicit_sharding(x: jax.Array | None) -> Any:
+    """That of x's type, which its gradient has too; None outside of meshes in explicit mode."""
+    sharding = None if x is None else jax.typeof(x).sharding
+    return sharding if sharding is not None and sharding.mesh.explicit_axes else None
+
+
+def plain_matmul(a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None) -> jax.Array:
+    """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    options: Any = {"preferred_element_type": jnp.float32, "out_sharding": out_sharding}
+    return jnp.matmul(a.astype(dtype), b.astype(dtype), **options).astype(out_dtype)
+
+
+def bias_gradient(dy: jax.Array, like: jax.Array | None) -> jax.Array | None:
+    """Of a bias that is added to every row, summed in float32."""
+    if like is None:
+        return None
+    return dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like.dtype)
+
+
+@jax.custom_jvp
+def differentiated_once(arrays):
+    """The arrays. Both rules are constant to autodiff, which would find a second derivative of zero."""
+    return arrays
+
+
+@differentiated_once.defjvp
+def _second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
+        "where a gradient is differentiated again"
+    )

@@ -1,0 +1,156 @@
+"""The linear whose weight alone is quantised: in quantisation-aware training, and with a weight that was loaded.
+
+    fprop   y  = x @ q            the weight-only product that serves, same bits
+    dgrad   dx = dy @ q decoded   in high precision
+    wgrad   dw = x transposed @ dy, through the straight-through estimator to the master weight
+
+The backward pass keeps x and the quantised weight, whose arrays carry `CHECKPOINT_NAMES[1]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.formats import Format, Int4
+from jaxlowprec.ops.fake_quantize.api import fake_quantize
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.quantized_array import QuantizedArray
+from jaxlowprec.recipes import Recipe, StraightThrough
+from jaxlowprec.residuals import (
+    CHECKPOINT_NAMES,
+    bias_gradient,
+    decoded,
+    differentiated_once,
+    dtype_marker,
+    explicit_sharding,
+    named,
+    plain_matmul,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a product is traced with. The layer's name is no part of it: equal layers are traced once.
+
+    Attributes:
+        x_sharding, w_sharding: in explicit mode, also of their gradients, see `explicit_sharding`.
+    """
+
+    format: Format
+    ste: StraightThrough
+    out_dtype: Any
+    x_sharding: Any
+    w_sharding: Any
+
+
+def matmul(
+    who: str,
+    name: str,
+    x: Float[Array, "*B T K"],
+    w: Float[Array, "*B K N"] | None,
+    bias: Float[Array, "N"] | None,
+    q: QuantizedArray | None,
+    fmt: Format,
+    ste: StraightThrough,
+    out_dtype: Any,
+) -> Float[Array, "*B T N"]:
+    """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
+    if q is None:
+        check_whole_groups(who, name, w, fmt)
+    plan = _Plan(fmt, ste, jnp.dtype(out_dtype), explicit_sharding(x), explicit_sharding(w))
+    return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
+
+
+def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
+    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole group.
+
+    A group on two shards would be another group than the one that is served. Shards are checked as far as they are
+    known here: local arrays of shard_map, arrays outside jit, axes in explicit mode. In automatic mode the op gathers
+    what does not divide.
+    """
+    length, shard, group = kernel.shape[-2], _shard_of_k(kernel), fmt.length
+    given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
+    if isinstance(fmt, Int4) and not fmt.pad and length % group:
+        raise ValueError(
+            f"{given}, which is no multiple of the group of {group} of {fmt}: use a group_size that divides it, or "
+            "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"
+        )
+    if shard != length and shard % group:
+        raise ValueError(
+            f"{given}, in shards of {shard}, which is no multiple of the group of {group} of {fmt}: a group would lie "
+            "on two shards; use a group_size that divides it, or shard N instead"
+        )
+
+
+def _shard_of_k(kernel: Any) -> int:
+    sharding = jax.typeof(kernel).sharding if isinstance(kernel, jax.core.Tracer) else kernel.sharding
+    if not isinstance(sharding, NamedSharding):
+        return kernel.shape[-2]
+    axes = [*sharding.spec, *[None] * kernel.ndim][kernel.ndim - 2] or ()
+    return kernel.shape[-2] // math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,)))
+
+
+def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
+    """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in what a recipe wants if there is one."""
+    if len(q.matrix) != 2 or q.axis != -2:
+        remedy = "pass kernel.mT" if len(q.matrix) == 2 else "needs two dimensions"
+        raise ValueError(
+            f"{who}: layer {name!r} has a quantised kernel of shape {q.shape}, quantised along axis {q.axis}; needs "
+            f"[K, N] quantised along K (axis=-2): {remedy}"
+        )
+    if recipe is None:
+        return
+    roles = recipe.roles("linear", name)
+    wants = "high precision" if roles.weight is None else str(roles.weight.format)
+    if roles.ste is None and roles.weight is not None:
+        wants += " with quantised activations"
+    if roles.ste is None or roles.weight is None or roles.weight.format != q.format:
+        raise ValueError(
+            f"{who}: layer {name!r} has a kernel in {q.format}, but the recipe wants {wants}; a loaded kernel needs no "
+            "recipe: pass recipe=None or use autocast(enabled=False), or load what the recipe wants"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(plan: _Plan, x, w, bias, q):
+    return _fprop(plan, x, w, bias, q)[0]
+
+
+def _fprop(plan: _Plan, x, w, bias, q):
+    q = quantize(w, plan.format, axis=-2) if q is None else q
+    return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype), q
+
+
+def _forward(plan: _Plan, x, w, bias, q):
+    x, w, bias = differentiated_once((x, w, bias))
+    y, q = _fprop(plan, x, w, bias, q)
+    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    return y, (None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if plan.ste == "clipped" else None, like)
+
+
+def _backward(plan: _Plan, residuals, dy):
+    x, q, clipped, (like_x, like_w, like_bias) = residuals
+    dy = differentiated_once(dy)
+    # JAX does not check these dtypes: they must be those of the primals.
+    dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype, plan.x_sharding)
+    dw: Any = None
+    if like_w is not None:
+        dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype, plan.w_sharding)
+    if clipped is not None:
+        _, estimator = jax.vjp(lambda w: fake_quantize(w.astype(jnp.float32), plan.format, -2, plan.ste), clipped)
+        (dw,) = estimator(dw.astype(jnp.float32))
+    return dx, dw, bias_gradient(dy, like_bias), None
+
+
+_matmul.defvjp(_forward, _backward)
+_matmul_jit = jax.jit(_matmul, static_argnums=0)

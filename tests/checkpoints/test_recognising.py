@@ -1,0 +1,126 @@
+"""Which scheme a checkpoint is in."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxlowprec.checkpoints import schemes
+from tests.checkpoints.weights import SCHEMES, weight
+
+over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+def as_config_says(scheme):
+    """A scheme with the fields that no configuration holds at their defaults."""
+    unsaid = {field.name: field.default for field in dataclasses.fields(scheme)}
+    said = {name: getattr(scheme, name) for name in ("group_size", "symmetric", "version") if name in unsaid}
+    if scheme.name == "deepseek_fp8":
+        said["power_of_two"] = scheme.power_of_two
+    return schemes.by_name(scheme.name, **(unsaid | said))
+
+
+class TestFromConfig:
+    @over_schemes
+    def test_a_configuration_names_its_scheme(self, scheme):
+        entry = scheme.quantization_config(["lm_head"])
+        expected = as_config_says(scheme)
+        assert schemes.from_config(entry) == expected
+        assert schemes.from_config({"quantization_config": entry}) == expected
+        assert schemes.from_config({"text_config": {"quantization_config": entry}}) == expected
+
+    @over_schemes
+    def test_ignored_modules_stand_in_the_configuration(self, scheme):
+        assert "lm_head" in str(scheme.quantization_config(["lm_head"]))
+        if scheme.regex_ignores:
+            assert ".*self_attn.*" in str(scheme.quantization_config(["re:.*self_attn.*"]))
+        else:
+            with pytest.raises(ValueError, match=r"readers know no regular expressions; .* re:\.\*self_attn"):
+                scheme.quantization_config(["re:.*self_attn.*"])
+
+    def test_modelopts_own_file(self):
+        config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+        assert schemes.from_config(config) == schemes.by_name("modelopt_nvfp4")
+
+    def test_groups_of_one_format(self):
+        entry = schemes.by_name("w4a16").quantization_config([])
+        entry["config_groups"]["group_1"] = entry["config_groups"]["group_0"]
+        assert schemes.from_config(entry) == schemes.by_name("w4a16")
+
+    def test_groups_of_different_formats_are_told_to_use_detect(self):
+        entry = schemes.by_name("w4a16").quantization_config([])
+        entry["config_groups"]["group_1"] = schemes.by_name("nvfp4").quantization_config([])["config_groups"]["group_0"]
+        entry["format"] = "mixed-precision"
+        with pytest.raises(ValueError, match=r"group_0: w4a16, group_1: nvfp4\); use schemes.detect"):
+            schemes.from_config(entry)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_bits": 8}, "num_bits is 8; supported is 4"),
+            ({"strategy": "channel"}, "strategy is 'channel'; supported is 'group'"),
+            ({"actorder": "group"}, "actorder is 'group'"),
+        ],
+    )
+    def test_unsupported_weights(self, change, message):
+        entry = schemes.by_name("w4a16").quantization_config([])
+        entry["config_groups"]["group_0"]["weights"] |= change
+        with pytest.raises(ValueError, match=message):
+            schemes.from_config(entry)
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({}, "no quantization_config"),
+            ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported are compressed-tensors"),
+            ({"quant_method": "fp8"}, "weight_block_size is None"),
+            ({"quant_method": "gptq", "bits": 8}, "bits is 8"),
+            ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "group_size is -1"),
+            ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
+            ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'FP8'; supported is 'NVFP4'"),
+            ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is {}"),
+            (
+                {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}},
+                "format is 'marlin-24'; supported are pack-quantized",
+            ),
+        ],
+    )
+    def test_unsupported(self, config, message):
+        with pytest.raises(ValueError, match=message):
+            schemes.from_config(config)
+
+
+class TestDetect:
+    @over_schemes
+    def test_tensors_name_their_scheme(self, scheme):
+        tensors = scheme.compress(weight((128, 384)))
+        if scheme.name == "gptq":
+            with pytest.raises(ValueError, match="stands in its configuration"):
+                schemes.detect(tensors)
+            return
+        found = schemes.detect({**tensors, "bias": np.zeros(128, np.float32)})
+        assert found is not None
+        assert found.name == scheme.name
+        if scheme.name in ("w4a16", "w4a16_asym"):
+            assert found == scheme
+
+    def test_specs_do_as_well(self):
+        scheme = schemes.by_name("w4a16_asym", group_size=32)
+        assert schemes.detect(scheme.output_specs((64, 256))) == scheme
+
+    def test_columns_that_do_not_fill_words(self):
+        scheme = schemes.by_name("w4a16", group_size=12)
+        assert schemes.detect(scheme.compress(weight((5, 36)))) == scheme
+
+    def test_scales_of_another_dtype(self):
+        tensors = schemes.by_name("fp8_block").compress(weight((128, 256)))
+        tensors["weight_scale"] = tensors["weight_scale"].astype(ml_dtypes.bfloat16)
+        assert schemes.detect(tensors) == schemes.by_name("fp8_block", scale_dtype="bfloat16")
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_a_float_weight_is_in_no_scheme(self, dtype):
+        assert schemes.detect({"weight": (dtype, (4, 4)), "bias": (dtype, (4,))}) is None
+
+    def test_per_tensor_float8_is_in_no_scheme(self):
+        assert schemes.detect({"weight": ("float8_e4m3fn", (256, 256)), "weight_scale": ("float32", (1,))}) is None

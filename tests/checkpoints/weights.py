@@ -1,0 +1,50 @@
+"""Weights and schemes that the tests of checkpoints share."""
+
+import ml_dtypes
+import numpy as np
+
+from jaxlowprec.checkpoints import schemes
+
+FLOATS = ("bfloat16", "float16", "float32")
+INT4 = ("w4a16", "w4a16_asym", "gptq", "awq")
+
+SCHEMES = {
+    "w4a16": schemes.by_name("w4a16"),
+    "w4a16 groups of 32 float16": schemes.by_name("w4a16", group_size=32, scale_dtype="float16"),
+    "w4a16_asym": schemes.by_name("w4a16_asym"),
+    "w4a16_asym groups of 32 float16": schemes.by_name("w4a16_asym", group_size=32, scale_dtype="float16"),
+    "nvfp4": schemes.by_name("nvfp4"),
+    "mxfp4": schemes.by_name("mxfp4"),
+    "mxfp4 up": schemes.by_name("mxfp4", scale_rule="up"),
+    "mxfp8": schemes.by_name("mxfp8"),
+    "mxfp8 floor": schemes.by_name("mxfp8", scale_rule="floor"),
+    "fp8_block": schemes.by_name("fp8_block"),
+    "deepseek_fp8": schemes.by_name("deepseek_fp8"),
+    "deepseek_fp8 ue8m0": schemes.by_name("deepseek_fp8", power_of_two=True),
+    "modelopt_nvfp4": schemes.by_name("modelopt_nvfp4"),
+    "miles_mxfp8": schemes.by_name("miles_mxfp8"),
+    "gptq": schemes.by_name("gptq"),
+    "gptq asymmetric": schemes.by_name("gptq", group_size=64, symmetric=False, version=2, scale_dtype="bfloat16"),
+    "awq": schemes.by_name("awq"),
+    "awq symmetric": schemes.by_name("awq", group_size=32, symmetric=True),
+}
+"""Every scheme, and its options."""
+
+
+def weight(shape, dtype="bfloat16", seed=0):
+    """Normal numbers with a row of zeros, one of positive numbers, one outlier, one of tiny numbers."""
+    rng = np.random.default_rng(seed)
+    w = (rng.standard_normal(shape) * 0.02).astype(np.float32)
+    w[0] = 0
+    w[1] = abs(w[1]) + 0.01
+    w[2, 3] = -4
+    w[3] *= 1e-5
+    return w.astype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+
+
+def assert_same_tensors(actual, expected):
+    """Dicts of arrays agree in names, dtypes, shapes and bytes."""
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        assert actual[name].tobytes() == tensor.tobytes(), name

@@ -1,0 +1,423 @@
+"""Quantisation-aware training: which layers follow the recipe, and what linear computes for them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from tests.helpers import FLOATS, assert_same_bytes, format_name, random_array
+from tests.products import kept
+
+FORMATS = (
+    jlp.Int4(32),
+    jlp.Int4(16, symmetric=False),
+    jlp.Int4(64, scale_dtype="float16"),
+    jlp.NVFP4(),
+    jlp.MXFP4(),
+    jlp.MXFP8(),
+    jlp.Float8Block(),
+)
+INT4 = jlp.Int4QAT(group_size=32)
+each_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
+ROUNDING = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3}
+VARIABLES = {
+    "group_size": ("JAXLOWPREC_INT4_QAT_GROUP_SIZE", "64", 64, "0"),
+    "symmetric": ("JAXLOWPREC_INT4_QAT_SYMMETRIC", "0", False, "maybe"),
+    "scale_dtype": ("JAXLOWPREC_INT4_QAT_SCALE_DTYPE", "float16", "float16", "float32"),
+    "ste": ("JAXLOWPREC_QAT_STE", "clipped", "clipped", "soft"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for variable, *_ in VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
+def operands(shape=(24, 64, 48), dtype="bfloat16", kernel_dtype="float32"):
+    """X [T, K], kernel [K, N], the gradient of the result [T, N]."""
+    t, k, n = shape
+    return random_array((t, k), dtype, 0), random_array((k, n), kernel_dtype, 1), random_array((t, n), dtype, 2)
+
+
+def product(a, b):
+    """a @ b in float64."""
+    return np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64)
+
+
+def assert_near(actual, expected, tolerance):
+    actual, expected = (np.asarray(a).astype(np.float64) for a in (actual, expected))
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
+
+
+class TestRecipe:
+    def test_has_these_defaults(self):
+        assert dataclasses.asdict(jlp.Int4QAT()) == {
+            "group_size": 128,
+            "symmetric": True,
+            "scale_dtype": "bfloat16",
+            "ste": "identity",
+            "include": (".*",),
+            "exclude": jlp.DEFAULT_EXCLUDE,
+        }
+        assert jlp.Int4QAT().weight_format == jlp.Int4(128)
+
+    def test_is_frozen_hashable_and_equal_by_its_fields(self):
+        recipe = jlp.Int4QAT(group_size=64, symmetric=False, scale_dtype=jnp.float16, exclude=["a"])
+        assert recipe == jlp.Int4QAT(64, False, "float16", exclude=("a",)) != jlp.Int4QAT(64)
+        assert len({recipe, jlp.Int4QAT(64, False, "float16", exclude=("a",))}) == 1
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            recipe.group_size = 32
+
+    @pytest.mark.parametrize(
+        ("error", "message", "fields"),
+        [
+            (ValueError, "Int4: group_size=0", {"group_size": 0}),
+            (TypeError, "Int4: symmetric=1", {"symmetric": 1}),
+            (ValueError, "Int4: scale_dtype='float32'", {"scale_dtype": "float32"}),
+            (ValueError, 'Int4QAT: ste=\'soft\'; needs "identity" or "clipped"', {"ste": "soft"}),
+            (TypeError, "Int4QAT: include='mlp'; needs a tuple of regular expressions", {"include": "mlp"}),
+            (TypeError, "Int4QAT: exclude=\\(1,\\); needs a tuple", {"exclude": (1,)}),
+            (ValueError, r"exclude has '\(', which is no regular expression", {"exclude": ("(",)}),
+        ],
+    )
+    def test_a_field_that_does_not_fit(self, error, message, fields):
+        with pytest.raises(error, match=message):
+            jlp.Int4QAT(**fields)
+
+    def test_of_another_format_needs_one(self):
+        with pytest.raises(TypeError, match="WeightQAT: weight_format='int4'; needs a format"):
+            jlp.WeightQAT("int4")
+
+    @pytest.mark.parametrize("field", VARIABLES)
+    def test_a_default_comes_from_the_environment_of_now(self, monkeypatch, field):
+        variable, text, value, wrong = VARIABLES[field]
+        before = jlp.Int4QAT()
+        monkeypatch.setenv(variable, text)
+        assert jlp.Int4QAT() == dataclasses.replace(before, **{field: value}) != before
+        assert jlp.Int4QAT(**{field: getattr(before, field)}) == before
+        monkeypatch.setenv(variable, wrong)
+        with pytest.raises(ValueError, match=f"{variable}='{wrong}'"):
+            jlp.Int4QAT()
+        monkeypatch.setenv(variable, "")
+        assert jlp.Int4QAT() == before
+
+
+class TestPolicy:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("", "layers/0/mlp/up", "Dense_0", "model.layers.3.mlp.gate_proj", "mlp/gate_up_proj", "attention/out"),
+            *("multihead/query", "headroom", "blocks_1/qkv"),
+        ],
+    )
+    def test_by_default_a_layer_follows(self, name):
+        assert INT4.applies_to(name)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("lm_head", "model/head", "score_head", "embed_tokens", "Embed_0", "wte", "transformer/wpe"),
+            *("norm1", "LayerNorm_0", "ln_f", "blocks/0/ln1x/ln_2", "moe/router", "mlp/gate", "model.mlp.gate"),
+            *("mlp/shared_expert_gate", "router_weights"),
+        ],
+    )
+    def test_by_default_a_layer_does_not(self, name):
+        assert not INT4.applies_to(name)
+
+    def test_exclude_comes_after_include(self):
+        recipe = jlp.Int4QAT(32, include=("mlp/", "out$"), exclude=("down",))
+        names = ["mlp/up", "mlp/down", "attention/out", "attention/outer", "mlp"]
+        assert [recipe.applies_to(n) for n in names] == [True, False, True, False, False]
+        assert jlp.Int4QAT(32, exclude=()).applies_to("lm_head")
+        assert not jlp.Int4QAT(32, include=()).applies_to("mlp")
+
+    @pytest.mark.parametrize("call", ["linear", "dot_general", "einsum"])
+    def test_a_layer_that_is_left_out_is_computed_as_without_a_recipe(self, call):
+        x, w, dy = operands()
+        functions = {
+            "linear": lambda x, w, **o: jlp.linear(x, w, **o),
+            "dot_general": lambda x, w, **o: jlp.dot_general(x, w, (((1,), (0,)), ((), ())), **o),
+            "einsum": lambda x, w, **o: jlp.einsum("tk,kn->tn", x, w, **o),
+        }
+        results = {}
+        with jlp.autocast(INT4):
+            for name in ("router", "up"):
+                y, pullback = jax.vjp(lambda x, w, n=name: functions[call](x, w, name=n), x, w)
+                results[name] = y, *pullback(dy.astype(y.dtype))
+        y, pullback = jax.vjp(lambda x, w: functions[call](x, w, recipe=None), x, w)
+        assert_same_bytes(results["router"], (y, *pullback(dy.astype(y.dtype))))
+        assert jnp.any(results["up"][0] != y)
+
+    def test_a_kernel_that_is_left_out_is_not_quantised(self):
+        with pytest.raises(ValueError, match="keeps the weight of layer 'router' in high precision"):
+            jlp.quantize_kernel(jnp.ones((64, 32)), INT4, name="router")
+
+
+class TestForward:
+    @each_format
+    @pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 40), ("float32", 1)])
+    def test_is_the_product_that_serves(self, fmt, dtype, tokens):
+        x, w, _ = operands((tokens, 64, 48), dtype)
+        bias, recipe = random_array((48,), "float32", 3), jlp.WeightQAT(fmt)
+        q = jlp.quantize(w, fmt, axis=-2)
+        expected = jlp.scaled_matmul(x, q.mT, bias, out_dtype=dtype)
+
+        def train(x, w, bias):
+            return jlp.linear(x, w, bias, recipe=recipe)
+
+        assert_same_bytes(train(x, w, bias), expected)
+        assert_same_bytes(jax.jit(train)(x, w, bias), expected)
+        assert_same_bytes(jax.vjp(train, x, w, bias)[0], expected)
+        assert_same_bytes(jlp.linear(x, q, bias), expected)
+        assert_same_bytes(jax.jit(jlp.linear)(x, q, bias), expected)
+
+    @each_format
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_is_near_the_product_with_the_fake_quantised_weight(self, fmt, dtype):
+        x, w, _ = operands(dtype=dtype)
+        y = jlp.linear(x, w, recipe=jlp.WeightQAT(fmt))
+        expected = product(x, jlp.fake_quantize(w, fmt, axis=-2))
+        assert y.dtype == x.dtype
+        assert_near(y, expected, ROUNDING[dtype])
+
+    def test_int4qat_is_that_for_its_format(self):
+        x, w, _ = operands()
+        for recipe in (INT4, jlp.Int4QAT(16, symmetric=False, scale_dtype="float16")):
+            y = jlp.linear(x, w, recipe=recipe)
+            assert_same_bytes(y, jlp.linear(x, w, recipe=jlp.WeightQAT(recipe.weight_format)))
+
+    def test_leading_axes_are_tokens(self):
+        x, w, _ = operands()
+        y = jlp.linear(x.reshape(2, 3, 4, 64), w, recipe=INT4)
+        assert_same_bytes(y.reshape(24, 48), jlp.linear(x, w, recipe=INT4))
+
+    def test_a_master_weight_is_rounded_to_what_is_deployed(self):
+        x, w, _ = operands()
+        rounded = w.astype(jnp.bfloat16)
+        assert jnp.any(rounded != w)
+        assert_same_bytes(jlp.linear(x, w, recipe=INT4), jlp.linear(x, rounded, recipe=INT4))
+
+
+class TestBackward:
+    def gradients(self, recipe, x, w, dy, **options):
+        return jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe, **options), x, w)[1](dy)
+
+    @each_format
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_dgrad_is_the_product_with_the_fake_quantised_weight(self, fmt, dtype):
+        x, w, dy = operands(dtype=dtype)
+        dx, _ = self.gradients(jlp.WeightQAT(fmt), x, w, dy)
+        weight = jlp.quantize(w, fmt, axis=-2).dequantize(dtype)
+        assert_same_bytes(weight, jlp.fake_quantize(w, fmt, axis=-2).astype(dtype))
+        assert dx.dtype == x.dtype
+        assert_near(dx, product(dy, weight.T), ROUNDING[dtype])
+
+    @each_format
+    def test_wgrad_does_not_depend_on_the_format(self, fmt):
+        x, w, dy = operands()
+        dw = self.gradients(jlp.WeightQAT(fmt), x, w, dy)[1]
+        assert_same_bytes(dw, self.gradients(INT4, x, w, dy)[1])
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("kernel_dtype", FLOATS)
+    def test_wgrad_reaches_the_master_weight_unchanged(self, dtype, kernel_dtype):
+        x, w, dy = operands(dtype=dtype, kernel_dtype=kernel_dtype)
+        dw = self.gradients(INT4, x, w, dy)[1]
+        assert dw.dtype == w.dtype
+        assert_near(dw, product(x.T, dy), ROUNDING[kernel_dtype])
+
+    def test_wgrad_is_that_of_a_linear_without_a_recipe(self):
+        x, w, dy = operands(dtype="float32")
+        assert_near(self.gradients(INT4, x, w, dy)[1], self.gradients(None, x, w, dy)[1], 1e-6)
+
+    def test_wgrad_of_a_float32_master_is_not_rounded_to_bfloat16(self):
+        dw = self.gradients(INT4, *operands())[1]
+        assert jnp.mean(dw == dw.astype(jnp.bfloat16)) < 0.1
+
+    @pytest.mark.parametrize(
+        "fmt", [jlp.Int4(16, symmetric=False), jlp.MXFP4(scale_rule="floor"), jlp.Int4(32)], ids=format_name
+    )
+    def test_clipped_is_masked_where_fake_quantize_masks(self, fmt):
+        x, w, dy = operands()
+        w = jnp.round(w * 16) / 16 + (fmt.element == "int4") * 0.4  # ties, and groups off centre
+        mask = jax.grad(lambda w: jlp.fake_quantize(w, fmt, -2, "clipped").sum())(w)
+        assert bool(jnp.any(mask == 0)) == (fmt != jlp.Int4(32))
+        dx, dw = self.gradients(jlp.WeightQAT(fmt), x, w, dy)
+        clipped = self.gradients(jlp.WeightQAT(fmt, ste="clipped"), x, w, dy)
+        assert_same_bytes(clipped, (dx, jnp.where(mask == 0, 0, dw)))
+
+    def test_the_bias_gets_the_sum_of_the_gradient(self):
+        x, w, dy = operands()
+        bias = jnp.zeros(48, jnp.bfloat16)
+        db = jax.vjp(lambda b: jlp.linear(x, w, b, recipe=INT4), bias)[1](dy)[0]
+        assert_same_bytes(db, dy.sum(0, dtype=jnp.float32).astype(jnp.bfloat16))
+
+    def test_there_is_no_second_derivative(self):
+        x, w, _ = operands()
+
+        def slope(x):
+            return jax.grad(lambda x: jlp.linear(x, w, recipe=INT4).astype(jnp.float32).sum())(x).astype(jnp.float32)
+
+        with pytest.raises(NotImplementedError, match="no second derivative under a recipe"):
+            jax.grad(lambda x: slope(x).sum())(x)
+
+    @pytest.mark.parametrize("ste", ["identity", "clipped"])
+    def test_the_weight_is_kept_quantised(self, ste):
+        x, w, _ = operands()
+        recipe = jlp.Int4QAT(32, ste=ste)
+        leaves = kept(lambda x, w: jlp.linear(x @ x.T @ x, w + 1, recipe=recipe), x, w)
+        found = [leaf.shape for leaf in leaves if leaf.dtype == jnp.uint8]
+        assert found == [(48, 32)]
+        masters = [leaf for leaf in leaves if leaf.shape == w.shape and leaf.dtype == w.dtype]
+        assert len(masters) == (ste == "clipped")
+
+    def test_a_checkpoint_policy_can_keep_just_that(self):
+        x, w, dy = operands()
+
+        def network(x, w):
+            return jlp.linear(jnp.sin(x), w, recipe=INT4)
+
+        names = jax.checkpoint_policies.save_only_these_names(*jlp.CHECKPOINT_NAMES)
+        for policy, codes in ((names, [(48, 32)]), (jax.checkpoint_policies.nothing_saveable, [])):
+            saved = jax.checkpoint(network, policy=policy)
+            assert [leaf.shape for leaf in kept(saved, x, w) if leaf.dtype == jnp.uint8] == codes
+            assert_same_bytes(jax.vjp(saved, x, w)[1](dy), jax.vjp(network, x, w)[1](dy))
+
+
+class TestTransforms:
+    def test_vmap_is_a_loop(self):
+        xs = random_array((3, 24, 64))
+        ws, dys = random_array((3, 64, 48), "float32", 1), random_array((3, 24, 48), "bfloat16", 2)
+
+        def step(x, w, dy):
+            y, pullback = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=INT4), x, w)
+            return y, *pullback(dy)
+
+        looped = [step(*each) for each in zip(xs, ws, dys, strict=True)]
+        y, dx, dw = jax.jit(jax.vmap(step))(xs, ws, dys)
+        assert_same_bytes(y, jnp.stack([each[0] for each in looped]))
+        for batched, i in ((dx, 1), (dw, 2)):
+            assert_near(batched, jnp.stack([each[i] for each in looped]), 1e-2 if i == 1 else 1e-6)
+
+    def test_scan_is_a_loop(self):
+        x, weights = random_array((8, 64)), random_array((3, 64, 64), "float32", 1)
+        scanned = jax.lax.scan(lambda x, w: (jlp.linear(x, w, recipe=INT4), None), x, weights)[0]
+        for w in weights:
+            x = jlp.linear(x, w, recipe=INT4)
+        assert_same_bytes(scanned, x)
+
+    def test_shapes_need_no_numbers(self):
+        x, w, _ = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands())
+        out = jax.eval_shape(lambda x, w: jlp.linear(x, w, recipe=INT4), x, w)
+        assert (out.shape, out.dtype) == ((24, 48), jnp.bfloat16)
+
+    def test_another_recipe_is_another_trace(self):
+        x, w, _ = operands()
+        traces = []
+
+        @jax.jit
+        def call(x, w):
+            traces.append(jlp.current_recipe())
+            return jlp.linear(x, w)
+
+        recipes = [INT4, jlp.Int4QAT(64), jlp.Int4QAT(32, symmetric=False), jlp.Int4QAT(32, exclude=(".*",)), INT4]
+        results = []
+        for recipe in recipes:
+            with jlp.autocast(recipe):
+                results.append(call(x, w))
+        assert traces == recipes[:-1]
+        assert_same_bytes(results[0], results[-1])
+        assert_same_bytes(results[3], call(x, w))
+        for other in results[1:4]:
+            assert jnp.any(other != results[0])
+
+    def test_layers_of_one_shape_are_traced_once_whatever_their_names(self):
+        x, w, _ = operands((24, 64, 64))
+        names = [f"layers/{i}/up" for i in range(4)]
+
+        def network(x, w, names):
+            for name in names:
+                x = jlp.linear(x, w, recipe=INT4, name=name)
+            return x
+
+        text = jax.jit(network, static_argnums=2).lower(x, w, tuple(names)).as_text()
+        assert text.count("func.func private @_matmul") == 1
+
+
+class TestGeneralProducts:
+    experts = random_array((4, 64, 48), "float32", 1)
+    tokens = random_array((4, 24, 64))
+
+    def test_experts_are_batch_axes(self):
+        dims = (((2,), (1,)), ((0,), (0,)))
+        y = jlp.dot_general(self.tokens, self.experts, dims, recipe=INT4)
+        each = [jlp.linear(x, w, recipe=INT4) for x, w in zip(self.tokens, self.experts, strict=True)]
+        assert_same_bytes(y, jnp.stack(each))
+        assert_same_bytes(jlp.einsum("etk,ekn->etn", self.tokens, self.experts, recipe=INT4), y)
+        q = jlp.quantize(self.experts, INT4.weight_format, axis=-2)
+        assert_same_bytes(jlp.dot_general(self.tokens, q, dims), y)
+        assert_same_bytes(jlp.einsum("etk,ekn->nte", self.tokens, q), y.T)
+
+    def test_a_transposed_kernel_is_quantised_along_what_is_contracted(self):
+        x, w, dy = operands()
+        y, pullback = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=INT4), x, w)
+        dx, dw = pullback(dy)
+        turned, pullback = jax.vjp(lambda x, w: jlp.dot_general(x, w, (((1,), (1,)), ((), ())), recipe=INT4), x, w.T)
+        assert_same_bytes((turned, *pullback(dy)), (y, dx, dw.T))
+
+    def test_a_float32_master_meets_bfloat16_activations(self):
+        y = jlp.dot_general(self.tokens[0], self.experts[0], (((1,), (0,)), ((), ())), recipe=INT4)
+        assert y.dtype == jnp.bfloat16
+
+
+class TestReuse:
+    """A kernel quantised once for several microbatches."""
+
+    def test_gives_the_same_and_the_gradient_reaches_the_master_weight(self):
+        x, w, dy = operands()
+        quantized = jlp.quantize_kernel(w, INT4)
+        assert quantized.rowwise is None and quantized.weight_only and quantized.shape == w.shape
+        expected = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=INT4), x, w)
+        reused = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=INT4, quantized_kernel=quantized), x, w)
+        assert_same_bytes((reused[0], *reused[1](dy)), (expected[0], *expected[1](dy)))
+
+    @pytest.mark.parametrize(
+        ("made_for", "used_with"),
+        [(INT4, jlp.Int4QAT(64)), (INT4, jlp.NVFP4BlockScaling()), (jlp.MXFP8BlockScaling(), INT4)]
+        + [
+            (jlp.MXFP8BlockScaling(), jlp.WeightQAT(jlp.MXFP8())),
+            (jlp.WeightQAT(jlp.MXFP8()), jlp.MXFP8BlockScaling()),
+        ],
+        ids=["group", "no qat", "qat", "qat of the same format", "no qat of the same format"],
+    )
+    def test_only_for_the_recipe_it_was_made_for(self, made_for, used_with):
+        x, w, _ = operands()
+        with pytest.raises(ValueError, match="quantise it again under this recipe"):
+            jlp.linear(x, w, recipe=used_with, quantized_kernel=jlp.quantize_kernel(w, made_for))
+
+    def test_not_without_a_recipe(self):
+        x, w, _ = operands()
+        with pytest.raises(ValueError, match="without a recipe that quantises"):
+            jlp.linear(x, w, recipe=None, quantized_kernel=jlp.quantize_kernel(w, INT4))
+
+
+class TestWholeGroups:
+    message = r"layer 'mlp/up' has a kernel of shape \(48, 32\), K = 48, which is no multiple of the group of 32"
+
+    def test_k_must_be_a_multiple_of_the_group(self):
+        x, w = jnp.ones((8, 48)), jnp.ones((48, 32))
+        for call in (jlp.linear, lambda x, w, **o: jlp.einsum("tk,kn->tn", x, w, **o)):
+            with pytest.raises(ValueError, match=self.message):
+                call(x, w, recipe=INT4, name="mlp/up")
+        with pytest.raises(ValueError, match=self.message):
+            jlp.quantize_kernel(w, INT4, name="mlp/up")
+
+    def test_unless_the_format_pads(self):
+        x, w, _ = operands((8, 48, 32))
+        recipe = jlp.WeightQAT(jlp.Int4(32, pad=True))
+        filled = [jnp.pad(x, ((0, 0), (0, 16))), jnp.pad(w, ((0, 16), (0, 0)))]
+        assert_same_bytes(jlp.linear(x, w, recipe=recipe), jlp.linear(*filled, recipe=INT4))

@@ -1,0 +1,189 @@
+// Rows of a quantised weight as float32, 32 numbers at a time in the order of sixteen_lanes.h: codes times block scales,
+// exact (of Int4 as its scale's type rounds it, of Float8Block as float32 does). The tensor scale, where there is one, is
+// not in.
+//
+// A row says how far a run of numbers goes that share what has to be prepared, and gives for the run's start what unpacks
+// it.
+#pragma once
+
+#include "../numerics/float8.h"
+#include "matmul_chunks.h"
+#include "unpack_nibbles.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+/// What every kind of row begins with.
+struct WeightRow {
+  const uint8_t* codes;
+  int64_t bytes;  // of codes
+  const uint8_t* scales;
+  int32_t block;
+
+  WeightRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : bytes(p.weight.format.row_bytes(p.depth)),
+        scales(scales_of_row(p.weight, p.columns, batch, row)),
+        block(p.weight.format.block) {
+    codes = p.weight.data + (batch * p.columns + row) * bytes;
+  }
+};
+
+/// A stored scale of Int4; one that is not finite counts as NaN.
+template <class E>
+JLP_RULE float int4_scale(const uint8_t* scales, int64_t group) {
+  const uint32_t bits = load<uint16_t>(scales + 2 * group);
+  const float scale = Lanes<float>::flush(std::is_same_v<E, BF16> ? bf16_decode<float>(bits) : f16_decode<float>(bits));
+  return magnitude(scale) < kInfinityBits ? scale : Lanes<float>::from_bits(kNaNBits);
+}
+
+/// Int4 with groups of whole 32s and scales of type E: one table of 16 numbers a group.
+template <class E>
+struct Int4Row : WeightRow {
+  static constexpr bool kInRegisters = true;
+  const uint8_t* zeros;
+
+  Int4Row(const WeightOnlyProblem& p, int64_t batch, int64_t row) : WeightRow(p, batch, row), zeros(nullptr) {
+    if (p.zero_point) zeros = p.zero_point + (scales - p.weight.scale) / 2;
+  }
+  int64_t run_end(int64_t k) const { return (k / block + 1) * block; }
+
+  struct Run {
+    NibbleTable<E> table;
+    const uint8_t* codes;
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const { table.unpack(codes + k / 2, w); }
+  };
+  __attribute__((always_inline)) Run run(int64_t k) const {
+    const int64_t group = k / block;
+    return {int4_table<E>(int4_scale<E>(scales, group), zeros ? zeros[group] : 8.0f), codes};
+  }
+};
+
+/// Its other group sizes: a scale an element.
+template <class E>
+struct Int4AnyGroupRow : Int4Row<E> {
+  static constexpr bool kInRegisters = false;
+  using Int4Row<E>::Int4Row;
+  int64_t run_end(int64_t) const { return INT64_MAX; }
+
+  struct Run {
+    const Int4AnyGroupRow& row;
+    void unpack(int64_t k, Sixteen (&w)[2]) const {
+      for (int half = 0; half < 2; ++half, k += kSums) {
+        F32 numbers[kParts] = {};
+        for (int i = 0; i < kSums && (k + i) / 2 < row.bytes; ++i) {
+          const int64_t group = (k + i) / row.block, groups = 2 * row.bytes / row.block;
+          if (group >= groups) break;  // the nibble after the last of an odd number
+          const float step = static_cast<float>(row.codes[(k + i) / 2] >> (k + i) % 2 * 4 & 15);
+          numbers[i / kLanes][i % kLanes] =
+              (step - (row.zeros ? row.zeros[group] : 8.0f)) * int4_scale<E>(row.scales, group);
+        }
+        for (F32& part : numbers) part = E::round_finite(L::flush(part));
+        w[half] = arrange(numbers);
+      }
+    }
+  };
+  Run run(int64_t) const { return {*this}; }
+};
+
+/// E2M1 with an E4M3 scale for 16 codes or a power of two for 32.
+template <int kCodes>
+struct E2M1Row : WeightRow {
+  static constexpr bool kInRegisters = true;
+  static constexpr int64_t kRun = 512;
+  using WeightRow::WeightRow;
+  int64_t run_end(int64_t k) const { return (k / kRun + 1) * kRun; }
+
+  struct Run {
+    NibbleTable<BF16> table;
+    const uint8_t *codes, *end;
+    int64_t first;
+    alignas(64) float scale[kRun / kCodes];
+
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
+      const uint8_t* at = codes + k / 2;
+      uint8_t padded[kUnpacked / 2];
+      if (kCodes == kSums && __builtin_expect(end - at < kUnpacked / 2, 0)) {  // an odd number of blocks
+        memset(padded, 0, sizeof padded);
+        memcpy(padded, at, end - at);
+        at = padded;
+      }
+      table.unpack(at, w);
+      JLP_UNROLL(2)
+      for (int half = 0; half < 2; ++half) {
+        const F32 factor = L::splat(scale[(k - first + half * kSums) / kCodes]);
+        JLP_UNROLL(4)
+        for (F32& part : w[half].part) part = L::flush(part * factor);
+      }
+    }
+  };
+  __attribute__((always_inline)) Run run(int64_t k) const {
+    Run run{e2m1_table(), codes, codes + bytes, k / kRun * kRun, {}};
+    const int64_t block = run.first / kCodes, count = std::min(kRun / kCodes, 2 * bytes / kCodes - block);
+    if constexpr (kCodes == kSums)
+      decode_scales(scales + block, count, e4m3_decode<F32>, run.scale, 1);
+    else
+      decode_scales(scales + block, count, e8m0_decode<F32>, run.scale, 1);
+    return run;
+  }
+};
+
+/// 8-bit codes of any scaling.
+template <CodeType kCode>
+struct Float8Row : WeightRow {
+  static constexpr bool kInRegisters = false;
+  Scaling scaling;
+
+  Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
+  int64_t run_end(int64_t) const { return INT64_MAX; }
+
+  struct Run {
+    const Float8Row& row;
+    void unpack(int64_t k, Sixteen (&w)[2]) const {
+      for (int half = 0; half < 2; ++half, k += kSums) {
+        const int64_t count = std::clamp<int64_t>(row.bytes - k, 0, kSums);
+        uint8_t codes[kSums] = {};
+        memcpy(codes, row.codes + std::min(k, row.bytes), count);
+        const F32 factor = L::splat(count > 0 ? row.scale(k / row.block) : 0.0f);
+        F32 numbers[kParts];
+        for (int i = 0; i < kParts; ++i) {
+          const U32 code = load_u8(codes + i * kLanes);
+          numbers[i] = L::flush((kCode == CodeType::kE4M3 ? e4m3_decode<F32>(code) : e5m2_decode<F32>(code)) * factor);
+        }
+        w[half] = arrange(numbers);
+      }
+    }
+  };
+  Run run(int64_t) const { return {*this}; }
+
+ private:
+  float scale(int64_t block) const {
+    if (scaling == Scaling::kTensor) return 1.0f;
+    if (scaling == Scaling::kE8M0) return e8m0_decode<float>(scales[block]);
+    return Lanes<float>::flush(load<float>(scales + 4 * block));
+  }
+};
+
+template <class Row>
+struct Kind {
+  using type = Row;
+};
+
+/// Calls visit with the kind of a weight's rows.
+template <class Visit>
+auto with_weight_rows(const Format& format, Visit visit) {
+  const auto int4 = [&](auto element) {
+    using E = decltype(element);
+    return format.block % kUnpacked == 0 ? visit(Kind<Int4Row<E>>{}) : visit(Kind<Int4AnyGroupRow<E>>{});
+  };
+  switch (format.code) {
+    case CodeType::kInt4: return format.scale_type == ElementType::kF16 ? int4(F16{}) : int4(BF16{});
+    case CodeType::kE2M1:
+      return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16>>{}) : visit(Kind<E2M1Row<32>>{});
+    case CodeType::kE5M2: return visit(Kind<Float8Row<CodeType::kE5M2>>{});
+    default: return visit(Kind<Float8Row<CodeType::kE4M3>>{});
+  }
+}
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec
