@@ -69,6 +69,13 @@ class TreeMapping:
         """
         return {path: name for path, name, _, _ in self._named("names", tree)}
 
+    def float_modules(self, tree: Any) -> list[str]:
+        """The names of modules whose kernels are not quantised."""
+        named = self._named("float_modules", tree)
+        return [
+            _module(name) for _, name, rule, leaf in named if rule.is_kernel and not isinstance(leaf, QuantizedArray)
+        ]
+
     def to_tensors(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> dict[str, np.ndarray]:
         """A tree's leaves as the tensors of a checkpoint.
 
@@ -117,7 +124,8 @@ class TreeMapping:
             if parts and scheme is not None:
                 suffixed = {part: tensors[full] for part, full in parts.items()}
                 used |= set(parts.values())
-                found[path] = _about(path, lambda s=suffixed, d=leaf.dtype: scheme.load(s, d)).mT
+                stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
+                found[path] = _about(path, lambda s=stored, t=suffixed, d=leaf.dtype: s.load(t, d)).mT
             elif name in tensors:
                 used.add(name)
                 array = tensors[name]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import pack_words, unpack_words
+from jaxlowprec.checkpoints.codes import pack_words, unpack_words
 
 INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 """Nibble of a word that holds the j-th of eight zero points."""

@@ -14,7 +14,6 @@ from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 
 _PLAIN = ("weight", "bias")
-_SCALES = ("weight_scale", "weight_scale_inv", "scales")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +73,7 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
                 f"{source.path}: module {module!r} has {', '.join(sorted(tensors))}; {scheme.name} also needs "
                 f"{', '.join(missing)}"
             )
-        modules[module] = QuantisedModule(_with_scales_of(source, scheme, tensors), tensors)
+        dtypes = {last: numpy_dtype(source.spec(name).dtype) for last, name in tensors.items()}
+        stored = scheme.as_stored({last: dtype.name for last, dtype in dtypes.items() if dtype})
+        modules[module] = QuantisedModule(stored, tensors)
     return modules
-
-
-def _with_scales_of(source: CheckpointFolder, scheme: Scheme, tensors: Mapping[str, str]) -> Scheme:
-    if not hasattr(scheme, "scale_dtype"):
-        return scheme
-    dtype = next(numpy_dtype(source.spec(tensors[last]).dtype) for last in _SCALES if last in tensors)
-    if dtype is None or dtype.name == scheme.scale_dtype:
-        return scheme
-    try:
-        return dataclasses.replace(scheme, scale_dtype=dtype.name)  # type: ignore[call-arg]
-    except (TypeError, ValueError):
-        return scheme  # which will say what is wrong with the tensors

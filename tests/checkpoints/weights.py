@@ -17,6 +17,7 @@ SCHEMES = {
     "mxfp4": schemes.by_name("mxfp4"),
     "mxfp4 up": schemes.by_name("mxfp4", scale_rule="up"),
     "mxfp8": schemes.by_name("mxfp8"),
+    "mxfp8 floor": schemes.by_name("mxfp8", scale_rule="floor"),
     "fp8_block": schemes.by_name("fp8_block"),
     "deepseek_fp8": schemes.by_name("deepseek_fp8"),
     "deepseek_fp8 ue8m0": schemes.by_name("deepseek_fp8", power_of_two=True),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
+from jaxlowprec.checkpoints.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
 from jaxlowprec.formats import Format, Int4
@@ -37,6 +37,7 @@ class AWQ(Scheme):
     scale_dtype: str = "float16"
 
     name: ClassVar[str] = "awq"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
     regex_ignores: ClassVar[bool] = False
 

@@ -38,6 +38,7 @@ class Scheme(abc.ABC):
         optional: tensors that `load` accepts and does not need.
         shares_global_scale: whether projections that an engine fuses (q, k and v; gate and up) must be compressed with
             one `amax`, that of the largest.
+        scale_dtypes: dtypes that scales may have, for schemes with a `scale_dtype` of their own.
         regex_ignores: whether `quantization_config` can name modules by regular expressions ("re:...").
     """
 
@@ -45,6 +46,7 @@ class Scheme(abc.ABC):
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     shares_global_scale: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[str, ...]] = ()
     regex_ignores: ClassVar[bool] = True
     also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further dtypes that `load` takes for a tensor."""
@@ -145,6 +147,17 @@ class Scheme(abc.ABC):
         """
         return self._read(tensors, self._checked(tensors, "load"), as_dtype(dtype))
 
+    def as_stored(self, dtypes: Mapping[str, str]) -> Scheme:
+        """The scheme with the dtype that a module's scales have, which no configuration says, where it is supported.
+
+        Arguments:
+            dtypes: names of the tensors' dtypes, by the last part of the tensors' names.
+        """
+        dtype = next((dtypes[name] for name in ("weight_scale", "weight_scale_inv", "scales") if name in dtypes), None)
+        if dtype not in self.scale_dtypes or dtype == getattr(self, "scale_dtype", dtype):
+            return self
+        return dataclasses.replace(self, scale_dtype=dtype)  # type: ignore[call-arg]
+
     def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         """The inverse of `load`.
 
@@ -162,7 +175,7 @@ class Scheme(abc.ABC):
         if q.hadamard is not None:
             raise ValueError(f"{who}: q is rotated by {q.hadamard}, which this format cannot say; quantise without it")
         self._require(q.shape, "store")
-        if not np.isfinite(np.asarray(q.scale, np.float32)).all():
+        if not _all_finite(np.asarray(q.scale)):
             raise ValueError(
                 f"{who}: a scale of q is not finite: the weight held NaN or infinity, or its dtype's limit"
             )
@@ -215,6 +228,13 @@ def as_dtype(dtype: Any) -> np.dtype:
     return (
         np.dtype(getattr(ml_dtypes, dtype)) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else np.dtype(dtype)
     )
+
+
+def _all_finite(scale: np.ndarray) -> bool:
+    if scale.dtype.itemsize > 1:
+        return bool(np.isfinite(scale).all())
+    table = np.isfinite(np.arange(256, dtype=np.uint8).view(scale.dtype).astype(np.float32))
+    return bool(table[scale.view(np.uint8)].all())
 
 
 def on_the_cpu() -> contextlib.AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.checkpoints.codes import E4M3
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
 from jaxlowprec.formats import Float8Block, Format
@@ -38,10 +39,11 @@ class Float8Tiles(Scheme):
     name: ClassVar[str] = "fp8_block"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     scales: ClassVar[str] = "weight_scale"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
     def __post_init__(self):
-        if self.scale_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f'{self.name}: scale_dtype={self.scale_dtype!r}; needs "float32" or "bfloat16"')
+        if self.scale_dtype not in self.scale_dtypes:
+            raise ValueError(f"{self.name}: scale_dtype={self.scale_dtype!r}; needs {' or '.join(self.scale_dtypes)}")
 
     @property
     def format(self) -> Format:
@@ -66,7 +68,7 @@ class Float8Tiles(Scheme):
 
     def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
         scale = tensors[self.scales].astype(np.float32)
-        values = tensors["weight"].astype(np.float32)
+        values = E4M3[tensors["weight"].view(np.uint8)]
         for row in range(scale.shape[0]):  # tiles of a row at a time: no float32 copy of all scales
             values[row * TILE : (row + 1) * TILE] *= np.repeat(scale[row], TILE)[: shape[1]]
         return values.astype(dtype, copy=False)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import bytes_of_words, pack_words, unpack_words, words_of_bytes
+from jaxlowprec.checkpoints.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
 from jaxlowprec.formats import Format, Int4
@@ -41,6 +41,7 @@ class GPTQ(Scheme):
     version: Literal[1, 2] = 1
 
     name: ClassVar[str] = "gptq"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
 
     def __post_init__(self):

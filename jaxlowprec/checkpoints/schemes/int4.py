@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import (
+from jaxlowprec.checkpoints.codes import (
     AWQ_ORDER,
     bytes_of_words,
     pack_words,
@@ -66,6 +66,7 @@ class PackedInt4(Scheme):
     scale_dtype: str = "bfloat16"
 
     name: ClassVar[str] = "w4a16"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape")
     also_read = {"weight_shape": ("int32",)}  # noqa: RUF012
     symmetric: ClassVar[bool] = True

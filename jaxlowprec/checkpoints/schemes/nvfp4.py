@@ -19,14 +19,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.nibbles import unpack_bytes
+from jaxlowprec.checkpoints.codes import E2M1, unpack_bytes
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
 from jaxlowprec.formats import BLOCK, NVFP4, Format
 from jaxlowprec.quantized_array import QuantizedArray
-
-E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The number that each 4-bit code stands for."""
 
 LARGEST = np.float32(2688)
 """6 * 448: the largest code times the largest block scale."""

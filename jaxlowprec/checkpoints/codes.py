@@ -1,8 +1,15 @@
-"""Two 4-bit codes to a byte, eight to an int32 word. The lowest nibble holds the first code."""
+"""Codes of 4 and 8 bits: how they are packed, two to a byte and eight to an int32 word, and what they stand for."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
+
+E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The number that each 4-bit float stands for."""
+
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""The number that each 8-bit float stands for: a look-up takes a third of the time of a cast."""
 
 Codes = np.ndarray
 """uint8, one code of 0 to 15 an element."""
