@@ -246,6 +246,14 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value, dtype):
     assert not [p for p in contents(tmp_path / "low") if "writing" in p or p == "config.json"]
 
 
+def test_weights_beyond_the_deployment_dtype_are_refused(tmp_path):
+    tensors = llama(1, np.float32)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = 3.4e38  # infinity in bfloat16
+    source = write_checkpoint(tmp_path / "source", tensors)
+    with pytest.raises(CheckpointError, match="module 'model.layers.0.mlp.up_proj': .*not finite"):
+        convert(source, tmp_path / "low", SCHEMES["w4a16"])
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 @pytest.mark.parametrize("values", [[0.0], [-0.0], [1, -3.5, 2], [-1, -2], [1e-7, 0], [np.nan, 9], [-np.inf, 1]])
 def test_the_largest_magnitude(dtype, values):

@@ -86,6 +86,15 @@ def test_a_false_weight_shape(tmp_path, name, shape):
     refuses(write(tmp_path / "low", scheme, tensors), MODULE)
 
 
+@pytest.mark.parametrize("value", [0, -1, np.nan, np.inf])
+def test_a_tensor_scale_that_no_weight_has(tmp_path, value):
+    scheme = SCHEMES["nvfp4"]
+    tensors = {**scheme.compress(weight((64, 128))), "weight_global_scale": np.float32([value])}
+    with pytest.raises(CheckpointError, match=f"module '{MODULE}': .*needs a positive number"):
+        dequantize(write(tmp_path / "low", scheme, tensors), tmp_path / "high")
+    assert not (tmp_path / "high" / "model.safetensors").exists()
+
+
 def test_a_weight_beside_its_codes(tmp_path):
     scheme = SCHEMES["w4a16"]
     tensors = {**scheme.compress(weight((64, 128))), "weight": weight((64, 128))}
