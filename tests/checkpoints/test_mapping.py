@@ -17,6 +17,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.mapping import DEMO, LLAMA, Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
+from tests.test_readme import programs
 
 CONFIG = Config(layers=2, width=128, heads=2, context=16)
 over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -259,3 +260,8 @@ class TestFolders:
         with pytest.raises(CheckpointError, match="holds something already"):
             trees.save(tmp_path, demo(), DEMO, {})
         assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_documents_example():
+    (program,) = programs("docs/checkpoints.md")
+    exec(program, {})
