@@ -74,10 +74,11 @@ class TestDecompress:
             theirs = decompressed(scheme, tensors)
             np.testing.assert_array_equal(as_bytes(theirs), as_bytes(scheme.decompress(tensors, theirs.dtype)))
 
-    def test_nvfp4_in_float32(self):
+    @pytest.mark.parametrize("factor", [1, 1.3, 0.77, 5.21, 0.031])
+    def test_nvfp4_in_float32(self, factor):
         """Their arithmetic without the rounding to bfloat16 that ends it."""
         scheme = schemes.by_name("nvfp4")
-        tensors = scheme.compress(weight((64, 256), "float32"))
+        tensors = scheme.compress(weight((64, 256), "float32") * np.float32(factor))
         group, _ = scheme_of(scheme.quantization_config([]))
         codes = compressors.nvfp4.unpack_fp4_from_uint8(to_torch(tensors["weight_packed"]), 64, 256, torch.float32)
         scales = to_torch(tensors["weight_scale"]).float(), to_torch(tensors["weight_global_scale"])
