@@ -166,6 +166,12 @@ class TestFloatTrees:
         assert set(re.findall(r"[\w.]+\.weight", missing)) == {"lm_head.weight", "model.norm.weight"}
         assert unexpected == "unexpected tensors: model.layers.7.mlp.up_proj.weight"
 
+    def test_a_tensor_too_many(self):
+        model = demo()
+        tensors = DEMO.to_tensors(model) | {"lm_head.bias": np.zeros(256, np.float32)}
+        with pytest.raises(ValueError, match="from_tensors: unexpected tensors: lm_head.bias$"):
+            DEMO.from_tensors(tensors, model)
+
     def test_other_shapes(self):
         model = demo()
         tensors = DEMO.to_tensors(model)
