@@ -35,6 +35,8 @@ SCHEMES = {
     "fp8_block": schemes.by_name("fp8_block"),
     "deepseek_fp8": schemes.by_name("deepseek_fp8"),
     "modelopt_nvfp4": schemes.by_name("modelopt_nvfp4"),
+    "miles_mxfp8": schemes.by_name("miles_mxfp8"),
+    "gptq": schemes.by_name("gptq", group_size=32),
     "awq": schemes.by_name("awq", group_size=32),
 }
 MXFP4 = SCHEMES["mxfp4"]

@@ -132,6 +132,7 @@ def unfinished(source, tmp_path, monkeypatch):
 
 def test_leftovers_are_removed(source, unfinished, uninterrupted):
     (unfinished / (TEMPORARY_PREFIX + SHARDS[2])).write_bytes(b"half")
+    (unfinished / (TEMPORARY_PREFIX + "what-nobody-writes-again")).write_bytes(b"half")
     (unfinished / "extra").mkdir()
     (unfinished / "extra" / (TEMPORARY_PREFIX + "notes.txt")).write_bytes(b"ha")
     assert convert(source, unfinished, NVFP4).kept == SHARDS[:2]
