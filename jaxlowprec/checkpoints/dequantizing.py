@@ -28,7 +28,7 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     if not modules:
         raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
     consumed = {name: module for module, held in modules.items() for name in held.tensors.values()}
-    jobs = {module: _job(source, module, held, dtype) for module, held in modules.items()}
+    jobs = {module: _job(source, held, dtype) for module, held in modules.items()}
     first = {held.tensors[scheme.required[0]]: module for module, held in modules.items()}
     shards: dict[str, list[Job]] = {}
     for shard, file in source.shards.items():
@@ -47,14 +47,14 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     )
 
 
-def _job(source: CheckpointFolder, module: str, held: QuantisedModule, dtype: str) -> Job:
-    name = f"{module}.weight"
+def _job(source: CheckpointFolder, held: QuantisedModule, dtype: str) -> Job:
+    name = f"{held.name}.weight"
     if name in source.shard_of and name not in held.tensors.values():
-        raise CheckpointError(f"{source.path}: module {module!r} has a weight, and quantised tensors as well")
-    spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source, module))
+        raise CheckpointError(f"{source.path}: module {held.name!r} has a weight, and quantised tensors as well")
+    spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source))
     make = functools.partial(_decompress, source, held, name, dtype)
-    return Job(module, {name: spec}, held.nbytes(source), make)
+    return Job(held.name, {name: spec}, held.nbytes(source), make)
 
 
 def _decompress(source: CheckpointFolder, held: QuantisedModule, name: str, dtype: str) -> Arrays:
-    return {name: held.scheme.decompress(held.read(source), dtype)}
+    return {name: held.decode(source, dtype)}

@@ -53,9 +53,9 @@ def write_shards(
         closed: concurrent.futures.Future[None] | None = None
         for shard in missing:
             writer = _written(plan, shard, source, destination, workers, counter)
-            if closed:
-                closed.result()
-            closed = closer.submit(writer.commit)
+            before, closed = closed, closer.submit(writer.commit)
+            if before:
+                before.result()
         if closed:
             closed.result()
     return finished

@@ -120,8 +120,7 @@ def _scheme_of(folder: CheckpointFolder) -> Scheme | None:
 
 def _modules(folder: CheckpointFolder, held: Mapping[str, QuantisedModule]) -> list[Module]:
     found = [
-        Module(name, module.scheme.name, module.shape(folder, name), module.nbytes(folder))
-        for name, module in held.items()
+        Module(name, module.scheme.name, module.shape(folder), module.nbytes(folder)) for name, module in held.items()
     ]
     tensors = {name for module in held.values() for name in module.tensors.values()}
     for name in folder.shard_of:
@@ -152,8 +151,7 @@ def _compared(
                 f"{reference.path}: {name!r} is {list(other.shape)}, in {folder.path} it is {list(module.shape)}"
             )
         if module.name in held:
-            stored = held[module.name]
-            decoded = stored.scheme.decompress(stored.read(folder), "float32")
+            decoded = held[module.name].decode(folder, "float32")
         elif other.dtype in _FLOATS and folder.spec(name).dtype in _FLOATS:
             decoded = folder.read(name)
         else:

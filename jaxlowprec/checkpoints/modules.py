@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -21,10 +22,12 @@ class QuantisedModule:
     """A module held in a scheme's format.
 
     Attributes:
+        name: of the module.
         scheme: with the dtype of its scales, which no config says.
         tensors: the names of its tensors, by their last parts.
     """
 
+    name: str
     scheme: Scheme
     tensors: Mapping[str, str]
 
@@ -32,16 +35,28 @@ class QuantisedModule:
         """Views of its tensors, by the last parts of their names."""
         return {last: source.read(name) for last, name in self.tensors.items()}
 
-    def shape(self, source: CheckpointFolder, module: str) -> tuple[int, int]:
+    def shape(self, source: CheckpointFolder) -> tuple[int, int]:
         """[N, K] of its weight. Raises CheckpointError unless its tensors are what the scheme has."""
-        try:
+        with naming(source, self.name):
             return self.scheme.shape_of(self.read(source))
-        except ValueError as error:
-            raise CheckpointError(f"{source.path}: module {module!r}: {error}") from None
+
+    def decode(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
+        """Its weight [N, K]. Raises CheckpointError as `shape`, and for scales that no weight can have."""
+        with naming(source, self.name):
+            return self.scheme.decompress(self.read(source), dtype)
 
     def nbytes(self, source: CheckpointFolder) -> int:
         """Of all its tensors."""
         return sum(source.spec(name).nbytes for name in self.tensors.values())
+
+
+@contextlib.contextmanager
+def naming(source: CheckpointFolder, module: str) -> Iterator[None]:
+    """Says of which module a scheme's error is."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: module {module!r}: {error}") from None
 
 
 def scheme_of(source: CheckpointFolder) -> Scheme:
@@ -75,5 +90,5 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
             )
         dtypes = {last: numpy_dtype(source.spec(name).dtype) for last, name in tensors.items()}
         stored = scheme.as_stored({last: dtype.name for last, dtype in dtypes.items() if dtype})
-        modules[module] = QuantisedModule(stored, tensors)
+        modules[module] = QuantisedModule(module, stored, tensors)
     return modules

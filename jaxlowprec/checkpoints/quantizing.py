@@ -12,6 +12,7 @@ import numpy as np
 from jaxlowprec.checkpoints.config import quantization_of, with_quantization
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
+from jaxlowprec.checkpoints.modules import naming
 from jaxlowprec.checkpoints.plan import Arrays, Job, Left, Plan, copy_job, output_specs
 from jaxlowprec.checkpoints.presets import KINDS
 from jaxlowprec.checkpoints.rules import Rules, config_ignore, disagreements, fused_siblings, matching, splits
@@ -83,7 +84,8 @@ def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, st
 def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, amaxes: _Amaxes) -> Arrays:
     own = amaxes.own(module)  # for every scheme: it also says whether the weight is finite
     shared = amaxes.shared(module) if scheme.shares_global_scale else own
-    made = scheme.compress(source.read(name), amax=shared if scheme.format.has_tensor_scale else None)
+    with naming(source, module):
+        made = scheme.compress(source.read(name), amax=shared if scheme.format.has_tensor_scale else None)
     return {f"{module}.{suffix}": array for suffix, array in made.items()}
 
 

@@ -79,12 +79,6 @@ class SafetensorsFile:
         entry = self._entry(name)
         copy_range(self._descriptor, entry.offset, descriptor, offset, entry.spec.nbytes)
 
-    def forget(self, name: str) -> None:
-        """Lets the pages of a tensor leave this process; they are read again when they are needed."""
-        entry = self._entry(name)
-        begin = entry.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, begin, entry.offset + entry.spec.nbytes - begin)
-
     def _entry(self, name: str):
         try:
             return self.header.tensors[name]

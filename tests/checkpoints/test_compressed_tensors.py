@@ -13,6 +13,7 @@ from tests.helpers import as_bytes
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
 compressors = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
 quantization = pytest.importorskip("compressed_tensors.quantization")
+dequantize = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward").dequantize
 helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
 
 FORMATS = ("w4a16", "w4a16_asym", "nvfp4", "mxfp4", "mxfp8", "fp8_block")
@@ -72,6 +73,17 @@ class TestDecompress:
             tensors = scheme.compress(weight(shape, dtype))
             theirs = decompressed(scheme, tensors)
             np.testing.assert_array_equal(as_bytes(theirs), as_bytes(scheme.decompress(tensors, theirs.dtype)))
+
+    @pytest.mark.parametrize("factor", [1, 1.3, 0.77, 5.21, 0.031])
+    def test_nvfp4_in_float32(self, factor):
+        """Their arithmetic without the rounding to bfloat16 that ends it."""
+        scheme = schemes.by_name("nvfp4")
+        tensors = scheme.compress(weight((64, 256), "float32") * np.float32(factor))
+        group, _ = scheme_of(scheme.quantization_config([]))
+        codes = compressors.nvfp4.unpack_fp4_from_uint8(to_torch(tensors["weight_packed"]), 64, 256, torch.float32)
+        scales = to_torch(tensors["weight_scale"]).float(), to_torch(tensors["weight_global_scale"])
+        theirs = dequantize(codes, scales[0], args=group.weights, dtype=torch.float32, global_scale=scales[1])
+        np.testing.assert_array_equal(as_bytes(theirs.numpy()), as_bytes(scheme.decompress(tensors, "float32")))
 
     @pytest.mark.parametrize("name", ["w4a16", "w4a16_asym"])
     @pytest.mark.parametrize(("shape", "group_size"), [((13, 36), 12), ((9, 39), 13), ((9, 64), 64)])

@@ -35,6 +35,8 @@ SCHEMES = {
     "fp8_block": schemes.by_name("fp8_block"),
     "deepseek_fp8": schemes.by_name("deepseek_fp8"),
     "modelopt_nvfp4": schemes.by_name("modelopt_nvfp4"),
+    "miles_mxfp8": schemes.by_name("miles_mxfp8"),
+    "gptq": schemes.by_name("gptq", group_size=32),
     "awq": schemes.by_name("awq", group_size=32),
 }
 MXFP4 = SCHEMES["mxfp4"]
@@ -244,6 +246,14 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value, dtype):
     assert not [p for p in contents(tmp_path / "low") if "writing" in p or p == "config.json"]
 
 
+def test_weights_beyond_the_deployment_dtype_are_refused(tmp_path):
+    tensors = llama(1, np.float32)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = 3.4e38  # infinity in bfloat16
+    source = write_checkpoint(tmp_path / "source", tensors)
+    with pytest.raises(CheckpointError, match="module 'model.layers.0.mlp.up_proj': .*not finite"):
+        convert(source, tmp_path / "low", SCHEMES["w4a16"])
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 @pytest.mark.parametrize("values", [[0.0], [-0.0], [1, -3.5, 2], [-1, -2], [1e-7, 0], [np.nan, 9], [-np.inf, 1]])
 def test_the_largest_magnitude(dtype, values):
@@ -389,6 +399,7 @@ def test_as_many_tensors_are_in_memory_as_there_are_workers(tmp_path, monkeypatc
     assert 0 < most[0] <= workers * largest
 
 
+@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="no /proc to read the memory from")
 def test_memory_does_not_grow_with_the_file(tmp_path):
     columns, rows, count = 4096, 1024, 24  # 8 MiB a tensor, 192 MiB in one file
     weight = np.ones((rows, columns), ml_dtypes.bfloat16)

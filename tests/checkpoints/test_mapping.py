@@ -17,6 +17,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.mapping import DEMO, LLAMA, Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
+from tests.test_readme import programs
 
 CONFIG = Config(layers=2, width=128, heads=2, context=16)
 over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -165,6 +166,12 @@ class TestFloatTrees:
         assert set(re.findall(r"[\w.]+\.weight", missing)) == {"lm_head.weight", "model.norm.weight"}
         assert unexpected == "unexpected tensors: model.layers.7.mlp.up_proj.weight"
 
+    def test_a_tensor_too_many(self):
+        model = demo()
+        tensors = DEMO.to_tensors(model) | {"lm_head.bias": np.zeros(256, np.float32)}
+        with pytest.raises(ValueError, match="from_tensors: unexpected tensors: lm_head.bias$"):
+            DEMO.from_tensors(tensors, model)
+
     def test_other_shapes(self):
         model = demo()
         tensors = DEMO.to_tensors(model)
@@ -259,3 +266,8 @@ class TestFolders:
         with pytest.raises(CheckpointError, match="holds something already"):
             trees.save(tmp_path, demo(), DEMO, {})
         assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_documents_example():
+    (program,) = programs("docs/checkpoints.md")
+    exec(program, {})

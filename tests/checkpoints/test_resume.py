@@ -11,7 +11,7 @@ import pytest
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.convert import Run, convert
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files import TEMPORARY_PREFIX
+from jaxlowprec.checkpoints.files import TEMPORARY_PREFIX, publish
 from jaxlowprec.checkpoints.resume import MANIFEST
 from tests.checkpoints.small_models import contents, llama, write_checkpoint
 
@@ -130,8 +130,26 @@ def unfinished(source, tmp_path, monkeypatch):
     return destination
 
 
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_disk_that_fails_leaves_what_was_finished(source, uninterrupted, tmp_path, monkeypatch, shard):
+    def failing(path):
+        if path.name == shard:
+            raise OSError("no space left")
+        publish(path)
+
+    monkeypatch.setattr("jaxlowprec.checkpoints.safetensors_file.publish", failing)
+    with pytest.raises(OSError, match="no space left"):
+        convert(source, tmp_path / "low", NVFP4)
+    left = contents(tmp_path / "low")
+    assert MANIFEST in left and shard not in left and not [name for name in left if TEMPORARY_PREFIX in name]
+    monkeypatch.undo()
+    convert(source, tmp_path / "low", NVFP4)
+    assert contents(tmp_path / "low") == uninterrupted
+
+
 def test_leftovers_are_removed(source, unfinished, uninterrupted):
     (unfinished / (TEMPORARY_PREFIX + SHARDS[2])).write_bytes(b"half")
+    (unfinished / (TEMPORARY_PREFIX + "what-nobody-writes-again")).write_bytes(b"half")
     (unfinished / "extra").mkdir()
     (unfinished / "extra" / (TEMPORARY_PREFIX + "notes.txt")).write_bytes(b"ha")
     assert convert(source, unfinished, NVFP4).kept == SHARDS[:2]
