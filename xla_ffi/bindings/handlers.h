@@ -19,6 +19,7 @@ extern "C" XLA_FFI_Error* jaxlowprec_dequantize_cuda(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_hadamard_cuda(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda_prepare(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_weight_only_matmul_cuda(XLA_FFI_CallFrame*);
 #endif
 
 }  // namespace jaxlowprec

@@ -31,8 +31,8 @@ def _plans(
     capability = native.compute_capability()
     capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
     plans = [plan(a_format.attributes, b_format.attributes, rows, columns, depth, accumulate, c) for c in capabilities]
-    possible = [workspace for problem, workspace in plans if not problem]
-    return ("", max(possible)) if possible else plans[0]
+    possible = [workspace for problem, workspace, _ in plans if not problem]
+    return ("", max(possible)) if possible else plans[0][:2]
 
 
 def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[jax.Array, jax.Array]:
