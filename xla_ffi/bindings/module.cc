@@ -46,7 +46,8 @@ nb::tuple cuda_matmul_plan(const nb::dict& a_format, const nb::dict& b_format, i
   return nb::make_tuple(plan.problem, plan.workspace_bytes(), jaxlowprec::cuda::route_name(plan.route));
 }
 
-/// Why the GPU's kernel for few rows of bfloat16 by a quantised weight does not take a product, else empty; and its workspace.
+/// Why the GPU's kernel for few rows of bfloat16 by a quantised weight does not take a product, else empty; and its
+/// workspace.
 nb::tuple cuda_weight_only_plan(const nb::dict& weight_format, const std::string& x_type, const std::string& scale_type,
                                 int64_t rows, int64_t depth, int capability) {
   const auto type = [](const std::string& name) {

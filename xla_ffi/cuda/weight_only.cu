@@ -1,7 +1,6 @@
-#include "weight_only.h"
-
 #include "errors.h"
 #include "matmul_decode.h"
+#include "weight_only.h"
 #include "weight_only_plan.h"
 
 namespace jaxlowprec {

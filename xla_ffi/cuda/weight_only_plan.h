@@ -1,6 +1,6 @@
-// Which products of activations in high precision and a quantised weight the kernel of matmul_decode.h takes: by formats, sizes
-// and compute capability alone, so that it is known when a program is compiled. The others are left to XLA, which decodes the
-// weight and has cuBLASLt multiply.
+// Which products of activations in high precision and a quantised weight the kernel of matmul_decode.h takes: by formats,
+// sizes and compute capability alone, so that it is known when a program is compiled. The others are left to XLA, which
+// decodes the weight and has cuBLASLt multiply.
 #pragma once
 
 #include <string>
