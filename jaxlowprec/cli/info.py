@@ -14,6 +14,8 @@ import jax
 
 from jaxlowprec import native
 from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
+from jaxlowprec.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor
+from jaxlowprec.ops.scaled_matmul.cuda import route
 
 _PACKAGES = ("jaxlowprec", "jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 
@@ -40,19 +42,18 @@ _OPERATIONS = (
         "MXFP8 x MXFP8 or MXFP4, Float8Block x Float8Block, Float8Tensor x Float8Tensor",
         "codes decoded to float32 instead of FP8 tensor cores",
     ),
+    (
+        "scaled_matmul, weight-only",
+        "jaxlowprec_weight_only_matmul",
+        "bfloat16, float16 or float32 by every format, Int4 too",
+        "",
+    ),
 )
 
 
-_CUDA_MATMUL = {  # what multiplies, by the least compute capability
-    "scaled_matmul, 4-bit": {
-        "NVFP4": ((10.0, "FP4 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
-        "MXFP4": ((8.0, "codes decoded to bfloat16, exactly"),),
-    },
-    "scaled_matmul, 8-bit": {
-        "MXFP8": ((10.0, "FP8 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
-        "Float8Block": ((10.0, "as MXFP8"), (9.0, "FP8 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
-        "Float8Tensor": ((8.9, "FP8 tensor cores"), (8.0, "codes decoded to bfloat16, exactly")),
-    },
+_MULTIPLIED = {  # formats whose GEMMs a GPU has its own ways for
+    "scaled_matmul, 4-bit": (NVFP4(), MXFP4()),
+    "scaled_matmul, 8-bit": (MXFP8(), Float8Block(), Float8Tensor()),
 }
 
 
@@ -105,13 +106,16 @@ def _cuda() -> dict[str, Any]:
 
 def _how_on_cuda(operation: str, capability: float | None) -> str:
     """What computes an operation on a GPU, of this machine's compute capability where it has one."""
-    ways = _CUDA_MATMUL.get(operation)
-    if ways is None:
+    if operation == "scaled_matmul, weight-only":
+        return (
+            "up to 16 rows of bfloat16 by NVFP4 or Int4: codes decoded in registers; others: XLA's GEMM of the decoded "
+            "weight"
+        )
+    formats = _MULTIPLIED.get(operation)
+    if formats is None:
         return "CUDA kernels"
-    parts = []
-    for name, by_capability in ways.items():
-        known = [how for least, how in by_capability if capability is None or capability >= least]
-        parts.append(f"{name}: {known[0] if known else 'none below compute capability 8.0'}")
+    known = round(10 * (capability or 10))
+    parts = [f"{type(fmt).__name__}: {route(fmt, known) or 'none below compute capability 8.0'}" for fmt in formats]
     return "; ".join(parts) + ("" if capability else " (on the newest GPUs)")
 
 

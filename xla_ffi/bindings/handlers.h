@@ -25,6 +25,7 @@ extern "C" XLA_FFI_Error* jaxlowprec_int4_quantize_cuda(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_int4_dequantize_cuda(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda_prepare(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_weight_only_matmul_cuda(XLA_FFI_CallFrame*);
 #endif
 
 }  // namespace jaxlowprec

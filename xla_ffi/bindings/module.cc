@@ -5,6 +5,7 @@
 
 #include "../cpu/dispatch.h"
 #include "../cuda/matmul_plan.h"
+#include "../cuda/weight_only_plan.h"
 #include "cuda_build.h"
 #include "format.h"
 #include "handlers.h"
@@ -33,7 +34,8 @@ jaxlowprec::Format format(const nb::dict& attributes) {
   return *found;
 }
 
-/// Why a GEMM has no way on a GPU of that compute capability (90 for 9.0), else empty; and the workspace that it needs.
+/// Why a GEMM has no way on a GPU of that compute capability (90 for 9.0), else empty; the workspace that it needs; and what
+/// multiplies.
 nb::tuple cuda_matmul_plan(const nb::dict& a_format, const nb::dict& b_format, int64_t rows, int64_t columns, int64_t depth,
                            bool accumulate, int capability) {
   jaxlowprec::MatmulProblem p{};
@@ -41,7 +43,23 @@ nb::tuple cuda_matmul_plan(const nb::dict& a_format, const nb::dict& b_format, i
   p.a.columns = p.b.columns = depth;
   p.rows = rows, p.columns = columns, p.accumulate = accumulate ? &p : nullptr;  // whether, not where
   const auto plan = jaxlowprec::cuda::plan_matmul(p, capability);
-  return nb::make_tuple(plan.problem, plan.workspace_bytes());
+  return nb::make_tuple(plan.problem, plan.workspace_bytes(), jaxlowprec::cuda::route_name(plan.route));
+}
+
+/// Why the GPU's kernel for few rows of bfloat16 by a quantised weight does not take a product, else empty; and its
+/// workspace.
+nb::tuple cuda_weight_only_plan(const nb::dict& weight_format, const std::string& x_type, const std::string& scale_type,
+                                int64_t rows, int64_t depth, int capability) {
+  const auto type = [](const std::string& name) {
+    return name == "bfloat16"  ? jaxlowprec::ElementType::kBF16
+           : name == "float16" ? jaxlowprec::ElementType::kF16
+                               : jaxlowprec::ElementType::kF32;
+  };
+  jaxlowprec::WeightOnlyProblem p{};
+  p.weight.format = format(weight_format), p.weight.format.scale_type = type(scale_type);
+  p.x_type = type(x_type), p.rows = rows, p.depth = depth;
+  const auto plan = jaxlowprec::cuda::plan_weight_only(p, capability);
+  return nb::make_tuple(plan.problem, plan.workspace_bytes);
 }
 
 #if defined(JLP_CUDA)
@@ -59,6 +77,7 @@ nb::dict cuda_handlers() {
   matmul["prepare"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda_prepare);
   matmul["execute"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda);
   handlers["jaxlowprec_scaled_matmul"] = matmul;
+  handlers["jaxlowprec_weight_only_matmul"] = handler(jaxlowprec::jaxlowprec_weight_only_matmul_cuda);
   return handlers;
 }
 std::string cuda_driver_problem() { return jaxlowprec::cuda::driver_problem(); }
@@ -90,6 +109,7 @@ NB_MODULE(_native, m) {
   m.def("cuda_handlers", &cuda_handlers);
   m.def("cuda_driver_problem", &cuda_driver_problem);  // why nothing can run on a GPU here, else empty
   m.def("cuda_matmul_plan", &cuda_matmul_plan);
+  m.def("cuda_weight_only_plan", &cuda_weight_only_plan);
   m.attr("no_cuda") = jaxlowprec::kNoCuda;
   m.attr("cuda_version") = jaxlowprec::kCudaVersion;
   m.attr("cuda_architectures") = jaxlowprec::kCudaArchitectures;

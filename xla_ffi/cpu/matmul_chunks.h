@@ -65,6 +65,10 @@ JLP_RULE const uint8_t* scales_of_row(const MatmulOperand& operand, int64_t rows
 template <class Decode>
 JLP_RULE void decode_scales(const uint8_t* scale, int64_t count, Decode decode, float* out, int64_t stride) {
   for (int64_t b = 0; b < count; b += kLanes) {
+    if (stride == 1 && count - b >= kLanes) {
+      store(out + b, decode(load_u8(scale + b)));
+      continue;
+    }
     const int n = static_cast<int>(std::min<int64_t>(kLanes, count - b));
     alignas(64) uint32_t bytes[kLanes] = {};
     for (int i = 0; i < n; ++i) bytes[i] = scale[b + i];

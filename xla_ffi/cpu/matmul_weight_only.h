@@ -24,6 +24,14 @@ template <class E>
 __attribute__((noinline)) void arrange_row(const WeightOnlyProblem& p, int64_t row, int64_t k, int64_t count, float* out) {
   const auto* x = static_cast<const typename E::Storage*>(p.x) + row * p.depth;
   for (int64_t at = 0; at < count; at += kSums) {
+#if defined(JLP_ISA_AVX2)
+    if constexpr (std::is_same_v<E, BF16>) {
+      if (k + at + kSums <= p.depth) {
+        store_sixteen(out + at, arrange(load<__m256i>(x + k + at)));
+        continue;
+      }
+    }
+#endif
     F32 numbers[kParts];
     for (int i = 0; i < kParts; ++i) {
       const int64_t from = k + at + i * kLanes, left = std::clamp<int64_t>(p.depth - from, 0, kLanes);
@@ -85,7 +93,7 @@ struct WeightOnly {
 #else
   static constexpr int kRows = 1, kColumns = 3;
 #endif
-  static constexpr int64_t kStep = 512;  // of K, that a tile's sums stay in registers for
+  static constexpr int64_t kStep = 512;  // of K, that a tile's sums stay in registers for; whole runs of E2M1
   static constexpr int64_t kMostRows = 64,
                            kMostColumns = 48;  // of a chunk: what it unpacks and its sums stay in the second cache
 
@@ -129,6 +137,12 @@ struct WeightOnly {
     return {Row(p, batch, column + kColumn)...};
   }
 
+  template <int... kColumn>
+  JLP_RULE std::array<typename Row::Run, sizeof...(kColumn)> runs_of(const std::array<Row, sizeof...(kColumn)>& rows,
+                                                                     int64_t k, std::integer_sequence<int, kColumn...>) {
+    return {rows[kColumn].run(k)...};
+  }
+
   /// All rows by kCount columns from `column` on.
   template <int kWide, int kCount>
   __attribute__((noinline)) static void multiply_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column,
@@ -137,20 +151,22 @@ struct WeightOnly {
     Sixteen sums[kCount][kWide] = {};
     for (int64_t k = 0; k < depth;) {
       const int64_t end = std::min(rows[0].run_end(k), depth);
-      JLP_UNROLL(8)
-      for (int c = 0; c < kCount; ++c) {
-        const auto run = rows[c].run(k);
-        for (int64_t i = k; i < end; i += kUnpacked) {
+      const auto runs = runs_of(rows, k, std::make_integer_sequence<int, kCount>());
+      for (int c = 0; c < kCount; ++c)  // of the next columns: what is ahead of so many short streams is not foreseen
+        for (int64_t byte = k >> 1; byte < end >> 1; byte += 64)
+          __builtin_prefetch(rows[c].codes + kCount * rows[c].bytes + byte);
+      for (; k < end; k += kUnpacked) {
+        JLP_UNROLL(8)
+        for (int c = 0; c < kCount; ++c) {
           Sixteen w[2];
-          run.unpack(i, w);
+          runs[c].unpack(k, w);
           JLP_UNROLL(4)
           for (int r = 0; r < kWide; ++r) {
-            add_products(sums[c][r], load_sixteen(x + r * depth + i), w[0]);
-            add_products(sums[c][r], load_sixteen(x + r * depth + i + kSums), w[1]);
+            add_products(sums[c][r], load_sixteen(x + r * depth + k), w[0]);
+            add_products(sums[c][r], load_sixteen(x + r * depth + k + kSums), w[1]);
           }
         }
       }
-      k = end;
     }
     for (int c = 0; c < kCount; ++c)
       for (int r = 0; r < kWide; ++r) totals.y[r * totals.stride + at + c] = total(sums[c][r]);
@@ -236,7 +252,8 @@ struct WeightOnly {
         for (int r = 0; r < kHigh; ++r) numbers[r] = load<F32>(x + r * kStep + k + i * kLanes);
         JLP_UNROLL(8)
         for (int c = 0; c < kWide; ++c) {
-          const F32 weight = load<F32>(w + c * kStep + k + i * kLanes);
+          F32 weight = load<F32>(w + c * kStep + k + i * kLanes);
+          keep_in_register(weight);
           JLP_UNROLL(4)
           for (int r = 0; r < kHigh; ++r) sums[r][c].part[i] = L::fused_multiply_add(numbers[r], weight, sums[r][c].part[i]);
         }

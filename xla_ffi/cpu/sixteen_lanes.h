@@ -41,6 +41,21 @@ JLP_RULE Sixteen arrange(const F32 (&v)[kParts], std::integer_sequence<int, kPar
 /// Numbers in order of k.
 JLP_RULE Sixteen arrange(const F32 (&v)[kParts]) { return arrange(v, std::make_integer_sequence<int, kParts>()); }
 
+#if defined(JLP_ISA_AVX2)
+/// The lower halves of 32-bit words as bfloat16 in part 0, the upper ones in part 1.
+JLP_RULE Sixteen widen_words(__m256i halves) {
+  return {
+      {(F32)_mm256_slli_epi32(halves, 16), (F32)_mm256_and_si256(halves, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u)))}};
+}
+
+/// bfloat16 in order of k.
+JLP_RULE Sixteen arrange(__m256i halves) {
+  const __m256i even_then_odd = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
+                                                 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  return widen_words(_mm256_permute4x64_epi64(_mm256_shuffle_epi8(halves, even_then_odd), 0b11011000));
+}
+#endif
+
 JLP_RULE Sixteen load_sixteen(const float* p) {
   Sixteen v;
   JLP_UNROLL(4)
@@ -51,6 +66,13 @@ JLP_RULE Sixteen load_sixteen(const float* p) {
 JLP_RULE void store_sixteen(float* p, const Sixteen& v) {
   JLP_UNROLL(4)
   for (int i = 0; i < kParts; ++i) store(p + i * kLanes, v.part[i]);
+}
+
+/// g++ otherwise makes a load of every use as an operand: more than the processor has ports for.
+JLP_RULE void keep_in_register(F32& v) {
+#if defined(__AVX2__) || defined(__AVX512F__)
+  asm("" : "+x"(v));
+#endif
 }
 
 /// sums += x * w, each product and addition rounded once.

@@ -12,20 +12,20 @@ namespace JLP_ISA {
 
 constexpr int kUnpacked = 32;  // codes that are unpacked together
 
-/// What the codes 0 to 15 stand for: numbers of a 16-bit float type E, given in order.
+/// What the codes 0 to 15 stand for: numbers, given in order, rounded to a 16-bit float type E.
 template <class E>
 class NibbleTable {
  public:
   explicit NibbleTable(const F32 (&numbers)[kParts]) {
 #if defined(JLP_ISA_AVX512)
-    numbers_ = numbers[0];
+    numbers_ = E::round_finite(numbers[0]);
 #elif defined(JLP_ISA_AVX2)
     const __m256i low_bytes = _mm256_set1_epi16(0xFF);
     const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits(numbers[0]), bits(numbers[1])), 0b11011000);
     const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(halves, low_bytes), _mm256_srli_epi16(halves, 8));
     low_ = _mm256_permute4x64_epi64(bytes, 0b10001000), high_ = _mm256_permute4x64_epi64(bytes, 0b11011101);
 #else
-    for (int i = 0; i < kParts; ++i) store(numbers_ + i * kLanes, numbers[i]);
+    for (int i = 0; i < kParts; ++i) store(numbers_ + i * kLanes, E::round_finite(numbers[i]));
 #endif
   }
 
@@ -56,13 +56,15 @@ class NibbleTable {
   F32 numbers_;
 #elif defined(JLP_ISA_AVX2)
   JLP_RULE __m256i bits(F32 numbers) {
-    if constexpr (std::is_same_v<E, BF16>) return _mm256_srli_epi32(raw(L::bits(numbers)), 16);
+    if constexpr (std::is_same_v<E, BF16>) {
+      const U32 u = L::bits(numbers);  // as BF16::round_finite
+      return raw((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+    }
     return _mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)numbers, _MM_FROUND_TO_NEAREST_INT));
   }
   JLP_RULE void widen(__m256i halves, Sixteen& w) {
     if constexpr (std::is_same_v<E, BF16>) {
-      w.part[0] = (F32)_mm256_slli_epi32(halves, 16);
-      w.part[1] = (F32)_mm256_and_si256(halves, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u)));
+      w = widen_words(halves);
     } else {
       const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
                                              0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
@@ -98,7 +100,7 @@ template <class E>
 JLP_RULE NibbleTable<E> int4_table(float scale, float zero) {
   F32 numbers[kParts];
   count(numbers);
-  for (F32& part : numbers) part = E::round_finite(L::flush((part - zero) * scale));
+  for (F32& part : numbers) part = L::flush((part - zero) * scale);
   return NibbleTable<E>(numbers);
 }
 

@@ -50,7 +50,7 @@ struct Int4Row : WeightRow {
   struct Run {
     NibbleTable<E> table;
     const uint8_t* codes;
-    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const { table.unpack(codes + k / 2, w); }
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const { table.unpack(codes + (k >> 1), w); }
   };
   __attribute__((always_inline)) Run run(int64_t k) const {
     const int64_t group = k / block;
@@ -94,37 +94,40 @@ struct E2M1Row : WeightRow {
   int64_t run_end(int64_t k) const { return (k / kRun + 1) * kRun; }
 
   struct Run {
-    NibbleTable<BF16> table;
-    const uint8_t *codes, *end;
-    int64_t first;
+    NibbleTable<BF16> table = e2m1_table();
+    const uint8_t* codes;
     alignas(64) float scale[kRun / kCodes];
+    uint8_t padded[kCodes == kSums ? kRun / 2 : 1];
+
+    Run(const E2M1Row& row, int64_t k) : codes(row.codes + (k >> 1)) {
+      const int64_t left = row.bytes - (k >> 1), count = std::min(kRun / kCodes, 2 * left / kCodes);
+      if constexpr (kCodes == kSums) {
+        if (left < kRun / 2 && left % (kUnpacked / 2) != 0) {  // an odd number of blocks: not to read beyond the last
+          memset(padded, 0, sizeof padded);
+          memcpy(padded, codes, left);
+          codes = padded;
+        }
+        decode_scales(row.scales + k / kCodes, count, e4m3_decode<F32>, scale, 1);
+        if (count % 2) scale[count] = 0;
+      } else {
+        decode_scales(row.scales + k / kCodes, count, e8m0_decode<F32>, scale, 1);
+      }
+    }
+    Run(const Run&) = delete;  // it may point into itself
 
     __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
-      const uint8_t* at = codes + k / 2;
-      uint8_t padded[kUnpacked / 2];
-      if (kCodes == kSums && __builtin_expect(end - at < kUnpacked / 2, 0)) {  // an odd number of blocks
-        memset(padded, 0, sizeof padded);
-        memcpy(padded, at, end - at);
-        at = padded;
-      }
-      table.unpack(at, w);
+      const uint64_t at = static_cast<uint64_t>(k) % kRun;
+      table.unpack(codes + at / 2, w);
       JLP_UNROLL(2)
       for (int half = 0; half < 2; ++half) {
-        const F32 factor = L::splat(scale[(k - first + half * kSums) / kCodes]);
+        const F32 factor = L::splat(scale[(at + half * kSums) / kCodes]);
         JLP_UNROLL(4)
         for (F32& part : w[half].part) part = L::flush(part * factor);
       }
     }
   };
-  __attribute__((always_inline)) Run run(int64_t k) const {
-    Run run{e2m1_table(), codes, codes + bytes, k / kRun * kRun, {}};
-    const int64_t block = run.first / kCodes, count = std::min(kRun / kCodes, 2 * bytes / kCodes - block);
-    if constexpr (kCodes == kSums)
-      decode_scales(scales + block, count, e4m3_decode<F32>, run.scale, 1);
-    else
-      decode_scales(scales + block, count, e8m0_decode<F32>, run.scale, 1);
-    return run;
-  }
+  /// From a multiple of kRun on.
+  __attribute__((always_inline)) Run run(int64_t k) const { return Run(*this, k); }
 };
 
 /// 8-bit codes of any scaling.

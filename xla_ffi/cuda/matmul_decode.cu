@@ -3,6 +3,7 @@
 #include "decode.h"
 #include "launch_blocks.h"
 #include "matmul_decode.cuh"
+#include "weight_only_plan.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -39,13 +40,10 @@ cudaError_t launch_weight(const MatmulDecodeArguments& a, bool whole, int64_t sp
                : launch_kernel<kWeight, 4, 2, false>(a, splits, stream);
 }
 
-/// Up to here the products with group_inverse are exact quotients, and offsets within a block's weight rows have 32 bits.
-constexpr int64_t kMaximumDepth = 1 << 21;
-
 bool supported(const MatmulDecodeProblem& p) {
   const bool weight = p.w.type == WeightType::kNvfp4 ? p.w.group == 16 : p.w.group > 0 && p.w.group % 32 == 0 && !p.w.tiles;
   const bool x = !p.x.data || (p.x.format.scaling == Scaling::kTwoLevel && p.x.columns >= p.depth);
-  return weight && x && p.depth > 0 && p.depth <= kMaximumDepth;
+  return weight && x && p.depth > 0 && p.depth <= kMaximumDecodeDepth;
 }
 
 }  // namespace

@@ -22,6 +22,20 @@ enum class MatmulRoute : int32_t {
   kNVFP4,     // FP4 tensor cores with E4M3 scales of 16
 };
 
+/// What multiplies on a route, in words.
+inline const char* route_name(MatmulRoute route) {
+  switch (route) {
+    case MatmulRoute::kNone: return "";
+    case MatmulRoute::kSmall: return "4-bit codes decoded in registers";
+    case MatmulRoute::kDecoded: return "codes decoded to bfloat16, exactly";
+    case MatmulRoute::kTensor: return "FP8 tensor cores";
+    case MatmulRoute::kBlock128: return "FP8 tensor cores, scales of 128";
+    case MatmulRoute::kMX: return "FP8 tensor cores, scales of 32";
+    case MatmulRoute::kNVFP4: return "FP4 tensor cores";
+  }
+  return "";
+}
+
 /// Most rows of a for which reading b's codes takes longer than multiplying by them.
 constexpr int64_t kSmallRows = 16;
 /// At least what matmul_decode.h needs for partial sums: 264 blocks of 32 columns, or one split and none.
@@ -50,6 +64,7 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
     case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
       return capability >= 100 && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
     case Scaling::kTensor: return capability >= 89 ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
+    case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
     case Scaling::kFloat32: break;
   }
   if (capability == 90) return MatmulRoute::kBlock128;

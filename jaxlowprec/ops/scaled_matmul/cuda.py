@@ -31,8 +31,20 @@ def _plans(
     capability = native.compute_capability()
     capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
     plans = [plan(a_format.attributes, b_format.attributes, rows, columns, depth, accumulate, c) for c in capabilities]
-    possible = [workspace for problem, workspace in plans if not problem]
-    return ("", max(possible)) if possible else plans[0]
+    possible = [workspace for problem, workspace, _ in plans if not problem]
+    return ("", max(possible)) if possible else plans[0][:2]
+
+
+def _as_mx(fmt: Format, capability: float) -> bool:
+    """Whether FP8 blocks go to the tensor cores as MX blocks on a GPU of that compute capability."""
+    return fmt.scaling == "float32" and fmt.power_of_two and capability >= 10
+
+
+def route(fmt: Format, capability: int) -> str:
+    """What multiplies many rows of a format on GPUs of that compute capability (90 for 9.0), in words; "" if none."""
+    attributes = (MXFP8() if _as_mx(fmt, capability / 10) else fmt).attributes
+    plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
+    return plan(attributes, attributes, 4096, 4096, 4096, False, capability)[2]
 
 
 def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -81,7 +93,7 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
     b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)
     padded = (a_data.shape[-2], b_data.shape[-2])
     depth = a_data.shape[-1] * (1 + a_fmt.packed)
-    if a_fmt.scaling == "float32" and a_fmt.power_of_two and (native.compute_capability() or 0) >= 10:
+    if _as_mx(a_fmt, native.compute_capability() or 0):
         a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth)
         b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
     # cuBLASLt accumulates before an activation, and its biases are bfloat16: with either, or a sum of another type, it

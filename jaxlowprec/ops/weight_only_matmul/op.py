@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from jaxlowprec import wiring
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
-from jaxlowprec.ops.weight_only_matmul import reference
+from jaxlowprec.ops.weight_only_matmul import cuda, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,19 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         )
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
+    def run_cuda(x, *operands):
+        weight, extras = operands[: spec.weights], operands[spec.weights :]
+        if 0 in (*x.shape, *weight[0].shape):
+            return run_reference(x, *operands)  # nothing to multiply
+        problem = cuda.why_not(spec, x, weight[1])
+        if problem and implementation == "ffi":
+            raise NotImplementedError(
+                f'scaled_matmul: implementation="ffi": {problem}; with implementation=None XLA multiplies by the '
+                "decoded weight"
+            )
+        multiply = cuda.decoded_matmul if problem else cuda.matmul
+        return multiply(spec, x, *named(*weight), extras)
+
     def when_reduced(axes, *operands):
         """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
@@ -130,7 +143,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         rule=_rule(spec),
         outputs=outputs,
         reference=run_reference,
-        native={"cpu": run_native, "cuda": run_reference},
+        native={"cpu": run_native, "cuda": run_cuda},
         when_reduced=when_reduced,
         **choose("scaled_matmul", implementation),
     )

@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Format
+from jaxlowprec.formats import Format, Int4
 from jaxlowprec.layouts import pad_to_multiples
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.int4 import reference as int4
@@ -23,7 +23,7 @@ _LANES_AT_ONCE = 1 << 24  # float32 sums of the rows that are multiplied togethe
 
 def decoded(data: jax.Array, scale: jax.Array, zero_point: jax.Array | None, fmt: Format) -> jax.Array:
     """A weight as float32 [..., N, K], K padded as its codes are, without the tensor scale of formats that have one."""
-    if fmt.element == "int4":
+    if isinstance(fmt, Int4):
         columns = scale.shape[-1] * fmt.length
         return int4.dequantize(data, scale, zero_point, fmt, columns, jnp.dtype("float32"))
     codes = code_values(data, fmt)

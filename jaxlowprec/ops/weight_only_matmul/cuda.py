@@ -1,0 +1,75 @@
+"""The weight-only GEMM on NVIDIA GPUs: few rows by a kernel that decodes the weight in registers, the others by XLA.
+
+Numbers are those of the CPU to float32's rounding, not its bytes: tensor cores add up in an order of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec import native
+from jaxlowprec.ops.weight_only_matmul import reference
+
+_CAPABILITIES = (80, 90, 100)  # what a program may meet that is exported where there is no GPU
+
+
+def _plan(spec: Any, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
+    """Why the kernel does not take these operands on the GPUs of this process, else ""; and the bytes of workspace."""
+    if not all(isinstance(n, int) for n in (*x.shape, *scale.shape)):
+        return "shapes are symbolic, but the way that is taken depends on their sizes: export each size by itself", 0
+    plan = native.library().module.cuda_weight_only_plan  # type: ignore[union-attr]
+    rows = math.prod(x.shape[:-1]) if spec.shared else x.shape[-2]
+    capability = native.compute_capability()
+    capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
+    names = (x.dtype.name, scale.dtype.name)
+    plans = [plan(spec.format.attributes, *names, rows, x.shape[-1], c) for c in capabilities]
+    return next((p for p in plans if not p[0]), plans[0])
+
+
+def why_not(spec: Any, x: jax.Array, scale: jax.Array) -> str:
+    """Why the kernel does not take these operands; empty if it does."""
+    return _plan(spec, x, scale)[0]
+
+
+def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
+    """By the kernel: sums and alpha its own, the rest of the epilogue XLA's."""
+    lead = x.shape[:-1]
+    rows = x.reshape(math.prod(lead), x.shape[-1]) if spec.shared else x
+    alpha = reference.alpha(scale, amax, spec.format)
+    results = [
+        jax.ShapeDtypeStruct((*rows.shape[:-1], data.shape[-2]), jnp.float32),
+        jax.ShapeDtypeStruct((_plan(spec, x, scale)[1],), jnp.uint8),
+    ]
+    weight = [leaf for leaf in (data, scale, alpha, zero_point) if leaf is not None]
+    y, _ = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
+        rows, *weight, format=spec.format.attributes, asymmetric=spec.asymmetric
+    )
+    return spec.epilogue.finish(y.reshape(*lead, y.shape[-1]), extras)
+
+
+def _exact_dtype(spec: Any, x: jax.Array) -> Any:
+    """Of the GEMM that loses nothing of either operand: x's own if the decoded weight fits, else float32."""
+    fmt = spec.format
+    if fmt.element == "int4":
+        weight = jnp.dtype(fmt.scale_dtype)
+    else:
+        weight = jnp.dtype("float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16")
+    return x.dtype if x.dtype == weight else jnp.dtype("float32")
+
+
+def decoded_matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
+    """By XLA's GEMM of x and the weight decoded, exactly, to the narrowest type that holds both."""
+    dtype = _exact_dtype(spec, x)
+    w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)
+    y = jnp.einsum(
+        "...mk,nk->...mn" if spec.shared else "...mk,...nk->...mn",
+        x.astype(dtype),
+        w,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return spec.epilogue.finish(reference.apply_alpha(y, reference.alpha(scale, amax, spec.format)), extras)
