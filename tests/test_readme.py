@@ -19,11 +19,11 @@ def programs(document):
 PROGRAMS = programs("README.md")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["quantise-and-multiply", "train-a-flax-model"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["quantise-and-multiply", "train-a-flax-model", "int4"])
 def test_a_program_of_the_readme_runs(program):
     names = {}
     exec(program, names)
-    result = names["y"] if "y" in names else names["loss"]
+    result = next(names[name] for name in ("y", "loss", "trained") if name in names)
     assert jax.numpy.isfinite(result).all()
 
 
