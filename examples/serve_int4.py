@@ -97,10 +97,11 @@ def main() -> None:
     print(f"{jlp.explain(trained, recipe)}\n")
 
     exported = jlp.quantize_params(trained, recipe)
-    parts = nnx.state(exported, nnx.Any(nnx.Param, jlp.nnx.Quantized))
     name = "w4a16" if recipe.symmetric else "w4a16_asym"
     scheme = by_name(name, group_size=recipe.group_size, scale_dtype=recipe.scale_dtype)
-    trees.save(options.out, parts, DEMO, {"model_type": "jaxlowprec-demo", "dtype": recipe.scale_dtype}, scheme=scheme)
+    trees.save(
+        options.out, exported, DEMO, {"model_type": "jaxlowprec-demo", "dtype": recipe.scale_dtype}, scheme=scheme
+    )
     loaded = loaded_model(options.out, trained.config)
 
     prompt = options.prompt.encode()
@@ -110,7 +111,9 @@ def main() -> None:
     print(text.decode(errors="replace"))
 
     same = expected.tobytes() == actual.tobytes()
-    before, after = (sum(leaf.nbytes for leaf in jax.tree.leaves(state)) for state in (nnx.state(trained), parts))
+    before, after = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(state)) for state in (nnx.state(m) for m in (trained, exported))
+    )
     print(f"\n{speed:,.0f} bytes/s; parameters {before / 2**20:.2f} MiB trained, {after / 2**20:.2f} MiB served")
     print(f"checkpoint: {options.out}")
     print(

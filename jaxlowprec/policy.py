@@ -255,7 +255,7 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
             if not isinstance(
                 kernel, QuantizedArray
             ):  # in high precision, so that a layer that cannot follow is seen too
-                ours = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
+                ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
                 call = call if ours is None else super(ours, layer).__call__
         return call(*call_args, **call_kwargs)
 

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
+from jaxlowprec.nnx import Quantized
 from jaxlowprec.quantized_array import QuantizedArray
 
 Arrays = Mapping[str, np.ndarray]
@@ -112,7 +113,7 @@ class TreeMapping:
             scheme: the format of quantised weights.
 
         Returns:
-            As `like`; for an NNX module its `nnx.Param` state, for `nnx.update`.
+            As `like`; for an NNX module the state of its parameters and quantised kernels, for `nnx.update`.
 
         Raises:
             ValueError: tensors that are missing or left over; other shapes; a leaf whose dtype would round what the
@@ -208,7 +209,7 @@ def _is_leaf(x: Any) -> bool:
 
 def _as_tree(tree: Any) -> Any:
     if isinstance(tree, nnx.Module):
-        return nnx.state(tree, nnx.Param)
+        return nnx.state(tree, nnx.Any(nnx.Param, Quantized))
     return tree["params"] if isinstance(tree, Mapping) and set(tree) == {"params"} else tree
 
 

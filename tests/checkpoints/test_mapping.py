@@ -27,6 +27,17 @@ def demo(seed=0):
     return LanguageModel(CONFIG, nnx.Rngs(seed))
 
 
+def test_an_exported_model_is_stored_with_its_quantised_kernels():
+    recipe = jlp.Int4QAT()
+    served = jlp.quantize_params(demo(), recipe)
+    scheme = schemes.by_name("w4a16", group_size=recipe.group_size)
+    tensors = DEMO.to_tensors(served, scheme)
+    assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (512, 16)
+    filled = DEMO.from_tensors(tensors, served, scheme)
+    kept = nnx.state(served, nnx.Any(nnx.Param, jlp.nnx.Quantized))
+    assert_same_bytes(jax.tree.leaves(filled), jax.tree.leaves(kept))
+
+
 def quantize_blocks(model, scheme):
     """The model with the linears of its blocks quantised, their kernels in bfloat16 first."""
     for block in model.blocks:
