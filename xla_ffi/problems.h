@@ -150,6 +150,53 @@ struct DequantizeProblem {
   ElementType type;
 };
 
+/// 4-bit integers with a 16-bit scale a group, as jaxlowprec.Int4 by its "deploy" rule.
+struct Int4Format {
+  int64_t group;      // elements along the quantised axis that share a scale
+  bool symmetric;     // else a zero point a group
+  ElementType scale;  // kBF16 or kF16: the deployment dtype
+
+  int64_t groups(int64_t length) const { return (length + group - 1) / group; }
+  /// Bytes of codes of a line: groups are filled up with zeros.
+  int64_t line_bytes(int64_t length) const { return (groups(length) * group + 1) / 2; }
+};
+
+/// A matrix with the axis that groups run along: its rows or, columnwise, its columns. A line is a run of that axis; codes,
+/// scales and zero points are stored line by line, which is K-major where columnwise.
+struct Int4Matrices {
+  int64_t batch, rows, columns;
+  bool columnwise;
+  Int4Format format;
+
+  int64_t lines() const { return columnwise ? columns : rows; }
+  int64_t length() const { return columnwise ? rows : columns; }
+  int64_t groups() const { return format.groups(length()); }  // of a line
+  int64_t line_bytes() const { return format.line_bytes(length()); }
+  int64_t size() const { return rows * columns; }
+};
+
+struct Int4FakeQuantizeProblem : Int4Matrices {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  void* result;  // of the same type, which is kF32 or the deployment dtype
+};
+
+struct Int4QuantizeProblem : Int4Matrices {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  uint8_t* data;    // [batch, lines, line bytes]
+  uint16_t* scale;  // [batch, lines, groups]
+  uint8_t* zero;    // the same; null where symmetric
+};
+
+struct Int4DequantizeProblem : Int4Matrices {
+  const uint8_t* data;    // [batch, lines, line bytes]
+  const uint16_t* scale;  // [batch, lines, groups]
+  const uint8_t* zero;    // the same; null where symmetric
+  void* result;           // [batch, rows, columns]
+  ElementType type;
+};
+
 struct HadamardProblem {
   const void* x;  // [rows, columns], transformed along its rows in pieces of `size`; or, if `vertical`, along its columns
   ElementType type;

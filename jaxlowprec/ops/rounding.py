@@ -20,9 +20,46 @@ def rounded(product: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(product), jnp.nan, product)
 
 
+def half_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The bits of `x` rounded to bfloat16 or float16, as uint32."""
+    return jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint16).astype(jnp.uint32)
+
+
+def from_half_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Their float32."""
+    if dtype == jnp.bfloat16:
+        return from_bits(bits << 16)
+    sign, magnitude = (bits & 0x8000) << 16, bits & 0x7FFF
+    special = jnp.where(magnitude >= 0x7C00, jnp.uint32(112 << 23), jnp.uint32(0))  # infinity and NaN
+    normal = (magnitude << 13) + jnp.uint32(112 << 23) + special
+    subnormal = jax.lax.bitcast_convert_type(magnitude.astype(jnp.float32) * jnp.float32(2.0**-24), jnp.uint32)
+    return from_bits(sign | jnp.where(magnitude < 0x0400, subnormal, normal))
+
+
 def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`x` rounded to `dtype`, widened back to float32. A bare pair of casts is dropped as excess precision."""
-    return jax.lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+    """`x` rounded to `dtype`, widened back to float32.
+
+    A pair of casts is dropped as excess precision; in large arrays even with an optimization_barrier between them
+    (jaxlib 0.10.2). So the bits are widened as integers.
+    """
+    return x if dtype == jnp.float32 else from_half_bits(half_bits(x, jnp.dtype(dtype)), jnp.dtype(dtype))
+
+
+def rounded_quotient(a: jax.Array, b: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
+    """`a / b` rounded to bfloat16 or float16, ties to even, as float32; b a positive number of at most 12 bits.
+
+    XLA may divide by multiplying with a reciprocal, which is wrong where the quotient is next to the middle of two
+    numbers. Such middles times b are exact, so it is a that they are compared with.
+    """
+    a, sign = jnp.abs(a), jnp.sign(a)
+    b = jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape)
+    near = half_bits(a / b, dtype)
+    here, below, above = (from_half_bits(n, dtype) for n in (near, jnp.maximum(near, 1) - 1, near + 1))
+    odd = near % 2 == 1
+    under, over = (here * 0.5 + below * 0.5) * b, (here * 0.5 + above * 0.5) * b
+    up, down = (a > over) | ((a == over) & odd), (a < under) | ((a == under) & odd)
+    finite = jnp.isfinite(here)
+    return sign * jnp.where(up & finite, above, jnp.where(down & finite, below, here))
 
 
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:

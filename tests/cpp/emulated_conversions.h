@@ -26,8 +26,15 @@ inline simde__m512 emulated_cvtph_ps(__m256i halves) {
   return join_halves<__m256, simde__m512>(low, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
 }
 
+inline __m256i emulated_cvtps_ph(simde__m512 values, int) {
+  __m256 halves[2];
+  memcpy(halves, &values, sizeof halves);
+  return join_halves<__m128i, __m256i>(_mm256_cvtps_ph(halves[0], 0), _mm256_cvtps_ph(halves[1], 0));
+}
+
 }  // namespace jaxlowprec
 
 #define _mm512_cvtepu8_epi32 jaxlowprec::emulated_cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 jaxlowprec::emulated_cvtepu16_epi32
 #define _mm512_cvtph_ps jaxlowprec::emulated_cvtph_ps
+#define _mm512_cvtps_ph jaxlowprec::emulated_cvtps_ph

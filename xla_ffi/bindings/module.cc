@@ -71,6 +71,9 @@ nb::dict cuda_handlers() {
   handlers["jaxlowprec_quantize"] = handler(jaxlowprec::jaxlowprec_quantize_cuda);
   handlers["jaxlowprec_dequantize"] = handler(jaxlowprec::jaxlowprec_dequantize_cuda);
   handlers["jaxlowprec_hadamard"] = handler(jaxlowprec::jaxlowprec_hadamard_cuda);
+  handlers["jaxlowprec_int4_fake_quantize"] = handler(jaxlowprec::jaxlowprec_int4_fake_quantize_cuda);
+  handlers["jaxlowprec_int4_quantize"] = handler(jaxlowprec::jaxlowprec_int4_quantize_cuda);
+  handlers["jaxlowprec_int4_dequantize"] = handler(jaxlowprec::jaxlowprec_int4_dequantize_cuda);
   matmul["prepare"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda_prepare);
   matmul["execute"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda);
   handlers["jaxlowprec_scaled_matmul"] = matmul;
@@ -96,6 +99,9 @@ NB_MODULE(_native, m) {
     handlers["jaxlowprec_quantize"] = handler(jaxlowprec::jaxlowprec_quantize);
     handlers["jaxlowprec_dequantize"] = handler(jaxlowprec::jaxlowprec_dequantize);
     handlers["jaxlowprec_hadamard"] = handler(jaxlowprec::jaxlowprec_hadamard);
+    handlers["jaxlowprec_int4_fake_quantize"] = handler(jaxlowprec::jaxlowprec_int4_fake_quantize);
+    handlers["jaxlowprec_int4_quantize"] = handler(jaxlowprec::jaxlowprec_int4_quantize);
+    handlers["jaxlowprec_int4_dequantize"] = handler(jaxlowprec::jaxlowprec_int4_dequantize);
     handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
     handlers["jaxlowprec_weight_only_matmul"] = handler(jaxlowprec::jaxlowprec_weight_only_matmul);
     return handlers;

@@ -18,6 +18,9 @@ JLP_ENTRY(quantize_nvfp4, QuantizeProblem);
 JLP_ENTRY(quantize_blocks, QuantizeProblem);
 JLP_ENTRY(dequantize, DequantizeProblem);
 JLP_ENTRY(hadamard, HadamardProblem);
+JLP_ENTRY(int4_fake_quantize, Int4FakeQuantizeProblem);
+JLP_ENTRY(int4_quantize, Int4QuantizeProblem);
+JLP_ENTRY(int4_dequantize, Int4DequantizeProblem);
 JLP_ENTRY(matmul, MatmulProblem);
 JLP_ENTRY(weight_only, WeightOnlyProblem);
 #undef JLP_ENTRY

@@ -28,8 +28,24 @@ const Kernels kernels = {
 #else
     "portable",
 #endif
-    amax_chunks,     amax_chunk,     quantize_chunks, quantize_chunk, dequantize_chunks,  dequantize_chunk,
-    hadamard_chunks, hadamard_chunk, matmul_chunks,   matmul_chunk,   weight_only_chunks, weight_only_chunk,
+    amax_chunks,
+    amax_chunk,
+    quantize_chunks,
+    quantize_chunk,
+    dequantize_chunks,
+    dequantize_chunk,
+    hadamard_chunks,
+    hadamard_chunk,
+    matmul_chunks,
+    matmul_chunk,
+    weight_only_chunks,
+    weight_only_chunk,
+    int4_fake_quantize_chunks,
+    int4_fake_quantize_chunk,
+    int4_quantize_chunks,
+    int4_quantize_chunk,
+    int4_dequantize_chunks,
+    int4_dequantize_chunk,
 };
 
 }  // namespace JLP_ISA

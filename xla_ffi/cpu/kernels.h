@@ -24,6 +24,12 @@ struct Kernels {
   void (*matmul_chunk)(const MatmulProblem&, int64_t chunk);
   int64_t (*weight_only_chunks)(const WeightOnlyProblem&);
   void (*weight_only_chunk)(const WeightOnlyProblem&, int64_t chunk);
+  int64_t (*int4_fake_quantize_chunks)(const Int4FakeQuantizeProblem&);
+  void (*int4_fake_quantize_chunk)(const Int4FakeQuantizeProblem&, int64_t chunk);
+  int64_t (*int4_quantize_chunks)(const Int4QuantizeProblem&);
+  void (*int4_quantize_chunk)(const Int4QuantizeProblem&, int64_t chunk);
+  int64_t (*int4_dequantize_chunks)(const Int4DequantizeProblem&);
+  void (*int4_dequantize_chunk)(const Int4DequantizeProblem&, int64_t chunk);
 };
 
 /// At least `bytes` bytes, 64-byte aligned, of the calling thread: valid until its next call.

@@ -22,6 +22,13 @@ inline auto chunk_entry(const Kernels& k, const MatmulProblem&) { return k.matmu
 inline auto chunks_entry(const Kernels& k, const WeightOnlyProblem&) { return k.weight_only_chunks; }
 inline auto chunk_entry(const Kernels& k, const WeightOnlyProblem&) { return k.weight_only_chunk; }
 
+inline auto chunks_entry(const Kernels& k, const Int4FakeQuantizeProblem&) { return k.int4_fake_quantize_chunks; }
+inline auto chunk_entry(const Kernels& k, const Int4FakeQuantizeProblem&) { return k.int4_fake_quantize_chunk; }
+inline auto chunks_entry(const Kernels& k, const Int4QuantizeProblem&) { return k.int4_quantize_chunks; }
+inline auto chunk_entry(const Kernels& k, const Int4QuantizeProblem&) { return k.int4_quantize_chunk; }
+inline auto chunks_entry(const Kernels& k, const Int4DequantizeProblem&) { return k.int4_dequantize_chunks; }
+inline auto chunk_entry(const Kernels& k, const Int4DequantizeProblem&) { return k.int4_dequantize_chunk; }
+
 // What a problem takes on one AVX2 core, in picoseconds, roughly: enough to tell 20 us from 200.
 inline int64_t cost(const AmaxProblem& p) { return p.batch * p.rows * p.columns * (p.rotated ? 150 : 50); }
 inline int64_t cost(const QuantizeProblem& p) {
@@ -30,6 +37,9 @@ inline int64_t cost(const QuantizeProblem& p) {
 }
 inline int64_t cost(const DequantizeProblem& p) { return p.batch * p.rows * p.columns * 400; }
 inline int64_t cost(const HadamardProblem& p) { return p.batch * p.rows * p.columns * 300; }
+inline int64_t cost(const Int4FakeQuantizeProblem& p) { return p.batch * p.size() * 400; }
+inline int64_t cost(const Int4QuantizeProblem& p) { return p.batch * p.size() * 400; }
+inline int64_t cost(const Int4DequantizeProblem& p) { return p.batch * p.size() * 300; }
 inline int64_t cost(const MatmulProblem& p) {
   const int64_t product = p.packed() ? 12 : 25, unpack = p.packed() ? 150 : 300;
   return p.batch * p.depth() * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);

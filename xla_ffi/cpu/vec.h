@@ -320,12 +320,15 @@ JLP_RULE I16 min(I16 a, I16 b) {  // g++ 12 takes a comparison with a constant a
 // Zero-extending loads: g++ 12 takes a vector conversion from narrow integers apart.
 
 #if defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)
-#define JLP_HAVE_HALF_CONVERSION  // of float16 bits in the 16-bit lanes to float32, subnormal ones too whatever the mode
+#define JLP_HAVE_HALF_CONVERSION  // between float16 bits in the 16-bit lanes and float32, subnormal ones too whatever the
+                                  // mode
 #endif
 #if defined(JLP_ISA_AVX512)
 JLP_RULE F32 from_half(__m256i bits) { return (F32)_mm512_cvtph_ps(bits); }
+JLP_RULE __m256i to_half(F32 v) { return _mm512_cvtps_ph(raw(v), _MM_FROUND_TO_NEAREST_INT); }
 #elif defined(JLP_ISA_AVX2)
 JLP_RULE F32 from_half(__m128i bits) { return (F32)_mm256_cvtph_ps(bits); }
+JLP_RULE __m128i to_half(F32 v) { return _mm256_cvtps_ph(raw(v), _MM_FROUND_TO_NEAREST_INT); }
 #endif
 
 /// kLanes bytes.
@@ -437,6 +440,17 @@ JLP_RULE U8 in_order(U8 packed) {
 JLP_RULE void store_low_bytes(uint8_t* out, U32 v) {
   const U8 bytes = in_order(pack_bytes(v, v, v, v));
   memcpy(out, &bytes, kLanes);
+}
+
+/// Of each byte the entry of the table that its value, 0 to 15, counts to.
+JLP_RULE Bytes16 look_up(Bytes16 table, Bytes16 index) {
+#if defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)
+  return (Bytes16)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
+#else
+  Bytes16 found;
+  for (int i = 0; i < 16; ++i) found[i] = table[index[i]];
+  return found;
+#endif
 }
 
 /// 16-bit numbers below 256 as bytes, in order.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlowprec import wiring
 from jaxlowprec.formats import Int4
@@ -58,6 +59,13 @@ def _implemented(who: str, fmt: Int4, implementation: Implementation) -> dict[st
     return choose(who, "reference")
 
 
+def _call(target: str, results: Any, fmt: Int4, columnwise: bool, *operands: jax.Array, **attributes: Any) -> Any:
+    """The native kernel of an op."""
+    call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results])
+    group, symmetric = np.int64(fmt.group_size), fmt.symmetric
+    return call(*operands, group=group, symmetric=symmetric, columnwise=columnwise, **attributes)
+
+
 @functools.cache
 def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
     """x [..., R, C] -> the same shape and dtype. `ragged`: the quantised axis does not end with a whole group."""
@@ -68,11 +76,16 @@ def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: 
         values = _across(lambda rows: reference.fake_quantize(rows, fmt), columnwise)(x)
         return [jnp.swapaxes(values, -1, -2) if columnwise else values]
 
+    def run_native(x):
+        results = [(x.shape, x.dtype)]
+        return _call("jaxlowprec_int4_fake_quantize", results, fmt, columnwise, x, scale_dtype=fmt.scale_dtype)
+
     return wiring.define(
         "jaxlowprec_int4_fake_quantize",
         rule=_rule([x], [x], axis),
         outputs=lambda x: [(x.shape, x.dtype)],
         reference=run_reference,
+        native=run_native,
         **_implemented("fake_quantize", fmt, implementation),
     )
 
@@ -99,6 +112,7 @@ def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Imple
         rule=_rule([x], results, axis),
         outputs=outputs,
         reference=_across(lambda rows: reference.quantize(rows, fmt), columnwise),
+        native=lambda x: _call("jaxlowprec_int4_quantize", outputs(x), fmt, columnwise, x),
         **_implemented("quantize", fmt, implementation),
     )
 
@@ -123,10 +137,14 @@ def dequantize_op(
         values = reference.dequantize(data, scale, zero, fmt, length(scale), dtype)
         return [jnp.swapaxes(values, -1, -2) if columnwise else values]
 
+    def run_native(*arrays):
+        return _call("jaxlowprec_int4_dequantize", outputs(*arrays), fmt, columnwise, *arrays)
+
     return wiring.define(
         "jaxlowprec_int4_dequantize",
         rule=_rule(operands, [result], axis),
         outputs=outputs,
         reference=run_reference,
+        native=run_native,
         **_implemented("dequantize", fmt, implementation),
     )

@@ -1,7 +1,7 @@
 """Int4 rules of published pipelines, for comparison with them (int4_qat.md 1.1 and 1.2).
 
 Each takes groups [..., G, g], float32 that holds 16-bit numbers, and gives raw codes (unsigned), zero points and the
-scale that a step decodes to in training. They divide, so they are exact where XLA's division is: on a CPU.
+scale that a step decodes to in training.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.formats import Int4
-from jaxlowprec.ops.rounding import narrowed, quotient
+from jaxlowprec.ops.rounding import narrowed, quotient, rounded_quotient
 
 MIDDLE = 8
 
@@ -18,7 +18,8 @@ MIDDLE = 8
 def slime(groups: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Columns A (symmetric: the trainer) and B (asymmetric: the kernel, whose range need not include zero).
 
-    The scale is not rounded. Codes beyond 15, which the kernel's packing carries into the next nibble, come out raw.
+    The scale is not rounded, so that quotients are exact only where XLA divides exactly: on a CPU. Codes beyond 15,
+    which the kernel's packing carries into the next nibble, come out raw.
     """
     if fmt.symmetric:
         amax = jnp.abs(groups).max(axis=-1)
@@ -44,13 +45,14 @@ def compressed_tensors(groups: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Arr
 
     low, high = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
     if fmt.symmetric:
-        scale = rounded(quotient(jnp.maximum(-low, high), jnp.float32(7.5)))
+        scale = rounded_quotient(jnp.maximum(-low, high), 7.5, dtype)
         zero = jnp.zeros(scale.shape, jnp.float32)
     else:
-        scale = rounded(quotient(rounded(high - low), jnp.float32(15)))
-        zero = jnp.clip(rounded(-8 - rounded(quotient(low, scale))), -8, 7)
+        scale = rounded_quotient(rounded(high - low), 15.0, dtype)
+        divisor = jnp.where(scale == 0, 1, scale)
+        zero = jnp.clip(rounded(-8 - rounded_quotient(low, divisor, dtype)), -8, 7)
         zero = jnp.where(scale == 0, 0, jnp.rint(zero))
     scale = jnp.where(scale == 0, jnp.float32(jnp.finfo(dtype).eps), scale)
-    steps = rounded(quotient(groups, scale[..., None]))
+    steps = rounded_quotient(groups, scale[..., None], dtype)
     raw = jnp.rint(steps if fmt.symmetric else rounded(steps + zero[..., None]))
     return jnp.clip(raw, -1024, 1024).astype(jnp.int32) + MIDDLE, zero.astype(jnp.int32) + MIDDLE, scale

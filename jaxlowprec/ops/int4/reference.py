@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.formats import Int4
 from jaxlowprec.ops.int4 import published
-from jaxlowprec.ops.rounding import INFINITY_BITS, flush, magnitude_bits, narrowed, quotient
+from jaxlowprec.ops.rounding import INFINITY_BITS, flush, magnitude_bits, narrowed, rounded_quotient
 
 LEAST_SCALE = 1e-5
 LARGEST_CODE = 15
@@ -51,13 +51,14 @@ def nearest_steps(magnitude: jax.Array, scale: jax.Array, most: int) -> jax.Arra
 
 def deploy(groups: jax.Array, fmt: Int4) -> Groups:
     """The rule whose decoded weight is the served one. A bad group, of NaN or infinity, is given a NaN scale later."""
+    dtype = jnp.dtype(fmt.scale_dtype)
     if fmt.symmetric:
         scale = jnp.abs(groups).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
         zero = jnp.full(scale.shape, MIDDLE, jnp.int32)
     else:
         low, high = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
-        scale = quotient(high - low, jnp.float32(LARGEST_CODE))
-    scale = narrowed(jnp.maximum(scale, jnp.float32(LEAST_SCALE)), jnp.dtype(fmt.scale_dtype))
+        scale = rounded_quotient(high - low, LARGEST_CODE, dtype)
+    scale = narrowed(jnp.maximum(scale, jnp.float32(LEAST_SCALE)), dtype)
     if not fmt.symmetric:
         zero = nearest_steps(-low, scale, LARGEST_CODE)
     steps = nearest_steps(jnp.abs(groups), scale[..., None], 7 if fmt.symmetric else LARGEST_CODE)
@@ -130,5 +131,6 @@ def dequantize(
     code = jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
     code = code[..., : scale.shape[-1] * fmt.group_size].reshape(*scale.shape, fmt.group_size).astype(jnp.int32)
     middle = MIDDLE if zero is None else zero[..., None].astype(jnp.int32)
-    values = decode(code - middle, flush(scale.astype(jnp.float32)), fmt)
+    scale = flush(scale.astype(jnp.float32))
+    values = decode(code - middle, jnp.where(jnp.isfinite(scale), scale, jnp.nan), fmt)
     return values.reshape(*data.shape[:-1], -1)[..., :columns].astype(dtype)

@@ -1,0 +1,189 @@
+// Int4 along columns: decoded values in one pass without a transposition, packed codes and back through transposed tiles.
+// Bytes moved per element: as along rows. A tile's elements are read twice, the second time from the cache.
+//
+// Lanes are columns, each with its own scale. Codes of two rows meet in a byte; 16 rows of 16 such bytes are transposed into
+// the lines of the K-major result. What does not fit this (groups that are no multiple of 32 rows, tiles at the edges of the
+// matrix) is transposed element by element and handled as rows.
+#pragma once
+
+#include <vector>
+
+#include "int4_rows.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+constexpr int kStrip = 128;  // columns of a tile
+
+/// How a matrix quantised along its columns is cut into tiles of whole groups by kStrip columns. A line whose groups share
+/// bytes is one tile's.
+struct Int4Tiles {
+  int64_t rows_each, strips, tiles;
+
+  Int4Tiles(const Int4Matrices& m, bool packed) {
+    const int64_t group = m.format.group;
+    const bool shared = packed && group % 2;
+    rows_each = shared ? std::max<int64_t>(m.groups(), 1) * group : std::max<int64_t>(1, (packed ? 128 : 1) / group) * group;
+    strips = divide_up(m.columns, kStrip);
+    tiles = strips * divide_up(m.rows, rows_each);
+  }
+};
+
+/// One of them, as far as it lies in the matrix.
+struct Int4Tile {
+  int64_t row, column, rows, columns;
+
+  Int4Tile(const Int4Matrices& m, const Int4Tiles& tiles, int64_t chunk) {
+    row = chunk / tiles.strips * tiles.rows_each, column = chunk % tiles.strips * kStrip;
+    rows = std::min(tiles.rows_each, m.rows - row), columns = std::min<int64_t>(kStrip, m.columns - column);
+  }
+  bool whole(const Int4Matrices& m) const {
+    return columns == kStrip && rows % m.format.group == 0 && m.format.group % 32 == 0;
+  }
+};
+
+template <class E, class Deploy, bool kSymmetric>
+struct Int4Columns {
+  using Storage = typename E::Storage;
+  using I = Int4Elements<E>;
+  using Groups = Int4Groups<kStrip>;
+
+  /// Scales of kStrip columns, one group of rows `stride` elements apart; in the order in which two vectors are loaded.
+  JLP_RULE void scales_of(const Storage* x, int64_t stride, int64_t rows, Groups& groups) {
+    Extremes<E, kSymmetric> extremes[kStrip / kStep];
+    for (int64_t r = 0; r < rows; ++r)
+      for (int j = 0; j < kStrip / kStep; ++j) extremes[j].add(x + r * stride + j * kStep);
+    groups.finite = true;
+    for (int j = 0; j < kStrip / kStep; ++j) {
+      U32 high[2], low[2] = {};
+      I::two_float_bits(extremes[j].positive, high[0], high[1]);
+      if (!kSymmetric) I::two_float_bits(extremes[j].negative, low[0], low[1]);
+      for (int i = 0; i < 2; ++i) groups.template compute<E, Deploy, kSymmetric>(j * kStep + i * kLanes, high[i], low[i]);
+    }
+  }
+
+  /// kStrip columns of one group.
+  static void fake_quantize(const Storage* x, int64_t stride, int64_t rows, Storage* result, int64_t result_stride) {
+    Groups groups;
+    scales_of(x, stride, rows, groups);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int j = 0; j < kStrip; j += kStep) {
+        const Int4Group<F32> ga = groups.lanes(j), gb = groups.lanes(j + kLanes);
+        const Pair two = I::load_two(x + r * stride + j);
+        const F32 a = int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.even), ga);
+        const F32 b = int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.odd), gb);
+        store_two_steps<E, Deploy>(result + r * result_stride + j, a, b, ga, gb);
+      }
+    if (groups.finite) return;
+    for (int j = 0; j < kStrip; ++j)
+      if (const int i = place(j); groups.scale[i] != groups.scale[i]) write_nan<E>(result + j, rows, result_stride);
+  }
+
+  static void fake_quantize_tile(const Int4FakeQuantizeProblem& p, int64_t batch, const Int4Tile& tile) {
+    const int64_t at = (batch * p.rows + tile.row) * p.columns + tile.column;
+    const Storage* x = static_cast<const Storage*>(p.x) + at;
+    Storage* result = static_cast<Storage*>(p.result) + at;
+    if (tile.columns == kStrip) return fake_quantize(x, p.columns, tile.rows, result, p.columns);
+    const int64_t size = tile.rows * kStrip;
+    Storage* copy = reinterpret_cast<Storage*>(thread_scratch(size * sizeof(Storage)));
+    memset(copy, 0, size * sizeof(Storage));
+    for (int64_t r = 0; r < tile.rows; ++r) memcpy(copy + r * kStrip, x + r * p.columns, tile.columns * sizeof(Storage));
+    fake_quantize(copy, kStrip, tile.rows, copy, kStrip);
+    for (int64_t r = 0; r < tile.rows; ++r)
+      memcpy(result + r * p.columns, copy + r * kStrip, tile.columns * sizeof(Storage));
+  }
+
+  static void quantize_tile(const Int4QuantizeProblem& p, int64_t batch, const Int4Tile& tile) {
+    const int64_t group = p.format.group, line = batch * p.columns + tile.column;
+    const Storage* x = static_cast<const Storage*>(p.x) + (batch * p.rows + tile.row) * p.columns + tile.column;
+    uint8_t* data = p.data + line * p.line_bytes() + tile.row / 2;
+    const int64_t first = line * p.groups() + tile.row / group;
+    uint16_t* scale = p.scale + first;
+    uint8_t* zero = kSymmetric ? nullptr : p.zero + first;
+    if (!tile.whole(p)) return quantize_transposed(x, p, tile, data, scale, zero);
+    Groups groups;
+    for (int64_t row = 0; row < tile.rows; row += group, x += group * p.columns, data += group / 2) {
+      scales_of(x, p.columns, group, groups);
+      for (int64_t r = 0; r < group; r += 32)
+        encode_32_rows(x + r * p.columns, p.columns, groups, data + r / 2, p.line_bytes());
+      for (int j = 0; j < kStrip; ++j) {
+        const int i = place(j);
+        const int64_t at = j * p.groups() + row / group;
+        scale[at] = groups.template scale_bits<Deploy>(i);
+        if (!kSymmetric) zero[at] = static_cast<uint8_t>(groups.zero[i]);
+        if (__builtin_expect(groups.scale[i] != groups.scale[i], 0))
+          memset(data + j * p.line_bytes(), static_cast<int>(groups.zero[i] * 17), group / 2);
+      }
+    }
+  }
+
+ private:
+  /// Where the j-th column's scale is.
+  static int place(int j) {
+    if (!std::is_same_v<E, BF16>) return j;
+    return j / kStep * kStep + j % 2 * kLanes + j % kStep / 2;
+  }
+
+  /// The codes of 32 rows: 16 bytes of each column's line.
+  static void encode_32_rows(const Storage* x, int64_t stride, const Groups& groups, uint8_t* data, int64_t line_bytes) {
+    alignas(64) uint8_t codes[16][kStrip];
+    for (int r = 0; r < 16; ++r, x += 2 * stride)
+      for (int j = 0; j < kStrip; j += kStep) {
+        const Int4Group<F32> ga = groups.lanes(j), gb = groups.lanes(j + kLanes);
+        const auto code = [&](F32 v, const Int4Group<F32>& g) {
+          return int4_code(int4_steps<F32, kSymmetric>(deployed<E, Deploy>(v), g), g) & 15u;
+        };
+        const Pair one = I::load_two(x + j), next = I::load_two(x + stride + j);
+        I::store_two_bytes(&codes[r][j], code(one.even, ga) | (code(next.even, ga) << 4),
+                           code(one.odd, gb) | (code(next.odd, gb) << 4));
+      }
+    for (int j = 0; j < kStrip; j += 16) {
+      Bytes16 v[16];
+      JLP_UNROLL(16)
+      for (int r = 0; r < 16; ++r) v[r] = load<Bytes16>(&codes[r][j]);
+      transpose(v);
+      JLP_UNROLL(16)
+      for (int c = 0; c < 16; ++c) store(data + (j + c) * line_bytes, v[c]);
+    }
+  }
+
+  /// Column by column as rows. Not fast.
+  static void quantize_transposed(const Storage* x, const Int4QuantizeProblem& p, const Int4Tile& tile, uint8_t* data,
+                                  uint16_t* scale, uint8_t* zero) {
+    std::vector<Storage> line(tile.rows);
+    for (int64_t j = 0; j < tile.columns; ++j) {
+      for (int64_t r = 0; r < tile.rows; ++r) line[r] = x[r * p.columns + j];
+      Int4Rows<E, Deploy, kSymmetric>::quantize_line(line.data(), tile.rows, p.format.group, data + j * p.line_bytes(),
+                                                     scale + j * p.groups(), zero ? zero + j * p.groups() : nullptr);
+    }
+  }
+};
+
+/// Lines of codes back to the columns of a matrix: 16 lines are decoded side by side, then transposed.
+template <class Deploy>
+struct Int4DecodedColumns {
+  static constexpr int kLines = 16;
+
+  static void chunk(const Int4DequantizeProblem& p, int64_t batch, int64_t chunk) {
+    const int64_t column = chunk * kLines, columns = std::min<int64_t>(kLines, p.columns - column);
+    const int64_t group = p.format.group, rows_each = std::max<int64_t>(2, 256 / group) / 2 * 2 * group;
+    uint16_t* decoded = reinterpret_cast<uint16_t*>(thread_scratch((rows_each + 1) * kLines * sizeof(uint16_t)));
+    for (int64_t row = 0; row < p.rows; row += rows_each) {
+      const int64_t rows = std::min(rows_each, p.rows - row);
+      for (int64_t j = 0; j < columns; ++j) {
+        const int64_t line = batch * p.columns + column + j, first = line * p.groups() + row / group;
+        Int4DecodedRows<Deploy>::decode_line(p.data + line * p.line_bytes() + row / 2, rows, group, p.scale + first,
+                                             p.zero ? p.zero + first : nullptr, decoded + j * rows_each);
+      }
+      alignas(64) uint16_t across[kLines];
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int j = 0; j < kLines; ++j) across[j] = decoded[j * rows_each + r];
+        Int4DecodedRows<Deploy>::convert(across, columns, p.type, p.result,
+                                         ((batch * p.rows + row + r) * p.columns + column));
+      }
+    }
+  }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec
