@@ -42,6 +42,7 @@ format: .venv/linters
 bench: .venv/installed
 	$(BIN)/python benchmarks/cpu_kernels.py --save
 	$(BIN)/python benchmarks/formats.py --save
+	$(BIN)/python benchmarks/weight_only_matmul.py --save
 	$(BIN)/python benchmarks/scaling.py --save
 	$(BIN)/python benchmarks/train_step.py --save
 	$(BIN)/python benchmarks/tables.py

@@ -69,6 +69,11 @@ def formats() -> str:
     return speed("formats")
 
 
+def weight_only() -> str:
+    """Activations in high precision by a quantised weight."""
+    return speed("weight_only_matmul")
+
+
 def best_speed() -> str:
     """The best instruction set's rows, for the README."""
     file = sorted(RESULTS.glob("cpu_kernels_*.json"), key=lambda f: "avx512" not in f.stem)[0]
@@ -149,7 +154,7 @@ def gpu() -> str:
     return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"
 
 
-TABLES = {f.__name__: f for f in (speed, formats, best_speed, train_step, scaling, study, gpu)}
+TABLES = {f.__name__: f for f in (speed, formats, weight_only, best_speed, train_step, scaling, study, gpu)}
 
 
 def picture(path: pathlib.Path) -> None:

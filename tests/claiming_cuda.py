@@ -13,8 +13,9 @@ from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.hadamard.op import hadamard_op
 from jaxlowprec.ops.quantize.op import quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
+from jaxlowprec.ops.weight_only_matmul.op import weight_only_op
 
-OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op)
+OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op, weight_only_op)
 
 
 def _forget():

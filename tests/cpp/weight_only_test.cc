@@ -43,7 +43,7 @@ struct Shape {
   int64_t batch, rows, columns, depth;
 };
 
-/// Operands of any bits that are numbers, codes one byte off their alignment.
+/// Operands of bits that are numbers, codes one byte off their alignment.
 struct Case {
   Kind kind;
   WeightOnlyProblem p{};
@@ -59,7 +59,7 @@ struct Case {
         result(4 * s.batch * s.rows * s.columns) {
     const Format& f = kind.format;
     fill_elements(x.as(), x_type, 0, s.batch * s.rows * s.depth, Data::kNormal, random);
-    for (int64_t i = 0; i < data.size(); ++i) data.as()[i] = static_cast<uint8_t>(random());
+    for (int64_t i = 0; i < data.size(); ++i) data.as()[i] = static_cast<uint8_t>(random()) & (f.packed() ? 0xFF : 0xBB);
     for (int64_t i = 0; i < zero.size(); ++i) zero.as()[i] = random() % 16;
     for (int64_t i = 0; i < s.batch; ++i) amax.as<float>()[i] = 1 + 0.3f * i;
     const int64_t scales = scale.size() / f.scale_bytes();

@@ -125,3 +125,22 @@ def test_gradients_of_a_linear_are_near_the_cpus(cpu, gpu):
             ours, theirs = (np.asarray(g).astype(np.float64) for g in (ours, theirs))
             # What differs in the last bit of y may round to another 4-bit code in the gradient.
             assert np.linalg.norm(ours - theirs) <= 0.02 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "fmt",
+    [jlp.Int4(32), jlp.Int4(128, symmetric=False), jlp.NVFP4(), jlp.NVFP4((16, 16)), jlp.MXFP4(), jlp.MXFP8()],
+    ids=str,
+)
+def test_weight_only_products_are_near_the_cpus(cpu, gpu, fmt, dtype):
+    """Few rows by the library's kernel where it has one, more by XLA's GEMM."""
+    q, bias = jlp.quantize(random_array((80, 256), "bfloat16", 1), fmt), random_array((80,), "float32", 2)
+    for rows in (1, 7, 16, 40):
+        x = random_array((rows, 256), dtype, rows)
+        ours, theirs = (
+            run_on(d, lambda x, q, b: jlp.scaled_matmul(x, q, b, "gelu", out_dtype=jnp.float32), x, q, bias)
+            for d in (gpu, cpu)
+        )
+        size = np.abs(np.asarray(x, np.float64)) @ np.abs(decoded(q)).T + np.abs(np.asarray(bias))
+        np.testing.assert_array_less(np.abs(ours - theirs), 2 * (256 + 32) * 2.0**-24 * size + 1e-30)

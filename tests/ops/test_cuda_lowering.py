@@ -10,7 +10,10 @@ import pytest
 from jax import export
 
 import jaxlowprec as jlp
+from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.scaled_matmul import cuda
+from jaxlowprec.ops.weight_only_matmul import cuda as weight_only_cuda
+from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 from tests.claiming_cuda import claiming_cuda, custom_calls
 from tests.helpers import ONE_OF_EACH, assert_same_numbers, random_array
 
@@ -257,3 +260,62 @@ def test_symbolic_shapes_take_the_reference_and_say_why():
         assert "@jaxlowprec" not in lowered(None)
         with pytest.raises(NotImplementedError, match="shapes are symbolic"):
             lowered("ffi")
+
+
+class TestWeightOnly:
+    """Few rows of bfloat16 by NVFP4 or Int4 are the library's own kernel's, all others XLA's GEMM."""
+
+    KERNEL = (
+        (jlp.NVFP4(), ["64x64xui8", "64x8xf8E4M3FN", "f32"]),
+        (jlp.NVFP4((16, 16)), ["64x64xui8", "4x8xf8E4M3FN", "f32"]),
+        (jlp.Int4(32), ["64x64xui8", "64x4xbf16"]),
+        (jlp.Int4(64, symmetric=False), ["64x64xui8", "64x2xbf16", "64x2xui8"]),
+    )
+
+    def calls(self, fmt, m, capability=9.0, dtype="bfloat16", batch=(), **options):
+        x, w = jnp.ones((*batch, m, 128), dtype), jnp.ones((64, 128), jnp.bfloat16)
+        q = jax.eval_shape(lambda: jlp.quantize(w.astype(fmt.scale_dtype) if fmt.element == "int4" else w, fmt))
+        with claiming_cuda(capability):
+            return custom_calls(lambda x, q: jlp.scaled_matmul(x, q, **options), x, q)
+
+    @pytest.mark.parametrize(("fmt", "weight"), KERNEL, ids=str)
+    def test_few_rows(self, fmt, weight):
+        for capability in (8.0, 9.0, 10.0, None):
+            (call,) = self.calls(fmt, 16, capability)
+            assert call.target == "jaxlowprec_weight_only_matmul"
+            assert call.operands == ["16x128xbf16", *weight]
+            assert call.results[0] == "16x64xf32"  # the rest of the epilogue is XLA's
+            assert f"asymmetric = {str(len(weight) == 3 and fmt.element == 'int4').lower()}" in call.attributes
+        assert self.calls(fmt, 2, batch=(8,))[0].operands[0] == "16x128xbf16"
+
+    @pytest.mark.parametrize(
+        ("fmt", "m", "dtype", "why"),
+        [
+            (jlp.Int4(32), 17, "bfloat16", "a has more than 16 rows"),
+            (jlp.Int4(32), 1, "float32", "a is not bfloat16: cast it"),
+            (jlp.Int4(16), 1, "bfloat16", "groups that are no multiple of 32"),
+            (jlp.Int4(32, scale_dtype="float16"), 1, "bfloat16", "float16 scales"),
+            (jlp.MXFP4(), 1, "bfloat16", "neither NVFP4 nor Int4"),
+        ],
+        ids=str,
+    )
+    def test_the_others(self, fmt, m, dtype, why):
+        assert self.calls(fmt, m, dtype=dtype) == []
+        with pytest.raises(NotImplementedError, match=f"scaled_matmul: .*{why}.*implementation=None"):
+            self.calls(fmt, m, dtype=dtype, implementation="ffi")
+
+    def test_a_gpu_without_bfloat16_tensor_cores(self):
+        assert self.calls(jlp.NVFP4(), 1, 7.5) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("fmt", [*ONE_OF_EACH, jlp.Int4(32), jlp.Int4(32, False, "float16")], ids=str)
+def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
+    """Run on the CPU: what it computes is the same on a GPU."""
+    x, w = random_array((5, 160), dtype, 1), random_array((40, 160), seed=2)
+    q = jlp.quantize(w.astype(fmt.scale_dtype) if fmt.element == "int4" else w, fmt)
+    bias, epilogue = random_array((40,), "float32", 3), Epilogue(True, False, "gelu", False, jnp.float32)
+    spec = WeightOnlySpec(fmt, q.zero_point is not None, False, False, True, epilogue)
+    (y,) = weight_only_cuda.decoded_matmul(spec, x, q.data, q.scale, q.amax, q.zero_point, [bias])
+    expected = jlp.scaled_matmul(x, q, bias, "gelu", out_dtype=jnp.float32)
+    assert jnp.allclose(y, expected, rtol=1e-5, atol=1e-4)

@@ -282,7 +282,7 @@ class TestTransformations:
     @pytest.mark.parametrize("depth", [0, 64])
     def test_empty(self, depth):
         q = jlp.quantize(jnp.ones((4, depth)), jlp.NVFP4())
-        assert_same_bytes(jlp.scaled_matmul(jnp.ones((3, depth)), q, bias=jnp.ones(4)).shape, (3, 4))
+        assert jlp.scaled_matmul(jnp.ones((3, depth)), q, bias=jnp.ones(4)).shape == (3, 4)
         assert jlp.scaled_matmul(jnp.ones((0, depth)), q).shape == (0, 4)
         if not depth:
             assert not jlp.scaled_matmul(jnp.ones((3, 0)), q).any()

@@ -19,8 +19,9 @@ ffi::Error weight_only_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
     return error;
   JLP_REQUIRE(args.size() == next);
   JLP_REQUIRE(p.x_type == ElementType::kBF16);
-  const std::string problem = cuda::launch(p, bytes(*workspace), static_cast<int64_t>(workspace->size_bytes()), stream);
-  return problem.empty() ? ffi::Error::Success() : ffi::Error::Internal(cuda::failure("weight_only_matmul", p, problem));
+  const cudaError_t status = cuda::launch(p, bytes(*workspace), static_cast<int64_t>(workspace->size_bytes()), stream);
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(cuda::failure("weight_only_matmul", p, cuda::reason(status)));
 }
 
 }  // namespace

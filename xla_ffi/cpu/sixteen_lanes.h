@@ -69,9 +69,9 @@ JLP_RULE void store_sixteen(float* p, const Sixteen& v) {
 }
 
 /// g++ otherwise makes a load of every use as an operand: more than the processor has ports for.
-JLP_RULE void keep_in_register(F32& v) {
-#if defined(__AVX2__) || defined(__AVX512F__)
-  asm("" : "+x"(v));
+JLP_RULE void keep_in_register([[maybe_unused]] F32& v) {
+#if (defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)) && !defined(JLP_EMULATE_AVX512)
+  asm("" : "+v"(v));
 #endif
 }
 

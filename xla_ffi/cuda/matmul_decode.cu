@@ -17,9 +17,6 @@ int64_t splits_of(int64_t columns, int64_t depth) {
   return std::max<int64_t>(1, std::min(kBlocks / divide_up(columns, 32), most));
 }
 
-/// Elements of a row of x after decoding: 16-byte copies.
-int64_t decoded_width(int64_t depth) { return divide_up(depth, 8) * 8; }
-
 int64_t decoded_x_bytes(const MatmulDecodeProblem& p) {
   return p.x.data ? divide_up(p.rows * decoded_width(p.depth), 8) * 16 : 0;
 }

@@ -1,4 +1,3 @@
-#include "errors.h"
 #include "matmul_decode.h"
 #include "weight_only.h"
 #include "weight_only_plan.h"
@@ -6,7 +5,7 @@
 namespace jaxlowprec {
 namespace cuda {
 
-std::string launch(const WeightOnlyProblem& p, uint8_t* workspace, int64_t workspace_bytes, cudaStream_t stream) {
+cudaError_t launch(const WeightOnlyProblem& p, uint8_t* workspace, int64_t workspace_bytes, cudaStream_t stream) {
   const Format& format = p.weight.format;
   const bool int4 = format.code == CodeType::kInt4;
   const int64_t x_bytes = 2 * p.rows * p.depth, y_bytes = (p.type == ElementType::kF32 ? 4 : 2) * p.rows * p.columns;
@@ -25,11 +24,11 @@ std::string launch(const WeightOnlyProblem& p, uint8_t* workspace, int64_t works
     one.rows = p.rows, one.columns = p.columns, one.depth = p.depth;
     one.result = static_cast<uint8_t*>(p.result) + i * y_bytes, one.type = p.type;
     one.workspace = reinterpret_cast<void*>(start);
-    if (matmul_decode_workspace_bytes(one) + MatmulPlan::kAlignment > workspace_bytes) return "its workspace is too small";
+    if (matmul_decode_workspace_bytes(one) + MatmulPlan::kAlignment > workspace_bytes) return cudaErrorInvalidValue;
     const cudaError_t status = launch(one, stream);
-    if (status != cudaSuccess) return reason(status);
+    if (status != cudaSuccess) return status;
   }
-  return "";
+  return cudaSuccess;
 }
 
 }  // namespace cuda

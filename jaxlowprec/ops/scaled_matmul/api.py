@@ -89,7 +89,9 @@ def scaled_matmul(
         "return_pre_activation": return_pre_activation,
         "activation_input": activation_input,
     }
-    if isinstance(b, QuantizedArray) and not isinstance(a, QuantizedArray):
+    if not isinstance(b, QuantizedArray):
+        raise TypeError(f"{who}: b is a {type(b).__name__}; needs a QuantizedArray: quantise it first")
+    if not isinstance(a, QuantizedArray):
         out = weight_only_matmul(who, a, b, options, implementation)
         return (out[0], out[1]) if return_pre_activation else out[0]
     _check_operands(who, a, b)
@@ -137,10 +139,8 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             )
 
 
-def _check_operands(who: str, a: Any, b: Any) -> None:
+def _check_operands(who: str, a: QuantizedArray, b: QuantizedArray) -> None:
     for name, q in (("a", a), ("b", b)):
-        if not isinstance(q, QuantizedArray):
-            raise TypeError(f"{who}: {name} is a {type(q).__name__}; needs a QuantizedArray: quantise it first")
         if len(q.matrix) != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs two dimensions or more")
         if q.axis != -1:
