@@ -102,7 +102,7 @@ def quantize_kernel(
         raise ValueError(f"quantize_kernel: {given} keeps the weight of layer {name!r} in high precision")
     if roles.ste is not None:
         weight_only.check_whole_groups("quantize_kernel", name, kernel, role.format)
-        return QuantizedKernel(None, quantize(kernel, role.format, axis=-2))
+        return QuantizedKernel(None, weight_only.quantize_weight(kernel, role.format, roles.served_dtype))
     encode = None
     if recipe.delayed is not None:
         state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
@@ -227,7 +227,7 @@ def matmul(
     """
     if recipe is None:
         q: Any = None if quantized is None else quantized.columnwise
-        return weight_only.matmul(who, name, x, None, bias, q, q.format, "identity", out_dtype), state
+        return weight_only.matmul(who, name, x, None, bias, q, q.format, "identity", None, out_dtype), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
@@ -244,8 +244,8 @@ def matmul(
             raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
     if roles.ste is not None and roles.weight is not None:
         loaded = None if quantized is None else quantized.columnwise
-        fmt, ste = roles.weight.format, roles.ste
-        return weight_only.matmul(who, name, x, w, bias, loaded, fmt, ste, out_dtype), state
+        how = (roles.weight.format, roles.ste, roles.served_dtype)
+        return weight_only.matmul(who, name, x, w, bias, loaded, *how, out_dtype), state
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), x.shape[:-2])

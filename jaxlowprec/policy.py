@@ -19,10 +19,9 @@ import jaxlowprec.nnx
 from jaxlowprec.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.dot_general import contracts_second_last
 from jaxlowprec.linear import kernel_matrices
-from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Recipe, Role, Roles
-from jaxlowprec.weight_only import check_whole_groups
+from jaxlowprec.weight_only import check_whole_groups, quantize_weight
 
 _HIGH_PRECISION = Roles(None, None, None)
 _OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum)
@@ -174,7 +173,7 @@ def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray:
         )
     matrices = kernel_matrices(nn.meta.unbox(kernel), *applied.axes)
     check_whole_groups(who, applied.path, matrices, applied.roles.weight.format)
-    return quantize(matrices, applied.roles.weight.format, axis=-2)
+    return quantize_weight(matrices, applied.roles.weight.format, applied.roles.served_dtype)
 
 
 def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None) -> AppliedRecipe:

@@ -32,6 +32,7 @@ class QAT(Recipe):
     Attributes:
         weight_format: what kernels are quantised to, along K.
         ste: how the gradient passes that rounding to the master weight, see `fake_quantize`.
+        dtype: what the master weight is rounded to first; None: not at all, or the format does.
         include, exclude: regular expressions, searched for in a layer's name: in Linen its path ("block_0/mlp/up"), in
             NNX what it was called (see `jaxlowprec.nnx.name_layers`). A layer follows the recipe that some pattern of
             `include` matches and none of `exclude`; another is computed as without a recipe.
@@ -41,6 +42,7 @@ class QAT(Recipe):
     ste: StraightThrough
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+    dtype: str | None = None
     backward_override = None
 
     def applies_to(self, name: str) -> bool:
@@ -52,7 +54,7 @@ class QAT(Recipe):
         """The weight alone, in layers that the patterns choose."""
         if not self.applies_to(name):
             return Roles(None, None, None)
-        return Roles(None, Role(self.weight_format), None, self.ste)
+        return Roles(None, Role(self.weight_format), None, self.ste, self.dtype)
 
     def _check(self) -> None:
         name = type(self).__name__
@@ -150,6 +152,8 @@ class WeightQAT(QAT):
     Arguments:
         weight_format: NVFP4, MXFP4, MXFP8, Float8Block, Float8Tensor or Int4, for all chosen layers.
         ste, include, exclude: see `Int4QAT`.
+        dtype: "bfloat16" or "float16": that of the checkpoint whose weights will be quantised; the master weight is
+            rounded to it first. None: the master weight itself is quantised. Int4 rounds to its own `scale_dtype`.
 
     Raises:
         TypeError, ValueError: a field that is none of those.
@@ -164,8 +168,13 @@ class WeightQAT(QAT):
     ste: StraightThrough = _choice("QAT_STE", "identity", "clipped")
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
+    dtype: str | None = "bfloat16"
 
     def __post_init__(self):
         if not isinstance(self.weight_format, Format):
             raise TypeError(f"WeightQAT: weight_format={self.weight_format!r}; needs a format such as NVFP4()")
+        if self.dtype not in ("bfloat16", "float16", None):
+            raise ValueError(f'WeightQAT: dtype={self.dtype!r}; needs "bfloat16", "float16" or None')
+        if isinstance(self.weight_format, Int4):
+            object.__setattr__(self, "dtype", None)
         self._check()

@@ -45,12 +45,15 @@ class Roles:
         input, weight, gradient: the operands.
         ste: None, or with a weight alone, quantisation-aware training: fprop and dgrad see the quantised weight, and
             this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
+        served_dtype: what the master weight is rounded to before that, as its exported copy is; None: not at all, or
+            the format itself rounds (`Int4`).
     """
 
     input: Role | None
     weight: Role | None
     gradient: Role | None
     ste: StraightThrough | None = None
+    served_dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from jaxlowprec import wiring
 from jaxlowprec.formats import Format, Int4
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Recipe, StraightThrough
@@ -48,6 +49,7 @@ class _Plan:
 
     format: Format
     ste: StraightThrough
+    served_dtype: str | None
     out_dtype: Any
     x_sharding: Any
     w_sharding: Any
@@ -62,13 +64,24 @@ def matmul(
     q: QuantizedArray | None,
     fmt: Format,
     ste: StraightThrough,
+    served_dtype: str | None,
     out_dtype: Any,
 ) -> Float[Array, "*B T N"]:
     """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
     if q is None:
         check_whole_groups(who, name, w, fmt)
-    plan = _Plan(fmt, ste, jnp.dtype(out_dtype), explicit_sharding(x), explicit_sharding(w))
+    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), explicit_sharding(x), explicit_sharding(w))
     return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
+
+
+def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
+    """A weight as it is served: rounded to the served model's dtype, then quantised along K."""
+    return dataclasses.replace(quantize(rounded_to(w, served_dtype), fmt, axis=-2), dtype=w.dtype)
+
+
+def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
+    """w in that dtype, or as it is."""
+    return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
 
 
 def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
@@ -127,7 +140,7 @@ def _matmul(plan: _Plan, x, w, bias, q):
 
 
 def _fprop(plan: _Plan, x, w, bias, q):
-    q = quantize(w, plan.format, axis=-2) if q is None else q
+    q = quantize_weight(w, plan.format, plan.served_dtype) if q is None else q
     return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype), q
 
 
@@ -147,7 +160,8 @@ def _backward(plan: _Plan, residuals, dy):
     if like_w is not None:
         dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype, plan.w_sharding)
     if clipped is not None:
-        _, estimator = jax.vjp(lambda w: fake_quantize(w.astype(jnp.float32), plan.format, -2, plan.ste), clipped)
+        as_served = rounded_to(clipped, plan.served_dtype).astype(jnp.float32)
+        _, estimator = jax.vjp(lambda w: fake_quantize(w, plan.format, -2, plan.ste), as_served)
         (dw,) = estimator(dw.astype(jnp.float32))
     return dx, dw, bias_gradient(dy, like_bias), None
 

@@ -163,7 +163,7 @@ class TestForward:
     def test_is_the_product_that_serves(self, fmt, dtype, tokens):
         x, w, _ = operands((tokens, 64, 48), dtype)
         bias, recipe = random_array((48,), "float32", 3), jlp.WeightQAT(fmt)
-        q = jlp.quantize(w, fmt, axis=-2)
+        q = jlp.quantize(w.astype(jnp.bfloat16), fmt, axis=-2)
         expected = jlp.scaled_matmul(x, q.mT, bias, out_dtype=dtype)
 
         def train(x, w, bias):
@@ -180,7 +180,7 @@ class TestForward:
     def test_is_near_the_product_with_the_fake_quantised_weight(self, fmt, dtype):
         x, w, _ = operands(dtype=dtype)
         y = jlp.linear(x, w, recipe=jlp.WeightQAT(fmt))
-        expected = product(x, jlp.fake_quantize(w, fmt, axis=-2))
+        expected = product(x, jlp.fake_quantize(w.astype(jnp.bfloat16), fmt, axis=-2))
         assert y.dtype == x.dtype
         assert_near(y, expected, ROUNDING[dtype])
 
@@ -195,11 +195,25 @@ class TestForward:
         y = jlp.linear(x.reshape(2, 3, 4, 64), w, recipe=INT4)
         assert_same_bytes(y.reshape(24, 48), jlp.linear(x, w, recipe=INT4))
 
-    def test_a_master_weight_is_rounded_to_what_is_deployed(self):
+    @each_format
+    @pytest.mark.parametrize("served", ["bfloat16", "float16"])
+    def test_a_master_weight_is_rounded_to_what_is_deployed(self, fmt, served):
+        if isinstance(fmt, jlp.Int4):
+            fmt = dataclasses.replace(fmt, scale_dtype=served)
         x, w, _ = operands()
-        rounded = w.astype(jnp.bfloat16)
+        recipe, rounded = jlp.WeightQAT(fmt, dtype=served), w.astype(served)
         assert jnp.any(rounded != w)
-        assert_same_bytes(jlp.linear(x, w, recipe=INT4), jlp.linear(x, rounded, recipe=INT4))
+        y = jlp.linear(x, w, recipe=recipe)
+        assert_same_bytes(y, jlp.linear(x, rounded, recipe=recipe))
+        assert_same_bytes(jax.jit(lambda w: jlp.linear(x, w, recipe=recipe))(w), y)
+        assert_same_bytes(y, jlp.linear(x, jlp.quantize_kernel(w, recipe).columnwise))
+
+    def test_a_master_weight_is_served_as_it_is_where_asked_for(self):
+        x, w, _ = operands()
+        y = jlp.linear(x, w, recipe=jlp.WeightQAT(jlp.NVFP4(), dtype=None))
+        assert_same_bytes(y, jlp.linear(x, jlp.quantize(w, jlp.NVFP4(), axis=-2)))
+        with pytest.raises(ValueError, match='WeightQAT: dtype=\'float32\'; needs "bfloat16", "float16" or None'):
+            jlp.WeightQAT(jlp.NVFP4(), dtype="float32")
 
 
 class TestBackward:
@@ -211,6 +225,7 @@ class TestBackward:
     def test_dgrad_is_the_product_with_the_fake_quantised_weight(self, fmt, dtype):
         x, w, dy = operands(dtype=dtype)
         dx, _ = self.gradients(jlp.WeightQAT(fmt), x, w, dy)
+        w = w.astype(jnp.bfloat16).astype(w.dtype)
         weight = jlp.quantize(w, fmt, axis=-2).dequantize(dtype)
         assert_same_bytes(weight, jlp.fake_quantize(w, fmt, axis=-2).astype(dtype))
         assert dx.dtype == x.dtype
