@@ -11,15 +11,17 @@ from jaxlowprec import native
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.hadamard.op import hadamard_op
+from jaxlowprec.ops.int4 import op as int4
 from jaxlowprec.ops.quantize.op import quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_op
 
 OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op, weight_only_op)
+INT4_OPS = (int4.fake_quantize_op, int4.quantize_op, int4.dequantize_op)
 
 
 def _forget():
-    for op in OPS:
+    for op in (*OPS, *INT4_OPS):
         op.cache_clear()
     jax.clear_caches()
 

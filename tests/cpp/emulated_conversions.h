@@ -37,4 +37,5 @@ inline __m256i emulated_cvtps_ph(simde__m512 values, int) {
 #define _mm512_cvtepu8_epi32 jaxlowprec::emulated_cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 jaxlowprec::emulated_cvtepu16_epi32
 #define _mm512_cvtph_ps jaxlowprec::emulated_cvtph_ps
+#undef _mm512_cvtps_ph  // without optimisation it is a macro
 #define _mm512_cvtps_ph jaxlowprec::emulated_cvtps_ph

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from tests.numpy_oracle.float32 import flush
+
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(x, np.float32).astype(DTYPES[dtype]).astype(np.float32)
-
-
-def _flushed(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.float32(0), x)
 
 
 def _group(group: np.ndarray, symmetric: bool, dtype: str) -> tuple[np.ndarray, np.float32, int]:
@@ -37,7 +35,7 @@ def _group(group: np.ndarray, symmetric: bool, dtype: str) -> tuple[np.ndarray, 
 
 def quantize(x: np.ndarray, group: int, symmetric: bool, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[R, C] -> bytes [R, ...], scales and zero points [R, G], C filled up with zeros."""
-    x = _rounded(_flushed(np.asarray(x, np.float32)), dtype)
+    x = _rounded(flush(np.asarray(x, np.float32)), dtype)
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % group)))
     rows, columns = x.shape
     codes = np.zeros((rows, columns + columns % 2), np.uint8)
@@ -57,8 +55,9 @@ def dequantize(
     """[R, columns] of the dtype `out`: decoded to the deployment dtype first."""
     codes = np.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1)[:, :columns].astype(np.float32)
     steps = codes - np.repeat(zeros, group, axis=1)[:, :columns].astype(np.float32)
-    scale = _flushed(np.repeat(scales.astype(np.float32), group, axis=1)[:, :columns])
-    values = _rounded(steps * np.where(np.isfinite(scale), scale, np.float32("nan")), dtype)
+    scale = flush(np.repeat(scales.astype(np.float32), group, axis=1)[:, :columns])
+    with np.errstate(over="ignore"):
+        values = _rounded(steps * np.where(np.isfinite(scale), scale, np.float32("nan")), dtype)
     values = np.where(np.isnan(values), np.float32("nan"), values)
     with np.errstate(over="ignore"):
         return values.astype(DTYPES[out])
