@@ -118,7 +118,7 @@ def moved(function: Callable, x: jax.Array, reads: int) -> int:
 def memory_bound(cases: Saved, copy: Copy, shapes: list) -> None:
     """Quantisers and the Hadamard transform against a copy of as many bytes."""
     key = jax.random.key(7)
-    ways: list[tuple[str, float, int, Callable]] = []  # name, target, reads of the input, function
+    ways: list[tuple[str, float | None, int, Callable]] = []  # name, target, reads of the input, function
     for fmt, reads in ((jlp.NVFP4(), 2), (jlp.Float8Block(), 1), (jlp.MXFP8(), 1)):
         ways.append((f"quantize {fmt}, rowwise", 0.85, reads, functools.partial(jlp.quantize, fmt=fmt)))
         ways.append((f"quantize {fmt}, both", 0.85, reads, functools.partial(jlp.quantize_both, fmt=fmt)))
@@ -130,6 +130,8 @@ def memory_bound(cases: Saved, copy: Copy, shapes: list) -> None:
     ways.append(
         ("hadamard_transform, size 128", 0.9, 1, functools.partial(jlp.hadamard_transform, size=128, signs=None))
     )
+    ways.append(("quantize Int4, rowwise", None, 1, functools.partial(jlp.quantize, fmt=jlp.Int4())))
+    ways.append(("fake_quantize Int4", None, 1, functools.partial(jlp.fake_quantize, fmt=jlp.Int4())))
     for shape in shapes:
         inputs = [(normal(shape, i),) for i in range(sets(2 * math.prod(shape)))]
         for name, target, reads, function in ways:
@@ -149,7 +151,7 @@ def bf16_matmul(pairs: list, rounds: int) -> Callable:
 
 
 def gemm(cases: Saved, name: str, target: float | None, sizes: tuple, formats: tuple, choices: int = 0) -> None:
-    """A GEMM of operands that are quantised before, against bf16's of the same sizes.
+    """A GEMM of operands that are quantised before, against bf16's of the same sizes; format None leaves one in bf16.
 
     And against itself, by the best of as many `choices` of cuBLASLt's algorithm.
     """
@@ -157,7 +159,8 @@ def gemm(cases: Saved, name: str, target: float | None, sizes: tuple, formats: t
     count = sets(n * k // 2)
     pairs = [(normal((m, k), i), normal((n, k), 100 + i)) for i in range(count)]
     quantised = [
-        tuple(jax.jit(jlp.quantize, static_argnums=1)(x, f) for x, f in zip(p, formats, strict=True)) for p in pairs
+        tuple(jax.jit(jlp.quantize, static_argnums=1)(x, f) if f else x for x, f in zip(p, formats, strict=True))
+        for p in pairs
     ]
     ours = rotating(functools.partial(jlp.scaled_matmul, implementation="ffi"), quantised)
     theirs = bf16_matmul(pairs, 3)
@@ -213,6 +216,8 @@ def gemms(cases: Saved, divide: int) -> None:
     gemm(cases, "scaled_matmul FP8 tensor", None, cube, (jlp.Float8Tensor(), jlp.Float8Tensor()))
     for rows in (1, 2, 4, 8, 16):
         gemm(cases, "scaled_matmul NVFP4, few rows", 2.5, (rows, *cube[1:]), (jlp.NVFP4(), jlp.NVFP4()))
+        for fmt in (jlp.Int4(), jlp.NVFP4()):
+            gemm(cases, f"weight-only {type(fmt).__name__}, few rows", 2.5, (rows, *cube[1:]), (None, fmt))
 
 
 def training_step(cases: Saved, divide: int) -> None:

@@ -58,6 +58,28 @@ class TestOps:
         assert found.calls["jaxlowprec_scaled_matmul"] == 1
         assert not any(found.kinds[kind] for kind in ("dot", *NOT_RUN_ON_THE_SIDE))
 
+    @pytest.mark.parametrize("fmt", [jlp.Int4(), jlp.Int4(32, symmetric=False)], ids=str)
+    def test_int4(self, devices, fmt):
+        def run(w):
+            q = jlp.quantize(w, fmt, axis=-2)
+            return q, q.dequantize(), jlp.fake_quantize(w, fmt, axis=-2)
+
+        found = compiled(run, jnp.ones((256, 512), jnp.bfloat16), devices=devices)
+        calls = ("quantize", "dequantize", "fake_quantize")
+        assert found.calls == {f"jaxlowprec_int4_{call}": 1 for call in calls}
+
+    @pytest.mark.parametrize("fmt", [jlp.Int4(), jlp.NVFP4()], ids=str)
+    @pytest.mark.parametrize("rows", [8, 128])
+    def test_weight_only(self, devices, fmt, rows):
+        """Few rows by the kernel that decodes in registers, many by XLA's GEMM of the decoded weight."""
+
+        def run(x, w):
+            return jlp.scaled_matmul(x, jlp.quantize(w, fmt))
+
+        x, w = jnp.ones((rows, 512), jnp.bfloat16), jnp.ones((256, 512), jnp.bfloat16)
+        found = compiled(run, x, w, devices=devices)
+        assert found.calls["jaxlowprec_weight_only_matmul"] == (rows <= 16)
+
     @pytest.mark.parametrize("axis", [-1, -2])
     def test_hadamard(self, devices, axis):
         found = compiled(lambda x: jlp.hadamard_transform(x, axis, 128), jnp.ones((256, 512)), devices=devices)
