@@ -30,9 +30,9 @@ CASES = (  # format, dtype of the weight, axis
 )
 
 
-def bytes_of(tree) -> np.ndarray:
-    """Memory of as many bytes as a result's arrays have, to be written."""
-    return np.empty(sum(leaf.nbytes for leaf in jax.tree.leaves(tree)), np.uint8)
+def size_of(tree) -> int:
+    """Bytes of its arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def measure(cases: Cases, copies: Copies, fmt: jlp.Int4, dtype: str, axis: int, few: int, many: int) -> None:
@@ -46,8 +46,9 @@ def measure(cases: Cases, copies: Copies, fmt: jlp.Int4, dtype: str, axis: int, 
     kind = f"{fmt} of {dtype}, axis {axis}"
 
     def add(name, call, argument, least):
-        read = np.zeros(sum(leaf.nbytes for leaf in jax.tree.leaves(argument)), np.uint8)
-        copy = copies.read_and_write(read, bytes_of(call(argument)), 1)
+        read, written = size_of(argument), size_of(call(argument))
+        memory, out = np.zeros(max(read, written), np.uint8), np.empty(written, np.uint8)
+        copy = copies.read_and_write(memory[:read], out, 1)
         cases.add(f"{name} {kind}", "reading once and writing", least, lambda: call(argument), copy, many)
 
     cases.add(f"fake_quantize {kind}", "jitted reference", 15, lambda: fake(x), lambda: reference(x), few)

@@ -1,4 +1,4 @@
-// Int4 along columns: decoded values in one pass without a transposition, packed codes and back through transposed tiles.
+// Int4 along columns: decoded values in one pass without a transposition, packed codes through transposed tiles.
 // Bytes moved per element: as along rows. A tile's elements are read twice, the second time from the cache.
 //
 // Lanes are columns, each with its own scale. Codes of two rows meet in a byte; 16 rows of 16 such bytes are transposed into
@@ -9,38 +9,10 @@
 #include <vector>
 
 #include "int4_rows.h"
+#include "int4_tiles.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
-
-constexpr int kStrip = 128;  // columns of a tile
-
-/// How a matrix quantised along its columns is cut into tiles of whole groups by kStrip columns. A line whose groups share
-/// bytes is one tile's.
-struct Int4Tiles {
-  int64_t rows_each, strips, tiles;
-
-  Int4Tiles(const Int4Matrices& m, bool packed) {
-    const int64_t group = m.format.group;
-    const bool shared = packed && group % 2;
-    rows_each = shared ? std::max<int64_t>(m.groups(), 1) * group : std::max<int64_t>(1, (packed ? 128 : 1) / group) * group;
-    strips = divide_up(m.columns, kStrip);
-    tiles = strips * divide_up(m.rows, rows_each);
-  }
-};
-
-/// One of them, as far as it lies in the matrix.
-struct Int4Tile {
-  int64_t row, column, rows, columns;
-
-  Int4Tile(const Int4Matrices& m, const Int4Tiles& tiles, int64_t chunk) {
-    row = chunk / tiles.strips * tiles.rows_each, column = chunk % tiles.strips * kStrip;
-    rows = std::min(tiles.rows_each, m.rows - row), columns = std::min<int64_t>(kStrip, m.columns - column);
-  }
-  bool whole(const Int4Matrices& m) const {
-    return columns == kStrip && rows % m.format.group == 0 && m.format.group % 32 == 0;
-  }
-};
 
 template <class E, class Deploy, bool kSymmetric>
 struct Int4Columns {
@@ -155,32 +127,6 @@ struct Int4Columns {
       for (int64_t r = 0; r < tile.rows; ++r) line[r] = x[r * p.columns + j];
       Int4Rows<E, Deploy, kSymmetric>::quantize_line(line.data(), tile.rows, p.format.group, data + j * p.line_bytes(),
                                                      scale + j * p.groups(), zero ? zero + j * p.groups() : nullptr);
-    }
-  }
-};
-
-/// Lines of codes back to the columns of a matrix: 16 lines are decoded side by side, then transposed.
-template <class Deploy>
-struct Int4DecodedColumns {
-  static constexpr int kLines = 16;
-
-  static void chunk(const Int4DequantizeProblem& p, int64_t batch, int64_t chunk) {
-    const int64_t column = chunk * kLines, columns = std::min<int64_t>(kLines, p.columns - column);
-    const int64_t group = p.format.group, rows_each = std::max<int64_t>(2, 256 / group) / 2 * 2 * group;
-    uint16_t* decoded = reinterpret_cast<uint16_t*>(thread_scratch((rows_each + 1) * kLines * sizeof(uint16_t)));
-    for (int64_t row = 0; row < p.rows; row += rows_each) {
-      const int64_t rows = std::min(rows_each, p.rows - row);
-      for (int64_t j = 0; j < columns; ++j) {
-        const int64_t line = batch * p.columns + column + j, first = line * p.groups() + row / group;
-        Int4DecodedRows<Deploy>::decode_line(p.data + line * p.line_bytes() + row / 2, rows, group, p.scale + first,
-                                             p.zero ? p.zero + first : nullptr, decoded + j * rows_each);
-      }
-      alignas(64) uint16_t across[kLines];
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int j = 0; j < kLines; ++j) across[j] = decoded[j * rows_each + r];
-        Int4DecodedRows<Deploy>::convert(across, columns, p.type, p.result,
-                                         ((batch * p.rows + row + r) * p.columns + column));
-      }
     }
   }
 };

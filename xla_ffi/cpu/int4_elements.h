@@ -43,10 +43,15 @@ struct Int4Elements;
 template <>
 struct Int4Elements<BF16> : Halves {
   using Deploy = DeployBF16;
+  JLP_RULE F32 load_lanes(const uint16_t* p) { return BF16::load_lanes(p); }
   JLP_RULE Pair load_two(const uint16_t* p) { return BF16::load_pair(p); }  // even and odd
   JLP_RULE Pair load_pair(const uint16_t* p) { return BF16::load_pair(p); }
   JLP_RULE void store_two(uint16_t* p, U32 a, U32 b) { store(p, a | (b << 16)); }
   JLP_RULE void store_two_bytes(uint8_t* p, U32 a, U32 b) { store_u16(p, a | (b << 8)); }
+  JLP_RULE void load_two_bytes(const uint8_t* p, U32& a, U32& b) {
+    const U32 both = load_u16(p);
+    a = both & 0xFFu, b = both >> 8;
+  }
   JLP_RULE U32 float_bits(U32 element) { return element << 16; }
   JLP_RULE void two_float_bits(const U32 (&v)[1], U32& a, U32& b) { a = v[0] << 16, b = v[0] & 0xFFFF0000u; }
 };
@@ -70,6 +75,7 @@ struct Int4Elements<F16> : Halves {
   }
   JLP_RULE void store_two(uint16_t* p, U32 a, U32 b) { store_u16(p, a), store_u16(p + kLanes, b); }
   JLP_RULE void store_two_bytes(uint8_t* p, U32 a, U32 b) { store_low_bytes(p, a), store_low_bytes(p + kLanes, b); }
+  JLP_RULE void load_two_bytes(const uint8_t* p, U32& a, U32& b) { a = load_u8(p), b = load_u8(p + kLanes); }
   JLP_RULE U32 float_bits(U32 element) { return L::bits(f16_decode<F32>(element)); }
   JLP_RULE void two_float_bits(const U32 (&v)[1], U32& a, U32& b) {
     uint16_t elements[kStep];
@@ -89,6 +95,7 @@ struct Int4Elements<Float> {
   JLP_RULE Pair load_pair(const float* p) { return Float::load_pair(p); }
   JLP_RULE void store_two(float* p, F32 a, F32 b) { store(p, a), store(p + kLanes, b); }
   JLP_RULE void store_two_bytes(uint8_t* p, U32 a, U32 b) { store_low_bytes(p, a), store_low_bytes(p + kLanes, b); }
+  JLP_RULE void load_two_bytes(const uint8_t* p, U32& a, U32& b) { a = load_u8(p), b = load_u8(p + kLanes); }
   JLP_RULE U32 float_bits(U32 element) { return element; }
   JLP_RULE void two_float_bits(const U32 (&v)[2], U32& a, U32& b) { a = v[0], b = v[1]; }
 };

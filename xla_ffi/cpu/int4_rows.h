@@ -1,6 +1,5 @@
-// Int4 along rows: elements to their decoded values in one pass, to packed codes, and back.
-// Bytes moved per element: fake-quantise: the element read and written; quantise: the element read, half a byte written;
-// dequantise the reverse.
+// Int4 along rows: elements to their decoded values in one pass, and to packed codes.
+// Bytes moved per element: fake-quantise: the element read and written; quantise: the element read, half a byte written.
 //
 // kLanes groups at a time: their extremes are found, a vector of scales is computed from them, then each group is encoded
 // while it is still in the nearest cache. Groups that are no multiple of kStep, or that the row does not fill, are copied
@@ -150,65 +149,6 @@ struct Int4Rows {
     memcpy(copy, x, count * sizeof(Storage));
     memset(copy + count, 0, (padded - count) * sizeof(Storage));
     return copy;
-  }
-};
-
-/// What the 16 codes of a group decode to: the deployment dtype's bits, low and high bytes apart.
-struct Int4Table {
-  Bytes16 low, high;
-
-  template <class Deploy>
-  JLP_RULE Int4Table of(uint16_t scale_bits, uint32_t zero) {
-    alignas(64) uint16_t values[16];
-    alignas(64) static constexpr float kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const F32 scale = int4_decode_scale<F32, Deploy>(U32{} + scale_bits);
-    const F32 middle = L::splat(static_cast<float>(zero));
-    for (int i = 0; i < 16; i += kLanes)
-      store_u16(values + i, int4_decode<F32, Deploy>(load<F32>(kCodes + i) - middle, scale));
-    const Bytes16 a = load<Bytes16>(values), b = load<Bytes16>(values + 8);
-    return {JLP_SHUFFLE(Bytes16, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-            JLP_SHUFFLE(Bytes16, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
-  }
-
-  /// 16 codes, one a byte, to as many 16-bit numbers.
-  JLP_RULE void decode(const Int4Table& table, Bytes16 codes, uint16_t* to) {
-    const Bytes16 low = look_up(table.low, codes), high = look_up(table.high, codes);
-    store(to, interleave_low_bytes(low, high)), store(to + 8, interleave_high_bytes(low, high));
-  }
-};
-
-template <class Deploy>
-struct Int4DecodedRows {
-  /// `count` elements of a group whose first code is the k-th nibble of `line`.
-  static void decode_group(const uint8_t* line, int64_t k, int64_t count, const Int4Table& table, uint16_t* to) {
-    int64_t i = 0;
-    for (; k % 2 == 0 && i + 16 <= count; i += 16) {
-      Bytes16 two{};
-      memcpy(&two, line + (k + i) / 2, 8);
-      Int4Table::decode(table, interleave_low_bytes(two & 15, two >> 4), to + i);
-    }
-    for (; i < count; ++i) {
-      const int code = (line[(k + i) / 2] >> ((k + i) % 2 * 4)) & 15;
-      to[i] = static_cast<uint16_t>(table.low[code] | (table.high[code] << 8));
-    }
-  }
-
-  /// A line, or a piece of one that starts with a group, in the deployment dtype.
-  static void decode_line(const uint8_t* data, int64_t length, int64_t group, const uint16_t* scale, const uint8_t* zero,
-                          uint16_t* to) {
-    for (int64_t first = 0; first < length; first += group, ++scale) {
-      const Int4Table table = Int4Table::of<Deploy>(*scale, zero ? *zero++ : kInt4Middle);
-      decode_group(data, first, std::min(group, length - first), table, to + first);
-    }
-  }
-
-  /// Elements of the deployment dtype as elements of the result's type.
-  static void convert(const uint16_t* from, int64_t count, ElementType type, void* result, int64_t index) {
-    constexpr ElementType kType = std::is_same_v<Deploy, DeployF16> ? ElementType::kF16 : ElementType::kBF16;
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const int some = static_cast<int>(std::min<int64_t>(kLanes, count - i));
-      store_elements(result, type, index + i, some, load_elements(from, kType, i, some));
-    }
   }
 };
 

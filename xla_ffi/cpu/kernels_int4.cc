@@ -1,6 +1,7 @@
 // Int4: fake quantisation, codes, and codes back to numbers.
 #include "entry.h"
 #include "int4_columns.h"
+#include "int4_dequantize.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -51,26 +52,20 @@ struct Quantize {
   }
 };
 
-template <class Deploy>
+template <class E, class Deploy>
 struct Dequantize {
   static int64_t chunks_per_matrix(const Int4DequantizeProblem& p) {
-    return p.columnwise ? divide_up(p.columns, Int4DecodedColumns<Deploy>::kLines) : Int4Runs(p).chunks();
+    return p.columnwise ? Int4Tiles(p, true).tiles : Int4Runs(p).chunks();
   }
   static void chunk(const Int4DequantizeProblem& p, int64_t batch, int64_t chunk) {
-    if (p.columnwise) return Int4DecodedColumns<Deploy>::chunk(p, batch, chunk);
+    if (p.columnwise) return Int4Decoded<E, Deploy>::tile(p, batch, Int4Tile(p, Int4Tiles(p, true), chunk));
     const Int4Runs runs(p);
     runs.visit(chunk, [&](int64_t line, int64_t first, int64_t count) {
-      const int64_t at = batch * p.size() + line * runs.length + first;
       const int64_t group = (batch * p.rows + line) * p.groups() + first / p.format.group;
-      const uint8_t* data = p.data + (batch * p.rows + line) * p.line_bytes() + first / 2;
-      const uint8_t* zero = p.zero ? p.zero + group : nullptr;
-      if (p.type == p.format.scale) {
-        uint16_t* to = static_cast<uint16_t*>(p.result) + at;
-        return Int4DecodedRows<Deploy>::decode_line(data, count, p.format.group, p.scale + group, zero, to);
-      }
-      uint16_t* decoded = reinterpret_cast<uint16_t*>(thread_scratch(count * sizeof(uint16_t)));
-      Int4DecodedRows<Deploy>::decode_line(data, count, p.format.group, p.scale + group, zero, decoded);
-      Int4DecodedRows<Deploy>::convert(decoded, count, p.type, p.result, at);
+      Int4Decoded<E, Deploy>::line(
+          p.data + (batch * p.rows + line) * p.line_bytes() + first / 2, count, p.format.group, p.scale + group,
+          p.zero ? p.zero + group : nullptr,
+          static_cast<typename E::Storage*>(p.result) + batch * p.size() + line * runs.length + first);
     });
   }
 };
@@ -106,7 +101,9 @@ auto resolve_quantize(const Int4QuantizeProblem& p, Visit visit) {
 
 template <class Visit>
 auto resolve_dequantize(const Int4DequantizeProblem& p, Visit visit) {
-  return with_deploy(p.format, [&](auto deploy) { return visit(Dequantize<decltype(deploy)>{}); });
+  return with_element(p.type, [&](auto e) {
+    return with_deploy(p.format, [&](auto deploy) { return visit(Dequantize<decltype(e), decltype(deploy)>{}); });
+  });
 }
 
 }  // namespace
