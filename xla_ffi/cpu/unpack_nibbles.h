@@ -12,7 +12,7 @@ namespace JLP_ISA {
 
 constexpr int kUnpacked = 32;  // codes that are unpacked together
 
-/// What the codes 0 to 15 stand for: numbers, given in order, rounded to a 16-bit float type E.
+/// What the codes 0 to 15 stand for: numbers, given in the order of count_codes, rounded to a 16-bit float type E.
 template <class E>
 class NibbleTable {
  public:
@@ -21,7 +21,7 @@ class NibbleTable {
     numbers_ = E::round_finite(numbers[0]);
 #elif defined(JLP_ISA_AVX2)
     const __m256i low_bytes = _mm256_set1_epi16(0xFF);
-    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits(numbers[0]), bits(numbers[1])), 0b11011000);
+    const __m256i halves = _mm256_packus_epi32(bits(numbers[0]), bits(numbers[1]));
     const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(halves, low_bytes), _mm256_srli_epi16(halves, 8));
     low_ = _mm256_permute4x64_epi64(bytes, 0b10001000), high_ = _mm256_permute4x64_epi64(bytes, 0b11011101);
 #else
@@ -82,15 +82,18 @@ class NibbleTable {
 #endif
 };
 
-/// 0 to 15, in order.
-JLP_RULE void count(F32 (&numbers)[kParts]) {
-  for (int i = 0; i < kSums; ++i) numbers[i / kLanes][i % kLanes] = static_cast<float>(i);
+/// 0 to 15, each where a table takes its number from: in order, or for AVX2 as its packing puts them in order.
+JLP_RULE void count_codes(F32 (&numbers)[kParts]) {
+  for (int i = 0; i < kSums; ++i) {
+    const int code = kLanes == 8 ? i % 4 + i / 4 % 2 * 8 + i / 8 * 4 : i;
+    numbers[i / kLanes][i % kLanes] = static_cast<float>(code);
+  }
 }
 
 /// Of E2M1.
 JLP_RULE NibbleTable<BF16> e2m1_table() {
   F32 numbers[kParts];
-  count(numbers);
+  count_codes(numbers);
   for (F32& part : numbers) part = e2m1_decode<F32>(L::truncate(part));
   return NibbleTable<BF16>(numbers);
 }
@@ -99,7 +102,7 @@ JLP_RULE NibbleTable<BF16> e2m1_table() {
 template <class E>
 JLP_RULE NibbleTable<E> int4_table(float scale, float zero) {
   F32 numbers[kParts];
-  count(numbers);
+  count_codes(numbers);
   for (F32& part : numbers) part = L::flush((part - zero) * scale);
   return NibbleTable<E>(numbers);
 }
