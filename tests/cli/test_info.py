@@ -15,7 +15,7 @@ from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from tests.helpers import run_python
 
 EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit"}
-OPERATIONS = {"quantize", "amax", "dequantize", "hadamard_transform"} | EMULATED
+OPERATIONS = {"quantize", "amax", "dequantize", "hadamard_transform", "scaled_matmul, weight-only"} | EMULATED
 
 
 def info(capsys, *arguments):
