@@ -43,6 +43,10 @@ def test_the_delayed_scaling_program_of_the_documents_records_and_quantises():
     assert history[0] == history[-1] == amax and history.sum() == 2 * amax
 
 
+def test_the_weight_that_int4_trains_is_the_one_it_serves():
+    exec(programs("docs/int4.md")[0], {"jlp": jlp, "kernel": jax.random.normal(jax.random.key(0), (256, 64))})
+
+
 def test_the_error_that_the_readme_computes_is_that_of_4_bits():
     names = {}
     exec(PROGRAMS[0], names)
