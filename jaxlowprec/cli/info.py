@@ -29,6 +29,9 @@ _OPERATIONS = (
     ),
     ("amax", "jaxlowprec_amax", "of a tensor, and of its rotation, in one pass", ""),
     ("dequantize", "jaxlowprec_dequantize", "all formats, rotation undone", ""),
+    ("quantize, Int4", "jaxlowprec_int4_quantize", "any group size, both ways, symmetric or not", ""),
+    ("dequantize, Int4", "jaxlowprec_int4_dequantize", "the same", ""),
+    ("fake_quantize, Int4", "jaxlowprec_int4_fake_quantize", "the same, in one pass", ""),
     ("hadamard_transform", "jaxlowprec_hadamard", "sizes 16 to 256, rows and columns", ""),
     (
         "scaled_matmul, 4-bit",

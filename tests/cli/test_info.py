@@ -15,7 +15,8 @@ from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from tests.helpers import run_python
 
 EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit"}
-OPERATIONS = {"quantize", "amax", "dequantize", "hadamard_transform", "scaled_matmul, weight-only"} | EMULATED
+INT4 = {f"{operation}, Int4" for operation in ("quantize", "dequantize", "fake_quantize")}
+OPERATIONS = {"quantize", "amax", "dequantize", "hadamard_transform", "scaled_matmul, weight-only"} | INT4 | EMULATED
 
 
 def info(capsys, *arguments):

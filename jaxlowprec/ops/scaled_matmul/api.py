@@ -123,6 +123,10 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             f"{who}: a is {a} and b is {b}; there is no GEMM of formats scaled differently: quantise both alike, or "
             "dequantise them and multiply in high precision"
         )
+    if a.element == "int4":
+        raise NotImplementedError(
+            f"{who}: both operands are {a.element}; there is no GEMM of integers: dequantise the activations"
+        )
     if a.element == b.element == "e5m2":
         raise NotImplementedError(
             f"{who}: both operands have E5M2 elements; no GEMM takes E5M2 x E5M2: quantise one of them to E4M3"
