@@ -4,7 +4,7 @@
 #   compile_cuda.sh 90a         one, while developing
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PATH="$PWD/.venv/bin:$PATH" # cmake and ninja, if the machine has none
+PATH="$PATH:$PWD/.venv/bin" # cmake and ninja, if the machine has none
 archs=(-U 'JAXLOWPREC_CUDA_ARCHS' -U 'JAXLOWPREC_CUDA_PTX') # what an earlier call chose
 [[ $# == 0 ]] || archs=(-DJAXLOWPREC_CUDA_ARCHS="$(IFS=';' && echo "$*")" -DJAXLOWPREC_CUDA_PTX=)
 scripts/cublas_headers.sh build/cublas

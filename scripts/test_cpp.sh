@@ -6,7 +6,7 @@
 # cublasLt.h are (scripts/cublas_headers.sh build/cublas).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PATH="$PWD/.venv/bin:$PATH" # cmake and ninja, if the machine has none
+PATH="$PATH:$PWD/.venv/bin" # cmake and ninja, if the machine has none
 
 run() { # name, sanitizers, tests, options
   local folder="build/cpp-$1"
