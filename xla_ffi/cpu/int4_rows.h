@@ -52,6 +52,7 @@ struct Int4Rows {
   using Storage = typename E::Storage;
   using I = Int4Elements<E>;
   using Groups = Int4Groups<kLanes>;
+  static constexpr int64_t kAhead = 4096 / sizeof(Storage);  // elements, fetched while earlier ones are encoded
 
   /// Scales of up to kLanes groups of `group` elements, a multiple of kStep.
   JLP_RULE void scales_of(const Storage* x, int64_t group, int count, Groups& groups) {
@@ -73,6 +74,7 @@ struct Int4Rows {
       for (int i = 0; i < count; ++i) {
         const Int4Group<F32> g = scales.splat(i);
         for (int64_t k = i * group; k < (i + 1) * group; k += kStep) {
+          __builtin_prefetch(x + k + kAhead);
           const Pair two = I::load_two(x + k);
           const F32 a = int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.even), g);
           const F32 b = int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.odd), g);
@@ -92,6 +94,7 @@ struct Int4Rows {
       for (int i = 0; i < count; ++i) {
         const Int4Group<F32> g = scales.splat(i);
         for (int64_t k = i * group; k < (i + 1) * group; k += kStep) {
+          __builtin_prefetch(x + k + kAhead);
           const Pair two = I::load_pair(x + k);
           const U32 even = int4_code(int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.even), g), g) & 15u;
           const U32 odd = int4_code(int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.odd), g), g) & 15u;
