@@ -31,14 +31,12 @@ IN_BF16 = ("re:model.layers.3.",)  # train_lm.py leaves the last block in bf16
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, text):
     """The model that train_lm.py leaves, its parameters rounded to bfloat16 as a served model's are."""
-    folder = tmp_path_factory.mktemp("trained")
-    words = np.random.default_rng(0).choice(["the ", "low ", "bits ", "of a ", "block\n"], 20_000)
-    (folder / "a.txt").write_text("".join(words))
+    out = tmp_path_factory.mktemp("trained") / "run"
     options = ("--steps", "12", "--batch", "2", "--recipe", "int4_qat")
-    run_python(str(EXAMPLES / "train_lm.py"), "--text", str(folder / "a.txt"), "--out", str(folder / "run"), *options)
-    model = serve_int4.trained_model(folder / "run", RECIPE)
+    run_python(str(EXAMPLES / "train_lm.py"), "--text", text, "--out", str(out), *options)
+    model = serve_int4.trained_model(out, RECIPE)
     graph, parameters = nnx.split(model, nnx.Param)
     rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), parameters)
     return nnx.merge(graph, rounded)

@@ -14,13 +14,11 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("int4")
-    words = np.random.default_rng(0).choice(["the ", "low ", "bits ", "of a ", "block\n"], 20_000)
-    (folder / "a.txt").write_text("".join(words))
+def run(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("int4") / "run"
     options = ("--steps", "20", "--batch", "2", "--recipe", "int4_qat")
-    run_python(str(EXAMPLES / "train_lm.py"), "--text", str(folder / "a.txt"), "--out", str(folder / "run"), *options)
-    return folder / "run"
+    run_python(str(EXAMPLES / "train_lm.py"), "--text", text, "--out", str(out), *options)
+    return out
 
 
 def command(run, out, *more):

@@ -14,14 +14,6 @@ from tests.helpers import python_environment, run_python
 SCRIPT = str(pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    words = np.random.default_rng(0).choice(["the ", "low ", "bits ", "of a ", "block\n"], 20_000)
-    (folder / "a.txt").write_text("".join(words))
-    return str(folder)
-
-
 def command(text, out, *more):
     return [SCRIPT, "--text", text, "--out", str(out), "--batch", "2", *more]
 
