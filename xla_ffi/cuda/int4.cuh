@@ -394,12 +394,17 @@ static __global__ void __launch_bounds__(kInt4Threads) int4_decode_columns(const
 
 // --- any
 
-/// Element k of a line.
-JLP_DEVICE int64_t element_index(const Int4Matrices& m, int64_t line, int64_t k) {
-  if (!m.columnwise) return line * m.columns + k;
-  const int64_t batch = line / m.columns;
-  return (batch * m.rows + k) * m.columns + line % m.columns;
-}
+/// Where a line's elements lie.
+struct Int4Line {
+  int64_t first, step;
+
+  __device__ __forceinline__ Int4Line(const Int4Matrices& m, int64_t line) : first(line * m.columns), step(1) {
+    if (!m.columnwise) return;
+    const int64_t batch = line / m.columns;
+    first = batch * m.rows * m.columns + (line - batch * m.columns), step = m.columns;
+  }
+  __device__ __forceinline__ int64_t at(int64_t k) const { return first + k * step; }
+};
 
 /// One of two; not by its address, which registers have none of.
 JLP_DEVICE Int4Group<float> select(bool second, const Int4Group<float>& a, const Int4Group<float>& b) {
@@ -414,13 +419,13 @@ static __global__ void __launch_bounds__(kInt4Threads) int4_any(const Int4Argume
   const int64_t line = pair / pairs, first = pair % pairs * 2;
   if (line >= a.all_lines) return;
   const int count = first + 1 < a.groups ? 2 : 1;
+  const Int4Line elements(a.m, line);
   Int4Group<float> groups[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     Int4Extremes extremes = {};
     const int64_t start = (first + i) * size, end = min(start + size, length);
-    for (int64_t k = start + lane; k < end; k += 32)
-      extend(extremes, deployed_one<kType, kDeploy>(a.x, element_index(a.m, line, k)));
+    for (int64_t k = start + lane; k < end; k += 32) extend(extremes, deployed_one<kType, kDeploy>(a.x, elements.at(k)));
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) extend(extremes, of_lane(extremes, distance));
     groups[i] = int4_group_of<kDeploy>(extremes, a.m.format.symmetric);
@@ -434,9 +439,7 @@ static __global__ void __launch_bounds__(kInt4Threads) int4_any(const Int4Argume
       for (int i = 0; i < 2; ++i) {
         const int64_t k = 2 * byte + i;
         const Int4Group<float> g = select(k >= size && count == 2, groups[0], groups[1]);
-        const float x = start + k < length && k < nibbles
-                            ? deployed_one<kType, kDeploy>(a.x, element_index(a.m, line, start + k))
-                            : 0.0f;
+        const float x = start + k < length && k < nibbles ? deployed_one<kType, kDeploy>(a.x, elements.at(start + k)) : 0.0f;
         codes |= code_of(x, g) << (4 * i);
       }
       a.data[line * a.line_bytes + start / 2 + byte] = static_cast<uint8_t>(codes);
@@ -444,7 +447,7 @@ static __global__ void __launch_bounds__(kInt4Threads) int4_any(const Int4Argume
   } else {
     for (int64_t k = lane; k < min(nibbles, length - start); k += 32) {
       const Int4Group<float> g = select(k >= size, groups[0], groups[1]);
-      const int64_t index = element_index(a.m, line, start + k);
+      const int64_t index = elements.at(start + k);
       const float x = deployed_one<kType, kDeploy>(a.x, index);
       store_one_result<kType, kDeploy>(a.result, index, fake_of(x, g), g.scale != g.scale);
     }
