@@ -64,7 +64,8 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
     if options.dry_run:
         return lines
     kept = f", {len(report.kept)} were finished before" if report.kept else ""
-    lines.append(f"wrote {len(report.written)} files of weights{kept}; copied {len(report.copied)} other files")
+    files = f"{len(report.written)} file{'' if len(report.written) == 1 else 's'}"
+    lines.append(f"wrote {files} of weights{kept}; copied {len(report.copied)} other files")
     if report.verified is not None:
         lines.append(f"verified: {report.verified} tensors are what the source gives")
     lines.append(f"{report.seconds:.1f} s, {readable(report.source_bytes / max(report.seconds, 1e-9))}/s of the source")
