@@ -356,7 +356,11 @@ class TestErrors:
             (TypeError, "bias has dtype int32", {"bias": jnp.ones(48, jnp.int32)}),
             (TypeError, "key", {"key": 3}),
             (TypeError, "key", {"key": jax.random.key(0, impl="rbg")}),
-            (ValueError, "16x16 for quantised inputs but the recipe wants NVFP4 1x16", {"quantized_kernel": "other recipe"}),
+            (
+                ValueError,
+                "16x16 for quantised inputs but the recipe wants NVFP4 1x16 for",
+                {"quantized_kernel": "other recipe"},
+            ),
             (ValueError, r"quantized_kernel has shape \(32, 48\)", {"quantized_kernel": "other shape"}),
             (ValueError, "quantized_kernel= without a recipe", {"quantized_kernel": "same", "recipe": None}),
         ],
