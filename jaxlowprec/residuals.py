@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.quantized_array import QuantizedArray
 
 CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
@@ -51,15 +52,8 @@ def bias_gradient(dy: jax.Array, like: jax.Array | None) -> jax.Array | None:
     return dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like.dtype)
 
 
-@jax.custom_jvp
-def differentiated_once(arrays):
-    """The arrays. Both rules are constant to autodiff, which would find a second derivative of zero."""
-    return arrays
-
-
-@differentiated_once.defjvp
-def _second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
-        "where a gradient is differentiated again"
-    )
+differentiated_once = no_derivative(
+    "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
+    "where a gradient is differentiated again"
+)
+"""For the operands of both rules, which are constant to autodiff: it would find a second derivative of zero."""

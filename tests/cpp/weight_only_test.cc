@@ -89,7 +89,8 @@ float weight(const WeightOnlyProblem& p, int64_t batch, int64_t n, int64_t k) {
   const int64_t line = batch * p.columns + n, group = line * f.blocks(p.depth) + k / f.block;
   const int code = static_cast<int>(reference::code_at(p.weight.data + line * f.row_bytes(p.depth), k));
   const float steps = static_cast<float>(code - (p.zero_point ? p.zero_point[group] : 8));
-  const float exact = steps * reference::get(p.weight.scale, f.scale_type, group);
+  const float scale = reference::get(p.weight.scale, f.scale_type, group);
+  const float exact = std::isfinite(scale) ? reference::multiply(steps, scale) : NAN;
   return reference::number(reference::rounded_bits(exact, f.scale_type), f.scale_type);
 }
 
@@ -134,6 +135,37 @@ TEST(weight_only_bytes_are_the_rules) {
           CHECK_EQ(first_difference(c.result.as(), wanted.data(), ElementType::kF32, wanted.size()), -1);
         });
       }
+}
+
+TEST(weight_only_every_code_by_every_scale) {
+  std::mt19937 random(3);
+  const int step = kReduced ? 37 : 1;
+  std::vector<uint32_t> bytes, words;  // words: of every upper byte about the ends of the range, and in its middle
+  for (int i = 0; i < 256; i += step) bytes.push_back(i);
+  for (const uint32_t upper : {0x00, 0x04, 0x3C, 0x3F, 0x40, 0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0x80, 0xBF, 0xFD, 0xFF})
+    for (const uint32_t lower : bytes) words.push_back(upper << 8 | lower);
+  for (const Kind& kind : kKinds) {
+    const Format& f = kind.format;
+    if (!f.packed() || f.tiles) continue;
+    const check::Given given(kind.name);
+    const auto& scales = f.scale_bytes() == 2 ? words : bytes;
+    const int64_t columns = 16 * static_cast<int64_t>(scales.size()), depth = 2 * f.block;  // a code and a scale a column
+    for (const int64_t rows : {1, 5}) {
+      const Case c(kind, {1, rows, columns, depth}, ElementType::kF32, random);
+      std::fill_n(c.x.as<float>(), rows * depth, 1.0f);
+      for (int64_t n = 0; n < columns; ++n) {
+        memset(c.data.as() + n * f.row_bytes(depth), 0x11 * (n % 16), f.row_bytes(depth));
+        for (int64_t b = 0; b < 2; ++b) memcpy(c.scale.as() + (2 * n + b) * f.scale_bytes(), &scales[n / 16], f.scale_bytes());
+      }
+      std::vector<float> wanted(rows * columns);
+      multiply(c.p, wanted.data());
+      for_all_runs([&](const Kernels& k, bool scrambled) {
+        memset(c.result.as(), 0xA5, c.result.size());
+        run_chunks(k, c.p, scrambled);
+        CHECK_EQ(first_difference(c.result.as(), wanted.data(), ElementType::kF32, wanted.size()), -1);
+      });
+    }
+  }
 }
 
 TEST(weight_only_row_does_not_depend_on_the_other_rows_nor_on_the_threads) {

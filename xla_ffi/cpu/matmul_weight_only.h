@@ -100,7 +100,7 @@ struct WeightOnly {
   static bool few_rows(const WeightOnlyProblem& p) { return Row::kInRegisters && p.rows <= kFewRows; }
 
   static MatmulChunks cut(const WeightOnlyProblem& p) {
-    if (few_rows(p)) return {p, {kFewRows, 512}, {kFewRows, kSums}, {1, kSums}};
+    if (few_rows(p)) return {p, {kFewRows, 128}, {kFewRows, kSums}, {1, kSums}};
     return {p, {kMostRows, kMostColumns}, {8 * kRows, kMostColumns}, {kRows, kMostColumns}};
   }
 
@@ -114,7 +114,7 @@ struct WeightOnly {
     const Totals totals = {x + depth * p.rows, stride};
     arrange_rows(p, batch, 0, p.rows, 0, depth, depth, x);
     with_rows<kFewRows>(p.rows, [&](auto rows) {
-      constexpr int kTogether = std::max(1, 8 / (rows * kParts));  // columns, of 8 chains of multiply-adds
+      constexpr int kTogether = std::max(1, 4 / (rows * kParts));  // columns, of 8 chains of multiply-adds
       int64_t c = 0;
       for (; c + kTogether <= range.columns; c += kTogether)
         multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
@@ -139,8 +139,8 @@ struct WeightOnly {
 
   template <int... kColumn>
   JLP_RULE std::array<typename Row::Run, sizeof...(kColumn)> runs_of(const std::array<Row, sizeof...(kColumn)>& rows,
-                                                                     int64_t k, std::integer_sequence<int, kColumn...>) {
-    return {rows[kColumn].run(k)...};
+                                                                     int64_t run, std::integer_sequence<int, kColumn...>) {
+    return {rows[kColumn].run(run)...};
   }
 
   /// All rows by kCount columns from `column` on.
@@ -148,16 +148,21 @@ struct WeightOnly {
   __attribute__((noinline)) static void multiply_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column,
                                                          const float* x, int64_t depth, const Totals& totals, int64_t at) {
     const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
-    Sixteen sums[kCount][kWide] = {};
-    for (int64_t k = 0; k < depth;) {
-      const int64_t end = std::min(rows[0].run_end(k), depth);
-      const auto runs = runs_of(rows, k, std::make_integer_sequence<int, kCount>());
-      for (int c = 0; c < kCount; ++c)  // of the next columns: what is ahead of so many short streams is not foreseen
-        for (int64_t byte = k >> 1; byte < end >> 1; byte += 64)
-          __builtin_prefetch(rows[c].codes + kCount * rows[c].bytes + byte);
+    Sixteen sums[kCount][kWide];
+    JLP_UNROLL(8)
+    for (int c = 0; c < kCount; ++c) {
+      JLP_UNROLL(4)
+      for (int r = 0; r < kWide; ++r) sums[c][r] = {};
+    }
+    const int64_t next = kCount * rows[0].bytes;  // columns: what is ahead of so many short streams is not foreseen
+    const int64_t length = rows[0].run_length();
+    for (int64_t run = 0, k = 0; k < depth; ++run) {
+      const int64_t end = k + std::min(length, depth - k);
+      const auto runs = runs_of(rows, run, std::make_integer_sequence<int, kCount>());
       for (; k < end; k += kUnpacked) {
         JLP_UNROLL(8)
         for (int c = 0; c < kCount; ++c) {
+          __builtin_prefetch(rows[c].codes + next + (k >> 1));
           Sixteen w[2];
           runs[c].unpack(k, w);
           JLP_UNROLL(4)
@@ -168,8 +173,11 @@ struct WeightOnly {
         }
       }
     }
-    for (int c = 0; c < kCount; ++c)
+    JLP_UNROLL(8)
+    for (int c = 0; c < kCount; ++c) {
+      JLP_UNROLL(4)
       for (int r = 0; r < kWide; ++r) totals.y[r * totals.stride + at + c] = total(sums[c][r]);
+    }
   }
 
   // --- many rows
@@ -212,9 +220,11 @@ struct WeightOnly {
                                                       int64_t end, float* out) {
     const Row row(p, batch, column);
     __builtin_prefetch(row.codes + 4 * row.bytes + (k * row.bytes) / std::max<int64_t>(p.depth, 1));
-    while (k < end) {
-      const auto run = row.run(k);
-      for (const int64_t run_end = std::min(row.run_end(k), end); k < run_end; k += kUnpacked, out += kUnpacked) {
+    const int64_t length = row.run_length();
+    for (int64_t index = k / length; k < end; ++index) {
+      const auto run = row.run(index);
+      const int64_t run_end = index < end / length ? (index + 1) * length : end;
+      for (; k < run_end; k += kUnpacked, out += kUnpacked) {
         Sixteen w[2];
         run.unpack(k, w);
         store_sixteen(out, w[0]), store_sixteen(out + kSums, w[1]);

@@ -1,10 +1,16 @@
 // 4-bit codes to float32 in registers, 32 at a time, in the order of sixteen_lanes.h.
 //
 // AVX-512 looks a code up in 16 float32s. AVX2 looks up the two bytes of its 16-bit float (bfloat16 or float16, which every
-// number of a 4-bit format is but for a factor), 32 codes an instruction, and widens those. Portable code computes.
+// number of a 4-bit format is), 32 codes an instruction, and widens those. Portable code looks up one code at a time.
+//
+// A table holds the codes' numbers times their scale. Making one takes as long as unpacking 64 codes, so tables are loaded
+// ready-made: there is one for each byte that a scale of E2M1 can be, and AVX2 has for a bfloat16 scale of Int4 one for each
+// of its lower bytes, to which its upper byte is added.
 #pragma once
 
 #include "../numerics/e2m1.h"
+#include "../numerics/float8.h"
+#include "../numerics/int4.h"
 #include "sixteen_lanes.h"
 
 namespace jaxlowprec {
@@ -12,10 +18,11 @@ namespace JLP_ISA {
 
 constexpr int kUnpacked = 32;  // codes that are unpacked together
 
-/// What the codes 0 to 15 stand for: numbers, given in the order of count_codes, rounded to a 16-bit float type E.
+/// What the codes 0 to 15 stand for: numbers of a 16-bit float type E.
 template <class E>
 class NibbleTable {
  public:
+  /// From numbers in the order of count_codes, rounded here.
   explicit NibbleTable(const F32 (&numbers)[kParts]) {
 #if defined(JLP_ISA_AVX512)
     numbers_ = E::round_finite(numbers[0]);
@@ -28,28 +35,41 @@ class NibbleTable {
     for (int i = 0; i < kParts; ++i) store(numbers_ + i * kLanes, E::round_finite(numbers[i]));
 #endif
   }
+#if defined(JLP_ISA_AVX2)
+  /// From the numbers' bytes, twice each.
+  NibbleTable(__m256i low, __m256i high) : low_(low), high_(high) {}
+  void store_bytes(uint8_t (&bytes)[2][16]) const {
+    store(bytes[0], _mm256_castsi256_si128(low_)), store(bytes[1], _mm256_castsi256_si128(high_));
+  }
+#endif
 
-  /// The numbers of 16 bytes of codes.
-  __attribute__((always_inline)) void unpack(const uint8_t* codes, Sixteen (&w)[2]) const {
+  /// The numbers of 16 bytes of codes, those of the latter 8 bytes by `second`.
+  __attribute__((always_inline)) void unpack(const NibbleTable& second, const uint8_t* codes, Sixteen (&w)[2]) const {
 #if defined(JLP_ISA_AVX512)
     const __m512i shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
+    const NibbleTable* tables[2] = {this, &second};
+    JLP_UNROLL(2)
     for (int i = 0; i < 2; ++i) {
       const __m512i words = _mm512_set1_epi64(load<int64_t>(codes + 8 * i));
-      w[i].part[0] = (F32)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), raw(numbers_));
+      w[i].part[0] = (F32)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), raw(tables[i]->numbers_));
     }
 #elif defined(JLP_ISA_AVX2)
     const __m256i both = _mm256_broadcastsi128_si256(load<__m128i>(codes));
     const __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
-    const __m256i low = _mm256_shuffle_epi8(low_, nibbles), high = _mm256_shuffle_epi8(high_, nibbles);
-    widen(_mm256_unpacklo_epi8(low, high), w[0]);  // k = 0, 2, ..., 14 in the lower half, 1, 3, ..., 15 in the upper
-    widen(_mm256_unpackhi_epi8(low, high), w[1]);
+    const auto low = [&](const NibbleTable& table) { return _mm256_shuffle_epi8(table.low_, nibbles); };
+    const auto high = [&](const NibbleTable& table) { return _mm256_shuffle_epi8(table.high_, nibbles); };
+    widen(_mm256_unpacklo_epi8(low(*this), high(*this)), w[0]);  // k = 0, 2, ..., 14 in the lower half, odd in the upper
+    widen(_mm256_unpackhi_epi8(low(second), high(second)), w[1]);
 #else
+    const NibbleTable* tables[2] = {this, &second};
     for (int i = 0; i < 2 * kParts; i += 2) {
       const U32 bytes = load_u8(codes + i / 2 * kLanes);
-      look_up(bytes & 15u, w[i / kParts].part[i % kParts]), look_up(bytes >> 4, w[i / kParts].part[i % kParts + 1]);
+      const NibbleTable& table = *tables[i / kParts];
+      table.look_up(bytes & 15u, w[i / kParts].part[i % kParts]), table.look_up(bytes >> 4, w[i / kParts].part[i % kParts + 1]);
     }
 #endif
   }
+  __attribute__((always_inline)) void unpack(const uint8_t* codes, Sixteen (&w)[2]) const { unpack(*this, codes, w); }
 
  private:
 #if defined(JLP_ISA_AVX512)
@@ -90,22 +110,112 @@ JLP_RULE void count_codes(F32 (&numbers)[kParts]) {
   }
 }
 
-/// Of E2M1.
-JLP_RULE NibbleTable<BF16> e2m1_table() {
-  F32 numbers[kParts];
-  count_codes(numbers);
-  for (F32& part : numbers) part = e2m1_decode<F32>(L::truncate(part));
-  return NibbleTable<BF16>(numbers);
-}
+/// Tables of E2M1 codes times any scale of one byte, made once.
+class E2M1Tables {
+ public:
+  /// Of E4M3 scales or of E8M0, powers of two.
+  static const E2M1Tables& e4m3() {
+    static const E2M1Tables tables([](uint32_t scale) { return e4m3_decode<float>(scale); });
+    return tables;
+  }
+  static const E2M1Tables& e8m0() {
+    static const E2M1Tables tables([](uint32_t scale) { return e8m0_decode<float>(scale); });
+    return tables;
+  }
+
+  NibbleTable<BF16> operator[](uint8_t scale) const {
+#if defined(JLP_ISA_AVX2)
+    const auto twice = [](const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); };
+    return {twice(bytes_[scale][0]), twice(bytes_[scale][1])};
+#else
+    return NibbleTable<BF16>(numbers_[scale]);
+#endif
+  }
+
+ private:
+  template <class Decode>
+  explicit E2M1Tables(Decode decode) {
+    using L1 = Lanes<float>;
+    for (uint32_t scale = 0; scale < 256; ++scale)
+      for (uint32_t code = 0; code < 16; ++code) {
+        const float number = L1::flush(e2m1_decode<float>(code) * L1::flush(decode(scale)));
+#if defined(JLP_ISA_AVX2)
+        const uint32_t half = bf16_encode(number);  // exact
+        bytes_[scale][0][code] = half & 0xFF, bytes_[scale][1][code] = half >> 8;
+#else
+        numbers_[scale][code / kLanes][code % kLanes] = number;
+#endif
+      }
+  }
+#if defined(JLP_ISA_AVX2)
+  alignas(64) uint8_t bytes_[256][2][16];
+#else
+  F32 numbers_[256][kParts];
+#endif
+};
+
+template <class E>
+using Int4DeployOf = std::conditional_t<std::is_same_v<E, BF16>, Int4BF16, Int4F16>;
 
 /// Of Int4 codes in a group: steps from `zero` by `scale`, rounded once to E. A scale that is not finite gives NaN.
 template <class E>
-JLP_RULE NibbleTable<E> int4_table(float scale, float zero) {
+JLP_RULE NibbleTable<E> int4_table(uint16_t scale_bits, uint8_t zero) {
+  const F32 scale = L::splat(int4_decode_scale<float, Int4DeployOf<E>>(scale_bits)), middle = L::splat(zero);
   F32 numbers[kParts];
   count_codes(numbers);
-  for (F32& part : numbers) part = L::flush((part - zero) * scale);
+  for (F32& part : numbers) part = L::flush((part - middle) * scale);
   return NibbleTable<E>(numbers);
 }
+
+#if defined(JLP_ISA_AVX2)
+/// Tables of Int4 codes times bfloat16 scales, made once: steps times a scale round alike whatever the scale's sign and the
+/// upper bits of its exponent, so they are kept for each lower byte of a scale and its upper byte is added to theirs.
+class Int4Tables {
+ public:
+  static const Int4Tables& all() {
+    static const Int4Tables tables;
+    return tables;
+  }
+
+  __attribute__((always_inline)) NibbleTable<BF16> table(uint16_t scale, uint8_t zero) const {
+    const auto twice = [](const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); };
+    const bool ordinary = static_cast<uint16_t>((scale & 0x7FFF) - kLeast) <= kMost - kLeast && zero < 16;
+    if (__builtin_expect(!ordinary, false)) {
+      uint8_t bytes[2][16];
+      compute(scale, zero, bytes);
+      return {twice(bytes[0]), twice(bytes[1])};
+    }
+    const int from = 15 - zero;
+    const __m256i upper = _mm256_and_si256(_mm256_set1_epi8(static_cast<char>(scale >> 8)), twice(added_ + from));
+    return {twice(rows_[scale & 0xFF].low + from), _mm256_add_epi8(twice(rows_[scale & 0xFF].high + from), upper)};
+  }
+
+ private:
+  __attribute__((noinline, cold)) static void compute(uint16_t scale, uint8_t zero, uint8_t (&bytes)[2][16]) {
+    int4_table<BF16>(scale, zero).store_bytes(bytes);
+  }
+
+  // Scales that are normal numbers, and so small that 15 steps are finite.
+  static constexpr uint32_t kLeast = 0x0080, kMost = 0x7D7F;
+  static constexpr uint32_t kUpper = 0x3F;  // the upper byte that the rows are made with
+
+  Int4Tables() {
+    for (uint32_t scale = 0; scale < 256; ++scale)
+      for (int steps = -15; steps <= 15; ++steps) {
+        const uint32_t half = bf16_encode(steps * bf16_decode<float>((kUpper << 8) | scale));
+        rows_[scale].low[steps + 15] = half & 0xFF;
+        rows_[scale].high[steps + 15] = steps == 0 ? 0 : (half >> 8) - kUpper;
+      }
+    memset(added_, 0xFF, sizeof added_);
+    added_[15] = 0x80;  // zero takes only the sign
+  }
+  struct alignas(64) Row {
+    uint8_t low[32], high[32];  // by steps + 15
+  };
+  Row rows_[256];
+  uint8_t added_[31];
+};
+#endif
 
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

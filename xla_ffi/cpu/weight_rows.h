@@ -2,11 +2,9 @@
 // exact (of Int4 as its scale's type rounds it, of Float8Block as float32 does). The tensor scale, where there is one, is
 // not in.
 //
-// A row says how far a run of numbers goes that share what has to be prepared, and gives for the run's start what unpacks
-// it.
+// A row says how long the runs of numbers are that share what has to be prepared, and gives what unpacks a run.
 #pragma once
 
-#include "../numerics/float8.h"
 #include "matmul_chunks.h"
 #include "unpack_nibbles.h"
 
@@ -28,14 +26,6 @@ struct WeightRow {
   }
 };
 
-/// A stored scale of Int4; one that is not finite counts as NaN.
-template <class E>
-JLP_RULE float int4_scale(const uint8_t* scales, int64_t group) {
-  const uint32_t bits = load<uint16_t>(scales + 2 * group);
-  const float scale = Lanes<float>::flush(std::is_same_v<E, BF16> ? bf16_decode<float>(bits) : f16_decode<float>(bits));
-  return scale + (scale - scale);
-}
-
 /// Int4 with groups of whole 32s and scales of type E: one table of 16 numbers a group.
 template <class E>
 struct Int4Row : WeightRow {
@@ -45,17 +35,26 @@ struct Int4Row : WeightRow {
   Int4Row(const WeightOnlyProblem& p, int64_t batch, int64_t row) : WeightRow(p, batch, row), zeros(nullptr) {
     if (p.zero_point) zeros = p.zero_point + (scales - p.weight.scale) / 2;
   }
-  int64_t run_end(int64_t k) const { return (k / block + 1) * block; }
+  int64_t run_length() const { return block; }
 
   struct Run {
     NibbleTable<E> table;
     const uint8_t* codes;
     __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const { table.unpack(codes + (k >> 1), w); }
   };
-  __attribute__((always_inline)) Run run(int64_t k) const {
-    const int64_t group = k / block;
-    return {int4_table<E>(int4_scale<E>(scales, group), zeros ? zeros[group] : 8.0f), codes};
+  __attribute__((always_inline)) Run run(int64_t group) const {
+    const uint16_t scale = load<uint16_t>(scales + 2 * group);
+    const uint8_t zero = zeros ? zeros[group] : kInt4Middle;
+#if defined(JLP_ISA_AVX2)
+    if constexpr (std::is_same_v<E, BF16>) return {tables.table(scale, zero), codes};
+#endif
+    return {int4_table<E>(scale, zero), codes};
   }
+
+#if defined(JLP_ISA_AVX2)
+ private:
+  const Int4Tables& tables = Int4Tables::all();
+#endif
 };
 
 /// Its other group sizes: a scale an element.
@@ -63,7 +62,7 @@ template <class E>
 struct Int4AnyGroupRow : Int4Row<E> {
   static constexpr bool kInRegisters = false;
   using Int4Row<E>::Int4Row;
-  int64_t run_end(int64_t) const { return INT64_MAX; }
+  int64_t run_length() const { return INT64_MAX; }
 
   struct Run {
     const Int4AnyGroupRow& row;
@@ -74,8 +73,8 @@ struct Int4AnyGroupRow : Int4Row<E> {
           const int64_t group = (k + i) / row.block, groups = 2 * row.bytes / row.block;
           if (group >= groups) break;  // the nibble after the last of an odd number
           const float step = static_cast<float>(row.codes[(k + i) / 2] >> (k + i) % 2 * 4 & 15);
-          numbers[i / kLanes][i % kLanes] =
-              (step - (row.zeros ? row.zeros[group] : 8.0f)) * int4_scale<E>(row.scales, group);
+          const float scale = int4_decode_scale<float, Int4DeployOf<E>>(load<uint16_t>(row.scales + 2 * group));
+          numbers[i / kLanes][i % kLanes] = (step - (row.zeros ? row.zeros[group] : kInt4Middle)) * scale;
         }
         for (F32& part : numbers) part = E::round_finite(L::flush(part));
         w[half] = arrange(numbers);
@@ -85,49 +84,39 @@ struct Int4AnyGroupRow : Int4Row<E> {
   Run run(int64_t) const { return {*this}; }
 };
 
-/// E2M1 with an E4M3 scale for 16 codes or a power of two for 32.
+/// E2M1 with an E4M3 scale for 16 codes or a power of two for 32: a ready-made table for each.
 template <int kCodes>
 struct E2M1Row : WeightRow {
   static constexpr bool kInRegisters = true;
   static constexpr int64_t kRun = 512;
+  const E2M1Tables& tables = kCodes == kSums ? E2M1Tables::e4m3() : E2M1Tables::e8m0();
   using WeightRow::WeightRow;
-  int64_t run_end(int64_t k) const { return (k / kRun + 1) * kRun; }
+  int64_t run_length() const { return kRun; }
 
   struct Run {
-    NibbleTable<BF16> table = e2m1_table();
-    const uint8_t* codes;
-    alignas(64) float scale[kRun / kCodes];
-    uint8_t padded[kCodes == kSums ? kRun / 2 : 1];
+    const E2M1Tables& tables;
+    const uint8_t *codes, *scales;
+    uint8_t padded[kCodes == kSums ? kRun / 2 + kRun / kCodes : 1];
 
-    Run(const E2M1Row& row, int64_t k) : codes(row.codes + (k >> 1)) {
-      const int64_t left = row.bytes - (k >> 1), count = std::min(kRun / kCodes, 2 * left / kCodes);
-      if constexpr (kCodes == kSums) {
-        if (left < kRun / 2 && left % (kUnpacked / 2) != 0) {  // an odd number of blocks: not to read beyond the last
+    Run(const E2M1Row& row, int64_t k) : tables(row.tables), codes(row.codes + k / 2), scales(row.scales + k / kCodes) {
+      if constexpr (kCodes == kSums) {  // an odd number of blocks: not to read beyond the last
+        const int64_t left = row.bytes - k / 2;
+        if (left < kRun / 2 && left % (kUnpacked / 2) != 0) {
           memset(padded, 0, sizeof padded);
-          memcpy(padded, codes, left);
-          codes = padded;
+          memcpy(padded, codes, left), memcpy(padded + kRun / 2, scales, left / (kCodes / 2));
+          codes = padded, scales = padded + kRun / 2;
         }
-        decode_scales(row.scales + k / kCodes, count, e4m3_decode<F32>, scale, 1);
-        if (count % 2) scale[count] = 0;
-      } else {
-        decode_scales(row.scales + k / kCodes, count, e8m0_decode<F32>, scale, 1);
       }
     }
     Run(const Run&) = delete;  // it may point into itself
 
     __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
       const uint64_t at = static_cast<uint64_t>(k) % kRun;
-      table.unpack(codes + at / 2, w);
-      JLP_UNROLL(2)
-      for (int half = 0; half < 2; ++half) {
-        const F32 factor = L::splat(scale[(at + half * kSums) / kCodes]);
-        JLP_UNROLL(4)
-        for (F32& part : w[half].part) part = L::flush(part * factor);
-      }
+      const uint8_t* scale = scales + at / kCodes;
+      tables[scale[0]].unpack(tables[scale[kCodes == kSums]], codes + at / 2, w);
     }
   };
-  /// From a multiple of kRun on.
-  __attribute__((always_inline)) Run run(int64_t k) const { return Run(*this, k); }
+  __attribute__((always_inline)) Run run(int64_t index) const { return Run(*this, index * kRun); }
 };
 
 /// 8-bit codes of any scaling.
@@ -138,7 +127,7 @@ struct Float8Row : WeightRow {
 
   Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
-  int64_t run_end(int64_t) const { return INT64_MAX; }
+  int64_t run_length() const { return INT64_MAX; }
 
   struct Run {
     const Float8Row& row;

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.epilogue import checked_epilogue
 from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
 from jaxlowprec.quantized_array import QuantizedArray
 
@@ -47,18 +48,10 @@ def _multiply(operands: tuple[jax.Array, ...], spec: WeightOnlySpec, implementat
     return list(weight_only_op(spec, implementation)(*operands))
 
 
-@jax.custom_jvp
-def _without_derivative(arrays):
-    """The arrays."""
-    return arrays
-
-
-@_without_derivative.defjvp
-def _derivative(primals, tangents):
-    raise NotImplementedError(
-        "scaled_matmul: there is no derivative of a product with a quantised weight; jaxlowprec.linear has one, or "
-        "multiply by jaxlowprec.dequantize(b)"
-    )
+_without_derivative = no_derivative(
+    "scaled_matmul: there is no derivative of a product with a quantised weight; jaxlowprec.linear has one, or "
+    "multiply by jaxlowprec.dequantize(b)"
+)
 
 
 def _check_operands(who: str, x: jax.Array, q: QuantizedArray) -> None:
