@@ -9,7 +9,7 @@ import jax
 
 
 def no_derivative(message: str) -> Callable[[Any], Any]:
-    """A function that returns its argument, any tree of arrays; differentiating it raises NotImplementedError(message)."""
+    """A function that returns its argument, any tree of arrays, and raises NotImplementedError(message) if differentiated."""
 
     @jax.custom_jvp
     def identity(arrays):

@@ -155,7 +155,8 @@ TEST(weight_only_every_code_by_every_scale) {
       std::fill_n(c.x.as<float>(), rows * depth, 1.0f);
       for (int64_t n = 0; n < columns; ++n) {
         memset(c.data.as() + n * f.row_bytes(depth), 0x11 * (n % 16), f.row_bytes(depth));
-        for (int64_t b = 0; b < 2; ++b) memcpy(c.scale.as() + (2 * n + b) * f.scale_bytes(), &scales[n / 16], f.scale_bytes());
+        for (int64_t b = 0; b < 2; ++b)
+          memcpy(c.scale.as() + (2 * n + b) * f.scale_bytes(), &scales[n / 16], f.scale_bytes());
       }
       std::vector<float> wanted(rows * columns);
       multiply(c.p, wanted.data());

@@ -65,7 +65,8 @@ class NibbleTable {
     for (int i = 0; i < 2 * kParts; i += 2) {
       const U32 bytes = load_u8(codes + i / 2 * kLanes);
       const NibbleTable& table = *tables[i / kParts];
-      table.look_up(bytes & 15u, w[i / kParts].part[i % kParts]), table.look_up(bytes >> 4, w[i / kParts].part[i % kParts + 1]);
+      table.look_up(bytes & 15u, w[i / kParts].part[i % kParts]),
+          table.look_up(bytes >> 4, w[i / kParts].part[i % kParts + 1]);
     }
 #endif
   }
