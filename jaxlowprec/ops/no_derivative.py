@@ -9,7 +9,7 @@ import jax
 
 
 def no_derivative(message: str) -> Callable[[Any], Any]:
-    """A function that returns its argument, any tree of arrays, and raises NotImplementedError(message) if differentiated."""
+    """A function that returns its argument, any tree of arrays; its derivative raises NotImplementedError(message)."""
 
     @jax.custom_jvp
     def identity(arrays):
