@@ -119,34 +119,42 @@ struct E2M1Row : WeightRow {
   __attribute__((always_inline)) Run run(int64_t index) const { return Run(*this, index * kRun); }
 };
 
-/// 8-bit codes of any scaling.
+/// 8-bit codes of any scaling; blocks are of whole 32s.
 template <CodeType kCode>
 struct Float8Row : WeightRow {
-  static constexpr bool kInRegisters = false;
+  static constexpr bool kInRegisters = true;
   Scaling scaling;
 
   Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
-  int64_t run_length() const { return INT64_MAX; }
+  int64_t run_length() const { return scaling == Scaling::kTensor ? INT64_MAX : block; }
 
   struct Run {
-    const Float8Row& row;
-    void unpack(int64_t k, Sixteen (&w)[2]) const {
-      for (int half = 0; half < 2; ++half, k += kSums) {
-        const int64_t count = std::clamp<int64_t>(row.bytes - k, 0, kSums);
-        uint8_t codes[kSums] = {};
-        memcpy(codes, row.codes + std::min(k, row.bytes), count);
-        const F32 factor = L::splat(count > 0 ? row.scale(k / row.block) : 0.0f);
+    const uint8_t* codes;
+    int64_t bytes;
+    F32 factor;
+
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
+      const uint8_t* from = codes + k;
+      uint8_t padded[kUnpacked];
+      if (__builtin_expect(k + kUnpacked > bytes, false)) {
+        memset(padded, 0, kUnpacked);
+        memcpy(padded, from, bytes - k);
+        from = padded;
+      }
+      JLP_UNROLL(2)
+      for (int half = 0; half < 2; ++half) {
         F32 numbers[kParts];
+        JLP_UNROLL(4)
         for (int i = 0; i < kParts; ++i) {
-          const U32 code = load_u8(codes + i * kLanes);
+          const U32 code = load_u8(from + half * kSums + i * kLanes);
           numbers[i] = L::flush((kCode == CodeType::kE4M3 ? e4m3_decode<F32>(code) : e5m2_decode<F32>(code)) * factor);
         }
         w[half] = arrange(numbers);
       }
     }
   };
-  Run run(int64_t) const { return {*this}; }
+  __attribute__((always_inline)) Run run(int64_t index) const { return {codes, bytes, L::splat(scale(index))}; }
 
  private:
   float scale(int64_t block) const {
