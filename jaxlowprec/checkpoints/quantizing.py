@@ -82,10 +82,15 @@ def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, st
 
 
 def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, amaxes: _Amaxes) -> Arrays:
-    own = amaxes.own(module)  # for every scheme: it also says whether the weight is finite
-    shared = amaxes.shared(module) if scheme.shares_global_scale else own
-    with naming(source, module):
-        made = scheme.compress(source.read(name), amax=shared if scheme.format.has_tensor_scale else None)
+    amax = None
+    if scheme.format.has_tensor_scale:
+        amax = amaxes.shared(module) if scheme.shares_global_scale else amaxes.own(module)
+    try:
+        with naming(source, module):
+            made = scheme.compress(source.read(name), amax=amax)
+    except CheckpointError:
+        amaxes.own(module)  # says so if the weight is not finite, which no scale can hold
+        raise
     return {f"{module}.{suffix}": array for suffix, array in made.items()}
 
 
