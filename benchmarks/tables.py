@@ -41,13 +41,13 @@ def where(result: dict) -> str:
     return f"{e['device']}, {e['cores']} cores, {versions}, Python {e['python']}, commit {e['commit']}."
 
 
-def speed(kind: str = "cpu_kernels") -> str:
+def speed(kind: str = "cpu_kernels", operands: str = "4096x4096 bf16, ") -> str:
     """The kernels, one table an instruction set."""
     parts = []
     for file in sorted(RESULTS.glob(f"{kind}_*.json")):
         result = load(file.stem)
         for isa, cases in result["cases"].items():
-            rows = [("4096x4096 bf16, " + isa, "against", "speed", "target", "ours, ms", "theirs, ms")]
+            rows = [(operands + isa, "against", "speed", "target", "ours, ms", "theirs, ms")]
             for c in cases:
                 rows.append(
                     (
@@ -71,7 +71,24 @@ def formats() -> str:
 
 def weight_only() -> str:
     """Activations in high precision by a quantised weight."""
-    return speed("weight_only_matmul") or "Not measured on a quiet machine yet."
+    return speed("weight_only_matmul", "")
+
+
+def int4() -> str:
+    """Int4 to decoded values, to codes and back."""
+    return speed("int4", "4096x4096, ")
+
+
+def convert() -> str:
+    """A checkpoint's conversion."""
+    result = load("convert")
+    rows = [("scheme", "MiB", "ours, s", "`cp -r`, s", "speed", "target", "`cp -r` and `sync`, s", "speed")]
+    for c in result["cases"]:
+        sides = (c["ours"], c["copy"], c["ratio_to_copy"], c["target"], c["copy_to_disk"], c["ratio_to_copy_to_disk"])
+        ours, copy, ratio, target, disk, ratio_disk = (f"{number:.2f}" for number in sides)
+        mebibytes = f"{c['source_bytes'] / 2**20:.0f}"
+        rows.append((c["scheme"], mebibytes, ours, copy, f"{ratio}x", f"{target}x", disk, f"{ratio_disk}x"))
+    return markdown(rows) + "\n\n" + where(result)
 
 
 def best_speed() -> str:
@@ -154,7 +171,7 @@ def gpu() -> str:
     return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"
 
 
-TABLES = {f.__name__: f for f in (speed, formats, weight_only, best_speed, train_step, scaling, study, gpu)}
+TABLES = {f.__name__: f for f in (speed, formats, int4, weight_only, convert, best_speed, train_step, scaling, study, gpu)}
 
 
 def picture(path: pathlib.Path) -> None:
