@@ -66,26 +66,28 @@ struct Int4Columns {
   }
 
   static void quantize_tile(const Int4QuantizeProblem& p, int64_t batch, const Int4Tile& tile) {
-    const int64_t group = p.format.group, line = batch * p.columns + tile.column;
+    const int64_t group = p.format.group, groups_of_line = p.groups(), line_bytes = p.line_bytes();
+    const int64_t line = batch * p.columns + tile.column, first = line * groups_of_line + tile.row / group;
     const Storage* x = static_cast<const Storage*>(p.x) + (batch * p.rows + tile.row) * p.columns + tile.column;
-    uint8_t* data = p.data + line * p.line_bytes() + tile.row / 2;
-    const int64_t first = line * p.groups() + tile.row / group;
+    uint8_t* data = p.data + line * line_bytes + tile.row / 2;
     uint16_t* scale = p.scale + first;
     uint8_t* zero = kSymmetric ? nullptr : p.zero + first;
     if (!tile.whole(p)) return quantize_transposed(x, p, tile, data, scale, zero);
     Groups groups;
-    for (int64_t row = 0; row < tile.rows; row += group, x += group * p.columns, data += group / 2) {
+    for (int64_t row = 0; row < tile.rows; row += group, x += group * p.columns, data += group / 2, ++scale) {
       scales_of(x, p.columns, group, groups);
-      for (int64_t r = 0; r < group; r += 32)
-        encode_32_rows(x + r * p.columns, p.columns, groups, data + r / 2, p.line_bytes());
-      for (int j = 0; j < kStrip; ++j) {
-        const int i = place(j);
-        const int64_t at = j * p.groups() + row / group;
-        scale[at] = groups.template scale_bits<Deploy>(i);
-        if (!kSymmetric) zero[at] = static_cast<uint8_t>(groups.zero[i]);
-        if (__builtin_expect(groups.scale[i] != groups.scale[i], 0))
-          memset(data + j * p.line_bytes(), static_cast<int>(groups.zero[i] * 17), group / 2);
+      for (int64_t r = 0; r < group; r += 32) encode_32_rows(x + r * p.columns, p.columns, groups, data + r / 2, line_bytes);
+      uint16_t bits[kStrip];
+      groups.template scale_bits<Deploy>(bits);
+      for (int j = 0; j < kStrip; ++j) scale[j * groups_of_line] = bits[place(j)];
+      if (!kSymmetric) {
+        for (int j = 0; j < kStrip; ++j) zero[j * groups_of_line] = static_cast<uint8_t>(groups.zero[place(j)]);
+        ++zero;
       }
+      if (groups.finite) continue;
+      for (int j = 0; j < kStrip; ++j)
+        if (const int i = place(j); groups.scale[i] != groups.scale[i])
+          memset(data + j * line_bytes, static_cast<int>(groups.zero[i] * 17), group / 2);
     }
   }
 
@@ -103,7 +105,7 @@ struct Int4Columns {
       for (int j = 0; j < kStrip; j += kStep) {
         const Int4Group<F32> ga = groups.lanes(j), gb = groups.lanes(j + kLanes);
         const auto code = [&](F32 v, const Int4Group<F32>& g) {
-          return int4_code(int4_steps<F32, kSymmetric>(deployed<E, Deploy>(v), g), g) & 15u;
+          return int4_encode<F32, kSymmetric>(deployed<E, Deploy>(v), g) & 15u;
         };
         const Pair one = I::load_two(x + j), next = I::load_two(x + stride + j);
         I::store_two_bytes(&codes[r][j], code(one.even, ga) | (code(next.even, ga) << 4),

@@ -36,10 +36,10 @@ struct Int4Groups {
     return {load<F32>(scale + i), load<F32>(inverse + i), load<U32>(zero + i), load<F32>(most + i)};
   }
 
+  /// As stored.
   template <class Deploy>
-  uint16_t scale_bits(int i) const {
-    return static_cast<uint16_t>(
-        int4_scale_bits<float, std::conditional_t<std::is_same_v<Deploy, DeployF16>, Int4F16, Int4BF16>>(scale[i]));
+  inline __attribute__((always_inline)) void scale_bits(uint16_t (&bits)[kCount]) const {
+    for (int i = 0; i < kCount; i += kLanes) store_u16(bits + i, int4_scale_bits<F32, Deploy>(load<F32>(scale + i)));
   }
 
  private:

@@ -91,17 +91,19 @@ struct Int4Rows {
     for (; groups > 0; groups -= kLanes, x += kLanes * group, data += kLanes * group / 2) {
       const int count = static_cast<int>(std::min<int64_t>(kLanes, groups));
       scales_of(x, group, count, scales);
+      uint16_t bits[kLanes];
+      scales.template scale_bits<Deploy>(bits);
       for (int i = 0; i < count; ++i) {
         const Int4Group<F32> g = scales.splat(i);
         for (int64_t k = i * group; k < (i + 1) * group; k += kStep) {
           __builtin_prefetch(x + k + kAhead);
           const Pair two = I::load_pair(x + k);
-          const U32 even = int4_code(int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.even), g), g) & 15u;
-          const U32 odd = int4_code(int4_steps<F32, kSymmetric>(deployed<E, Deploy>(two.odd), g), g) & 15u;
+          const U32 even = int4_encode<F32, kSymmetric>(deployed<E, Deploy>(two.even), g) & 15u;
+          const U32 odd = int4_encode<F32, kSymmetric>(deployed<E, Deploy>(two.odd), g) & 15u;
           store_low_bytes(data + k / 2, even | (odd << 4));
         }
         if (g.scale[0] != g.scale[0]) memset(data + i * group / 2, static_cast<int>(g.zero[0] * 17), group / 2);
-        *scale++ = scales.template scale_bits<Deploy>(i);
+        *scale++ = bits[i];
         if (!kSymmetric) *zero++ = static_cast<uint8_t>(scales.zero[i]);
       }
     }

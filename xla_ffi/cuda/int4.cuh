@@ -128,7 +128,7 @@ JLP_DEVICE void store_group(const Int4Arguments& a, int64_t index, const Int4Gro
 }
 
 JLP_DEVICE uint32_t code_of(float x, const Int4Group<float>& g) {
-  const uint32_t code = int4_code(int4_steps<float, false>(x, g), g) & 15u;
+  const uint32_t code = int4_encode<float, false>(x, g) & 15u;
   return g.scale != g.scale ? g.zero : code;
 }
 

@@ -61,11 +61,11 @@ JLP_RULE Int4Group<F> int4_group(F step, Uint<F> largest_magnitude) {
   return {finite, 1.0f / finite, fill<F>(kInt4Middle), L::splat(kInt4Integers + 7.0f)};
 }
 
-/// x / scale rounded to an integer, ties to even, plus kInt4Integers.
+/// x / scale rounded to an integer, ties to even, plus kInt4Integers and an even number.
 template <class F>
-JLP_RULE F int4_nearest(F x, F inverse) {
+JLP_RULE F int4_nearest(F x, F inverse, int plus = 0) {
   using L = Lanes<F>;
-  return L::multiply_add_exact(x, inverse, L::splat(192.0f)) + (kInt4Integers - 192.0f);
+  return L::multiply_add_exact(x, inverse, L::splat(192.0f)) + (kInt4Integers - 192.0f + static_cast<float>(plus));
 }
 
 /// From the magnitude bits of the largest magnitude. Multiplying by 1/7 gives the same 16-bit scales as dividing by 7.
@@ -95,10 +95,12 @@ JLP_RULE F int4_steps(F x, const Int4Group<F>& group) {
   return kSymmetric ? steps : Lanes<F>::min(steps, group.most);
 }
 
-/// The code in the low 4 bits; those above are not zero.
-template <class F>
-JLP_RULE Uint<F> int4_code(F steps, const Int4Group<F>& group) {
-  return Lanes<F>::bits(steps) + group.zero;
+/// x as a code in the low 4 bits; those above are not zero.
+template <class F, bool kSymmetric>
+JLP_RULE Uint<F> int4_encode(F x, const Int4Group<F>& group) {
+  using L = Lanes<F>;
+  if (kSymmetric) return L::bits(int4_nearest(x, group.inverse, kInt4Middle));
+  return L::bits(int4_steps<F, false>(x, group)) + group.zero;
 }
 
 /// The scale as stored.
