@@ -148,12 +148,8 @@ struct WeightOnly {
   __attribute__((noinline)) static void multiply_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column,
                                                          const float* x, int64_t depth, const Totals& totals, int64_t at) {
     const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
-    Sixteen sums[kCount][kWide];
-    JLP_UNROLL(8)
-    for (int c = 0; c < kCount; ++c) {
-      JLP_UNROLL(4)
-      for (int r = 0; r < kWide; ++r) sums[c][r] = {};
-    }
+    Sixteen sums[kWide][kCount];
+    for_each<kWide, kCount>([&](int r, int c) { sums[r][c] = {}; });
     const int64_t next = kCount * rows[0].bytes;  // columns: what is ahead of so many short streams is not foreseen
     const int64_t length = rows[0].run_length();
     for (int64_t run = 0, k = 0; k < depth; ++run) {
@@ -167,17 +163,13 @@ struct WeightOnly {
           runs[c].unpack(k, w);
           JLP_UNROLL(4)
           for (int r = 0; r < kWide; ++r) {
-            add_products(sums[c][r], load_sixteen(x + r * depth + k), w[0]);
-            add_products(sums[c][r], load_sixteen(x + r * depth + k + kSums), w[1]);
+            add_products(sums[r][c], load_sixteen(x + r * depth + k), w[0]);
+            add_products(sums[r][c], load_sixteen(x + r * depth + k + kSums), w[1]);
           }
         }
       }
     }
-    JLP_UNROLL(8)
-    for (int c = 0; c < kCount; ++c) {
-      JLP_UNROLL(4)
-      for (int r = 0; r < kWide; ++r) totals.y[r * totals.stride + at + c] = total(sums[c][r]);
-    }
+    for_each<kWide, kCount>([&](int r, int c) { totals.y[r * totals.stride + at + c] = total(sums[r][c]); });
   }
 
   // --- many rows
@@ -246,14 +238,9 @@ struct WeightOnly {
   template <int kHigh, int kWide>
   __attribute__((noinline)) static void multiply_tile(const float* x, const float* w, int64_t count, float* waiting,
                                                       bool first, float* totals, int64_t stride) {
-    Sixteen sums[kHigh][kWide] = {};
-    if (!first) {
-      JLP_UNROLL(4)
-      for (int r = 0; r < kHigh; ++r) {
-        JLP_UNROLL(8)
-        for (int c = 0; c < kWide; ++c) sums[r][c] = load_sixteen(waiting + (r * kWide + c) * kSums);
-      }
-    }
+    Sixteen sums[kHigh][kWide];
+    for_each<kHigh, kWide>(
+        [&](int r, int c) { sums[r][c] = first ? Sixteen{} : load_sixteen(waiting + (r * kWide + c) * kSums); });
     for (int64_t k = 0; k < count; k += kSums) {
       JLP_UNROLL(4)
       for (int i = 0; i < kParts; ++i) {
@@ -269,13 +256,22 @@ struct WeightOnly {
         }
       }
     }
-    for (int r = 0; r < kHigh; ++r)
-      for (int c = 0; c < kWide; ++c) {
-        if (totals)
-          totals[r * stride + c] = total(sums[r][c]);
-        else
-          store_sixteen(waiting + (r * kWide + c) * kSums, sums[r][c]);
-      }
+    for_each<kHigh, kWide>([&](int r, int c) {
+      if (totals)
+        totals[r * stride + c] = total(sums[r][c]);
+      else
+        store_sixteen(waiting + (r * kWide + c) * kSums, sums[r][c]);
+    });
+  }
+
+  /// Calls visit(row, column), unrolled, so that what it indexes can stay in registers.
+  template <int kHigh, int kWide, class Visit>
+  JLP_RULE void for_each(Visit visit) {
+    JLP_UNROLL(4)
+    for (int r = 0; r < kHigh; ++r) {
+      JLP_UNROLL(8)
+      for (int c = 0; c < kWide; ++c) visit(r, c);
+    }
   }
 };
 
