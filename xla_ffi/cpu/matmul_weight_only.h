@@ -86,6 +86,7 @@ struct WeightOnly {
   // --- how the result is cut
 
   static constexpr int kFewRows = 4;
+  static constexpr int kChains = kLanes == 16 ? 8 : 4;  // of multiply-adds, as many as registers hold beside the tables
 #if defined(JLP_ISA_AVX512)
   static constexpr int kRows = 4, kColumns = 6;
 #elif defined(JLP_ISA_AVX2)
@@ -114,7 +115,7 @@ struct WeightOnly {
     const Totals totals = {x + depth * p.rows, stride};
     arrange_rows(p, batch, 0, p.rows, 0, depth, depth, x);
     with_rows<kFewRows>(p.rows, [&](auto rows) {
-      constexpr int kTogether = std::max(1, 4 / (rows * kParts));  // columns, of 8 chains of multiply-adds
+      constexpr int kTogether = std::max(1, kChains / (rows * kParts));  // columns
       int64_t c = 0;
       for (; c + kTogether <= range.columns; c += kTogether)
         multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
