@@ -171,7 +171,9 @@ def gpu() -> str:
     return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"
 
 
-TABLES = {f.__name__: f for f in (speed, formats, int4, weight_only, convert, best_speed, train_step, scaling, study, gpu)}
+TABLES = {
+    f.__name__: f for f in (speed, formats, int4, weight_only, convert, best_speed, train_step, scaling, study, gpu)
+}
 
 
 def picture(path: pathlib.Path) -> None:
