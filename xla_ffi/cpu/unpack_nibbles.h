@@ -41,6 +41,9 @@ class NibbleTable {
   void store_bytes(uint8_t (&bytes)[2][16]) const {
     store(bytes[0], _mm256_castsi256_si128(low_)), store(bytes[1], _mm256_castsi256_si128(high_));
   }
+#else
+  /// From 16 numbers of E.
+  explicit NibbleTable(const float* numbers) { memcpy(&numbers_, numbers, sizeof numbers_); }
 #endif
 
   /// The numbers of 16 bytes of codes, those of the latter 8 bytes by `second`.
@@ -144,14 +147,14 @@ class E2M1Tables {
         const uint32_t half = bf16_encode(number);  // exact
         bytes_[scale][0][code] = half & 0xFF, bytes_[scale][1][code] = half >> 8;
 #else
-        numbers_[scale][code / kLanes][code % kLanes] = number;
+        numbers_[scale][code] = number;
 #endif
       }
   }
 #if defined(JLP_ISA_AVX2)
   alignas(64) uint8_t bytes_[256][2][16];
 #else
-  F32 numbers_[256][kParts];
+  alignas(64) float numbers_[256][16];
 #endif
 };
 
