@@ -91,6 +91,11 @@ def convert() -> str:
     return markdown(rows) + "\n\n" + where(result)
 
 
+def brief(case: dict) -> tuple[str, str, str]:
+    """A measured case as a row of the README."""
+    return case["case"], case["against"], f"{case['ratio']['median']:.2f}x"
+
+
 _SHOWN = ("Int4 1x128 of bfloat16, axis -1", "bfloat16 by Int4 1x128")  # of INT4, in the README
 
 
@@ -100,16 +105,15 @@ def best_speed() -> str:
     result = load(file.stem)
     isa, cases = next(iter(result["cases"].items()))
     rows = [("4096x4096 bf16", "against", "speed")]
-    rows += [(c["case"], c["against"], f"{c['ratio']['median']:.2f}x") for c in cases]
+    rows += map(brief, cases)
     other = load(f"formats_{isa}")["cases"][isa]
-    rows += [(c["case"], c["against"], f"{c['ratio']['median']:.2f}x") for c in other if "matmul" in c["case"]]
+    rows += [brief(c) for c in other if "matmul" in c["case"]]
     for kind in ("int4", "weight_only_matmul"):
         shown = load(f"{kind}_{isa}")["cases"][isa]
-        rows += [(c["case"], c["against"], f"{c['ratio']['median']:.2f}x") for c in shown if c["case"].endswith(_SHOWN)]
+        rows += [brief(c) for c in shown if c["case"].endswith(_SHOWN)]
     rows += [
         (f"converting a checkpoint, {c['scheme']}", "`cp -r` of it", f"{c['ratio_to_copy']:.2f}x")
         for c in load("convert")["cases"]
-        if c["scheme"] == "w4a16"
     ]
     rows += [
         (f"a training step of the {c['size']} example, {c['recipe']}", c["against"], f"{c['ratio']['median']:.2f}x")

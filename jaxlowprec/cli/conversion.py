@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.convert import Report, Run
 from jaxlowprec.cli.progress import bar, readable
@@ -64,9 +65,13 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
     if options.dry_run:
         return lines
     kept = f", {len(report.kept)} were finished before" if report.kept else ""
-    files = f"{len(report.written)} file{'' if len(report.written) == 1 else 's'}"
-    lines.append(f"wrote {files} of weights{kept}; copied {len(report.copied)} other files")
+    lines.append(f"wrote {_files(report.written)} of weights{kept}; copied {_files(report.copied, 'other ')}")
     if report.verified is not None:
         lines.append(f"verified: {report.verified} tensors are what the source gives")
     lines.append(f"{report.seconds:.1f} s, {readable(report.source_bytes / max(report.seconds, 1e-9))}/s of the source")
     return lines
+
+
+def _files(names: Sequence[str], kind: str = "") -> str:
+    """How many there are."""
+    return f"{len(names)} {kind}file{'' if len(names) == 1 else 's'}"

@@ -114,6 +114,17 @@ void multiply(const WeightOnlyProblem& p, float* result) {
   }
 }
 
+/// All kernels' bytes are those of the rule.
+void check_bytes(const Case& c) {
+  std::vector<float> wanted(c.p.batch * c.p.rows * c.p.columns);
+  multiply(c.p, wanted.data());
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    memset(c.result.as(), 0xA5, c.result.size());
+    run_chunks(k, c.p, scrambled);
+    CHECK_EQ(first_difference(c.result.as(), wanted.data(), ElementType::kF32, wanted.size()), -1);
+  });
+}
+
 }  // namespace
 
 TEST(weight_only_bytes_are_the_rules) {
@@ -127,13 +138,7 @@ TEST(weight_only_bytes_are_the_rules) {
         const check::Given given(kind.name + ", " + name(type) + ", rows " + std::to_string(shape.rows) + ", depth " +
                                  std::to_string(shape.depth));
         const Case c(kind, shape, type, random);
-        std::vector<float> wanted(shape.batch * shape.rows * shape.columns);
-        multiply(c.p, wanted.data());
-        for_all_runs([&](const Kernels& k, bool scrambled) {
-          memset(c.result.as(), 0xA5, c.result.size());
-          run_chunks(k, c.p, scrambled);
-          CHECK_EQ(first_difference(c.result.as(), wanted.data(), ElementType::kF32, wanted.size()), -1);
-        });
+        check_bytes(c);
       }
 }
 
@@ -157,13 +162,7 @@ TEST(weight_only_every_code_by_every_scale) {
         memset(c.data.as() + n * f.row_bytes(depth), 0x11 * (n % 16), f.row_bytes(depth));
         memcpy(c.scale.as() + n * f.scale_bytes(), &scales[n / 16], f.scale_bytes());
       }
-      std::vector<float> wanted(rows * columns);
-      multiply(c.p, wanted.data());
-      for_all_runs([&](const Kernels& k, bool scrambled) {
-        memset(c.result.as(), 0xA5, c.result.size());
-        run_chunks(k, c.p, scrambled);
-        CHECK_EQ(first_difference(c.result.as(), wanted.data(), ElementType::kF32, wanted.size()), -1);
-      });
+      check_bytes(c);
     }
   }
 }

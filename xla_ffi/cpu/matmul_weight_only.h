@@ -159,7 +159,7 @@ struct WeightOnly {
       for (; k < end; k += kUnpacked) {
         JLP_UNROLL(8)
         for (int c = 0; c < kCount; ++c) {
-          __builtin_prefetch(rows[c].codes + next + (k >> 1));
+          __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
           Sixteen w[2];
           runs[c].unpack(k, w);
           JLP_UNROLL(4)
@@ -212,11 +212,11 @@ struct WeightOnly {
   __attribute__((noinline)) static void unpack_column(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
                                                       int64_t end, float* out) {
     const Row row(p, batch, column);
-    __builtin_prefetch(row.codes + 4 * row.bytes + (k * row.bytes) / std::max<int64_t>(p.depth, 1));
+    __builtin_prefetch(row.codes + 4 * row.bytes + Row::byte_of(k));
     const int64_t length = row.run_length();
     for (int64_t index = k / length; k < end; ++index) {
       const auto run = row.run(index);
-      const int64_t run_end = index < end / length ? (index + 1) * length : end;
+      const int64_t run_end = std::min((index + 1) * length, end);
       for (; k < run_end; k += kUnpacked, out += kUnpacked) {
         Sixteen w[2];
         run.unpack(k, w);

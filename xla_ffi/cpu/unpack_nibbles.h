@@ -18,6 +18,11 @@ namespace JLP_ISA {
 
 constexpr int kUnpacked = 32;  // codes that are unpacked together
 
+#if defined(JLP_ISA_AVX2)
+/// 16 bytes, in either half.
+JLP_RULE __m256i load_twice(const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); }
+#endif
+
 /// What the codes 0 to 15 stand for: numbers of a 16-bit float type E.
 template <class E>
 class NibbleTable {
@@ -57,7 +62,7 @@ class NibbleTable {
       w[i].part[0] = (F32)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), raw(tables[i]->numbers_));
     }
 #elif defined(JLP_ISA_AVX2)
-    const __m256i both = _mm256_broadcastsi128_si256(load<__m128i>(codes));
+    const __m256i both = load_twice(codes);
     const __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
     const auto low = [&](const NibbleTable& table) { return _mm256_shuffle_epi8(table.low_, nibbles); };
     const auto high = [&](const NibbleTable& table) { return _mm256_shuffle_epi8(table.high_, nibbles); };
@@ -129,8 +134,7 @@ class E2M1Tables {
 
   NibbleTable<BF16> operator[](uint8_t scale) const {
 #if defined(JLP_ISA_AVX2)
-    const auto twice = [](const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); };
-    return {twice(bytes_[scale][0]), twice(bytes_[scale][1])};
+    return {load_twice(bytes_[scale][0]), load_twice(bytes_[scale][1])};
 #else
     return NibbleTable<BF16>(numbers_[scale]);
 #endif
@@ -182,19 +186,19 @@ class Int4Tables {
   }
 
   __attribute__((always_inline)) NibbleTable<BF16> table(uint16_t scale, uint8_t zero) const {
-    const auto twice = [](const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); };
     const bool ordinary = static_cast<uint16_t>((scale & 0x7FFF) - kLeast) <= kMost - kLeast && zero < 16;
     if (__builtin_expect(!ordinary, false)) {
       uint8_t bytes[2][16];
       compute(scale, zero, bytes);
-      return {twice(bytes[0]), twice(bytes[1])};
+      return {load_twice(bytes[0]), load_twice(bytes[1])};
     }
     const int from = 15 - zero;
-    const __m256i upper = _mm256_and_si256(_mm256_set1_epi8(static_cast<char>(scale >> 8)), twice(added_ + from));
-    return {twice(rows_[scale & 0xFF].low + from), _mm256_add_epi8(twice(rows_[scale & 0xFF].high + from), upper)};
+    const __m256i upper = _mm256_and_si256(_mm256_set1_epi8(static_cast<char>(scale >> 8)), load_twice(added_ + from));
+    return {load_twice(rows_[scale & 0xFF].low + from), _mm256_add_epi8(load_twice(rows_[scale & 0xFF].high + from), upper)};
   }
 
  private:
+  /// Through memory: returned as a table, it would have g++ keep the callers' tables there.
   __attribute__((noinline, cold)) static void compute(uint16_t scale, uint8_t zero, uint8_t (&bytes)[2][16]) {
     int4_table<BF16>(scale, zero).store_bytes(bytes);
   }

@@ -24,6 +24,7 @@ struct WeightRow {
         block(p.weight.format.block) {
     codes = p.weight.data + (batch * p.columns + row) * bytes;
   }
+  JLP_RULE int64_t byte_of(int64_t k) { return k >> 1; }
 };
 
 /// Int4 with groups of whole 32s and scales of type E: one table of 16 numbers a group.
@@ -127,6 +128,7 @@ struct Float8Row : WeightRow {
 
   Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
+  JLP_RULE int64_t byte_of(int64_t k) { return k; }
   int64_t run_length() const { return scaling == Scaling::kTensor ? INT64_MAX : block; }
 
   struct Run {
