@@ -6,17 +6,12 @@
 
 jit makes eager calls take its fast path and traces once a shape; custom_vmap turns a mapped axis into one more leading
 batch axis; custom_partitioning keeps sharded operands where they are; the primitive chooses the implementation when the
-platform is known and types its results without a device. All four read the same einops-like rule:
-
-    Rule("... r (c k), ... -> ... r (c h), ... r c", k=16, h=8)
-
-An operand's dimension is a factor, or a product whose first factor alone may be split: `(c k)` is split into whole
-blocks of k. Factors of given size are never split. `...` stands for batch axes, which all operands that have them
-share.
+platform is known and types its results without a device. All four read the same einops-like rule (`sharding_rule`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,87 +26,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from jaxlowprec.sharding_rule import Placed, Rule, Split
+
+__all__ = ["Rule", "align_varying", "define", "varying_axes"]
+
 Avals = Sequence[Any]
-Split = Mapping[str, tuple[str, ...]]  # mesh axes by the factor they split
-
-
-class Rule:
-    """How results are split when operands are.
-
-    Arguments:
-        text: the rule, see the module's docstring.
-        reductions: factors summed (or otherwise combined) away: results on split operands need a collective.
-        whole: further factors that are never split.
-        sizes: factors of fixed size.
-    """
-
-    def __init__(self, text: str, reductions: Sequence[str] = (), whole: Sequence[str] = (), **sizes: int):
-        def side(part: str) -> list[list[str]]:
-            return [re.findall(r"\.\.\.|\([^)]*\)|\w+", operand) for operand in part.split(",")]
-
-        self.text, self.reductions, self.sizes = text, tuple(reductions), sizes
-        self.whole = {*sizes, *whole}
-        self.operands, self.results = (side(part) for part in text.split("->"))
-
-    def dims(self, tokens: list[str], ndim: int) -> list[tuple[str, int]]:
-        """For each dimension, the factor that may be split and the product of the others."""
-        if "..." in tokens:
-            at = tokens.index("...")
-            batch = [f"batch{i}" for i in range(ndim - len(tokens) + 1)]
-            tokens = [*tokens[:at], *batch, *tokens[at + 1 :]]
-        factors = [token.strip("()").split() for token in tokens]
-        return [(first, math.prod(self.sizes[f] for f in rest)) for first, *rest in factors]
-
-    def split(self, mesh: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], partial: bool) -> Split:
-        """The mesh axes that split each factor: the first operand that splits a factor decides.
-
-        Blocks are never cut. Where all axes of a dimension do not divide it into whole blocks, `partial` keeps as many
-        as do; otherwise none are kept.
-        """
-        found: dict[str, tuple[str, ...]] = {}
-        used: set[str] = set()
-        for tokens, shape, spec in zip(self.operands, shapes, specs, strict=True):
-            padded = [*spec, *[None] * (len(shape) - len(spec))]
-            for (factor, rest), size, entry in zip(self.dims(tokens, len(shape)), shape, padded, strict=True):
-                axes = entry if isinstance(entry, tuple) else (entry,)
-                axes = tuple(axis for axis in axes if axis is not None and axis not in used)
-                while axes and size // rest % math.prod(mesh.shape[axis] for axis in axes):
-                    axes = axes[:-1] if partial else ()
-                if axes and factor not in found and factor not in self.whole:
-                    found[factor] = axes
-                    used.update(axes)
-        return found
-
-    def spec(self, tokens: list[str], ndim: int, split: Split) -> PartitionSpec:
-        """The partition of an array of `ndim` dimensions named by `tokens`."""
-        return PartitionSpec(*[split.get(factor) for factor, _ in self.dims(tokens, ndim)])
-
-    def shardy(self, mesh: Any, operands: Avals, results: Avals) -> tuple[str, dict[str, Any]]:
-        """The rule as Shardy wants it: `(c k)` becomes `(c ck)`, or `ck` where c is 1.
-
-        Special factors come in order of appearance, a factor that only occurs in products needs its size, no factor
-        occurs twice in one array, and none of size 1 in a product.
-        """
-        leading = {
-            factor: n // rest
-            for tokens, value in zip(self.operands + self.results, [*operands, *results], strict=True)
-            for (factor, rest), n in zip(self.dims(tokens, len(value.shape)), value.shape, strict=True)
-            if rest > 1
-        }
-        text, whole, sizes = self.text, set(self.whole), dict(leading)
-        for factor, rest in dict.fromkeys(re.findall(r"\((\w+) ([^)]*)\)", text)):
-            name = (factor + rest).replace(" ", "")
-            text = text.replace(f"({factor} {rest})", f"({factor} {name})" if leading[factor] > 1 else name)
-            sizes[name] = math.prod(self.sizes[f] for f in rest.split())
-            whole.add(name)
-        order = dict.fromkeys(re.findall(r"\w+", text))
-        alone = re.sub(r"\([^)]*\)", "", text)
-        options: dict[str, Any] = {f: sizes[f] for f in order if f in sizes and f not in re.findall(r"\w+", alone)}
-        special = {
-            "need_replication_factors": tuple(f for f in order if f in whole),
-            "reduction_factors": tuple(f for f in order if f in self.reductions),
-        }
-        return text, options | {name: factors for name, factors in special.items() if factors}
 
 
 def _primes(n: int) -> list[int]:
@@ -161,6 +80,19 @@ def _lowering(body: Callable):
     return rule
 
 
+def _as_bytes(x: jax.Array) -> jax.Array:
+    """An array of 8-bit floats as uint8: XLA's collectives on CPUs would carry them as float16."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype.kind in "fV" else x
+
+
+def _from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """The inverse, for arrays of these dtypes."""
+    return tuple(
+        v if v.dtype == dtype else jax.lax.bitcast_convert_type(v, dtype)
+        for v, dtype in zip(values, dtypes, strict=True)
+    )
+
+
 def define(
     name: str,
     *,
@@ -171,6 +103,7 @@ def define(
     platforms: Sequence[str] = (),
     collective: Callable = jax.lax.psum,
     when_reduced: Callable | None = None,
+    out_spec: PartitionSpec | None = None,
     only_native: bool = False,
     missing: Mapping[str, str] | None = None,
 ) -> Callable:
@@ -184,8 +117,10 @@ def define(
         native: the same by an FFI call; where platforms differ in it, one for each.
         platforms: where `native` serves.
         collective: combines results over mesh axes that split a reduction factor.
-        when_reduced: arrays, mesh axes -> arrays; how to compute when a reduction factor is split, where combining the
-            results is not enough.
+        when_reduced: a function that adds up an array laid out as the first result, arrays -> arrays; how to compute
+            when a reduction factor is split, where combining the results is not enough. The sum may stay scattered:
+            operands without a reduction factor are then split as the results are.
+        out_spec: in explicit mode, how the first result is to be split, as far as the rule can.
         only_native: other platforms raise NotImplementedError instead of running the reference.
         missing: for the message, why a platform is not among `platforms`.
     """
@@ -194,10 +129,17 @@ def define(
 
     @primitive.def_abstract_eval
     def _(*avals):
-        first = avals[0]
+        first, shapes = avals[0], outputs(*avals)
         mesh = first.sharding.mesh
-        shapes, specs = [a.shape for a in avals], [a.sharding.spec for a in avals]
-        split = {} if mesh.empty else rule.split(mesh, shapes, specs, partial=False)
+        split: Split = {}
+        if not mesh.empty:
+            operands = [Placed(a.shape, a.sharding.spec, a.dtype.itemsize) for a in avals]
+            wanted = None
+            if out_spec is not None:
+                (shape, dtype), *_ = shapes
+                wanted = Placed(shape, out_spec, jnp.dtype(dtype).itemsize)
+            split = rule.split(mesh, operands, [wanted] if wanted else [])
+            split, _ = rule.landed(mesh, split, wanted)
         return [
             first.update(
                 shape=tuple(shape),
@@ -205,7 +147,7 @@ def define(
                 weak_type=False,
                 sharding=first.sharding.update(spec=rule.spec(tokens, len(shape), split)),
             )
-            for tokens, (shape, dtype) in zip(rule.results, outputs(*avals), strict=True)
+            for tokens, (shape, dtype) in zip(rule.results, shapes, strict=True)
         ]
 
     def unavailable(why: str) -> Callable:
@@ -232,52 +174,85 @@ def define(
         with jax.disable_jit(False):  # the implementation is chosen in lowering, which jax.disable_jit would skip
             return compiled(*args)
 
-    def partition(mesh, args, results):
+    def partition(dtypes, mesh, args, results):
         """JAX hands out shardings that are neither consistent nor always expressible on its mesh: all are derived anew
         from the rule."""
         results = jax.tree.leaves(results)
-        reduced: tuple[str, ...] = ()
+        if mesh.empty:
+            _check_pieces(name, rule, args, results)
+            local = _on_bytes(bind, dtypes)
+            return mesh, local, tuple(r.sharding for r in results), tuple(a.sharding for a in args)
+        mesh = _refine(mesh)
+        operands, wanted = ([_placed(mesh, value) for value in values] for values in (args, results))
+        split = rule.split(mesh, operands, wanted, partial=True)
+        landed, scattered = rule.landed(mesh, split, wanted[0] if when_reduced else None)
+        reduced = tuple(axis for factor in rule.reductions for axis in split.get(factor, ()))
+        where = [split if rule.is_reduced(tokens) else landed for tokens in rule.operands]
 
-        def local(*local_args):
-            if reduced and when_reduced:
-                with _no_mesh():
-                    return tuple(when_reduced(reduced, *local_args))
+        def add_up(partial):
+            axes = set(reduced)
+            for dim, (factor, _) in enumerate(rule.dims(rule.results[0], partial.ndim)):
+                if factor in scattered:
+                    axes -= {*scattered[factor]}
+                    partial = jax.lax.psum_scatter(partial, scattered[factor], scatter_dimension=dim, tiled=True)
+            return jax.lax.psum(partial, tuple(a for a in reduced if a in axes)) if axes else partial
+
+        def compute(*local_args):
             with _no_mesh():  # the collective's own scalar computation too
+                if reduced and when_reduced:
+                    return tuple(when_reduced(add_up, *local_args))
                 outs = bind(*local_args)
                 return tuple(collective(out, reduced) for out in outs) if reduced else outs
 
-        if mesh.empty:
-            _check_pieces(name, rule, args, results)
-            return mesh, local, tuple(r.sharding for r in results), tuple(a.sharding for a in args)
-        mesh = _refine(mesh)
-        specs = [_spec_on(mesh, a.sharding, a.shape) for a in args]
-        split = rule.split(mesh, [a.shape for a in args], specs, partial=True)
-        reduced = tuple(axis for factor in rule.reductions for axis in split.get(factor, ()))
-
-        def shardings(tokens, values):
-            specs = [rule.spec(t, len(v.shape), split) for t, v in zip(tokens, values, strict=True)]
+        def shardings(tokens, values, splits):
+            specs = [rule.spec(t, len(v.shape), s) for t, v, s in zip(tokens, values, splits, strict=True)]
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-        return mesh, local, shardings(rule.results, results), shardings(rule.operands, args)
+        placed_results = shardings(rule.results, results, [landed] * len(results))
+        return mesh, _on_bytes(compute, dtypes), placed_results, shardings(rule.operands, args, where)
 
-    split = custom_partitioning(lambda *args: bind(*args))
-    split.def_partition(partition, decode_shardings=False, sharding_rule=rule.shardy)
+    def sharding_rule(dtypes, mesh, operands, results):
+        del dtypes
+        return rule.shardy(mesh, operands, results)
 
-    op = custom_vmap(lambda *args: split(*args))
+    split = custom_partitioning(lambda dtypes, *args: _on_bytes(bind, dtypes)(*args), static_argnums=(0,))
+    split.def_partition(partition, decode_shardings=False, sharding_rule=sharding_rule)
 
-    @op.def_vmap
-    def _(size, batched, *args):
-        for i, (mapped, tokens) in enumerate(zip(batched, rule.operands, strict=True)):
-            if mapped and tokens[:1] != ["..."]:
-                raise NotImplementedError(f"{name}: operand {i} has no batch axes and cannot be mapped over by vmap")
-        widened = [
-            a if mapped or tokens[:1] != ["..."] else jnp.broadcast_to(a, (size, *a.shape))
-            for a, mapped, tokens in zip(args, batched, rule.operands, strict=True)
-        ]
-        out = op(*widened)
-        return out, (True,) * len(out)
+    @functools.cache
+    def op_of(*dtypes):
+        """The op on these dtypes, its 8-bit floats as bytes."""
+        op = custom_vmap(lambda *args: split(dtypes, *args))
+
+        @op.def_vmap
+        def _(size, batched, *args):
+            for i, (mapped, tokens) in enumerate(zip(batched, rule.operands, strict=True)):
+                if mapped and tokens[:1] != ["..."]:
+                    raise NotImplementedError(
+                        f"{name}: operand {i} has no batch axes and cannot be mapped over by vmap"
+                    )
+            widened = [
+                a if mapped or tokens[:1] != ["..."] else jnp.broadcast_to(a, (size, *a.shape))
+                for a, mapped, tokens in zip(args, batched, rule.operands, strict=True)
+            ]
+            out = op(*widened)
+            return out, (True,) * len(out)
+
+        return op
+
+    def op(*args):
+        results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(_as_bytes, args))
+        return _from_bytes(results, [dtype for _, dtype in outputs(*args)])
 
     return jax.jit(op)
+
+
+def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:
+    """The function of arrays of these dtypes, taking and giving 8-bit floats as bytes."""
+    return lambda *args: tuple(map(_as_bytes, function(*_from_bytes(args, dtypes))))
+
+
+def _placed(mesh: Mesh, value: Any) -> Placed:
+    return Placed(tuple(value.shape), _spec_on(mesh, value.sharding, value.shape), value.dtype.itemsize)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -98,5 +98,5 @@ biased_total = define(
     rule=Rule("... r c, ... -> ...", reductions=("r", "c")),
     outputs=matrix_outputs,
     reference=lambda x, bias: [x.sum((-2, -1)) + bias],
-    when_reduced=lambda axes, x, bias: [jax.lax.psum(x.sum((-2, -1)), axes) + bias],
+    when_reduced=lambda add_up, x, bias: [add_up(x.sum((-2, -1))) + bias],
 )

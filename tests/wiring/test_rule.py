@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.wiring import Rule
+from jaxlowprec.sharding_rule import Placed, Rule
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
 BLOCKS = Rule("r (c k), r -> r c", k=4)
@@ -31,8 +31,17 @@ def test_operands_and_results_are_read_off_the_text():
     assert rule.results == [["...", "r", "(c h)"], ["...", "r", "c"]]
 
 
+MATMUL = Rule("... m (k h), ... n (k h) -> ... m n", reductions=("k",), h=8)
+
+
+def split(rule, *values, partial=True):
+    """What (shape, spec) of every operand, and then of the results if they are given, comes to."""
+    placed = [Placed(shape, spec, 4 if i >= len(rule.operands) else 1) for i, (shape, spec) in enumerate(values)]
+    return rule.split(MESH, placed[: len(rule.operands)], placed[len(rule.operands) :], partial)
+
+
 @pytest.mark.parametrize(
-    ("specs", "split"),
+    ("specs", "expected"),
     [
         ([P("a", "b"), P("a")], {"r": ("a",), "c": ("b",)}),
         ([P("b", "a"), P()], {"r": ("b",), "c": ("a",)}),
@@ -41,12 +50,12 @@ def test_operands_and_results_are_read_off_the_text():
         ([P(None, "b"), P("b")], {"c": ("b",)}),
     ],
 )
-def test_the_first_operand_that_splits_a_factor_decides_and_no_mesh_axis_splits_two(specs, split):
-    assert BLOCKS.split(MESH, [(16, 32), (16,)], specs, partial=True) == split
+def test_the_first_operand_that_splits_a_factor_decides_and_no_mesh_axis_splits_two(specs, expected):
+    assert split(BLOCKS, ((16, 32), specs[0]), ((16,), specs[1])) == expected
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec", "partial", "split"),
+    ("shape", "spec", "partial", "expected"),
     [
         ((16, 24), P(None, "a"), True, {"c": ("a",)}),  # 6 blocks
         ((16, 24), P(None, "b"), True, {}),
@@ -55,19 +64,90 @@ def test_the_first_operand_that_splits_a_factor_decides_and_no_mesh_axis_splits_
         ((3, 24), P("a"), True, {}),
     ],
 )
-def test_a_split_cuts_no_block(shape, spec, partial, split):
-    assert BLOCKS.split(MESH, [shape, shape[:1]], [spec, P()], partial) == split
+def test_a_split_cuts_no_block(shape, spec, partial, expected):
+    assert split(BLOCKS, (shape, spec), (shape[:1], P()), partial=partial) == expected
 
 
 @pytest.mark.parametrize(
-    ("rule", "shape", "spec", "split"),
+    ("rule", "shape", "spec", "expected"),
     [
         (Rule("r c -> r c", whole=("c",)), (16, 32), P("a", "b"), {"r": ("a",)}),
         (Rule("... w -> ...", w=2), (8, 2), P("b", "a"), {"batch0": ("b",)}),
     ],
 )
-def test_what_is_declared_whole_or_has_a_size_is_not_split(rule, shape, spec, split):
-    assert rule.split(MESH, [shape], [spec], partial=True) == split
+def test_what_is_declared_whole_or_has_a_size_is_not_split(rule, shape, spec, expected):
+    assert split(rule, (shape, spec)) == expected
+
+
+class TestWhereOperandsDoNotAgree:
+    """A GEMM [64, 128] x [32, 128] on int8 operands with a float32 result, along the mesh axis b of 4."""
+
+    def split(self, a, b, result=None, rows=64):
+        values = ((rows, 128), a), ((32, 128), b), ((rows, 32), result)
+        return split(MATMUL, *values[: 2 if result is None else 3])
+
+    def test_a_reduction_gives_way(self):
+        """FSDP: the weight is gathered, however it is split."""
+        for result in (None, P(), P("b"), P(None, "b")):
+            assert self.split(P("b"), P(None, "b"), result) == {"m": ("b",)}
+        assert self.split(P(None, "b"), P("b")) == {"n": ("b",)}
+
+    def test_a_reduction_stays_where_operands_agree(self):
+        for result in (None, P(), P("b"), P(None, "b")):
+            assert self.split(P(None, "b"), P(None, "b"), result) == {"k": ("b",)}
+            assert self.split(P(None, "b"), P(), result) == {"k": ("b",)}
+
+    def test_the_fewest_bytes_travel(self):
+        assert self.split(P("b"), P("b")) == {"m": ("b",)}  # nothing known of the result: the first
+        assert self.split(P("b"), P("b"), P("b")) == {"m": ("b",)}  # 4096 for b
+        assert self.split(P("b"), P("b"), P(None, "b")) == {"m": ("b",)}  # 4096 for b, 2048 of the result; 8192 for a
+        assert self.split(P("b"), P("b"), P(None, "b"), rows=32) == {"n": ("b",)}  # 4096 + 1024; 4096
+
+    def test_the_results_alone_may_split(self):
+        assert self.split(P(), P(), P(None, "b")) == {"n": ("b",)}
+        assert self.split(P("a"), P(), P(("a", "b"))) == {"m": ("a", "b")}
+
+    def test_a_factor_is_split_by_what_its_first_operand_says(self):
+        assert self.split(P(None, "a"), P(None, ("a", "b"))) == {"k": ("a",)}
+
+
+class TestScatteredSums:
+    """Where a sum lies that the devices of a and b have parts of."""
+
+    def landed(self, before, wanted, rule=MATMUL):
+        return rule.landed(MESH, {"k": ("a", "b"), **before}, Placed((64, 32), wanted, 4))
+
+    @pytest.mark.parametrize(
+        ("wanted", "where"),
+        [
+            (P(), {}),
+            (P("b"), {"m": ("b",)}),
+            (P(None, ("b", "a")), {"n": ("b", "a")}),
+            (P("a", "b"), {"m": ("a",), "n": ("b",)}),
+        ],
+    )
+    def test_each_device_keeps_what_is_wanted_of_it(self, wanted, where):
+        assert self.landed({}, wanted) == (where, where)
+
+    def test_an_earlier_split_stays_the_major_one(self):
+        rule = Rule("... m k, ... n k -> ... m n", reductions=("k",))
+        value = Placed((64, 32), P(("a", "b")), 4)
+        assert rule.landed(MESH, {"k": ("b",), "m": ("a",)}, value) == ({"m": ("a", "b")}, {"m": ("b",)})
+        value = Placed((64, 32), P(("b", "a")), 4)
+        assert rule.landed(MESH, {"k": ("b",), "m": ("a",)}, value) == ({"m": ("a",)}, {})
+
+    def test_a_block_is_not_cut(self):
+        tiles = Rule("... (m t) k, ... n k -> ... (m t) n", reductions=("k",), t=16)
+        assert self.landed({}, P("b"), tiles) == ({"m": ("b",)},) * 2  # 4 tiles
+        assert self.landed({}, P(("a", "b")), tiles) == ({}, {})
+
+    def test_without_a_split_reduction_nothing_changes(self):
+        assert MATMUL.landed(MESH, {"m": ("a",)}, Placed((64, 32), P("b"), 4)) == ({"m": ("a",)}, {})
+
+
+def test_operands_that_are_reduced():
+    rule = Rule("... m (k h), ... n (k h), ... n, ... -> ... m n", reductions=("k",), h=8)
+    assert [rule.is_reduced(tokens) for tokens in rule.operands] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

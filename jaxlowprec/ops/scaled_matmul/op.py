@@ -106,11 +106,11 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
             return run_reference(*operands)
         return cuda.matmul(spec, *operands)
 
-    def when_reduced(axes, *operands):
+    def when_reduced(add_up, *operands):
         """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
-        return spec.epilogue.finish(jax.lax.psum(partial, axes), operands[4 + amaxes :])
+        return spec.epilogue.finish(add_up(partial), operands[4 + amaxes :])
 
     return wiring.define(
         "jaxlowprec_scaled_matmul",

@@ -132,11 +132,11 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         multiply = cuda.decoded_matmul if problem else cuda.matmul
         return multiply(spec, x, *named(*weight), extras)
 
-    def when_reduced(axes, *operands):
+    def when_reduced(add_up, *operands):
         """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = weight_only_op(plain, implementation)(*operands[:last])
-        return spec.epilogue.finish(jax.lax.psum(partial, axes), operands[last:])
+        return spec.epilogue.finish(add_up(partial), operands[last:])
 
     wired = wiring.define(
         "jaxlowprec_weight_only_matmul",

@@ -1,0 +1,222 @@
+"""How an op's results are split when its operands are: the einops-like rule that `wiring.define` reads.
+
+    Rule("... r (c k), ... -> ... r (c h), ... r c", k=16, h=8)
+
+An operand's dimension is a factor, or a product whose first factor alone may be split: `(c k)` is split into whole
+blocks of k. Factors of given size are never split. `...` stands for batch axes, which all operands that have them
+share.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+Split = Mapping[str, tuple[str, ...]]  # mesh axes by the factor they split
+
+
+class Placed(NamedTuple):
+    """An array on a mesh.
+
+    Attributes:
+        shape: of the whole array.
+        spec: the mesh axes of each dimension, major ones first: a PartitionSpec, or as one.
+        itemsize: bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    spec: Sequence[Any]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def axes(self) -> list[tuple[str, ...]]:
+        """The mesh axes of each dimension."""
+        entries = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
+        return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+
+
+class Rule:
+    """How results are split when operands are.
+
+    Arguments:
+        text: the rule, see the module's docstring.
+        reductions: factors summed (or otherwise combined) away: results on split operands need a collective.
+        whole: further factors that are never split.
+        sizes: factors of fixed size.
+    """
+
+    def __init__(self, text: str, reductions: Sequence[str] = (), whole: Sequence[str] = (), **sizes: int):
+        def side(part: str) -> list[list[str]]:
+            return [re.findall(r"\.\.\.|\([^)]*\)|\w+", operand) for operand in part.split(",")]
+
+        self.text, self.reductions, self.sizes = text, tuple(reductions), sizes
+        self.whole = {*sizes, *whole}
+        self.operands, self.results = (side(part) for part in text.split("->"))
+
+    def dims(self, tokens: list[str], ndim: int) -> list[tuple[str, int]]:
+        """For each dimension, the factor that may be split and the product of the others."""
+        if "..." in tokens:
+            at = tokens.index("...")
+            batch = [f"batch{i}" for i in range(ndim - len(tokens) + 1)]
+            tokens = [*tokens[:at], *batch, *tokens[at + 1 :]]
+        factors = [token.strip("()").split() for token in tokens]
+        return [(first, math.prod(self.sizes[f] for f in rest)) for first, *rest in factors]
+
+    def split(
+        self, mesh: Any, operands: Sequence[Placed], results: Sequence[Placed] = (), partial: bool = False
+    ) -> Split:
+        """The mesh axes that split each factor: where the op is computed.
+
+        The first operand that splits a factor says by which mesh axes. A mesh axis splits what the operands that it
+        splits agree in. Where they do not agree, it does not split a reduction (that would change the order of a sum),
+        and of the other factors the one that moves the fewest bytes, results included; without results, the first. A
+        mesh axis that splits results alone splits their factor: the operands are cut, which moves nothing.
+
+        Blocks are never cut. Where all axes of a dimension do not divide it into whole blocks, `partial` keeps as many
+        as do; otherwise none are kept.
+        """
+        inputs, outputs = (
+            [_Factors(self, mesh, tokens, value, partial) for tokens, value in zip(sides, values, strict=False)]
+            for sides, values in ((self.operands, operands), (self.results, results))
+        )
+        owners: dict[str, set[str]] = {}
+        for array in inputs:
+            array.follow(owners)
+        arrays = inputs + outputs
+        sizes = {factor: size for array in reversed(arrays) for factor, size in array.sizes.items()}
+        found: dict[str, tuple[str, ...]] = {}
+        for axis in dict.fromkeys(axis for array in arrays for axis in array.held):
+            for factor in self._candidates(axis, mesh, inputs, outputs):
+                axes = (*found.get(factor, ()), axis)
+                if sizes[factor] % math.prod(mesh.shape[a] for a in axes) == 0:
+                    found[factor] = axes
+                    break
+        return found
+
+    def _candidates(self, axis: str, mesh: Any, operands: list[_Factors], results: list[_Factors]) -> list[str]:
+        """The factors that a mesh axis may split, the best one first."""
+        by_operands = dict.fromkeys(a.held[axis] for a in operands if axis in a.held)
+        by_results = dict.fromkeys(a.held[axis] for a in results if axis in a.held)
+        if len(by_operands) == 1:
+            return [*by_operands]
+        candidates = [f for f in {**by_operands, **by_results} if f not in self.reductions] or [*by_operands]
+        if not results:
+            return candidates
+        n = mesh.shape[axis]
+
+        def moved(factor: str) -> float:
+            """Bytes that each device receives, but for (n - 1) / n of them."""
+            gathered = sum(a.moved(axis, factor, n) for a in operands)
+            return gathered + sum(a.moved(axis, factor, n, is_result=True) for a in results)
+
+        return sorted(candidates, key=moved)
+
+    def landed(self, mesh: Any, split: Split, wanted: Placed | None) -> tuple[Split, Split]:
+        """Where results lie once reductions are done.
+
+        The mesh axes that split a reduction can each keep their part of the sum, as `wanted` says of the first result
+        (reduce-scatter), instead of all having all of it.
+
+        Returns:
+            The split of results and of the operands that are not reduced, and which part of it is scattered.
+        """
+        reduced = {axis for factor in self.reductions for axis in split.get(factor, ())}
+        done = {factor: axes for factor, axes in split.items() if factor not in self.reductions}
+        scattered: dict[str, tuple[str, ...]] = {}
+        if wanted is None or not reduced:
+            return done, scattered
+        dims = self.dims(self.results[0], len(wanted.shape))
+        for (factor, rest), size, axes in zip(dims, wanted.shape, wanted.axes, strict=True):
+            before = done.get(factor, ())
+            extra = axes[len(before) :]
+            parts = math.prod(mesh.shape[a] for a in axes)
+            whole_blocks = size % rest == 0 and size // rest % parts == 0
+            if extra and axes[: len(before)] == before and reduced.issuperset(extra) and whole_blocks:
+                done[factor], scattered[factor] = axes, extra
+        return done, scattered
+
+    def is_reduced(self, tokens: list[str]) -> bool:
+        """Whether an operand has a factor that is reduced away."""
+        return not set(self.reductions).isdisjoint(re.findall(r"\w+", " ".join(tokens)))
+
+    def spec(self, tokens: list[str], ndim: int, split: Split) -> PartitionSpec:
+        """The partition of an array of `ndim` dimensions named by `tokens`."""
+        return PartitionSpec(*[split.get(factor) for factor, _ in self.dims(tokens, ndim)])
+
+    def shardy(self, mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        """The rule as Shardy wants it: `(c k)` becomes `(c ck)`, or `ck` where c is 1.
+
+        Special factors come in order of appearance, a factor that only occurs in products needs its size, no factor
+        occurs twice in one array, and none of size 1 in a product.
+        """
+        leading = {
+            factor: n // rest
+            for tokens, value in zip(self.operands + self.results, [*operands, *results], strict=True)
+            for (factor, rest), n in zip(self.dims(tokens, len(value.shape)), value.shape, strict=True)
+            if rest > 1
+        }
+        text, whole, sizes = self.text, set(self.whole), dict(leading)
+        for factor, rest in dict.fromkeys(re.findall(r"\((\w+) ([^)]*)\)", text)):
+            name = (factor + rest).replace(" ", "")
+            text = text.replace(f"({factor} {rest})", f"({factor} {name})" if leading[factor] > 1 else name)
+            sizes[name] = math.prod(self.sizes[f] for f in rest.split())
+            whole.add(name)
+        order = dict.fromkeys(re.findall(r"\w+", text))
+        alone = re.sub(r"\([^)]*\)", "", text)
+        options: dict[str, Any] = {f: sizes[f] for f in order if f in sizes and f not in re.findall(r"\w+", alone)}
+        special = {
+            "need_replication_factors": tuple(f for f in order if f in whole),
+            "reduction_factors": tuple(f for f in order if f in self.reductions),
+        }
+        return text, options | {name: factors for name, factors in special.items() if factors}
+
+
+class _Factors:
+    """An operand or result seen by factors.
+
+    Attributes:
+        nbytes: of the whole array.
+        held: the factor that each mesh axis splits here, in order of dimensions and from major to minor axes. Axes that
+            would cut a block, or that split what must stay whole, are not among them: along those it is gathered.
+        sizes: blocks of each factor that may be split.
+    """
+
+    def __init__(self, rule: Rule, mesh: Any, tokens: list[str], value: Placed, partial: bool):
+        self.nbytes = value.nbytes
+        self.held: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+        dims = rule.dims(tokens, len(value.shape))
+        for (factor, rest), size, axes in zip(dims, value.shape, value.axes, strict=True):
+            if factor in rule.whole:
+                continue
+            while axes and size // rest % math.prod(mesh.shape[axis] for axis in axes):
+                axes = axes[:-1] if partial else ()
+            self.held.update(dict.fromkeys(axes, factor))
+            self.sizes[factor] = size // rest
+
+    def follow(self, owners: dict[str, set[str]]) -> None:
+        """Lets go of the mesh axes that an earlier operand does not split the same factor by."""
+        self.held = {axis: factor for axis, factor in self.held.items() if axis in owners.get(factor, {axis})}
+        for factor in set(self.held.values()) - owners.keys():
+            owners[factor] = {axis for axis, of in self.held.items() if of == factor}
+
+    def moved(self, axis: str, factor: str, n: int, is_result: bool = False) -> float:
+        """Bytes that travel where this array is, or for a result is wanted, as `held` says and a mesh axis of size n
+        splits `factor` instead."""
+        held = self.held.get(axis)
+        if held == factor:
+            return 0
+        if held is not None:
+            return self.nbytes / n if factor in self.sizes else self.nbytes  # all-to-all; all-gather or reduce-scatter
+        if not is_result:
+            return 0
+        return self.nbytes if factor in self.sizes else 2 * self.nbytes  # all-gather; all-reduce
