@@ -25,6 +25,7 @@ from jaxlowprec.linear import (
     recorded,
 )
 from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, Recipe
 
@@ -121,11 +122,7 @@ def _dot_general(
             )
     out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
     y, out_state = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype, state)
-    return _resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
-
-
-def _resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+    return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
 
 
 def linear_general(
@@ -245,7 +242,7 @@ def _einsum(
     dims = (contract_dims, batch_dims)
     y, out_state = _dot_general(who, x, w, dims, options | {"out_sharding": None}, **follow, state=state)
     names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
-    return _resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
+    return resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
 
 
 def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
@@ -275,10 +272,10 @@ def _einsum_of_loaded(
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
     lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])
     dims = ((lhs_dims[0], [len(batch)]), (lhs_dims[1], list(range(len(batch)))))
-    resharded, options = options["out_sharding"], options | {"out_sharding": None}
+    wanted, options = options["out_sharding"], options | {"out_sharding": None}
     y = dot_general(x, q, dims, **options, **follow)
     names = batch + [n for n in x_names if n not in w_names] + [free]
-    return _resharded(y.transpose([names.index(n) for n in out]), resharded)
+    return resharded(y.transpose([names.index(n) for n in out]), wanted)
 
 
 def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:

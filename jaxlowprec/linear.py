@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec import delayed_scaling, weight_only, wiring
@@ -28,6 +29,7 @@ from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.out_sharding import resharded, sharding_of
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe, Roles
 from jaxlowprec.residuals import (
@@ -126,6 +128,7 @@ def linear(
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
     state: delayed_scaling.State | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Any:
     """`x @ kernel + bias`, its three GEMMs on operands quantised as the recipe says.
 
@@ -146,6 +149,7 @@ def linear(
         quantized_kernel: `quantize_kernel(kernel)`, to save doing it again.
         name: the layer's, for the keyless bits and recipes that treat layers differently.
         state: of delayed scaling, as `jaxlowprec.delayed_scaling.init_state` makes it; its gradient is its new value.
+        out_sharding: of the result [..., N], in JAX's explicit-sharding mode, as for `jnp.matmul`.
 
     Returns:
         [..., N]. With `state` a pair of it and the state, unchanged in value: handing this one to the layer's next call
@@ -180,14 +184,16 @@ def linear(
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
     if in_high_precision(recipe, kernel, quantized_kernel):
         kernel = high_precision_weight(who, kernel, quantized_kernel)
-        y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+        y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, out_sharding=out_sharding)
         y = y if bias is None else y + bias.astype(x.dtype)
         if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)
     tokens = x.reshape(-1, x.shape[-1])
-    y, out_state = matmul(who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype, state)
-    y = y.reshape(*x.shape[:-1], shape[1])
+    of_tokens = out_sharding if x.ndim == 2 else None
+    y, out_state = matmul(who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype, state, of_tokens)
+    y = resharded(y.reshape(*x.shape[:-1], shape[1]), out_sharding)
     return y if state is None else (y, out_state)
 
 
@@ -220,6 +226,7 @@ def matmul(
     name: str,
     out_dtype: Any,
     state: delayed_scaling.State | None,
+    out_sharding: Any = None,
 ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
     """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's.
 
@@ -227,7 +234,8 @@ def matmul(
     """
     if recipe is None:
         q: Any = None if quantized is None else quantized.columnwise
-        return weight_only.matmul(who, name, x, None, bias, q, q.format, "identity", None, out_dtype), state
+        how = (q.format, "identity", None)
+        return weight_only.matmul(who, name, x, None, bias, q, *how, out_dtype, out_sharding), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
@@ -245,11 +253,12 @@ def matmul(
     if roles.ste is not None and roles.weight is not None:
         loaded = None if quantized is None else quantized.columnwise
         how = (roles.weight.format, roles.ste, roles.served_dtype)
-        return weight_only.matmul(who, name, x, w, bias, loaded, *how, out_dtype), state
+        return weight_only.matmul(who, name, x, w, bias, loaded, *how, out_dtype, out_sharding), state
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), x.shape[:-2])
-    plan = _Plan(roles, recipe.backward_override, recipe.delayed, name, jnp.dtype(out_dtype))
+    shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
+    plan = _Plan(roles, recipe.backward_override, recipe.delayed, name, jnp.dtype(out_dtype), shardings, out_sharding)
     operands = wiring.align_varying(x, w, bias, words, quantized)
     if recipe.delayed is None:
         return _matmul_jit(plan, *operands, None), state
@@ -293,6 +302,8 @@ class _Plan:
     delayed: Any
     name: str
     out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    out_sharding: Any
 
     @property
     def fprop(self) -> bool:
@@ -358,9 +369,11 @@ def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, state, ke
         encode = _encode_scale(plan, state, "kernel")
         w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
     if plan.fprop:
-        y = scaled_matmul(x_row, w_column.mT, bias, out_dtype=plan.out_dtype)
+        y = scaled_matmul(x_row, w_column.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding)
     else:
-        y = plain_matmul(x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32)
+        y = plain_matmul(
+            x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32, plan.out_sharding
+        )
         y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
@@ -382,6 +395,7 @@ def _forward(plan: _Plan, x, w, bias, words, quantized, state):
 
 def _backward(plan: _Plan, residuals, dy):
     (x, w), (like_x, like_w, like_bias), words, state = residuals
+    x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
@@ -403,17 +417,17 @@ def _backward(plan: _Plan, residuals, dy):
         dy_row, dy_column = _both_ways(dy, role, plan.dgrad, columnwise, words, amaxes, encode)
     # JAX does not check these dtypes: they must be those of the primals.
     if plan.dgrad:
-        dx = scaled_matmul(dy_row, w, out_dtype=like_x.dtype)
+        dx = scaled_matmul(dy_row, w, out_dtype=like_x.dtype, out_sharding=x_sharding)
     else:
-        dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype)
+        dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype, x_sharding)
     dw = None
     if like_w is not None and plan.wgrad:
-        dw = scaled_matmul(x.mT, dy_column.mT, out_dtype=like_w.dtype)
+        dw = scaled_matmul(x.mT, dy_column.mT, out_dtype=like_w.dtype, out_sharding=w_sharding)
     elif like_w is not None:
-        dw = plain_matmul(jnp.swapaxes(decoded(x, dy.dtype), -1, -2), dy, like_w.dtype)
+        dw = plain_matmul(jnp.swapaxes(decoded(x, dy.dtype), -1, -2), dy, like_w.dtype, w_sharding)
     if plan.delayed is not None:
         state = _recorded(plan.delayed, state, "output_grad", dy)
-    return dx, dw, bias_gradient(dy, like_bias), None, None, state
+    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state
 
 
 _matmul.defvjp(_forward, _backward)

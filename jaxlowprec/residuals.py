@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlowprec.ops.no_derivative import no_derivative
+from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_array import QuantizedArray
 
 CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
@@ -32,12 +33,6 @@ def dtype_marker(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else jnp.zeros((), x.dtype)
 
 
-def explicit_sharding(x: jax.Array | None) -> Any:
-    """That of x's type, which its gradient has too; None outside of meshes in explicit mode."""
-    sharding = None if x is None else jax.typeof(x).sharding
-    return sharding if sharding is not None and sharding.mesh.explicit_axes else None
-
-
 def plain_matmul(a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None) -> jax.Array:
     """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
@@ -45,11 +40,11 @@ def plain_matmul(a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any =
     return jnp.matmul(a.astype(dtype), b.astype(dtype), **options).astype(out_dtype)
 
 
-def bias_gradient(dy: jax.Array, like: jax.Array | None) -> jax.Array | None:
-    """Of a bias that is added to every row, summed in float32."""
+def bias_gradient(dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
+    """Of a bias that is added to every row, summed in float32; `sharding`: see `out_sharding.sharding_of`."""
     if like is None:
         return None
-    return dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like.dtype)
+    return resharded(dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like.dtype), sharding)
 
 
 differentiated_once = no_derivative(

@@ -25,6 +25,7 @@ from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.out_sharding import sharding_of
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Recipe, StraightThrough
 from jaxlowprec.residuals import (
@@ -33,7 +34,6 @@ from jaxlowprec.residuals import (
     decoded,
     differentiated_once,
     dtype_marker,
-    explicit_sharding,
     named,
     plain_matmul,
 )
@@ -44,15 +44,16 @@ class _Plan:
     """What a product is traced with. The layer's name is no part of it: equal layers are traced once.
 
     Attributes:
-        x_sharding, w_sharding: in explicit mode, also of their gradients, see `explicit_sharding`.
+        shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
+        out_sharding: of the result, in explicit mode.
     """
 
     format: Format
     ste: StraightThrough
     served_dtype: str | None
     out_dtype: Any
-    x_sharding: Any
-    w_sharding: Any
+    shardings: tuple[Any, Any, Any]
+    out_sharding: Any
 
 
 def matmul(
@@ -66,11 +67,13 @@ def matmul(
     ste: StraightThrough,
     served_dtype: str | None,
     out_dtype: Any,
+    out_sharding: Any,
 ) -> Float[Array, "*B T N"]:
     """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
     if q is None:
         check_whole_groups(who, name, w, fmt)
-    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), explicit_sharding(x), explicit_sharding(w))
+    shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
+    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding)
     return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
 
 
@@ -141,7 +144,7 @@ def _matmul(plan: _Plan, x, w, bias, q):
 
 def _fprop(plan: _Plan, x, w, bias, q):
     q = quantize_weight(w, plan.format, plan.served_dtype) if q is None else q
-    return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype), q
+    return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding), q
 
 
 def _forward(plan: _Plan, x, w, bias, q):
@@ -153,17 +156,18 @@ def _forward(plan: _Plan, x, w, bias, q):
 
 def _backward(plan: _Plan, residuals, dy):
     x, q, clipped, (like_x, like_w, like_bias) = residuals
+    x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
-    dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype, plan.x_sharding)
+    dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype, x_sharding)
     dw: Any = None
     if like_w is not None:
-        dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype, plan.w_sharding)
+        dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype, w_sharding)
     if clipped is not None:
         as_served = rounded_to(clipped, plan.served_dtype).astype(jnp.float32)
         _, estimator = jax.vjp(lambda w: fake_quantize(w, plan.format, -2, plan.ste), as_served)
         (dw,) = estimator(dw.astype(jnp.float32))
-    return dx, dw, bias_gradient(dy, like_bias), None
+    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
 
 
 _matmul.defvjp(_forward, _backward)

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.ops.rounding import flush, rounded
+from jaxlowprec.out_sharding import spec_of
 
 Activation = Literal["gelu", "dgelu"] | None
 
@@ -25,6 +27,7 @@ class Epilogue:
         activation: None, "gelu" after the bias, or "dgelu": times GELU's derivative at a further operand.
         pre_activation: what GELU was applied to is a second result.
         out_dtype: of the results.
+        out_spec: in explicit mode, how they are to be split; see `wiring.define`.
     """
 
     bias: bool
@@ -32,6 +35,7 @@ class Epilogue:
     activation: Activation
     pre_activation: bool
     out_dtype: Any
+    out_spec: PartitionSpec | None = None
 
     def operands(self, m: str, n: str) -> list[str]:
         """Its operands as a wiring rule names them: bias float32 [..., N], accumulate [..., M, N], the activation's
@@ -87,6 +91,7 @@ def checked_epilogue(
     out_dtype: Any,
     return_pre_activation: bool,
     activation_input: Any,
+    out_sharding: Any,
 ) -> tuple[Epilogue, list[jax.Array]]:
     """What a public function was asked for, for a result of `shape` [..., M, N], and the operands for it."""
     *batch, _, columns = shape
@@ -112,7 +117,8 @@ def checked_epilogue(
                 raise ValueError(f"{who}: {name} has shape {value.shape}; needs {shape}")
             extras.append(value)
     dtype = float_dtype(who, "out_dtype", out_dtype)
-    return Epilogue(bias is not None, accumulate is not None, activation, return_pre_activation, dtype), extras
+    present = bias is not None, accumulate is not None
+    return Epilogue(*present, activation, return_pre_activation, dtype, spec_of(out_sharding)), extras
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec.formats import Format
@@ -14,6 +15,7 @@ from jaxlowprec.ops.epilogue import Activation, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
+from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_array import QuantizedArray
 
 
@@ -28,6 +30,7 @@ def scaled_matmul(
     *,
     return_pre_activation: bool = False,
     activation_input: Float[Array, "*B M N"] | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]:
     """`a @ b.mT`, contracted over the quantised axis of both, accumulated in float32.
 
@@ -62,6 +65,8 @@ def scaled_matmul(
         implementation: None, "ffi" or "reference".
         return_pre_activation: also return what the activation was applied to, in `out_dtype`.
         activation_input: [..., M, N], for "dgelu": the pre-activation of the forward pass.
+        out_sharding: of the result, in JAX's explicit-sharding mode, as for `jnp.matmul`. None: M and N are split as
+            the operands are, `a` coming first; a sum over a split K is had by all.
 
     Returns:
         [..., M, N]; with `return_pre_activation` a pair of it and the pre-activation.
@@ -88,12 +93,12 @@ def scaled_matmul(
         "out_dtype": out_dtype,
         "return_pre_activation": return_pre_activation,
         "activation_input": activation_input,
+        "out_sharding": out_sharding,
     }
     if not isinstance(b, QuantizedArray):
         raise TypeError(f"{who}: b is a {type(b).__name__}; needs a QuantizedArray: quantise it first")
     if not isinstance(a, QuantizedArray):
-        out = weight_only_matmul(who, a, b, options, implementation)
-        return (out[0], out[1]) if return_pre_activation else out[0]
+        return _results(weight_only_matmul(who, a, b, options, implementation), out_sharding)
     _check_operands(who, a, b)
     batch, (rows, _), (columns, _) = a.shape[:-2], a.matrix, b.matrix
     epilogue, extras = checked_epilogue(who, (*batch, rows, columns), **options)
@@ -108,7 +113,13 @@ def scaled_matmul(
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     out = _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)
-    return (out[0], out[1]) if return_pre_activation else out[0]
+    return _results(out, out_sharding)
+
+
+def _results(out: list[jax.Array], out_sharding: Any) -> Any:
+    """The result, or it and the pre-activation."""
+    y, *pre_activation = (resharded(y, out_sharding) for y in out)
+    return (y, *pre_activation) if pre_activation else y
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))

@@ -119,5 +119,6 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         reference=run_reference,
         native={"cpu": run_native, "cuda": run_cuda},
         when_reduced=when_reduced,
+        out_spec=spec.epilogue.out_spec,
         **choose("scaled_matmul", implementation),
     )

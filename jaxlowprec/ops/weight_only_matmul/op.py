@@ -145,6 +145,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         reference=run_reference,
         native={"cpu": run_native, "cuda": run_cuda},
         when_reduced=when_reduced,
+        out_spec=spec.epilogue.out_spec,
         **choose("scaled_matmul", implementation),
     )
     if not spec.shared:
