@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlowprec import delayed_scaling, layouts
 from jaxlowprec.autocast import autocast, current_recipe
+from jaxlowprec.collectives import all_gather_quantized
 from jaxlowprec.dot_general import dot_general, einsum
 from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
 from jaxlowprec.linear import CHECKPOINT_NAMES, QuantizedKernel, linear, quantize_kernel
@@ -63,6 +64,7 @@ __all__ = [
     "Role",
     "Roles",
     "WeightQAT",
+    "all_gather_quantized",
     "autocast",
     "current_recipe",
     "delayed_scaling",

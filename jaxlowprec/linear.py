@@ -234,8 +234,8 @@ def matmul(
     """
     if recipe is None:
         q: Any = None if quantized is None else quantized.columnwise
-        how = (q.format, "identity", None)
-        return weight_only.matmul(who, name, x, None, bias, q, *how, out_dtype, out_sharding), state
+        served: tuple[Any, Any, None] = (q.format, "identity", None)
+        return weight_only.matmul(who, name, x, None, bias, q, *served, out_dtype, out_sharding), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 
 from jaxlowprec.sharding_rule import Placed, Rule, Split
 
-__all__ = ["Rule", "align_varying", "define", "varying_axes"]
+__all__ = ["Rule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
 
 Avals = Sequence[Any]
 
@@ -80,12 +80,12 @@ def _lowering(body: Callable):
     return rule
 
 
-def _as_bytes(x: jax.Array) -> jax.Array:
+def as_bytes(x: jax.Array) -> jax.Array:
     """An array of 8-bit floats as uint8: XLA's collectives on CPUs would carry them as float16."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype.kind in "fV" else x
 
 
-def _from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.Array, ...]:
+def from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.Array, ...]:
     """The inverse, for arrays of these dtypes."""
     return tuple(
         v if v.dtype == dtype else jax.lax.bitcast_convert_type(v, dtype)
@@ -240,15 +240,15 @@ def define(
         return op
 
     def op(*args):
-        results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(_as_bytes, args))
-        return _from_bytes(results, [dtype for _, dtype in outputs(*args)])
+        results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(as_bytes, args))
+        return from_bytes(results, [dtype for _, dtype in outputs(*args)])
 
     return jax.jit(op)
 
 
 def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:
     """The function of arrays of these dtypes, taking and giving 8-bit floats as bytes."""
-    return lambda *args: tuple(map(_as_bytes, function(*_from_bytes(args, dtypes))))
+    return lambda *args: tuple(map(as_bytes, function(*from_bytes(args, dtypes))))
 
 
 def _placed(mesh: Mesh, value: Any) -> Placed:

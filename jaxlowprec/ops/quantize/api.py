@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.formats import BLOCK, Format, Hadamard, Int4, as_hadamard
 from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
@@ -36,6 +38,7 @@ def quantize(
     *,
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+    axis_name: Hashable | None = None,
 ) -> QuantizedArray:
     """Quantises an array along one axis.
 
@@ -62,6 +65,8 @@ def quantize(
             is not positive and finite makes its slice NaN.
         offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
             of it; the column in multiples of 16 (of rows for axis -2).
+        axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
+            the whole array. Outside, a mesh needs nothing said.
 
     Returns:
         A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never come out finite: the block that
@@ -94,14 +99,15 @@ def quantize(
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
-        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset}
+        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
     words = random_words(who, rounding, key, x.shape[:-2])
     tensor = _given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
     given = encode_scale is not None
-    return _quantize(x, tensor, words, _indices(who, offset, (axis,)), fmt, axis, rotation, given, implementation)
+    indices = _indices(who, offset, (axis,))
+    return _quantize(x, tensor, words, indices, fmt, axis, rotation, given, axis_name, implementation)
 
 
 def quantize_both(
@@ -115,6 +121,7 @@ def quantize_both(
     amax: tuple[Float[Array, "*B"], Float[Array, "*B"]] | None = None,
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+    axis_name: Hashable | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
 
@@ -124,7 +131,7 @@ def quantize_both(
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
-        fmt, rounding, key, implementation, offset: see `quantize`; `offset` in multiples of 16 both ways.
+        fmt, rounding, key, implementation, offset, axis_name: see `quantize`; `offset` in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result.
         amax: those of x and of the rotated x, where they are known; see `quantize`.
         encode_scale: of both; see `quantize`.
@@ -149,39 +156,39 @@ def quantize_both(
         raise TypeError(f"{who}: amax={amax!r}; needs a pair: that of x and that of the rotated x")
     batch = x.shape[:-2]
     if isinstance(fmt, Int4) or (rotation and not _rotates_in_pass(fmt, rotation)):
-        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset}
+        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
         amaxes = amax or (None, None)
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
         return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
     tensors = [_given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words, given = random_words(who, rounding, key, batch), encode_scale is not None
     indices = _indices(who, offset, (-1, -2))
-    return _quantize_both(x, tensors, words, indices, fmt, rotation, given, implementation)
+    return _quantize_both(x, tensors, words, indices, fmt, rotation, given, axis_name, implementation)
 
 
 # Jitted, so that an eager call is one dispatch.
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "axis", "rotation", "given", "implementation"))
-def _quantize(x, tensor, words, offset, fmt, axis, rotation, given, implementation) -> QuantizedArray:
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "rotation", "given", "axis_name", "implementation"))
+def _quantize(x, tensor, words, offset, fmt, axis, rotation, given, axis_name, implementation) -> QuantizedArray:
     x, matrix, columnwise = jax.lax.stop_gradient(x), x.shape[-2:], axis == -2
     fused = rotation
     if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
         x, fused = _rotate_padded(x, axis, rotation, implementation), None
     if tensor is None and fmt.has_tensor_scale:
-        (tensor,) = tensor_amax(x, fused is None, fused, implementation)
+        (tensor,) = _amaxes(x, fused is None, fused, axis_name, implementation)
     spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given)
     ((data, scale),) = _run(spec, x, [] if tensor is None else [tensor], words, offset, implementation)
     return QuantizedArray(data, scale, _kept_amax(fmt, tensor), None, fmt, matrix, x.dtype, axis, rotation)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "given", "implementation"))
+@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "given", "axis_name", "implementation"))
 def _quantize_both(
-    x, tensors, words, offset, fmt, rotation, given, implementation
+    x, tensors, words, offset, fmt, rotation, given, axis_name, implementation
 ) -> tuple[QuantizedArray, QuantizedArray]:
     x = jax.lax.stop_gradient(x)
     if tensors[0] is None:
-        tensors = tensor_amax(x, True, rotation, implementation) if fmt.has_tensor_scale else []
+        tensors = _amaxes(x, True, rotation, axis_name, implementation) if fmt.has_tensor_scale else []
     tensors = [*tensors[:1], *tensors[-1:]]
     spec = _spec(x, fmt, True, True, rotation, words is not None, given)
     row, column = _run(spec, x, tensors, words, offset, implementation)
@@ -191,6 +198,14 @@ def _quantize_both(
         QuantizedArray(*row, amaxes[0], None, *common, -1, None),
         QuantizedArray(*column, amaxes[1], None, *common, -2, rotation),
     )
+
+
+def _amaxes(
+    x, plain: bool, rotation: Hadamard | None, axis_name: Any, implementation: Implementation
+) -> list[jax.Array]:
+    """Of the whole array that x is a shard of along `axis_name`."""
+    found = tensor_amax(x, plain, rotation, implementation)
+    return found if axis_name is None else [largest_over(amax, axis_name) for amax in found]
 
 
 def _plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> None:
