@@ -45,7 +45,7 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
     >>> def gathered_kernel(shard):  # [K / n, N] of a kernel [K, N]
     ...     q = jlp.quantize(shard, jlp.NVFP4((16, 16)), axis=-2, axis_name="fsdp")
     ...     return jlp.all_gather_quantized(q, "fsdp")
-    >>> mesh = jax.make_mesh((1,), ("fsdp",))
+    >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> on_all = jax.shard_map(gathered_kernel, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
     >>> on_all(jnp.ones((64, 32))).shape
     (64, 32)

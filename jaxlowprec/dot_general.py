@@ -121,7 +121,8 @@ def _dot_general(
                 f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dimension_numbers}"
             )
     out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
-    y, out_state = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype, state)
+    slices = x.ndim > len(batch) + 2
+    y, out_state = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype, state, slices=slices)
     return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
 
 
@@ -160,14 +161,23 @@ def linear_general(
 def _as_matrices(
     x: jax.Array, batch: Sequence[int], contract: Sequence[int], contracted_last: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], jax.Array]:
-    """The batch and free shapes, and x as [batch..., free, contracted] or [batch..., contracted, free]."""
+    """The batch and free shapes, and x as [batch..., free, contracted] or [batch..., contracted, free].
+
+    Of several free axes that come first, the last one stays by itself: [batch..., S, free, contracted] in slices.
+    """
     batch, contract = ([d % x.ndim for d in dims] for dims in (batch, contract))
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
     order = [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
     batch_shape, free_shape, contract_shape = (tuple(x.shape[d] for d in dims) for dims in (batch, free, contract))
-    sizes = [math.prod(free_shape), math.prod(contract_shape)]
+    contracted = math.prod(contract_shape)
+    if not contracted_last:
+        sizes = [contracted, math.prod(free_shape)]
+    elif len(free_shape) > 1:
+        sizes = [math.prod(free_shape[:-1]), free_shape[-1], contracted]
+    else:
+        sizes = [math.prod(free_shape), contracted]
     x = x if order == list(range(x.ndim)) else x.transpose(order)
-    return batch_shape, free_shape, x.reshape(*batch_shape, *(sizes if contracted_last else reversed(sizes)))
+    return batch_shape, free_shape, x.reshape(*batch_shape, *sizes)
 
 
 def einsum(

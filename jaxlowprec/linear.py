@@ -26,9 +26,10 @@ from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.formats import BLOCK
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.ops.quantize.api import quantize, quantize_both, whole_slices
 from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
-from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_slices
+from jaxlowprec.ops.slices import merged_rows, sliced_rows
 from jaxlowprec.out_sharding import resharded, sharding_of
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe, Roles
@@ -40,6 +41,7 @@ from jaxlowprec.residuals import (
     dtype_marker,
     named,
     plain_matmul,
+    plain_wgrad,
 )
 
 
@@ -190,9 +192,11 @@ def linear(
         if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)
-    tokens = x.reshape(-1, x.shape[-1])
-    of_tokens = out_sharding if x.ndim == 2 else None
-    y, out_state = matmul(who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype, state, of_tokens)
+    tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) if x.ndim > 2 else x.reshape(-1, x.shape[-1])
+    fits = out_sharding if x.ndim in (2, 3) else None
+    y, out_state = matmul(
+        who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype, state, fits, slices=x.ndim > 2
+    )
     y = resharded(y.reshape(*x.shape[:-1], shape[1]), out_sharding)
     return y if state is None else (y, out_state)
 
@@ -227,15 +231,20 @@ def matmul(
     out_dtype: Any,
     state: delayed_scaling.State | None,
     out_sharding: Any = None,
+    slices: bool = False,
 ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
     """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's.
 
-    Without a recipe `quantized` is a loaded weight.
+    Without a recipe `quantized` is a loaded weight. `slices`: x is [..., S, T, K] for a weight without S, and so is the
+    result; that S and T stay two axes lets a mesh split both. Where a block would lie on two slices they are merged.
     """
+    if slices and not _whole_slices(recipe, name, x, w if w is not None else quantized):
+        merged = matmul(who, merged_rows(x), w, bias, recipe, key, quantized, name, out_dtype, state)
+        return resharded(sliced_rows(merged[0], x.shape[-3]), out_sharding), merged[1]
     if recipe is None:
         q: Any = None if quantized is None else quantized.columnwise
         served: tuple[Any, Any, None] = (q.format, "identity", None)
-        return weight_only.matmul(who, name, x, None, bias, q, *served, out_dtype, out_sharding), state
+        return weight_only.matmul(who, name, x, None, bias, q, *served, out_dtype, out_sharding, slices), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
@@ -253,17 +262,30 @@ def matmul(
     if roles.ste is not None and roles.weight is not None:
         loaded = None if quantized is None else quantized.columnwise
         how = (roles.weight.format, roles.ste, roles.served_dtype)
-        return weight_only.matmul(who, name, x, w, bias, loaded, *how, out_dtype, out_sharding), state
+        return weight_only.matmul(who, name, x, w, bias, loaded, *how, out_dtype, out_sharding, slices), state
     words = None
     if key is not None and rounds_stochastically(roles):
-        words = slice_words(key_words(who, key, ()), x.shape[:-2])
+        words = slice_words(key_words(who, key, ()), x.shape[: -3 if slices else -2])
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    plan = _Plan(roles, recipe.backward_override, recipe.delayed, name, jnp.dtype(out_dtype), shardings, out_sharding)
+    result = jnp.dtype(out_dtype), shardings, out_sharding
+    plan = _Plan(roles, recipe.backward_override, recipe.delayed, name, *result, slices)
     operands = wiring.align_varying(x, w, bias, words, quantized)
     if recipe.delayed is None:
         return _matmul_jit(plan, *operands, None), state
     used, state = delayed_scaling.used_and_handed_on(state)
     return _matmul_jit(plan, *operands, used), state
+
+
+def _whole_slices(recipe: Recipe | None, name: str, x: jax.Array, weight: Any) -> bool:
+    """Whether no block of x, nor of its gradient, lies on two slices of x [..., S, T, K]."""
+    if recipe is None or recipe.roles("linear", name).ste is not None:
+        return len(weight.shape) == 2  # x is not quantised; a weight for each of further axes needs matrices
+    roles = recipe.roles("linear", name)
+    return x.size > 0 and all(
+        x.shape[-2] % whole_slices(role.format, role.hadamard, role.rounding, columnwise=True) == 0
+        for role in (roles.input, roles.gradient)
+        if role is not None
+    )
 
 
 def _inputs(high_precision: bool) -> str:
@@ -304,6 +326,7 @@ class _Plan:
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
+    slices: bool
 
     @property
     def fprop(self) -> bool:
@@ -319,11 +342,13 @@ class _Plan:
         return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
 
 
-def _both_ways(x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None) -> tuple[Any, Any]:
+def _both_ways(
+    x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None, slices=False
+) -> tuple[Any, Any]:
     """x quantised in the wanted directions, None for the other; one pass for both."""
     if role is None:
         return None, None
-    rotation, options = role.hadamard or False, {"encode_scale": encode}
+    rotation, options = role.hadamard or False, {"encode_scale": encode, "slices": slices}
     if rowwise and columnwise:
         return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax, **options)
     row_amax, column_amax = amax or (None, None)
@@ -335,6 +360,12 @@ def _both_ways(x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=N
     return row, column
 
 
+def _multiply(plan: _Plan, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
+    if plan.slices:
+        return scaled_matmul_of_slices(a, b, bias, out_dtype, out_sharding)
+    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding)
+
+
 def _encode_scale(plan: _Plan, state, tensor: str):
     """Of delayed scaling, if that is the plan."""
     if plan.delayed is None:
@@ -342,9 +373,9 @@ def _encode_scale(plan: _Plan, state, tensor: str):
     return delayed_scaling.encode_scale(plan.delayed, state, tensor, _maximum(plan.delayed, tensor))
 
 
-def _recorded(delayed: DelayedScaling, state, tensor: str, x):
+def _recorded(delayed: DelayedScaling, state, tensor: str, x, slices=False):
     """The state with the tensor's new history and scale."""
-    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None)
+    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, slices=slices)
     return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
 
 
@@ -362,14 +393,14 @@ def _fprop(plan: _Plan, x, w, bias, quantized: QuantizedKernel | None, state, ke
     """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
     roles = plan.roles
     encode = _encode_scale(plan, state, "input")
-    x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode)
+    x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode, slices=plan.slices)
     if quantized is not None:
         w_row, w_column = quantized.rowwise, quantized.columnwise
     else:
         encode = _encode_scale(plan, state, "kernel")
         w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
     if plan.fprop:
-        y = scaled_matmul(x_row, w_column.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding)
+        y = _multiply(plan, x_row, w_column.mT, bias, plan.out_dtype, plan.out_sharding)
     else:
         y = plain_matmul(
             x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32, plan.out_sharding
@@ -388,7 +419,7 @@ def _forward(plan: _Plan, x, w, bias, words, quantized, state):
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     new_state = state
     if plan.delayed is not None:
-        new_state = _recorded(plan.delayed, state, "input", x)
+        new_state = _recorded(plan.delayed, state, "input", x, plan.slices)
         new_state = new_state if w is None else _recorded(plan.delayed, new_state, "kernel", w)
     return y, (kept, like, words, new_state)
 
@@ -407,26 +438,26 @@ def _backward(plan: _Plan, residuals, dy):
             and role.format.has_tensor_scale
             and (role.hadamard is None or role.hadamard.size == BLOCK)
         ):
-            found = tensor_amax(dy, True, role.hadamard)
+            found = tensor_amax(dy, True, role.hadamard, slices=plan.slices)
             amaxes = found[0], found[-1]
         if role.rounding == "stochastic" and words is None:
-            (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None)
-            words = keyless_words(amax, dy.shape, plan.name)
+            (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None, slices=plan.slices)
+            words = keyless_words(amax, (math.prod(dy.shape[-3 if plan.slices else -2 : -1]), dy.shape[-1]), plan.name)
         encode = _encode_scale(plan, state, "output_grad")
         columnwise = plan.wgrad and like_w is not None
-        dy_row, dy_column = _both_ways(dy, role, plan.dgrad, columnwise, words, amaxes, encode)
+        dy_row, dy_column = _both_ways(dy, role, plan.dgrad, columnwise, words, amaxes, encode, plan.slices)
     # JAX does not check these dtypes: they must be those of the primals.
     if plan.dgrad:
-        dx = scaled_matmul(dy_row, w, out_dtype=like_x.dtype, out_sharding=x_sharding)
+        dx = _multiply(plan, dy_row, w, None, like_x.dtype, x_sharding)
     else:
         dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype, x_sharding)
     dw = None
     if like_w is not None and plan.wgrad:
-        dw = scaled_matmul(x.mT, dy_column.mT, out_dtype=like_w.dtype, out_sharding=w_sharding)
+        dw = _multiply(plan, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
     elif like_w is not None:
-        dw = plain_matmul(jnp.swapaxes(decoded(x, dy.dtype), -1, -2), dy, like_w.dtype, w_sharding)
+        dw = plain_wgrad(decoded(x, dy.dtype), dy, plan.slices, like_w.dtype, w_sharding)
     if plan.delayed is not None:
-        state = _recorded(plan.delayed, state, "output_grad", dy)
+        state = _recorded(plan.delayed, state, "output_grad", dy, plan.slices)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state
 
 

@@ -40,6 +40,14 @@ def plain_matmul(a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any =
     return jnp.matmul(a.astype(dtype), b.astype(dtype), **options).astype(out_dtype)
 
 
+def plain_wgrad(x: jax.Array, dy: jax.Array, slices: bool, out_dtype: Any, out_sharding: Any = None) -> jax.Array:
+    """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `slices`: the axis before T is summed over too."""
+    dtype = jnp.promote_types(x.dtype, dy.dtype)
+    terms = "...stk,...stn->...kn" if slices else "...tk,...tn->...kn"
+    options: Any = {"preferred_element_type": jnp.float32, "out_sharding": out_sharding}
+    return jnp.einsum(terms, x.astype(dtype), dy.astype(dtype), **options).astype(out_dtype)
+
+
 def bias_gradient(dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
     """Of a bias that is added to every row, summed in float32; `sharding`: see `out_sharding.sharding_of`."""
     if like is None:

@@ -36,6 +36,7 @@ from jaxlowprec.residuals import (
     dtype_marker,
     named,
     plain_matmul,
+    plain_wgrad,
 )
 
 
@@ -46,6 +47,7 @@ class _Plan:
     Attributes:
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
+        slices: x is [..., S, T, K] for a weight without S.
     """
 
     format: Format
@@ -54,6 +56,7 @@ class _Plan:
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
+    slices: bool
 
 
 def matmul(
@@ -68,12 +71,13 @@ def matmul(
     served_dtype: str | None,
     out_dtype: Any,
     out_sharding: Any,
+    slices: bool,
 ) -> Float[Array, "*B T N"]:
     """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
     if q is None:
         check_whole_groups(who, name, w, fmt)
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding)
+    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding, slices)
     return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
 
 
@@ -162,7 +166,7 @@ def _backward(plan: _Plan, residuals, dy):
     dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype, x_sharding)
     dw: Any = None
     if like_w is not None:
-        dw = plain_matmul(jnp.swapaxes(x, -1, -2), dy, like_w.dtype, w_sharding)
+        dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding)
     if clipped is not None:
         as_served = rounded_to(clipped, plan.served_dtype).astype(jnp.float32)
         _, estimator = jax.vjp(lambda w: fake_quantize(w, plan.format, -2, plan.ste), as_served)

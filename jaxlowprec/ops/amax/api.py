@@ -11,7 +11,11 @@ from jaxlowprec.ops.implementation import Implementation
 
 
 def amax(
-    x: Float[Array, "*B R C"], plain: bool, hadamard: Hadamard | None, implementation: Implementation = None
+    x: Float[Array, "*B R C"],
+    plain: bool,
+    hadamard: Hadamard | None,
+    implementation: Implementation = None,
+    slices: bool = False,
 ) -> list[Float[Array, "*B"]]:
     """The largest magnitude of each slice in float32, in one pass over x. NaN or infinity anywhere is never lost.
 
@@ -20,6 +24,7 @@ def amax(
         plain: whether that of x itself is wanted; it comes first.
         hadamard: a rotation of size 16 along axis -2, after which the amax is wanted too; or None.
         implementation: None, "ffi" or "reference".
+        slices: the last batch axis holds slices of one tensor, of whole rotations.
     """
     whole_rows = hadamard is not None and x.shape[-2] % BLOCK != 0
-    return list(amax_op(plain, hadamard, whole_rows, implementation)(jax.lax.stop_gradient(x)))
+    return list(amax_op(plain, hadamard, whole_rows, slices, implementation)(jax.lax.stop_gradient(x)))

@@ -13,6 +13,7 @@ from jaxlowprec.formats import BLOCK, Hadamard
 from jaxlowprec.ops.amax import reference
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits
+from jaxlowprec.ops.slices import merged_rows
 
 
 def largest_over(amax, axes):
@@ -21,30 +22,33 @@ def largest_over(amax, axes):
 
 
 @functools.cache
-def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, implementation: Implementation):
+def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, slices: bool, implementation: Implementation):
     """x [..., R, C] -> float32 [...]: `plain`, then after the rotation along axis -2 where `hadamard` is given.
 
-    `whole_rows`: R is no multiple of the rotation's size, so rows cannot be split.
+    `whole_rows`: R is no multiple of the rotation's size, so rows cannot be split. `slices`: x is [..., S, R, C].
     """
     count = int(plain) + int(hadamard is not None)
     results = ", ".join(["..."] * count)
+    x_axes, reduced = ("... s", ("s",)) if slices else ("...", ())
     if hadamard is None:
-        rule = wiring.Rule(f"... r c -> {results}", reductions=("r", "c"))
+        rule = wiring.Rule(f"{x_axes} r c -> {results}", reductions=(*reduced, "r", "c"))
     elif whole_rows:
-        rule = wiring.Rule(f"... r c -> {results}", reductions=("c",), whole=("r",))
+        rule = wiring.Rule(f"{x_axes} r c -> {results}", reductions=(*reduced, "c"), whole=("r",))
     else:
-        rule = wiring.Rule(f"... (r k) c -> {results}", reductions=("r", "c"), k=BLOCK)
+        rule = wiring.Rule(f"{x_axes} (r k) c -> {results}", reductions=(*reduced, "r", "c"), k=BLOCK)
 
     def outputs(x):
-        return [(x.shape[:-2], jnp.float32)] * count
+        return [(x.shape[: -3 if slices else -2], jnp.float32)] * count
 
     def run_reference(x):
+        x = merged_rows(x) if slices else x
         plain_amax = [reference.amax(x)] if plain else []
         return plain_amax + ([reference.rotated_amax(x, hadamard)] if hadamard else [])
 
     def run_native(x):
         mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x)]
+        x = merged_rows(x) if slices else x
         call = jax.ffi.ffi_call("jaxlowprec_amax", results)
         return call(x, plain=plain, rotated=hadamard is not None, sign_mask=mask)
 

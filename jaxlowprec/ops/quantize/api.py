@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ def quantize(
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
+    slices: bool = False,
 ) -> QuantizedArray:
     """Quantises an array along one axis.
 
@@ -67,6 +69,10 @@ def quantize(
             of it; the column in multiples of 16 (of rows for axis -2).
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
             the whole array. Outside, a mesh needs nothing said.
+        slices: the last batch axis holds slices of one tensor, x [..., S, M, K] with one amax: codes and scales are
+            those of the matrix [..., S * M, K], its rows numbered through, but stay in slices, and a mesh may split
+            both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have the
+            other batch axes alone.
 
     Returns:
         A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never come out finite: the block that
@@ -95,6 +101,7 @@ def quantize(
         _given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
         check_length(who, x, fmt, axis)
         return quantize_int4(x, fmt, axis, implementation)
+    batch = _batch(who, x, fmt, (axis,), rotation, rounding, slices)
     if x.ndim == 1:
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
@@ -103,11 +110,11 @@ def quantize(
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
-    words = random_words(who, rounding, key, x.shape[:-2])
-    tensor = _given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
+    words = random_words(who, rounding, key, batch)
+    tensor = _given_tensor(who, fmt, amax, encode_scale, batch)
     given = encode_scale is not None
     indices = _indices(who, offset, (axis,))
-    return _quantize(x, tensor, words, indices, fmt, axis, rotation, given, axis_name, implementation)
+    return _quantize(x, tensor, words, indices, fmt, axis, rotation, given, axis_name, slices, implementation)
 
 
 def quantize_both(
@@ -122,6 +129,7 @@ def quantize_both(
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
+    slices: bool = False,
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
 
@@ -131,7 +139,8 @@ def quantize_both(
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
-        fmt, rounding, key, implementation, offset, axis_name: see `quantize`; `offset` in multiples of 16 both ways.
+        fmt, rounding, key, implementation, axis_name, slices: see `quantize`.
+        offset: see `quantize`; in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result.
         amax: those of x and of the rotated x, where they are known; see `quantize`.
         encode_scale: of both; see `quantize`.
@@ -154,58 +163,102 @@ def quantize_both(
     rotation = as_hadamard(who, hadamard_columnwise)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={amax!r}; needs a pair: that of x and that of the rotated x")
-    batch = x.shape[:-2]
+    batch = _batch(who, x, fmt, (-1, -2), rotation, rounding, slices)
     if isinstance(fmt, Int4) or (rotation and not _rotates_in_pass(fmt, rotation)):
-        options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
+        options: dict[str, Any] = {
+            "encode_scale": encode_scale,
+            "offset": offset,
+            "axis_name": axis_name,
+            "slices": slices,
+        }
         amaxes = amax or (None, None)
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
         return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
     tensors = [_given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words, given = random_words(who, rounding, key, batch), encode_scale is not None
     indices = _indices(who, offset, (-1, -2))
-    return _quantize_both(x, tensors, words, indices, fmt, rotation, given, axis_name, implementation)
+    return _quantize_both(x, tensors, words, indices, fmt, rotation, given, axis_name, slices, implementation)
 
 
 # Jitted, so that an eager call is one dispatch.
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "axis", "rotation", "given", "axis_name", "implementation"))
-def _quantize(x, tensor, words, offset, fmt, axis, rotation, given, axis_name, implementation) -> QuantizedArray:
-    x, matrix, columnwise = jax.lax.stop_gradient(x), x.shape[-2:], axis == -2
+@functools.partial(
+    jax.jit, static_argnames=("fmt", "axis", "rotation", "given", "axis_name", "slices", "implementation")
+)
+def _quantize(
+    x, tensor, words, offset, fmt, axis, rotation, given, axis_name, slices, implementation
+) -> QuantizedArray:
+    x, shape, columnwise = jax.lax.stop_gradient(x), x.shape, axis == -2
     fused = rotation
     if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
         x, fused = _rotate_padded(x, axis, rotation, implementation), None
     if tensor is None and fmt.has_tensor_scale:
-        (tensor,) = _amaxes(x, fused is None, fused, axis_name, implementation)
-    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given)
-    ((data, scale),) = _run(spec, x, [] if tensor is None else [tensor], words, offset, implementation)
-    return QuantizedArray(data, scale, _kept_amax(fmt, tensor), None, fmt, matrix, x.dtype, axis, rotation)
+        (tensor,) = _amaxes(x, fused is None, fused, axis_name, slices, implementation)
+    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given, slices)
+    (row,) = _run(spec, x, [] if tensor is None else [tensor], words, offset, implementation)
+    return _quantized(row, tensor, spec, shape, x.dtype, axis, rotation)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "given", "axis_name", "implementation"))
+@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "given", "axis_name", "slices", "implementation"))
 def _quantize_both(
-    x, tensors, words, offset, fmt, rotation, given, axis_name, implementation
+    x, tensors, words, offset, fmt, rotation, given, axis_name, slices, implementation
 ) -> tuple[QuantizedArray, QuantizedArray]:
     x = jax.lax.stop_gradient(x)
     if tensors[0] is None:
-        tensors = _amaxes(x, True, rotation, axis_name, implementation) if fmt.has_tensor_scale else []
+        tensors = _amaxes(x, True, rotation, axis_name, slices, implementation) if fmt.has_tensor_scale else []
     tensors = [*tensors[:1], *tensors[-1:]]
-    spec = _spec(x, fmt, True, True, rotation, words is not None, given)
+    spec = _spec(x, fmt, True, True, rotation, words is not None, given, slices)
     row, column = _run(spec, x, tensors, words, offset, implementation)
-    amaxes = [_kept_amax(fmt, t) for t in tensors] or [None, None]
-    common = (fmt, x.shape[-2:], x.dtype)
+    row_tensor, column_tensor = tensors or (None, None)
     return (
-        QuantizedArray(*row, amaxes[0], None, *common, -1, None),
-        QuantizedArray(*column, amaxes[1], None, *common, -2, rotation),
+        _quantized(row, row_tensor, spec, x.shape, x.dtype, -1, None),
+        _quantized(column, column_tensor, spec, x.shape, x.dtype, -2, rotation),
     )
 
 
+def _quantized(
+    codes_and_scale, tensor, spec: QuantizeSpec, shape: tuple[int, ...], dtype, axis: int, rotation
+) -> QuantizedArray:
+    """From the op's results; what is one number for all slices stands with each."""
+    (data, scale), fmt = codes_and_scale, spec.format
+
+    def with_each(number):
+        return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.slices else number
+
+    scale = with_each(scale) if fmt.scaling == "tensor" else scale
+    amax = with_each(tensor) if fmt.scaling == "two_level" else None
+    return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, axis, rotation)
+
+
 def _amaxes(
-    x, plain: bool, rotation: Hadamard | None, axis_name: Any, implementation: Implementation
+    x, plain: bool, rotation: Hadamard | None, axis_name: Any, slices: bool, implementation: Implementation
 ) -> list[jax.Array]:
     """Of the whole array that x is a shard of along `axis_name`."""
-    found = tensor_amax(x, plain, rotation, implementation)
+    found = tensor_amax(x, plain, rotation, implementation, slices)
     return found if axis_name is None else [largest_over(amax, axis_name) for amax in found]
+
+
+def _batch(
+    who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, slices: bool
+) -> tuple[int, ...]:
+    """The batch axes, each slice of which is a tensor."""
+    if not slices:
+        return x.shape[:-2]
+    if x.ndim < 3:
+        raise ValueError(f"{who}: slices=True and x has shape {x.shape}; needs three dimensions or more")
+    needs = whole_slices(fmt, rotation if -2 in axes else None, rounding, -2 in axes)
+    if x.shape[-2] % needs:
+        raise ValueError(
+            f"{who}: slices=True and x has {x.shape[-2]} rows in each; needs a multiple of {needs}, or "
+            "x.reshape(-1, x.shape[-1]) without slices="
+        )
+    return x.shape[:-3]
+
+
+def whole_slices(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
+    """What the rows of a slice are a multiple of, so that nothing lies on two slices."""
+    return math.lcm(unit(fmt, columnwise, rounding == "stochastic"), rotation.size if rotation else 1)
 
 
 def _plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> None:
@@ -219,11 +272,6 @@ def _plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> Non
 def _rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
     """Whether the kernel rotates columns itself."""
     return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
-
-
-def _kept_amax(fmt: Format, tensor: jax.Array | None) -> jax.Array | None:
-    """A QuantizedArray's amax: of formats whose scales are relative to it."""
-    return tensor if fmt.scaling == "two_level" else None
 
 
 def matrix(who: str, x: Any, fmt: Any) -> jax.Array:
@@ -275,12 +323,19 @@ def _given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tu
 
 
 def _spec(
-    x: jax.Array, fmt: Format, rowwise: bool, columnwise: bool, hadamard: Hadamard | None, stochastic: bool, given: bool
+    x: jax.Array,
+    fmt: Format,
+    rowwise: bool,
+    columnwise: bool,
+    hadamard: Hadamard | None,
+    stochastic: bool,
+    given: bool,
+    slices: bool,
 ) -> QuantizeSpec:
     rows, columns = x.shape[-2:]
     ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
     ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
-    return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, ragged_rows, ragged_columns)
+    return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, ragged_rows, ragged_columns, slices)
 
 
 def _run(
@@ -296,14 +351,15 @@ def _run(
     if words is not None:
         row, column = offset
         rows, columns = x.shape[-2:]
+        slices = x.shape[-3:-2] if spec.slices else ()
 
-        def indices(count, first):  # made beside the op, so that they are split as x is
-            return jnp.arange(count, dtype=jnp.uint32) + first
+        def indices(first, count, *lead):  # made beside the op, so that they are split as x is
+            return jnp.arange(math.prod((*lead, count)), dtype=jnp.uint32).reshape(*lead, count) + first
 
         operands.append(words)
         if spec.rowwise:
-            operands += [indices(rows, row), indices(-(-columns // BLOCK), column // BLOCK)]
+            operands += [indices(row, rows, *slices), indices(column // BLOCK, -(-columns // BLOCK))]
         if spec.columnwise:
-            operands += [indices(columns, column), indices(-(-rows // BLOCK), row // BLOCK)]
+            operands += [indices(column, columns), indices(row // BLOCK, -(-rows // BLOCK), *slices)]
     out = quantize_op(spec, implementation)(*operands)
     return list(zip(out[0::2], out[1::2], strict=True))

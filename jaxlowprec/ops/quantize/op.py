@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxlowprec.formats import BLOCK, Format, Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import reference
+from jaxlowprec.ops.slices import merged_rows, sliced_columns, sliced_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class QuantizeSpec:
         stochastic: rounding of the codes.
         encode_scale_given: the tensor operand is what to multiply by, not an amax; Float8Tensor alone.
         ragged_rows, ragged_columns: R or C is no multiple of `unit` along that axis.
+        slices: x is [..., S, R, C], one tensor, and so are the results; see `ops.slices`.
     """
 
     format: Any
@@ -39,6 +42,7 @@ class QuantizeSpec:
     encode_scale_given: bool
     ragged_rows: bool
     ragged_columns: bool
+    slices: bool = False
 
     @property
     def directions(self) -> int:
@@ -84,18 +88,19 @@ def _rule(spec: QuantizeSpec) -> wiring.Rule:
         names["r"],
         names["c"],
     )
-    operands, results = [f"... {row} {column}"], []
+    s = "s " if spec.slices else ""
+    operands, results = [f"... {s}{row} {column}"], []
     operands += ["..."] * spec.tensors + ["... w"] * spec.stochastic
 
     def scales(line, line_blocks, blocks):
-        return "..." if fmt.scaling == "tensor" else f"... {line_blocks if fmt.tiles else line} {blocks}"
+        return "..." if fmt.scaling == "tensor" else f"... {s}{line_blocks if fmt.tiles else line} {blocks}"
 
     if spec.rowwise:
-        operands += [row, column_groups] * spec.stochastic
-        results += [f"... {row} {column_codes}", scales(row, row_blocks, column_blocks)]
+        operands += [f"{s}{row}", column_groups] * spec.stochastic
+        results += [f"... {s}{row} {column_codes}", scales(row, row_blocks, column_blocks)]
     if spec.columnwise:
-        operands += [column, row_groups] * spec.stochastic
-        results += [f"... {column} {row_codes}", scales(column, column_blocks, row_blocks)]
+        operands += [column, f"{s}{row_groups}"] * spec.stochastic
+        results += [f"... {s}{column} {row_codes}", scales(column, column_blocks, row_blocks)]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     used = re.findall(r"\w+", text)
     sizes = {f: n for f, n in (sizes | {"w": 2}).items() if f in used}
@@ -106,6 +111,21 @@ def _rule(spec: QuantizeSpec) -> wiring.Rule:
 def quantize_op(spec: QuantizeSpec, implementation: Implementation):
     """x, an amax [...] (or encode scale) a direction for formats with a tensor scale, then if stochastic a key [..., 2]
     and line and group indices a direction -> codes and scales a direction."""
+    outputs, run_reference, run_native = _bodies(spec)
+    if spec.slices:
+        outputs, run_reference, run_native = _of_slices(spec)
+    return wiring.define(
+        "jaxlowprec_quantize",
+        rule=_rule(spec),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        **choose("quantize", implementation),
+    )
+
+
+def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
+    """Result shapes, the reference and the native call, of a matrix for each of the batch axes."""
     fmt = spec.format
 
     def outputs(x, *_):
@@ -146,11 +166,33 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation):
             sign_mask=np.uint32(spec.hadamard.mask if spec.hadamard else 0).view(np.int32),
         )
 
-    return wiring.define(
-        "jaxlowprec_quantize",
-        rule=_rule(spec),
-        outputs=outputs,
-        reference=run_reference,
-        native=run_native,
-        **choose("quantize", implementation),
-    )
+    return outputs, run_reference, run_native
+
+
+def _of_slices(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
+    """The same of slices: of the matrix that they are together."""
+    outputs, *bodies = _bodies(dataclasses.replace(spec, slices=False))
+    per_tensor = spec.format.scaling == "tensor"
+
+    def sliced_outputs(x, *_):
+        *batch, s, rows, columns = x.shape
+        shapes = outputs(jax.ShapeDtypeStruct((*batch, rows, columns), x.dtype))
+        return [
+            (shape if per_tensor and i % 2 else (*batch, s, *shape[-2:]), dtype)
+            for i, (shape, dtype) in enumerate(shapes)
+        ]
+
+    cuts = [sliced_rows] * spec.rowwise + [sliced_columns] * spec.columnwise
+
+    def of_slices(body):
+        def run(x, *operands):
+            slices, indices = x.shape[-3], len(operands) - 2 * spec.directions * spec.stochastic
+            merged = body(merged_rows(x), *operands[:indices], *(ids.reshape(-1) for ids in operands[indices:]))
+            out = []
+            for cut, data, scale in zip(cuts, merged[0::2], merged[1::2], strict=True):
+                out += [cut(data, slices), scale if per_tensor else cut(scale, slices)]
+            return out
+
+        return run
+
+    return sliced_outputs, *map(of_slices, bodies)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec.formats import Format
-from jaxlowprec.ops.epilogue import Activation, checked_epilogue
+from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
@@ -100,20 +102,61 @@ def scaled_matmul(
     if not isinstance(a, QuantizedArray):
         return _results(weight_only_matmul(who, a, b, options, implementation), out_sharding)
     _check_operands(who, a, b)
-    batch, (rows, _), (columns, _) = a.shape[:-2], a.matrix, b.matrix
-    epilogue, extras = checked_epilogue(who, (*batch, rows, columns), **options)
+    epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix[0]), **options)
+    out = _run(a, b, epilogue, extras, None, implementation)
+    return _results(out, out_sharding)
+
+
+def scaled_matmul_of_slices(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    bias: Float[Array, "*B N"] | None,
+    out_dtype: Any,
+    out_sharding: NamedSharding | PartitionSpec | None,
+) -> Float[Array, "*B ..."]:
+    """`scaled_matmul` where `a` is in slices of one tensor, [..., S, M, K], as `quantize(slices=True)` makes them.
+
+    Arguments:
+        a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where b is in slices too,
+            [..., S, N, K], its columns are: M and N are lines, and the contraction is over S * K.
+        b, bias, out_dtype, out_sharding: see `scaled_matmul`.
+
+    Returns:
+        [..., S, M, N]; where both are in slices [..., M, N].
+    """
+    who = "scaled_matmul"
+    both = b.ndim == a.ndim
+    shape = (
+        (*a.shape[:-3], a.matrix[0], b.matrix[0]) if both else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix[0])
+    )
+    epilogue, extras = checked_epilogue(who, shape, bias, None, None, out_dtype, False, None, out_sharding)
+
+    def of_tensor(q: QuantizedArray, in_slices: bool) -> QuantizedArray:
+        """What all slices share, once."""
+        if not in_slices:
+            return q
+        scale = q.scale[..., 0] if q.format.scaling == "tensor" else q.scale
+        return dataclasses.replace(q, scale=scale, amax=None if q.amax is None else q.amax[..., 0])
+
+    out = _run(of_tensor(a, True), of_tensor(b, both), epilogue, extras, "both" if both else "a", None)
+    return resharded(out[0], out_sharding)
+
+
+def _run(
+    a: QuantizedArray, b: QuantizedArray, epilogue: Epilogue, extras: list[jax.Array], slices: Any, implementation: Any
+) -> list[jax.Array]:
     unpacked = next((q for q in (a, b) if not q.format.packed), None)
     spec = MatmulSpec(
         a.format,
         b.format,
-        a.format.tiles and rows % a.format.length != 0,
-        b.format.tiles and columns % b.format.length != 0,
+        a.format.tiles and a.matrix[0] % a.format.length != 0,
+        b.format.tiles and b.matrix[0] % b.format.length != 0,
         unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
         epilogue,
+        slices,
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
-    out = _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)
-    return _results(out, out_sharding)
+    return _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)
 
 
 def _results(out: list[jax.Array], out_sharding: Any) -> Any:

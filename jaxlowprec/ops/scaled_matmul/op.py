@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 
@@ -13,6 +14,7 @@ from jaxlowprec.formats import Format
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.scaled_matmul import cuda, reference
+from jaxlowprec.ops.slices import merged_columns, merged_rows, sliced_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,8 @@ class MatmulSpec:
         ragged_rows, ragged_columns: M or N is no multiple of the operand's square tiles.
         ragged_depth: K, as stored, is no multiple of the block.
         epilogue: what follows the sums.
+        slices: of one tensor (see `ops.slices`): "a", its rows and those of the result, [..., S, M, ...]; or "both",
+            what is contracted, whose slices are summed over.
     """
 
     a_format: Any
@@ -32,6 +36,7 @@ class MatmulSpec:
     ragged_columns: bool
     ragged_depth: bool
     epilogue: Epilogue
+    slices: Literal["a", "both"] | None = None
 
     @property
     def two_level(self) -> bool:
@@ -45,7 +50,7 @@ def _rule(spec: MatmulSpec) -> wiring.Rule:
     length = spec.a_format.length
     per_tensor = spec.a_format.scaling == "tensor"
 
-    def operand(factor: str, fmt: Format, ragged: bool) -> tuple[str, list[str]]:
+    def operand(factor: str, fmt: Format, ragged: bool, s: str) -> tuple[str, list[str]]:
         """The name of its lines, and its data and scale."""
         line = scale_line = factor
         if fmt.tiles and ragged:
@@ -54,41 +59,72 @@ def _rule(spec: MatmulSpec) -> wiring.Rule:
         elif fmt.tiles:
             line = f"({factor} b)"
         if per_tensor:
-            return line, [f"... {line} k", "..."]
+            return line, [f"... {s}{line} k", "..."]
         if spec.ragged_depth:
             code, blocks = "kbytes" if fmt.packed else "kcodes", "kblocks"
             whole.extend((code, blocks))
         else:
             code, blocks = f"(k {'h' if fmt.packed else 'b'})", "k"
-        return line, [f"... {line} {code}", f"... {scale_line} {blocks}"]
+        return line, [f"... {s}{line} {code}", f"... {s}{scale_line} {blocks}"]
 
-    m, a = operand("m", spec.a_format, spec.ragged_rows)
-    n, b = operand("n", spec.b_format, spec.ragged_columns)
+    m, a = operand("m", spec.a_format, spec.ragged_rows, "s " if spec.slices else "")
+    n, b = operand("n", spec.b_format, spec.ragged_columns, "s " if spec.slices == "both" else "")
+    m = f"s {m}" if spec.slices == "a" else m
     operands = a + b + ["..."] * 2 * spec.two_level + spec.epilogue.operands(m, n)
     results = spec.epilogue.results(m, n)
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
-    reductions = () if spec.ragged_depth else ("k",)
+    reductions = ("s",) * (spec.slices == "both") + ("k",) * (not spec.ragged_depth)
     return wiring.Rule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
+
+
+def _merging(spec: MatmulSpec) -> Callable[[Callable], Callable]:
+    """For what multiplies matrices: what it takes and gives is in slices where the spec says so."""
+
+    def decorate(multiply: Callable) -> Callable:
+        def multiply_slices(a_data, a_scale, b_data, b_scale, *rest):
+            per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
+            merge = merged_rows if spec.slices == "a" else merged_columns
+            a_merged = merge(a_data), a_scale if per_tensor else merge(a_scale)
+            if spec.slices == "both":
+                return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest)
+            rest = (*rest[:amaxes], *_merged_extras(spec, rest[amaxes:]))
+            return [sliced_rows(y, a_data.shape[-3]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
+
+        return multiply_slices if spec.slices else multiply
+
+    return decorate
+
+
+def _merged_extras(spec: MatmulSpec, extras: Sequence[jax.Array]) -> list[jax.Array]:
+    """The epilogue's operands: all but a bias are laid out as the result is."""
+    bias = int(spec.epilogue.bias)
+    return [*extras[:bias], *map(merged_rows, extras[bias:])]
 
 
 @functools.cache
 def matmul_op(spec: MatmulSpec, implementation: Implementation):
     """a and b as data and scale; then, where the spec has them, both amaxes, bias float32 [..., N], accumulate
-    [..., M, N] and the activation's input [..., M, N] -> [..., M, N], and the pre-activation."""
+    [..., M, N] and the activation's input [..., M, N] -> [..., M, N], and the pre-activation. M may be S, M."""
 
     def outputs(a_data, a_scale, b_data, *_):
-        return spec.epilogue.outputs((*a_data.shape[:-1], b_data.shape[-2]))
+        *batch, rows, _ = a_data.shape
+        batch = batch[:-1] if spec.slices == "both" else batch
+        return spec.epilogue.outputs((*batch, rows, b_data.shape[-2]))
 
     amaxes = 2 * spec.two_level
 
+    @_merging(spec)
     def run_reference(a_data, a_scale, b_data, b_scale, *rest):
         y = reference.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format)
         y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
         return spec.epilogue.finish(y, rest[amaxes:])
 
+    @_merging(spec)
     def run_native(*operands):
-        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(*operands)]
+        a_data, _, b_data, *_ = operands
+        shapes = spec.epilogue.outputs((*a_data.shape[:-1], b_data.shape[-2]))
+        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
         return jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results)(
             *operands,
             a_format=spec.a_format.attributes,
@@ -96,6 +132,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
             **spec.epilogue.attributes,
         )
 
+    @_merging(spec)
     def run_cuda(*operands):
         a_data, _, b_data, *_ = operands
         if 0 in (*a_data.shape, *b_data.shape):
@@ -110,7 +147,11 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
-        return spec.epilogue.finish(add_up(partial), operands[4 + amaxes :])
+        total, extras = add_up(partial), operands[4 + amaxes :]
+        if spec.slices != "a":
+            return spec.epilogue.finish(total, extras)
+        results = spec.epilogue.finish(merged_rows(total), _merged_extras(spec, extras))
+        return [sliced_rows(y, total.shape[-3]) for y in results]
 
     return wiring.define(
         "jaxlowprec_scaled_matmul",
