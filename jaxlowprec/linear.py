@@ -30,7 +30,7 @@ from jaxlowprec.ops.quantize.api import quantize, quantize_both, whole_slices
 from jaxlowprec.ops.quantize.keys import key_words, keyless_words, slice_words
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_slices
 from jaxlowprec.ops.slices import merged_rows, sliced_rows
-from jaxlowprec.out_sharding import resharded, sharding_of
+from jaxlowprec.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, DelayedScaling, Recipe, Roles
 from jaxlowprec.residuals import (
@@ -238,9 +238,13 @@ def matmul(
     Without a recipe `quantized` is a loaded weight. `slices`: x is [..., S, T, K] for a weight without S, and so is the
     result; that S and T stay two axes lets a mesh split both. Where a block would lie on two slices they are merged.
     """
-    if slices and not _whole_slices(recipe, name, x, w if w is not None else quantized):
+    if slices and _must_merge(who, x, w if w is not None else quantized, _rows_together(recipe, name)):
         merged = matmul(who, merged_rows(x), w, bias, recipe, key, quantized, name, out_dtype, state)
         return resharded(sliced_rows(merged[0], x.shape[-3]), out_sharding), merged[1]
+    if out_sharding is None and sharding_of(x):  # the same type whatever is kept for the backward pass
+        loaded: Any = quantized
+        features = dimensions_of(w)[-1] if w is not None else dimensions_of(loaded.columnwise.data)[-2]
+        out_sharding = sharding_of_product(x, features)
     if recipe is None:
         q: Any = None if quantized is None else quantized.columnwise
         served: tuple[Any, Any, None] = (q.format, "identity", None)
@@ -276,16 +280,29 @@ def matmul(
     return _matmul_jit(plan, *operands, used), state
 
 
-def _whole_slices(recipe: Recipe | None, name: str, x: jax.Array, weight: Any) -> bool:
-    """Whether no block of x, nor of its gradient, lies on two slices of x [..., S, T, K]."""
-    if recipe is None or recipe.roles("linear", name).ste is not None:
-        return len(weight.shape) == 2  # x is not quantised; a weight for each of further axes needs matrices
-    roles = recipe.roles("linear", name)
-    return x.size > 0 and all(
-        x.shape[-2] % whole_slices(role.format, role.hadamard, role.rounding, columnwise=True) == 0
-        for role in (roles.input, roles.gradient)
-        if role is not None
-    )
+def _rows_together(recipe: Recipe | None, name: str) -> int:
+    """What the rows of a slice of x, and of its gradient, are a multiple of, so that no block lies on two slices."""
+    roles = None if recipe is None else recipe.roles("linear", name)
+    if roles is None or roles.ste is not None:
+        return 1  # x is not quantised
+    quantised = [role for role in (roles.input, roles.gradient) if role is not None]
+    return math.lcm(*(whole_slices(r.format, r.hadamard, r.rounding, columnwise=True) for r in quantised))
+
+
+def _must_merge(who: str, x: jax.Array, weight: Any, together: int) -> bool:
+    """Whether x [..., S, T, K] has to be merged.
+
+    Raises ValueError where that cannot be: two split axes would be strided.
+    """
+    if x.size > 0 and x.shape[-2] % together == 0 and (together > 1 or len(weight.shape) == 2):
+        return False
+    rows = dimensions_of(x)[-2] if sharding_of(x) else ()
+    if rows and x.shape[-3] > 1:
+        raise ValueError(
+            f"{who}: x {x.shape} is split over {rows} along its second last axis and has {x.shape[-2]} rows in a "
+            f"slice, where blocks need a multiple of {together}; reshard x to leave that axis whole, or pad it"
+        )
+    return True
 
 
 def _inputs(high_precision: bool) -> str:

@@ -12,6 +12,22 @@ def sharding_of(x: jax.Array | None) -> NamedSharding | None:
     return sharding if sharding is not None and sharding.mesh.explicit_axes else None
 
 
+def dimensions_of(x: jax.Array) -> list[tuple[str, ...]]:
+    """The mesh axes that each dimension of x is split over in its type."""
+    entries = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][: x.ndim]
+    return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+
+
+def sharding_of_product(x: jax.Array, features: tuple[str, ...]) -> NamedSharding | None:
+    """That of x [..., K] times a kernel whose features are split over those mesh axes: x comes first."""
+    sharding = sharding_of(x)
+    if sharding is None:
+        return None
+    *lines, _ = dimensions_of(x)
+    used = {axis for axes in lines for axis in axes}
+    return sharding.update(spec=PartitionSpec(*lines, tuple(axis for axis in features if axis not in used)))
+
+
 def spec_of(out_sharding: NamedSharding | PartitionSpec | None) -> PartitionSpec | None:
     """How it splits dimensions: what a `wiring` op takes as `out_spec`."""
     return out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding

@@ -1,13 +1,14 @@
 """Meshes of the virtual devices, and what travels between them."""
 
 import math
-import re
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxlowprec import traffic
 
 PLACEMENTS = [  # sizes of the mesh axes "a" and "b", and where they go
     ((1,), P("a")),
@@ -23,9 +24,6 @@ PLACEMENTS = [  # sizes of the mesh axes "a" and "b", and where they go
     ((2, 4), P(("a", "b"))),
     ((2, 4), P(None, ("b", "a"))),
 ]
-COLLECTIVE = re.compile(
-    r" = (\(.*?\)|\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
-)
 
 
 def name_of(value):
@@ -52,12 +50,7 @@ def lengthened(spec, ndim):
 
 def collectives(compiled):
     """(kind, elements) of every collective in a compiled function; one that XLA combined from several counts as one."""
-    found = []
-    for line in compiled.as_text().splitlines():
-        for shapes, kind in COLLECTIVE.findall(line):
-            dims = re.findall(r"\w\[([\d,]*)\]", shapes)
-            found.append((kind, sum(math.prod(int(n) for n in d.split(",") if n) for d in dims)))
-    return found
+    return [(c.kind, c.elements) for c in traffic.collectives(compiled)]
 
 
 def on_mesh(function, args, specs, mesh):

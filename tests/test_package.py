@@ -20,7 +20,7 @@ MODULES = [
 
 # Lowest first; a module imports from its own layer and those below.
 LAYERS = (
-    ("formats", "native", "sharding_rule", "out_sharding", "wiring"),
+    ("formats", "native", "sharding_rule", "out_sharding", "traffic", "wiring"),
     ("quantized_array",),
     ("ops", "layouts", "collectives"),
     ("recipes", "qat", "autocast", "delayed_scaling", "residuals", "weight_only", "linear", "dot_general"),
@@ -37,7 +37,7 @@ def test_the_public_names_of_the_design_are_there():
         autocast current_recipe linear quantize_kernel dot_general einsum NVFP4BlockScaling linen nnx
         MXFP8 MXFP4 Float8Block Float8Tensor layouts delayed_scaling
         MXFP8BlockScaling Float8BlockScaling Float8CurrentScaling DelayedScaling Custom MMParams QParams
-        Int4 Int4QAT WeightQAT fake_quantize explain quantize_params all_gather_quantized
+        Int4 Int4QAT WeightQAT fake_quantize explain quantize_params all_gather_quantized traffic
     """.split()  # noqa: SIM905
     assert set(names) <= set(jlp.__all__)
     for name in jlp.__all__:

@@ -42,12 +42,12 @@ def both(kind, arguments, **more):
     return flax(**arguments), ours(**arguments, **more)
 
 
-def run(layer, variables, x, **options):
-    """The output, and gradients of the parameters and of x."""
+def run(layer, variables, x, given=None, **options):
+    """The output, and gradients of the parameters and of x; `given`: further collections."""
 
     @jax.jit
     def call(variables, x):
-        y, pullback = jax.vjp(lambda v, x: layer.apply(v, x, **options), variables, x)
+        y, pullback = jax.vjp(lambda v, x: layer.apply(v | (given or {}), x, **options), variables, x)
         return y, *pullback(weights_of(y))
 
     return call(variables, x)
@@ -129,10 +129,10 @@ def test_a_kernel_is_quantised_once_for_many_calls(name):
         assert list(quantized) == ["quantized"]
         changed = variables["params"] | {"kernel": 2 * variables["params"]["kernel"]}
         expected = run(ours, variables, x)
-        reused, pullback = jax.vjp(lambda v, x: ours.apply(v | quantized, x), variables, x)
+        reused = run(ours, variables, x, given=quantized)  # compiled alike: XLA adds up a bias's gradient
         stale = ours.apply({"params": changed} | quantized, x)
-    assert_same_bytes((y, reused, stale), (expected[0],) * 3)
-    assert_same_bytes(pullback(weights_of(y)), expected[1:])
+    assert_same_bytes((y, stale), (expected[0],) * 2)
+    assert_same_bytes(reused, expected)
 
 
 @pytest.mark.parametrize("kind", ["Dense", "DenseGeneral"])

@@ -73,16 +73,3 @@ def test_partially_manual_and_split_over_the_rest(axis_type):
     with jax.set_mesh(mesh):
         out = unless_refused(lambda: jax.jit(function)(place(x, mesh, P("a", "b"))))
     assert out is None or out == x.max()
-
-
-def test_the_counter_counts_combined_and_plain_collectives():
-    class Compiled:
-        def as_text(self):
-            return (
-                "  %r.1 = f32[8,16]{1,0} all-gather(f32[2,16]{1,0} %x), channel_id=1\n"
-                "  %r.2 = (f32[], u32[3]{0}) all-reduce(%a, %b), channel_id=2, to_apply=%region\n"
-                "  ROOT %r.3 = f32[4]{0} collective-permute(%r.1)\n"
-                "  %r.4 = f32[] get-tuple-element(%all-reduce.2), index=0\n"
-            )
-
-    assert collectives(Compiled()) == [("all-gather", 128), ("all-reduce", 4), ("collective-permute", 4)]

@@ -1,0 +1,106 @@
+"""What a compiled function sends between devices: its collectives, and their bytes on the wire.
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(parameters, batch).compile()
+    for collective in jaxlowprec.traffic.collectives(compiled):
+        print(collective)
+
+The counts are those of the text of the program that XLA made. A collective in a loop (`scan`) is listed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+__all__ = ["Collective", "collectives"]
+
+_KINDS = "all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+_INSTRUCTION = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_BITS = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled function; one that XLA combined from several is one.
+
+    Attributes:
+        kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", ...
+        results: dtype (as XLA names it: "u8", "bf16", "f32") and shape of what each device has afterwards.
+        devices: in each group that exchanges data.
+    """
+
+    kind: str
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+    devices: int
+
+    @property
+    def elements(self) -> int:
+        """Of all results."""
+        return sum(math.prod(shape) for _, shape in self.results)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all results."""
+        return sum(math.prod(shape) * _bits(dtype) for dtype, shape in self.results) // 8
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, by the algorithms that send the fewest (rings)."""
+        others = self.devices - 1
+        if self.kind == "reduce-scatter":
+            return self.nbytes * others  # each result is a part
+        if self.kind == "all-reduce":
+            return 2 * self.nbytes * others / self.devices
+        if self.kind == "collective-permute":
+            return self.nbytes
+        return self.nbytes * others / self.devices
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.results)
+        return f"{self.kind} among {self.devices}: {shapes}, {self.wire_bytes:,.0f} bytes sent by each"
+
+
+def collectives(compiled: Any) -> list[Collective]:
+    """The collectives of a compiled function in the order of its text.
+
+    Arguments:
+        compiled: of `jax.jit(f).lower(...).compile()`, or its text.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.traffic.collectives(jax.jit(lambda x: x + 1).lower(jnp.ones(4)).compile())
+    []
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return [_collective(m[1], m[2], m[3], line) for line in text.splitlines() if (m := _INSTRUCTION.search(line))]
+
+
+def _collective(types: str, kind: str, start: str | None, line: str) -> Collective:
+    arrays = [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(types)]
+    if start and kind == "collective-permute":
+        arrays = arrays[1:2]  # operand, result, two contexts
+    elif start and kind != "all-reduce":
+        arrays = arrays[len(arrays) // 2 :]  # operands, results
+    return Collective(kind, tuple(arrays), _group_size(line, len(arrays) if kind == "all-to-all" else 1))
+
+
+def _group_size(line: str, results: int) -> int:
+    """From XLA's ways to print groups of devices: a list of them, an array, or the axes of a mesh."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return listed[1].count(",") + 1
+    if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(shaped[1])
+    if meshed := re.search(r"replica_groups=mesh\[([^]]*)\][^{]*\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"('\w+')=(\d+)", meshed[1]))
+        axes = re.findall(r"('\w+')(?::\(\d+\)(\d+))?", meshed[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    return max(results, 2 if "source_target_pairs" in line else 1)
+
+
+def _bits(dtype: str) -> int:
+    """Of an element: pred is a byte, others say it first (f8e4m3fn)."""
+    found = _BITS.search(dtype)
+    return int(found[0]) if found else 8
