@@ -25,17 +25,16 @@ from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.ops.weight_only_matmul.dgrad import weight_only_dgrad
 from jaxlowprec.out_sharding import sharding_of
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Recipe, StraightThrough
 from jaxlowprec.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
-    decoded,
     differentiated_once,
     dtype_marker,
     named,
-    plain_matmul,
     plain_wgrad,
 )
 
@@ -163,7 +162,7 @@ def _backward(plan: _Plan, residuals, dy):
     x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
-    dx = plain_matmul(dy, jnp.swapaxes(decoded(q, dy.dtype), -1, -2), like_x.dtype, x_sharding)
+    dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding)
     dw: Any = None
     if like_w is not None:
         dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding)

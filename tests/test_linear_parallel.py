@@ -167,14 +167,15 @@ def check_traffic(recipe, parallelism, found):
         assert sum(n for _, n in results if n > 1) == wanted[kind]
 
 
-def check_numbers(parallelism, results, expected):
+def check_numbers(parallelism, results, expected, order=1e-6):
+    """`order`: what the order of a sum may change, relative to the largest result."""
     for name, actual, single in zip(("y", "dx", "dw"), results, expected, strict=True):
         if name not in dict(parallelism.summed):
             assert_same_bytes(actual, single)
             continue
         eps = float(jnp.finfo(single.dtype).eps)
         a, e = (np.asarray(v).astype(np.float64) for v in (actual, single))
-        np.testing.assert_allclose(a, e, rtol=2 * eps, atol=1e-6 * np.abs(e).max())
+        np.testing.assert_allclose(a, e, rtol=2 * eps, atol=order * np.abs(e).max())
 
 
 @over_parallelisms
@@ -191,6 +192,22 @@ def test_explicit_mode(parallelism):
     results, found = on_mesh(recipe, parallelism, AxisType.Explicit)
     check_traffic(recipe, parallelism, found)
     check_numbers(parallelism, results, on_one_device(recipe, parallelism.kernel))
+
+
+@by_axis_type
+@pytest.mark.parametrize("recipe", [jlp.Int4QAT(group_size=128), jlp.WeightQAT(jlp.NVFP4())], ids=["int4", "nvfp4"])
+@pytest.mark.parametrize("name", ["fsdp", "column", "row"])
+def test_quantisation_aware_training_gathers_the_served_weight(recipe, name, axis_type):
+    """Its codes, once for the product and for its gradient; what is multiplied by it stays in high precision."""
+    p = PARALLELISMS[name]
+    results, found = on_mesh(recipe, p, axis_type)
+    q = jlp.quantize(operands(p.kernel)[1], recipe.roles().weight.format, axis=-2)
+    gathered = [r for c in found if c.kind == "all-gather" for r in c.results]
+    codes = [np.prod(shape) for dtype, shape in gathered if dtype == "u8" and np.prod(shape) > q.scale.size]
+    assert codes == ([q.data.size] if name == "fsdp" else [])
+    assert all(np.prod(shape) <= max(q.scale.size, q.data.size) for _, shape in gathered)
+    assert {c.kind for c in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    check_numbers(p, results, on_one_device(recipe, p.kernel), order=1e-5)  # XLA's sum of 2048 float32 products
 
 
 def test_quantising_before_the_gather_moves_at_most_0_3_of_the_bf16_bytes():

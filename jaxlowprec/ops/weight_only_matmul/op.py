@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxlowprec import wiring
+from jaxlowprec.formats import Format
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.weight_only_matmul import cuda, reference
@@ -30,7 +30,7 @@ class WeightOnlySpec:
         epilogue: what follows the sums.
     """
 
-    format: Any
+    format: Format
     asymmetric: bool
     ragged_columns: bool
     ragged_depth: bool
@@ -48,36 +48,63 @@ class WeightOnlySpec:
         return 2 + self.two_level + self.asymmetric
 
 
-def _rule(spec: WeightOnlySpec) -> wiring.Rule:
-    """M and N split (N of square tiles in whole ones), K splits in whole blocks and is then summed over."""
-    fmt, whole = spec.format, []
-    batch = "" if spec.shared else "..."
+@dataclasses.dataclass(frozen=True)
+class WeightFactors:
+    """A weight [N, K] in a wiring rule.
+
+    Attributes:
+        n, k: its logical dimensions.
+        operands: what it consists of.
+        whole, sizes: of the rule.
+        depth_splits: whether K is split into whole blocks; else not at all.
+    """
+
+    n: str
+    k: str
+    operands: list[str]
+    whole: tuple[str, ...]
+    sizes: dict[str, int]
+    depth_splits: bool
+
+
+def weight_factors(
+    fmt: Format, asymmetric: bool, ragged_columns: bool, ragged_depth: bool, batch: str
+) -> WeightFactors:
+    """N split (of square tiles in whole ones), K in whole blocks; `batch` is "..." or ""."""
+    whole: list[str] = []
     n = scale_n = "n"
-    if fmt.tiles and spec.ragged_columns:
+    if fmt.tiles and ragged_columns:
         scale_n = "nblocks"
         whole += [n, scale_n]
     elif fmt.tiles:
         n = "(n b)"
     if fmt.scaling == "tensor":
-        k, weights = "k", [f"{batch} {n} k", batch]
-    elif spec.ragged_depth:
+        k, operands = "k", [f"{batch} {n} k", batch]
+    elif ragged_depth:
         k, code = "kelements", "kbytes" if fmt.packed else "kelements"
         whole += dict.fromkeys((k, code, "kblocks"))
-        weights = [f"{batch} {n} {code}", f"{batch} {scale_n} kblocks"]
+        operands = [f"{batch} {n} {code}", f"{batch} {scale_n} kblocks"]
     else:
         code = "k" if fmt.packed and fmt.length == 2 else f"(k {'h' if fmt.packed else 'b'})"
-        k, weights = "(k b)", [f"{batch} {n} {code}", f"{batch} {scale_n} k"]
-    weights += [batch] * spec.two_level + [
-        f"{batch} {scale_n} {'kblocks' if spec.ragged_depth else 'k'}"
-    ] * spec.asymmetric
-    bias = spec.epilogue.operands("m", n)
+        k, operands = "(k b)", [f"{batch} {n} {code}", f"{batch} {scale_n} k"]
+    operands += [batch] * (fmt.scaling == "two_level")
+    operands += [f"{batch} {scale_n} {'kblocks' if ragged_depth else 'k'}"] * asymmetric
+    text = ", ".join([n, k, *operands])
+    sizes = {f: size for f, size in (("b", fmt.length), ("h", fmt.length // 2)) if f" {f})" in text}
+    return WeightFactors(n, k, operands, tuple(dict.fromkeys(whole)), sizes, not ragged_depth)
+
+
+def _rule(spec: WeightOnlySpec) -> wiring.Rule:
+    """M and N split, K splits in whole blocks and is then summed over."""
+    batch = "" if spec.shared else "..."
+    weight = weight_factors(spec.format, spec.asymmetric, spec.ragged_columns, spec.ragged_depth, batch)
+    extras = spec.epilogue.operands("m", weight.n)
     if spec.shared and spec.epilogue.bias:
-        bias[0] = n
-    results = spec.epilogue.results("m", n)
-    text = f"{', '.join([f'... m {k}', *weights, *bias])} -> {', '.join(results)}"
-    sizes: dict[str, Any] = {f: size for f, size in (("b", fmt.length), ("h", fmt.length // 2)) if f" {f})" in text}
-    reductions = () if spec.ragged_depth else ("k",)
-    return wiring.Rule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
+        extras[0] = weight.n
+    results = spec.epilogue.results("m", weight.n)
+    text = f"{', '.join([f'... m {weight.k}', *weight.operands, *extras])} -> {', '.join(results)}"
+    reductions = ("k",) if weight.depth_splits else ()
+    return wiring.Rule(text, reductions=reductions, whole=weight.whole, **weight.sizes)
 
 
 @functools.cache
