@@ -47,13 +47,14 @@ def why_not():
     if not module or module.no_cuda:
         return "the library was built without CUDA"
     try:
-        _devices("H100", 1)
+        devices_of("H100", 1)
     except Exception as error:  # no plugin, or one that wants a driver
         return f"no compiler for GPUs: {str(error).splitlines()[0]}"
     return None
 
 
-def _devices(gpu, count):
+def devices_of(gpu, count):
+    """Descriptions of so many GPUs, to compile for."""
     shape = f"1x1x{count}"
     return topologies.get_topology_desc(
         platform="cuda", topology_name=shape, topology=shape, target_config=_description(gpu)
@@ -68,7 +69,7 @@ def described(gpu, count=1):
     major, minor = GPUS[gpu][1]
     with claiming_cuda(major + minor / 10):
         assert native._register_cuda(native.library().module) is None
-        yield _devices(gpu, count)
+        yield devices_of(gpu, count)
 
 
 def compiled(function, *args, devices=None, **options):
