@@ -239,7 +239,8 @@ TEST(matmul_agrees_with_the_reference) {
 }
 
 TEST(matmul_agrees_with_the_reference_over_many_chunks_and_steps) {
-  agrees_with_the_reference({{130, 258, 33}, {33, 300, 130}, {40, 24, 900}, {300, 70, 31}, {64, 64, 529}}, -4);
+  agrees_with_the_reference({{130, 258, 33}, {33, 300, 130}, {40, 24, 900}, {300, 70, 31}, {64, 64, 529}, {13, 35, 1057}},
+                            -4);
 }
 
 TEST(matmul_agrees_with_the_reference_under_every_epilogue_and_type) {
@@ -376,6 +377,37 @@ TEST(matmul_of_mxfp4_at_both_ends_of_the_scales_is_exact) {
     }
   }
 }
+
+TEST(matmul_keeps_the_sign_of_sums_that_underflow) {
+  const Format f = format(CodeType::kE4M3, Scaling::kE8M0, false);
+  const Buffer codes(40), negative(40), scale(2), result(4);
+  memset(codes.as(), 0x38, codes.size()), memset(negative.as(), 0xB8, negative.size());  // ones, and less than nothing
+  memset(scale.as(), 127 - 90, scale.size());                                            // 2^-180 a product
+  for (const int64_t depth : {1, 2, 3, 33, 40}) {
+    const check::Given given(std::to_string(depth) + " products");
+    MatmulProblem p{};
+    p.a = {f, codes.as(), scale.as(), nullptr, depth}, p.b = {f, negative.as(), scale.as(), nullptr, depth};
+    p.batch = p.rows = p.columns = 1, p.result = result.as(), p.type = ElementType::kF32;
+    for (const Kernels* k : kernels_under_test()) {
+      const check::Given isa(k->isa);
+      run_chunks(*k, p, false);
+      CHECK_EQ(Lanes<float>::bits(*result.as<float>()), 0x80000000u);
+    }
+  }
+}
+
+#if defined(JLP_TEST_EMULATED_BF16)
+TEST(emulated_dot_product_is_what_a_processor_has_to_have) { CHECK(avx512_bf16::dot_gives_the_same_bytes()); }
+#else
+TEST(bf16_kernels_are_there_where_the_processor_has_the_instructions) {
+#if defined(__x86_64__)
+  const std::vector<std::string> isas = available_isas();
+  const bool found = std::find(isas.begin(), isas.end(), "avx512_bf16") != isas.end();
+  const bool avx512 = std::find(isas.begin(), isas.end(), "avx512") != isas.end();
+  CHECK_EQ(found, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"));
+#endif
+}
+#endif
 
 TEST(matmul_gradient_of_gelu_at_infinity_is_a_finite_factor) {
   const Format f = format(CodeType::kE4M3, Scaling::kTensor, false);

@@ -22,15 +22,15 @@ namespace JLP_ISA {
 
 #if defined(JLP_ISA_AVX512)  // b unsigned and in registers, a broadcast by the instruction itself
 using Code = uint8_t;
-constexpr int kTileRows = 8, kTileVectors = 2;
+constexpr int kTileRows = 8, kTileVectors = 2, kMostRows = 512;
 constexpr uint8_t kRowsOffset = 0, kPanelOffset = 12;
 #elif defined(JLP_ISA_AVX2)  // a unsigned and broadcast, b an operand in memory: the signed side can be one
 using Code = uint8_t;
-constexpr int kTileRows = 4, kTileVectors = 2;
+constexpr int kTileRows = 4, kTileVectors = 2, kMostRows = 256;
 constexpr uint8_t kRowsOffset = 12, kPanelOffset = 0;
 #else
 using Code = float;
-constexpr int kTileRows = 4, kTileVectors = 2;
+constexpr int kTileRows = 4, kTileVectors = 2, kMostRows = 128;
 #endif
 constexpr bool kIntegerDot = std::is_same_v<Code, uint8_t>;
 constexpr int kTileColumns = kTileVectors * kLanes;
@@ -306,7 +306,7 @@ struct MatmulE2M1 {
   };
 
   static MatmulChunks cut(const MatmulProblem& p) {
-    return {p, {128, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}};
+    return {p, {kMostRows, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}};
   }
 
   static int64_t granules(const MatmulProblem& p) { return p.a.format.blocks(p.depth()) * Scales::kGranules; }
@@ -332,9 +332,11 @@ struct MatmulE2M1 {
       const int64_t row = first + i * kLanes, rows = std::clamp<int64_t>(first + columns - row, 0, kLanes);
       PanelGranule* vector = out + i * granules(p);
       unpack_panel(p.b.data + (batch * p.columns + row) * granules(p) * 8, rows, granules(p), vector);
-      for (int r = 0; r < (shared_scales(p) ? std::min<int64_t>(rows, 1) : rows); ++r)  // shared: in lane 0
-        decode_scales(scales_of_row(p.b, p.columns, batch, row + r), p.b.format.blocks(p.depth()), Scales::decode,
-                      vector->scale + r, Scales::kGranules * kPanelStride);
+      const int64_t blocks = p.b.format.blocks(p.depth()), stride = Scales::kGranules * kPanelStride;
+      if (!shared_scales(p))
+        decode_scales_of_lanes(p.b, p.columns, batch, row, rows, 0, blocks, Scales::decode, vector->scale, stride);
+      else if (rows > 0)  // in lane 0
+        decode_scales(scales_of_row(p.b, p.columns, batch, row), blocks, Scales::decode, vector->scale, stride);
     }
   }
 
