@@ -41,7 +41,7 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
         f = jax.jit(lambda x: jlp.quantize_both(x, fmt, True, implementation=implementation))
         return lambda: f(x)
 
-    wide = native.isa() == "avx512"
+    wide = native.isa() in ("avx512", "avx512_bf16")
     case("quantize rowwise, nearest", "jitted reference", 20 if wide else 10, quantize(), quantize("reference"), few)
     case(
         "quantize rowwise, nearest",

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds and runs the C++ tests three times: as shipped; with the address and undefined-behaviour sanitizers, kernels then
 # portable and for AVX2 (or for ISAS="avx2;avx512"); and those of several threads with the thread sanitizer. The AVX-512
-# kernels are tested by emulation where SIMDe's headers are (Debian: libsimde-dev), and the numerics compiled as device code
-# where nvcc is. The GPU kernels are executed on the CPU; their calls of cuBLASLt are tested where a CUDA compiler and
-# cublasLt.h are (scripts/cublas_headers.sh build/cublas).
+# kernels, AVX512_BF16's too, are tested by emulation where SIMDe's headers are (Debian: libsimde-dev), and the numerics
+# compiled as device code where nvcc is. The GPU kernels are executed on the CPU; their calls of cuBLASLt are tested where a
+# CUDA compiler and cublasLt.h are (scripts/cublas_headers.sh build/cublas).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PATH:$PWD/.venv/bin" # cmake and ninja, if the machine has none

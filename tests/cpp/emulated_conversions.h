@@ -1,4 +1,5 @@
-// Conversions of AVX-512 that SIMDe lacks, for tests of its kernels on a processor without it: two of 256 bits each.
+// Instructions that SIMDe lacks, for tests of AVX-512's kernels on a processor without it: conversions, two of 256 bits
+// each; and the dot product of bfloat16, which it has, but with the lower half first and no fused multiply-add.
 #pragma once
 
 #include <cstring>
@@ -32,8 +33,28 @@ inline __m256i emulated_cvtps_ph(simde__m512 values, int) {
   return join_halves<__m128i, __m256i>(_mm256_cvtps_ph(halves[0], 0), _mm256_cvtps_ph(halves[1], 0));
 }
 
+/// The upper halves' product first. Subnormals are zero as long as the kernels run, as the instruction has them.
+inline simde__m512 emulated_dpbf16_ps(simde__m512 sums, simde__m512i a, simde__m512i b) {
+  float sum[16];
+  uint32_t x[16], y[16];
+  memcpy(sum, &sums, sizeof sum), memcpy(x, &a, sizeof x), memcpy(y, &b, sizeof y);
+  for (int i = 0; i < 16; ++i)
+    for (const int shift : {0, 16}) {
+      const uint32_t bits[2] = {x[i] << shift & 0xFFFF0000u, y[i] << shift & 0xFFFF0000u};
+      float number[2];
+      memcpy(number, bits, sizeof number);
+      sum[i] = __builtin_fmaf(number[0], number[1], sum[i]);
+    }
+  simde__m512 result;
+  memcpy(&result, sum, sizeof result);
+  return result;
+}
+
 }  // namespace jaxlowprec
 
+#define __m512bh simde__m512i
+#undef _mm512_dpbf16_ps
+#define _mm512_dpbf16_ps jaxlowprec::emulated_dpbf16_ps
 #define _mm512_cvtepu8_epi32 jaxlowprec::emulated_cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 jaxlowprec::emulated_cvtepu16_epi32
 #define _mm512_cvtph_ps jaxlowprec::emulated_cvtph_ps

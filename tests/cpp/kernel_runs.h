@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../../xla_ffi/cpu/bf16_kernels.h"
 #include "../../xla_ffi/cpu/run.h"
 #include "check.h"
 #include "kernel_data.h"
@@ -21,7 +22,10 @@ extern const Kernels kernels;
 
 /// The kernels under test: those of every instruction set that this processor has, or the emulated ones.
 inline std::vector<const Kernels*> kernels_under_test() {
-#if defined(JLP_TEST_EMULATED_AVX512)
+#if defined(JLP_TEST_EMULATED_BF16)
+  static const Kernels bf16 = avx512_bf16::kernels();
+  return {&avx512::kernels, &bf16};
+#elif defined(JLP_TEST_EMULATED_AVX512)
   return {&avx512::kernels};
 #else
   std::vector<const Kernels*> found;

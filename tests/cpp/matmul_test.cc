@@ -239,7 +239,8 @@ TEST(matmul_agrees_with_the_reference) {
 }
 
 TEST(matmul_agrees_with_the_reference_over_many_chunks_and_steps) {
-  agrees_with_the_reference({{130, 258, 33}, {33, 300, 130}, {40, 24, 900}, {300, 70, 31}, {64, 64, 529}}, -4);
+  agrees_with_the_reference({{130, 258, 33}, {33, 300, 130}, {40, 24, 900}, {300, 70, 31}, {64, 64, 529}, {13, 35, 1057}},
+                            -4);
 }
 
 TEST(matmul_agrees_with_the_reference_under_every_epilogue_and_type) {
@@ -376,6 +377,84 @@ TEST(matmul_of_mxfp4_at_both_ends_of_the_scales_is_exact) {
     }
   }
 }
+
+TEST(matmul_of_mxfp4_agrees_with_the_reference_where_one_block_has_an_extreme_scale) {
+  const Format f = format(CodeType::kE2M1, Scaling::kE8M0, false);
+  const Shape shape = {3, 40, 96};
+  std::mt19937 random(10);
+  for (const int byte : {0, 1, 76, 77, 177, 178, 254, 255})
+    for (const uint8_t mask : {0x00, 0x88, 0xFF})  // codes of the block: zero, zero of either sign, any
+      for (const bool in_a : {false, true}) {
+        const check::Given given("scale " + std::to_string(byte) + (mask == 0xFF ? "" : " of zeros") +
+                                 (in_a ? " in a" : " in b"));
+        const Product product({f, f}, shape, kNumbers[0], random);
+        const OperandBuffers& operand = in_a ? product.a : product.b;
+        const int64_t block = 2 * (shape.depth / 32) + 1;  // the second of row 2
+        operand.scale.as()[block] = static_cast<uint8_t>(byte);
+        for (int i = 0; i < 16; ++i) operand.data.as()[16 * block + i] &= mask;
+        const Buffer expected(shape.rows * shape.columns * 4), found(expected.size());
+        MatmulProblem p = product.problem(found);
+        reference::matmul(p, expected.as(), nullptr);
+        for (const Kernels* k : kernels_under_test()) {
+          const check::Given isa(k->isa);
+          run_chunks(*k, p, false);
+          CHECK_EQ(first_difference(found, expected, p.type), -1);
+        }
+      }
+}
+
+TEST(matmul_of_mxfp4_agrees_with_the_reference_where_scales_are_next_to_a_limit) {
+  const Format f = format(CodeType::kE2M1, Scaling::kE8M0, false);
+  const Shape shape = {9, 40, 96};
+  std::mt19937 random(11);
+  for (const auto& [a_byte, b_byte] : {std::pair(0, 122), {122, 0}, {76, 50}, {77, 77}, {40, 77}, {175, 175}, {250, 125}}) {
+    const check::Given given("scales from " + std::to_string(a_byte) + " by " + std::to_string(b_byte));
+    const Product product({f, f}, shape, kNumbers[0], random);
+    for (int64_t i = 0; i < product.a.scale.size(); ++i)
+      product.a.scale.as()[i] = static_cast<uint8_t>(a_byte + random() % 5);
+    for (int64_t i = 0; i < product.b.scale.size(); ++i)
+      product.b.scale.as()[i] = static_cast<uint8_t>(b_byte + random() % 5);
+    const Buffer expected(shape.rows * shape.columns * 4), found(expected.size());
+    MatmulProblem p = product.problem(found);
+    reference::matmul(p, expected.as(), nullptr);
+    for (const Kernels* k : kernels_under_test()) {
+      const check::Given isa(k->isa);
+      run_chunks(*k, p, false);
+      CHECK_EQ(first_difference(found, expected, p.type), -1);
+    }
+  }
+}
+
+TEST(matmul_keeps_the_sign_of_sums_that_underflow) {
+  const Format f = format(CodeType::kE4M3, Scaling::kE8M0, false);
+  const Buffer codes(40), negative(40), scale(2), result(4);
+  memset(codes.as(), 0x38, codes.size()), memset(negative.as(), 0xB8, negative.size());  // ones, and less than nothing
+  memset(scale.as(), 127 - 90, scale.size());                                            // 2^-180 a product
+  for (const int64_t depth : {1, 2, 3, 33, 40}) {
+    const check::Given given(std::to_string(depth) + " products");
+    MatmulProblem p{};
+    p.a = {f, codes.as(), scale.as(), nullptr, depth}, p.b = {f, negative.as(), scale.as(), nullptr, depth};
+    p.batch = p.rows = p.columns = 1, p.result = result.as(), p.type = ElementType::kF32;
+    for (const Kernels* k : kernels_under_test()) {
+      const check::Given isa(k->isa);
+      run_chunks(*k, p, false);
+      CHECK_EQ(Lanes<float>::bits(*result.as<float>()), 0x80000000u);
+    }
+  }
+}
+
+#if defined(JLP_TEST_EMULATED_BF16)
+TEST(emulated_dot_product_is_what_a_processor_has_to_have) { CHECK(avx512_bf16::dot_gives_the_same_bytes()); }
+#else
+TEST(bf16_kernels_are_there_where_the_processor_has_the_instructions) {
+#if defined(__x86_64__)
+  const std::vector<std::string> isas = available_isas();
+  const bool found = std::find(isas.begin(), isas.end(), "avx512_bf16") != isas.end();
+  const bool avx512 = std::find(isas.begin(), isas.end(), "avx512") != isas.end();
+  CHECK_EQ(found, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"));
+#endif
+}
+#endif
 
 TEST(matmul_gradient_of_gelu_at_infinity_is_a_finite_factor) {
   const Format f = format(CodeType::kE4M3, Scaling::kTensor, false);

@@ -57,6 +57,7 @@ ONE_OF_EACH_KIND = [  # of kernel, and of how scales enter
     (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
 ]
 SIZES = [(1, 1, 1), (7, 32, 3), (1, 40, 70), (33, 128, 65), (20, 300, 130), (5, 129, 18), (2, 3, 5, 33, 18)]
+LONG = (3, 1057, 20)  # along K: more than a kernel takes at a time, and odd
 
 
 def pair_name(pair):
@@ -76,7 +77,7 @@ def operands(sizes, pair, seed=0, **fields):
 
 @functools.cache
 def operands_and_products(pair):
-    both = [operands(sizes, pair, seed=sum(sizes)) for sizes in SIZES]
+    both = [operands(sizes, pair, seed=sum(sizes)) for sizes in (LONG, *SIZES)]
     return both, [product(*ab, out_dtype=jnp.float32)[0] for ab in both]
 
 

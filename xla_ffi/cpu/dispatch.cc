@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstdlib>
 
+#include "bf16_kernels.h"
+
 namespace jaxlowprec {
 
 #if defined(JLP_HAVE_AVX512)
@@ -21,12 +23,26 @@ extern const Kernels kernels;
 
 namespace {
 
+#if defined(JLP_HAVE_AVX512_BF16)
+/// Null where the processor does not have it, or its dot product gives other bytes. It must have AVX-512.
+const Kernels* bf16_kernels() {
+  static const bool usable = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                             avx512_bf16::dot_gives_the_same_bytes();
+  static const Kernels kernels = usable ? avx512_bf16::kernels() : Kernels{};
+  return usable ? &kernels : nullptr;
+}
+#endif
+
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> found;
 #if defined(JLP_HAVE_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+#if defined(JLP_HAVE_AVX512_BF16)
+    if (const Kernels* kernels = bf16_kernels()) found.push_back(kernels);
+#endif
     found.push_back(&avx512::kernels);
+  }
 #endif
 #if defined(JLP_HAVE_AVX2)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))

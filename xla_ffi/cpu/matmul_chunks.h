@@ -61,6 +61,24 @@ JLP_RULE const uint8_t* scales_of_row(const MatmulOperand& operand, int64_t rows
   return operand.scale + scale_row * format.scale_columns(operand.columns) * format.scale_bytes();
 }
 
+/// Scales of one byte of kLanes rows of b, those from `row` on, decoded: a vector for each of `count` blocks from `first`
+/// on, `stride` floats apart. Lanes beyond `rows` get those of zero bytes.
+template <class Decode>
+JLP_RULE void decode_scales_of_lanes(const MatmulOperand& operand, int64_t operand_rows, int64_t batch, int64_t row,
+                                     int64_t rows, int64_t first, int64_t count, Decode decode, float* out, int64_t stride) {
+  for (int64_t b = 0; b < count; b += 16) {
+    const int64_t n = std::min<int64_t>(16, count - b);
+    Bytes16 v[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+      v[r] = Bytes16{};
+      if (r < rows) memcpy(&v[r], scales_of_row(operand, operand_rows, batch, row + r) + first + b, n);
+    }
+    transpose(v);  // block by block
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(v);
+    for (int64_t i = 0; i < n; ++i) store(out + (b + i) * stride, decode(load_u8(bytes + i * kLanes)));
+  }
+}
+
 /// Scales of one byte, decoded, `stride` floats apart.
 template <class Decode>
 JLP_RULE void decode_scales(const uint8_t* scale, int64_t count, Decode decode, float* out, int64_t stride) {

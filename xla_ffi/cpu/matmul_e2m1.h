@@ -22,15 +22,15 @@ namespace JLP_ISA {
 
 #if defined(JLP_ISA_AVX512)  // b unsigned and in registers, a broadcast by the instruction itself
 using Code = uint8_t;
-constexpr int kTileRows = 8, kTileVectors = 2;
+constexpr int kTileRows = 8, kTileVectors = 2, kMostRows = 512;
 constexpr uint8_t kRowsOffset = 0, kPanelOffset = 12;
 #elif defined(JLP_ISA_AVX2)  // a unsigned and broadcast, b an operand in memory: the signed side can be one
 using Code = uint8_t;
-constexpr int kTileRows = 4, kTileVectors = 2;
+constexpr int kTileRows = 4, kTileVectors = 2, kMostRows = 256;
 constexpr uint8_t kRowsOffset = 12, kPanelOffset = 0;
 #else
 using Code = float;
-constexpr int kTileRows = 4, kTileVectors = 2;
+constexpr int kTileRows = 4, kTileVectors = 2, kMostRows = 128;
 #endif
 constexpr bool kIntegerDot = std::is_same_v<Code, uint8_t>;
 constexpr int kTileColumns = kTileVectors * kLanes;
@@ -220,6 +220,7 @@ struct Nvfp4Scales {
   JLP_RULE float alpha(const MatmulProblem& p, int64_t batch) {
     return (p.a.amax[batch] * p.b.amax[batch]) * kNvfp4ProductScale;
   }
+  JLP_RULE bool moderate(const MatmulOperand&, int64_t, int64_t, int64_t, int64_t) { return false; }  // matters to MX
 
   /// Adds the terms of one block. With 16x16 blocks in b (kTiles) all lanes of a vector share its scale, so that one product
   /// a row does for the vector. Panel vectors are `stride` apart.
@@ -244,6 +245,7 @@ struct Nvfp4Scales {
 
 /// Blocks of two granules. Scales are powers of two: a term is exact or overflows or, underflowing, counts as zero, so every
 /// product is rounded on its own. The quarter goes onto the dot product, since a scale may be the least normal number.
+/// Moderate scales (kModerate) cannot overflow or underflow: those products are exact in any grouping.
 struct Mxfp4Scales {
   static constexpr int kGranules = 2;
   static constexpr float kRowsFactor = 1.0f;
@@ -251,7 +253,31 @@ struct Mxfp4Scales {
   JLP_RULE F32 decode(U32 bytes) { return e8m0_decode<F32>(bytes); }
   JLP_RULE float alpha(const MatmulProblem&, int64_t) { return 1.0f; }
 
-  template <int kRows, bool>
+  static constexpr int kLeast = 127 - 50, kMost = 127 + 50;  // scale bytes
+
+  /// Whether all scales of these rows are moderate, but for small ones of blocks of zeros.
+  static bool moderate(const MatmulOperand& operand, int64_t operand_rows, int64_t batch, int64_t first, int64_t rows) {
+    const int64_t blocks = operand.format.blocks(operand.columns);
+    for (int64_t row = first; row < first + rows; ++row) {
+      const uint8_t* scales = scales_of_row(operand, operand_rows, batch, row);
+      const Bytes16* codes = reinterpret_cast<const Bytes16*>(operand.data) + (batch * operand_rows + row) * blocks;
+      for (int64_t b = 0; b < blocks; b += 16) {
+        Bytes16 some = Bytes16{} + kLeast;
+        memcpy(&some, scales + b, std::min<int64_t>(16, blocks - b));
+        if (!any((Bytes16)(some - kLeast > kMost - kLeast))) continue;
+        for (int64_t i = b; i < std::min(b + 16, blocks); ++i)
+          if (scales[i] > kMost || (scales[i] < kLeast && any(load<Bytes16>(codes + i) & 0x77))) return false;
+      }
+    }
+    return true;
+  }
+  JLP_RULE bool any(Bytes16 bytes) {
+    uint64_t words[2];
+    memcpy(words, &bytes, sizeof words);
+    return (words[0] | words[1]) != 0;
+  }
+
+  template <int kRows, bool kModerate>
   JLP_RULE void add_block(const RowsGranule* rows, const PanelGranule* panel, int64_t stride,
                           F32 (&sums)[kRows][kTileVectors]) {
     JLP_UNROLL(8)
@@ -259,8 +285,11 @@ struct Mxfp4Scales {
       JLP_UNROLL(2)
       for (int v = 0; v < kTileVectors; ++v) {
         const PanelGranule* vector = panel + v * stride;
-        const F32 dot = dot_block<2>(rows, r, vector) * 0.25f;
-        sums[r][v] += (dot * rows->scale[r]) * load<F32>(vector->scale);
+        const F32 dot = dot_block<2>(rows, r, vector), scale = load<F32>(vector->scale);
+        if (kModerate)
+          sums[r][v] = L::multiply_add_exact(dot, (scale * 0.25f) * rows->scale[r], sums[r][v]);
+        else
+          sums[r][v] += ((dot * 0.25f) * rows->scale[r]) * scale;
       }
     }
   }
@@ -281,15 +310,18 @@ struct MatmulE2M1 {
     RowsGranule* tiles = reinterpret_cast<RowsGranule*>(scratch + panel_size);
 
     load_rows(p, batch, range.first_row, range.rows, tiles);
+    const bool moderate = Scales::moderate(p.a, p.rows, batch, range.first_row, range.rows);
     for (int64_t at = 0; at < range.columns; at += kPanelColumns) {
       const int64_t columns = std::min<int64_t>(kPanelColumns, range.columns - at);
       load_panel(p, batch, range.first_column + at, columns, panel);
+      const bool shorter =
+          shared_scales(p) || (moderate && Scales::moderate(p.b, p.columns, batch, range.first_column + at, columns));
       for (int64_t row = 0; row < range.rows; row += kTileRows) {
         const Tile tile = {tiles + row / kTileRows * granules(p), batch, range.first_row + row,
                            static_cast<int>(std::min<int64_t>(kTileRows, range.rows - row))};
         for (int64_t column = 0; column < columns; column += kTileColumns) {
           const PanelGranule* b = panel + column / kLanes * granules(p);
-          if (shared_scales(p))
+          if (shorter)
             multiply_tile<true>(p, tile, b, range.first_column + at + column);
           else
             multiply_tile<false>(p, tile, b, range.first_column + at + column);
@@ -306,7 +338,7 @@ struct MatmulE2M1 {
   };
 
   static MatmulChunks cut(const MatmulProblem& p) {
-    return {p, {128, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}};
+    return {p, {kMostRows, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}};
   }
 
   static int64_t granules(const MatmulProblem& p) { return p.a.format.blocks(p.depth()) * Scales::kGranules; }
@@ -332,13 +364,16 @@ struct MatmulE2M1 {
       const int64_t row = first + i * kLanes, rows = std::clamp<int64_t>(first + columns - row, 0, kLanes);
       PanelGranule* vector = out + i * granules(p);
       unpack_panel(p.b.data + (batch * p.columns + row) * granules(p) * 8, rows, granules(p), vector);
-      for (int r = 0; r < (shared_scales(p) ? std::min<int64_t>(rows, 1) : rows); ++r)  // shared: in lane 0
-        decode_scales(scales_of_row(p.b, p.columns, batch, row + r), p.b.format.blocks(p.depth()), Scales::decode,
-                      vector->scale + r, Scales::kGranules * kPanelStride);
+      const int64_t blocks = p.b.format.blocks(p.depth()), stride = Scales::kGranules * kPanelStride;
+      if (!shared_scales(p))
+        decode_scales_of_lanes(p.b, p.columns, batch, row, rows, 0, blocks, Scales::decode, vector->scale, stride);
+      else if (rows > 0)  // in lane 0
+        decode_scales(scales_of_row(p.b, p.columns, batch, row), blocks, Scales::decode, vector->scale, stride);
     }
   }
 
-  template <int kRows, bool kTiles>
+  /// kShorter: add_block's way with fewer products, for shared or for moderate scales.
+  template <int kRows, bool kShorter>
   __attribute__((noinline)) static void multiply_rows(const MatmulProblem& p, const Tile& tile, const PanelGranule* b,
                                                       int64_t column) {
     F32 sums[kRows][kTileVectors];
@@ -346,7 +381,7 @@ struct MatmulE2M1 {
       for (int v = 0; v < kTileVectors; ++v) sums[r][v] = F32{};
     const int64_t count = granules(p);
     for (int64_t g = 0; g < count; g += Scales::kGranules)
-      Scales::template add_block<kRows, kTiles>(tile.a + g, b + g, count, sums);
+      Scales::template add_block<kRows, kShorter>(tile.a + g, b + g, count, sums);
     const float alpha = Scales::alpha(p, tile.batch);
     F32 y[kRows][kTileVectors];  // indexed by a variable: apart from the sums, which stay in registers
     for (int r = 0; r < kRows; ++r)
@@ -356,12 +391,12 @@ struct MatmulE2M1 {
   }
 
   /// Few rows are rounded up to a power of two.
-  template <bool kTiles>
+  template <bool kShorter>
   JLP_RULE void multiply_tile(const MatmulProblem& p, const Tile& tile, const PanelGranule* b, int64_t column) {
-    if (tile.rows > 4) return multiply_rows<kTileRows, kTiles>(p, tile, b, column);
-    if (tile.rows > 2) return multiply_rows<4, kTiles>(p, tile, b, column);
-    if (tile.rows > 1) return multiply_rows<2, kTiles>(p, tile, b, column);
-    multiply_rows<1, kTiles>(p, tile, b, column);
+    if (tile.rows > 4) return multiply_rows<kTileRows, kShorter>(p, tile, b, column);
+    if (tile.rows > 2) return multiply_rows<4, kShorter>(p, tile, b, column);
+    if (tile.rows > 1) return multiply_rows<2, kShorter>(p, tile, b, column);
+    multiply_rows<1, kShorter>(p, tile, b, column);
   }
 };
 

@@ -1,22 +1,26 @@
-// GEMMs with 8-bit codes on one side or both (numerics.md 9). Operands become float32 again, and every result is one chain
-// of multiply-adds along K, so that its bytes depend neither on the tiling nor on the instruction set:
+// GEMMs with 8-bit codes on one side or both (numerics.md 9). Operands become numbers again, float32 (matmul_numbers.h) or
+// pairs of bfloat16 (matmul_pairs.h), and every result is one chain of multiply-adds along K, so that its bytes depend
+// neither on the tiling nor on the instruction set:
 //   tensor scale    over all of K: the product of two codes is exact, so fusing changes nothing; both scales at the end
 //   block of 128    over a block: y = fma(fl(sum * s_a), s_b, y) at its end
 //   MX              over all of K, of fma: a scale is a power of two, so that it goes into the operand exactly
 //
-// K is walked in steps: a's rows of a chunk are unpacked for one step, [row][k], then b a panel at a time,
-// [vector][k][lane], so that a small tile of results keeps its sums in registers while the tile's part of the panel stays
+// K is walked in steps: a's rows of a chunk are unpacked for one step, [row][unit], then b a panel at a time,
+// [vector][unit][lane], so that a small tile of results keeps its sums in registers while the tile's part of the panel stays
 // in the first cache and a in the second. y waits for the next step in scratch memory.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
-#include "../numerics/e2m1.h"
 #include "../numerics/float8.h"
 #include "matmul_chunks.h"
 #include "matmul_epilogue.h"
-#include "unpack_float8.h"
+#if defined(JLP_ISA_AVX512_BF16)
+#include "matmul_pairs.h"
+#else
+#include "matmul_numbers.h"
+#endif
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -43,15 +47,18 @@ struct MatmulFloat8 {
   }
 
  private:
-#if defined(JLP_ISA_AVX512)
-  static constexpr int kRows = 12, kStep = 128;
+#if defined(JLP_ISA_AVX512_BF16)
+  static constexpr int kRows = 12, kMostRows = 384, kStep = 512;
+#elif defined(JLP_ISA_AVX512)
+  static constexpr int kRows = 12, kMostRows = 256, kStep = 128;
 #elif defined(JLP_ISA_AVX2)
-  static constexpr int kRows = 6, kStep = 256;
+  static constexpr int kRows = 6, kMostRows = 256, kStep = 256;
 #else
-  static constexpr int kRows = 4, kStep = 256;
+  static constexpr int kRows = 4, kMostRows = 256, kStep = 256;
 #endif
-  static constexpr int kVectors = 2;       // a tile is kRows x kVectors: with the rest it fills the registers
-  static constexpr int kPanelVectors = 8;  // unpacked at once
+  static constexpr int kUnits = kStep / kPerUnit;  // of K that are multiplied at a time
+  static constexpr int kVectors = 2;               // a tile is kRows x kVectors: with the rest it fills the registers
+  static constexpr int kPanelVectors = 8;          // unpacked at once
   static constexpr int kMxBlock = 32,
                        kMaxBlocks =
                            kStep / kMxBlock;  // kStep is whole blocks of every format, and whole vectors of packed codes
@@ -62,7 +69,7 @@ struct MatmulFloat8 {
 
   static MatmulChunks cut(const MatmulProblem& p) {
     constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
-    return {p, {256, 512}, {8 * kRows, kPanelColumns}, {kRows, kPanelColumns}};
+    return {p, {kMostRows, 512}, {8 * kRows, kPanelColumns}, {kRows, kPanelColumns}};
   }
 
   /// A chunk's place and scratch memory.
@@ -71,20 +78,21 @@ struct MatmulFloat8 {
     int64_t batch;
     MatmulRange range;
     int64_t vectors;     // of y, whole tiles
-    float* panel;        // [kPanelVectors][kStep][kLanes]
+    Unit* panel;         // [kPanelVectors][kUnits][kLanes]
     float* panel_scale;  // [kPanelVectors][kMaxBlocks][kLanes]
     float* y;            // [vectors][rows][kLanes]
-    float* rows;         // [rows][kStep]
+    Unit* rows;          // [rows][kUnits]
     float* rows_scale;   // [rows][kMaxBlocks]
 
     Part(const MatmulProblem& problem, int64_t batch, MatmulRange range)
         : p(problem), batch(batch), range(range), vectors(divide_up(range.columns, kVectors * kLanes) * kVectors) {
-      constexpr int64_t kPanel = kPanelVectors * kStep * kLanes, kPanelScales = kPanelVectors * kMaxBlocks * kLanes;
+      constexpr int64_t kPanel = kPanelVectors * kUnits * kLanes, kPanelScales = kPanelVectors * kMaxBlocks * kLanes;
       const int64_t results = vectors * range.rows * kLanes;
-      panel = reinterpret_cast<float*>(
-          thread_scratch((kPanel + kPanelScales + results + range.rows * (kStep + kMaxBlocks)) * sizeof(float)));
-      panel_scale = panel + kPanel, y = panel_scale + kPanelScales;
-      rows = y + results, rows_scale = rows + range.rows * kStep;
+      static_assert(sizeof(Unit) == sizeof(float));
+      panel = reinterpret_cast<Unit*>(
+          thread_scratch((kPanel + kPanelScales + results + range.rows * (kUnits + kMaxBlocks)) * sizeof(float)));
+      panel_scale = reinterpret_cast<float*>(panel + kPanel), y = panel_scale + kPanelScales;
+      rows = reinterpret_cast<Unit*>(y + results), rows_scale = reinterpret_cast<float*>(rows + range.rows * kUnits);
       memset(y, 0, results * sizeof(float));
     }
     bool scaled_blocks() const { return p.a.format.scaling != Scaling::kTensor; }
@@ -107,13 +115,6 @@ struct MatmulFloat8 {
     }
   };
 
-  template <CodeType kCode>
-  JLP_RULE F32 decode(U32 bits) {  // the upper bits are ignored
-    if constexpr (kCode == CodeType::kE2M1) return e2m1_decode<F32>(bits);
-    if constexpr (kCode == CodeType::kE5M2) return e5m2_decode<F32>(bits);
-    return e4m3_decode<F32>(bits);
-  }
-
   template <class Visit>
   static void with_code(CodeType code, Visit visit) {
     switch (code) {
@@ -133,78 +134,6 @@ struct MatmulFloat8 {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
   }
 
-  /// Up to 16 bytes; what follows the last is zero.
-  JLP_RULE Bytes16 load_some(const uint8_t* data, int64_t count) {
-    if (count >= 16) return load<Bytes16>(data);
-    Bytes16 bytes = Bytes16{};
-    memcpy(&bytes, data, count);
-    return bytes;
-  }
-
-  /// Numbers of one row of a; what follows the last byte's is zero.
-  template <CodeType kCode, class Scaled>
-  __attribute__((noinline)) static void unpack_row(const uint8_t* data, int64_t bytes, Scaled scaled, float* out) {
-#if defined(JLP_HAVE_HALF_CONVERSION)
-    if constexpr (kCode != CodeType::kE2M1) {
-      NaNCodes nan;
-      for (int64_t at = 0; at < bytes; at += 16) {
-        const Bytes16 codes = load_some(data + at, bytes - at);
-        nan.look(codes);
-        store_numbers<kCode>(codes, [&](F32 numbers) { return scaled(numbers, at); }, out + at);
-      }
-      if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
-    }
-#endif
-    for (int64_t at = 0; at < bytes; at += kLanes) {
-      alignas(64) uint8_t padded[kLanes] = {};
-      const uint8_t* from = data + at;
-      if (bytes - at < kLanes) memcpy(padded, from, bytes - at), from = padded;
-      const U32 codes = load_u8(from);
-      if constexpr (kCode == CodeType::kE2M1)
-        Float::store_pair(out + 2 * at, {scaled(decode<kCode>(codes), 2 * at), scaled(decode<kCode>(codes >> 4), 2 * at)});
-      else
-        store(out + at, scaled(decode<kCode>(codes), at));
-    }
-  }
-
-  /// Numbers of kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero.
-  template <CodeType kCode, class Scaled>
-  __attribute__((noinline)) static void unpack_vector(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
-                                                      Scaled scaled, float* out) {
-#if defined(JLP_HAVE_HALF_CONVERSION)
-    if constexpr (kCode != CodeType::kE2M1) {
-      NaNCodes nan;
-      for (int64_t at = 0; at < bytes; at += 16) {
-        Bytes16 v[kLanes];
-        for (int r = 0; r < kLanes; ++r) {
-          v[r] = r < rows ? load_some(data + r * stride + at, bytes - at) : Bytes16{};
-          nan.look(v[r]);
-        }
-        store_numbers_transposed<kCode>(v, [&](F32 numbers) { return scaled(numbers, at); }, out + at * kLanes);
-      }
-      if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
-    }
-#endif
-    constexpr int kBits = kCode == CodeType::kE2M1 ? 4 : 8, kPerWord = 32 / kBits;
-    int64_t k = 0;
-    for (int64_t at = 0; at < bytes; at += JLP_VECTOR_BYTES) {
-      const int64_t count = std::min<int64_t>(JLP_VECTOR_BYTES, bytes - at);
-      U32 v[kLanes];
-      for (int r = 0; r < kLanes; ++r) {
-        v[r] = U32{};
-        if (r < rows && count == JLP_VECTOR_BYTES)
-          v[r] = load<U32>(data + r * stride + at);
-        else if (r < rows)
-          memcpy(&v[r], data + r * stride + at, count);
-      }
-      transpose(v);  // v[w]: word w of every row
-      for (int w = 0; w < kLanes && 4 * w < count; ++w) {
-        JLP_UNROLL(8)
-        for (int i = 0; i < kPerWord; ++i, ++k) store(out + k * kLanes, scaled(decode<kCode>(v[w] >> (i * kBits)), k));
-      }
-    }
-  }
-
   /// The scales of `count` blocks of one row from block `first` on, `stride` floats apart.
   static void load_scales(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t first,
                           int64_t count, float* out, int64_t stride) {
@@ -222,15 +151,17 @@ struct MatmulFloat8 {
       const int64_t stride = a.format.row_bytes(a.columns);
       const uint8_t* data = a.data + (part.batch * part.p.rows + row) * stride + bytes_of(a, k);
       if (i + kAhead < part.range.rows) prefetch(data + kAhead * stride, bytes_of(a, depth));
-      float *out = part.rows + i * kStep, *scales = part.rows_scale + i * kMaxBlocks;
+      Unit* out = part.rows + i * kUnits;
+      float* scales = part.rows_scale + i * kMaxBlocks;
       if (part.scaled_blocks())
         load_scales(a, part.p.rows, part.batch, row, k / a.format.block, a.format.blocks(depth), scales, 1);
       with_code(a.format.code, [&](auto code) {
         if (a.format.scaling == Scaling::kE8M0)
-          unpack_row<decltype(code)::value>(data, bytes_of(a, depth), RowScaled{scales}, out);
+          unpack_row_units<decltype(code)::value>(data, bytes_of(a, depth), RowScaled{scales}, out);
         else
-          unpack_row<decltype(code)::value>(data, bytes_of(a, depth), Unscaled{}, out);
+          unpack_row_units<decltype(code)::value>(data, bytes_of(a, depth), Unscaled{}, out);
       });
+      end_row(depth, out);
     }
   }
 
@@ -243,34 +174,37 @@ struct MatmulFloat8 {
       const uint8_t* data = b.data + (part.batch * part.p.columns + row) * stride + bytes_of(b, k);
       for (int64_t r = kLanes; v + 1 < vectors && r < 2 * kLanes && column + r < part.range.columns; ++r)
         prefetch(data + r * stride, bytes_of(b, depth));
-      float *out = part.panel + v * kStep * kLanes, *scales = part.panel_scale + v * kMaxBlocks * kLanes;
-      for (int64_t r = 0; part.scaled_blocks() && r < rows; ++r)
-        load_scales(b, part.p.columns, part.batch, row + r, k / b.format.block, b.format.blocks(depth), scales + r, kLanes);
+      Unit* out = part.panel + v * kUnits * kLanes;
+      float* scales = part.panel_scale + v * kMaxBlocks * kLanes;
+      const int64_t first = k / b.format.block, blocks = b.format.blocks(depth);
+      if (b.format.scaling == Scaling::kE8M0)
+        decode_scales_of_lanes(b, part.p.columns, part.batch, row, rows, first, blocks, e8m0_decode<F32>, scales, kLanes);
+      for (int64_t r = 0; b.format.scaling == Scaling::kFloat32 && r < rows; ++r)
+        load_scales(b, part.p.columns, part.batch, row + r, first, blocks, scales + r, kLanes);
       with_code(b.format.code, [&](auto code) {
         if (b.format.scaling == Scaling::kE8M0)
-          unpack_vector<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), RowsScaled{scales}, out);
+          unpack_vector_units<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), RowsScaled{scales}, out);
         else
-          unpack_vector<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), Unscaled{}, out);
+          unpack_vector_units<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), Unscaled{}, out);
       });
+      end_vector(depth, out);
     }
   }
 
   // --- one tile
 
-  /// sums += a * b over `depth` elements of K, one after the other.
+  /// sums += a * b over `depth` elements of K.
   template <Sum kSum, int kCount, int kWidth>
-  JLP_RULE void add_products(const float* a, const float* b, int64_t depth, F32 (&sums)[kCount][kWidth]) {
-    for (int64_t k = 0; k < depth; ++k) {
-      F32 vectors[kWidth];
+  JLP_RULE void add_products(const Unit* a, const Unit* b, int64_t depth, F32 (&sums)[kCount][kWidth]) {
+    for (int64_t k = 0; k < divide_up(depth, kPerUnit); ++k) {
+      UnitVector vectors[kWidth];
       JLP_UNROLL(8)
-      for (int v = 0; v < kWidth; ++v) vectors[v] = load<F32>(b + (v * kStep + k) * kLanes);
+      for (int v = 0; v < kWidth; ++v) vectors[v] = load<UnitVector>(b + (v * kUnits + k) * kLanes);
       JLP_UNROLL(12)
       for (int r = 0; r < kCount; ++r) {
-        const F32 number = L::splat(a[r * kStep + k]);
+        const UnitVector unit = splat_unit(a[r * kUnits + k]);
         JLP_UNROLL(8)
-        for (int v = 0; v < kWidth; ++v)
-          sums[r][v] = kSum == Sum::kFused ? L::fused_multiply_add_short(number, vectors[v], sums[r][v])
-                                           : L::multiply_add_exact(number, vectors[v], sums[r][v]);
+        for (int v = 0; v < kWidth; ++v) sums[r][v] = add_products_of<kSum == Sum::kFused>(unit, vectors[v], sums[r][v]);
       }
     }
   }
@@ -279,8 +213,8 @@ struct MatmulFloat8 {
   template <Sum kSum, int kCount, int kWidth>
   __attribute__((noinline)) static void multiply_tile(const Part& part, int64_t row, int64_t vector, int64_t at,
                                                       int64_t depth) {
-    const float* a = part.rows + row * kStep;
-    const float* b = part.panel + at * kStep * kLanes;
+    const Unit* a = part.rows + row * kUnits;
+    const Unit* b = part.panel + at * kUnits * kLanes;
     const float* a_scale = part.rows_scale + row * kMaxBlocks;
     const float* b_scale = part.panel_scale + at * kMaxBlocks * kLanes;
     float* y = part.y + ((vector + at) * part.range.rows + row) * kLanes;
@@ -290,7 +224,7 @@ struct MatmulFloat8 {
       F32 sums[kCount][kWidth];
       for (int r = 0; r < kCount; ++r)
         for (int v = 0; v < kWidth; ++v) sums[r][v] = kBlocks ? F32{} : load<F32>(y + v * stride + r * kLanes);
-      add_products<kSum, kCount, kWidth>(a + k, b + k * kLanes, std::min(size, depth - k), sums);
+      add_products<kSum, kCount, kWidth>(a + k / kPerUnit, b + k / kPerUnit * kLanes, std::min(size, depth - k), sums);
       JLP_UNROLL(8)
       for (int v = 0; v < kWidth; ++v) {
         const F32 columns_scale = kBlocks ? load<F32>(b_scale + v * kMaxBlocks * kLanes) : F32{};

@@ -11,7 +11,11 @@
 #include "../numerics/lanes.h"
 #include "flush_denormals.h"
 
-#if defined(JLP_ISA_AVX512)
+#if defined(JLP_ISA_AVX512_BF16)  // AVX-512 and more
+#define JLP_ISA_AVX512
+#define JLP_ISA avx512_bf16
+#define JLP_VECTOR_BYTES 64
+#elif defined(JLP_ISA_AVX512)
 #define JLP_ISA avx512
 #define JLP_VECTOR_BYTES 64
 #elif defined(JLP_ISA_AVX2)
