@@ -198,13 +198,13 @@ def test_explicit_mode(parallelism):
 @pytest.mark.parametrize("recipe", [jlp.Int4QAT(group_size=128), jlp.WeightQAT(jlp.NVFP4())], ids=["int4", "nvfp4"])
 @pytest.mark.parametrize("name", ["fsdp", "column", "row"])
 def test_quantisation_aware_training_gathers_the_served_weight(recipe, name, axis_type):
-    """Its codes, once for the product and for its gradient; what is multiplied by it stays in high precision."""
+    """Its codes, for the product and for its gradient: XLA may make one gather of both."""
     p = PARALLELISMS[name]
     results, found = on_mesh(recipe, p, axis_type)
     q = jlp.quantize(operands(p.kernel)[1], recipe.roles().weight.format, axis=-2)
     gathered = [r for c in found if c.kind == "all-gather" for r in c.results]
     codes = [np.prod(shape) for dtype, shape in gathered if dtype == "u8" and np.prod(shape) > q.scale.size]
-    assert codes == ([q.data.size] if name == "fsdp" else [])
+    assert codes in ([[q.data.size], [q.data.size] * 2] if name == "fsdp" else [[]])
     assert all(np.prod(shape) <= max(q.scale.size, q.data.size) for _, shape in gathered)
     assert {c.kind for c in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
     check_numbers(p, results, on_one_device(recipe, p.kernel), order=1e-5)  # XLA's sum of 2048 float32 products
