@@ -14,7 +14,7 @@ import math
 import pathlib
 
 import jax
-from lm import mesh
+from lm import mesh, processes
 from lm.data import Batches, read_text
 from lm.model import SIZES
 from lm.report import add_gaps, table, write
@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mesh", help="sizes such as data=2,fsdp=2,tensor=2; a CPU is divided into so many devices")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations along time over tensor too")
     parser.add_argument("--no-noise-floor", action="store_true", help="leave out the second bf16 run")
+    processes.add_arguments(parser)
     options = parser.parse_args()
     names = options.recipe.split(",")
     if unknown := [n for n in names if n not in RECIPES]:
@@ -72,6 +73,7 @@ def arguments() -> argparse.Namespace:
         SIZES[options.size], high_precision_first=options.bf16_first, high_precision_last=options.bf16_last
     )
     try:
+        processes.check(options)
         options.layout = layout(options)
     except ValueError as error:
         parser.error(str(error))
@@ -79,13 +81,12 @@ def arguments() -> argparse.Namespace:
 
 
 def layout(options: argparse.Namespace) -> mesh.Layout:
-    """Where the arrays go, as --mesh says; on a CPU, in as many virtual devices as it needs."""
+    """Where the arrays go, as --mesh says; on a CPU, in as many virtual devices as it needs. Joins other processes."""
     if not options.mesh:
         return mesh.ONE_DEVICE
     sizes = mesh.parse(options.mesh)
     mesh.check(sizes, options.config, options.batch, options.sequence_parallel)
-    if jax.config.jax_num_cpu_devices < 0:
-        jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
+    processes.start(options, math.prod(sizes.values()))
     return mesh.Layout(mesh.make_mesh(sizes), options.sequence_parallel)
 
 
@@ -98,11 +99,16 @@ def main() -> None:
     runs = [Run(name, RECIPES[name]()) for name in options.names]
     if "bf16" in options.names and len(runs) > 1 and not options.no_noise_floor:
         runs.insert(options.names.index("bf16") + 1, Run("bf16 perturbed", perturbation=1e-4))
-    print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
-    results = [
-        train(run, config, schedule, batches, options.out / run.name.replace(" ", "-"), options.resume, where)
-        for run in runs
-    ]
+    first = jax.process_index() == 0
+    if first:
+        print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
+    with processes.naming_the_dead(options):
+        results = [
+            train(run, config, schedule, batches, options.out / run.name.replace(" ", "-"), options.resume, where)
+            for run in runs
+        ]
+    if not first:
+        return
     add_gaps(results)
     print("\n" + table(results))
     settings = {"config": dataclasses.asdict(config), "schedule": dataclasses.asdict(schedule), "jax": jax.__version__}

@@ -34,6 +34,7 @@ CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 MESHES = [(CUBE, False), (CUBE, True), ({"fsdp": 8}, False), ({"data": 8}, False), ({"fsdp": 2, "tensor": 4}, True)]
 TEXT = np.random.default_rng(0).choice(np.frombuffer(b"the low bits of a block\n", np.uint8), 1 << 16)
 FLOAT32 = 1e-6  # eight units in the last place of a loss
+FLIPPED = 5e-6  # the few codes that flip in a first step; a perturbation by 1e-4 moves its loss by ten times that
 
 
 def layout_of(sizes, sequence_parallel=False):
@@ -99,7 +100,7 @@ class TestLosses:
         run, one = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path), on_one_device("nvfp4")
         floor = max(difference(on_one_device("nvfp4", perturbation=1e-4), one))
         largest, first, validation = difference(run, one)
-        assert first < FLOAT32 and max(largest, validation) < 2 * floor < 0.01
+        assert first < FLIPPED and max(largest, validation) < 2 * floor < 0.01
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ class TestLosses:
 def test_every_recipe_starts_alike(name, on_one_device, tmp_path):
     one = on_one_device(name, steps=4, config=WIDE)
     largest, first, _ = difference(trained(name, layout_of(CUBE, True), tmp_path, steps=4, config=WIDE), one)
-    assert first < FLOAT32 and largest < 5e-3
+    assert first < FLIPPED and largest < 5e-3
 
 
 @pytest.mark.slow
