@@ -51,14 +51,18 @@ def start(options: argparse.Namespace, devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", max(1, devices // (options.processes or 1)))
     if several(options):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            options.coordinator,
-            options.processes,
-            options.process,
-            initialization_timeout=options.start_timeout,
-            heartbeat_timeout_seconds=options.heartbeat_timeout,
-            shutdown_timeout_seconds=options.heartbeat_timeout,
-        )
+        try:
+            jax.distributed.initialize(
+                options.coordinator,
+                options.processes,
+                options.process,
+                initialization_timeout=options.start_timeout,
+                heartbeat_timeout_seconds=options.heartbeat_timeout,
+                shutdown_timeout_seconds=options.heartbeat_timeout,
+            )
+        except ValueError as error:
+            needed = "where JAX detects no cluster, give --coordinator, --processes and --process"
+            raise ValueError(f"--distributed: {error} {needed}") from error
 
 
 @contextlib.contextmanager
@@ -74,9 +78,9 @@ def naming_the_dead(options: argparse.Namespace) -> Iterator[None]:
         if not several(options):
             raise
         print(
-            f"train_lm: process {jax.process_index()} of {jax.process_count()} stops: a collective failed, most likely "
-            "because another process died or lost its connection. Start all processes again with --resume: they go on "
-            f"from the latest checkpoint in {options.out}. JAX says: {error}",
+            f"train_lm: process {jax.process_index()} of {jax.process_count()} stops: {error}\nIf a collective failed, "
+            "another process most likely died or lost its connection. Start all processes again with --resume: they "
+            f"go on from the latest checkpoint in {options.out}.",
             file=sys.stderr,
             flush=True,
         )
