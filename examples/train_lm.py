@@ -1,6 +1,7 @@
 """Trains a small byte-level language model under one or more recipes and compares them with bf16.
 
     python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo
+    python examples/train_lm.py --mesh data=2,fsdp=2,tensor=2      # over eight devices
 
 Every comparison with bf16 includes the noise floor: a second bf16 run whose initial parameters differ by 1e-4.
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import pathlib
 
 import jax
+from lm import mesh, processes
 from lm.data import Batches, read_text
 from lm.model import SIZES
 from lm.report import add_gaps, table, write
@@ -49,7 +52,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
     parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+    parser.add_argument("--mesh", help="sizes such as data=2,fsdp=2,tensor=2; a CPU is divided into so many devices")
+    parser.add_argument("--sequence-parallel", action="store_true", help="split activations along time over tensor too")
     parser.add_argument("--no-noise-floor", action="store_true", help="leave out the second bf16 run")
+    processes.add_arguments(parser)
     options = parser.parse_args()
     names = options.recipe.split(",")
     if unknown := [n for n in names if n not in RECIPES]:
@@ -58,25 +64,51 @@ def arguments() -> argparse.Namespace:
         parser.error("--steps, --batch and --checkpoint-every need 1 or more")
     if options.bf16_first < 0 or options.bf16_last < 0:
         parser.error("--bf16-first and --bf16-last need 0 or more")
+    if options.sequence_parallel and not options.mesh:
+        parser.error("--sequence-parallel needs --mesh with tensor=N")
+    if not options.resume and list(options.out.glob("*/checkpoints/[0-9]*")):
+        parser.error(f"--out {options.out}: has checkpoints; --resume goes on from them, another --out starts anew")
     options.names = names
+    options.config = dataclasses.replace(
+        SIZES[options.size], high_precision_first=options.bf16_first, high_precision_last=options.bf16_last
+    )
+    try:
+        processes.check(options)
+        options.layout = layout(options)
+    except ValueError as error:
+        parser.error(str(error))
     return options
+
+
+def layout(options: argparse.Namespace) -> mesh.Layout:
+    """Where the arrays go, as --mesh says; on a CPU, in as many virtual devices as it needs. Joins other processes."""
+    if not options.mesh:
+        return mesh.ONE_DEVICE
+    sizes = mesh.parse(options.mesh)
+    mesh.check(sizes, options.config, options.batch, options.sequence_parallel)
+    processes.start(options, math.prod(sizes.values()))
+    return mesh.Layout(mesh.make_mesh(sizes), options.sequence_parallel)
 
 
 def main() -> None:
     """Trains, compares, reports."""
     options = arguments()
-    config = dataclasses.replace(
-        SIZES[options.size], high_precision_first=options.bf16_first, high_precision_last=options.bf16_last
-    )
+    config, where = options.config, options.layout
     schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
-    batches = Batches(read_text(options.text), options.batch, config.context, options.seed)
+    batches = Batches(read_text(options.text), options.batch, config.context, options.seed, where.rows(options.batch))
     runs = [Run(name, RECIPES[name]()) for name in options.names]
     if "bf16" in options.names and len(runs) > 1 and not options.no_noise_floor:
         runs.insert(options.names.index("bf16") + 1, Run("bf16 perturbed", perturbation=1e-4))
-    print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
-    results = [
-        train(run, config, schedule, batches, options.out / run.name.replace(" ", "-"), options.resume) for run in runs
-    ]
+    first = jax.process_index() == 0
+    if first:
+        print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
+    with processes.naming_the_dead(options):
+        results = [
+            train(run, config, schedule, batches, options.out / run.name.replace(" ", "-"), options.resume, where)
+            for run in runs
+        ]
+    if not first:
+        return
     add_gaps(results)
     print("\n" + table(results))
     settings = {"config": dataclasses.asdict(config), "schedule": dataclasses.asdict(schedule), "jax": jax.__version__}

@@ -37,17 +37,19 @@ def read_text(path: str | None) -> np.ndarray:
 class Batches:
     """Windows of the text at random places, the same for the same seed and step; the last 5 % are for validation."""
 
-    def __init__(self, text: np.ndarray, batch: int, context: int, seed: int):
+    def __init__(self, text: np.ndarray, batch: int, context: int, seed: int, rows: np.ndarray | None = None):
+        """`rows`: which of a batch's windows to load; default: all."""
         split = int(text.size * 0.95)
         self.training, self.validation = text[:split], text[split:]
         self.batch, self.context, self.seed = batch, context, seed
+        self.rows = np.arange(batch) if rows is None else rows
 
     def _windows(self, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         starts = rng.integers(0, text.size - self.context - 1, self.batch)
-        return np.stack([text[s : s + self.context + 1] for s in starts]).astype(np.int32)
+        return np.stack([text[s : s + self.context + 1] for s in starts[self.rows]]).astype(np.int32)
 
     def train(self, step: int) -> np.ndarray:
-        """int32 [batch, context + 1] for a training step."""
+        """int32 [rows, context + 1] for a training step."""
         return self._windows(self.training, np.random.default_rng((self.seed, step)))
 
     def validate(self, count: int) -> Iterator[np.ndarray]:

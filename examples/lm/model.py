@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxlowprec as jlp
+from lm.mesh import constrain, partitioned
 
 VOCABULARY = 256
 
@@ -38,6 +39,7 @@ class Config:
 
 
 SIZES = {
+    "tiny": Config(layers=2, width=64, heads=4, context=32),
     "demo": Config(),
     "small": Config(layers=6, width=384, heads=6, context=256),
     "medium": Config(layers=12, width=768, heads=12, context=512),
@@ -52,21 +54,26 @@ class Block(nnx.Module):
         residual = nnx.initializers.normal(0.02 / (2 * config.layers) ** 0.5)
         plain = nnx.initializers.normal(0.02)
 
-        def project(inputs, outputs, init):
-            return linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)
+        def project(inputs, outputs, init, *axes):
+            kernel_init = partitioned(init, *axes)
+            return linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
 
         self.heads = config.heads
         self.norm1, self.norm2 = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
-        self.qkv, self.out = project(width, 3 * width, plain), project(width, width, residual)
-        self.up, self.down = project(width, 4 * width, plain), project(4 * width, width, residual)
+        self.qkv = project(width, 3 * width, plain, "embed", "heads")
+        self.out = project(width, width, residual, "heads", "embed")
+        self.up = project(width, 4 * width, plain, "embed", "mlp")
+        self.down = project(4 * width, width, residual, "mlp", "embed")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, time, width = x.shape
-        qkv = self.qkv(self.norm1(x)).reshape(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = (qkv[:, :, i] for i in range(3))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.reshape(batch, time, width))
-        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+        normed = constrain(self.norm1(x), "batch", None, None)
+        qkv = self.qkv(normed).reshape(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = (constrain(qkv[:, :, i], "batch", None, "heads", None) for i in range(3))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, time, width)
+        x = x + constrain(self.out(constrain(attended, "batch", None, "heads")), "batch", "time", None)
+        hidden = jax.nn.gelu(self.up(constrain(self.norm2(x), "batch", None, None)))
+        return x + constrain(self.down(constrain(hidden, "batch", None, "mlp")), "batch", "time", None)
 
 
 class LanguageModel(nnx.Module):
@@ -80,18 +87,21 @@ class LanguageModel(nnx.Module):
         dtype = jnp.dtype(config.dtype)
         init = nnx.initializers.normal(0.02)
         self.config = config
-        self.tokens = nnx.Embed(VOCABULARY, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
+        table = partitioned(init, "vocabulary", None)  # split along the width, its rows would have to be regrouped
+        self.tokens = nnx.Embed(VOCABULARY, config.width, dtype=dtype, embedding_init=table, rngs=rngs)
         self.positions = nnx.Embed(config.context, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
         layers = [linear if config.follows_recipe(layer) else nnx.Linear for layer in range(config.layers)]
         self.blocks = nnx.List([Block(config, rngs, linear) for linear in layers])
         self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
+        kernel = partitioned(nnx.initializers.lecun_normal(), "embed", "vocabulary")
+        self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, dtype=dtype, kernel_init=kernel, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = constrain(self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1])), "batch", "time", None)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).astype(jnp.float32)
+        normed = constrain(self.norm(x), "batch", None, None)
+        return constrain(self.head(normed).astype(jnp.float32), "batch", None, "vocabulary")
 
 
 def loss(model: LanguageModel, tokens: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import jaxlowprec as jlp
 from lm.data import Batches
+from lm.mesh import ONE_DEVICE, Layout
 from lm.model import Config, LanguageModel, loss
 
 
@@ -65,19 +66,26 @@ def optimizer(schedule: Schedule) -> optax.GradientTransformation:
     return jlp.delayed_scaling.overwrite_with_gradient(optax.chain(optax.clip_by_global_norm(1.0), adamw))
 
 
-def initial_parameters(config: Config, run: Run, seed: int) -> tuple[nnx.GraphDef, Any]:
+def initial_parameters(config: Config, run: Run, seed: int, layout: Layout) -> tuple[nnx.GraphDef, Any]:
     """The model's structure and its parameters, alike for all runs of a seed but for the perturbation.
 
     Made in the recipe's scope: delayed scaling's state comes with the parameters.
     """
-    with recipe_context(run.recipe):
-        graph, parameters = nnx.split(LanguageModel(config, nnx.Rngs(seed)), nnx.Param)
-    if run.perturbation:
-        leaves, structure = jax.tree.flatten(parameters)
+
+    def model():
+        return LanguageModel(config, nnx.Rngs(seed))
+
+    def parameters():
+        values = nnx.state(model(), nnx.Param)
+        if not run.perturbation:
+            return values
+        leaves, structure = jax.tree.flatten(values)
         keys = jax.random.split(jax.random.key(seed + 1000), len(leaves))
         leaves = [p * (1 + run.perturbation * jax.random.normal(k, p.shape)) for p, k in zip(leaves, keys, strict=True)]
-        parameters = jax.tree.unflatten(structure, leaves)
-    return graph, parameters
+        return jax.tree.unflatten(structure, leaves)
+
+    with recipe_context(run.recipe):
+        return nnx.split(nnx.eval_shape(model), nnx.Param)[0], layout.create(parameters)
 
 
 def recipe_context(recipe: jlp.Recipe | None):
@@ -85,81 +93,118 @@ def recipe_context(recipe: jlp.Recipe | None):
     return contextlib.nullcontext() if recipe is None else jlp.autocast(recipe)
 
 
-def make_steps(graph: nnx.GraphDef, transformation: optax.GradientTransformation):
-    """The jitted training step and evaluation. The recipe is part of jit's cache key: call them in its context."""
+def make_steps(graph: nnx.GraphDef, transformation: optax.GradientTransformation, shardings: Any = None):
+    """The jitted training step and evaluation. The recipe is part of jit's cache key: call them in its context.
 
-    @jax.jit(donate_argnums=(0, 1))
+    `shardings`: of parameters, optimizer state and loss.
+    """
+
+    @jax.jit(donate_argnums=(0, 1), out_shardings=shardings)
     def train(parameters, state, tokens):
         value, gradients = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens))(parameters)
         updates, state = transformation.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
 
-    @jax.jit
+    @jax.jit(out_shardings=None if shardings is None else shardings[-1])
     def evaluate(parameters, tokens):
         return loss(nnx.merge(graph, parameters), tokens)
 
     return train, evaluate
 
 
-def saved_bytes(graph: nnx.GraphDef, parameters: Any, recipe: jlp.Recipe | None, tokens: jax.Array) -> int:
-    """Bytes that autodiff keeps for the backward pass and that grow with the batch, for one batch."""
+def saved_bytes(graph: nnx.GraphDef, parameters: Any, recipe: jlp.Recipe | None, shape: tuple[int, int]) -> int:
+    """Bytes that autodiff keeps on all devices for the backward pass and that grow with the batch.
+
+    `shape`: that of a batch.
+    """
 
     def kept(batch):
-        shape = jax.ShapeDtypeStruct((batch, *tokens.shape[1:]), tokens.dtype)
-
         def forward(p, t):
             return jax.vjp(lambda q: loss(nnx.merge(graph, q), t), p)[1]
 
         with recipe_context(recipe):
-            pullback = jax.eval_shape(forward, parameters, shape)
+            pullback = jax.eval_shape(forward, parameters, jax.ShapeDtypeStruct((batch, shape[1]), np.int32))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
-    batch = tokens.shape[0]
-    return kept(2 * batch) - kept(batch)
+    return kept(2 * shape[0]) - kept(shape[0])
 
 
-def train(run: Run, config: Config, schedule: Schedule, batches: Batches, folder: pathlib.Path, resume: bool) -> dict:
+class Checkpoints:
+    """A run's parameters, optimizer state and losses so far, in its folder; restored to any layout.
+
+    Every process saves its part; the first one writes the losses.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "losses.json"
+        options = ocp.CheckpointManagerOptions(max_to_keep=1)
+        self.manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+
+    def restore(self, parameters: Any, state: Any) -> tuple[Any, Any, list[float]]:
+        """The latest parameters and state, placed as those given, and the losses; those given where there are none."""
+        step = self.manager.latest_step()
+        if step is None or not self.log.exists():
+            return parameters, state, []
+        restored = self.manager.restore(step, args=ocp.args.StandardRestore({"parameters": parameters, "state": state}))
+        return restored["parameters"], restored["state"], json.loads(self.log.read_text())[:step]
+
+    def save(self, parameters: Any, state: Any, losses: list[float]) -> None:
+        """After as many steps as there are losses."""
+        if jax.process_index() == 0:
+            self.log.write_text(json.dumps(losses))
+        content = {"parameters": parameters, "state": state}
+        self.manager.save(len(losses), args=ocp.args.StandardSave(content), force=True)
+
+
+def train(
+    run: Run,
+    config: Config,
+    schedule: Schedule,
+    batches: Batches,
+    folder: pathlib.Path,
+    resume: bool,
+    layout: Layout = ONE_DEVICE,
+) -> dict:
     """Trains one run and returns its part of the report."""
-    graph, parameters = initial_parameters(config, run, schedule.seed)
+    with layout.scope():
+        return _train(run, config, schedule, batches, folder, resume, layout)
+
+
+def _train(run, config, schedule, batches, folder, resume, layout) -> dict:
     transformation = optimizer(schedule)
-    state = transformation.init(parameters)
-    step_function, evaluate = make_steps(graph, transformation)
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "losses.json"
+    graph, parameters = initial_parameters(config, run, schedule.seed, layout)
+    state = layout.create(transformation.init, parameters)
+    shardings = layout.shardings((parameters, state)) and (*layout.shardings((parameters, state)), layout.replicated())
+    step_function, evaluate = make_steps(graph, transformation, shardings)
+    checkpoints, losses, times = Checkpoints(folder), [], []
+    if resume:
+        parameters, state, losses = checkpoints.restore(parameters, state)
 
-    losses, times, first = [], [], 0
-    manager = ocp.CheckpointManager(
-        (folder / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1)
-    )
-    if resume and manager.latest_step() is not None and log.exists():
-        first = manager.latest_step()
-        restored = manager.restore(first, args=ocp.args.StandardRestore({"parameters": parameters, "state": state}))
-        parameters, state = restored["parameters"], restored["state"]
-        losses = json.loads(log.read_text())[:first]
-
-    tokens_per_step, compile_seconds = schedule.batch * config.context, 0.0
-    saved = saved_bytes(graph, parameters, run.recipe, batches.train(0))
-    quiet = {"mininterval": 0.2 if sys.stderr.isatty() else 10.0}
+    first, tokens_per_step, compile_seconds = len(losses), schedule.batch * config.context, 0.0
+    saved = saved_bytes(graph, parameters, run.recipe, (schedule.batch, config.context + 1))
+    quiet = {"mininterval": 0.2 if sys.stderr.isatty() else 10.0, "disable": jax.process_index() > 0}
     bar = tqdm(
         range(first, schedule.steps), initial=first, total=schedule.steps, desc=f"{run.name:>14}", unit="step", **quiet
     )
     with recipe_context(run.recipe):
         for step in bar:
             started = time.perf_counter()
-            parameters, state, value = step_function(parameters, state, batches.train(step))
+            batch = layout.place(batches.train(step), schedule.batch)
+            parameters, state, value = step_function(parameters, state, batch)
             losses.append(float(value))
             times.append(time.perf_counter() - started)
             if step == first:
                 compile_seconds = times.pop()
             elif len(times) % 10 == 0:
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_step / np.median(times[-50:]):,.0f} tokens/s")
-            done = step + 1
-            if done % schedule.checkpoint_every == 0 or done == schedule.steps:
-                log.write_text(json.dumps(losses))
-                content = {"parameters": parameters, "state": state}
-                manager.save(done, args=ocp.args.StandardSave(content), force=True)
-        validation = [float(evaluate(parameters, batch)) for batch in batches.validate(schedule.validation_batches)]
-    manager.close()
+            if len(losses) % schedule.checkpoint_every == 0 or len(losses) == schedule.steps:
+                checkpoints.save(parameters, state, losses)
+        validation = [
+            float(evaluate(parameters, layout.place(batch, schedule.batch)))
+            for batch in batches.validate(schedule.validation_batches)
+        ]
+    checkpoints.manager.close()
     tail = losses[-max(1, min(50, len(losses) // 4)) :]
     return {
         "name": run.name,

@@ -1,0 +1,200 @@
+"""The language model of the examples over eight devices: where its arrays are, and that it learns as on one device.
+
+Sums over a split axis meet in another order, so losses agree to float32's rounding, as long as nothing rounds harder
+afterwards. Quantising does: once an addend differs in its last bit, codes at a rounding boundary flip. Two such runs
+part as two runs do whose initial parameters differ a little, and that is the bound: the example's own noise floor.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.helpers import python_environment
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from lm import mesh, training  # noqa: E402
+from lm.data import Batches  # noqa: E402
+from lm.model import SIZES  # noqa: E402
+from train_lm import RECIPES  # noqa: E402
+
+BATCH, STEPS = 8, 20
+IN_FLOAT32 = dataclasses.replace(SIZES["tiny"], dtype="float32")
+WIDE = dataclasses.replace(IN_FLOAT32, width=128)  # as wide as the groups of INT4
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+MESHES = [(CUBE, False), (CUBE, True), ({"fsdp": 8}, False), ({"data": 8}, False), ({"fsdp": 2, "tensor": 4}, True)]
+TEXT = np.random.default_rng(0).choice(np.frombuffer(b"the low bits of a block\n", np.uint8), 1 << 16)
+FLOAT32 = 1e-6  # eight units in the last place of a loss
+FLIPPED = 5e-6  # the few codes that flip in a first step; a perturbation by 1e-4 moves its loss by ten times that
+
+
+def layout_of(sizes, sequence_parallel=False):
+    return mesh.Layout(mesh.make_mesh(dict.fromkeys(mesh.AXES, 1) | sizes), sequence_parallel)
+
+
+class Interrupted(Exception):
+    """Ends a run before a step."""
+
+
+class UntilStep(Batches):
+    """Batches that end."""
+
+    last = None
+
+    def train(self, step):
+        if step == self.last:
+            raise Interrupted
+        return super().train(step)
+
+
+def trained(
+    recipe, layout, folder, steps=STEPS, config=IN_FLOAT32, perturbation=0.0, resume=False, last=None, every=STEPS
+):
+    """What `train` returns of a short run."""
+    schedule = training.Schedule(steps, 1e-3, BATCH, 0, every, validation_batches=2)
+    run = training.Run(recipe, RECIPES[recipe](), perturbation)
+    batches = UntilStep(TEXT, BATCH, config.context, 0, layout.rows(BATCH))
+    batches.last = last
+    return training.train(run, config, schedule, batches, folder, resume, layout)
+
+
+def difference(run, other):
+    """The largest relative difference of the losses, that of the first step and that of validation."""
+    of_steps = np.abs(np.array(run["losses"]) / np.array(other["losses"]) - 1)
+    return of_steps.max(), of_steps[0], abs(run["validation_loss"] / other["validation_loss"] - 1)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory):
+    """Runs on one device, each once."""
+
+    @functools.cache
+    def run(recipe, **options):
+        return trained(recipe, mesh.ONE_DEVICE, tmp_path_factory.mktemp("one"), **options)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence_parallel"),
+    [MESHES[1], *(pytest.param(*m, marks=pytest.mark.slow) for m in MESHES if m != MESHES[1])],
+    ids=str,
+)
+class TestLosses:
+    def test_in_high_precision_are_those_of_one_device(self, sizes, sequence_parallel, on_one_device, tmp_path):
+        run = trained("bf16", layout_of(sizes, sequence_parallel), tmp_path)
+        assert max(difference(run, on_one_device("bf16"))) < FLOAT32
+
+    def test_under_a_recipe_start_alike_and_part_no_more_than_perturbed_runs(
+        self, sizes, sequence_parallel, on_one_device, tmp_path
+    ):
+        run, one = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path), on_one_device("nvfp4")
+        floor = max(difference(on_one_device("nvfp4", perturbation=1e-4), one))
+        largest, first, validation = difference(run, one)
+        assert first < FLIPPED and max(largest, validation) < 2 * floor < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("bf16", "nvfp4")])
+def test_every_recipe_starts_alike(name, on_one_device, tmp_path):
+    one = on_one_device(name, steps=4, config=WIDE)
+    largest, first, _ = difference(trained(name, layout_of(CUBE, True), tmp_path, steps=4, config=WIDE), one)
+    assert first < FLIPPED and largest < 5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_bfloat16_activations_part_no_more_than_perturbed_runs(recipe, on_one_device, tmp_path):
+    """XLA rounds a fused bfloat16 intermediate or not, depending on what it fuses: from the first step on."""
+    config = SIZES["tiny"]
+    one = on_one_device(recipe, config=config)
+    floor = max(difference(on_one_device(recipe, config=config, perturbation=1e-4), one))
+    run = trained(recipe, layout_of(CUBE), tmp_path, config=config)
+    assert max(difference(run, one)) < max(4 * floor, 1e-3) < 0.015
+
+
+def test_parameters_and_optimizer_state_are_made_where_they_belong():
+    layout = layout_of(CUBE)
+    run = training.Run("fp8_delayed", RECIPES["fp8_delayed"]())
+    transformation = training.optimizer(training.Schedule(4, 1e-3, BATCH, 0, 4))
+    with layout.scope():
+        _, parameters = training.initial_parameters(IN_FLOAT32, run, 0, layout)
+        state = layout.create(transformation.init, parameters)
+    block = parameters["blocks"][0]
+    assert block["qkv"]["kernel"].get_value().sharding.spec == P("fsdp", "tensor")
+    assert block["up"]["kernel"].get_value().sharding.spec == P("fsdp", "tensor")
+    assert block["out"]["kernel"].get_value().sharding.spec == P("tensor", "fsdp")
+    assert block["down"]["kernel"].get_value().sharding.spec == P("tensor", "fsdp")
+    for leaf in jax.tree.leaves(block["qkv"]["_overwrite_with_gradient"]):
+        assert leaf.sharding.is_fully_replicated
+    specs = {
+        jax.tree_util.keystr(path[-6:]): leaf.sharding.spec
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if "down" in jax.tree_util.keystr(path) and "kernel" in jax.tree_util.keystr(path)
+    }
+    assert set(specs.values()) == {P("tensor", "fsdp")} and len(specs) >= 2  # both moments
+
+
+def test_batches_are_the_same_arrays_split_over_data_and_fsdp():
+    layout, rows = layout_of(CUBE), np.arange(BATCH * 5, dtype=np.int32).reshape(BATCH, 5)
+    placed = layout.place(rows, BATCH)
+    assert placed.sharding.spec == P(("data", "fsdp")) and (layout.rows(BATCH) == np.arange(BATCH)).all()
+    np.testing.assert_array_equal(placed, rows)
+    some = Batches(TEXT, BATCH, 32, 0, np.array([2, 5]))
+    np.testing.assert_array_equal(some.train(3), Batches(TEXT, BATCH, 32, 0).train(3)[[2, 5]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_delayed"])
+def test_a_checkpoint_goes_on_on_any_mesh(recipe, on_one_device, tmp_path):
+    """Saved on 2 x 2 x 2, resumed on 8 and then on one device: the losses of a run that nothing interrupted."""
+    options = {"steps": 12, "every": 4, "folder": tmp_path, "resume": True}
+    for step, layout in ((4, layout_of(CUBE)), (8, layout_of({"fsdp": 8}))):
+        with pytest.raises(Interrupted):
+            trained(recipe, layout, last=step, **options)
+        while not (tmp_path / "checkpoints" / str(step)).exists():
+            time.sleep(0.01)  # it is written in the background
+        log = tmp_path / "losses.json"
+        log.write_text(
+            json.dumps([-1.0 * step, *json.loads(log.read_text())[1:]])
+        )  # a run from the start loses the mark
+    resumed, whole = trained(recipe, mesh.ONE_DEVICE, **options), on_one_device(recipe, steps=12)
+    assert resumed["losses"][0] == -8
+    resumed["losses"][0] = whole["losses"][0]
+    floor = (
+        FLOAT32 if recipe == "bf16" else 2 * max(difference(on_one_device(recipe, steps=12, perturbation=1e-4), whole))
+    )
+    assert max(difference(resumed, whole)) < floor < 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "model=2"), "'model=2' is none of data=N, fsdp=N, tensor=N"),
+        (("--mesh", "data=0"), "'data=0' is none of data=N"),
+        (("--mesh", "data=3"), "--batch 8 is no multiple of data * fsdp = 3"),
+        (("--mesh", "tensor=3"), "4 heads are no multiple of tensor = 3"),
+        (("--mesh", "fsdp=3", "--batch", "9"), "the width 128 is no multiple of fsdp = 3"),
+        (("--sequence-parallel",), "--sequence-parallel needs --mesh"),
+        (("--mesh", "data=2,tensor=4"), "needs 8 devices, there are 4 of cpu"),
+    ],
+)
+def test_a_wrong_mesh_is_named(tmp_path, arguments, message):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_lm.py"), "--out", str(tmp_path), *arguments],
+        env=python_environment(JAX_NUM_CPU_DEVICES="4"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert message in done.stderr and "Traceback" not in done.stderr
