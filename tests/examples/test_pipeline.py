@@ -17,9 +17,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 import pipeline  # noqa: E402
 
-PLAIN = jlp.NVFP4BlockScaling(
-    disable_stochastic_rounding=True
-)  # without a key, random bits follow the amax
+PLAIN = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)  # without a key, random bits follow the amax
 RECIPES = [None, jlp.MXFP8BlockScaling(), jlp.Float8CurrentScaling(), PLAIN]
 
 
