@@ -18,7 +18,7 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: demo test test-cpp lint format bench gpu gpu-check clean
 
 demo: .venv/installed
-	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo $(ARGS)
+	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo --resume $(ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 $(ARGS)
