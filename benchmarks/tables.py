@@ -239,7 +239,8 @@ def mesh_overhead() -> str:
     rows = [("NVFP4, on eight virtual devices", "speed of one device", "target", "eight, ms", "one, ms")]
     for c in result["cases"]:
         ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
-        rows.append((c["case"], f"{c['ratio']['median']:.2f}x", f"{c['target']}x", ours, theirs))
+        target = "" if c["target"] is None else f"{c['target']}x"
+        rows.append((c["case"], f"{c['ratio']['median']:.2f}x", target, ours, theirs))
     return markdown(rows) + "\n\n" + where(result)
 
 

@@ -19,12 +19,30 @@ def programs(document):
 PROGRAMS = programs("README.md")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["quantise-and-multiply", "train-a-flax-model", "int4"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["quantise-and-multiply", "train-a-flax-model", "mesh", "int4"])
 def test_a_program_of_the_readme_runs(program):
     names = {}
     exec(program, names)
-    result = next(names[name] for name in ("y", "loss", "trained") if name in names)
+    result = next(names[name] for name in ("y", "loss", "trained", "x") if name in names)
     assert jax.numpy.isfinite(result).all()
+
+
+def test_the_mesh_program_of_the_readme_prints_what_it_says(capsys):
+    exec(PROGRAMS[2], {})
+    said = capsys.readouterr().out
+    assert re.search(r"all-gather among 8: u8\[", said)
+    assert re.search(r"reduce-scatter among 8: f32\[64, 1024\]", said)
+
+
+def test_the_scaling_programs_of_the_documents_run(capsys):
+    names = {}
+    for program in programs("docs/scaling.md"):
+        exec(program, names)
+    said = capsys.readouterr().out
+    assert "all-gather among 8: u8[" in said and "reduce-scatter among 8: f32[" in said
+    x, kernel = (jax.device_get(names[name]) for name in ("x", "kernel"))
+    expected = jlp.scaled_matmul(jlp.quantize(x, jlp.NVFP4()), jlp.quantize(kernel, jlp.NVFP4((16, 16)), axis=-2).mT)
+    assert (names["y"] == expected).all() and names["y"].shape == (1024, 1024)
 
 
 def test_the_recipe_of_the_documents_answers_by_role():
