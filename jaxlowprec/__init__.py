@@ -10,7 +10,7 @@ from jaxlowprec.autocast import autocast, current_recipe
 from jaxlowprec.collectives import all_gather_quantized
 from jaxlowprec.dot_general import dot_general, einsum
 from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
-from jaxlowprec.linear import CHECKPOINT_NAMES, QuantizedKernel, linear, quantize_kernel
+from jaxlowprec.linear import linear, quantize_kernel
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
@@ -18,6 +18,7 @@ from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.quantized_array import QuantizedArray
+from jaxlowprec.quantized_matmul import QuantizedKernel
 from jaxlowprec.recipes import (
     Custom,
     DelayedScaling,
@@ -32,6 +33,7 @@ from jaxlowprec.recipes import (
     Role,
     Roles,
 )
+from jaxlowprec.residuals import CHECKPOINT_NAMES
 
 if TYPE_CHECKING:
     from jaxlowprec import linen, nnx

@@ -159,9 +159,8 @@ def python_environment(**variables):
     return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | variables
 
 
-def run_python(*arguments, timeout=300, **variables):
-    """A Python process of its own; its output as text. Fails with that output."""
-    done = subprocess.run(
+def _python(*arguments, timeout=300, **variables):
+    return subprocess.run(
         [sys.executable, *arguments],
         env=python_environment(**variables),
         capture_output=True,
@@ -169,5 +168,17 @@ def run_python(*arguments, timeout=300, **variables):
         timeout=timeout,
         check=False,
     )
+
+
+def run_python(*arguments, **options):
+    """A Python process of its own; its output as text. Fails with that output."""
+    done = _python(*arguments, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def refused(*arguments, **options):
+    """What a Python process says that has to end with an error in the user's terms."""
+    done = _python(*arguments, **options)
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr

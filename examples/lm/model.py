@@ -67,12 +67,12 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, time, width = x.shape
-        normed = constrain(self.norm1(x), "batch", None, None)
+        normed = constrain(self.norm1(x), "batch", "time", None)
         qkv = self.qkv(normed).reshape(batch, time, 3, self.heads, width // self.heads)
         q, k, v = (constrain(qkv[:, :, i], "batch", None, "heads", None) for i in range(3))
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, time, width)
         x = x + constrain(self.out(constrain(attended, "batch", None, "heads")), "batch", "time", None)
-        hidden = jax.nn.gelu(self.up(constrain(self.norm2(x), "batch", None, None)))
+        hidden = jax.nn.gelu(self.up(constrain(self.norm2(x), "batch", "time", None)))
         return x + constrain(self.down(constrain(hidden, "batch", None, "mlp")), "batch", "time", None)
 
 

@@ -378,6 +378,18 @@ TEST(matmul_of_mxfp4_at_both_ends_of_the_scales_is_exact) {
   }
 }
 
+/// Every instruction set's float32 result is the reference's, byte for byte.
+static void check_all_kernels(const Product& product, const Shape& shape) {
+  const Buffer expected(shape.rows * shape.columns * 4), found(expected.size());
+  MatmulProblem p = product.problem(found);
+  reference::matmul(p, expected.as(), nullptr);
+  for (const Kernels* k : kernels_under_test()) {
+    const check::Given isa(k->isa);
+    run_chunks(*k, p, false);
+    CHECK_EQ(first_difference(found, expected, p.type), -1);
+  }
+}
+
 TEST(matmul_of_mxfp4_agrees_with_the_reference_where_one_block_has_an_extreme_scale) {
   const Format f = format(CodeType::kE2M1, Scaling::kE8M0, false);
   const Shape shape = {3, 40, 96};
@@ -392,14 +404,7 @@ TEST(matmul_of_mxfp4_agrees_with_the_reference_where_one_block_has_an_extreme_sc
         const int64_t block = 2 * (shape.depth / 32) + 1;  // the second of row 2
         operand.scale.as()[block] = static_cast<uint8_t>(byte);
         for (int i = 0; i < 16; ++i) operand.data.as()[16 * block + i] &= mask;
-        const Buffer expected(shape.rows * shape.columns * 4), found(expected.size());
-        MatmulProblem p = product.problem(found);
-        reference::matmul(p, expected.as(), nullptr);
-        for (const Kernels* k : kernels_under_test()) {
-          const check::Given isa(k->isa);
-          run_chunks(*k, p, false);
-          CHECK_EQ(first_difference(found, expected, p.type), -1);
-        }
+        check_all_kernels(product, shape);
       }
 }
 
@@ -414,14 +419,7 @@ TEST(matmul_of_mxfp4_agrees_with_the_reference_where_scales_are_next_to_a_limit)
       product.a.scale.as()[i] = static_cast<uint8_t>(a_byte + random() % 5);
     for (int64_t i = 0; i < product.b.scale.size(); ++i)
       product.b.scale.as()[i] = static_cast<uint8_t>(b_byte + random() % 5);
-    const Buffer expected(shape.rows * shape.columns * 4), found(expected.size());
-    MatmulProblem p = product.problem(found);
-    reference::matmul(p, expected.as(), nullptr);
-    for (const Kernels* k : kernels_under_test()) {
-      const check::Given isa(k->isa);
-      run_chunks(*k, p, false);
-      CHECK_EQ(first_difference(found, expected, p.type), -1);
-    }
+    check_all_kernels(product, shape);
   }
 }
 
