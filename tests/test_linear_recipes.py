@@ -1,5 +1,6 @@
 """linear under every recipe: its three GEMMs, overrides of the backward pass, kept residuals, pairs without a GEMM."""
 
+import dataclasses
 import functools
 
 import jax
@@ -270,3 +271,31 @@ class TestCustom:
         else:
             with pytest.raises((ValueError, NotImplementedError), match=message):
                 jax.eval_shape(f, self.x, self.w)
+
+
+class TestSlices:
+    """x [batch, time, K] is taken in slices where they hold whole blocks, else as tokens: the numbers are the same."""
+
+    def check(self, recipe, time):
+        x, w, dy = (
+            random_array((3, time, 64)),
+            random_array((64, 48), "float32", 1),
+            random_array((3, time, 48), seed=2),
+        )
+        y, dx, dw = run(recipe, x, w, dy, key=KEY)
+        tokens_y, tokens_dx, tokens_dw = run(recipe, x.reshape(-1, 64), w, dy.reshape(-1, 48), key=KEY)
+        assert_same_bytes((y.reshape(-1, 48), dx.reshape(-1, 64)), (tokens_y, tokens_dx))
+        if recipe.backward_override is None:
+            assert_same_bytes(dw, tokens_dw)
+        else:  # XLA's sum over two axes
+            np.testing.assert_allclose(dw, tokens_dw, rtol=1e-5, atol=1e-5 * np.abs(tokens_dw).max())
+
+    @each_recipe
+    @pytest.mark.parametrize("time", [128, 40])
+    def test_numbers_are_those_of_tokens(self, recipe, time):
+        self.check(recipe, time)
+
+    @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+    @pytest.mark.parametrize("recipe", OVERRIDABLE.values(), ids=OVERRIDABLE)
+    def test_under_an_override_too(self, recipe, override):
+        self.check(dataclasses.replace(recipe, backward_override=override), 128)
