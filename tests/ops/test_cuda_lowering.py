@@ -319,3 +319,30 @@ def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
     (y,) = weight_only_cuda.decoded_matmul(spec, x, q.data, q.scale, q.amax, q.zero_point, [bias])
     expected = jlp.scaled_matmul(x, q, bias, "gelu", out_dtype=jnp.float32)
     assert jnp.allclose(y, expected, rtol=1e-5, atol=1e-4)
+
+
+class TestSlices:
+    """Activations [batch, time, features], which ops take in slices and merge for the kernels."""
+
+    recipe = jlp.NVFP4BlockScaling()
+
+    def calls(self, shape, capability):
+        x, w = jnp.ones((*shape, 128), jnp.bfloat16), jnp.ones((128, 64))
+
+        def step(x, w):
+            y, pullback = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=self.recipe), x, w)
+            return y, *pullback(y)
+
+        with claiming_cuda(capability):
+            return custom_calls(step, x, w)
+
+    @pytest.mark.parametrize("capability", [8.0, 9.0, 10.0])
+    def test_kernels_see_tokens(self, capability):
+        calls = self.calls((4, 32), capability)
+        assert calls == self.calls((128,), capability)
+        assert [call.target for call in calls].count("jaxlowprec_scaled_matmul") == 3
+
+    def test_what_has_no_gemm_runs_by_reference(self, monkeypatch):
+        monkeypatch.setattr(cuda, "why_not", lambda *_: "none here")
+        targets = {call.target for call in self.calls((4, 32), 9.0)}
+        assert "jaxlowprec_quantize" in targets and "jaxlowprec_scaled_matmul" not in targets

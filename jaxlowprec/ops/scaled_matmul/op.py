@@ -78,22 +78,19 @@ def _rule(spec: MatmulSpec) -> wiring.Rule:
     return wiring.Rule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
 
 
-def _merging(spec: MatmulSpec) -> Callable[[Callable], Callable]:
-    """For what multiplies matrices: what it takes and gives is in slices where the spec says so."""
+def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
+    """What multiplies matrices, taking and giving slices where the spec says so."""
 
-    def decorate(multiply: Callable) -> Callable:
-        def multiply_slices(a_data, a_scale, b_data, b_scale, *rest):
-            per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
-            merge = merged_rows if spec.slices == "a" else merged_columns
-            a_merged = merge(a_data), a_scale if per_tensor else merge(a_scale)
-            if spec.slices == "both":
-                return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest)
-            rest = (*rest[:amaxes], *_merged_extras(spec, rest[amaxes:]))
-            return [sliced_rows(y, a_data.shape[-3]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
+    def multiply_slices(a_data, a_scale, b_data, b_scale, *rest):
+        per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
+        merge = merged_rows if spec.slices == "a" else merged_columns
+        a_merged = merge(a_data), a_scale if per_tensor else merge(a_scale)
+        if spec.slices == "both":
+            return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest)
+        rest = (*rest[:amaxes], *_merged_extras(spec, rest[amaxes:]))
+        return [sliced_rows(y, a_data.shape[-3]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
 
-        return multiply_slices if spec.slices else multiply
-
-    return decorate
+    return multiply_slices if spec.slices else multiply
 
 
 def _merged_extras(spec: MatmulSpec, extras: Sequence[jax.Array]) -> list[jax.Array]:
@@ -114,14 +111,12 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
 
     amaxes = 2 * spec.two_level
 
-    @_merging(spec)
-    def run_reference(a_data, a_scale, b_data, b_scale, *rest):
+    def multiply_by_reference(a_data, a_scale, b_data, b_scale, *rest):
         y = reference.products(a_data, a_scale, spec.a_format, b_data, b_scale, spec.b_format)
         y = reference.apply_amaxes(y, *rest[:2]) if spec.two_level else y
         return spec.epilogue.finish(y, rest[amaxes:])
 
-    @_merging(spec)
-    def run_native(*operands):
+    def multiply_natively(*operands):
         a_data, _, b_data, *_ = operands
         shapes = spec.epilogue.outputs((*a_data.shape[:-1], b_data.shape[-2]))
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
@@ -132,15 +127,14 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
             **spec.epilogue.attributes,
         )
 
-    @_merging(spec)
-    def run_cuda(*operands):
+    def multiply_on_gpu(*operands):
         a_data, _, b_data, *_ = operands
         if 0 in (*a_data.shape, *b_data.shape):
-            return run_reference(*operands)  # nothing to multiply
+            return multiply_by_reference(*operands)  # nothing to multiply
         if problem := cuda.why_not(spec, a_data, b_data):
             if implementation == "ffi":
                 raise NotImplementedError(f'scaled_matmul: implementation="ffi": {problem}')
-            return run_reference(*operands)
+            return multiply_by_reference(*operands)
         return cuda.matmul(spec, *operands)
 
     def when_reduced(add_up, *operands):
@@ -153,12 +147,13 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         results = spec.epilogue.finish(merged_rows(total), _merged_extras(spec, extras))
         return [sliced_rows(y, total.shape[-3]) for y in results]
 
+    merging = functools.partial(_merging, spec)
     return wiring.define(
         "jaxlowprec_scaled_matmul",
         rule=_rule(spec),
         outputs=outputs,
-        reference=run_reference,
-        native={"cpu": run_native, "cuda": run_cuda},
+        reference=merging(multiply_by_reference),
+        native={"cpu": merging(multiply_natively), "cuda": merging(multiply_on_gpu)},
         when_reduced=when_reduced,
         out_spec=spec.epilogue.out_spec,
         **choose("scaled_matmul", implementation),
