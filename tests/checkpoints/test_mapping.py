@@ -1,7 +1,9 @@
 """Parameter trees and Hugging Face names."""
 
 import json
+import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,15 @@ import pytest
 from flax import linen, nnx
 
 import jaxlowprec as jlp
-from examples.lm.model import Config, LanguageModel
 from jaxlowprec.checkpoints import schemes, trees
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.mapping import DEMO, LLAMA, Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
 from tests.test_readme import programs
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+from lm.model import Config, LanguageModel  # noqa: E402
 
 CONFIG = Config(layers=2, width=128, heads=2, context=16)
 over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
