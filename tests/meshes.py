@@ -74,3 +74,13 @@ def unless_refused(call):
         if "make all mesh axes manual" not in str(error):
             raise
         return None
+
+
+def assert_same_to_rounding(actual, expected):
+    """Trees of results and gradients, the latter of cosines: a sum over a split axis is added in another order."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        a, e = np.asarray(a), np.asarray(e)
+        largest = max(1, np.abs(e).max())  # of a sum's terms: a bias's gradient adds up cosines, which cancel
+        np.testing.assert_allclose(a, e, rtol=0, atol=2e-6 * largest)

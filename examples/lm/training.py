@@ -175,7 +175,8 @@ def _train(run, config, schedule, batches, folder, resume, layout) -> dict:
     transformation = optimizer(schedule)
     graph, parameters = initial_parameters(config, run, schedule.seed, layout)
     state = layout.create(transformation.init, parameters)
-    shardings = layout.shardings((parameters, state)) and (*layout.shardings((parameters, state)), layout.replicated())
+    placed = layout.shardings((parameters, state))
+    shardings = placed and (*placed, layout.replicated())
     step_function, evaluate = make_steps(graph, transformation, shardings)
     checkpoints, losses, times = Checkpoints(folder), [], []
     if resume:

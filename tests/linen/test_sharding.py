@@ -5,7 +5,6 @@ Quantised bytes agree. A result agrees to float32's rounding, since a split cont
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import NamedSharding
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
-from tests.meshes import collectives, mesh_of, place
+from tests.meshes import assert_same_to_rounding, collectives, mesh_of, place
 
 RULES = (("batch", None), ("embed", "a"), ("mlp", "b"), ("heads", "b"), ("experts", "b"))
 INIT = nn.initializers.lecun_normal()
@@ -80,15 +79,6 @@ def run(layer, variables, x):
         return y, *pullback(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
 
     return call(variables, x)
-
-
-def assert_same_to_rounding(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        a, e = np.asarray(a), np.asarray(e)
-        largest = max(1, np.abs(e).max())  # of a sum's terms: a bias's gradient adds up cosines, which cancel
-        np.testing.assert_allclose(a, e, rtol=0, atol=2e-6 * largest)
 
 
 @by_names

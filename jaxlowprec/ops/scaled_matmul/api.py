@@ -130,16 +130,15 @@ def scaled_matmul_of_slices(
         (*a.shape[:-3], a.matrix[0], b.matrix[0]) if both else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix[0])
     )
     epilogue, extras = checked_epilogue(who, shape, bias, None, None, out_dtype, False, None, out_sharding)
-
-    def of_tensor(q: QuantizedArray, in_slices: bool) -> QuantizedArray:
-        """What all slices share, once."""
-        if not in_slices:
-            return q
-        scale = q.scale[..., 0] if q.format.scaling == "tensor" else q.scale
-        return dataclasses.replace(q, scale=scale, amax=None if q.amax is None else q.amax[..., 0])
-
-    out = _run(of_tensor(a, True), of_tensor(b, both), epilogue, extras, "both" if both else "a", None)
+    a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
+    out = _run(a, b, epilogue, extras, "both" if both else "a", None)
     return resharded(out[0], out_sharding)
+
+
+def _of_one_tensor(q: QuantizedArray) -> QuantizedArray:
+    """Slices with what they share once."""
+    scale = q.scale[..., 0] if q.format.scaling == "tensor" else q.scale
+    return dataclasses.replace(q, scale=scale, amax=None if q.amax is None else q.amax[..., 0])
 
 
 def _run(
