@@ -24,10 +24,11 @@ from jaxlowprec.recipes import Recipe, Role, Roles
 from jaxlowprec.weight_only import check_whole_groups, quantize_weight
 
 _HIGH_PRECISION = Roles(None, None, None)
-_OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum)
-_OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum)
-_LINEN = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed)
-_NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed)
+_GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
+_OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum, _GROUPED[0])
+_OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum, _GROUPED[1])
+_LINEN = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, _GROUPED[0])
+_NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, _GROUPED[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +222,7 @@ def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
 
 def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
     """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
-    if isinstance(layer, nnx.Linear):
+    if isinstance(layer, nnx.Linear | jaxlowprec.nnx.GroupedLinear):
         return kernel.ndim - 2, 1
     if isinstance(layer, nnx.LinearGeneral):
         own = len(layer.batch_axis) + len(layer.axis) + len(layer.out_features)
@@ -271,9 +272,11 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
     return found
 
 
-def _linen_axes(layer: nn.Module, kernel: Any, inputs: Any, einsum_str: str | None = None) -> tuple[int, int] | None:
+def _linen_axes(
+    layer: nn.Module, kernel: Any, inputs: Any, einsum_str: Any = None, **others: Any
+) -> tuple[int, int] | None:
     """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
-    if isinstance(layer, nn.Dense):
+    if isinstance(layer, nn.Dense | jaxlowprec.linen.GroupedDense):
         return kernel.ndim - 2, 1
     if isinstance(layer, nn.DenseGeneral):
         axis, features = (1 if isinstance(v, int) else len(v) for v in (layer.axis, layer.features))
