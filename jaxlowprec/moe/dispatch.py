@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxlowprec import wiring
 from jaxlowprec.moe.router import in_order
+from jaxlowprec.ops.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +110,7 @@ def combine(rows: Float[Array, "T*k N"], weights: Float[Array, "T k"], where: Di
 
 @jax.custom_vjp
 def _combine(rows: Array, weights: Array, order: Array, places: Array) -> Array:
-    return in_order(_rows(rows, places).astype(jnp.float32) * weights[..., None])
+    return in_order(rounded(_rows(rows, places).astype(jnp.float32) * weights[..., None]))
 
 
 def _combine_fwd(rows: Array, weights: Array, order: Array, places: Array) -> tuple[Array, tuple[Array, ...]]:

@@ -10,38 +10,43 @@ from typing import Any
 import numpy as np
 
 
-def decoded(sequence: int, routed: Any, num_layers: int, k: int, dense_layers: Sequence[int]) -> np.ndarray:
-    """One sequence's `routed_experts` as int32 [tokens - 1, layers with experts, k]; see `RoutingTape`.
+def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Sequence[int]) -> list[np.ndarray]:
+    """Each sequence's `routed_experts` as int32 [tokens - 1, layers with experts, k]; see `RoutingTape`.
 
     Raises:
         TypeError: numbers that are no integers.
         ValueError: what is no such array, and a layer of zeros: the engine did not capture it, and 0 is an expert.
 
-    >>> decoded(0, np.asarray([1, 0, 2, 3], "<i4").tobytes(), num_layers=1, k=2, dense_layers=()).tolist()
+    >>> captured([np.asarray([1, 0, 2, 3], "<i4").tobytes()], num_layers=1, k=2, dense_layers=())[0].tolist()
     [[[1, 0]], [[2, 3]]]
     """
-    who = f"routed_experts: sequence {sequence}"
-    array = _array(who, routed)
-    if (
-        array.ndim not in (1, 3)
-        or array.size % (num_layers * k)
-        or array.ndim == 3
-        and array.shape[1:] != (num_layers, k)
-    ):
-        raise ValueError(
-            f"{who} has shape {array.shape}; needs [tokens - 1, {num_layers}, {k}], or as many numbers flat"
-        )
-    array = array.reshape(-1, num_layers, k)
     if wrong := [layer for layer in dense_layers if not 0 <= layer < num_layers]:
-        raise ValueError(f"{who}: dense_layers has {wrong[0]}; needs 0 to {num_layers - 1}")
+        raise ValueError(f"routed_experts: dense_layers has {wrong[0]}; needs 0 to {num_layers - 1}")
     with_experts = [layer for layer in range(num_layers) if layer not in dense_layers]
-    for layer in with_experts:
-        if k > 1 and len(array) and not array[:, layer].any():
+    decoded = []
+    for i, sequence in enumerate(sequences):
+        who = f"routed_experts: sequence {i}"
+        array = _array(who, sequence)
+        fits = array.shape[1:] == (num_layers, k) if array.ndim == 3 else array.ndim == 1
+        if not fits or array.size % (num_layers * k):
+            needed = f"[tokens - 1, {num_layers}, {k}]"
+            raise ValueError(f"{who} has shape {array.shape}; needs {needed}, or as many numbers flat")
+        array = array.reshape(-1, num_layers, k)[:, with_experts].astype(np.int32)
+        if k > 1:  # two zeros are no choice; a single one may be
+            _check_captured(who, array, with_experts)
+        decoded.append(array)
+    if k == 1 and decoded:
+        _check_captured("routed_experts", np.concatenate(decoded), with_experts)
+    return decoded
+
+
+def _check_captured(who: str, experts: np.ndarray, layers: list[int]) -> None:
+    for place, layer in enumerate(layers):
+        if len(experts) and not experts[:, place].any():
             raise ValueError(
                 f"{who}: layer {layer} is all zeros: the engine did not capture it (a pipeline stage left out?); "
                 "capture it, or name it in dense_layers if it has no experts"
             )
-    return array[:, with_experts].astype(np.int32)
 
 
 def _array(who: str, routed: Any) -> np.ndarray:

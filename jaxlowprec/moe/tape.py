@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxlowprec.moe.rollout import decoded
+from jaxlowprec.moe.rollout import captured
 from jaxlowprec.moe.router import AFRESH
 
 
@@ -98,14 +98,14 @@ class RoutingTape:
         >>> tape.experts.tolist()
         [[[[3, 1], [2, 0], [-1, -1]], [[3, 1], [-1, -1], [-1, -1]]]]
         """
-        captured = [decoded(i, routed, num_layers, k, dense_layers) for i, routed in enumerate(sequences)]
-        longest = max((len(rows) + 1 for rows in captured), default=0)
+        known = captured(sequences, num_layers, k, dense_layers)
+        longest = max((len(rows) + 1 for rows in known), default=0)
         length = longest if length is None else length
         if length < longest:
             raise ValueError(f"routed_experts: a sequence has {longest} tokens; needs length={longest} or more")
         layers = num_layers - len(set(dense_layers))
-        experts = np.full((layers, len(captured), length, k), AFRESH, np.int32)
-        for i, rows in enumerate(captured):
+        experts = np.full((layers, len(known), length, k), AFRESH, np.int32)
+        for i, rows in enumerate(known):
             experts[:, i, : len(rows)] = rows.swapaxes(0, 1)
         _check("routed_experts", experts, num_experts)
         return cls(jnp.asarray(experts))
