@@ -71,7 +71,5 @@ class GroupedDense(HighPrecisionGroupedDense):
         if recipe is None and _loaded(self) is None:
             return super().__call__(inputs, group_sizes)
         inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
-        options = _options(self, recipe)
-        return grouped_linear(
-            type(self).__name__, inputs, kernel, bias, group_sizes, options["recipe"], options["key"], self.precision
-        )
+        key = _options(self, recipe)["key"]
+        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, recipe, key, self.precision)

@@ -74,7 +74,5 @@ class GroupedLinear(_Quantizing, nnx.Module):
         """
         recipe = self._recipe()
         inputs, kernel, bias = self._operands(inputs)
-        options = self._options(recipe)
-        return grouped_linear(
-            type(self).__name__, inputs, kernel, bias, group_sizes, options["recipe"], options["key"], self.precision
-        )
+        key = self._options(recipe)["key"]
+        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, recipe, key, self.precision)
