@@ -19,6 +19,7 @@ import jaxlowprec.nnx
 from jaxlowprec.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.dot_general import contracts_second_last
 from jaxlowprec.linear import kernel_matrices
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Recipe, Role, Roles
 from jaxlowprec.weight_only import check_whole_groups, quantize_weight
@@ -189,7 +190,7 @@ def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int
     note = "" if recipe.applies_to(name) else "left out by the recipe"
     if not name and recipe.applies_to(name) != recipe.applies_to(path):
         note = f"nameless; by its path {'left out' if not note else 'chosen'}: see jaxlowprec.nnx.name_layers"
-    roles = recipe.roles("linear", name)
+    roles = recipe.roles(MODULE_TYPE if isinstance(layer, _GROUPED) else "linear", name)
     if roles.ste is not None and roles.weight is not None and axes is not None:
         try:
             check_whole_groups("explain", path, _matrices_type(kernel, *axes), roles.weight.format)

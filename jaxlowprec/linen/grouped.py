@@ -9,9 +9,10 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.autocast import FROM_CONTEXT
-from jaxlowprec.linen.layers import _loaded, _operands, _options, _recipe
-from jaxlowprec.moe.grouped_linear import grouped_linear
+from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.linear import rounds_stochastically
+from jaxlowprec.linen.layers import _loaded, _operands
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
 """Each expert's kernel as a linear's of its size."""
@@ -38,7 +39,8 @@ class HighPrecisionGroupedDense(nn.Module):
         if self.use_bias:
             self.param("bias", self.bias_init, (self.num_experts, self.features), self.param_dtype)
         inputs, kernel, bias = _operands(self, inputs, shape)
-        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, None, None, self.precision)
+        who, options = type(self).__name__, (None, None, "", self.precision)
+        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)
 
 
 class GroupedDense(HighPrecisionGroupedDense):
@@ -48,9 +50,10 @@ class GroupedDense(HighPrecisionGroupedDense):
 
     Attributes:
         num_experts, features: sizes.
-        precision: of the product in high precision, see `jax.lax.ragged_dot`.
+        precision: of the products in high precision, see `jax.lax.dot`.
         recipe: see `Dense`, whose other attributes these are too. The kernel keeps its dtype: `dtype` is that of the
-            computation in high precision and of the result.
+            computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not its
+            neighbour's; give these layers `Float8CurrentScaling` of their own.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> layer, sizes = jlp.linen.GroupedDense(2, 32), jnp.asarray([5, 3], jnp.int32)
@@ -67,9 +70,12 @@ class GroupedDense(HighPrecisionGroupedDense):
 
         Rows past the sum of the group sizes are zeros.
         """
-        recipe = _recipe(self, self.recipe)
-        if recipe is None and _loaded(self) is None:
+        name = "/".join(self.path)
+        recipe = resolve(type(self).__name__, self.recipe, name)
+        if self.is_initializing() or recipe is None and _loaded(self) is None:
             return super().__call__(inputs, group_sizes)
         inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
-        key = _options(self, recipe)["key"]
-        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, recipe, key, self.precision)
+        wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))
+        key = self.make_rng("sr") if wanted and self.has_rng("sr") and _loaded(self) is None else None
+        who, options = type(self).__name__, (recipe, key, name, self.precision)
+        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)

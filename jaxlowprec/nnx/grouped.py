@@ -12,8 +12,10 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.autocast import FROM_CONTEXT
-from jaxlowprec.moe.grouped_linear import grouped_linear
+from jaxlowprec.linear import rounds_stochastically
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.nnx.layers import _Quantizing
+from jaxlowprec.recipes import DelayedScaling
 
 default_kernel_init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
 """Each expert's kernel as a linear's of its size."""
@@ -26,9 +28,10 @@ class GroupedLinear(_Quantizing, nnx.Module):
 
     Arguments:
         num_experts, in_features, out_features: sizes.
-        precision: of the product in high precision, see `jax.lax.ragged_dot`.
+        precision: of the products in high precision, see `jax.lax.dot`.
         recipe, name: see `Linear`, whose other arguments these are too. The kernel keeps its dtype: `dtype` is that of
-            the computation in high precision and of the result.
+            the computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not
+            its neighbour's; give these layers `Float8CurrentScaling` of their own.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -74,5 +77,10 @@ class GroupedLinear(_Quantizing, nnx.Module):
         """
         recipe = self._recipe()
         inputs, kernel, bias = self._operands(inputs)
-        key = self._options(recipe)["key"]
-        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, recipe, key, self.precision)
+        wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, self.name))
+        key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
+        who, options = type(self).__name__, (recipe, key, self.name, self.precision)
+        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)
+
+    def _add_state(self, recipe: DelayedScaling | None) -> None:
+        super()._add_state(None)  # groups are tensors of their own and have no place for it

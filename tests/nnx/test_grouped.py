@@ -74,7 +74,9 @@ def test_a_bias_is_its_experts_and_its_gradient_is_added_up_in_float32(sizes):
     weights = np.asarray(jnp.cos(jnp.arange(y.size)).astype(jnp.bfloat16).astype(jnp.float32)).reshape(y.shape)
     wanted = np.zeros((EXPERTS, OUTPUTS))
     np.add.at(wanted, expert, weights[:total])
-    np.testing.assert_allclose(of_parameters["bias"][...], wanted, rtol=2**-8, atol=1e-5)  # rounded once, like a linear's
+    np.testing.assert_allclose(
+        of_parameters["bias"][...], wanted, rtol=2**-8, atol=1e-5
+    )  # rounded once, like a linear's
     assert not jnp.any(y[total:])
 
 
