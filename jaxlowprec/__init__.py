@@ -10,6 +10,7 @@ from jaxlowprec.autocast import autocast, current_recipe
 from jaxlowprec.collectives import all_gather_quantized
 from jaxlowprec.dot_general import dot_general, einsum
 from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
+from jaxlowprec.grouped import grouped_matmul, ragged_dot
 from jaxlowprec.linear import linear, quantize_kernel
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
@@ -75,6 +76,7 @@ __all__ = [
     "einsum",
     "explain",
     "fake_quantize",
+    "grouped_matmul",
     "hadamard_transform",
     "layouts",
     "linear",
@@ -85,6 +87,7 @@ __all__ = [
     "quantize_both",
     "quantize_kernel",
     "quantize_params",
+    "ragged_dot",
     "scaled_matmul",
     "traffic",
 ]

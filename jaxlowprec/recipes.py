@@ -483,7 +483,8 @@ class QuantizerRole:
     """Which tensor a `Custom` recipe is asked about.
 
     Attributes:
-        module_type: the kind of layer: "linear", for Dense, Linear, their general forms, einsum and dot_general.
+        module_type: the kind of layer: "linear", for Dense, Linear, their general forms, einsum and dot_general, or
+            "grouped_linear", for `grouped_matmul` and its layers.
         tensor_type: "input", "weight" or "grad_output".
         name: of the layer, or "".
     """

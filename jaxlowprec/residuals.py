@@ -18,7 +18,7 @@ CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
 
 def named(residual: Any, name: str) -> Any:
     """A residual whose arrays carry a checkpoint name where it is quantised, else as it is."""
-    if not isinstance(residual, QuantizedArray):
+    if residual is None or isinstance(residual, jax.Array):
         return residual
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), residual)
 

@@ -90,6 +90,15 @@ def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
     return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
 
 
+def through_estimator(
+    dw: jax.Array, w: jax.Array, fmt: Format, ste: StraightThrough, served_dtype: str | None
+) -> jax.Array:
+    """The gradient of the master weight w from that of its quantised form."""
+    as_served = rounded_to(w, served_dtype).astype(jnp.float32)
+    _, estimator = jax.vjp(lambda w: fake_quantize(w, fmt, -2, ste), as_served)
+    return estimator(dw.astype(jnp.float32))[0]
+
+
 def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
     """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole group.
 
@@ -167,9 +176,7 @@ def _backward(plan: _Plan, residuals, dy):
     if like_w is not None:
         dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding)
     if clipped is not None:
-        as_served = rounded_to(clipped, plan.served_dtype).astype(jnp.float32)
-        _, estimator = jax.vjp(lambda w: fake_quantize(w, plan.format, -2, plan.ste), as_served)
-        (dw,) = estimator(dw.astype(jnp.float32))
+        dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("quantized_array",),
     ("ops", "layouts", "collectives"),
     ("recipes", "qat", "autocast", "delayed_scaling", "residuals"),
-    ("quantized_matmul", "weight_only", "linear", "dot_general", "grouped"),
+    ("quantized_matmul", "weight_only", "linear", "dot_general", "grouped_products", "grouped"),
     ("moe",),
     ("linen", "nnx"),
     ("policy", "checkpoints"),

@@ -7,6 +7,7 @@
 namespace jaxlowprec {
 
 enum class ElementType : int32_t { kBF16, kF16, kF32 };
+constexpr int element_bytes(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
 
 // --- formats, as jaxlowprec/formats.py describes them
 
@@ -61,6 +62,7 @@ struct QuantizeDirection {
   uint8_t* data = nullptr;        // null: not wanted
   uint8_t* scale = nullptr;
   Random random;
+  int64_t data_stride = 0, scale_stride = 0;  // columnwise, on the CPU: bytes from one line to the next; 0: lines adjoin
 };
 
 struct QuantizeProblem {
@@ -90,8 +92,14 @@ struct MatmulOperand {
   Format format;
   const uint8_t* data;
   const uint8_t* scale;
-  const float* amax;  // [batch]; kTwoLevel only, else null
-  int64_t columns;    // K, up to padding to whole blocks of packed codes
+  const float* amax;                                      // [batch]; kTwoLevel only, else null
+  int64_t columns;                                        // K, up to padding to whole blocks of packed codes
+  int64_t given_data_stride = 0, given_scale_stride = 0;  // on the CPU: bytes from one row to the next; 0: rows adjoin
+
+  int64_t data_stride() const { return given_data_stride ? given_data_stride : format.row_bytes(columns); }
+  int64_t scale_stride() const {
+    return given_scale_stride ? given_scale_stride : format.scale_columns(columns) * format.scale_bytes();
+  }
 };
 
 /// What becomes of a GEMM's sums: + bias, activation, + accumulate, one cast (numerics.md 9).

@@ -14,6 +14,11 @@ extern "C" XLA_FFI_Error* jaxlowprec_int4_quantize(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_int4_dequantize(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* jaxlowprec_weight_only_matmul(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_grouped_amax(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_grouped_quantize(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_grouped_matmul(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_grouped_wgrad(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* jaxlowprec_grouped_weight_only(XLA_FFI_CallFrame*);
 
 #if defined(JLP_CUDA)
 extern "C" XLA_FFI_Error* jaxlowprec_amax_cuda(XLA_FFI_CallFrame*);

@@ -104,6 +104,11 @@ NB_MODULE(_native, m) {
     handlers["jaxlowprec_int4_dequantize"] = handler(jaxlowprec::jaxlowprec_int4_dequantize);
     handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
     handlers["jaxlowprec_weight_only_matmul"] = handler(jaxlowprec::jaxlowprec_weight_only_matmul);
+    handlers["jaxlowprec_grouped_amax"] = handler(jaxlowprec::jaxlowprec_grouped_amax);
+    handlers["jaxlowprec_grouped_quantize"] = handler(jaxlowprec::jaxlowprec_grouped_quantize);
+    handlers["jaxlowprec_grouped_matmul"] = handler(jaxlowprec::jaxlowprec_grouped_matmul);
+    handlers["jaxlowprec_grouped_wgrad"] = handler(jaxlowprec::jaxlowprec_grouped_wgrad);
+    handlers["jaxlowprec_grouped_weight_only"] = handler(jaxlowprec::jaxlowprec_grouped_weight_only);
     return handlers;
   });
   m.def("cuda_handlers", &cuda_handlers);

@@ -160,8 +160,6 @@ auto with_element(ElementType type, Visit visit) {
 
 // --- elements of a type known at run time: `count` of them, up to kLanes; lanes beyond are zero and not written
 
-JLP_RULE int element_bytes(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
-
 JLP_RULE F32 load_elements(const void* p, ElementType type, int64_t index, int count) {
   alignas(64) uint8_t padded[4 * kLanes];
   const uint8_t* at = static_cast<const uint8_t*>(p) + index * element_bytes(type);

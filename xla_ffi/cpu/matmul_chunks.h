@@ -58,7 +58,7 @@ class MatmulChunks {
 JLP_RULE const uint8_t* scales_of_row(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row) {
   const Format& format = operand.format;
   const int64_t scale_row = batch * format.scale_rows(rows) + (format.tiles ? row / format.block : row);
-  return operand.scale + scale_row * format.scale_columns(operand.columns) * format.scale_bytes();
+  return operand.scale + scale_row * operand.scale_stride();
 }
 
 /// Scales of one byte of kLanes rows of b, those from `row` on, decoded: a vector for each of `count` blocks from `first`

@@ -145,14 +145,15 @@ static void unpack_row(const uint8_t* data, int64_t granules, int row, RowsGranu
 
 #endif
 
-/// kLanes rows of b; those beyond `rows` are zero.
-__attribute__((noinline)) static void unpack_panel(const uint8_t* data, int64_t rows, int64_t granules, PanelGranule* out) {
+/// kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero.
+__attribute__((noinline)) static void unpack_panel(const uint8_t* data, int64_t stride, int64_t rows, int64_t granules,
+                                                   PanelGranule* out) {
   constexpr int kStep = kLanes / 2;  // granules in a vector of packed codes
   for (int64_t g = 0; g < granules; g += kStep) {
     const int count = static_cast<int>(std::min<int64_t>(kStep, granules - g));
     U32 v[kLanes];
     for (int r = 0; r < kLanes; ++r) {
-      const uint8_t* at = data + (r * granules + g) * 8;
+      const uint8_t* at = data + r * stride + g * 8;
       v[r] = U32{};
       if (r < rows && count == kStep)
         v[r] = load<U32>(at);
@@ -260,13 +261,13 @@ struct Mxfp4Scales {
     const int64_t blocks = operand.format.blocks(operand.columns);
     for (int64_t row = first; row < first + rows; ++row) {
       const uint8_t* scales = scales_of_row(operand, operand_rows, batch, row);
-      const Bytes16* codes = reinterpret_cast<const Bytes16*>(operand.data) + (batch * operand_rows + row) * blocks;
+      const uint8_t* codes = operand.data + (batch * operand_rows + row) * operand.data_stride();
       for (int64_t b = 0; b < blocks; b += 16) {
         Bytes16 some = Bytes16{} + kLeast;
         memcpy(&some, scales + b, std::min<int64_t>(16, blocks - b));
         if (!any((Bytes16)(some - kLeast > kMost - kLeast))) continue;
         for (int64_t i = b; i < std::min(b + 16, blocks); ++i)
-          if (scales[i] > kMost || (scales[i] < kLeast && any(load<Bytes16>(codes + i) & 0x77))) return false;
+          if (scales[i] > kMost || (scales[i] < kLeast && any(load<Bytes16>(codes + 16 * i) & 0x77))) return false;
       }
     }
     return true;
@@ -352,7 +353,7 @@ struct MatmulE2M1 {
     for (int64_t i = 0; i < rows; ++i) {
       RowsGranule* tile = out + i / kTileRows * granules(p);
       const int r = static_cast<int>(i % kTileRows);
-      unpack_row(p.a.data + (batch * p.rows + first + i) * granules(p) * 8, granules(p), r, tile);
+      unpack_row(p.a.data + (batch * p.rows + first + i) * p.a.data_stride(), granules(p), r, tile);
       decode_scales(scales_of_row(p.a, p.rows, batch, first + i), p.a.format.blocks(p.depth()), decode, &tile->scale[r],
                     Scales::kGranules * kRowsStride);
     }
@@ -363,7 +364,7 @@ struct MatmulE2M1 {
     for (int64_t i = 0; i < divide_up(columns, kTileColumns) * kTileVectors; ++i) {
       const int64_t row = first + i * kLanes, rows = std::clamp<int64_t>(first + columns - row, 0, kLanes);
       PanelGranule* vector = out + i * granules(p);
-      unpack_panel(p.b.data + (batch * p.columns + row) * granules(p) * 8, rows, granules(p), vector);
+      unpack_panel(p.b.data + (batch * p.columns + row) * p.b.data_stride(), p.b.data_stride(), rows, granules(p), vector);
       const int64_t blocks = p.b.format.blocks(p.depth()), stride = Scales::kGranules * kPanelStride;
       if (!shared_scales(p))
         decode_scales_of_lanes(p.b, p.columns, batch, row, rows, 0, blocks, Scales::decode, vector->scale, stride);

@@ -148,7 +148,7 @@ struct MatmulFloat8 {
     const MatmulOperand& a = part.p.a;
     for (int64_t i = 0; i < part.range.rows; ++i) {
       const int64_t row = part.range.first_row + i;
-      const int64_t stride = a.format.row_bytes(a.columns);
+      const int64_t stride = a.data_stride();
       const uint8_t* data = a.data + (part.batch * part.p.rows + row) * stride + bytes_of(a, k);
       if (i + kAhead < part.range.rows) prefetch(data + kAhead * stride, bytes_of(a, depth));
       Unit* out = part.rows + i * kUnits;
@@ -167,7 +167,7 @@ struct MatmulFloat8 {
 
   static void load_panel(const Part& part, int64_t vector, int64_t vectors, int64_t k, int64_t depth) {
     const MatmulOperand& b = part.p.b;
-    const int64_t stride = b.format.row_bytes(b.columns);
+    const int64_t stride = b.data_stride();
     for (int64_t v = 0; v < vectors; ++v) {
       const int64_t column = (vector + v) * kLanes, row = part.range.first_column + column;
       const int64_t rows = std::clamp<int64_t>(part.range.columns - column, 0, kLanes);

@@ -49,7 +49,13 @@ struct QuantizeBlocks {
     const float encode = BlockContext(p, direction, batch).tensor_encode, decode = float8_decode_scale(encode);
     if (chunk == 0) memcpy(direction.scale + batch * sizeof decode, &decode, sizeof decode);
     if (encode == encode) return;
-    if (chunk == 0) memset(direction.data + batch * p.rows * p.columns, 0, p.rows * p.columns);
+    if (chunk == 0) {
+      const bool is_row = &direction == &p.rowwise;
+      const int64_t lines = is_row ? p.rows : p.columns, length = is_row ? p.columns : p.rows;
+      const int64_t stride = direction.data_stride ? direction.data_stride : length;
+      for (int64_t line = batch * lines; line < (batch + 1) * lines; ++line)
+        memset(direction.data + line * stride, 0, length);
+    }
     direction.data = nullptr;
   }
 
@@ -83,7 +89,7 @@ struct QuantizeBlocks {
     const bool made = !kPacked && !kStochastic && rowwise && context.is_shared() && same_tensor(p, batch);
     if (!made) encode_tile_columns(context, t);
     const int lines = static_cast<int>(code_bytes<Element>(divide_up(t.input.rows, 32) * 32));
-    const int64_t stride = p.format.row_bytes(p.rows);
+    const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
     uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + code_bytes<Element>(row);
     store_transposed(t.codes, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
     if (!context.is_shared()) store_column_scales(p, context, t);
@@ -165,14 +171,15 @@ struct QuantizeBlocks {
   }
 
   static void store_column_scales(const QuantizeProblem& p, const BlockContext& context, const Tile& t) {
-    const int64_t down = p.format.blocks(p.rows), first = t.row / p.format.block;
+    const int64_t bytes = context.scales.bytes(), first = t.row / p.format.block;
+    const int64_t stride = p.columnwise.scale_stride ? p.columnwise.scale_stride : p.format.blocks(p.rows) * bytes;
     const int blocks = t.blocks_down(context);
     for (int c = 0; c < t.input.columns; ++c) {
-      const int64_t at = (t.batch * p.columns + t.column + c) * down + first;
+      uint8_t* scale = p.columnwise.scale + (t.batch * p.columns + t.column + c) * stride + first * bytes;
       if (context.scales.e8m0)
-        for (int b = 0; b < blocks; ++b) p.columnwise.scale[at + b] = static_cast<uint8_t>(t.scale[b][c]);
+        for (int b = 0; b < blocks; ++b) scale[b] = static_cast<uint8_t>(t.scale[b][c]);
       else
-        memcpy(p.columnwise.scale + 4 * at, &t.scale[0][c], 4);
+        memcpy(scale, &t.scale[0][c], 4);
     }
   }
 

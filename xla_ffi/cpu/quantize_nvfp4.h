@@ -223,6 +223,15 @@ JLP_RULE bool tile_scales(const Slab<E>& slab, const Nvfp4TensorScale& tensor, f
   return ordinary;
 }
 
+/// Bytes from one line of a direction to the next.
+struct LineStrides {
+  int64_t data, scale;
+
+  LineStrides(const QuantizeDirection& direction, int64_t blocks)
+      : data(direction.data_stride ? direction.data_stride : blocks * 8),
+        scale(direction.scale_stride ? direction.scale_stride : blocks) {}
+};
+
 /// One operation on one matrix of the batch: which directions, from which elements, in which blocks, rounded how.
 template <class E, bool kTiles, bool kStochastic>
 struct QuantizeNvfp4 {
@@ -256,15 +265,16 @@ struct QuantizeNvfp4 {
   /// The finished K-major tile of slabs [0, slabs) to its place.
   static void store_columns(const QuantizeProblem& p, int64_t batch, const ColumnTile& tile, int64_t row, int slabs,
                             int64_t column, int columns) {
-    const int64_t blocks = column_blocks(p), block = row / kBlock;
+    const int64_t block = row / kBlock;
+    const LineStrides strides(p.columnwise, column_blocks(p));
     for (int c = 0; c < columns; ++c) {
-      const int64_t at = (batch * p.columns + column + c) * blocks + block;
-      uint8_t* data = p.columnwise.data + at * 8;
+      const int64_t line = batch * p.columns + column + c;
+      uint8_t* data = p.columnwise.data + line * strides.data + block * 8;
       if (slabs == kSlabs && reinterpret_cast<uintptr_t>(data) % 64 == 0)
         stream_line(data, tile.data[c]);
       else
         memcpy(data, tile.data[c], slabs * 8);
-      if (!kTiles) memcpy(p.columnwise.scale + at, tile.scale[c], slabs);
+      if (!kTiles) memcpy(p.columnwise.scale + line * strides.scale + block, tile.scale[c], slabs);
     }
   }
 
@@ -334,10 +344,11 @@ struct QuantizeNvfp4 {
   static void poison_if_not_finite(QuantizeDirection& direction, int64_t batch, int64_t chunk, int64_t data_rows,
                                    int64_t scale_rows, int64_t blocks) {
     if (!direction.data || nvfp4_tensor_scale(direction.tensor[batch]).finite) return;
-    if (chunk == 0) {
-      memset(direction.data + batch * data_rows * blocks * 8, 0, data_rows * blocks * 8);
-      memset(direction.scale + batch * scale_rows * blocks, kE4M3NaN, scale_rows * blocks);
-    }
+    const LineStrides strides(direction, blocks);
+    for (int64_t row = batch * data_rows; chunk == 0 && row < (batch + 1) * data_rows; ++row)
+      memset(direction.data + row * strides.data, 0, blocks * 8);
+    for (int64_t row = batch * scale_rows; chunk == 0 && row < (batch + 1) * scale_rows; ++row)
+      memset(direction.scale + row * strides.scale, kE4M3NaN, blocks);
     direction.data = nullptr;
   }
 

@@ -1,7 +1,9 @@
 // Runs one operation: serially when it is small, else in chunks on the pool.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "dispatch.h"
 #include "parallel_for.h"
@@ -54,15 +56,35 @@ inline int64_t cost(const WeightOnlyProblem& p) {
 /// more threads than have this much each are not worth waking.
 constexpr int64_t kBreakEven = 50'000'000;
 
+/// Problems of one kind, their chunks taken as one list: small ones share a start.
 template <class Pool, class Problem>
-void run(Pool& pool, const Problem& problem) {
+void run_all(Pool& pool, const Problem* problems, int64_t count) {
   const Kernels& k = kernels();
-  const auto chunk = chunk_entry(k, problem);
-  const int64_t chunks = chunks_entry(k, problem)(problem);
+  std::vector<int64_t> ends;  // of each problem's chunks
+  int64_t chunks = 0, total_cost = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    chunks += chunks_entry(k, problems[i])(problems[i]);
+    total_cost += cost(problems[i]);
+    ends.push_back(chunks);
+  }
   // A cast follows the amax of the same array, whose end is still in the cache.
   constexpr bool kBackwards = std::is_same<Problem, QuantizeProblem>::value;
-  parallel_for(pool, chunks, cost(problem) / kBreakEven,
-               [&](int64_t i) { chunk(problem, kBackwards ? chunks - 1 - i : i); });
+  parallel_for(pool, chunks, total_cost / kBreakEven, [&](int64_t i) {
+    const int64_t at = kBackwards ? chunks - 1 - i : i;
+    const int64_t which = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
+    const Problem& problem = problems[which];
+    chunk_entry(k, problem)(problem, which > 0 ? at - ends[which - 1] : at);
+  });
+}
+
+template <class Pool, class Problem>
+void run_all(Pool& pool, const std::vector<Problem>& problems) {
+  run_all(pool, problems.data(), static_cast<int64_t>(problems.size()));
+}
+
+template <class Pool, class Problem>
+void run(Pool& pool, const Problem& problem) {
+  run_all(pool, &problem, 1);
 }
 
 }  // namespace jaxlowprec

@@ -31,10 +31,10 @@ def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array])
 
 
 def random_bytes(key: jax.Array, stream: int, rows: jax.Array, blocks: jax.Array) -> jax.Array:
-    """uint8 [..., R, B, 16] for a key [..., 2] and global row and block indices [R] and [B]."""
+    """uint8 [..., R, B, 16] for a key [..., 2] and global row and block indices: [R] and [B], or each with `...`."""
     batch = key.shape[:-1]
-    shape = (*batch, rows.shape[0], blocks.shape[0])
-    row, block = (jnp.broadcast_to(i, shape) for i in (rows[:, None], blocks[None, :]))
+    shape = (*batch, rows.shape[-1], blocks.shape[-1])
+    row, block = (jnp.broadcast_to(i, shape) for i in (rows[..., :, None], blocks[..., None, :]))
     words = (key[..., 0, None, None], key[..., 1, None, None])
     counter = (block, row, jnp.full(shape, stream, jnp.uint32), jnp.zeros(shape, jnp.uint32))
     out = jnp.stack(philox4x32(counter, words), axis=-1)

@@ -142,7 +142,7 @@ def quantize_rows(
     """x [..., R, C] -> codes and scales, blocks along the last axis.
 
     `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With a key, codes are rounded
-    stochastically by the global indices `rows` [R] and `groups` [ceil(C/16)].
+    stochastically by the global indices `rows` [R] and `groups` [ceil(C/16)], or each with `...`.
     """
     count, columns = x.shape[-2:]
     blocks = blocks_of(x.astype(jnp.float32), fmt)
@@ -160,7 +160,8 @@ def quantize_rows(
     scaled = canonical * encode[..., None, :, None]
     byte = None
     if key is not None and rows is not None and groups is not None:
-        byte = random_bytes(key, stream, rows, groups).reshape(*x.shape[:-1], -1)[..., :columns]
+        byte = random_bytes(key, stream, rows, groups)
+        byte = byte.reshape(*x.shape[:-1], byte.shape[-2] * byte.shape[-1])[..., :columns]
         byte = blocks_of(byte, fmt)
     magnitude = jnp.abs(scaled)
     if fmt.packed:

@@ -1,0 +1,149 @@
+"""Rows in groups, quantised, and their products: each group as an array of its own would be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxlowprec.formats import BLOCK, Format, Hadamard
+from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, grouped_matmul_op, grouped_wgrad_op
+from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
+from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.quantized_array import QuantizedArray
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("data", "scale", "amax", "sizes"),
+    meta_fields=("format", "rows", "columns", "columnwise", "hadamard"),
+)
+@dataclasses.dataclass(frozen=True)
+class GroupedQuantizedArray:
+    """Rows [..., T, C] in E groups, each quantised as a tensor of its own.
+
+        rowwise      data and scale as a QuantizedArray's, a row for each row
+        columnwise   blocks run along the rows of a group, and begin with it; in slots (`groups.Slots`):
+                     data [..., C, slots * block / 2], or [..., C, T] for 8-bit codes; scale [..., C, slots]
+        amax         float32 [..., E], or None; the scale of Float8Tensor [..., E]
+
+    What lies in no group is zero bytes.
+
+    Attributes:
+        data, scale, amax: as above.
+        sizes: int32 [..., E], of the groups.
+        format: what it is quantised to.
+        rows, columns: T and C.
+        columnwise: along the rows instead of along the features.
+        hadamard: the rotation applied along the quantised axis of each group, or None.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    amax: jax.Array | None
+    sizes: jax.Array
+    format: Any
+    rows: int
+    columns: int
+    columnwise: bool
+    hadamard: Hadamard | None
+
+
+def group_amaxes(
+    x: Float[Array, "*B T C"],
+    sizes: Int[Array, "*B E"],
+    plain: bool,
+    hadamard: Hadamard | None,
+    implementation: Implementation = None,
+) -> list[Float[Array, "*B E"]]:
+    """The largest magnitude of each group: `plain`, then after the rotation along the rows where there is one."""
+    return list(grouped_amax_op(plain, hadamard, implementation)(jax.lax.stop_gradient(x), sizes))
+
+
+def quantize_groups(
+    x: Float[Array, "*B T C"],
+    sizes: Int[Array, "*B E"],
+    fmt: Format,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    hadamard: Hadamard | None = None,
+    words: UInt32[Array, "*B E 2"] | None = None,
+    amaxes: tuple[Any, Any] | None = None,
+    implementation: Implementation = None,
+) -> tuple[GroupedQuantizedArray | None, GroupedQuantizedArray | None]:
+    """Quantises the rows of each group, along the features, along the rows, or both in one pass.
+
+    The bytes of group e are those of `quantize(x_e, fmt, key=words[e])`.
+
+    Arguments:
+        x: bfloat16, float16 or float32.
+        sizes: of the groups, which lie one after the other.
+        fmt: without square tiles.
+        rowwise, columnwise: the wanted directions.
+        hadamard: for the columnwise one: NVFP4's of size 16.
+        words: for stochastic rounding, the words of a key for each group.
+        amaxes: [..., E] rowwise and columnwise, where they are known.
+        implementation: None, "ffi" or "reference".
+
+    Returns:
+        The rowwise and the columnwise array, None where not wanted.
+    """
+    x, columns = jax.lax.stop_gradient(x), x.shape[-1]
+    hadamard = hadamard if columnwise else None
+    stochastic, unit = words is not None, max(fmt.length, BLOCK if words is not None else 1)
+    spec = GroupedQuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, columns % unit != 0)
+    tensors: list[jax.Array] = []
+    if fmt.has_tensor_scale:
+        found = amaxes or group_amaxes(x, sizes, rowwise or hadamard is None, hadamard, implementation)
+        tensors = [found[0]] * rowwise + [found[-1]] * columnwise
+    random: list[Any] = [] if words is None else [words]
+    if stochastic:
+        draws = -(-columns // BLOCK), -(-x.shape[-2] // BLOCK)
+        ids = [(x.shape[-2], draws[0])] * rowwise + [(columns, draws[1])] * columnwise
+        random += [jnp.arange(n, dtype=jnp.uint32) for pair in ids for n in pair]
+    results = grouped_quantize_op(spec, implementation)(x, sizes, *tensors, *random)
+
+    def array(i: int, along_rows: bool) -> GroupedQuantizedArray:
+        amax = tensors[i] if fmt.scaling == "two_level" else None
+        rotation = hadamard if along_rows else None
+        data, scale = results[2 * i : 2 * i + 2]
+        rows, columns = x.shape[-2:]
+        return GroupedQuantizedArray(data, scale, amax, sizes, fmt, rows, columns, along_rows, rotation)
+
+    row = array(0, False) if rowwise else None
+    return row, array(int(rowwise), True) if columnwise else None
+
+
+def multiply_groups(
+    a: GroupedQuantizedArray,
+    b: QuantizedArray,
+    bias: Float[Array, "*B E N"] | None,
+    out_dtype: Any,
+    implementation: Implementation = None,
+) -> Float[Array, "*B T N"]:
+    """a rowwise [..., T, K] by the weight of each row's group, b [..., E, N, K] quantised along K.
+
+    Rows in no group give zeros. The bias is added in float32, before the one rounding.
+    """
+    columns, depth = b.matrix
+    fmt = b.format
+    ragged_depth = depth % fmt.length != 0
+    ragged_columns = fmt.tiles and columns % fmt.length != 0
+    spec = GroupedMatmulSpec(a.format, fmt, ragged_columns, ragged_depth, bias is not None, jnp.dtype(out_dtype))
+    amaxes = (a.amax, b.amax) if spec.two_level else ()
+    extras = () if bias is None else (bias.astype(jnp.float32),)
+    return grouped_matmul_op(spec, implementation)(a.data, a.scale, b.data, b.scale, a.sizes, *amaxes, *extras)[0]
+
+
+def multiply_within_groups(
+    a: GroupedQuantizedArray, b: GroupedQuantizedArray, out_dtype: Any, implementation: Implementation = None
+) -> Float[Array, "*B E M N"]:
+    """a columnwise, of [..., T, M], transposed @ b columnwise, of [..., T, N], within each group."""
+    spec = GroupedMatmulSpec(a.format, b.format, False, False, False, jnp.dtype(out_dtype))
+    amaxes = (a.amax, b.amax) if spec.two_level else ()
+    return grouped_wgrad_op(spec, a.rows, implementation)(a.data, a.scale, b.data, b.scale, a.sizes, *amaxes)[0]

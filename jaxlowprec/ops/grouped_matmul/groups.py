@@ -1,0 +1,85 @@
+"""Where groups of rows lie, from sizes that only the device knows.
+
+    group e   rows [start(e), start(e) + count(e)), one group after the other; what follows the last is in none
+    slot      `block` rows of one group, from its first row on; group e's begin at slot e + start(e) // block
+
+No slot is shared by two groups, and `rows // block + groups` of them are enough however the rows are divided: so arrays
+of slots have a shape that does not depend on the sizes, at the price of up to one unused slot a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The groups of one matrix.
+
+    Attributes:
+        start, count: int32 [E]. Sizes below 0 count as 0, and groups end with the rows.
+        rows: of the matrix, static.
+    """
+
+    start: jax.Array
+    count: jax.Array
+    rows: int
+
+    @classmethod
+    def of(cls, sizes: jax.Array, rows: int) -> Groups:
+        """Sizes [E] and the number of rows, T."""
+        ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes.astype(jnp.int32), 0, rows)), rows)
+        start = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+        return cls(start, ends - start, rows)
+
+    @property
+    def ends(self) -> jax.Array:
+        """int32 [E]: where each group's rows end."""
+        return self.start + self.count
+
+    def of_rows(self) -> jax.Array:
+        """int32 [T]: the group of each row; E for a row in none."""
+        return jnp.searchsorted(self.ends, jnp.arange(self.rows, dtype=jnp.int32), side="right").astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Slots of `block` rows.
+
+    Attributes:
+        group: int32 [S], of each slot.
+        within: int32 [S]: which slot of its group it is.
+        row: int32 [S]: its first row.
+        valid: int32 [S]: how many rows it has, 0 where it is unused.
+    """
+
+    group: jax.Array
+    within: jax.Array
+    row: jax.Array
+    valid: jax.Array
+
+    @classmethod
+    def of(cls, groups: Groups, block: int) -> Slots:
+        """Those of the groups."""
+        experts = groups.start.shape[0]
+        first = groups.start // block + jnp.arange(experts, dtype=jnp.int32)
+        slot = jnp.arange(count(groups.rows, experts, block), dtype=jnp.int32)
+        group = (jnp.searchsorted(first, slot, side="right") - 1).astype(jnp.int32)
+        within = slot - first[group]
+        row = groups.start[group] + within * block
+        return cls(group, within, row, jnp.clip(groups.ends[group] - row, 0, block))
+
+    def take(self, x: jax.Array, block: int) -> jax.Array:
+        """x [T, C] -> [S, block, C], zeros where a slot has no row."""
+        offset = jnp.arange(block, dtype=jnp.int32)
+        rows = jnp.minimum(self.row[:, None] + offset, x.shape[0] - 1)
+        there = (offset < self.valid[:, None])[..., None]
+        return jnp.where(there, x[rows], jnp.zeros((), x.dtype))
+
+
+def count(rows: int, experts: int, block: int) -> int:
+    """How many slots there are."""
+    return rows // block + experts

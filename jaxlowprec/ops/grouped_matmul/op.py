@@ -1,0 +1,175 @@
+"""The ops of products of rows in groups: quantised rows by quantised weights, quantised columns by columns (wgrad)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec import wiring
+from jaxlowprec.ops.grouped_matmul import reference
+from jaxlowprec.ops.grouped_matmul.groups import Groups
+from jaxlowprec.ops.grouped_matmul.quantize_op import on_the_cpu, over_batches
+from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.rounding import rounded
+from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_amaxes, products
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmulSpec:
+    """One variant of either op.
+
+    Attributes:
+        a_format, b_format: of the operands. Only the weights of the product of rows may have square tiles.
+        ragged_columns: N is no multiple of such tiles.
+        ragged_depth: K, as stored, is no multiple of the block.
+        bias: whether there is one.
+        out_dtype: of the result.
+    """
+
+    a_format: Any
+    b_format: Any
+    ragged_columns: bool
+    ragged_depth: bool
+    bias: bool
+    out_dtype: Any
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the operands have amaxes."""
+        return self.a_format.scaling == "two_level"
+
+    @property
+    def per_group(self) -> bool:
+        """Whether a scale is one number for each group."""
+        return self.a_format.scaling == "tensor"
+
+
+def _rule(spec: GroupedMatmulSpec) -> wiring.Rule:
+    """a is [..., T, K], b [..., E, N, K]. N splits (with tiles in whole ones), K in whole blocks; T and E do not."""
+    length, whole, n, scale_n = spec.a_format.length, ["t", "e"], "n", "n"
+    if spec.b_format.tiles and spec.ragged_columns:
+        scale_n = "nblocks"
+        whole += [n, scale_n]
+    elif spec.b_format.tiles:
+        n = "(n b)"
+    if spec.per_group:
+        operands = ["... t k", "... e", f"... e {n} k", "... e"]
+    else:
+        codes = [
+            "k" if spec.ragged_depth else f"(k {'h' if f.packed else 'b'})" for f in (spec.a_format, spec.b_format)
+        ]
+        if spec.ragged_depth:
+            codes = ["kbytes" if f.packed else "kcodes" for f in (spec.a_format, spec.b_format)]
+            whole += [*dict.fromkeys(codes), "kblocks"]
+        blocks = "kblocks" if spec.ragged_depth else "k"
+        operands = [f"... t {codes[0]}", f"... t {blocks}", f"... e {n} {codes[1]}", f"... e {scale_n} {blocks}"]
+    operands += ["... e", *["... e"] * 2 * spec.two_level, *[f"... e {n}"] * spec.bias]
+    text = f"{', '.join(operands)} -> ... t {n}"
+    sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
+    return wiring.Rule(text, reductions=() if spec.ragged_depth else ("k",), whole=whole, **sizes)
+
+
+@functools.cache
+def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
+    """a [..., T, K] in groups and b [..., E, N, K], each as data and scale; sizes [..., E]; both amaxes [..., E] where
+    there are, and the bias float32 [..., E, N] -> [..., T, N]."""
+    first_extra = 5 + 2 * spec.two_level
+
+    def outputs(a_data, a_scale, b_data, *_):
+        return [((*a_data.shape[:-1], b_data.shape[-2]), spec.out_dtype)]
+
+    def one_batch(a_data, sizes, a_scale, b_data, b_scale, *rest):
+        data_of = reference.chunk_of(a_data)
+        scale_of = None if spec.per_group else reference.chunk_of(wiring.as_bytes(a_scale))
+
+        def multiply(row, group):
+            scale = a_scale[group] if scale_of is None else wiring.from_bytes([scale_of(row)], [a_scale.dtype])[0]
+            y = products(data_of(row), scale, spec.a_format, b_data[group], b_scale[group], spec.b_format)
+            if spec.two_level:
+                y = apply_amaxes(y, *(amax[group] for amax in rest[:2]))
+            return y + rest[-1][group] if spec.bias else y
+
+        return reference.by_chunks(sizes, a_data.shape[0], b_data.shape[-2], spec.out_dtype, multiply)
+
+    def run_reference(a_data, a_scale, b_data, b_scale, sizes, *rest):
+        return [over_batches(one_batch)(a_data, sizes, a_scale, b_data, b_scale, *rest)]
+
+    def run_native(*operands):
+        ((shape, dtype),) = outputs(*operands)
+        call = jax.ffi.ffi_call("jaxlowprec_grouped_matmul", jax.ShapeDtypeStruct(shape, dtype))
+        formats = {"a_format": spec.a_format.attributes, "b_format": spec.b_format.attributes}
+        return [call(*operands, **formats, bias=spec.bias)]
+
+    def when_reduced(add_up, *operands):
+        """With K split, partial sums (their scales applied) meet in float32 before bias and cast."""
+        plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
+        (partial,) = grouped_matmul_op(plain, implementation)(*operands[:first_extra])
+        total = add_up(partial)
+        if spec.bias:
+            total = total + bias_of_rows(operands[first_extra], operands[4], total.shape[-2])
+        return [total.astype(spec.out_dtype)]
+
+    return wiring.define(
+        "jaxlowprec_grouped_matmul",
+        rule=_rule(spec),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        when_reduced=when_reduced,
+        **on_the_cpu("grouped_matmul", implementation),
+    )
+
+
+def bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """[..., E, N] -> [..., T, N]: that of each row's group, 0 for rows in none."""
+
+    def one_batch(bias, sizes):
+        group = Groups.of(sizes, rows).of_rows()
+        return jnp.take(bias, group, axis=0, mode="fill", fill_value=0)
+
+    return over_batches(one_batch)(bias, sizes)
+
+
+@functools.cache
+def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Implementation):
+    """a [..., M, T] and b [..., N, T] columnwise in groups of T = `rows`, each as data and scale; sizes [..., E]; both
+    amaxes [..., E] where there are -> [..., E, M, N], contracted over the rows of each group."""
+    formats = spec.a_format, spec.b_format
+    codes = ["tcodes" if fmt.packed else "t" for fmt in formats]
+    scale = "... e" if spec.per_group else "... {} tblocks"
+    operands = [f"... m {codes[0]}", scale.format("m"), f"... n {codes[1]}", scale.format("n"), "... e"]
+    text = f"{', '.join(operands + ['... e'] * 2 * spec.two_level)} -> ... e m n"
+    whole = [f for f in ("t", "tcodes", "tblocks", "e") if f" {f}" in text]
+
+    def outputs(a_data, a_scale, b_data, b_scale, sizes, *_):
+        return [((*sizes.shape, a_data.shape[-2], b_data.shape[-2]), spec.out_dtype)]
+
+    def one_batch(a_data, sizes, a_scale, b_data, b_scale, *amaxes):
+        y = reference.wgrad_terms(a_data, a_scale, formats[0], b_data, b_scale, formats[1], sizes, rows)
+        if spec.per_group:
+            y = rounded(rounded(y * a_scale[:, None, None]) * b_scale[:, None, None])
+        if spec.two_level:
+            y = rounded(y * alpha(*amaxes)[:, None, None])
+        empty = (Groups.of(sizes, rows).count == 0)[:, None, None]  # whatever its amaxes and scales are
+        return jnp.where(empty, 0.0, y).astype(spec.out_dtype)
+
+    def run_reference(a_data, a_scale, b_data, b_scale, sizes, *amaxes):
+        return [over_batches(one_batch)(a_data, sizes, a_scale, b_data, b_scale, *amaxes)]
+
+    def run_native(*operands):
+        ((shape, dtype),) = outputs(*operands)
+        call = jax.ffi.ffi_call("jaxlowprec_grouped_wgrad", jax.ShapeDtypeStruct(shape, dtype))
+        return [call(*operands, a_format=formats[0].attributes, b_format=formats[1].attributes, rows=rows)]
+
+    return wiring.define(
+        "jaxlowprec_grouped_wgrad",
+        rule=wiring.Rule(text, whole=whole),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        **on_the_cpu("grouped_matmul", implementation),
+    )

@@ -1,0 +1,205 @@
+"""The ops that quantise rows in groups, and find the amax of each group. They stand before the products of `op`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec import wiring
+from jaxlowprec.formats import BLOCK, Hadamard
+from jaxlowprec.ops.amax.op import largest_over
+from jaxlowprec.ops.grouped_matmul import reference
+from jaxlowprec.ops.grouped_matmul.groups import count
+from jaxlowprec.ops.implementation import Implementation, choose
+
+
+def on_the_cpu(who: str, implementation: Implementation) -> dict[str, Any]:
+    """The arguments of `wiring.define` for ops with CPU kernels alone: other platforms run the reference."""
+    chosen = choose(who, implementation)
+    missing = {"cuda": "the grouped kernels are the CPU's so far; implementation=None runs pure JAX there"}
+    return chosen | {"platforms": tuple(p for p in chosen["platforms"] if p == "cpu"), "missing": missing}
+
+
+def over_batches(function: Callable) -> Callable:
+    """A function of arrays without batch axes, with as many as its second one, the sizes [..., E], has; `shared` of the
+    rest have none."""
+
+    def run(x, sizes, *rest, shared=()):
+        mapped = function
+        for _ in range(sizes.ndim - 1):
+            mapped = jax.vmap(mapped, in_axes=(0, 0, *(None if i in shared else 0 for i in range(len(rest)))))
+        return mapped(x, sizes, *rest)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedQuantizeSpec:
+    """One variant of the op.
+
+    Attributes:
+        format: what to quantise to; no square tiles.
+        rowwise, columnwise: the wanted directions.
+        hadamard: a rotation of size 16 along the rows of each group for the columnwise direction; NVFP4 alone.
+        stochastic: rounding of the codes.
+        ragged_columns: C is no multiple of what must stay together along it.
+    """
+
+    format: Any
+    rowwise: bool
+    columnwise: bool
+    hadamard: Hadamard | None
+    stochastic: bool
+    ragged_columns: bool
+
+    @property
+    def directions(self) -> int:
+        """How many are wanted."""
+        return self.rowwise + self.columnwise
+
+    @property
+    def tensors(self) -> int:
+        """Operands with a number for each group, one a direction where the format has a tensor scale."""
+        return self.directions if self.format.has_tensor_scale else 0
+
+
+def _rule(spec: GroupedQuantizeSpec) -> wiring.Rule:
+    """x is [..., T, C] and sizes [..., E], whole along T and E; C splits, into whole blocks where it is quantised."""
+    fmt = spec.format
+    size = max(fmt.length, BLOCK if spec.stochastic else 1) if spec.rowwise else 1
+    column = codes = blocks = draws = "c"
+    whole = ["t", "e", "tblocks", "tcodes", "tdraws"]
+    sizes: dict[str, Any] = {"w": 2}
+    if spec.ragged_columns and size > 1:
+        codes, blocks, draws = "cbytes" if fmt.packed else "c", "cblocks", "cdraws"
+        whole += ["c", codes, blocks, draws]
+    elif size > 1:
+        sizes |= {"k": size, "h": size // 2, "g": size // BLOCK}
+        column, codes = "(c k)", f"(c {'h' if fmt.packed else 'k'})"
+        draws = "(c g)" if size > BLOCK else "c"
+    per_group = fmt.scaling == "tensor"
+    operands = [f"... t {column}", "... e", *["... e"] * spec.tensors, *["... e w"] * spec.stochastic]
+    results = []
+    if spec.rowwise:
+        operands += ["t", draws] * spec.stochastic
+        results += [f"... t {codes}", "... e" if per_group else f"... t {blocks}"]
+    if spec.columnwise:
+        operands += [column, "tdraws"] * spec.stochastic
+        results += [
+            f"... {column} {'tcodes' if fmt.packed else 't'}",
+            "... e" if per_group else f"... {column} tblocks",
+        ]
+    text = f"{', '.join(operands)} -> {', '.join(results)}"
+    used = set(re.findall(r"\w+", text))
+    return wiring.Rule(
+        text, whole=[f for f in dict.fromkeys(whole) if f in used], **{f: n for f, n in sizes.items() if f in used}
+    )
+
+
+@functools.cache
+def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation):
+    """x [..., T, C], sizes [..., E], an amax [..., E] a direction for formats with a tensor scale, then if stochastic
+    keys [..., E, 2] and line and draw indices a direction -> codes and scales a direction.
+
+    Indices along T are counted from each group's first row.
+    """
+    fmt = spec.format
+
+    def outputs(x, sizes, *_):
+        *batch, rows, columns = x.shape
+        shapes = []
+        for wanted, columnwise in ((spec.rowwise, False), (spec.columnwise, True)):
+            if not wanted:
+                continue
+            line = columns if columnwise else rows
+            blocks = count(rows, sizes.shape[-1], fmt.length) if columnwise else -(-columns // fmt.length)
+            codes = blocks * fmt.length // 2 if fmt.packed else rows if columnwise else columns
+            scales = sizes.shape if fmt.scaling == "tensor" else (*batch, line, blocks)
+            shapes += [((*batch, line, codes), fmt.data_dtype), (scales, fmt.scale_dtype)]
+        return shapes
+
+    def one_batch(x, sizes, *operands):
+        tensors, random = operands[: spec.tensors], operands[spec.tensors :]
+        out: list[jax.Array] = []
+        for i in range(spec.directions):
+            tensor = tensors[i] if tensors else None
+            ids = (random[0], random[1 + 2 * i], random[2 + 2 * i]) if random else ()
+            if i == 0 and spec.rowwise:
+                out += reference.quantize_rowwise(x, sizes, fmt, tensor, *ids)
+            else:
+                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, *ids)
+        return out
+
+    def run_reference(x, sizes, *operands):
+        if x.size == 0:
+            return [_nothing(shape, dtype, fmt) for shape, dtype in outputs(x, sizes)]
+        first_index = spec.tensors + spec.stochastic
+        return over_batches(one_batch)(x, sizes, *operands, shared=range(first_index, len(operands)))
+
+    def run_native(x, sizes, *operands):
+        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, sizes)]
+        return jax.ffi.ffi_call("jaxlowprec_grouped_quantize", results)(
+            x,
+            sizes,
+            *operands,
+            format=fmt.attributes,
+            rowwise=spec.rowwise,
+            columnwise=spec.columnwise,
+            rotate_columns=spec.hadamard is not None,
+            stochastic=spec.stochastic,
+            sign_mask=_mask(spec.hadamard),
+        )
+
+    return wiring.define(
+        "jaxlowprec_grouped_quantize",
+        rule=_rule(spec),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        **on_the_cpu("grouped_matmul", implementation),
+    )
+
+
+def _nothing(shape: tuple[int, ...], dtype: Any, fmt: Any) -> jax.Array:
+    """Codes, or scales, of no elements."""
+    if jnp.dtype(dtype).itemsize == 1:
+        return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
+    return jnp.full(shape, 1.0 if fmt.scaling == "tensor" else 0.0, dtype)
+
+
+@functools.cache
+def grouped_amax_op(plain: bool, hadamard: Hadamard | None, implementation: Implementation):
+    """x [..., T, C], sizes [..., E] -> float32 [..., E]: `plain`, then after the rotation along T in each group."""
+    number = int(plain) + int(hadamard is not None)
+
+    def outputs(_, sizes):
+        return [(sizes.shape, jnp.float32)] * number
+
+    def one_batch(x, sizes):
+        return reference.amax(x, sizes, plain, hadamard)
+
+    def run_native(x, sizes):
+        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, sizes)]
+        call = jax.ffi.ffi_call("jaxlowprec_grouped_amax", results)
+        return call(x, sizes, plain=plain, rotated=hadamard is not None, sign_mask=_mask(hadamard))
+
+    return wiring.define(
+        "jaxlowprec_grouped_amax",
+        rule=wiring.Rule(f"... t c, ... e -> {', '.join(['... e'] * number)}", reductions=("c",), whole=("t", "e")),
+        outputs=outputs,
+        reference=over_batches(one_batch),
+        native=run_native,
+        collective=largest_over,
+        **on_the_cpu("grouped_matmul", implementation),
+    )
+
+
+def _mask(hadamard: Hadamard | None) -> np.int32:
+    return np.uint32(hadamard.mask if hadamard else 0).view(np.int32)

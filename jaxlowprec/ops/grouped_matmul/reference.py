@@ -1,0 +1,167 @@
+"""Quantisation and products of rows in groups, in pure JAX: the byte oracle. Without batch axes.
+
+Quantised, each group is a tensor of its own, as `quantize` alone would make it: rows as they lie, columns in slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.formats import BLOCK, Format, Hadamard
+from jaxlowprec.ops.amax.reference import amax as matrix_amax
+from jaxlowprec.ops.dequantize.reference import code_values, scale_values
+from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
+from jaxlowprec.ops.hadamard.reference import rotate_padded
+from jaxlowprec.ops.quantize.reference import quantize_rows, tensor_scale
+from jaxlowprec.ops.rounding import from_bits, magnitude_bits, rounded
+
+CHUNK = 128  # rows that are multiplied together
+
+
+def _largest_of(amax: jax.Array, group: jax.Array, groups: int) -> jax.Array:
+    """Of each group, by bits: their order is that of the magnitudes, with NaN above infinity. Group E is left out."""
+    return from_bits(jax.ops.segment_max(magnitude_bits(amax), group, groups + 1)[:groups])
+
+
+def amax(x: jax.Array, sizes: jax.Array, plain: bool, hadamard: Hadamard | None) -> list[jax.Array]:
+    """x [T, C] -> float32 [E]: of each group's rows, and after their rotation along the rows."""
+    groups, experts = Groups.of(sizes, x.shape[0]), sizes.shape[0]
+    if x.size == 0:
+        return [jnp.zeros(experts)] * (plain + (hadamard is not None))
+    found = [_largest_of(matrix_amax(x[:, None, :]), groups.of_rows(), experts)] if plain else []
+    if hadamard:
+        slots = Slots.of(groups, BLOCK)
+        rotated = rotate_padded(jnp.swapaxes(slots.take(x, BLOCK), -1, -2), hadamard)
+        found.append(_largest_of(matrix_amax(rotated), slots.group, experts))
+    return found
+
+
+def quantize_rowwise(
+    x: jax.Array, sizes: jax.Array, fmt: Format, tensor: jax.Array | None, words=None, line_ids=None, group_ids=None
+) -> tuple[jax.Array, jax.Array]:
+    """x [T, C], sizes [E], amaxes [E], words [E, 2] -> codes [T, bytes], scales [T, blocks] (a tensor's: [E])."""
+    groups, experts = Groups.of(sizes, x.shape[0]), sizes.shape[0]
+    group = groups.of_rows()
+    there, group = (group < experts)[:, None], jnp.minimum(group, experts - 1)
+    random: tuple = ()
+    if words is not None:
+        local = line_ids[jnp.arange(x.shape[0]) - groups.start[group]]
+        random = (words[group], local[:, None], group_ids, 0)
+    of_row = None if tensor is None else tensor[group]
+    data, scale = quantize_rows(x[:, None, :], fmt, of_row, False, *random)
+    data = _where(there, data[:, 0])
+    return data, _tensor_scales(tensor, groups, fmt) if fmt.scaling == "tensor" else _where(there, scale[:, 0])
+
+
+def quantize_columnwise(
+    x: jax.Array,
+    sizes: jax.Array,
+    fmt: Format,
+    hadamard: Hadamard | None,
+    tensor: jax.Array | None,
+    words=None,
+    line_ids=None,
+    group_ids=None,
+) -> tuple[jax.Array, jax.Array]:
+    """The same along the rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
+    block = max(fmt.length, BLOCK)  # tensor-scaled: what shares a draw of random bits
+    groups = Groups.of(sizes, x.shape[0])
+    slots = Slots.of(groups, block)
+    values = jnp.swapaxes(slots.take(x, block), -1, -2)
+    if hadamard:
+        values = rotate_padded(values, hadamard)
+    random: tuple = ()
+    if words is not None:
+        draws = slots.within[:, None] * (block // BLOCK) + jnp.arange(block // BLOCK)
+        draws = group_ids[jnp.minimum(draws, group_ids.shape[0] - 1)]  # those of padding are of no consequence
+        random = (words[slots.group], line_ids, draws, 1)
+    data, scale = quantize_rows(values, fmt, None if tensor is None else tensor[slots.group], False, *random)
+    used = (slots.valid > 0)[:, None, None]
+    if fmt.packed:
+        data = jnp.moveaxis(_where(used, data), 0, -2).reshape(x.shape[1], -1)
+    else:
+        group = groups.of_rows()
+        there, group = (group < sizes.shape[0])[:, None], jnp.minimum(group, sizes.shape[0] - 1)
+        local = jnp.arange(x.shape[0]) - groups.start[group]
+        slot = groups.start[group] // block + group + local // block
+        data = _where(there, data[slot, :, local % block]).T
+    if fmt.scaling == "tensor":
+        return data, _tensor_scales(tensor, groups, fmt)
+    return data, _where(used, scale)[..., 0].T
+
+
+def _tensor_scales(tensor: Any, groups: Groups, fmt: Format) -> jax.Array:
+    """One a group; 1 where it is empty."""
+    return jnp.where(groups.count > 0, tensor_scale(tensor, fmt, False)[0], 1.0)
+
+
+def _where(there: jax.Array, x: jax.Array) -> jax.Array:
+    """x, zero bytes elsewhere (float8_e8m0fnu has no zero)."""
+    bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 4: jnp.uint32}[x.dtype.itemsize])
+    return jax.lax.bitcast_convert_type(jnp.where(there, bits, jnp.zeros((), bits.dtype)), x.dtype)
+
+
+# --- products
+
+
+def by_chunks(sizes: jax.Array, rows: int, columns: int, dtype, multiply: Callable) -> jax.Array:
+    """[rows, columns] of products of up to CHUNK rows of one group: multiply(first row, group) -> [CHUNK, columns].
+
+    A chunk's result reaches beyond its group; the next one writes over that.
+    """
+    groups = Groups.of(sizes, rows)
+    slots = Slots.of(groups, CHUNK)
+
+    def step(out, slot):
+        row, group = slot
+        return jax.lax.dynamic_update_slice(out, multiply(row, group).astype(dtype), (row, jnp.int32(0))), None
+
+    empty = jnp.zeros((rows + CHUNK, columns), dtype)
+    out, _ = jax.lax.scan(step, empty, (jnp.minimum(slots.row, rows), slots.group))
+    there = (groups.of_rows() < sizes.shape[0])[:, None]
+    return jnp.where(there, out[:rows], jnp.zeros((), dtype))
+
+
+def chunk_of(x: jax.Array) -> Callable:
+    """CHUNK rows of x [T, C] from a row on, with zeros where it has ended."""
+    padded = jnp.pad(x, ((0, CHUNK), (0, 0)))
+    return lambda row: jax.lax.dynamic_slice_in_dim(padded, row, CHUNK)
+
+
+def wgrad_terms(
+    a_data: jax.Array, a_scale: jax.Array, a_format: Format, b_data: jax.Array, b_scale: jax.Array, b_format: Format,
+    sizes: jax.Array, rows: int,
+) -> jax.Array:  # fmt: skip
+    """float32 [E, M, N] of columnwise a and b, without amaxes: y = y + the term of each slot in order."""
+    block = max(a_format.length, BLOCK)
+    slots = Slots.of(Groups.of(sizes, rows), block)
+
+    def by_slot(data, scale, fmt):
+        values = code_values(data, fmt)
+        if fmt.packed:
+            values = jnp.moveaxis(values.reshape(values.shape[0], -1, block), 1, 0)  # [S, M, block]
+        else:
+            values = jnp.swapaxes(slots.take(values.T, block), -1, -2)
+        scales = jnp.zeros(values.shape[:2]) if fmt.scaling == "tensor" else scale_values(scale, fmt, 0).T
+        return values, scales
+
+    a, a_scales = by_slot(a_data, a_scale, a_format)
+    b, b_scales = by_slot(b_data, b_scale, b_format)
+
+    def add(y, slot):
+        a, b, sa, sb, group, valid = slot
+        if a_format.scaling == "e8m0" and not (a_format.packed and b_format.packed):
+            a, b = rounded(a * sa[:, None]), rounded(b * sb[:, None])
+        term = jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.float32)
+        if a_format.scaling == "two_level":
+            term = term * (sa[:, None] * sb[None, :])
+        elif a_format.scaling == "float32" or (a_format.packed and b_format.packed):
+            term = rounded(rounded(term * sa[:, None]) * sb[None, :])
+        return y.at[group].add(jnp.where(valid > 0, term, 0.0)), None
+
+    zero = jnp.zeros((sizes.shape[0], a_data.shape[0], b_data.shape[0]), jnp.float32)
+    return jax.lax.scan(add, zero, (a, b, a_scales, b_scales, slots.group, slots.valid))[0]
