@@ -50,7 +50,7 @@ class GroupedDense(HighPrecisionGroupedDense):
 
     Attributes:
         num_experts, features: sizes.
-        precision: of the products in high precision, see `jax.lax.dot`.
+        precision: of products in high precision; where given, `jax.lax.ragged_dot` computes them.
         recipe: see `Dense`, whose other attributes these are too. The kernel keeps its dtype: `dtype` is that of the
             computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not its
             neighbour's; give these layers `Float8CurrentScaling` of their own.
