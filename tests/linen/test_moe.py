@@ -1,11 +1,13 @@
 """Grouped layers and the block of experts of Linen: those of NNX with the same parameters, bit for bit."""
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
@@ -85,7 +87,7 @@ class TestLayers:
         variables = layer.init(jax.random.key(0), X.reshape(-1, WIDTH), SIZES)
         with pytest.raises(ValueError, match=r"GroupedDense: x \(8, 16, 64\)"):
             layer.apply(variables, X, SIZES)
-        with pytest.raises(nn.FlaxError if hasattr(nn, "FlaxError") else Exception, match="kernel"):
+        with pytest.raises(flax.errors.ScopeParamShapeError, match="kernel"):
             jlp.linen.GroupedDense(EXPERTS, HIDDEN + 1).apply(variables, X.reshape(-1, WIDTH), SIZES)
 
     def test_carry_the_names_of_their_axes(self):
@@ -113,6 +115,25 @@ class TestLayers:
             for part in ("gate_proj", "up_proj", "down_proj")
         }
         assert {applied.axes for applied in found.layers if applied.path.startswith("experts")} == {(1, 1)}
+
+    @pytest.mark.parametrize("name", ["int4_qat", "nvfp4_qat"])
+    def test_are_served_with_the_bits_of_training(self, name):
+        moe = jlp.linen.MoE(EXPERTS, HIDDEN, K, shared_hidden_features=32, dtype=jnp.bfloat16)
+        variables = moe.init(jax.random.key(0), X)
+        served = jlp.quantize_params(moe, RECIPES[name], variables, X)
+        kernel = served["params"]["experts"]["down_proj"]["kernel"]
+        assert isinstance(kernel, jlp.QuantizedArray) and kernel.shape == (EXPERTS, HIDDEN, WIDTH)
+        with jlp.autocast(RECIPES[name]):
+            expected = jax.jit(moe.apply)(variables, X)
+        assert_same_bytes(jax.jit(lambda v, x: moe.apply(v, x))(served, X), expected)
+
+    def test_under_delayed_scaling_say_what_to_do(self):
+        moe = jlp.linen.MoE(EXPERTS, HIDDEN, K)
+        with jlp.autocast(jlp.DelayedScaling()):
+            variables = moe.init(jax.random.key(0), X)
+            assert set(variables) == {"params"}
+            with pytest.raises(ValueError, match="Float8CurrentScaling"):
+                moe.apply(variables, X)
 
 
 class Model(nn.Module):
@@ -162,8 +183,6 @@ def test_under_nn_scan_a_tape_is_recorded_and_replayed(name, remat):
 
 
 def test_within_shard_map_each_device_keeps_its_experts():
-    from jax.sharding import PartitionSpec as P
-
     x, mesh = X.astype(jnp.float32), mesh_of((2, 4))
     moe, alone = (jlp.linen.MoE(EXPERTS, HIDDEN, K, expert_axis=axis) for axis in ("b", None))
     variables = alone.init(jax.random.key(0), x)

@@ -132,6 +132,30 @@ class TestPolicy:
         assert moe.shared_experts.gate_proj.name == "blocks/3/moe/shared_experts/gate_proj"
         assert moe.router.name == "blocks/3/moe/router" and block().router.name == ""
 
+    @pytest.mark.parametrize("name", ["int4_qat", "nvfp4_qat"])
+    def test_what_was_trained_is_served_with_the_same_bits(self, name):
+        moe = block(shared_hidden_features=32)
+        jlp.nnx.name_layers(moe)
+        call = nnx.jit(lambda m, x: m(x))
+        served = jlp.quantize_params(moe, RECIPES[name])
+        kernel = served.experts.up_proj.kernel.get_value()
+        assert isinstance(kernel, jlp.QuantizedArray) and kernel.shape == (EXPERTS, WIDTH, HIDDEN)
+        assert isinstance(served.router.kernel, nnx.Param)
+        with jlp.autocast(RECIPES[name]):
+            expected = call(moe, X)
+        assert_same_bytes(call(served, X), expected)
+        assert jlp.explain(served, None).formats["experts/up_proj"] == RECIPES[name].weight_format
+
+    def test_delayed_scaling_is_refused_with_what_to_do(self):
+        with jlp.autocast(jlp.DelayedScaling()):
+            moe = block(shared_hidden_features=32)
+            with pytest.raises(ValueError, match="Float8CurrentScaling"):
+                moe(X)
+            current = block(recipe=jlp.Float8CurrentScaling())
+            assert jnp.all(jnp.isfinite(current(X)[0]))
+        owners = {path[:2] for path, _ in nnx.to_flat_state(nnx.state(moe, jlp.nnx.OverwriteWithGradient))}
+        assert owners == {("shared_experts", part) for part in ("up_proj", "gate_proj", "down_proj")}
+
     def test_a_pattern_leaves_experts_out(self):
         moe = block(name="moe")
         recipe = jlp.Int4QAT(group_size=32, exclude=("experts/",))
