@@ -1,0 +1,184 @@
+"""The receiving side: double-buffered, so that whatever happens a complete version is served.
+
+    serving --pause--> paused --begin--> receiving --commit--> paused --resume--> serving
+                          ^------------abort-----------'
+
+`resume` is allowed in every state and leads to "serving"; what was being received is forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxlowprec.weight_sync.bucket import MAX_VERSION, Bucket, Header
+from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
+from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.staging import Staging
+from jaxlowprec.weight_sync.weights import NOTHING, Weights
+
+
+class Receiver:
+    """Receives versions of the weights and serves the newest complete one.
+
+    One thread, the trainer's or a transport's, calls the verbs; engine threads read `weights` at any time without
+    waiting. Arrays received as bytes are numpy's, read-only.
+
+    Arguments:
+        on_pause: stops the engine, called with the seconds it may take; raises TimeoutError if that is too short.
+        on_resume: lets it go on; called after every `on_pause`, also one that failed.
+        max_bytes: of a version; a manifest of more is refused. None: no bound.
+        timeout: seconds that a call waits for another thread's call.
+
+    Raises:
+        Refused: by every verb, where the state or the arguments forbid it; nothing has changed then.
+
+    >>> from jaxlowprec.weight_sync.bucket import pack
+    >>> bucket = pack(1, 0, True, {"a": np.ones(2, np.float32)})
+    >>> manifest = Manifest(tuple(placed.entry for placed in bucket.entries))
+    >>> receiver = Receiver()
+    >>> receiver.pause(timeout=10)
+    >>> receiver.begin(1, manifest)
+    >>> receiver.receive(bucket)
+    >>> receiver.version  # until the commit the old one is served
+    0
+    >>> receiver.commit(1, manifest.hash)
+    >>> receiver.resume()
+    >>> receiver.version, receiver.weights["a"]
+    (1, array([1., 1.], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        *,
+        on_pause: Callable[[float], None] | None = None,
+        on_resume: Callable[[], None] | None = None,
+        max_bytes: int | None = None,
+        timeout: float = 600.0,
+    ):
+        self._on_pause, self._on_resume = on_pause, on_resume
+        self._max_bytes, self._timeout = max_bytes, timeout
+        self._lock = threading.Lock()
+        self._paused = False
+        self._staging: Staging | None = None
+        self._live = NOTHING
+
+    @property
+    def weights(self) -> Weights:
+        """The newest complete version. A snapshot: it stays as it is when another version comes."""
+        return self._live
+
+    @property
+    def version(self) -> int:
+        """Of `weights`; 0 before the first commit."""
+        return self._live.version
+
+    @property
+    def state(self) -> str:
+        """ "serving", "paused" or "receiving"."""
+        return "receiving" if self._staging is not None else "paused" if self._paused else "serving"
+
+    def pause(self, timeout: float) -> None:
+        """Stops the engine and opens a session. Raises PeerTimeout if the engine takes longer than `timeout` s."""
+        with self._alone("pause"):
+            if self._paused:
+                raise Refused(f"pause: the receiver is {self.state} already, in a session that was not ended")
+            self._paused = True
+            try:
+                if self._on_pause is not None:
+                    self._on_pause(timeout)
+            except BaseException as error:
+                self._go_on()
+                if isinstance(error, TimeoutError):
+                    raise PeerTimeout(f"pause: the engine did not stop within {timeout} s") from error
+                raise
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """A version follows that consists of these tensors."""
+        with self._alone("begin"):
+            if self._staging is not None:
+                raise Refused(f"begin: version {self._staging.version} is being received; abort it first")
+            if not self._paused:
+                raise Refused("begin: the receiver is serving; pause it first")
+            if type(version) is not int or not self.version < version <= MAX_VERSION:
+                raise Refused(f"begin: version {version!r} is stale; {self.version} is served, and versions increase")
+            if self._max_bytes is not None and manifest.nbytes > self._max_bytes:
+                raise Refused(f"begin: the version has {manifest.nbytes} bytes; at most {self._max_bytes} are taken")
+            self._staging = Staging(version, manifest)
+
+    def receive(self, bucket: Bucket) -> None:
+        """The next bucket, which is copied."""
+        if bucket.payload.nbytes != bucket.header.nbytes:
+            raise Refused(f"receive: the payload has {bucket.payload.nbytes} bytes, not {bucket.header.nbytes}")
+        np.copyto(np.frombuffer(self.destination(bucket.header), np.uint8), bucket.payload)
+        self.received(bucket.header)
+
+    def destination(self, header: Header) -> memoryview:
+        """Where a transport shall write the payload of the next bucket: writable bytes [header.nbytes].
+
+        They become the weights' own memory. After the last byte call `received`; until then nothing counts as
+        received, and after a transfer that failed `destination` may be asked again. Never write to it after `received`.
+        """
+        with self._alone("receive"):
+            return self._receiving("receive").destination(header)
+
+    def received(self, header: Header, digest: str | None = None) -> None:
+        """The payload is in its place. Verifies its checksum.
+
+        Arguments:
+            header: that `destination` was asked with.
+            digest: the payload's checksum, if it was computed while the bytes came; None: it is computed here.
+        """
+        with self._alone("receive"):
+            self._receiving("receive").received(header, digest)
+
+    def commit(self, version: int, manifest_hash: str) -> None:
+        """From here on the new version is served. A commit that fails while it decodes forgets what was received."""
+        with self._alone("commit"):
+            staging = self._receiving("commit")
+            if version != staging.version:
+                raise Refused(f"commit: version {version!r}; {staging.version} is being received")
+            if manifest_hash != staging.manifest.hash:
+                raise Refused(f"commit: manifest {manifest_hash!r}; {staging.manifest.hash!r} is being received")
+            staging.complete()
+            self._staging = None
+            self._live = self._finished(staging)
+
+    def abort(self, reason: str) -> None:
+        """Forgets what was received since `begin`; the old version stays. Does nothing in another state."""
+        with self._alone("abort"):
+            self._staging = None
+
+    def resume(self) -> None:
+        """The engine goes on, with the version that is complete. Does nothing when it was not paused."""
+        with self._alone("resume"):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._staging = None
+        if self._paused:
+            self._paused = False
+            if self._on_resume is not None:
+                self._on_resume()
+
+    def _receiving(self, verb: str) -> Staging:
+        if self._staging is None:
+            raise Refused(f"{verb}: no version is being received (the receiver is {self.state}); begin one first")
+        return self._staging
+
+    def _finished(self, staging: Staging) -> Weights:
+        found = {name: array for bucket in staging.buckets for name, array in bucket.items()}
+        ordered = {entry.name: found[entry.name] for entry in staging.manifest.entries}
+        return Weights(ordered, staging.version, staging.manifest)
+
+    @contextlib.contextmanager
+    def _alone(self, verb: str) -> Iterator[None]:
+        if not self._lock.acquire(timeout=self._timeout):
+            raise PeerTimeout(f"{verb}: another call has been running for {self._timeout} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
