@@ -127,6 +127,10 @@ class Receiver:
                 raise Refused(f"begin: version {version!r} is stale; {self.version} is served, and versions increase")
             if self._max_bytes is not None and manifest.nbytes > self._max_bytes:
                 raise Refused(f"begin: the version has {manifest.nbytes} bytes; at most {self._max_bytes} are taken")
+            try:
+                forms.check(manifest.scheme, self._form)
+            except ValueError as error:
+                raise Refused(f"begin: version {version}, in form {self._form!r}: {error}") from None
             self._staging = Staging(version, manifest)
 
     def receive(self, bucket: Bucket) -> None:
