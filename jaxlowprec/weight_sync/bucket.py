@@ -7,9 +7,10 @@ is XXH3 of 128 bits over the whole payload: it detects what damages bytes, and a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -210,23 +211,42 @@ def empty(nbytes: int) -> np.ndarray:
     return buffer[begin : begin + nbytes]
 
 
-def fill(placed: Sequence[Placed], arrays: Sequence[Any], payload: np.ndarray) -> None:
+def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: np.ndarray) -> None:
     """Writes arrays to their places in a payload, and zeros between them.
 
+    Arguments:
+        placed: every tensor of the payload.
+        arrays: the same tensors by their names; each is written before the next is asked for.
+        payload: uint8 [nbytes].
+
+    Raises:
+        ValueError: an array that is not what was announced, or none.
+
     >>> payload = np.full(17, 9, np.uint8)
-    >>> fill(place([Entry("a", "U8", (2,)), Entry("b", "U8", (1,))]), [np.ones(2, np.uint8)] * 2, payload)
+    >>> fill(place([Entry("a", "U8", (2,)), Entry("b", "U8", (1,))]), [("a", np.ones(2, np.uint8))], payload)
     Traceback (most recent call last):
-    ValueError: fill: 'b' is U8 (1,); given U8 (2,)
+    ValueError: fill: 'b' was announced and not made
     """
-    end = 0
-    for one, array in zip(placed, arrays, strict=True):
-        entry = one.entry
-        given = entry_of(entry.name, array)
-        if given != entry:
-            raise ValueError(f"fill: {entry.name!r} is {entry.dtype} {entry.shape}; given {given.dtype} {given.shape}")
-        payload[end : one.offset] = 0
-        end = one.end
-        np.copyto(_view(one, payload), np.asarray(array))
+    missing = {one.entry.name: one for one in placed}
+    for before, after in itertools.pairwise(placed):
+        payload[before.end : after.offset] = 0
+    for name, array in arrays:
+        one = missing.pop(name, None)
+        given = entry_of(name, array)
+        if one is None or given != one.entry:
+            raise ValueError(f"fill: {name!r} is {given}; announced was {one and one.entry}")
+        np.copyto(as_bits(_view(one, payload)), as_bits(np.asarray(array)))
+    if missing:
+        raise ValueError(f"fill: {next(iter(missing))!r} was announced and not made")
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """An array as unsigned integers, a view: numpy copies dtypes that it does not know element by element.
+
+    >>> as_bits(np.ones(2, numpy_dtype("BF16")))
+    array([16256, 16256], dtype=uint16)
+    """
+    return array if array.dtype.kind in "biufc" else array.view(f"u{array.dtype.itemsize}")
 
 
 def pack(version: int, index: int, last: bool, arrays: dict[str, np.ndarray]) -> Bucket:
@@ -237,7 +257,7 @@ def pack(version: int, index: int, last: bool, arrays: dict[str, np.ndarray]) ->
     """
     placed = place([entry_of(name, array) for name, array in arrays.items()])
     payload = empty(placed[-1].end if placed else 0)
-    fill(placed, list(arrays.values()), payload)
+    fill(placed, arrays.items(), payload)
     return Bucket(Header(version, index, last, placed, payload.nbytes, checksum(payload)), payload)
 
 

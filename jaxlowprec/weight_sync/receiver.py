@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import jax
 import numpy as np
 
+from jaxlowprec.weight_sync import forms
 from jaxlowprec.weight_sync.bucket import MAX_VERSION, Bucket, Header
+from jaxlowprec.weight_sync.copies import own_copy
 from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.staging import Staging
@@ -28,12 +32,17 @@ class Receiver:
     waiting. Arrays received as bytes are numpy's, read-only.
 
     Arguments:
+        form: what weights are decoded to before a version is served, one of `forms.NAMES`.
+        dtype: of weights under form="plain".
+        shardings: where arrays shall lie: a `jax.sharding.Sharding` or device by name, or a function of the name;
+            None for an array: where it lay, and for bytes numpy's memory.
         on_pause: stops the engine, called with the seconds it may take; raises TimeoutError if that is too short.
         on_resume: lets it go on; called after every `on_pause`, also one that failed.
         max_bytes: of a version; a manifest of more is refused. None: no bound.
         timeout: seconds that a call waits for another thread's call.
 
     Raises:
+        ValueError: an unknown form.
         Refused: by every verb, where the state or the arguments forbid it; nothing has changed then.
 
     >>> from jaxlowprec.weight_sync.bucket import pack
@@ -54,11 +63,18 @@ class Receiver:
     def __init__(
         self,
         *,
+        form: str = "published",
+        dtype: Any = "bfloat16",
+        shardings: Mapping[str, Any] | Callable[[str], Any] | None = None,
         on_pause: Callable[[float], None] | None = None,
         on_resume: Callable[[], None] | None = None,
         max_bytes: int | None = None,
         timeout: float = 600.0,
     ):
+        if form not in forms.NAMES:
+            raise ValueError(f"Receiver: form={form!r}; needs one of {', '.join(forms.NAMES)}")
+        self._form, self._dtype = form, dtype
+        self._sharding_of = shardings.get if isinstance(shardings, Mapping) else shardings or (lambda _: None)
         self._on_pause, self._on_resume = on_pause, on_resume
         self._max_bytes, self._timeout = max_bytes, timeout
         self._lock = threading.Lock()
@@ -75,6 +91,10 @@ class Receiver:
     def version(self) -> int:
         """Of `weights`; 0 before the first commit."""
         return self._live.version
+
+    def dump(self) -> dict[str, np.ndarray]:
+        """The live weights as the tensors that were sent, from whatever form they are in."""
+        return self._live.dump()
 
     @property
     def state(self) -> str:
@@ -110,7 +130,11 @@ class Receiver:
             self._staging = Staging(version, manifest)
 
     def receive(self, bucket: Bucket) -> None:
-        """The next bucket, which is copied."""
+        """The next bucket, of bytes or arrays, which is copied: the caller may overwrite, donate or delete its own."""
+        if bucket.holds_arrays:
+            with self._alone("receive"):
+                self._receiving("receive").take_arrays(bucket, self._own)
+            return
         if bucket.payload.nbytes != bucket.header.nbytes:
             raise Refused(f"receive: the payload has {bucket.payload.nbytes} bytes, not {bucket.header.nbytes}")
         np.copyto(np.frombuffer(self.destination(bucket.header), np.uint8), bucket.payload)
@@ -157,6 +181,9 @@ class Receiver:
         with self._alone("resume"):
             self._go_on()
 
+    def _own(self, name: str, array: Any) -> Any:
+        return own_copy(array, self._sharding_of(name))
+
     def _go_on(self) -> None:
         self._staging = None
         if self._paused:
@@ -170,9 +197,25 @@ class Receiver:
         return self._staging
 
     def _finished(self, staging: Staging) -> Weights:
-        found = {name: array for bucket in staging.buckets for name, array in bucket.items()}
-        ordered = {entry.name: found[entry.name] for entry in staging.manifest.entries}
-        return Weights(ordered, staging.version, staging.manifest)
+        """The received version in the receiver's form. Raises Refused where it cannot be decoded."""
+        live: dict[str, Any] = {}
+        modules: dict[str, forms.Module] = {}
+        scheme = staging.manifest.scheme
+        try:
+            while staging.buckets:  # what one bucket held is freed before the next is decoded
+                arrays, found = forms.decoded(staging.buckets.pop(0), scheme, self._form, self._dtype)
+                live |= {name: self._placed(name, arrays.pop(name)) for name in list(arrays)}
+                modules |= found
+            jax.block_until_ready([array for array in live.values() if isinstance(array, jax.Array)])
+        except Exception as error:
+            raise Refused(f"commit: version {staging.version} cannot be decoded: {error}") from error
+        return Weights(live, staging.version, staging.manifest, self._form, modules)
+
+    def _placed(self, name: str, array: Any) -> Any:
+        sharding = self._sharding_of(name)
+        if sharding is None or (isinstance(array, jax.Array) and array.sharding == sharding):
+            return array
+        return jax.device_put(array, sharding)
 
     @contextlib.contextmanager
     def _alone(self, verb: str) -> Iterator[None]:

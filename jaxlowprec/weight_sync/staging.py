@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,14 +90,22 @@ class Staging:
             array.flags.writeable = False
         self._take(header, arrays)
 
-    def take_arrays(self, bucket: Bucket, arrays: dict[str, Any]) -> None:
-        """A bucket of arrays, after `check`: the receiver's own copies, by their names."""
+    def take_arrays(self, bucket: Bucket, copy: Callable[[str, Any], Any]) -> None:
+        """A bucket of arrays.
+
+        Arguments:
+            bucket: the next one.
+            copy: makes the receiver's own of an array, given its name too.
+        """
         self.check(bucket.header)
-        for placed in bucket.entries:
-            given = entry_of(placed.entry.name, arrays[placed.entry.name])
+        if len(bucket.payload) != len(bucket.entries):
+            raise Refused(f"bucket {bucket.index} announces {len(bucket.entries)} arrays; it has {len(bucket.payload)}")
+        for placed, array in zip(bucket.entries, bucket.payload, strict=True):
+            given = entry_of(placed.entry.name, array)
             if given != placed.entry:
                 raise Refused(f"bucket {bucket.index} announces {placed.entry}; its array is {given}")
-        self._take(bucket.header, arrays)
+        named = zip((placed.entry.name for placed in bucket.entries), bucket.payload, strict=True)
+        self._take(bucket.header, {name: copy(name, array) for name, array in named})
 
     def complete(self) -> None:
         """Raises Refused unless everything arrived."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from jaxlowprec.weight_sync.forms import Module, encoded
 from jaxlowprec.weight_sync.manifest import Manifest
 
 
@@ -21,11 +24,19 @@ class Weights(Mapping[str, Any]):
     (1, 7, 1)
     """
 
-    def __init__(self, arrays: Mapping[str, Any], version: int, manifest: Manifest, form: str = "published"):
+    def __init__(
+        self,
+        arrays: Mapping[str, Any],
+        version: int,
+        manifest: Manifest,
+        form: str = "published",
+        modules: Mapping[str, Module] | None = None,
+    ):
         self._arrays = dict(arrays)
         self.version = version
         self.manifest = manifest
         self.form = form
+        self._modules = modules or {}
 
     def __getitem__(self, name: str) -> Any:
         return self._arrays[name]
@@ -35,6 +46,15 @@ class Weights(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._arrays)
+
+    def dump(self) -> dict[str, np.ndarray]:
+        """The tensors as they were sent, in their order: the inverse of what brought them into the form.
+
+        Raises:
+            ValueError: live tensors that stand for none that could have been sent: somebody changed them.
+        """
+        sent = encoded(self._arrays, self._modules, self.form)
+        return {entry.name: sent[entry.name] for entry in self.manifest.entries}
 
     def __repr__(self) -> str:
         return f"Weights(version={self.version}, {len(self)} arrays, form={self.form!r})"
