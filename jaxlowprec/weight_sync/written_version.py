@@ -144,8 +144,8 @@ class WrittenVersion:
         self._writer.write(arrays, checksums)
         self.checksums |= checksums
         self._headers.append(bucket.header)
-        self.staging.take_arrays(bucket, arrays)
-        self.staging.buckets[-1].clear()  # they are in the file: only that they came counts
+        # They are in the file: only that they came counts.
+        self.staging.take_arrays(Bucket(bucket.header, tuple(arrays.values())), lambda name, array: None)
 
     def finish(self, files: Sequence[pathlib.Path]) -> None:
         """Puts the version on the disk, with copies of `files`, and gives it its name."""
