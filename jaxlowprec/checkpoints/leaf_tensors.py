@@ -79,7 +79,9 @@ class LeafTensors:
             array = array.astype(as_dtype(self.dtype), copy=False)
         if self.is_kernel:
             array = transposed(self.path, array)
-        return {self.name: np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array}
+        if isinstance(array, np.ndarray) and array.ndim:  # ascontiguousarray gives a scalar an axis
+            array = np.ascontiguousarray(array)
+        return {self.name: array}
 
     def _scheme(self) -> Scheme:
         if self.scheme is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy as np
 from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, empty, fill, place
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.source import Group, WeightSource
+
+Buffers = Callable[[int, int], list[np.ndarray]]
 
 DEFAULT_BYTES = 512 << 20
 """Of a bucket."""
@@ -49,7 +51,13 @@ class Bucketizer:
 
     @contextlib.contextmanager
     def buckets(
-        self, source: WeightSource, version: int, *, as_arrays: bool = False, timeout: float = 600.0
+        self,
+        source: WeightSource,
+        version: int,
+        *,
+        as_arrays: bool = False,
+        buffers: Buffers | None = None,
+        timeout: float = 600.0,
     ) -> Iterator[Iterator[Bucket]]:
         """The buckets of a version, each made while the one before it is used.
 
@@ -60,6 +68,7 @@ class Bucketizer:
             source: what to send.
             version: of the weights.
             as_arrays: payloads are arrays where they lie; else bytes.
+            buffers: gives memory for payloads: called with how many and of how many bytes. None: numpy's.
             timeout: seconds to wait for a bucket.
 
         Raises:
@@ -72,7 +81,7 @@ class Bucketizer:
         [(0, False, 22), (1, True, 6)]
         """
         plan = self.plan(source.groups)
-        ahead = _Ahead(plan, version, as_arrays)
+        ahead = _Ahead(plan, version, as_arrays, buffers or _numpys)
         try:
             yield ahead.taken(timeout)
         finally:
@@ -82,8 +91,10 @@ class Bucketizer:
 class _Ahead:
     """A thread that makes buckets, at most one ahead of the one in use."""
 
-    def __init__(self, plan: list[list[Group]], version: int, as_arrays: bool):
-        self._plan, self._version, self._as_arrays = plan, version, as_arrays
+    def __init__(self, plan: list[list[Group]], version: int, as_arrays: bool, buffers: Buffers):
+        self._plan, self._version = plan, version
+        sizes = [_size(groups) for groups in plan]
+        self._buffers = None if as_arrays else buffers(min(2, len(plan)), max(sizes))
         self._stopped = threading.Event()
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[Bucket | BaseException] = queue.SimpleQueue()
@@ -110,16 +121,13 @@ class _Ahead:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        largest = 0 if self._as_arrays else max(_size(groups) for groups in self._plan)
-        buffers: dict[int, np.ndarray] = {}
         try:
             for index, groups in enumerate(self._plan):
                 self._free.get()
                 if self._stopped.is_set():
                     return
-                if not self._as_arrays and index % 2 not in buffers:
-                    buffers[index % 2] = empty(largest)
-                self._made.put(self._bucket(index, groups, buffers.get(index % 2)))
+                buffer = None if self._buffers is None else self._buffers[index % 2]
+                self._made.put(self._bucket(index, groups, buffer))
         except BaseException as error:
             self._made.put(error)
 
@@ -133,6 +141,10 @@ class _Ahead:
         payload = buffer[:nbytes]
         fill(placed, (made for group in groups for made in group.arrays()), payload)
         return Bucket(Header(self._version, index, last, placed, nbytes, checksum(payload)), payload)
+
+
+def _numpys(count: int, nbytes: int) -> list[np.ndarray]:
+    return [empty(nbytes) for _ in range(count)]
 
 
 def _size(groups: Sequence[Group]) -> int:

@@ -7,33 +7,38 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlowprec.weight_sync.bucket import as_bits, empty
+from jaxlowprec.weight_sync.bucket import as_bits
+from jaxlowprec.weight_sync.memory import Memory
 
 
-def own_copy(array: Any, sharding: Any = None) -> Any:
+def own_copy(array: Any, sharding: Any = None, memory: Memory | None = None) -> Any:
     """A copy, from device to device: a GPU's array does not pass through the host.
 
     Arguments:
         array: JAX's or numpy's.
         sharding: of the copy, a `jax.sharding.Sharding` or a device. None: the array's own; numpy's stay numpy's.
+        memory: where the copy lies, if that is on the CPU and laid out as the array is.
 
     >>> own_copy(np.arange(3)).flags.writeable
     False
     """
+    memory = memory or Memory(keep=False)
     if not isinstance(array, jax.Array):
-        return _of_numpy(array) if sharding is None else jax.device_put(array, sharding, may_alias=False)
+        return _of_numpy(array, memory) if sharding is None else jax.device_put(array, sharding, may_alias=False)
     given = array.sharding
     on_the_cpu = all(device.platform == "cpu" for device in array.devices())
     if sharding not in (None, given) or not on_the_cpu or not array.is_fully_addressable:
         return jax.device_put(array, given if sharding is None else sharding, may_alias=False)
     # XLA's allocator takes fresh pages of 4 KiB, which is slower than the copy; numpy asks for huge ones
-    parts = [jax.device_put(_of_numpy(np.asarray(shard.data)), shard.device) for shard in array.addressable_shards]
+    parts = [
+        jax.device_put(_of_numpy(np.asarray(shard.data), memory), shard.device) for shard in array.addressable_shards
+    ]
     return jax.make_array_from_single_device_arrays(array.shape, given, parts)
 
 
-def _of_numpy(array: np.ndarray) -> np.ndarray:
+def _of_numpy(array: np.ndarray, memory: Memory) -> np.ndarray:
     """Read-only, in memory that JAX can use as it is."""
-    copy = empty(array.nbytes).view(array.dtype).reshape(array.shape)
+    copy = memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
     np.copyto(as_bits(copy), as_bits(array))
     copy.flags.writeable = False
     return copy

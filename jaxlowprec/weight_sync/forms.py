@@ -134,6 +134,23 @@ NAMES = ("published", *_FORMS)
 """Of all forms."""
 
 
+def check(described: Mapping[str, Any] | None, form: str) -> None:
+    """Raises ValueError for a scheme that nobody knows or that the form cannot hold.
+
+    >>> check({"name": "nvfp4"}, "marlin")
+    Traceback (most recent call last):
+    ValueError: nvfp4 holds no 4-bit integers; needs form='plain' or 'published'
+    """
+    if form == "published" or described is None:
+        return
+    try:
+        scheme = by_name(**described)
+    except TypeError as error:
+        raise ValueError(f"no scheme is described by {dict(described)}: {error}") from None
+    if form != "plain":
+        _as_gptq(scheme)
+
+
 @dataclasses.dataclass(frozen=True)
 class Module:
     """A quantised module of a live version: what is needed to tell what was sent.

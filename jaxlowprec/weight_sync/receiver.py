@@ -21,6 +21,7 @@ from jaxlowprec.weight_sync.bucket import MAX_VERSION, Bucket, Header
 from jaxlowprec.weight_sync.copies import own_copy
 from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
 from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.memory import Memory
 from jaxlowprec.weight_sync.staging import Staging
 from jaxlowprec.weight_sync.weights import NOTHING, Weights
 
@@ -39,6 +40,8 @@ class Receiver:
         on_pause: stops the engine, called with the seconds it may take; raises TimeoutError if that is too short.
         on_resume: lets it go on; called after every `on_pause`, also one that failed.
         max_bytes: of a version; a manifest of more is refused. None: no bound.
+        keep_memory: keep the memory of the version before, once nobody holds it, for the next one, instead of asking
+            the system for as much again at every sync.
         timeout: seconds that a call waits for another thread's call.
 
     Raises:
@@ -69,6 +72,7 @@ class Receiver:
         on_pause: Callable[[float], None] | None = None,
         on_resume: Callable[[], None] | None = None,
         max_bytes: int | None = None,
+        keep_memory: bool = True,
         timeout: float = 600.0,
     ):
         if form not in forms.NAMES:
@@ -77,6 +81,7 @@ class Receiver:
         self._sharding_of = shardings.get if isinstance(shardings, Mapping) else shardings or (lambda _: None)
         self._on_pause, self._on_resume = on_pause, on_resume
         self._max_bytes, self._timeout = max_bytes, timeout
+        self._memory = Memory(keep_memory)
         self._lock = threading.Lock()
         self._paused = False
         self._staging: Staging | None = None
@@ -127,7 +132,11 @@ class Receiver:
                 raise Refused(f"begin: version {version!r} is stale; {self.version} is served, and versions increase")
             if self._max_bytes is not None and manifest.nbytes > self._max_bytes:
                 raise Refused(f"begin: the version has {manifest.nbytes} bytes; at most {self._max_bytes} are taken")
-            self._staging = Staging(version, manifest)
+            try:
+                forms.check(manifest.scheme, self._form)
+            except ValueError as error:
+                raise Refused(f"begin: version {version}, in form {self._form!r}: {error}") from None
+            self._staging = Staging(version, manifest, self._memory)
 
     def receive(self, bucket: Bucket) -> None:
         """The next bucket, of bytes or arrays, which is copied: the caller may overwrite, donate or delete its own."""
@@ -169,6 +178,7 @@ class Receiver:
                 raise Refused(f"commit: manifest {manifest_hash!r}; {staging.manifest.hash!r} is being received")
             staging.complete()
             self._staging = None
+            self._memory.trim()  # what this version had no use for; the old one's memory comes back after this
             self._live = self._finished(staging)
 
     def abort(self, reason: str) -> None:
@@ -182,7 +192,7 @@ class Receiver:
             self._go_on()
 
     def _own(self, name: str, array: Any) -> Any:
-        return own_copy(array, self._sharding_of(name))
+        return own_copy(array, self._sharding_of(name), self._memory)
 
     def _go_on(self) -> None:
         self._staging = None

@@ -67,8 +67,10 @@ class Session:
         assert self.version is not None
         self._manifest_hash = source.manifest.hash
         self._transport.begin(self.version, source.manifest, self._timeout)
-        arrays = self._transport.takes_arrays
-        with self._bucketizer.buckets(source, self.version, as_arrays=arrays, timeout=self._timeout) as buckets:
+        arrays, buffers = self._transport.takes_arrays, getattr(self._transport, "buffers", None)
+        with self._bucketizer.buckets(
+            source, self.version, as_arrays=arrays, buffers=buffers, timeout=self._timeout
+        ) as buckets:
             for bucket in buckets:
                 self._transport.send(bucket, self._timeout)
 

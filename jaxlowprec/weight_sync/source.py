@@ -167,7 +167,7 @@ def group_of(member: LeafTensors) -> str:
     module = member.module or member.name
     if isinstance(member, _Part):
         module = module.rpartition(".")[0] or module
-    return next((unit for unit in fused_units(module) if "+" in unit), module)
+    return next((unit.lstrip(".") for unit in fused_units(module) if "+" in unit), module)
 
 
 class _Part(LeafTensors):

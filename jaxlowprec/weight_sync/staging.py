@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, empty, entry_of, views
+from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, entry_of, views
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.memory import Memory
 
 
 class Staging:
@@ -19,6 +20,7 @@ class Staging:
 
     Arguments:
         version, manifest: as announced.
+        memory: where buffers come from.
 
     >>> from jaxlowprec.weight_sync.bucket import pack
     >>> bucket = pack(1, 0, True, {"a": np.arange(3, dtype=np.uint8)})
@@ -30,9 +32,10 @@ class Staging:
     [{'a': array([0, 1, 2], dtype=uint8)}]
     """
 
-    def __init__(self, version: int, manifest: Manifest):
+    def __init__(self, version: int, manifest: Manifest, memory: Memory | None = None):
         self.version = version
         self.manifest = manifest
+        self._memory = memory or Memory(keep=False)
         self.buckets: list[dict[str, Any]] = []
         self._missing = dict(manifest.by_name)
         self._ended = False
@@ -65,7 +68,7 @@ class Staging:
             raise Refused(f"bucket {header.index} of version {self.version} has no checksum")
         if self._pending is None or self._pending[0].nbytes != header.nbytes:
             self._pending = None  # frees the other buffer first
-            self._pending = (header, empty(header.nbytes))
+            self._pending = (header, self._memory.take(header.nbytes))
         self._pending = (header, self._pending[1])
         return self._pending[1].data
 

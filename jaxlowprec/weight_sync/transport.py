@@ -18,6 +18,9 @@ class Transport(Protocol):
         takes_arrays: whether the payload of a bucket is its arrays, which the transport copies from device to device;
             else it is bytes.
 
+    A transport may have a method `buffers(count, nbytes)` that gives memory for payloads, `count` times uint8 [nbytes],
+    from which it sends without a copy.
+
     Raises:
         Refused: the receiver said no, and why.
         PeerTimeout: no answer in time. PeerLost: no connection.

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from jaxlowprec.weight_sync.bucket import Header
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.handshake import NotAuthenticated, introduce
+from jaxlowprec.weight_sync.listening import MOST_STRANGERS
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.sockets import Deadline
 from jaxlowprec.weight_sync.stream import Channel, Kind
-from jaxlowprec.weight_sync.tcp import MOST_STRANGERS, TcpReceiver, TcpTransport
+from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
 from jaxlowprec.weight_sync.transport import Transport
 from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
 
