@@ -1,4 +1,4 @@
-"""Kills one side of one sync with SIGKILL at a random moment: on disks, and the receiver over TCP. See test_kill_one_sync.
+"""Kills one side of one sync at a random moment: on disks, and the receiver over TCP. See test_kill_one_sync.
 
     python -m tests.weight_sync.killing_one_sync CASE KILLS SEED
 
@@ -129,8 +129,6 @@ class ReceiverProcess:
     def end(self):
         self._pipe.send(False)
         wait(self.child)
-
-
 
 
 def push(transport, version):

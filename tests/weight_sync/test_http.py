@@ -161,6 +161,7 @@ def test_an_engine_that_is_down_is_an_error_that_says_where(tmp_path):
 
 def test_an_endless_answer_is_not_read_to_its_end():
     with socket.create_server(("127.0.0.1", 0)) as server:
+
         def endless():
             connection = server.accept()[0]
             try:
