@@ -298,7 +298,9 @@ def test_gaps_and_runs_longer_than_16_bits_survive():
     assert (old == new).all()
 
 
-@given(arrays_of.arrays(np.uint16, st.tuples(st.integers(0, 5), st.just(2))), st.binary(max_size=20), st.integers(0, 99))
+@given(
+    arrays_of.arrays(np.uint16, st.tuples(st.integers(0, 5), st.just(2))), st.binary(max_size=20), st.integers(0, 99)
+)
 def test_runs_that_do_not_fit_write_nothing(runs, values, size):
     tensor = np.zeros(size, np.uint8)
     values = np.frombuffer(values, np.uint8)

@@ -116,7 +116,9 @@ class DiskEngine:
         try:
             self._load(self._seen(before), before, timeout)
         except SyncError as again:
-            error.add_note(f"and it did not load version {before} again: {again}; it may hold parts of both: restart it")
+            error.add_note(
+                f"and it did not load version {before} again: {again}; it may hold parts of both: restart it"
+            )
 
     def _seen(self, version: int) -> str:
         """A version's folder as the engine sees it."""

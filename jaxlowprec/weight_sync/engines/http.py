@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
+import threading
 import urllib.parse
 from typing import Any
 
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
+from jaxlowprec.weight_sync.sockets import Deadline
 
 MAX_BYTES = 1 << 20
 """Of an answer."""
@@ -62,14 +66,34 @@ class HttpEngine:
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
         connect = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = connect(self._parts.hostname or "", self._parts.port, timeout=timeout)
+        deadline = Deadline(timeout, "answer")
+        late = threading.Event()
+        timer: threading.Timer | None = None
         try:
+            connection.connect()
+            timer = threading.Timer(deadline.left(), _cut, (connection.sock, late))
+            timer.daemon = True
+            timer.start()  # the socket's own timeout is for each byte: a slow answer would have no end
             data = json.dumps(body).encode() if body is not None else b""
             connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
             response = connection.getresponse()
-            return response.status, response.read(MAX_BYTES)
-        except TimeoutError:
-            raise PeerTimeout(f"{self._where}{path}: no answer within {timeout:g} s") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise PeerLost(f"{self._where}{path}: {error or type(error).__name__}; is the engine up?") from None
+            answer = response.read(MAX_BYTES)
+            if late.is_set():
+                raise TimeoutError
+            return response.status, answer
+        except (OSError, http.client.HTTPException, PeerTimeout) as error:
+            if late.is_set() or isinstance(error, TimeoutError | PeerTimeout):
+                raise PeerTimeout(f"{self._where}{path}: no answer within {timeout:g} s") from None
+            fault = str(error) or type(error).__name__
+            raise PeerLost(f"{self._where}{path}: {fault}; is the engine up?") from None
         finally:
+            if timer is not None:
+                timer.cancel()
             connection.close()
+
+
+def _cut(connection: socket.socket, late: threading.Event) -> None:
+    """Ends a connection whose time is over, which wakes whoever reads it."""
+    late.set()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
