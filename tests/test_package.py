@@ -28,6 +28,7 @@ LAYERS = (
     ("moe",),
     ("linen", "nnx"),
     ("policy", "checkpoints"),
+    ("weight_sync",),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
