@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import secrets
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import jax
@@ -20,7 +23,11 @@ import ml_dtypes
 import numpy as np
 from timing import alternate, save
 
+from jaxlowprec.checkpoints.mapping import Rule, TreeMapping
+from jaxlowprec.checkpoints.rules import Rules
+from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
+from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 
 HIDDEN, INNER, VOCABULARY = 2048, 8192, 8192
 BUCKET_BYTES = 64 << 20
@@ -92,9 +99,46 @@ def as_bytes(tree: Tree) -> Iterator[tuple[Callable[[], object], Callable[[], ob
     yield pushed(AsBytes(Receiver()), tree), memory_copy(tree)
 
 
+@contextmanager
+def shared_memory(tree: Tree) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+    """Numpy arrays, to a receiver behind shared memory (here of this process)."""
+    secret = secrets.token_bytes(32)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        SharedMemoryReceiver(Receiver(), secret, f"{folder}/socket"),
+        closing(SharedMemoryTransport(f"{folder}/socket", secret)) as transport,
+    ):
+        yield pushed(transport, tree), memory_copy(tree)
+
+
+@contextmanager
+def quantised(tree: Tree) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+    """Kernels quantised and packed on the way; or all of them first, and then sent."""
+    rules = (Rule(f"layers.{{i}}.{m}.kernel", f"layers.{{i}}.{m}.weight") for m in tree["layers"][0])
+    mapping = TreeMapping(tuple(rules))
+    source = WeightSource({"layers": tree["layers"]}, mapping, by_name("w4a16"), quantize=Rules())
+    transport = Throttled(Receiver())
+
+    def one_after_the_other() -> None:
+        made = {name: array.copy() for name, array in source.arrays()}
+        push(WeightSource(made), transport, max_bytes=BUCKET_BYTES // 8)
+
+    yield lambda: push(source, transport, max_bytes=BUCKET_BYTES // 8), one_after_the_other
+
+
+class Throttled(AsBytes):
+    """A wire of 0.25 GiB/s, which leaves the processor alone."""
+
+    def send(self, bucket: Any, timeout: float) -> None:
+        time.sleep(bucket.header.nbytes / 2**28)
+        super().send(bucket, timeout)
+
+
 CASES = (
     Case("in process, device to device", "a copy in memory", 0.5, in_process),
     Case("in process, packed and checksummed", "a copy in memory", 0.0, as_bytes),
+    Case("shared memory", "a copy in memory", 0.0, shared_memory),
+    Case("w4a16 on the way, 0.25 GiB/s", "quantising all, then sending", 1.0, quantised),
 )
 
 
