@@ -18,10 +18,11 @@ import numpy as np
 
 from jaxlowprec.weight_sync import forms
 from jaxlowprec.weight_sync.bucket import MAX_VERSION, Bucket, Header
-from jaxlowprec.weight_sync.copies import own_copy
+from jaxlowprec.weight_sync.copies import own_copy, placed
 from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.memory import Memory
+from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.staging import Staging
 from jaxlowprec.weight_sync.weights import NOTHING, Weights
 
@@ -45,7 +46,7 @@ class Receiver:
         timeout: seconds that a call waits for another thread's call.
 
     Raises:
-        ValueError: an unknown form.
+        ValueError: an unknown form, or a timeout that never ends.
         Refused: by every verb, where the state or the arguments forbid it; nothing has changed then.
 
     >>> from jaxlowprec.weight_sync.bucket import pack
@@ -80,7 +81,7 @@ class Receiver:
         self._form, self._dtype = form, dtype
         self._sharding_of = shardings.get if isinstance(shardings, Mapping) else shardings or (lambda _: None)
         self._on_pause, self._on_resume = on_pause, on_resume
-        self._max_bytes, self._timeout = max_bytes, timeout
+        self._max_bytes, self._timeout = max_bytes, check_timeout("Receiver", timeout)
         self._memory = Memory(keep_memory)
         self._lock = threading.Lock()
         self._paused = False
@@ -225,7 +226,7 @@ class Receiver:
         sharding = self._sharding_of(name)
         if sharding is None or (isinstance(array, jax.Array) and array.sharding == sharding):
             return array
-        return jax.device_put(array, sharding)
+        return placed(array, sharding)
 
     @contextlib.contextmanager
     def _alone(self, verb: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ from types import TracebackType
 
 from jaxlowprec.weight_sync.bucketizer import DEFAULT_BYTES, Bucketizer
 from jaxlowprec.weight_sync.errors import Aborted, Refused, SyncError
+from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.source import WeightSource
 from jaxlowprec.weight_sync.transport import Transport
 
@@ -43,7 +44,7 @@ class Session:
         max_bytes: int = DEFAULT_BYTES,
         timeout: float = 600.0,
     ):
-        self._transport, self._timeout = transport, timeout
+        self._transport, self._timeout = transport, check_timeout("Session", timeout)
         self._bucketizer = Bucketizer(max_bytes)
         self._manifest_hash: str | None = None
         self.version = version
@@ -62,6 +63,8 @@ class Session:
 
     def send(self, source: WeightSource) -> None:
         """Sends a version: all of its tensors, once a session."""
+        if not isinstance(source, WeightSource):
+            raise TypeError(f"Session.send: source is a {type(source).__name__}; needs a WeightSource of it")
         if self._manifest_hash is not None:
             raise SyncError("Session.send: this session has sent its version; begin another one")
         assert self.version is not None

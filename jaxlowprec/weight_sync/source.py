@@ -14,7 +14,7 @@ from jaxlowprec.checkpoints.quantizing import amax
 from jaxlowprec.checkpoints.rules import Rules, fused_units, splits
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.tree_paths import leaves
+from jaxlowprec.checkpoints.tree_paths import leaves, on_host
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
@@ -73,7 +73,7 @@ class Group:
         scheme = kernels[0].scheme if kernels else None
         if scheme is None or not (scheme.format.has_tensor_scale and scheme.shares_global_scale):
             return None
-        return max(amax(next(iter(dataclasses.replace(k, dtype=None).make().values()))) for k in kernels)
+        return max(amax(on_host(kernel.path, kernel.leaf)) for kernel in kernels)
 
 
 class WeightSource:

@@ -108,7 +108,11 @@ class Staging:
             if given != placed.entry:
                 raise Refused(f"bucket {bucket.index} announces {placed.entry}; its array is {given}")
         named = zip((placed.entry.name for placed in bucket.entries), bucket.payload, strict=True)
-        self._take(bucket.header, {name: copy(name, array) for name, array in named})
+        try:
+            copies = {name: copy(name, array) for name, array in named}
+        except ValueError as error:
+            raise Refused(f"bucket {bucket.index} cannot be taken: {error}") from error
+        self._take(bucket.header, copies)
 
     def complete(self) -> None:
         """Raises Refused unless everything arrived."""

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
-from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, differences, push
+from jaxlowprec.weight_sync import InProcess, Receiver, Refused, WeightSource, differences, push
 from tests.weight_sync.trees import synced
 
 NUMBERS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
@@ -50,6 +50,34 @@ def test_arrays_come_to_where_the_receiver_wants_them(kind):
     live = synced({"x": array, "y": array}, receiver=Receiver(shardings={"x": over(None, "a"), "y": other})).weights
     assert live["x"].sharding == over(None, "a") and live["y"].devices() == {other}
     assert (np.asarray(live["x"]) == NUMBERS).all() and (np.asarray(live["y"]) == NUMBERS).all()
+
+
+@pytest.mark.parametrize("takes_arrays", [True, False])
+def test_a_dtype_that_jax_would_change_is_refused(takes_arrays):
+    receiver = Receiver(shardings=lambda name: over())
+    transport = InProcess(receiver)
+    transport.takes_arrays = takes_arrays
+    with pytest.raises(Refused, match="JAX makes int32 of int64; set jax_enable_x64"):
+        push(WeightSource({"x": NUMBERS.astype(np.int64)}), transport)
+    assert (receiver.version, receiver.state) == (0, "serving")
+
+
+def test_memory_is_used_again_only_when_nothing_reads_it():
+    receiver, results = Receiver(), []
+    compute = jax.jit(lambda x: jnp.stack([jnp.sin(x * 0 + i).sum() * 0 + x.min() + x.max() for i in range(8)]))
+    for version in range(1, 30):  # results are not waited for, and old versions are not held
+        synced({"x": jnp.full((400, 1000), version, jnp.float32)}, receiver=receiver)
+        results.append(compute(receiver.weights["x"]))
+    for version, result in enumerate(results, 1):
+        assert (np.asarray(result) == 2 * version).all()
+
+
+def test_a_held_array_keeps_its_numbers_while_memory_is_used_again():
+    receiver, held = Receiver(), []
+    for version in range(1, 12):
+        synced({"x": np.full(100_000, version), "y": np.full(100_000, -version)}, receiver=receiver)
+        held.append(receiver.weights["x"][5:9])  # of the version no more than a view
+    assert [part.tolist() for part in held] == [[version] * 4 for version in range(1, 12)]
 
 
 def test_bytes_come_to_where_the_receiver_wants_them():

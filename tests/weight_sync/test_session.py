@@ -140,6 +140,20 @@ def test_a_session_sends_one_version():
     assert (receiver.state, receiver.version) == ("serving", 0)
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), "10"])
+def test_a_timeout_that_never_ends_is_an_error(timeout):
+    for made in (lambda: Session(InProcess(Receiver()), timeout=timeout), lambda: Receiver(timeout=timeout)):
+        with pytest.raises(ValueError, match="needs seconds, more than 0 and finite"):
+            made()
+
+
+def test_a_tree_is_no_source():
+    receiver = Receiver()
+    with pytest.raises(TypeError, match="source is a dict; needs a WeightSource"), Session(InProcess(receiver)) as s:
+        s.send(numbered(1))
+    assert receiver.state == "serving"
+
+
 class Slow(WeightSource):
     """Every tensor takes a while to make, or fails."""
 

@@ -174,6 +174,15 @@ def test_what_cannot_be_sent_is_refused_when_the_source_is_made(arguments, messa
         WeightSource(llama(), **arguments)
 
 
+@over_schemes
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_an_error_that_names_it(scheme, wrong):
+    tree = llama()
+    tree["layers"][1]["mlp"]["up_proj"]["kernel"][5, 7] = wrong
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.(gate|up)_proj\.kernel: .*finite"):
+        list(WeightSource(tree, MAPPING, scheme, quantize=RULES).arrays())
+
+
 def test_a_tree_of_numpy_arrays_starts_no_backend():
     run_python(
         "-c",
