@@ -57,14 +57,26 @@ def is_delta(folder: pathlib.Path) -> bool:
 
 
 def publish(folder: pathlib.Path) -> None:
-    """Gives a version, written in full under its temporary name, its name."""
+    """Gives a version, written in full under its temporary name, its name.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     folder = pathlib.Path(path, folder_name(7))
+    ...     temporary_path(folder).mkdir()
+    ...     publish(folder)
+    ...     versions(folder.parent) == {7: folder}
+    True
+    """
     sync_folder(temporary_path(folder))
     temporary_path(folder).rename(folder)
     sync_folder(folder.parent)
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Puts a folder's list of files on the disk."""
+    """Puts a folder's list of files on the disk.
+
+    >>> sync_folder(pathlib.Path("."))
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,7 +86,13 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def being_read(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps a version from being pruned. Raises FileNotFoundError if it is gone."""
+    """Keeps a version from being pruned. Raises FileNotFoundError if it is gone.
+
+    >>> with being_read(pathlib.Path("v000001")):
+    ...     pass
+    Traceback (most recent call last):
+    FileNotFoundError: [Errno 2] No such file or directory: 'v000001'
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: an unlinked file stays readable
@@ -90,6 +108,14 @@ def prune(path: pathlib.Path, keep: int) -> list[pathlib.Path]:
     """Removes versions older than the `keep`-th newest complete one, but none that is being read.
 
     Returns what it removed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     for name in ("v000001", "v000002-delta", "v000003", "v000004", "v000005-delta"):
+    ...         pathlib.Path(path, name).mkdir()
+    ...     with being_read(pathlib.Path(path, "v000001")):
+    ...         [folder.name for folder in prune(pathlib.Path(path), keep=2)]
+    ['v000002-delta']
     """
     found = versions(path)
     complete = [number for number, folder in found.items() if not is_delta(folder)]
@@ -115,6 +141,9 @@ def _remove(folder: pathlib.Path) -> bool:
 
 
 def remove_unfinished(path: pathlib.Path) -> None:
-    """Removes what trainers that were killed have left."""
+    """Removes what trainers that were killed have left.
+
+    >>> remove_unfinished(pathlib.Path("/nowhere"))
+    """
     for entry in path.glob(TEMPORARY_PREFIX + "v*"):
         shutil.rmtree(entry, ignore_errors=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.bucket import checksum
-from jaxlowprec.weight_sync.delta import Changes, apply_delta
+from jaxlowprec.weight_sync.delta_files import Changes, apply_delta
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.record import Record, read_record, refusing

@@ -88,6 +88,10 @@ def read_record(folder: pathlib.Path) -> Record:
 
     Raises:
         Refused: its manifest is missing, damaged or another version's.
+
+    >>> read_record(pathlib.Path("v000001"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxlowprec.weight_sync.errors.Refused: v000001: v000001/manifest.json: no such file; publish another ...
     """
     with refusing(folder):
         record = Record.from_json(read_json_object(folder / RECORD_FILE))
@@ -112,5 +116,15 @@ def refusing(folder: pathlib.Path) -> Iterator[None]:
 
 
 def write_record(folder: pathlib.Path, record: Record) -> None:
-    """Writes `manifest.json`, the last file of a version."""
+    """Writes `manifest.json`, the last file of a version.
+
+    >>> import tempfile
+    >>> record = Record(1, None, 0, Manifest(()), (), {}, {})
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     folder = pathlib.Path(path, folder_name(1))
+    ...     folder.mkdir()
+    ...     write_record(folder, record)
+    ...     read_record(folder) == record
+    True
+    """
     write_json(folder / RECORD_FILE, record.to_json())

@@ -12,7 +12,8 @@ from hypothesis.extra import numpy as arrays_of
 from jaxlowprec.weight_sync import changes, folders
 from jaxlowprec.weight_sync.bucket import checksum
 from jaxlowprec.weight_sync.changes import apply_runs, changed_runs
-from jaxlowprec.weight_sync.delta import Changes, DeltaTransport, apply_delta
+from jaxlowprec.weight_sync.delta import DeltaTransport
+from jaxlowprec.weight_sync.delta_files import Changes, apply_delta
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.pulling import pull
 from jaxlowprec.weight_sync.receiver import Receiver

@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -18,6 +20,7 @@ from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.pulling import pull
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.transport import Transport
+from tests.helpers import python_environment
 from tests.weight_sync.syncing import is_whole, model, packed, sync
 
 
@@ -128,13 +131,10 @@ def test_a_second_trainer_waits_its_timeout_and_is_refused_and_then_gets_its_tur
 
 
 def test_what_a_killed_trainer_left_is_removed_by_the_next(tmp_path):
-    child = os.fork()
-    if not child:
-        try:
-            begun(tmp_path, 1)
-        finally:
-            os.kill(os.getpid(), 9)
-    os.waitpid(child, 0)
+    begin = "from tests.weight_sync.test_directory import begun; begun(sys.argv[1], 1)"
+    code = f"import os, sys; {begin}; os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=python_environment(), timeout=60, check=False)
+    assert done.returncode == -9
     assert names(tmp_path) == [TEMPORARY_PREFIX + "v000001"]
     sync(DirectoryTransport(tmp_path), 1)
     assert names(tmp_path) == ["v000001"]
