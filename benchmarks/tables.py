@@ -100,7 +100,7 @@ def weight_sync() -> str:
         for c in result["cases"]:
             rows.append(
                 (
-                    f"{c['case']}, {_mebibytes(c['bytes'])}",
+                    f"{c['case']}, {_mebibytes(c['bytes'])} MiB",
                     c["against"],
                     f"{c['ratio']['median']:.2f}x",
                     "" if c["target"] is None else f"{c['target']}x",
