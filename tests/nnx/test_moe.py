@@ -208,6 +208,48 @@ def test_training_by_the_load_balance_loss_levels_the_load():
     assert values[0] > 1.5 and values[-1] < 1.2
 
 
+class Model(nnx.Module):
+    """Blocks made by nnx.vmap and run by nnx.scan with a tape, recomputed in the backward pass where asked for."""
+
+    def __init__(self, remat, rngs):
+        self.remat = remat
+
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return jlp.nnx.MoE(EXPERTS, WIDTH, HIDDEN, top_k=K, dtype=jnp.bfloat16, rngs=rngs)
+
+        self.blocks = make(rngs)
+
+    def __call__(self, x, tape):
+        @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        def forward(block, x, tape):
+            y, aux = nnx.remat(jlp.nnx.MoE.__call__)(block, x, tape) if self.remat else block(x, tape)
+            return x + y, aux.tape
+
+        y, used = forward(self.blocks, x, tape.experts)
+        return y, jlp.moe.RoutingTape(used)
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_under_nnx_scan_and_remat_a_tape_is_recorded_and_replayed(name):
+    def gradients(model, tape):
+        def loss(model):
+            y, used = model(X, tape)
+            return jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), (y, used)
+
+        return nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
+
+    afresh = jlp.moe.RoutingTape.afresh(2, X.shape[:-1], K)
+    with jlp.autocast(RECIPES[name], enabled=RECIPES[name] is not None):
+        plain, remat = (Model(remat, nnx.Rngs(0)) for remat in (False, True))
+        recorded = gradients(plain, afresh)
+        tape = recorded[0][1][1]
+        tape.check(EXPERTS, layers=2, tokens=X.shape[:-1])
+        for model in (plain, remat):
+            assert_same_bytes(gradients(model, tape), recorded)
+
+
 class TestMesh:
     def gradients(self, moe, x, **how):
         graph, parameters, rest = nnx.split(moe, nnx.Param, ...)
