@@ -1,0 +1,64 @@
+"""Whether two passes found the same log-probabilities, to the bit, and what to say where they did not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Two passes compared.
+
+    Attributes:
+        largest: the largest absolute difference; NaN where one is not a number.
+        differing: how many numbers differ in a bit.
+        compared: how many there are.
+        first: (sequence, token) of the first that differs.
+    """
+
+    largest: float
+    differing: int
+    compared: int
+    first: tuple[int, int] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether all bits are the same."""
+        return self.differing == 0
+
+    def __str__(self) -> str:
+        if self.exact:
+            return f"{self.compared} log-probabilities with the same bits"
+        sequence, token = self.first
+        return (
+            f"{self.differing} of {self.compared} log-probabilities differ, by up to {self.largest:.3g}; "
+            f"the first is that of token {token} of sequence {sequence}"
+        )
+
+
+def compare(one: np.ndarray, other: np.ndarray, where: np.ndarray) -> Agreement:
+    """Compares float32 [sequences, length - 1] of tokens 1, 2, ..., where bool [sequences, length - 1] says so.
+
+    Zeros of either sign differ, and a NaN is the same as itself: bits are compared.
+
+    Raises:
+        ValueError: dtypes other than float32, different shapes, nothing to compare.
+
+    >>> a = np.zeros((1, 3), np.float32)
+    >>> print(compare(a, a + np.float32([0, 0, 0.5]), np.ones((1, 3), bool)))
+    1 of 3 log-probabilities differ, by up to 0.5; the first is that of token 3 of sequence 0
+    """
+    one, other = np.asarray(one), np.asarray(other)
+    if one.dtype != np.float32 or other.dtype != np.float32 or not one.shape == other.shape == where.shape:
+        raise ValueError(
+            f"compare: {one.dtype} {one.shape} and {other.dtype} {other.shape} where {where.shape}; needs float32 of "
+            "one shape"
+        )
+    if not where.any():
+        raise ValueError("compare: where is False everywhere; needs one number or more to compare")
+    differ = (one.view(np.uint32) != other.view(np.uint32)) & where
+    largest = np.max(np.abs(one - other), where=where, initial=0.0)
+    first = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.any() else None
+    return Agreement(float(largest), int(differ.sum()), int(where.sum()), first and (first[0], first[1] + 1))

@@ -1,0 +1,105 @@
+"""Group-relative policy optimisation: rewards compared within the answers to one prompt, ratios clipped.
+
+Source: "DeepSeekMath", arXiv 2402.03300, section 4.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxlowprec as jlp
+from rl.policy import Policy, of_next
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How GRPO learns.
+
+    Attributes:
+        prompts, answers: of an iteration: so many answers are compared to each prompt.
+        updates: optimizer steps on an iteration's answers.
+        learning_rate: of Adam at first; it falls to a tenth.
+        clip: how far a ratio of probabilities may be from 1 and still be followed.
+        kl: weight of the divergence from the initial policy; 0: it is not computed.
+    """
+
+    prompts: int = 16
+    answers: int = 16
+    updates: int = 2
+    learning_rate: float = 2e-3
+    clip: float = 0.2
+    kl: float = 0.0
+
+    @property
+    def sequences(self) -> int:
+        """Of an iteration."""
+        return self.prompts * self.answers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Experience:
+    """What an iteration learns from. A pytree.
+
+    Attributes:
+        tokens: int32 [sequences, length].
+        answer: bool [sequences, length - 1]: which of tokens[:, 1:] the policy wrote.
+        old: float32 [sequences, length - 1], the log-probabilities of tokens[:, 1:] when they were written.
+        advantages: float32 [sequences].
+        tape: the routing when they were written.
+        reference: as `old`, of the initial policy; None without a divergence.
+    """
+
+    tokens: jax.Array
+    answer: jax.Array
+    old: jax.Array
+    advantages: jax.Array
+    tape: jlp.moe.RoutingTape
+    reference: jax.Array | None = None
+
+
+def advantages(rewards: np.ndarray, answers: int) -> np.ndarray:
+    """Rewards [sequences] less their group's mean, in its standard deviations; the answers to a prompt are neighbours.
+
+    >>> advantages(np.asarray([0.0, 1.0, 0.5, 0.5]), answers=2).tolist()
+    [-1.0, 1.0, 0.0, 0.0]
+    """
+    groups = rewards.reshape(-1, answers)
+    centred = groups - groups.mean(axis=1, keepdims=True)
+    deviation = groups.std(axis=1, keepdims=True)
+    return np.where(deviation > 0, centred / np.where(deviation > 0, deviation, 1), 0).reshape(-1).astype(np.float32)
+
+
+def objective(model: Policy, given: Experience, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """The loss that is trained, and the log-probabilities that this pass found, [sequences, length - 1]."""
+    found, _, load_balance_loss = model(given.tokens, given.tape)
+    new = of_next(found, given.tokens)
+    ratio = jnp.exp(new - given.old)
+    clipped = jnp.clip(ratio, 1 - settings.clip, 1 + settings.clip)
+    worth = given.advantages[:, None]
+    loss = -jnp.minimum(ratio * worth, clipped * worth)
+    if given.reference is not None:
+        apart = given.reference - new
+        loss = loss + settings.kl * (jnp.exp(apart) - apart - 1)
+    return jnp.sum(jnp.where(given.answer, loss, 0)) / jnp.sum(given.answer) + load_balance_loss, new
+
+
+def optimizer(settings: Settings, iterations: int) -> optax.GradientTransformation:
+    """Adam whose rate falls along a cosine, gradients clipped at norm 1."""
+    rate = optax.cosine_decay_schedule(settings.learning_rate, iterations * settings.updates, alpha=0.1)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
+
+@nnx.jit(static_argnames="settings")
+def update(model: Policy, state: nnx.Optimizer, given: Experience, settings: Settings) -> tuple[Any, Any]:
+    """One step of the optimizer; the loss before it, and what `objective` says beside it."""
+    (loss, new), gradients = nnx.value_and_grad(objective, has_aux=True)(model, given, settings)
+    state.update(model, gradients)
+    return loss, new

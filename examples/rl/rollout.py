@@ -1,0 +1,105 @@
+"""The rollout's process: takes versions of the weights over TCP, and writes answers with the one it serves.
+
+It has no parameters of its own, no recipe and no optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.weight_sync import Receiver
+from jaxlowprec.weight_sync.tcp import TcpReceiver
+from rl.channel import Channel, Ended
+from rl.policy import Config, Policy, afresh, of_next, scores
+from rl.served import digests, served
+
+FIRST_MESSAGE = 60.0
+DAMAGED = "blocks.0.qkv.kernel.data"
+
+
+def main() -> None:
+    """The process: its standard input is the channel to the trainer. Ends when the trainer says so, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer hears of Ctrl-C, and ends this process in good order
+    channel = Channel(socket.socket(fileno=os.dup(0)), "the trainer")
+    try:
+        serve(channel)
+    except Ended as error:
+        print(f"rollout: {error}; ending as well", file=sys.stderr, flush=True)
+        sys.exit(3)
+
+
+def serve(channel: Channel) -> None:
+    """Answers the trainer's requests, one after the other.
+
+    The first message says the secret of this run, the policy's sizes and how long to wait for the next request. The
+    weights come beside these, by `TcpReceiver`'s own threads. Answers are written with a snapshot of them.
+    """
+    said, _ = channel.receive(timeout=FIRST_MESSAGE)
+    config, timeout = Config(**said["config"]), said["timeout"]
+    receiver = Receiver()
+    live: tuple[int, Policy] | None = None
+    with TcpReceiver(receiver, said["secret"], timeout=timeout) as listening:
+        channel.send({"address": listening.address}, timeout=timeout)
+        while True:
+            request, arrays = channel.receive(timeout=timeout)
+            if request["do"] == "end":
+                return
+            weights = receiver.weights
+            if live is None or live[0] != weights.version:
+                damage = weights.version == said["damage_version"]
+                live = weights.version, served(config, damaged(weights) if damage else weights)
+            version, model = live
+            if request["do"] == "digests":
+                channel.send({"version": version, "digests": digests(model)}, timeout=timeout)
+            else:
+                written = write(model, arrays["prompts"], request["seed"], version)
+                channel.send({"version": version}, written, timeout=timeout)
+
+
+def write(model: Policy, prompts: np.ndarray, seed: int, version: int) -> dict[str, np.ndarray]:
+    """Answers to prompts, token by token, drawn with the policy's own probabilities.
+
+    There is no cache of keys and values: each token is found by a pass over all places of one shape, in which those
+    that are not written yet are masked and add exact zeros.
+
+    Arguments:
+        model: with 4-bit kernels.
+        prompts: int32 [sequences, prompt].
+        seed, version: what the random draws follow from.
+
+    Returns:
+        tokens: int32 [sequences, length].
+        log_probabilities: float32 [sequences, length - 1], of each token but the first when it was written; zeros for
+            the prompt's.
+        routed_experts: int32 [sequences, length - 1, layers, k], as SGLang has them: of each token when it was run,
+            and the last one never is.
+    """
+    (count, begin), config = prompts.shape, model.config
+    tokens = np.zeros((count, config.length), np.int32)
+    tokens[:, :begin] = prompts
+    log_probabilities = np.zeros((count, config.length - 1), np.float32)
+    routed = np.zeros((count, config.length - 1, config.layers, config.top_k), np.int32)
+    key = jax.random.fold_in(jax.random.key(seed), version)
+    tape = afresh(config, count)
+    for place in range(begin, config.length):
+        found, used = scores(model, tokens, tape)
+        tokens[:, place] = jax.random.categorical(jax.random.fold_in(key, place), found[:, place - 1])
+        log_probabilities[:, place - 1] = of_next(found, jnp.asarray(tokens))[:, place - 1]
+        new = slice(0 if place == begin else place - 1, place)
+        routed[:, new] = np.asarray(used.experts)[:, :, new].transpose(1, 2, 0, 3)
+    return {"tokens": tokens, "log_probabilities": log_probabilities, "routed_experts": routed}
+
+
+def damaged(weights: Any) -> dict[str, Any]:
+    """The same tensors but for one 4-bit code, which is one less or more."""
+    codes = np.array(weights[DAMAGED])
+    codes.reshape(-1)[0] ^= 1
+    return {**weights, DAMAGED: codes}
