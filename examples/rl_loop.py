@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import signal
 import sys
 import time
 
@@ -68,10 +69,13 @@ def train(options: argparse.Namespace) -> None:
     policy = Policy(config, nnx.Rngs(options.seed))
     initial = nnx.clone(policy) if settings.kl else None
     state = nnx.Optimizer(policy, optimizer(settings, options.iterations), wrt=nnx.Param)
-    print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}, {RECIPE}, {settings}", flush=True)
+    described = {"config": dataclasses.asdict(config), "grpo": dataclasses.asdict(settings)}
+    weights = RECIPE.weight_format
+    print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {weights}, {config}, {settings}", flush=True)
 
     records = []
     with Rollout(config, options.timeout, options.damage_version) as engine, Progress(options.iterations) as progress:
+        print(f"rollout: process {engine.process.pid}, listening at {engine.address}", flush=True)
         for version in range(1, options.iterations + 1):
             sync_bytes, sync_seconds = engine.push(policy, version)
             prompts = np.repeat(task.prompts(settings.prompts, options.seed, version), settings.answers, axis=0)
@@ -83,7 +87,6 @@ def train(options: argparse.Namespace) -> None:
             records.append(record | took)
             progress.show(records[-1])
 
-    described = {name: dataclasses.asdict(part) for name, part in (("config", config), ("grpo", settings))}
     write(records, described | {"seed": options.seed, "recipe": repr(RECIPE), "jax": jax.__version__}, options.out)
     last = records[-10:]
     print(
@@ -99,6 +102,9 @@ def main() -> None:
     if sys.argv[1:] == ["--rollout"]:
         rollout.main()
         return
+    # Ctrl-C ends this process at once, and the rollout with it; a KeyboardInterrupt is lost if it meets a collection of
+    # garbage, whose callbacks (JAX has one) may not raise.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         train(arguments())
     except (RolloutLost, Stale, Disagreement) as error:

@@ -54,6 +54,10 @@ class Rollout:
         timeout: seconds that each wait for the other process may take, in both; it has to cover compiling.
         damage_version: None, or the version in which the rollout shall change one 4-bit code of one weight.
 
+    Attributes:
+        process: the rollout's.
+        address: that it takes weights at.
+
     Raises:
         RolloutLost: in every method, when the process is gone or silent.
     """
@@ -66,13 +70,13 @@ class Rollout:
         secret = secrets.token_hex(32)
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen([sys.executable, str(SCRIPT), "--rollout"], stdin=theirs, stdout=sys.stderr)
+            self.process = subprocess.Popen([sys.executable, str(SCRIPT), "--rollout"], stdin=theirs, stdout=2)
         self._channel = Channel(ours, "the rollout")
         try:
             with self._naming_its_end("starting"):
                 self._channel.send({"secret": secret, **self._said}, timeout=self._timeout)
                 host, port = self._channel.receive(timeout=self._timeout)[0]["address"]
-            self._transport = TcpTransport(host, port, secret)
+            self.address, self._transport = f"{host}:{port}", TcpTransport(host, port, secret)
         except BaseException:
             self.close()
             raise

@@ -81,6 +81,11 @@ def objective(model: Policy, given: Experience, settings: Settings) -> tuple[jax
     """The loss that is trained, and the log-probabilities that this pass found, [sequences, length - 1]."""
     found, _, load_balance_loss = model(given.tokens, given.tape)
     new = of_next(found, given.tokens)
+    return surrogate(new, given, settings) + load_balance_loss, new
+
+
+def surrogate(new: jax.Array, given: Experience, settings: Settings) -> jax.Array:
+    """GRPO's loss of log-probabilities `new` [sequences, length - 1]: the mean over what the policy wrote."""
     ratio = jnp.exp(new - given.old)
     clipped = jnp.clip(ratio, 1 - settings.clip, 1 + settings.clip)
     worth = given.advantages[:, None]
@@ -88,7 +93,7 @@ def objective(model: Policy, given: Experience, settings: Settings) -> tuple[jax
     if given.reference is not None:
         apart = given.reference - new
         loss = loss + settings.kl * (jnp.exp(apart) - apart - 1)
-    return jnp.sum(jnp.where(given.answer, loss, 0)) / jnp.sum(given.answer) + load_balance_loss, new
+    return jnp.sum(jnp.where(given.answer, loss, 0)) / jnp.sum(given.answer)
 
 
 def optimizer(settings: Settings, iterations: int) -> optax.GradientTransformation:

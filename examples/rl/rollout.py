@@ -27,7 +27,7 @@ DAMAGED = "blocks.0.qkv.kernel.data"
 
 def main() -> None:
     """The process: its standard input is the channel to the trainer. Ends when the trainer says so, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer hears of Ctrl-C, and ends this process in good order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the trainer, and its end this process
     channel = Channel(socket.socket(fileno=os.dup(0)), "the trainer")
     try:
         serve(channel)
