@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from rl.agreement import Agreement, compare
-from rl.engine import Answers
+from rl.engine import Answers, Rollout
 from rl.grpo import Experience, Settings, advantages, update
 from rl.policy import RECIPE, Policy, afresh, of_next, scores
 from rl.task import Task
@@ -36,22 +36,28 @@ def replay(policy: Policy, answers: Answers) -> tuple[jlp.moe.RoutingTape, jax.A
     return tape, of_next(found, jnp.asarray(answers.tokens))
 
 
-def check(agreement: Agreement, version: int, policy: Policy, differing_weights: Any) -> None:
+def check(agreement: Agreement, version: int, policy: Policy, engine: Rollout) -> None:
     """Raises Disagreement, saying what differs, unless the log-probabilities are the same to the bit."""
     if agreement.exact:
         return
-    names = differing_weights(policy)
+    names = engine.differing_weights(policy)
     weights = f"weights that differ: {', '.join(names)}" if names else "the weights are the same to the bit"
     raise Disagreement(f"version {version}: train_rollout_logprob_abs_diff is not 0: {agreement}; {weights}")
 
 
 def learn(
-    policy: Policy, state: nnx.Optimizer, answers: Answers, task: Task, settings: Settings, engine: Any, initial: Any
+    policy: Policy,
+    state: nnx.Optimizer,
+    answers: Answers,
+    task: Task,
+    settings: Settings,
+    engine: Rollout,
+    initial: Policy | None,
 ) -> dict[str, Any]:
     """Replays, checks, takes the optimizer's steps. Gives the iteration's part of the report.
 
     Arguments:
-        engine: the `Rollout`, which is asked about its weights where log-probabilities differ.
+        engine: asked about its weights where log-probabilities differ.
         initial: the policy before training, where the settings want a divergence from it; else None.
 
     Raises:
@@ -62,9 +68,9 @@ def learn(
     written = np.zeros(old.shape, bool)
     written[:, task.prompt - 1 :] = True
     agreement = compare(old, answers.log_probabilities, written)
-    check(agreement, answers.version, policy, engine.differing_weights)
+    check(agreement, answers.version, policy, engine)
 
-    fresh_before = routing_agreement(policy, answers.tokens, tape)
+    same_before = routing_agreement(policy, answers.tokens, tape)
     with jlp.autocast(enabled=False):  # what there would be to correct for, had the trainer not quantised
         unquantised = of_next(scores(policy, answers.tokens, tape)[0], jnp.asarray(answers.tokens))
     rewards = task.reward(answers.tokens)
@@ -88,7 +94,7 @@ def learn(
         "compared": agreement.compared,
         "gradient_pass_logprob_abs_diff": compare(passes[0], old, written).largest,
         "unquantised_logprob_abs_diff": compare(unquantised, old, written).largest,
-        "routing_same": fresh_before,
+        "routing_same": same_before,
         "routing_same_after": routing_agreement(policy, answers.tokens, tape),
         "learn_ms": 1e3 * (time.perf_counter() - started),
     }

@@ -39,8 +39,8 @@ class Progress:
 def line(record: dict[str, Any]) -> str:
     """The figures of an iteration."""
     return (
-        f"reward {record['reward']:.3f}, loss {record['loss']:+.4f}, "
-        f"log-prob difference {record['train_rollout_logprob_abs_diff']:g}, "
+        f"reward {record['reward']:.3f}, log-prob difference {record['train_rollout_logprob_abs_diff']:g}, "
+        f"loss {record['loss']:+.4f}, "
         f"routing kept {100 * record['routing_same']:.1f} %, "
         f"after learning {100 * record['routing_same_after']:.1f} %, "
         f"synced {record['sync_bytes'] / 1024:.0f} KiB in {record['sync_ms']:.0f} ms, "
