@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import signal
 import sys
@@ -99,6 +100,7 @@ def train(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """The trainer, or in the process that it starts the rollout."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU, where there is one, is for both
     if sys.argv[1:] == ["--rollout"]:
         rollout.main()
         return

@@ -13,7 +13,7 @@ class Agreement:
 
     Attributes:
         largest: the largest absolute difference; NaN where one is not a number.
-        differing: how many numbers differ in a bit.
+        differing: how many differ in a bit, or are no numbers.
         compared: how many there are.
         first: (sequence, token) of the first that differs.
     """
@@ -25,7 +25,7 @@ class Agreement:
 
     @property
     def exact(self) -> bool:
-        """Whether all bits are the same."""
+        """Whether all are numbers with the same bits."""
         return self.differing == 0
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Agreement:
 def compare(one: np.ndarray, other: np.ndarray, where: np.ndarray) -> Agreement:
     """Compares float32 [sequences, length - 1] of tokens 1, 2, ..., where bool [sequences, length - 1] says so.
 
-    Zeros of either sign differ, and a NaN is the same as itself: bits are compared.
+    Bits are compared: zeros of either sign differ. A NaN agrees with nothing.
 
     Raises:
         ValueError: dtypes other than float32, different shapes, nothing to compare.
@@ -58,7 +58,7 @@ def compare(one: np.ndarray, other: np.ndarray, where: np.ndarray) -> Agreement:
         )
     if not where.any():
         raise ValueError("compare: where is False everywhere; needs one number or more to compare")
-    differ = (one.view(np.uint32) != other.view(np.uint32)) & where
+    differ = ((one.view(np.uint32) != other.view(np.uint32)) | np.isnan(one)) & where
     largest = np.max(np.abs(one - other), where=where, initial=0.0)
     first = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.any() else None
     return Agreement(float(largest), int(differ.sum()), int(where.sum()), first and (first[0], first[1] + 1))

@@ -28,7 +28,10 @@ DAMAGED = "blocks.0.qkv.kernel.data"
 def main() -> None:
     """The process: its standard input is the channel to the trainer. Ends when the trainer says so, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the trainer, and its end this process
-    channel = Channel(socket.socket(fileno=os.dup(0)), "the trainer")
+    try:
+        channel = Channel(socket.socket(fileno=os.dup(0)), "the trainer")
+    except OSError:
+        sys.exit("rl_loop: --rollout is for the process that the trainer starts; leave it out")
     try:
         serve(channel)
     except Ended as error:

@@ -117,7 +117,7 @@ def test_the_rollout_ends_when_the_trainer_does(trainer, how):
 
 def test_answers_of_another_version_are_refused_and_a_dead_rollout_is_named():
     policy, prompts = Policy(TINY, nnx.Rngs(0)), Task(2).prompts(8, seed=0, iteration=1)
-    with Rollout(TINY, timeout=120) as engine:
+    with Rollout(TINY, timeout=120.0) as engine:
         engine.push(policy, 4)
         answers = engine.generate(prompts, seed=0, version=4)
         assert answers.version == 4 and (answers.tokens[:, :3] == prompts).all()
@@ -132,8 +132,12 @@ def test_answers_of_another_version_are_refused_and_a_dead_rollout_is_named():
         answers.routed_experts[:] = (answers.routed_experts + 1) % TINY.experts
         assert (np.asarray(replay(policy, answers)[1])[:, 2:] != written).any()
 
-        engine.process.kill()
         began = time.monotonic()
+        engine.process.send_signal(signal.SIGSTOP)
+        engine._timeout = 1.0
+        with pytest.raises(RolloutLost, match=r"said nothing for 1 s: its process runs, but does not answer"):
+            engine.generate(prompts, seed=0, version=4)
+        engine.process.kill()
         with pytest.raises(RolloutLost, match=r"generating: the rollout has ended: .* killed by signal 9"):
             engine.generate(prompts, seed=0, version=4)
         with pytest.raises(RolloutLost, match=r"syncing version 5: .* killed by signal 9"):
@@ -147,12 +151,26 @@ def test_answers_of_another_version_are_refused_and_a_dead_rollout_is_named():
         (("--width", "48"), "needs a multiple of 32"),
         (("--answers", "1"), "--answers and --experts need 2 or more"),
         (("--iterations", "0"), "--iterations needs 1 or more"),
+        (("--rollout", "1"), "unrecognized arguments: --rollout 1"),
     ],
 )
 def test_a_wrong_argument_is_named(tmp_path, arguments, message):
     process = started(tmp_path, *arguments)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2 and message in error and "Traceback" not in error
+
+
+def test_the_rollout_is_not_started_by_hand():
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--rollout"],
+        env=python_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1 and "for the process that the trainer starts" in done.stderr
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ def test_one_bit_and_the_sign_of_zero_are_differences():
     assert agreement.compare(a, b, everywhere).exact
     nan = np.full_like(a, np.nan)
     assert np.isnan(agreement.compare(a, nan, everywhere).largest)
+    assert agreement.compare(nan, nan, everywhere).differing == 5
     with pytest.raises(ValueError, match="nothing|False everywhere"):
         agreement.compare(a, b, np.zeros(a.shape, bool))
 
