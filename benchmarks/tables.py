@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/speed.md", "docs/training.md", "docs/scaling.md")
+DOCUMENTS = ("README.md", "docs/speed.md", "docs/training.md", "docs/scaling.md", "docs/weight_sync.md")
 
 
 def load(name: str) -> dict:
@@ -89,6 +89,27 @@ def convert() -> str:
         mebibytes = f"{c['source_bytes'] / 2**20:.0f}"
         rows.append((c["scheme"], mebibytes, ours, copy, f"{ratio}x", f"{target}x", disk, f"{ratio_disk}x"))
     return markdown(rows) + "\n\n" + where(result)
+
+
+def weight_sync() -> str:
+    """Versions of the weights, each way against copying the same bytes."""
+    parts = []
+    for file in sorted(RESULTS.glob("weight_sync*.json")):
+        result = load(file.stem)
+        rows = [("a sync", "against", "speed", "target", "ours, ms", "theirs, ms")]
+        for c in result["cases"]:
+            rows.append(
+                (
+                    f"{c['case']}, {_mebibytes(c['bytes'])} MiB",
+                    c["against"],
+                    f"{c['ratio']['median']:.2f}x",
+                    "" if c["target"] is None else f"{c['target']}x",
+                    milliseconds(c["ours"]["median"]),
+                    milliseconds(c["theirs"]["median"]),
+                )
+            )
+        parts += [markdown(rows), where(result)]
+    return "\n\n".join(parts)
 
 
 def brief(case: dict) -> tuple[str, str, str]:
@@ -247,7 +268,7 @@ def mesh_overhead() -> str:
 TABLES = {
     f.__name__: f
     for f in (
-        *(speed, formats, int4, weight_only, convert, best_speed, train_step, scaling, study, gpu),
+        *(speed, formats, int4, weight_only, convert, weight_sync, best_speed, train_step, scaling, study, gpu),
         *(traffic, projection, mesh_overhead),
     )
 }

@@ -27,6 +27,7 @@ LAYERS = (
     ("quantized_matmul", "weight_only", "linear", "dot_general", "grouped_products", "grouped"),
     ("linen", "nnx"),
     ("policy", "checkpoints"),
+    ("weight_sync",),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from jaxlowprec.checkpoints.leaf_tensors import LeafTensors, about, transposed
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
-from jaxlowprec.nnx import Quantized
+from jaxlowprec.checkpoints.tree_paths import leaves, rebuilt
 from jaxlowprec.quantized_array import QuantizedArray
 
 Arrays = Mapping[str, np.ndarray]
@@ -90,17 +91,16 @@ class TreeMapping:
             ValueError: leaves that no rule is about; quantised leaves without a scheme or that it cannot hold.
         """
         tensors: dict[str, np.ndarray] = {}
-        for path, name, rule, leaf in self._named("to_tensors", tree):
-            if isinstance(leaf, QuantizedArray):
-                if scheme is None:
-                    raise ValueError(f"to_tensors: {path} is quantised to {leaf.format}; pass scheme= to store it")
-                stored = _about(path, lambda leaf=leaf: scheme.store(leaf.mT))
-                tensors |= {f"{_module(name)}.{part}": tensor for part, tensor in stored.items()}
-                continue
-            array = np.asarray(leaf)
-            array = array if dtype is None else array.astype(as_dtype(dtype), copy=False)
-            tensors[name] = np.ascontiguousarray(_transposed(path, array) if rule.is_kernel else array)
+        for stored in self.stored(tree, scheme, dtype):
+            tensors |= stored.make()
         return tensors
+
+    def stored(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> list[LeafTensors]:
+        """The same leaf by leaf, before anything is computed or gathered."""
+        return [
+            LeafTensors(path, name, leaf, rule.is_kernel, scheme, dtype)
+            for path, name, rule, leaf in self._named("to_tensors", tree)
+        ]
 
     def from_tensors(self, tensors: Arrays, like: Any, scheme: Scheme | None = None) -> Any:
         """A tree with a checkpoint's numbers.
@@ -119,18 +119,20 @@ class TreeMapping:
             ValueError: tensors that are missing or left over; other shapes; a leaf whose dtype would round what the
                 checkpoint holds.
         """
-        found, missing, used = {}, [], set()
+        found: dict[str, Any] = {}
+        missing: list[str] = []
+        used: set[str] = set()
         for path, name, rule, leaf in self._named("from_tensors", like):
             parts = _quantized_parts(tensors, name, scheme) if rule.is_kernel else {}
             if parts and scheme is not None:
                 suffixed = {part: tensors[full] for part, full in parts.items()}
                 used |= set(parts.values())
                 stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
-                found[path] = _about(path, lambda s=stored, t=suffixed, d=leaf.dtype: s.load(t, d)).mT
+                found[path] = about(path, functools.partial(stored.load, suffixed, leaf.dtype)).mT
             elif name in tensors:
                 used.add(name)
                 array = tensors[name]
-                found[path] = _widened(path, _transposed(path, array) if rule.is_kernel else array, leaf.dtype)
+                found[path] = _widened(path, transposed(path, array) if rule.is_kernel else array, leaf.dtype)
             else:
                 missing.append(name)
                 continue
@@ -139,20 +141,20 @@ class TreeMapping:
                 raise ValueError(f"from_tensors: {path} has shape {given} in the checkpoint; the model has {needed}")
         if missing or len(used) < len(tensors):
             raise ValueError(f"from_tensors: {_differences(missing, sorted(set(tensors) - used))}")
-        return _rebuilt(like, found)
+        return rebuilt(like, found)
 
     def _named(self, who: str, tree: Any) -> Iterator[tuple[str, str, Rule, Any]]:
         """(path, name, rule, leaf) of each leaf."""
-        leaves = _leaves(tree)
-        ruled = {path: found for path in leaves if (found := self._rule(path))}
-        if unknown := [path for path in leaves if path not in ruled]:
+        found = leaves(tree)
+        ruled = {path: match for path in found if (match := self._rule(path))}
+        if unknown := [path for path in found if path not in ruled]:
             known = ", ".join(rule.path for rule in self.rules)
             raise ValueError(f"{who}: no rule is about {', '.join(unknown)}; there are rules for {known}")
         counts = collections.Counter(name for _, name in ruled.values())
         if double := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"{who}: several leaves are called {', '.join(double)}")
         for path, (rule, name) in ruled.items():
-            yield path, name, rule, leaves[path]
+            yield path, name, rule, found[path]
 
     def _rule(self, path: str) -> tuple[Rule, str] | None:
         return next(((rule, name) for rule in self.rules if (name := rule.name_of(path))), None)
@@ -171,12 +173,6 @@ def _quantized_parts(tensors: Arrays, name: str, scheme: Scheme | None) -> dict[
     return {part: full for part, full in parts.items() if full in tensors}
 
 
-def _transposed(path: str, array: np.ndarray) -> np.ndarray:
-    if array.ndim != 2:
-        raise ValueError(f"{path} has shape {array.shape}; a kernel's needs two axes")
-    return array.T
-
-
 def _widened(path: str, array: np.ndarray, dtype: Any) -> jax.Array:
     """The array in a dtype that holds its numbers."""
     if array.dtype.name not in FLOATS:
@@ -193,46 +189,6 @@ def _widened(path: str, array: np.ndarray, dtype: Any) -> jax.Array:
 def _differences(missing: list[str], unexpected: list[str]) -> str:
     parts = [("missing", missing), ("unexpected", unexpected)]
     return "; ".join(f"{what} tensors: {', '.join(names)}" for what, names in parts if names)
-
-
-def _about(path: str, work: Any) -> Any:
-    """What `work()` returns; its ValueErrors name the leaf as well."""
-    try:
-        return work()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, nnx.Variable | QuantizedArray)
-
-
-def _as_tree(tree: Any) -> Any:
-    if isinstance(tree, nnx.Module):
-        return nnx.state(tree, nnx.Any(nnx.Param, Quantized))
-    return tree["params"] if isinstance(tree, Mapping) and set(tree) == {"params"} else tree
-
-
-def _path(keys: Any) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    """The tree's arrays by their paths."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(_as_tree(tree), is_leaf=_is_leaf)
-    return {_path(keys): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for keys, leaf in flat}
-
-
-def _rebuilt(like: Any, found: Mapping[str, Any]) -> Any:
-    """`like` with other arrays."""
-
-    def fill(keys: Any, leaf: Any) -> Any:
-        new = found[_path(keys)]
-        return leaf.replace(new) if isinstance(leaf, nnx.Variable) else new
-
-    tree = _as_tree(like)
-    filled = jax.tree_util.tree_map_with_path(fill, tree, is_leaf=_is_leaf)
-    return {"params": filled} if isinstance(like, Mapping) and tree is not like else filled
 
 
 _LLAMA_LINEARS = (

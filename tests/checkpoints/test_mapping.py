@@ -15,6 +15,7 @@ from flax import linen, nnx
 import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes, trees
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.leaf_tensors import contiguous
 from jaxlowprec.checkpoints.mapping import DEMO, LLAMA, Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
@@ -25,6 +26,16 @@ from lm.model import Config, LanguageModel  # noqa: E402
 
 CONFIG = Config(layers=2, width=128, heads=2, context=16)
 over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 33), (100, 5), (5, 100), (0, 4), (4, 0)])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.uint8, np.complex64, np.float64, np.complex128])
+def test_a_transposed_matrix_is_copied_as_it_is(shape, dtype):
+    matrix = np.arange(shape[0] * shape[1]).reshape(shape).astype(dtype)
+    for given in (matrix.T, matrix[::-1].T, matrix):
+        copy = contiguous(given)
+        assert copy.flags.c_contiguous and copy.dtype == given.dtype and copy.shape == given.shape
+        assert copy.tobytes() == given.tobytes()
 
 
 def demo(seed=0):

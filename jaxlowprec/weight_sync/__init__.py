@@ -1,0 +1,39 @@
+"""Trainer to rollout engine: new versions of the weights while the engine serves the old one whole.
+
+>>> import numpy as np
+>>> from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
+>>> receiver = Receiver()
+>>> version = push(WeightSource({"w": np.ones(2, np.float32)}), InProcess(receiver))
+>>> version, receiver.weights["w"]
+(1, array([1., 1.], dtype=float32))
+"""
+
+from jaxlowprec.weight_sync.bucketizer import Bucketizer
+from jaxlowprec.weight_sync.comparison import differences
+from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
+from jaxlowprec.weight_sync.in_process import InProcess
+from jaxlowprec.weight_sync.manifest import Entry, Manifest
+from jaxlowprec.weight_sync.receiver import Receiver
+from jaxlowprec.weight_sync.session import Session, push
+from jaxlowprec.weight_sync.source import WeightSource
+from jaxlowprec.weight_sync.transport import Transport
+from jaxlowprec.weight_sync.weights import Weights
+
+__all__ = [
+    "Aborted",
+    "Bucketizer",
+    "Entry",
+    "InProcess",
+    "Manifest",
+    "PeerLost",
+    "PeerTimeout",
+    "Receiver",
+    "Refused",
+    "Session",
+    "SyncError",
+    "Transport",
+    "WeightSource",
+    "Weights",
+    "differences",
+    "push",
+]

@@ -1,0 +1,276 @@
+"""A bucket: some tensors of a version in one buffer, with what is needed to tell that it arrived whole and in turn.
+
+The header says where each tensor's bytes lie in the payload. Offsets are multiples of 16; gaps hold zeros. The checksum
+is XXH3 of 128 bits over the whole payload: it detects what damages bytes, and authenticates nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from jaxlowprec.checkpoints.dtypes import file_dtype, numpy_dtype
+from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Entry, parse
+
+ALIGNMENT = 16
+"""Of the offsets of tensors in a payload, in bytes."""
+
+MAX_VERSION = 2**63 - 1
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_FIELDS = {"version", "index", "last", "entries", "nbytes", "checksum"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A tensor, and the place of its first byte in the payload.
+
+    >>> Placed(Entry("a", "F32", (2,)), 16).end
+    24
+    """
+
+    entry: Entry
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """The place after its last byte."""
+        return self.offset + self.entry.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a bucket holds.
+
+    Attributes:
+        version: of the weights, from 1.
+        index: of the bucket in its version, from 0.
+        last: whether it is the version's last.
+        entries: its tensors, by their offsets.
+        nbytes: of the payload.
+        checksum: 32 hexadecimal digits; "" for a payload of arrays, which never leaves the process.
+
+    Raises:
+        ValueError: a field out of its bounds; tensors that overlap, are not aligned or end after the payload.
+
+    >>> header = Header(1, 0, True, place([Entry("a", "U8", (3,)), Entry("b", "F32", (2,))]), 24, checksum(bytes(24)))
+    >>> [placed.offset for placed in header.entries]
+    [0, 16]
+    >>> Header.from_json(header.to_json()) == header
+    True
+    """
+
+    version: int
+    index: int
+    last: bool
+    entries: tuple[Placed, ...]
+    nbytes: int
+    checksum: str = ""
+
+    def __post_init__(self):
+        for name, least in (("version", 1), ("index", 0), ("nbytes", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= MAX_VERSION:
+                raise ValueError(f"Header: {name} is {value!r}; needs a whole number from {least}")
+        if type(self.last) is not bool:
+            raise ValueError(f"Header: last is {self.last!r}; needs true or false")
+        if not isinstance(self.checksum, str) or (self.checksum and not _CHECKSUM.fullmatch(self.checksum)):
+            raise ValueError(f"Header: checksum is {self.checksum!r}; needs 32 hexadecimal digits")
+        end = 0
+        for placed in self.entries:
+            name, offset = placed.entry.name, placed.offset
+            if type(offset) is not int or offset < 0 or offset % ALIGNMENT:
+                raise ValueError(f"Header: {name!r} lies at {offset!r}; needs a multiple of {ALIGNMENT}")
+            if offset < end:
+                raise ValueError(f"Header: {name!r} lies at {offset}, within the one before it, which ends at {end}")
+            if offset >= end + ALIGNMENT:
+                raise ValueError(f"Header: {name!r} lies at {offset}, after a gap that begins at {end}")
+            end = placed.end
+        if self.nbytes != end:
+            raise ValueError(f"Header: the payload has {self.nbytes} bytes; its tensors end at {end}")
+        if len({placed.entry.name for placed in self.entries}) < len(self.entries):
+            raise ValueError("Header: a tensor is there twice")
+
+    def to_json(self) -> bytes:
+        """For `from_json`."""
+        entries = [[p.entry.name, p.entry.dtype, list(p.entry.shape), p.offset] for p in self.entries]
+        content = {**{name: getattr(self, name) for name in _FIELDS}, "entries": entries}
+        return json.dumps(content, separators=(",", ":"), sort_keys=True, ensure_ascii=False).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Header:
+        """The header of a bucket of bytes.
+
+        Raises:
+            ValueError: anything else than what `to_json` gives, or no checksum.
+        """
+        content = parse("Header.from_json", text, MAX_JSON_BYTES, _FIELDS)
+        entries: Any = content.pop("entries")
+        if not isinstance(entries, list) or not all(isinstance(e, list) and len(e) == 4 for e in entries):
+            raise ValueError("Header.from_json: entries must be a list of [name, dtype, shape, offset]")
+        if not content["checksum"]:
+            raise ValueError("Header.from_json: no checksum")
+        placed = (Placed(Entry(n, d, tuple(s) if isinstance(s, list) else s), at) for n, d, s, at in entries)
+        return cls(entries=tuple(placed), **content)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A header and what it describes.
+
+    Attributes:
+        header: of the bucket.
+        payload: its bytes, uint8 [nbytes]; or for a transport within the process its tensors as arrays, in order.
+
+    >>> bucket = pack(1, 0, True, {"a": np.arange(4, dtype=np.float32)})
+    >>> bucket.header.nbytes, bucket.index, bucket.last
+    (16, 0, True)
+    >>> views(bucket.header, bucket.payload)["a"]
+    array([0., 1., 2., 3.], dtype=float32)
+    """
+
+    header: Header
+    payload: Any
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.header.version
+
+    @property
+    def index(self) -> int:
+        """Of the bucket in its version."""
+        return self.header.index
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the version's last."""
+        return self.header.last
+
+    @property
+    def entries(self) -> tuple[Placed, ...]:
+        """Its tensors and their places."""
+        return self.header.entries
+
+    @property
+    def checksum(self) -> str:
+        """Of the payload."""
+        return self.header.checksum
+
+    @property
+    def holds_arrays(self) -> bool:
+        """Whether the payload is arrays, not bytes."""
+        return isinstance(self.payload, tuple)
+
+
+def place(entries: Sequence[Entry]) -> tuple[Placed, ...]:
+    """Tensors one after the other, each aligned.
+
+    >>> place([Entry("a", "U8", (17,)), Entry("b", "U8", (1,))])[1].offset
+    32
+    """
+    placed, end = [], 0
+    for entry in entries:
+        placed.append(Placed(entry, end + -end % ALIGNMENT))
+        end = placed[-1].end
+    return tuple(placed)
+
+
+def checksum(payload: Any) -> str:
+    """XXH3 of 128 bits of a buffer, in hexadecimal digits.
+
+    >>> checksum(b"")
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128(payload).hexdigest()
+
+
+def entry_of(name: str, array: Any) -> Entry:
+    """What an array is. Raises ValueError for a dtype that no safetensors file holds.
+
+    >>> entry_of("a", np.zeros((2, 3), np.int32))
+    Entry(name='a', dtype='I32', shape=(2, 3), nbytes=24)
+    """
+    return Entry(name, file_dtype(array.dtype), tuple(int(size) for size in array.shape))
+
+
+def empty(nbytes: int) -> np.ndarray:
+    """An uninitialised buffer, uint8 [nbytes], that begins at a multiple of 64 bytes, as XLA wants its arrays to.
+
+    >>> empty(5).ctypes.data % 64
+    0
+    """
+    buffer = np.empty(nbytes + 63, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    return buffer[begin : begin + nbytes]
+
+
+def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: np.ndarray) -> None:
+    """Writes arrays to their places in a payload, and zeros between them.
+
+    Arguments:
+        placed: every tensor of the payload.
+        arrays: the same tensors by their names; each is written before the next is asked for.
+        payload: uint8 [nbytes].
+
+    Raises:
+        ValueError: an array that is not what was announced, or none.
+
+    >>> payload = np.full(17, 9, np.uint8)
+    >>> fill(place([Entry("a", "U8", (2,)), Entry("b", "U8", (1,))]), [("a", np.ones(2, np.uint8))], payload)
+    Traceback (most recent call last):
+    ValueError: fill: 'b' was announced and not made
+    """
+    missing = {one.entry.name: one for one in placed}
+    for before, after in itertools.pairwise(placed):
+        payload[before.end : after.offset] = 0
+    for name, array in arrays:
+        one = missing.pop(name, None)
+        given = entry_of(name, array)
+        if one is None or given != one.entry:
+            raise ValueError(f"fill: {name!r} is {given}; announced was {one and one.entry}")
+        np.copyto(as_bits(_view(one, payload)), as_bits(np.asarray(array)))
+    if missing:
+        raise ValueError(f"fill: {next(iter(missing))!r} was announced and not made")
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """An array as unsigned integers, a view: numpy copies dtypes that it does not know element by element.
+
+    >>> as_bits(np.ones(2, numpy_dtype("BF16")))
+    array([16256, 16256], dtype=uint16)
+    """
+    return array if array.dtype.kind in "biufc" else array.view(f"u{array.dtype.itemsize}")
+
+
+def pack(version: int, index: int, last: bool, arrays: dict[str, np.ndarray]) -> Bucket:
+    """A bucket of bytes with a buffer of its own.
+
+    >>> pack(1, 0, True, {"a": np.zeros(3, np.uint8)}).header.nbytes
+    3
+    """
+    placed = place([entry_of(name, array) for name, array in arrays.items()])
+    payload = empty(placed[-1].end if placed else 0)
+    fill(placed, arrays.items(), payload)
+    return Bucket(Header(version, index, last, placed, payload.nbytes, checksum(payload)), payload)
+
+
+def views(header: Header, payload: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of a payload, uint8 [nbytes], as views of it.
+
+    >>> views(pack(1, 0, True, {"a": np.ones(1, np.int16)}).header, np.asarray([1, 0], np.uint8))
+    {'a': array([1], dtype=int16)}
+    """
+    return {placed.entry.name: _view(placed, payload) for placed in header.entries}
+
+
+def _view(placed: Placed, payload: np.ndarray) -> np.ndarray:
+    dtype = numpy_dtype(placed.entry.dtype)
+    assert dtype is not None  # Entry has refused others
+    return payload[placed.offset : placed.end].view(dtype).reshape(placed.entry.shape)

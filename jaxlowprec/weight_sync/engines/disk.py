@@ -1,0 +1,154 @@
+"""What engines have in common that load a version from a shared disk when they are told to."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from jaxlowprec.weight_sync import folders
+from jaxlowprec.weight_sync.bucket import Bucket
+from jaxlowprec.weight_sync.directory import SHARD_BYTES, DirectoryTransport
+from jaxlowprec.weight_sync.engines.http import HttpEngine
+from jaxlowprec.weight_sync.errors import SyncError
+from jaxlowprec.weight_sync.manifest import Manifest
+
+
+class DiskEngine:
+    """Writes versions to a folder (see `DirectoryTransport`), and has an engine load them. See `Transport`.
+
+    The engine serves while the version is written, and is paused only while it loads, within `commit`. It loads over
+    the weights that it has: if that fails, it is told to load the version before, which is still on the disk. `resume`
+    always reaches an engine that was told to pause, also where the answer to that was lost.
+
+    Subclasses say what is called: `_pause`, `_load`, `_go_on`, `_served`.
+
+    Arguments:
+        url: of the engine's server.
+        path: of the folder of versions, the same on the trainer's and the engine's machines, or see `engine_path`.
+        engine_path: of that folder as the engine sees it.
+        api_key: that the server asks for.
+        keep, files, shard_bytes: see `DirectoryTransport`. config.json belongs to `files`: engines read it.
+
+    >>> DiskEngine("http://localhost:30000", "/shared/weights", keep=1)
+    Traceback (most recent call last):
+    ValueError: DiskEngine: keep is 1; needs at least 2, so that the version before can be loaded again
+    """
+
+    takes_arrays = False
+
+    def __init__(
+        self,
+        url: str,
+        path: str | os.PathLike[str],
+        *,
+        engine_path: str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
+        keep: int = 2,
+        files: Sequence[str | os.PathLike[str]] = (),
+        shard_bytes: int = SHARD_BYTES,
+    ):
+        if type(keep) is not int or keep < 2:
+            raise ValueError(
+                f"{type(self).__name__}: keep is {keep!r}; needs at least 2, so that the version before can be loaded "
+                "again"
+            )
+        self._engine = HttpEngine(url, api_key)
+        self._folders = DirectoryTransport(path, keep=keep, files=files, shard_bytes=shard_bytes)
+        self._engine_path = pathlib.Path(self._folders.path.absolute() if engine_path is None else engine_path)
+        self._paused = False
+
+    def version(self, timeout: float) -> int:
+        """The newest that is published or that the engine says it serves; what is no number counts as 0."""
+        said = self._served(timeout)
+        return max(self._folders.version(timeout), int(said) if said.isascii() and said.isdigit() else 0)
+
+    def pause(self, timeout: float) -> None:
+        """Takes the folder. The engine goes on until the version is written."""
+        self._folders.pause(timeout)
+
+    def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
+        """A new version follows."""
+        self._folders.begin(version, manifest, timeout)
+
+    def send(self, bucket: Bucket, timeout: float) -> None:
+        """Writes the next bucket."""
+        self._folders.send(bucket, timeout)
+
+    def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
+        """Publishes the folder, pauses the engine, and has it load the version; each call may take `timeout` s.
+
+        Raises:
+            Refused, PeerLost: the engine did not load it. It was told to load the version before; the error says if
+                that failed too. The new version stays published; the next one has to have a higher number.
+        """
+        before = self._folders.version(timeout)
+        self._folders.commit(version, manifest_hash, timeout)
+        self._paused = True
+        self._pause(timeout)
+        try:
+            self._load(self._seen(version), version, timeout)
+        except SyncError as error:
+            self._go_back(before, error, timeout)
+            raise
+
+    def abort(self, reason: str, timeout: float) -> None:
+        """Removes what was written since `begin`."""
+        self._folders.abort(reason, timeout)
+
+    def resume(self, timeout: float) -> None:
+        """Has the engine go on, and leaves the folder to other trainers."""
+        try:
+            if self._paused:
+                self._go_on(timeout)
+                self._paused = False
+        finally:
+            self._folders.resume(timeout)
+
+    def reload(self, timeout: float) -> int:
+        """Has the engine load the newest version that is published, as after its restart.
+
+        Returns:
+            the version; 0: none is published, and the engine is left alone.
+        """
+        newest = self._folders.version(timeout)
+        if newest:
+            self.pause(timeout)
+            try:
+                self._paused = True
+                self._pause(timeout)
+                self._load(self._seen(newest), newest, timeout)
+            finally:
+                self.resume(timeout)
+        return newest
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        self._folders.close()
+
+    def _go_back(self, before: int, error: SyncError, timeout: float) -> None:
+        if before not in folders.versions(self._folders.path):
+            error.add_note("no earlier version is on the disk: the engine may hold parts of both; restart it")
+            return
+        try:
+            self._load(self._seen(before), before, timeout)
+        except SyncError as again:
+            error.add_note(
+                f"and it did not load version {before} again: {again}; it may hold parts of both: restart it"
+            )
+
+    def _seen(self, version: int) -> str:
+        """A version's folder as the engine sees it."""
+        return str(self._engine_path / folders.folder_name(version))
+
+    def _pause(self, timeout: float) -> None:
+        raise NotImplementedError
+
+    def _load(self, folder: str, version: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    def _go_on(self, timeout: float) -> None:
+        raise NotImplementedError
+
+    def _served(self, timeout: float) -> str:
+        raise NotImplementedError

@@ -1,0 +1,59 @@
+"""vLLM's server. Unverified against a real engine: tested against a stub with the routes of vLLM 0.33.0."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from jaxlowprec.weight_sync.engines.disk import DiskEngine
+
+
+class VLLM(DiskEngine):
+    """Has a vLLM server load versions from a shared disk. See `Transport` and `DiskEngine` for the rest.
+
+    Unverified against a real engine. The server has these calls only with VLLM_SERVER_DEV_MODE=1, which lets everybody
+    who reaches it call any of its methods: keep it on a private network. They are those of vLLM 0.33.0: `/pause`,
+    `/collective_rpc` with `reload_weights`, `/reset_prefix_cache`, `/update_weight_version`, `/resume`, `/weight_info`.
+    `/start_weight_update` and its companions are for NCCL and IPC, and have no backend for a disk.
+
+    Arguments:
+        url: "http://host:8000".
+        path: of the folder of versions.
+        mode: what becomes of running requests: "abort" ends them, "wait" lets them finish, "keep" keeps them and their
+            key-value cache of the old weights.
+        options: see `DiskEngine`.
+
+    >>> transport = VLLM("http://localhost:8000", "/shared/weights", mode="wait")
+    >>> VLLM("http://localhost:8000", "/shared/weights", mode="stop")
+    Traceback (most recent call last):
+    ValueError: VLLM: mode is 'stop'; needs "abort", "wait" or "keep"
+    """
+
+    def __init__(
+        self,
+        url: str,
+        path: str | os.PathLike[str],
+        *,
+        mode: Literal["abort", "wait", "keep"] = "wait",
+        **options: Any,
+    ):
+        if mode not in ("abort", "wait", "keep"):
+            raise ValueError(f'VLLM: mode is {mode!r}; needs "abort", "wait" or "keep"')
+        super().__init__(url, path, **options)
+        self._mode = mode
+
+    def _pause(self, timeout: float) -> None:
+        self._engine.call("POST", "/pause", timeout=timeout, query=f"mode={self._mode}")
+
+    def _load(self, folder: str, version: int, timeout: float) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": timeout}
+        self._engine.call("POST", "/collective_rpc", body, timeout=timeout)
+        if self._mode != "keep":  # prefixes that were computed with the old weights
+            self._engine.call("POST", "/reset_prefix_cache", timeout=timeout)
+        self._engine.call("POST", "/update_weight_version", {"new_version": str(version)}, timeout=timeout)
+
+    def _go_on(self, timeout: float) -> None:
+        self._engine.call("POST", "/resume", timeout=timeout)
+
+    def _served(self, timeout: float) -> str:
+        return str(self._engine.call("GET", "/weight_info", timeout=timeout).get("weight_version", ""))

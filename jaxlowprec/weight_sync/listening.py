@@ -1,0 +1,148 @@
+"""Listening for trainers at a socket of any kind, and feeding a receiver from what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import select
+import socket
+import threading
+from typing import Self
+
+from jaxlowprec.weight_sync.errors import SyncError
+from jaxlowprec.weight_sync.handshake import Keys, NotAuthenticated, admit, check_secret
+from jaxlowprec.weight_sync.receiver import Receiver
+from jaxlowprec.weight_sync.serving import Serving, Slot
+from jaxlowprec.weight_sync.sockets import close
+from jaxlowprec.weight_sync.stream import Channel, Inline, Payloads
+
+MOST_STRANGERS = 32
+"""Connections that have not proved themselves yet; one more closes the oldest."""
+
+MOST_TRAINERS = 8
+"""Connections that have; one more is closed. Only one of them can have a session."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class Listening:
+    """Lets trainers in that prove a secret. A context manager; `close` ends it.
+
+    Arguments:
+        receiver: to feed.
+        secret: that trainers have to hold too.
+        listener: a listening socket; closed with this.
+        timeout: seconds of silence in a session, which has to cover the making of a bucket; also the most that a pause
+            may take.
+        handshake_timeout: seconds.
+
+    >>> with Listening(Receiver(), "0123456789abcdef", socket.create_server(("127.0.0.1", 0)), 5.0, 5.0) as listening:
+    ...     pass
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        secret: bytes | str,
+        listener: socket.socket,
+        timeout: float,
+        handshake_timeout: float,
+    ):
+        self._receiver, self._secret = receiver, check_secret(secret)
+        self._timeout = timeout
+        self._handshake_timeout = handshake_timeout
+        self._slot, self._lock, self._numbers = Slot(), threading.Lock(), itertools.count()
+        self._strangers: dict[int, socket.socket] = {}  # in the order in which they came
+        self._trainers: dict[int, socket.socket] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        self._closed = False
+        self._listener = listener
+        self._wake, self._woken = socket.socketpair()
+        self._accepting = threading.Thread(target=self._accept, name="weight sync, listening", daemon=True)
+        self._accepting.start()
+
+    def _payloads(self, connection: socket.socket) -> contextlib.AbstractContextManager[Payloads]:
+        """How buckets travel on a connection that was let in."""
+        return contextlib.nullcontext(Inline())
+
+    def close(self) -> None:
+        """Stops listening and ends every connection; an open session is aborted. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake.close()  # wakes the listening thread
+            for connection in (*self._strangers.values(), *self._trainers.values()):
+                _shut(connection)
+            threads = list(self._threads.values())
+        for thread in (self._accepting, *threads):
+            thread.join(self._timeout)
+        self._listener.close()
+        self._woken.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while self._woken not in select.select([self._listener, self._woken], [], [])[0]:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:  # it went away again, or there are no descriptors left
+                _LOG.warning("weight sync: a connection could not be taken: %s", error)
+                select.select([self._woken], [], [], 0.1)
+                continue
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                if len(self._strangers) >= MOST_STRANGERS:
+                    _shut(self._strangers.pop(next(iter(self._strangers))))
+                number = next(self._numbers)
+                name = str(address[0] if address else "a process of this machine")
+                thread = threading.Thread(
+                    target=self._meet, args=(number, connection, name), name="weight sync", daemon=True
+                )
+                self._strangers[number], self._threads[number] = connection, thread
+            thread.start()
+
+    def _meet(self, number: int, connection: socket.socket, name: str) -> None:
+        try:
+            keys = self._admit(number, connection, name)
+            if keys is not None:
+                channel = Channel(connection, keys)
+                with self._payloads(connection) as payloads:
+                    Serving(channel, self._receiver, self._timeout, self._slot, name, payloads).run()
+        except SyncError as error:
+            _LOG.warning("weight sync: %s: %s", name, error)
+        except Exception:  # what the engine raised when it was resumed: it is the engine's, not the next trainer's
+            _LOG.exception("weight sync: the session of %s could not be ended", name)
+        finally:
+            with self._lock:
+                self._strangers.pop(number, None)
+                self._trainers.pop(number, None)
+                self._threads.pop(number, None)
+            close(connection)
+
+    def _admit(self, number: int, connection: socket.socket, name: str) -> Keys | None:
+        try:
+            keys = admit(connection, self._secret, self._handshake_timeout)
+        except SyncError as error:
+            level = logging.WARNING if isinstance(error, NotAuthenticated) else logging.INFO  # else strangers fill logs
+            _LOG.log(level, "weight sync: %s was not let in: %s", name, error)
+            return None
+        with self._lock:
+            self._strangers.pop(number, None)
+            if self._closed or len(self._trainers) >= MOST_TRAINERS:
+                return None
+            self._trainers[number] = connection
+        return keys
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection that another thread reads and will close."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

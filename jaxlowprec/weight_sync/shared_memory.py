@@ -1,0 +1,175 @@
+"""Weights through shared memory: for a trainer and an engine on one machine.
+
+Verbs and headers take the way of `tcp`, over a Unix socket; a bucket is made in memory that both processes share, and
+copied once, to where it is served from. That memory has no name: nothing is left behind, whoever is killed. See
+`shared_file`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
+from jaxlowprec.weight_sync.handshake import TIMEOUT, check_secret, introduce
+from jaxlowprec.weight_sync.listening import MOST_STRANGERS, Listening
+from jaxlowprec.weight_sync.receiver import Receiver
+from jaxlowprec.weight_sync.remote import RemoteTransport
+from jaxlowprec.weight_sync.shared_file import SharedFile, receive_descriptor, send_descriptor
+from jaxlowprec.weight_sync.sockets import Deadline, check_timeout, close
+from jaxlowprec.weight_sync.stream import Channel, Payloads
+
+Path = str | os.PathLike[str]
+
+
+class SharedMemoryReceiver(Listening):
+    """Listens for trainers of this machine and feeds a receiver, as `TcpReceiver` does.
+
+    Arguments:
+        receiver: to feed.
+        secret: that trainers have to hold too, at least 16 bytes that nobody can guess.
+        path: of the socket, which its owner alone may open; what a killed receiver left there is replaced.
+        timeout: seconds of silence in a session, which has to cover the making of a bucket; also the most that a pause
+            may take.
+        handshake_timeout: seconds.
+
+    Raises:
+        ValueError: a secret that is too short, or a timeout that never ends. OSError: the path is taken or too long, or
+            the system has no Unix sockets; use TCP on loopback there.
+
+    >>> import tempfile
+    >>> from jaxlowprec.weight_sync.session import push
+    >>> from jaxlowprec.weight_sync.source import WeightSource
+    >>> secret, receiver = b"32 bytes of secrets.token_bytes ", Receiver()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with SharedMemoryReceiver(receiver, secret, f"{folder}/engine"):
+    ...         transport = SharedMemoryTransport(f"{folder}/engine", secret)
+    ...         version = push(WeightSource({"a": np.ones(2, np.float32)}), transport, timeout=5)
+    ...         transport.close()
+    >>> receiver.version, receiver.weights["a"]
+    (1, array([1., 1.], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        secret: bytes | str,
+        path: Path,
+        *,
+        timeout: float = 60.0,
+        handshake_timeout: float = TIMEOUT,
+    ):
+        check_secret(secret)
+        check_timeout("SharedMemoryReceiver", timeout)
+        check_timeout("SharedMemoryReceiver", handshake_timeout)
+        self.path = pathlib.Path(path)
+        listener = _listen(self.path)
+        self._inode = self.path.stat().st_ino
+        super().__init__(receiver, secret, listener, timeout, handshake_timeout)
+
+    def close(self) -> None:
+        """Stops listening and ends every connection; an open session is aborted. May be called again."""
+        super().close()
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:  # not another receiver's
+                self.path.unlink()
+
+    @contextlib.contextmanager
+    def _payloads(self, connection: socket.socket) -> Iterator[Payloads]:
+        deadline = Deadline(self._handshake_timeout, "shared memory from the trainer")
+        shared = SharedFile(receive_descriptor(connection, deadline))
+        try:
+            yield shared
+        finally:
+            shared.close()
+
+
+class SharedMemoryTransport(RemoteTransport):
+    """A trainer's transport to a `SharedMemoryReceiver`. See `Transport`. Each session connects anew.
+
+    It holds memory for two buckets from the first session until `close`.
+
+    Arguments:
+        path: of the receiver's socket.
+        secret: the receiver's.
+        timeout: seconds that connecting and the handshake may take together, within those of the call.
+
+    Raises:
+        NotAuthenticated: the secrets differ. PeerLost: nobody listens there, or something else does.
+
+    >>> transport = SharedMemoryTransport("/no/such/socket", "0123456789abcdef")
+    >>> transport.version(timeout=5)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxlowprec.weight_sync.errors.PeerLost: /no/such/socket: No such file or directory; needs a ...
+    >>> transport.close()
+    """
+
+    def __init__(self, path: Path, secret: bytes | str, timeout: float = TIMEOUT):
+        self._path, self._secret = os.fspath(path), check_secret(secret)
+        self._connecting = check_timeout("SharedMemoryTransport", timeout)
+        self._shared = SharedFile()
+        super().__init__(self._dial, self._shared)
+
+    def buffers(self, count: int, nbytes: int) -> list[np.ndarray]:
+        """Memory for payloads that need no copy into the shared one, `count` times uint8 [nbytes]."""
+        return self._shared.buffers(count, nbytes)
+
+    def close(self) -> None:
+        """Ends the connection and gives the memory back. Nothing else works afterwards."""
+        super().close()
+        self._shared.close()
+
+    def _dial(self, timeout: float) -> Channel:
+        deadline = Deadline(min(timeout, self._connecting), "connection")
+        connection = _unix_socket()
+        try:
+            connection.settimeout(deadline.left())
+            connection.connect(self._path)
+            keys = introduce(connection, self._secret, deadline.left())
+            send_descriptor(connection, self._shared.descriptor, deadline)
+            return Channel(connection, keys)
+        except BaseException as error:
+            close(connection)
+            if isinstance(error, TimeoutError):
+                raise PeerTimeout(f"{self._path}: no connection within {deadline.seconds:g} s") from None
+            if isinstance(error, OSError):
+                fault = error.strerror or error
+                raise PeerLost(f"{self._path}: {fault}; needs a SharedMemoryReceiver that listens there") from None
+            raise
+
+
+def _unix_socket() -> socket.socket:
+    if not hasattr(socket, "AF_UNIX"):
+        raise OSError("shared memory: this system has no Unix sockets; use TcpReceiver on loopback")
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def _listen(path: pathlib.Path) -> socket.socket:
+    listener = _unix_socket()
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink(missing_ok=True)  # of a receiver that was killed
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)  # before anybody can connect
+        listener.listen(4 * MOST_STRANGERS)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _answers(path: pathlib.Path) -> bool:
+    with _unix_socket() as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return True

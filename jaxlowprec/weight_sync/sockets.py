@@ -1,0 +1,171 @@
+"""Bytes over a connected socket, whole or not at all, and never later than a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterable
+
+from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
+
+LEAST_RATE = 1 << 20
+"""Bytes a second below which a peer that sends a payload counts as dead."""
+
+_MOST_AT_ONCE = 1 << 30  # macOS refuses more in one call
+_MOST_BUFFERS = 64  # of one sendmsg or recvmsg_into; systems allow 1024
+
+
+class Deadline:
+    """A moment that every step of a wait counts down to.
+
+    Arguments:
+        seconds: from now.
+        what: is waited for; it goes into the error.
+
+    >>> Deadline(5.0, "an answer").left() <= 5.0
+    True
+    >>> Deadline(0.0, "an answer to commit").left()
+    Traceback (most recent call last):
+    jaxlowprec.weight_sync.errors.PeerTimeout: no answer to commit within 0 s
+    """
+
+    def __init__(self, seconds: float, what: str):
+        self.seconds, self.what = seconds, what
+        self._at = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then, more than 0. Raises PeerTimeout afterwards."""
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise self.missed()
+        return left
+
+    def missed(self) -> PeerTimeout:
+        """The error of a deadline that has passed."""
+        return PeerTimeout(f"no {self.what.removeprefix('an ').removeprefix('a ')} within {self.seconds:g} s")
+
+
+def check_timeout(who: str, timeout: float) -> float:
+    """A timeout that ends. Raises ValueError for one that does not.
+
+    >>> check_timeout("example", float("inf"))
+    Traceback (most recent call last):
+    ValueError: example: timeout is inf; needs seconds, more than 0 and finite
+    """
+    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+        raise ValueError(f"{who}: timeout is {timeout!r}; needs seconds, more than 0 and finite")
+    return float(timeout)
+
+
+def as_bytes(buffer: object) -> memoryview:
+    """A buffer's bytes in one dimension, without a copy.
+
+    >>> as_bytes(bytearray(b"abc")).nbytes
+    3
+    """
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def send_all(connection: socket.socket, buffers: Iterable[object], deadline: Deadline) -> None:
+    """Sends buffers one after the other; none is copied.
+
+    Raises:
+        PeerTimeout: the peer did not take them in time. PeerLost: it went away. Part of them may have been sent.
+
+    >>> a, b = socket.socketpair()
+    >>> send_all(a, [b"one", b"", bytearray(b"two")], Deadline(1.0, "room"))
+    >>> b.recv(10)
+    b'onetwo'
+    >>> a.close(), b.close()
+    (None, None)
+    """
+    waiting = [view for view in map(as_bytes, buffers) if view.nbytes]
+    while waiting:
+        left = deadline.left()
+        try:
+            connection.settimeout(left)
+            sent = connection.sendmsg([view[:_MOST_AT_ONCE] for view in waiting[:_MOST_BUFFERS]])
+        except TimeoutError:
+            raise deadline.missed() from None
+        except OSError as error:
+            raise PeerLost(f"the peer went away: {error.strerror or error}") from None
+        waiting = _rest(waiting, sent)
+
+
+def receive_into(connection: socket.socket, buffers: Iterable[object], deadline: Deadline) -> None:
+    """Fills buffers one after the other with the bytes that come.
+
+    Raises:
+        PeerTimeout: they did not come in time. PeerLost: the peer went away before.
+
+    >>> a, b = socket.socketpair()
+    >>> a.sendall(b"onetwo")
+    >>> first, second = bytearray(3), bytearray(3)
+    >>> receive_into(b, [first, second], Deadline(1.0, "bytes"))
+    >>> first, second
+    (bytearray(b'one'), bytearray(b'two'))
+    >>> a.close()
+    >>> receive_into(b, [first], Deadline(1.0, "bytes"))
+    Traceback (most recent call last):
+    jaxlowprec.weight_sync.errors.PeerLost: the peer went away: the connection was closed
+    >>> b.close()
+    """
+    missing = [view for view in map(as_bytes, buffers) if view.nbytes]
+    while missing:
+        left = deadline.left()
+        try:
+            connection.settimeout(left)
+            if len(missing) == 1:
+                got = connection.recv_into(missing[0])
+            else:
+                got = connection.recvmsg_into(missing[:_MOST_BUFFERS])[0]
+        except TimeoutError:
+            raise deadline.missed() from None
+        except OSError as error:
+            raise PeerLost(f"the peer went away: {error.strerror or error}") from None
+        if not got:
+            raise PeerLost("the peer went away: the connection was closed")
+        missing = _rest(missing, got)
+
+
+def receive(connection: socket.socket, count: int, deadline: Deadline) -> bytearray:
+    """`count` bytes. Memory grows with what has come, not with what was announced.
+
+    >>> a, b = socket.socketpair()
+    >>> a.sendall(b"abc")
+    >>> receive(b, 3, Deadline(1.0, "bytes"))
+    bytearray(b'abc')
+    >>> a.close(), b.close()
+    (None, None)
+    """
+    found = bytearray()
+    while len(found) < count:
+        piece = bytearray(min(count - len(found), 1 << 20))
+        receive_into(connection, [piece], deadline)
+        found += piece
+    return found
+
+
+def close(connection: socket.socket) -> None:
+    """Ends a connection, and wakes whoever waits for it in another thread.
+
+    >>> a, b = socket.socketpair()
+    >>> close(a)
+    >>> b.recv(1)
+    b''
+    >>> close(b)
+    """
+    with contextlib.suppress(OSError):  # it was over already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of buffers after their first bytes are done."""
+    for index, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[index + 1 :]]
+        done -= view.nbytes
+    return []

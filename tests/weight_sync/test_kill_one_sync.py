@@ -1,0 +1,35 @@
+"""SIGKILL of one side of one sync. What is checked after each kill is in `killing_one_sync.py`; see test_kills too."""
+
+import json
+
+import pytest
+
+from tests.helpers import run_python
+
+FEW, MANY = 12, 200
+
+
+def outcomes(case, kills):
+    """Of a process of its own: this one has threads, and perhaps a JAX backend, and must not fork."""
+    done = run_python("-m", "tests.weight_sync.killing_one_sync", case, str(kills), str(kills), timeout=150)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["directory_trainer", "delta_trainer"])
+def test_after_a_trainers_death_a_whole_version_is_served_and_the_next_sync_gets_through(case, kills):
+    found = outcomes(case, kills)
+    assert found["old"] + found["new"] == kills
+    assert found["unfinished"] >= kills // 4 and found["old"] >= kills // 20  # they did hit syncs that were under way
+
+
+@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_after_a_receivers_death_the_trainer_has_an_error_in_time_and_a_new_receiver_gets_a_whole_version(kills):
+    found = outcomes("tcp_receiver", kills)
+    assert found["in time"] == kills
+    assert found["errors"] >= kills // 4
+
+
+@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_a_receiver_killed_while_it_pulls_can_be_started_again(kills):
+    assert outcomes("disk_receiver", kills)["unfinished"] >= kills // 4
