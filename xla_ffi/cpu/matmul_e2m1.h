@@ -149,18 +149,23 @@ static void unpack_row(const uint8_t* data, int64_t granules, int row, RowsGranu
 __attribute__((noinline)) static void unpack_panel(const uint8_t* data, int64_t stride, int64_t rows, int64_t granules,
                                                    PanelGranule* out) {
   constexpr int kStep = kLanes / 2;  // granules in a vector of packed codes
-  for (int64_t g = 0; g < granules; g += kStep) {
+  int64_t g = 0;
+  for (; rows == kLanes && g + kStep <= granules; g += kStep) {  // everything stays in registers
+    U32 v[kLanes];
+    JLP_UNROLL(16)
+    for (int r = 0; r < kLanes; ++r) v[r] = load<U32>(data + r * stride + g * 8);
+    transpose(v);  // v[2i]: bytes 0 to 3 of granule i for every row, v[2i + 1]: bytes 4 to 7
+    JLP_UNROLL(8)
+    for (int i = 0; i < kStep; ++i) unpack_panel_granule(v[2 * i], v[2 * i + 1], out[g + i]);
+  }
+  for (; g < granules; g += kStep) {
     const int count = static_cast<int>(std::min<int64_t>(kStep, granules - g));
     U32 v[kLanes];
     for (int r = 0; r < kLanes; ++r) {
-      const uint8_t* at = data + r * stride + g * 8;
       v[r] = U32{};
-      if (r < rows && count == kStep)
-        v[r] = load<U32>(at);
-      else if (r < rows)
-        memcpy(&v[r], at, count * 8);
+      if (r < rows) memcpy(&v[r], data + r * stride + g * 8, count * 8);
     }
-    transpose(v);  // v[2i]: bytes 0 to 3 of granule i for every row, v[2i + 1]: bytes 4 to 7
+    transpose(v);
     for (int i = 0; i < count; ++i) unpack_panel_granule(v[2 * i], v[2 * i + 1], out[g + i]);
   }
 }

@@ -238,11 +238,11 @@ struct MatmulFloat8 {
     }
   }
 
-  /// A tile of 1 to kMost rows.
+  /// A tile of `count` rows, 1 to kMost.
   template <Sum kSum, int kMost>
-  static void multiply_rows(const Part& part, int64_t row, int64_t vector, int64_t at, int64_t depth) {
+  static void multiply_rows(const Part& part, int64_t row, int64_t count, int64_t vector, int64_t at, int64_t depth) {
     if constexpr (kMost > 1)
-      if (part.range.rows - row < kMost) return multiply_rows<kSum, kMost - 1>(part, row, vector, at, depth);
+      if (count < kMost) return multiply_rows<kSum, kMost - 1>(part, row, count, vector, at, depth);
     multiply_tile<kSum, kMost, kVectors>(part, row, vector, at, depth);
   }
 
@@ -250,13 +250,15 @@ struct MatmulFloat8 {
   template <Sum kSum>
   static void multiply_panel(const Part& part, int64_t vector, int64_t vectors, int64_t depth) {
     const int64_t rows = part.range.rows;
+    const int64_t tile = divide_up(rows, divide_up(rows, kRows));  // alike: a last one of few rows would take as long
     for (int64_t at = 0; at < vectors;) {
       if (rows == 1 && vectors - at >= 8) {
         multiply_tile<kSum, 1, 8>(part, 0, vector, at, depth), at += 8;
       } else if (rows == 2 && vectors - at >= 4) {
         multiply_tile<kSum, 2, 4>(part, 0, vector, at, depth), at += 4;
       } else {
-        for (int64_t row = 0; row < rows; row += kRows) multiply_rows<kSum, kRows>(part, row, vector, at, depth);
+        for (int64_t row = 0; row < rows; row += tile)
+          multiply_rows<kSum, kRows>(part, row, std::min(tile, rows - row), vector, at, depth);
         at += kVectors;
       }
     }

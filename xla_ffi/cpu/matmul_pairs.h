@@ -136,26 +136,33 @@ __attribute__((noinline)) static void unpack_vector_units(const uint8_t* data, i
                                                           Scaled scaled, uint32_t* out) {
   const auto& table = PairTable<kCode>::get();
   constexpr int kCodes = kCode == CodeType::kE2M1 ? 2 : 1;
-  for (int64_t at = 0; at < bytes; at += 64) {
+  const auto store_word = [&](U32 word, int64_t byte) {  // of every row
+    U32 pairs[2 * kCodes];
+    if constexpr (kCode == CodeType::kE2M1)
+      for (int i = 0; i < 4; ++i) pairs[i] = decode_nibble_pairs(word >> (8 * i), table);
+    else
+      decode_pairs<kCode, LanesFirst, LanesSecond>(word, table, pairs[0], pairs[1]);
+    const int64_t k = byte * kCodes;
+    for (int i = 0; i < 2 * kCodes; ++i) store(out + (k / 2 + i) * kLanes, scale_pairs(pairs[i], scaled, k + 2 * i));
+  };
+  int64_t at = 0;
+  for (; rows == kLanes && at + 64 <= bytes; at += 64) {  // everything stays in registers
+    U32 v[kLanes];
+    JLP_UNROLL(16)
+    for (int r = 0; r < kLanes; ++r) v[r] = load<U32>(data + r * stride + at);
+    transpose(v);
+    JLP_UNROLL(16)
+    for (int w = 0; w < kLanes; ++w) store_word(v[w], at + 4 * w);
+  }
+  for (; at < bytes; at += 64) {
     const int64_t count = std::min<int64_t>(64, bytes - at);
     U32 v[kLanes];
     for (int r = 0; r < kLanes; ++r) {
       v[r] = U32{};
-      if (r < rows && count == 64)
-        v[r] = load<U32>(data + r * stride + at);
-      else if (r < rows)
-        memcpy(&v[r], data + r * stride + at, count);
+      if (r < rows) memcpy(&v[r], data + r * stride + at, count);
     }
-    transpose(v);  // v[w]: word w of every row
-    for (int w = 0; w < kLanes && 4 * w < count; ++w) {
-      U32 pairs[2 * kCodes];
-      if constexpr (kCode == CodeType::kE2M1)
-        for (int i = 0; i < 4; ++i) pairs[i] = decode_nibble_pairs(v[w] >> (8 * i), table);
-      else
-        decode_pairs<kCode, LanesFirst, LanesSecond>(v[w], table, pairs[0], pairs[1]);
-      const int64_t k = (at + 4 * w) * kCodes;
-      for (int i = 0; i < 2 * kCodes; ++i) store(out + (k / 2 + i) * kLanes, scale_pairs(pairs[i], scaled, k + 2 * i));
-    }
+    transpose(v);
+    for (int w = 0; 4 * w < count; ++w) store_word(v[w], at + 4 * w);
   }
 }
 
