@@ -52,6 +52,10 @@ def trained_model(run: pathlib.Path, recipe: jlp.Int4QAT) -> LanguageModel:
     if trained_with != repr(recipe):
         raise SystemExit(f"{run} was trained with {trained_with}, the environment now says {recipe}")
     config = Config(**report["settings"]["config"])
+    if config.experts:
+        raise SystemExit(
+            f"{run} was trained with --experts, which the demo's checkpoint has no names for; train without"
+        )
     graph, parameters = nnx.split(LanguageModel(config, nnx.Rngs(0)), nnx.Param)
     item = {"parameters": parameters}
     wanted = ocp.args.PyTreeRestore(

@@ -1,6 +1,7 @@
 """Trains a small byte-level language model under one or more recipes and compares them with bf16.
 
     python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo
+    python examples/train_lm.py --experts 8 --top-k 2               # a mixture of experts in each block
     python examples/train_lm.py --mesh data=2,fsdp=2,tensor=2      # over eight devices
 
 Every comparison with bf16 includes the noise floor: a second bf16 run whose initial parameters differ by 1e-4.
@@ -48,6 +49,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the initial parameters and the data's order")
     parser.add_argument("--bf16-first", type=int, default=0, help="blocks kept in bf16 at the input's end")
     parser.add_argument("--bf16-last", type=int, default=1, help="blocks kept in bf16 at the output's end")
+    parser.add_argument("--experts", type=int, default=0, help="of each block, instead of its MLP")
+    parser.add_argument("--top-k", type=int, default=2, help="experts that each byte goes to")
     parser.add_argument("--text", help="file or folder to learn from; default: Python's standard library")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
@@ -64,13 +67,21 @@ def arguments() -> argparse.Namespace:
         parser.error("--steps, --batch and --checkpoint-every need 1 or more")
     if options.bf16_first < 0 or options.bf16_last < 0:
         parser.error("--bf16-first and --bf16-last need 0 or more")
+    if options.experts < 0 or (options.experts and not 1 <= options.top_k <= options.experts):
+        parser.error(f"--experts {options.experts} --top-k {options.top_k}: needs 1 <= top-k <= experts")
+    if options.experts and "fp8_delayed" in names:
+        parser.error("--recipe fp8_delayed: has no place for experts, whose amaxes differ; fp8_current has")
     if options.sequence_parallel and not options.mesh:
         parser.error("--sequence-parallel needs --mesh with tensor=N")
     if not options.resume and list(options.out.glob("*/checkpoints/[0-9]*")):
         parser.error(f"--out {options.out}: has checkpoints; --resume goes on from them, another --out starts anew")
     options.names = names
     options.config = dataclasses.replace(
-        SIZES[options.size], high_precision_first=options.bf16_first, high_precision_last=options.bf16_last
+        SIZES[options.size],
+        high_precision_first=options.bf16_first,
+        high_precision_last=options.bf16_last,
+        experts=options.experts,
+        top_k=options.top_k,
     )
     try:
         processes.check(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import delayed_scaling, layouts, traffic
+from jaxlowprec import delayed_scaling, layouts, moe, traffic
 from jaxlowprec.autocast import autocast, current_recipe
 from jaxlowprec.collectives import all_gather_quantized
 from jaxlowprec.dot_general import dot_general, einsum
@@ -81,6 +81,7 @@ __all__ = [
     "layouts",
     "linear",
     "linen",
+    "moe",
     "nnx",
     "quantize",
     "quantize_both",

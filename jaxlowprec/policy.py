@@ -19,15 +19,17 @@ import jaxlowprec.nnx
 from jaxlowprec.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.dot_general import contracts_second_last
 from jaxlowprec.linear import kernel_matrices
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Recipe, Role, Roles
 from jaxlowprec.weight_only import check_whole_groups, quantize_weight
 
 _HIGH_PRECISION = Roles(None, None, None)
-_OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum)
-_OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum)
-_LINEN = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed)
-_NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed)
+_GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
+_OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum, _GROUPED[0])
+_OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum, _GROUPED[1])
+_LINEN = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, _GROUPED[0])
+_NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, _GROUPED[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int
     note = "" if recipe.applies_to(name) else "left out by the recipe"
     if not name and recipe.applies_to(name) != recipe.applies_to(path):
         note = f"nameless; by its path {'left out' if not note else 'chosen'}: see jaxlowprec.nnx.name_layers"
-    roles = recipe.roles("linear", name)
+    roles = recipe.roles(MODULE_TYPE if isinstance(layer, _GROUPED) else "linear", name)
     if roles.ste is not None and roles.weight is not None and axes is not None:
         try:
             check_whole_groups("explain", path, _matrices_type(kernel, *axes), roles.weight.format)
@@ -221,7 +223,7 @@ def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
 
 def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
     """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
-    if isinstance(layer, nnx.Linear):
+    if isinstance(layer, nnx.Linear | jaxlowprec.nnx.GroupedLinear):
         return kernel.ndim - 2, 1
     if isinstance(layer, nnx.LinearGeneral):
         own = len(layer.batch_axis) + len(layer.axis) + len(layer.out_features)
@@ -271,9 +273,11 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
     return found
 
 
-def _linen_axes(layer: nn.Module, kernel: Any, inputs: Any, einsum_str: str | None = None) -> tuple[int, int] | None:
+def _linen_axes(
+    layer: nn.Module, kernel: Any, inputs: Any, einsum_str: Any = None, **others: Any
+) -> tuple[int, int] | None:
     """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
-    if isinstance(layer, nn.Dense):
+    if isinstance(layer, nn.Dense | jaxlowprec.linen.GroupedDense):
         return kernel.ndim - 2, 1
     if isinstance(layer, nn.DenseGeneral):
         axis, features = (1 if isinstance(v, int) else len(v) for v in (layer.axis, layer.features))

@@ -25,6 +25,7 @@ LAYERS = (
     ("ops", "layouts", "collectives"),
     ("recipes", "qat", "autocast", "delayed_scaling", "residuals"),
     ("quantized_matmul", "weight_only", "linear", "dot_general", "grouped_products", "grouped"),
+    ("moe",),
     ("linen", "nnx"),
     ("policy", "checkpoints"),
     ("weight_sync",),
@@ -39,13 +40,13 @@ def test_the_public_names_of_the_design_are_there():
         autocast current_recipe linear quantize_kernel dot_general einsum NVFP4BlockScaling linen nnx
         MXFP8 MXFP4 Float8Block Float8Tensor layouts delayed_scaling
         MXFP8BlockScaling Float8BlockScaling Float8CurrentScaling DelayedScaling Custom MMParams QParams
-        Int4 Int4QAT WeightQAT fake_quantize explain quantize_params all_gather_quantized traffic
+        Int4 Int4QAT WeightQAT fake_quantize explain quantize_params all_gather_quantized traffic moe
     """.split()  # noqa: SIM905
     assert set(names) <= set(jlp.__all__)
     for name in jlp.__all__:
         assert getattr(jlp, name) is not None
-    assert {"Dense", "DenseGeneral", "Einsum"} <= set(jlp.linen.__all__)
-    assert {"Linear", "LinearGeneral", "Einsum"} <= set(jlp.nnx.__all__)
+    assert {"Dense", "DenseGeneral", "Einsum", "GroupedDense", "MoE"} <= set(jlp.linen.__all__)
+    assert {"Linear", "LinearGeneral", "Einsum", "GroupedLinear", "MoE"} <= set(jlp.nnx.__all__)
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
@@ -115,6 +116,13 @@ def test_every_module_has_its_layer():
 def test_examples_in_docstrings_are_true(name):
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
+
+
+@pytest.mark.parametrize("name", jlp.moe.__all__)
+def test_every_public_function_of_moe_has_an_example(name):
+    value = getattr(jlp.moe, name)
+    if callable(value) and not isinstance(value, type):
+        assert doctest.DocTestFinder(recurse=False).find(value)[0].examples
 
 
 @pytest.mark.parametrize("name", [n for n in jlp.__all__ if n not in ("linen", "nnx")])

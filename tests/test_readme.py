@@ -76,6 +76,16 @@ def test_the_int4_programs_of_the_documents_train_export_and_serve():
     assert jax.numpy.any(names["model"](names["x"]) != names["trained"])
 
 
+def test_the_programs_of_experts_of_the_documents_record_replay_and_split():
+    names = {}
+    for program in programs("docs/moe.md"):
+        exec(program, names)
+    assert names["aux"].group_sizes.sum() == 4 * 32 * 2 and jax.numpy.isfinite(names["value"])
+    assert names["tape"].experts.shape == (1, 1, 3, 2) and names["used"].shape == (4, 32, 2)
+    found = names["found"]
+    assert (found.tokens == 128).all() and (found.same_order <= found.same_set).all() and (found.same_set > 0.5).all()
+
+
 def test_the_error_that_the_readme_computes_is_that_of_4_bits():
     names = {}
     exec(PROGRAMS[0], names)

@@ -12,6 +12,7 @@ import jaxlowprec as jlp
 from lm.mesh import constrain, partitioned
 
 VOCABULARY = 256
+LOAD_BALANCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Config:
         context: bytes it sees.
         high_precision_first, high_precision_last: how many blocks ignore the recipe, at either end.
         dtype: of activations. Parameters are float32.
+        experts: 0, or how many each block's MLP is divided into; top_k: how many of them each byte goes to.
     """
 
     layers: int = 4
@@ -32,6 +34,8 @@ class Config:
     high_precision_first: int = 0
     high_precision_last: int = 1
     dtype: str = "bfloat16"
+    experts: int = 0
+    top_k: int = 2
 
     def follows_recipe(self, layer: int) -> bool:
         """Whether a block is quantised under a recipe."""
@@ -47,7 +51,8 @@ SIZES = {
 
 
 class Block(nnx.Module):
-    """Pre-norm causal attention and a GELU MLP. Norms, softmax and both attention products stay in high precision."""
+    """Pre-norm causal attention and a GELU MLP, or experts instead of it. Norms, softmax and both attention products
+    stay in high precision."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear]):
         width, dtype = config.width, jnp.dtype(config.dtype)
@@ -62,18 +67,42 @@ class Block(nnx.Module):
         self.norm1, self.norm2 = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.qkv = project(width, 3 * width, plain, "embed", "heads")
         self.out = project(width, width, residual, "heads", "embed")
-        self.up = project(width, 4 * width, plain, "embed", "mlp")
-        self.down = project(4 * width, width, residual, "mlp", "embed")
+        self.experts = bool(config.experts)
+        if not self.experts:
+            self.up = project(width, 4 * width, plain, "embed", "mlp")
+            self.down = project(4 * width, width, residual, "mlp", "embed")
+            return
+        follows = {} if issubclass(linear, jlp.nnx.Linear) else {"recipe": None}
+        self.moe = jlp.nnx.MoE(
+            config.experts,
+            width,
+            2 * width,  # two of them have the size of the MLP
+            top_k=config.top_k,
+            activation=jax.nn.gelu,
+            gated=False,
+            load_balance_coef=LOAD_BALANCE,
+            dtype=dtype,
+            kernel_init=partitioned(plain, None, "embed", "mlp"),
+            down_kernel_init=partitioned(residual, None, "mlp", "embed"),
+            router_kernel_init=partitioned(plain, "embed", None),
+            rngs=rngs,
+            **follows,
+        )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jlp.moe.MoEAux | None]:
+        """Activations [batch, time, width], and what the experts say beside theirs."""
         batch, time, width = x.shape
         normed = constrain(self.norm1(x), "batch", "time", None)
         qkv = self.qkv(normed).reshape(batch, time, 3, self.heads, width // self.heads)
         q, k, v = (constrain(qkv[:, :, i], "batch", None, "heads", None) for i in range(3))
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, time, width)
         x = x + constrain(self.out(constrain(attended, "batch", None, "heads")), "batch", "time", None)
-        hidden = jax.nn.gelu(self.up(constrain(self.norm2(x), "batch", "time", None)))
-        return x + constrain(self.down(constrain(hidden, "batch", None, "mlp")), "batch", "time", None)
+        normed = constrain(self.norm2(x), "batch", "time", None)
+        if self.experts:
+            y, aux = self.moe(normed)
+            return x + constrain(y, "batch", "time", None), aux
+        hidden = jax.nn.gelu(self.up(normed))
+        return x + constrain(self.down(constrain(hidden, "batch", None, "mlp")), "batch", "time", None), None
 
 
 class LanguageModel(nnx.Module):
@@ -97,15 +126,38 @@ class LanguageModel(nnx.Module):
         self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, dtype=dtype, kernel_init=kernel, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.with_experts(tokens)[0]
+
+    def with_experts(self, tokens: jax.Array) -> tuple[jax.Array, list[jlp.moe.MoEAux]]:
+        """The logits, and what each block's experts say; nothing where there are none."""
         x = constrain(self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1])), "batch", "time", None)
+        said = []
         for block in self.blocks:
-            x = block(x)
+            x, aux = block(x)
+            said += [] if aux is None else [aux]
         normed = constrain(self.norm(x), "batch", None, None)
-        return constrain(self.head(normed).astype(jnp.float32), "batch", None, "vocabulary")
+        return constrain(self.head(normed).astype(jnp.float32), "batch", None, "vocabulary"), said
 
 
 def loss(model: LanguageModel, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats of predicting each byte of [batch, time + 1] from those before it."""
-    logits = model(tokens[:, :-1])
+    return _cross_entropy(model(tokens[:, :-1]), tokens)
+
+
+def training_loss(model: LanguageModel, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    """What is trained: `loss` and, where there are experts, what levels their load.
+
+    Beside it `loss` alone, and how many times its even share the most loaded expert has, averaged over the blocks; None
+    without experts.
+    """
+    logits, said = model.with_experts(tokens[:, :-1])
+    value = _cross_entropy(logits, tokens)
+    if not said:
+        return value, (value, None)
+    shares = [aux.group_sizes.max() * aux.group_sizes.size / aux.group_sizes.sum() for aux in said]
+    return value + sum(aux.load_balance_loss for aux in said), (value, sum(shares) / len(shares))
+
+
+def _cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     log_probabilities = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1).mean()

@@ -18,7 +18,9 @@ def add_gaps(results: list[dict], baseline: str = "bf16") -> None:
 
 def table(results: list[dict]) -> str:
     """One row a run."""
-    rows = [("run", "loss", "gap", "val. loss", "gap", "step", "tokens/s", "compile", "saved for backward")]
+    experts = any("expert_load" in r for r in results)
+    heads = ("run", "loss", "gap", "val. loss", "gap", "step", "tokens/s", "compile", "saved for backward")
+    rows = [(*heads, "largest load") if experts else heads]
     for r in results:
         gaps = ["" if (g := r[f"{k}_gap_percent"]) is None else f"{g:+.2f} %" for k in ("loss", "validation_loss")]
         step = "" if r["step_seconds"] is None else f"{1000 * r['step_seconds']:.0f} ms"
@@ -26,7 +28,8 @@ def table(results: list[dict]) -> str:
         saved = f"{r['saved_activation_bytes'] / 2**20:.1f} MiB"
         compiling = f"{r['compile_seconds']:.1f} s" if r["compile_seconds"] else ""
         losses = [f"{r['loss']:.4f}", gaps[0], f"{r['validation_loss']:.4f}", gaps[1]]
-        rows.append((r["name"], *losses, step, speed, compiling, saved))
+        load = [f"{r['expert_load']:.2f}"] if experts else []
+        rows.append((r["name"], *losses, step, speed, compiling, saved, *load))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -44,7 +47,7 @@ def smooth(values: list[float], width: int) -> np.ndarray:
 
 
 def picture(results: list[dict], path: pathlib.Path) -> None:
-    """Loss curves, and below them their gaps against bf16 where it was trained too."""
+    """Loss curves, below them their gaps against bf16 where it was trained too, and the experts' loads if there are."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,27 +61,36 @@ def picture(results: list[dict], path: pathlib.Path) -> None:
         for name, losses in curves.items()
         if base is not None and name != "bf16" and len(losses) == len(base)
     }
+    loads = {r["name"]: smooth(r["expert_loads"], len(r["expert_loads"]) // 20) for r in results if "expert_loads" in r}
+    below = bool(gaps) + bool(loads)
     figure, axes = plt.subplots(
-        2 if gaps else 1,
+        1 + below,
         1,
-        figsize=(8, 7 if gaps else 4.5),
+        figsize=(8, 4.5 + 2.5 * below),
         sharex=True,
         squeeze=False,
-        height_ratios=(3, 2) if gaps else None,
+        height_ratios=(3, *[2] * below),
         layout="constrained",
     )
-    top, bottom = axes[0, 0], axes[-1, 0]
+    top, middle, bottom = axes[0, 0], axes[min(1, below), 0], axes[-1, 0]
     for name, losses in curves.items():
         color, line = styles.get(name, (None, "-"))
         steps = np.arange(1, len(losses) + 1)
         (drawn,) = top.plot(steps, losses, line, color=color, label=name)
         if name in gaps:
-            bottom.plot(steps, gaps[name], line, color=drawn.get_color(), label=f"{name} against bf16")
+            middle.plot(steps, gaps[name], line, color=drawn.get_color(), label=f"{name} against bf16")
     top.set_ylabel("training loss (nats a byte)")
     top.legend()
     if gaps:
-        bottom.axhline(0, color="black", linewidth=0.8)
-        bottom.set_ylabel("gap (%)")
+        middle.axhline(0, color="black", linewidth=0.8)
+        middle.set_ylabel("gap (%)")
+        middle.legend()
+    for name, values in loads.items():
+        color, line = styles.get(name, (None, "-"))
+        bottom.plot(np.arange(1, len(values) + 1), values, line, color=color, label=name)
+    if loads:
+        bottom.axhline(1, color="black", linewidth=0.8)
+        bottom.set_ylabel("largest expert's load\n(1: all alike)")
         bottom.legend()
     bottom.set_xlabel("step")
     figure.savefig(path, dpi=130)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import jaxlowprec as jlp
 from lm.data import Batches
 from lm.mesh import ONE_DEVICE, Layout
-from lm.model import Config, LanguageModel, loss
+from lm.model import Config, LanguageModel, loss, training_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +96,18 @@ def recipe_context(recipe: jlp.Recipe | None):
 def make_steps(graph: nnx.GraphDef, transformation: optax.GradientTransformation, shardings: Any = None):
     """The jitted training step and evaluation. The recipe is part of jit's cache key: call them in its context.
 
-    `shardings`: of parameters, optimizer state and loss.
+    A step gives parameters, optimizer state and the loss; with experts instead of it a pair of loss and load, see
+    `training_loss`. `shardings`: of all three.
     """
 
     @jax.jit(donate_argnums=(0, 1), out_shardings=shardings)
     def train(parameters, state, tokens):
-        value, gradients = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens))(parameters)
+        def trained(p):
+            return training_loss(nnx.merge(graph, p), tokens)
+
+        (_, (value, load)), gradients = jax.value_and_grad(trained, has_aux=True)(parameters)
         updates, state = transformation.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state, value
+        return optax.apply_updates(parameters, updates), state, value if load is None else (value, load)
 
     @jax.jit(out_shardings=None if shardings is None else shardings[-1])
     def evaluate(parameters, tokens):
@@ -130,29 +134,32 @@ def saved_bytes(graph: nnx.GraphDef, parameters: Any, recipe: jlp.Recipe | None,
 
 
 class Checkpoints:
-    """A run's parameters, optimizer state and losses so far, in its folder; restored to any layout.
+    """A run's parameters, optimizer state, losses and experts' loads so far, in its folder; restored to any layout.
 
     Every process saves its part; the first one writes the losses.
     """
 
     def __init__(self, folder: pathlib.Path):
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / "losses.json"
+        self.log, self.load_log = folder / "losses.json", folder / "expert_loads.json"
         options = ocp.CheckpointManagerOptions(max_to_keep=1)
         self.manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
 
-    def restore(self, parameters: Any, state: Any) -> tuple[Any, Any, list[float]]:
-        """The latest parameters and state, placed as those given, and the losses; those given where there are none."""
+    def restore(self, parameters: Any, state: Any) -> tuple[Any, Any, list[float], list[float]]:
+        """The latest parameters and state, placed as those given, and the figures; those given where there are none."""
         step = self.manager.latest_step()
         if step is None or not self.log.exists():
-            return parameters, state, []
+            return parameters, state, [], []
         restored = self.manager.restore(step, args=ocp.args.StandardRestore({"parameters": parameters, "state": state}))
-        return restored["parameters"], restored["state"], json.loads(self.log.read_text())[:step]
+        loads = json.loads(self.load_log.read_text())[:step] if self.load_log.exists() else []
+        return restored["parameters"], restored["state"], json.loads(self.log.read_text())[:step], loads
 
-    def save(self, parameters: Any, state: Any, losses: list[float]) -> None:
+    def save(self, parameters: Any, state: Any, losses: list[float], loads: list[float]) -> None:
         """After as many steps as there are losses."""
         if jax.process_index() == 0:
             self.log.write_text(json.dumps(losses))
+            if loads:
+                self.load_log.write_text(json.dumps(loads))
         content = {"parameters": parameters, "state": state}
         self.manager.save(len(losses), args=ocp.args.StandardSave(content), force=True)
 
@@ -178,9 +185,9 @@ def _train(run, config, schedule, batches, folder, resume, layout) -> dict:
     placed = layout.shardings((parameters, state))
     shardings = placed and (*placed, layout.replicated())
     step_function, evaluate = make_steps(graph, transformation, shardings)
-    checkpoints, losses, times = Checkpoints(folder), [], []
+    checkpoints, losses, loads, times = Checkpoints(folder), [], [], []
     if resume:
-        parameters, state, losses = checkpoints.restore(parameters, state)
+        parameters, state, losses, loads = checkpoints.restore(parameters, state)
 
     first, tokens_per_step, compile_seconds = len(losses), schedule.batch * config.context, 0.0
     saved = saved_bytes(graph, parameters, run.recipe, (schedule.batch, config.context + 1))
@@ -193,25 +200,31 @@ def _train(run, config, schedule, batches, folder, resume, layout) -> dict:
             started = time.perf_counter()
             batch = layout.place(batches.train(step), schedule.batch)
             parameters, state, value = step_function(parameters, state, batch)
+            if config.experts:
+                value, load = value
+                loads.append(float(load))
             losses.append(float(value))
             times.append(time.perf_counter() - started)
             if step == first:
                 compile_seconds = times.pop()
             elif len(times) % 10 == 0:
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_step / np.median(times[-50:]):,.0f} tokens/s")
+                load = f"largest load {loads[-1]:.2f}, " if loads else ""
+                speed = tokens_per_step / np.median(times[-50:])
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {load}{speed:,.0f} tokens/s")
             if len(losses) % schedule.checkpoint_every == 0 or len(losses) == schedule.steps:
-                checkpoints.save(parameters, state, losses)
+                checkpoints.save(parameters, state, losses, loads)
         validation = [
             float(evaluate(parameters, layout.place(batch, schedule.batch)))
             for batch in batches.validate(schedule.validation_batches)
         ]
     checkpoints.manager.close()
-    tail = losses[-max(1, min(50, len(losses) // 4)) :]
-    return {
+    tail = slice(-max(1, min(50, len(losses) // 4)), None)
+    of_experts = {"expert_loads": loads, "expert_load": float(np.mean(loads[tail]))} if config.experts else {}
+    return of_experts | {
         "name": run.name,
         "recipe": repr(run.recipe) if run.recipe else "none (bfloat16)",
         "losses": losses,
-        "loss": float(np.mean(tail)),
+        "loss": float(np.mean(losses[tail])),
         "validation_loss": float(np.mean(validation)),
         "finite": bool(np.isfinite(losses).all() and np.isfinite(validation).all()),
         "step_seconds": float(np.median(times)) if times else None,

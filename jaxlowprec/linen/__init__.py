@@ -1,5 +1,7 @@
-"""Flax Linen layers that follow a recipe: Flax's own classes, arguments, defaults and parameter trees."""
+"""Flax Linen layers that follow a recipe: Flax's own classes, arguments, defaults and parameter trees; and experts."""
 
+from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, keep_kernel_dtype
+from jaxlowprec.linen.moe import MoE
 
-__all__ = ["Dense", "DenseGeneral", "Einsum", "keep_kernel_dtype"]
+__all__ = ["Dense", "DenseGeneral", "Einsum", "GroupedDense", "MoE", "keep_kernel_dtype"]

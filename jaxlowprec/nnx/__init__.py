@@ -1,5 +1,6 @@
-"""Flax NNX layers that follow a recipe: Flax's own classes, arguments, defaults and state."""
+"""Flax NNX layers that follow a recipe: Flax's own classes, arguments, defaults and state; and experts."""
 
+from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import (
     Einsum,
     Linear,
@@ -11,11 +12,14 @@ from jaxlowprec.nnx.layers import (
     name_layers,
     quantized_kernels,
 )
+from jaxlowprec.nnx.moe import MoE
 
 __all__ = [
     "Einsum",
+    "GroupedLinear",
     "Linear",
     "LinearGeneral",
+    "MoE",
     "OverwriteWithGradient",
     "Quantized",
     "add_delayed_scaling",

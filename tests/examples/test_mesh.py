@@ -112,6 +112,24 @@ def test_every_recipe_starts_alike(name, on_one_device, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_a_model_with_experts_starts_alike_and_splits_their_kernels(recipe, on_one_device, tmp_path):
+    """Later a token whose logits are all but equal goes to another expert, and the runs part."""
+    config = dataclasses.replace(IN_FLOAT32, experts=4)
+    layout = layout_of(CUBE)
+    one = on_one_device(recipe, steps=4, config=config)
+    run = trained(recipe, layout, tmp_path, steps=4, config=config)
+    largest, first, _ = difference(run, one)
+    assert first < (FLOAT32 if recipe == "bf16" else FLIPPED) and largest < 5e-3
+    assert run["expert_loads"][0] == one["expert_loads"][0]
+    with layout.scope():
+        _, parameters = training.initial_parameters(config, training.Run(recipe), 0, layout)
+    experts = parameters["blocks"][0]["moe"]["experts"]
+    assert experts["up_proj"]["kernel"].get_value().sharding.spec == P(None, "fsdp", "tensor")
+    assert experts["down_proj"]["kernel"].get_value().sharding.spec == P(None, "tensor", "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_bfloat16_activations_part_no_more_than_perturbed_runs(recipe, on_one_device, tmp_path):
     """XLA rounds a fused bfloat16 intermediate or not, depending on what it fuses: from the first step on."""
     config = SIZES["tiny"]

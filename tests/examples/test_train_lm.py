@@ -52,6 +52,34 @@ def test_every_recipe_trains_and_saves_less_than_bf16(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_train_under_every_recipe_and_report_their_load(text, tmp_path):
+    recipes = ["bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat", "nvfp4_qat"]
+    options = ("--steps", "6", "--experts", "4", "--top-k", "2", "--no-noise-floor", "--recipe", ",".join(recipes))
+    done = run_python(*command(text, tmp_path, *options))
+    found = report(tmp_path)
+    assert found["settings"]["config"]["experts"] == 4 and "largest load" in done.stdout
+    for name, run in zip(recipes, found["runs"], strict=True):
+        assert run["name"] == name and run["finite"] and run["losses"][-1] < run["losses"][0]
+        assert len(run["expert_loads"]) == 6 and all(1 <= load <= 4 for load in run["expert_loads"])
+        assert (run["losses"] == found["runs"][0]["losses"]) == (name == "bf16")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_resumes_with_its_losses_and_loads(text, tmp_path):
+    def run(out, steps, *more):
+        options = ("--size", "tiny", "--experts", "4", "--checkpoint-every", "3", "--recipe", "nvfp4")
+        run_python(*command(text, tmp_path / out, "--steps", steps, *options, *more))
+        return report(tmp_path / out)["runs"][0]
+
+    run("parts", "3")
+    resumed = run("parts", "6", "--resume")
+    assert len(resumed["losses"]) == len(resumed["expert_loads"]) == 6
+    log = tmp_path / "parts" / "nvfp4" / "expert_loads.json"
+    assert json.loads(log.read_text()) == resumed["expert_loads"]
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
     options = ("--steps", "60", "--checkpoint-every", "10", "--recipe", "nvfp4")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -83,6 +111,8 @@ def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
         (("--recipe", "fp3"), "--recipe fp3: needs one or more of bf16"),
         (("--steps", "0"), "need 1 or more"),
         (("--text", "/no/such/folder"), "no such file or folder"),
+        (("--experts", "4", "--top-k", "5"), "--experts 4 --top-k 5: needs 1 <= top-k <= experts"),
+        (("--experts", "4", "--recipe", "fp8_delayed"), "--recipe fp8_delayed: has no place for experts"),
     ],
 )
 def test_a_wrong_argument_is_named(tmp_path, arguments, message):

@@ -1,0 +1,81 @@
+"""A linear for each expert, over rows sorted by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from jaxtyping import Array, Float, Int32
+
+from jaxlowprec.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.linear import rounds_stochastically
+from jaxlowprec.linen.layers import _loaded, _operands
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
+
+default_kernel_init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+"""Each expert's kernel as a linear's of its size."""
+
+
+class HighPrecisionGroupedDense(nn.Module):
+    """`GroupedDense` without a recipe: what makes the parameters."""
+
+    num_experts: int
+    features: int
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Any = default_kernel_init
+    bias_init: Any = nn.initializers.zeros_init()
+    promote_dtype: Any = promote_dtype
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
+        """Rows [T, in], expert after expert, and how many each has, to [T, features]."""
+        shape = (self.num_experts, inputs.shape[-1], self.features)
+        self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        if self.use_bias:
+            self.param("bias", self.bias_init, (self.num_experts, self.features), self.param_dtype)
+        inputs, kernel, bias = _operands(self, inputs, shape)
+        who, options = type(self).__name__, (None, None, "", self.precision)
+        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)
+
+
+class GroupedDense(HighPrecisionGroupedDense):
+    """A Dense for each expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
+
+    Its kernel is [experts, in, features], its bias [experts, features].
+
+    Attributes:
+        num_experts, features: sizes.
+        precision: of products in high precision; where given, `jax.lax.ragged_dot` computes them.
+        recipe: see `Dense`, whose other attributes these are too. The kernel keeps its dtype: `dtype` is that of the
+            computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not its
+            neighbour's; give these layers `Float8CurrentScaling` of their own.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> layer, sizes = jlp.linen.GroupedDense(2, 32), jnp.asarray([5, 3], jnp.int32)
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((8, 64)), sizes)
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     layer.apply(variables, jnp.ones((8, 64)), sizes).shape
+    (8, 32)
+    """
+
+    recipe: Any = FROM_CONTEXT
+
+    def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
+        """Rows [T, in], expert after expert, and how many each has, to [T, features].
+
+        Rows past the sum of the group sizes are zeros.
+        """
+        name = "/".join(self.path)
+        recipe = resolve(type(self).__name__, self.recipe, name)
+        if self.is_initializing() or recipe is None and _loaded(self) is None:
+            return super().__call__(inputs, group_sizes)
+        inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
+        wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))
+        key = self.make_rng("sr") if wanted and self.has_rng("sr") and _loaded(self) is None else None
+        who, options = type(self).__name__, (recipe, key, name, self.precision)
+        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)

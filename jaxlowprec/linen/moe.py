@@ -1,0 +1,119 @@
+"""The mixture-of-experts block of Linen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Int32
+
+from jaxlowprec.autocast import FROM_CONTEXT
+from jaxlowprec.linen import grouped
+from jaxlowprec.linen.layers import Dense
+from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
+from jaxlowprec.moe.router import Scoring
+
+
+class Experts(nn.Module):
+    """What each expert computes: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
+
+    Attributes:
+        hidden: size between.
+        inits: of the kernels of gate_proj and up_proj, and of down_proj.
+        num_experts: of `GroupedDense` layers over rows sorted by expert; None: `Dense` layers over tokens.
+        options: of each layer.
+    """
+
+    hidden: int
+    activation: Any
+    gated: bool
+    inits: tuple[Any, Any]
+    options: Any
+    num_experts: int | None = None
+
+    @nn.compact
+    def __call__(self, x: Array, *group_sizes: Array) -> Array:
+        """Rows [..., features] to rows [..., features]."""
+
+        def layer(features: int, init: Any, name: str) -> Any:
+            if self.num_experts is None:
+                return Dense(features, kernel_init=init, name=name, **self.options)
+            return grouped.GroupedDense(self.num_experts, features, kernel_init=init, name=name, **self.options)
+
+        gate = layer(self.hidden, self.inits[0], "gate_proj")(x, *group_sizes) if self.gated else None
+        up = layer(self.hidden, self.inits[0], "up_proj")(x, *group_sizes)
+        hidden = self.activation(up) if gate is None else self.activation(gate) * up
+        return layer(x.shape[-1], self.inits[1], "down_proj")(hidden, *group_sizes)
+
+
+class MoE(nn.Module):
+    """A block of experts under a recipe: each token goes to top_k of them, none is dropped, nothing is padded.
+
+    Attributes: those of `jaxlowprec.nnx.MoE`, with the same parts; the size of a token is that of the input.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> moe, x = jlp.linen.MoE(4, 128, top_k=2), jnp.ones((2, 8, 64))
+    >>> variables = moe.init(jax.random.key(0), x)
+    >>> with jlp.autocast(jlp.MXFP8BlockScaling()):
+    ...     y, aux = moe.apply(variables, x)
+    ...     replayed, _ = moe.apply(variables, x, tape=aux.tape)
+    >>> y.shape, aux.tape.shape, int(aux.group_sizes.sum()), bool((y == replayed).all())
+    ((2, 8, 64), (2, 8, 2), 32, True)
+    """
+
+    num_experts: int
+    hidden_features: int
+    top_k: int
+    shared_hidden_features: int = 0
+    activation: Any = jax.nn.silu
+    gated: bool = True
+    normalise: bool | None = None
+    scoring: Scoring = "softmax"
+    load_balance_coef: float = 0.01
+    expert_axis: str | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Any = grouped.default_kernel_init
+    down_kernel_init: Any = None
+    router_kernel_init: Any = nn.initializers.lecun_normal()
+    shared_kernel_init: Any = nn.initializers.lecun_normal()
+    shared_down_kernel_init: Any = None
+    recipe: Any = FROM_CONTEXT
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "*T D"], tape: Int32[Array, "*T k"] | None = None
+    ) -> tuple[Float[Array, "*T D"], MoEAux]:
+        """Tokens [..., features] to the same, and what else there is to say: `MoEAux`.
+
+        `tape`: int32 [..., top_k], the experts to send tokens to, as `aux.tape` of another pass; a row of -1 chooses
+        afresh. The choice alone is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
+        """
+        routing = (self.normalise, self.scoring, self.load_balance_coef, self.expert_axis)
+        settings = Settings(self.num_experts, self.top_k, *routing)
+        check_block(type(self).__name__, settings, self.gated)
+        options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
+        options |= {"precision": self.precision, "recipe": self.recipe}
+        router = Dense(
+            self.num_experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST,
+            kernel_init=self.router_kernel_init,
+            recipe=None,
+            name="router",
+        )
+        inits = self.kernel_init, self.down_kernel_init or self.kernel_init
+        own = self.num_experts
+        if self.expert_axis is not None and not self.is_initializing():
+            own //= jax.lax.axis_size(self.expert_axis)
+        common = (self.activation, self.gated)
+        experts = Experts(self.hidden_features, *common, inits, options, own, name="experts")
+        shared = None
+        if self.shared_hidden_features:
+            inits = self.shared_kernel_init, self.shared_down_kernel_init or self.shared_kernel_init
+            shared = Experts(self.shared_hidden_features, *common, inits, options, name="shared_experts")
+        return mixture(type(self).__name__, x, tape, settings, router, experts, shared)

@@ -1,0 +1,127 @@
+"""Tokens to their experts and back: sorted by expert, with no capacity, no padding and no one-hot.
+
+    x [T, D]  -> rows [T*k, D], expert after expert, an expert's tokens in their order     scatter_to_experts
+    rows [T*k, N], weights [T, k] -> y [T, N], summed over k in float32, first to last     combine
+
+Both are gathers forward and backward: no addition depends on how other tokens are routed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxlowprec import wiring
+from jaxlowprec.moe.router import in_order
+from jaxlowprec.ops.rounding import rounded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """Where each token's k rows are among those sorted by expert. A pytree.
+
+    Attributes:
+        order: int32 [T*k]: the choice, token * k + its place in the row, that is at each place.
+        places: int32 [T, k]: the place of each choice; the inverse of `order`.
+        group_sizes: int32 [experts]: rows of each expert. Rows past their sum are no expert's.
+    """
+
+    order: Int32[Array, "T*k"]
+    places: Int32[Array, "T k"]
+    group_sizes: Int32[Array, "E"]
+
+
+def dispatch(experts: Int32[Array, "T k"], num_experts: int) -> Dispatch:
+    """Sorts the tokens' choices by expert, stably.
+
+    Arguments:
+        experts: int32 [tokens, k]. What is not in [0, num_experts) comes last and is no expert's.
+        num_experts: how many there are.
+
+    Raises:
+        TypeError, ValueError: experts that are no int32 [tokens, k].
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> found = jlp.moe.dispatch(jnp.asarray([[2, 0], [0, 1]], jnp.int32), 3)
+    >>> found.order.tolist(), found.places.tolist(), found.group_sizes.tolist()
+    ([1, 2, 3, 0], [[3, 0], [1, 2]], [2, 1, 1])
+    """
+    if experts.ndim != 2 or experts.dtype != jnp.int32:
+        raise (ValueError if experts.ndim != 2 else TypeError)(
+            f"dispatch: experts are {experts.dtype}{list(experts.shape)}; needs int32 [tokens, k]"
+        )
+    flat = experts.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    places = jnp.argsort(order, stable=True).astype(jnp.int32).reshape(experts.shape)
+    group_sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
+    return Dispatch(order, places, group_sizes)
+
+
+def scatter_to_experts(x: Float[Array, "T D"], where: Dispatch) -> Float[Array, "T*k D"]:
+    """Each token's row k times, sorted by expert; the gradient of x is added up in float32, in the order of the k.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> found = jlp.moe.dispatch(jnp.asarray([[2, 0], [0, 1]], jnp.int32), 3)
+    >>> jlp.moe.scatter_to_experts(jnp.asarray([[1.0], [2.0]]), found).ravel().tolist()
+    [1.0, 2.0, 2.0, 1.0]
+    """
+    return _scatter(*wiring.align_varying(x, where.order, where.places))
+
+
+def _rows(x: Array, indices: Array) -> Array:
+    """x[indices], which come from sorting and are in bounds."""
+    return x.at[indices].get(mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def _scatter(x: Array, order: Array, places: Array) -> Array:
+    return _rows(x, order // places.shape[1])
+
+
+def _scatter_fwd(x: Array, order: Array, places: Array) -> tuple[Array, Array]:
+    return _scatter(x, order, places), places
+
+
+def _scatter_bwd(places: Array, gradient: Array) -> tuple[Array, None, None]:
+    return in_order(_rows(gradient, places).astype(jnp.float32)).astype(gradient.dtype), None, None
+
+
+_scatter.defvjp(_scatter_fwd, _scatter_bwd)
+
+
+def combine(rows: Float[Array, "T*k N"], weights: Float[Array, "T k"], where: Dispatch) -> Float[Array, "T N"]:
+    """The experts' rows back with their tokens, weighted and added up in float32 in the order of the k.
+
+    The result is float32, for more to be added before it is rounded. Gradients of rows have their dtype.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> found = jlp.moe.dispatch(jnp.asarray([[2, 0], [0, 1]], jnp.int32), 3)
+    >>> rows = jlp.moe.scatter_to_experts(jnp.asarray([[1.0], [2.0]]), found)
+    >>> jlp.moe.combine(rows, jnp.asarray([[0.5, 0.25], [1.0, 0.0]]), found).tolist()
+    [[0.75], [2.0]]
+    """
+    return _combine(*wiring.align_varying(rows, weights, where.order, where.places))
+
+
+@jax.custom_vjp
+def _combine(rows: Array, weights: Array, order: Array, places: Array) -> Array:
+    return in_order(rounded(_rows(rows, places).astype(jnp.float32) * weights[..., None]))
+
+
+def _combine_fwd(rows: Array, weights: Array, order: Array, places: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _combine(rows, weights, order, places), (rows, weights, order, places)
+
+
+def _combine_bwd(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, None, None]:
+    rows, weights, order, places = saved
+    of_rows = _rows(gradient, order // places.shape[1]) * _rows(weights.reshape(-1), order)[:, None]
+    of_weights = jnp.sum(_rows(rows, places).astype(jnp.float32) * gradient[:, None, :], axis=-1)
+    return of_rows.astype(rows.dtype), of_weights, None, None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)

@@ -1,0 +1,113 @@
+"""The mixture-of-experts block, whatever its router and its experts are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxlowprec.moe.dispatch import combine, dispatch, scatter_to_experts
+from jaxlowprec.moe.router import Scoring, route
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEAux:
+    """What a block of experts says beside its output. A pytree.
+
+    Attributes:
+        load_balance_loss: float32, times `load_balance_coef`: to be added to the loss that is trained.
+        tape: int32 [..., k], the experts used, for `RoutingTape` and replay.
+        group_sizes: int32 [experts], how many tokens went to each.
+    """
+
+    load_balance_loss: Float[Array, ""]
+    tape: Int32[Array, "*T k"]
+    group_sizes: Int32[Array, "E"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a block routes; see `jaxlowprec.nnx.MoE`."""
+
+    num_experts: int
+    top_k: int
+    normalise: bool | None
+    scoring: Scoring
+    load_balance_coef: float
+    expert_axis: str | None
+
+
+def mixture(
+    who: str,
+    x: Float[Array, "*T D"],
+    tape: Int32[Array, "*T k"] | None,
+    settings: Settings,
+    router: Callable[[Array], Array],
+    experts: Callable[[Array, Array], Array],
+    shared: Callable[[Array], Array] | None,
+) -> tuple[Float[Array, "*T D"], MoEAux]:
+    """Routes, computes, combines.
+
+    Arguments:
+        router: float32 tokens [..., D] to logits [..., experts].
+        experts: rows sorted by expert, and group sizes, to rows; see `GroupedLinear`.
+        shared: what every token goes through; added in float32 before the one rounding of the result.
+    """
+    if tape is not None and tuple(getattr(tape, "shape", ())) != (*x.shape[:-1], settings.top_k):
+        given = tape.shape if hasattr(tape, "shape") else type(tape).__name__
+        raise ValueError(
+            f"{who}: x {x.shape} and tape {given}; needs a tape [..., k] of {(*x.shape[:-1], settings.top_k)}: one "
+            "layer of a RoutingTape that was recorded for these tokens"
+        )
+    k, lead = settings.top_k, x.shape[:-1]
+    logits = router(x.astype(jnp.float32)).reshape(-1, settings.num_experts)
+    routing = route(
+        logits,
+        k,
+        tape=None if tape is None else tape.reshape(-1, k),
+        normalise=k > 1 if settings.normalise is None else settings.normalise,
+        scoring=settings.scoring,
+    )
+    rows_of = _sharded_experts if settings.expert_axis is not None else _experts
+    y, dtype = rows_of(x.reshape(-1, x.shape[-1]), routing, experts, settings)
+    y = y.reshape(*lead, y.shape[-1])
+    if shared is not None:
+        y = y + shared(x).astype(jnp.float32)
+    loss = settings.load_balance_coef * routing.load_balance_loss
+    return y.astype(dtype), MoEAux(loss, routing.experts.reshape(*lead, k), routing.group_sizes)
+
+
+def _experts(x: Array, routing: Any, experts: Any, settings: Settings) -> tuple[Array, Any]:
+    """The weighted sum of the experts' outputs in float32, and the dtype that they had."""
+    where = dispatch(routing.experts, settings.num_experts)
+    rows = experts(scatter_to_experts(x, where), where.group_sizes)
+    return combine(rows, routing.weights, where), rows.dtype
+
+
+def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -> tuple[Array, Any]:
+    """The same within shard_map, each device along the axis having its part of the experts.
+
+    All devices along it have the same tokens, compute the rows of their own experts, and add up in float32.
+    """
+    axis = settings.expert_axis
+    local = settings.num_experts // jax.lax.axis_size(axis)
+    own = routing.experts - local * jax.lax.axis_index(axis).astype(jnp.int32)
+    where = dispatch(own, local)
+    rows = experts(scatter_to_experts(x, where), where.group_sizes)
+    return jax.lax.psum(combine(rows, routing.weights, where), axis), rows.dtype
+
+
+def check_block(who: str, settings: Settings, gated: Any) -> None:
+    """Raises ValueError where a block cannot be made."""
+    experts, k = settings.num_experts, settings.top_k
+    if experts < 1 or not 1 <= k <= experts:
+        raise ValueError(f"{who}: top_k={k} of num_experts={experts}; needs 1 <= top_k <= num_experts")
+    if settings.scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f'{who}: scoring={settings.scoring!r}; needs "softmax" or "sigmoid"')
+    if not isinstance(gated, bool):
+        raise TypeError(f"{who}: gated={gated!r}; needs True or False")

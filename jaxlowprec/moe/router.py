@@ -1,0 +1,139 @@
+"""The choice of experts: top-k of a router's logits, or the choice that a tape holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+AFRESH = -1
+"""In a tape: this token chooses its experts afresh. A row of k is all of it, or none."""
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Which experts each token goes to, and with which weights. A pytree.
+
+    Attributes:
+        experts: int32 [tokens, k], those used: a tape for the next pass. Never out of range.
+        weights: float32 [tokens, k], in the order of `experts`; differentiable in the logits.
+        group_sizes: int32 [experts], the tokens of each expert; they sum to tokens x k.
+        load_balance_loss: float32, 1 where experts are used alike and up to the number of experts where one takes all.
+    """
+
+    experts: Int32[Array, "T k"]
+    weights: Float[Array, "T k"]
+    group_sizes: Int32[Array, "E"]
+    load_balance_loss: Float[Array, ""]
+
+
+def route(
+    logits: Float[Array, "T E"],
+    k: int,
+    *,
+    tape: Int32[Array, "T k"] | None = None,
+    normalise: bool = True,
+    scoring: Scoring = "softmax",
+) -> Routing:
+    """Sends each token to k experts: those of the highest logits, or those of the tape.
+
+    A tape freezes the choice and nothing else: weights are recomputed from these logits, gradients flow through them,
+    and the loss and the group sizes follow the experts used. The order of a row is kept, so that outputs, sums over k,
+    have the same bits. Fresh choices are in descending order; of equal logits the lower expert comes first.
+
+    A row of the tape that is no choice (an expert out of range or twice, -1 beside others) cannot raise within jit: the
+    token's weights, and with them its output, and the loss become NaN, and the token is sent where its logits say.
+    `RoutingTape.check` says beforehand which one it is.
+
+    Arguments:
+        logits: float32 [tokens, experts], computed in float32.
+        k: experts a token.
+        tape: int32 [tokens, k]; a row of -1 chooses afresh. None: all do.
+        normalise: whether a token's weights are made to sum to 1, after they are gathered. With k = 1 that is a
+            constant, which the router learns nothing from.
+        scoring: what makes weights of logits: "softmax" over all experts, or "sigmoid" of each.
+
+    Raises:
+        TypeError: logits that are not float32, a tape that is not int32.
+        ValueError: shapes that do not fit, k out of range, an unknown scoring.
+
+    Source: load balance: "Switch Transformers", arXiv 2101.03961, equation 4, over k choices; replay: arXiv 2507.18071
+    and 2510.11370.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> logits = jnp.log(jnp.asarray([[1.0, 6.0, 2.0, 1.0]]))
+    >>> routing = jlp.moe.route(logits, 2)
+    >>> routing.experts.tolist(), [f"{weight:.3f}" for weight in routing.weights[0]]
+    ([[1, 2]], ['0.750', '0.250'])
+    >>> jlp.moe.route(-logits, 2, tape=routing.experts).experts.tolist()
+    [[1, 2]]
+    """
+    _check(logits, k, tape, scoring)
+    experts = logits.shape[-1]
+    scores = jax.nn.softmax(logits, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(logits)
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1]
+    valid = jnp.ones(logits.shape[:1], bool)
+    if tape is not None:
+        replayed, afresh = replayable(tape, experts)
+        valid = replayed | afresh
+        chosen = jnp.where(replayed[:, None], tape, chosen)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if normalise:
+        weights = weights / jnp.maximum(in_order(weights), jnp.finfo(jnp.float32).tiny)[:, None]
+    weights = jnp.where(valid[:, None], weights, jnp.nan)
+    group_sizes = jnp.zeros(experts, jnp.int32).at[chosen.reshape(-1)].add(1)
+    loss = jnp.where(jnp.all(valid), _load_balance_loss(scores, group_sizes, scoring), jnp.nan)
+    return Routing(chosen, weights, group_sizes, loss)
+
+
+def replayable(tape: Int32[Array, "*T k"], experts: int) -> tuple[Array, Array]:
+    """Which rows of a tape are a choice of experts, and which choose afresh; the rest is neither, and so an error."""
+    afresh = jnp.all(tape == AFRESH, axis=-1)
+    in_range = jnp.all((tape >= 0) & (tape < experts), axis=-1)
+    ordered = jnp.sort(tape, axis=-1)
+    return in_range & jnp.all(ordered[..., 1:] != ordered[..., :-1], axis=-1), afresh
+
+
+def in_order(terms: Float[Array, "T k *N"]) -> Float[Array, "T *N"]:
+    """The sum over k, from first to last: its bits depend on nothing else."""
+    total = terms[:, 0]
+    for i in range(1, terms.shape[1]):
+        total = total + terms[:, i]
+    return total
+
+
+def _load_balance_loss(scores: Array, group_sizes: Array, scoring: Scoring) -> Array:
+    """Experts times the sum over them of their share of the choices and their mean probability."""
+    if scoring == "sigmoid":
+        scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    tokens, experts = scores.shape
+    share = group_sizes / jnp.maximum(1, jnp.sum(group_sizes))
+    return experts * jnp.sum(share * jnp.sum(scores, axis=0)) / max(1, tokens)
+
+
+def _check(logits: Array, k: int, tape: Array | None, scoring: str) -> None:
+    if logits.dtype != jnp.float32:
+        raise TypeError(f"route: logits are {logits.dtype}; needs float32: compute the router's product in it")
+    if logits.ndim != 2:
+        raise ValueError(f"route: logits have shape {logits.shape}; needs [tokens, experts]: flatten the leading axes")
+    tokens, experts = logits.shape
+    if not 1 <= k <= experts:
+        raise ValueError(f"route: k is {k} with {experts} experts; needs 1 to {experts}")
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f'route: scoring={scoring!r}; needs "softmax" or "sigmoid"')
+    if tape is None:
+        return
+    if getattr(tape, "dtype", None) != jnp.int32:
+        given = getattr(tape, "dtype", type(tape).__name__)
+        raise TypeError(f"route: tape is {given}; needs an int32 array: pass a layer of a RoutingTape's experts")
+    if tape.shape != (tokens, k):
+        raise ValueError(
+            f"route: tape has shape {tape.shape}; needs {(tokens, k)}, tokens x k: pass one layer of it, recorded for "
+            "these tokens and this k"
+        )

@@ -1,0 +1,177 @@
+"""The record of a model's routing: made in one pass, replayed in another, checked on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxlowprec.moe.rollout import captured
+from jaxlowprec.moe.router import AFRESH
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoutingTape:
+    """The experts of every token in every layer of a model. A pytree with one leaf.
+
+    It is state of no layer: a pass takes it as an argument and returns the one it used. Under jit, remat and sharding
+    it is an operand like any other; `jax.lax.scan` over layers takes `tape.experts` as xs and returns one as ys.
+
+    Attributes:
+        experts: int32 [layers, *tokens, k], in the order in which a token's outputs are added up; a row of -1 chooses
+            afresh. The axes of tokens are those of the activations, such as [batch, time].
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> tape = jlp.moe.RoutingTape(jnp.asarray([[[0, 1], [2, 0]], [[1, 3], [-1, -1]]], jnp.int32))
+    >>> tape, tape[1].tolist()
+    (RoutingTape(2 layers, 2 tokens, k=2), [[1, 3], [-1, -1]])
+    >>> tape.check(num_experts=3)
+    Traceback (most recent call last):
+    ValueError: RoutingTape: layer 1, token 0 has experts [1, 3]; needs ids below 3, the number of experts
+    """
+
+    experts: Int32[Array, "L *T k"]
+
+    @classmethod
+    def afresh(cls, layers: int, tokens: int | tuple[int, ...], k: int) -> RoutingTape:
+        """A tape by which every token chooses afresh: for recording by the program that replays.
+
+        >>> import jaxlowprec as jlp
+        >>> jlp.moe.RoutingTape.afresh(2, (4, 16), k=2).experts.shape
+        (2, 4, 16, 2)
+        """
+        tokens = (tokens,) if isinstance(tokens, int) else tuple(tokens)
+        return cls(jnp.full((layers, *tokens, k), AFRESH, jnp.int32))
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[Int32[Array, "*T k"]]) -> RoutingTape:
+        """The tape of layers that were run one by one: `[aux.tape for each]`.
+
+        >>> import jax.numpy as jnp, jaxlowprec as jlp
+        >>> jlp.moe.RoutingTape.of_layers([jnp.zeros((8, 1), jnp.int32)] * 3)
+        RoutingTape(3 layers, 8 tokens, k=1)
+        """
+        return cls(jnp.stack(layers))
+
+    @classmethod
+    def from_routed_experts(
+        cls,
+        sequences: Sequence[np.ndarray | bytes | str],
+        *,
+        num_layers: int,
+        k: int,
+        num_experts: int,
+        dense_layers: Sequence[int] = (),
+        length: int | None = None,
+    ) -> RoutingTape:
+        """The routing that a rollout engine used, as SGLang returns it in `meta_info["routed_experts"]`.
+
+        An engine never runs a sequence's last token: it chooses afresh, as do the places that fill up shorter ones.
+
+        Arguments:
+            sequences: for each sequence int32 [tokens - 1, num_layers, k], or the same numbers flat, as little-endian
+                bytes, or as these in base64.
+            num_layers: of the engine's model, with the dense ones.
+            k, num_experts: of every layer with experts.
+            dense_layers: layers without experts, which the tape leaves out; what the engine says of them is not read.
+            length: tokens of each sequence in the tape; default: of the longest.
+
+        Returns:
+            A checked tape [layers with experts, sequences, length, k].
+
+        Raises:
+            ValueError: sizes that do not fit, a layer that was not captured (nothing but zeros), rows that are no
+                choice of experts, naming sequence, layer and token.
+
+        Source: arXiv 2510.11370.
+
+        >>> import numpy as np, jaxlowprec as jlp
+        >>> first = np.asarray([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], np.int32)  # 2 tokens + 1, layer 0 dense
+        >>> tape = jlp.moe.RoutingTape.from_routed_experts(
+        ...     [first, first[:1].tobytes()], num_layers=2, k=2, num_experts=4, dense_layers=[0]
+        ... )
+        >>> tape.experts.tolist()
+        [[[[3, 1], [2, 0], [-1, -1]], [[3, 1], [-1, -1], [-1, -1]]]]
+        """
+        known = captured(sequences, num_layers, k, dense_layers)
+        longest = max((len(rows) + 1 for rows in known), default=0)
+        length = longest if length is None else length
+        if length < longest:
+            raise ValueError(f"routed_experts: a sequence has {longest} tokens; needs length={longest} or more")
+        layers = num_layers - len(set(dense_layers))
+        experts = np.full((layers, len(known), length, k), AFRESH, np.int32)
+        for i, rows in enumerate(known):
+            experts[:, i, : len(rows)] = rows.swapaxes(0, 1)
+        _check("routed_experts", experts, num_experts)
+        return cls(jnp.asarray(experts))
+
+    def __getitem__(self, layer: int) -> Int32[Array, "*T k"]:
+        """One layer's, as a layer takes it."""
+        return self.experts[layer]
+
+    def __len__(self) -> int:
+        """How many layers."""
+        return self.experts.shape[0]
+
+    def __repr__(self) -> str:
+        shape: tuple[int, ...] = getattr(self.experts, "shape", ())  # a transformation may have put any leaf there
+        if len(shape) < 3:
+            return f"RoutingTape({self.experts})"
+        tokens = "x".join(map(str, shape[1:-1]))
+        return f"RoutingTape({shape[0]} layers, {tokens} tokens, k={shape[-1]})"
+
+    def check(
+        self, num_experts: int, *, layers: int | None = None, tokens: int | tuple[int, ...] | None = None
+    ) -> None:
+        """Raises where replaying would not do what the tape says; on the host, before the pass.
+
+        Arguments:
+            num_experts: of every layer.
+            layers, tokens: that the pass has, where they are to be checked.
+
+        Raises:
+            TypeError: experts that are not int32, or not known yet (within jit).
+            ValueError: a shape that does not fit; an expert out of range or twice, or -1 beside others in a row; it
+                names layer and token.
+
+        >>> import jaxlowprec as jlp
+        >>> jlp.moe.RoutingTape.afresh(2, 8, k=1).check(num_experts=4, layers=2, tokens=8)
+        """
+        if isinstance(self.experts, jax.core.Tracer):
+            raise TypeError("RoutingTape: its experts are not known within jit; check it before the pass")
+        experts = np.asarray(self.experts)
+        if experts.dtype != np.int32:
+            raise TypeError(f"RoutingTape: experts are {experts.dtype}; needs int32")
+        if experts.ndim < 3:
+            raise ValueError(f"RoutingTape: experts have shape {experts.shape}; needs [layers, *tokens, k]")
+        expected_tokens = (tokens,) if isinstance(tokens, int) else tokens
+        if layers not in (None, experts.shape[0]) or expected_tokens not in (None, experts.shape[1:-1]):
+            raise ValueError(
+                f"RoutingTape: it has {experts.shape[0]} layers and tokens {experts.shape[1:-1]}; needs those of the "
+                f"pass, {layers} and {expected_tokens}: replay the batch that was recorded"
+            )
+        _check("RoutingTape", experts, num_experts)
+
+
+def _check(who: str, experts: np.ndarray, num_experts: int) -> None:
+    """Raises ValueError at the first row of int32 [layers, *tokens, k] that is no choice of experts."""
+    ordered = np.sort(experts, axis=-1)
+    afresh = (experts == AFRESH).all(-1)
+    faults = {
+        "-1 for the whole row, or for none of it": (experts == AFRESH).any(-1),
+        "ids of 0 or more": (experts < 0).any(-1),
+        f"ids below {num_experts}, the number of experts": (experts >= num_experts).any(-1),
+        "each expert once": (ordered[..., 1:] == ordered[..., :-1]).any(-1),
+    }
+    for needed, found in faults.items():
+        found = found & ~afresh
+        if found.any():
+            layer, *token = (int(i) for i in np.argwhere(found)[0])
+            row = experts[(layer, *token)].tolist()
+            where = token[0] if len(token) == 1 else tuple(token)
+            raise ValueError(f"{who}: layer {layer}, token {where} has experts {row}; needs {needed}")

@@ -1,0 +1,86 @@
+"""A linear for each expert, over rows sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+from jaxtyping import Array, Float, Int32
+
+from jaxlowprec.autocast import FROM_CONTEXT
+from jaxlowprec.linear import rounds_stochastically
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
+from jaxlowprec.nnx.layers import _Quantizing
+from jaxlowprec.recipes import DelayedScaling
+
+default_kernel_init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+"""Each expert's kernel as a linear's of its size."""
+
+
+class GroupedLinear(_Quantizing, nnx.Module):
+    """A linear for each expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
+
+    Its kernel is [experts, in_features, out_features], its bias [experts, out_features].
+
+    Arguments:
+        num_experts, in_features, out_features: sizes.
+        precision: of products in high precision; where given, `jax.lax.ragged_dot` computes them.
+        recipe, name: see `Linear`, whose other arguments these are too. The kernel keeps its dtype: `dtype` is that of
+            the computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not
+            its neighbour's; give these layers `Float8CurrentScaling` of their own.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> layer = jlp.nnx.GroupedLinear(2, 64, 32, rngs=nnx.Rngs(0))
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     layer(jnp.ones((8, 64)), jnp.asarray([5, 3], jnp.int32)).shape
+    (8, 32)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Any = default_kernel_init,
+        bias_init: Any = nnx.initializers.zeros,
+        promote_dtype: Any = flax_promote_dtype,
+        recipe: Any = FROM_CONTEXT,
+        name: str = "",
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        kernel = kernel_init(rngs.params(), (num_experts, in_features, out_features), param_dtype)
+        self.kernel = nnx.Param(kernel, **kernel_metadata)
+        self.bias = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(bias_init(rngs.params(), (num_experts, out_features), param_dtype), **bias_metadata)
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.use_bias, self.dtype, self.param_dtype, self.precision = use_bias, dtype, param_dtype, precision
+        self.promote_dtype = promote_dtype
+        self._set_up(recipe, name, rngs)
+
+    def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
+        """Rows [T, in_features], expert after expert, and how many each has, to [T, out_features].
+
+        Rows past the sum of the group sizes are zeros.
+        """
+        recipe = self._recipe()
+        inputs, kernel, bias = self._operands(inputs)
+        wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, self.name))
+        key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
+        who, options = type(self).__name__, (recipe, key, self.name, self.precision)
+        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)
+
+    def _add_state(self, recipe: DelayedScaling | None) -> None:
+        super()._add_state(None)  # groups are tensors of their own and have no place for it

@@ -1,0 +1,138 @@
+"""The mixture-of-experts block of NNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxlowprec.autocast import FROM_CONTEXT
+from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
+from jaxlowprec.moe.router import Scoring
+from jaxlowprec.nnx import grouped
+from jaxlowprec.nnx.layers import Linear
+
+_default_init = nnx.initializers.lecun_normal()
+
+
+class Experts(nnx.Module):
+    """What each expert computes: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
+
+    Its layers are `Linear`s (shared experts, over tokens) or `GroupedLinear`s (over rows sorted by expert).
+    """
+
+    def __init__(self, make: Any, features: int, hidden: int, activation: Any, gated: bool, inits: tuple[Any, Any]):
+        self.activation = activation
+        self.gate_proj = nnx.data(make(features, hidden, inits[0], "gate_proj") if gated else None)
+        self.up_proj = make(features, hidden, inits[0], "up_proj")
+        self.down_proj = make(hidden, features, inits[1], "down_proj")
+
+    def __call__(self, x: Array, *group_sizes: Array) -> Array:
+        """Rows [..., features] to rows [..., features]."""
+        up = self.up_proj(x, *group_sizes)
+        if self.gate_proj is None:
+            return self.down_proj(self.activation(up), *group_sizes)
+        return self.down_proj(self.activation(self.gate_proj(x, *group_sizes)) * up, *group_sizes)
+
+
+class MoE(nnx.Module):
+    """A block of experts under a recipe: each token goes to top_k of them, none is dropped, nothing is padded.
+
+    Its parts are `router`, float32 whatever the recipe, `experts` (`gate_proj`, `up_proj`, `down_proj`), and
+    `shared_experts`, likewise, where asked for. The router's product is computed in float32.
+
+    Arguments:
+        num_experts, in_features, hidden_features: sizes; tokens keep in_features.
+        top_k: experts a token.
+        shared_hidden_features: hidden size of what every token goes through beside its experts; 0: there is none.
+        activation, gated: an expert is down(activation(gate(x)) * up(x)), or ungated down(activation(up(x))).
+        normalise: whether a token's weights sum to 1; default: where top_k is 2 or more.
+        scoring: "softmax" or "sigmoid", see `jaxlowprec.moe.route`.
+        load_balance_coef: what the load-balance loss is multiplied by.
+        expert_axis: a mesh axis within shard_map along which the experts' kernels are split, see docs/moe.md.
+        dtype, param_dtype, precision, kernel_init: see `GroupedLinear`; none has a bias.
+        down_kernel_init, router_kernel_init: initialisers of their own. `shared_kernel_init` and
+            `shared_down_kernel_init` are those of kernels without an axis of experts.
+        recipe, name: see `Linear`; the parts are called name/experts/up_proj and so on.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> moe = jlp.nnx.MoE(4, 64, 128, top_k=2, rngs=nnx.Rngs(0))
+    >>> with jlp.autocast(jlp.MXFP8BlockScaling()):
+    ...     y, aux = moe(jnp.ones((2, 8, 64)))
+    ...     replayed, _ = moe(jnp.ones((2, 8, 64)), tape=aux.tape)
+    >>> y.shape, aux.tape.shape, int(aux.group_sizes.sum()), bool((y == replayed).all())
+    ((2, 8, 64), (2, 8, 2), 32, True)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        hidden_features: int,
+        *,
+        top_k: int,
+        shared_hidden_features: int = 0,
+        activation: Any = jax.nn.silu,
+        gated: bool = True,
+        normalise: bool | None = None,
+        scoring: Scoring = "softmax",
+        load_balance_coef: float = 0.01,
+        expert_axis: str | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Any = grouped.default_kernel_init,
+        down_kernel_init: Any = None,
+        router_kernel_init: Any = _default_init,
+        shared_kernel_init: Any = _default_init,
+        shared_down_kernel_init: Any = None,
+        recipe: Any = FROM_CONTEXT,
+        name: str = "",
+        rngs: nnx.Rngs,
+    ):
+        self.settings = Settings(num_experts, top_k, normalise, scoring, load_balance_coef, expert_axis)
+        check_block(type(self).__name__, self.settings, gated)
+        common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}
+        common |= {"recipe": recipe, "rngs": rngs}
+
+        def named(part: str) -> str:
+            return f"{name}/{part}" if name else ""
+
+        def expert(inputs: int, outputs: int, init: Any, part: str) -> grouped.GroupedLinear:
+            whole = named(f"experts/{part}")
+            return grouped.GroupedLinear(num_experts, inputs, outputs, kernel_init=init, name=whole, **common)
+
+        def shared(inputs: int, outputs: int, init: Any, part: str) -> Linear:
+            return Linear(inputs, outputs, kernel_init=init, name=named(f"shared_experts/{part}"), **common)
+
+        self.router = Linear(
+            in_features,
+            num_experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST,
+            kernel_init=router_kernel_init,
+            recipe=None,
+            name=named("router"),
+            rngs=rngs,
+        )
+        inits = kernel_init, down_kernel_init or kernel_init
+        self.experts = Experts(expert, in_features, hidden_features, activation, gated, inits)
+        self.shared_experts = nnx.data(None)
+        if shared_hidden_features:
+            inits = shared_kernel_init, shared_down_kernel_init or shared_kernel_init
+            self.shared_experts = Experts(shared, in_features, shared_hidden_features, activation, gated, inits)
+
+    def __call__(
+        self, x: Float[Array, "*T D"], tape: Int32[Array, "*T k"] | None = None
+    ) -> tuple[Float[Array, "*T D"], MoEAux]:
+        """Tokens [..., in_features] to the same, and what else there is to say: `MoEAux`.
+
+        `tape`: int32 [..., top_k], the experts to send tokens to, as `aux.tape` of another pass; a row of -1 chooses
+        afresh. The choice alone is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
+        """
+        return mixture(type(self).__name__, x, tape, self.settings, self.router, self.experts, self.shared_experts)

@@ -1,0 +1,153 @@
+"""The router: fresh choices are the top-k, a tape freezes the choice and nothing else, what is no choice is loud."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from tests.helpers import assert_same_bytes
+
+TOKENS, EXPERTS, K = 64, 8, 3
+LOGITS = jax.random.normal(jax.random.key(0), (TOKENS, EXPERTS))
+OTHER_LOGITS = jax.random.normal(jax.random.key(1), (TOKENS, EXPERTS))
+each_scoring = pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+each_normalise = pytest.mark.parametrize("normalise", [True, False], ids=["normalised", "as they are"])
+
+
+def scores_of(logits, scoring):
+    logits = np.asarray(logits, np.float64)
+    if scoring == "sigmoid":
+        return 1 / (1 + np.exp(-logits))
+    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+
+def tape_of(*rows):
+    """A tape of LOGITS' tokens that begins with these rows; the others choose afresh."""
+    return jnp.full((TOKENS, K), -1, jnp.int32).at[: len(rows)].set(jnp.asarray(rows, jnp.int32))
+
+
+class TestFreshChoice:
+    @each_scoring
+    @each_normalise
+    def test_is_the_k_best_in_descending_order_with_their_scores(self, scoring, normalise):
+        routing = jlp.moe.route(LOGITS, K, scoring=scoring, normalise=normalise)
+        best = np.argsort(-np.asarray(LOGITS), axis=-1, kind="stable")[:, :K]
+        assert routing.experts.dtype == jnp.int32 and routing.weights.dtype == jnp.float32
+        np.testing.assert_array_equal(routing.experts, best)
+        weights = np.take_along_axis(scores_of(LOGITS, scoring), best, -1)
+        weights = weights / weights.sum(-1, keepdims=True) if normalise else weights
+        np.testing.assert_allclose(routing.weights, weights, rtol=1e-6)
+
+    def test_of_equal_logits_is_the_lower_expert(self):
+        np.testing.assert_array_equal(jlp.moe.route(jnp.zeros((4, 5)), 2).experts, [[0, 1]] * 4)
+
+    def test_under_vmap_is_that_of_each(self):
+        logits = jnp.stack([LOGITS, OTHER_LOGITS])
+        together = jax.vmap(lambda x: jlp.moe.route(x, K))(logits)
+        for i, one in enumerate((LOGITS, OTHER_LOGITS)):
+            assert_same_bytes(jax.tree.map(lambda leaf: leaf[i], together), jlp.moe.route(one, K))
+
+
+class TestReplay:
+    def test_of_what_was_recorded_gives_the_same_bits(self):
+        recorded = jlp.moe.route(LOGITS, K)
+        assert_same_bytes(jlp.moe.route(LOGITS, K, tape=recorded.experts), recorded)
+
+    def test_keeps_choice_and_order_whatever_the_logits_are(self):
+        tape = jlp.moe.route(LOGITS, K).experts[:, ::-1]
+        routing = jlp.moe.route(OTHER_LOGITS, K, tape=tape)
+        assert_same_bytes(routing.experts, tape)
+        assert jnp.any(routing.experts != jlp.moe.route(OTHER_LOGITS, K).experts)
+
+    @each_scoring
+    @each_normalise
+    def test_recomputes_the_weights(self, scoring, normalise):
+        tape = jlp.moe.route(LOGITS, K).experts
+        routing = jlp.moe.route(OTHER_LOGITS, K, tape=tape, scoring=scoring, normalise=normalise)
+        weights = np.take_along_axis(scores_of(OTHER_LOGITS, scoring), np.asarray(tape), -1)
+        weights = weights / weights.sum(-1, keepdims=True) if normalise else weights
+        np.testing.assert_allclose(routing.weights, weights, rtol=1e-6)
+
+    def test_lets_gradients_through_the_weights(self):
+        tape = jlp.moe.route(LOGITS, K).experts
+
+        def weighted(logits, tape):
+            return jnp.sum(jlp.moe.route(logits, K, tape=tape).weights * jnp.arange(1.0, K + 1))
+
+        frozen, fresh = (jax.grad(weighted)(LOGITS, t) for t in (tape, None))
+        assert_same_bytes(frozen, fresh)
+        chosen = jnp.zeros(LOGITS.shape, bool).at[jnp.arange(TOKENS)[:, None], tape].set(True)
+        assert jnp.all(frozen[chosen] != 0)
+        step = 1e-2 * jax.random.normal(jax.random.key(2), LOGITS.shape)
+        slope = (weighted(LOGITS + step, tape) - weighted(LOGITS - step, tape)) / 2
+        np.testing.assert_allclose(slope, jnp.sum(frozen * step), rtol=1e-2)
+
+    def test_a_row_of_minus_one_chooses_afresh(self):
+        fresh = jlp.moe.route(LOGITS, K)
+        routing = jlp.moe.route(LOGITS, K, tape=tape_of((7, 0, 3), (1, 2, 3)))
+        np.testing.assert_array_equal(routing.experts[:2], [(7, 0, 3), (1, 2, 3)])
+        assert_same_bytes(routing.experts[2:], fresh.experts[2:])
+        assert_same_bytes(routing.weights[2:], fresh.weights[2:])
+        assert_same_bytes(jlp.moe.route(LOGITS, K, tape=tape_of()), fresh)
+
+
+class TestLoadBalance:
+    def test_is_one_where_all_are_used_alike_and_their_number_where_one_takes_all(self):
+        alike = 50 * jnp.eye(4)
+        assert jlp.moe.route(alike, 1).load_balance_loss == pytest.approx(1)
+        assert jlp.moe.route(jnp.zeros((6, 4)), 4).load_balance_loss == pytest.approx(1)
+        one = jnp.zeros((6, 4)).at[:, 2].set(50)
+        assert jlp.moe.route(one, 1).load_balance_loss == pytest.approx(4)
+
+    @each_scoring
+    def test_is_the_share_of_the_choices_times_the_mean_probability(self, scoring):
+        routing = jlp.moe.route(LOGITS, K, scoring=scoring)
+        scores = scores_of(LOGITS, scoring)
+        scores = scores / scores.sum(-1, keepdims=True)
+        share = np.bincount(np.asarray(routing.experts).ravel(), minlength=EXPERTS) / (TOKENS * K)
+        np.testing.assert_allclose(routing.load_balance_loss, EXPERTS * (share * scores.mean(0)).sum(), rtol=1e-6)
+
+    def test_and_group_sizes_follow_the_replayed_choice(self):
+        tape = jnp.tile(jnp.asarray([5, 6, 7], jnp.int32), (TOKENS, 1))
+        routing = jlp.moe.route(LOGITS, K, tape=tape)
+        np.testing.assert_array_equal(routing.group_sizes, [0] * 5 + [TOKENS] * 3)
+        expected = EXPERTS * scores_of(LOGITS, "softmax").mean(0)[5:].sum() / 3
+        np.testing.assert_allclose(routing.load_balance_loss, expected, rtol=1e-6)
+
+    def test_its_gradient_levels_the_load(self):
+        logits = jnp.zeros((6, 4)).at[:, 2].set(1)
+        gradient = jax.grad(lambda x: jlp.moe.route(x, 1).load_balance_loss)(logits)
+        assert jnp.all(gradient[:, 2] > 0) and jnp.all(gradient[:, [0, 1, 3]] < 0)
+
+
+@pytest.mark.parametrize(
+    "row", [(0, 0, 1), (0, 1, EXPERTS), (0, 1, -2), (-1, -1, 3)], ids=["twice", "too large", "negative", "partly -1"]
+)
+class TestRowsThatAreNoChoice:
+    def test_are_nan_in_that_token_and_in_the_loss_within_jit(self, row):
+        routing = jax.jit(lambda tape: jlp.moe.route(LOGITS, K, tape=tape))(tape_of((1, 2, 3), row))
+        assert jnp.all(jnp.isnan(routing.weights[1])) and jnp.isnan(routing.load_balance_loss)
+        assert jnp.all(jnp.isfinite(routing.weights.at[1].set(0)))
+
+    def test_leave_the_experts_in_range(self, row):
+        routing = jlp.moe.route(LOGITS, K, tape=tape_of((1, 2, 3), row))
+        assert jnp.all((routing.experts >= 0) & (routing.experts < EXPERTS))
+        assert routing.group_sizes.sum() == TOKENS * K
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: jlp.moe.route(LOGITS.astype(jnp.bfloat16), K), TypeError, "bfloat16; needs float32"),
+        (lambda: jlp.moe.route(LOGITS[None], K), ValueError, "flatten the leading axes"),
+        (lambda: jlp.moe.route(LOGITS, EXPERTS + 1), ValueError, "k is 9 with 8 experts"),
+        (lambda: jlp.moe.route(LOGITS, 0), ValueError, "k is 0"),
+        (lambda: jlp.moe.route(LOGITS, K, scoring="max"), ValueError, "scoring='max'"),
+        (lambda: jlp.moe.route(LOGITS, K, tape=tape_of().astype(jnp.int8)), TypeError, "int8; needs an int32"),
+        (lambda: jlp.moe.route(LOGITS, 2, tape=tape_of()), ValueError, r"tape has shape \(64, 3\); needs \(64, 2\)"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
