@@ -308,3 +308,16 @@ class TestMesh:
             for f in (lambda p, x: apply(p, x)[0], lambda p, x: nnx.merge(nnx.graphdef(alone), p)(x)[0])
         ]
         self.same_to_rounding(*(gradient(parameters, x) for gradient in of))
+
+    @pytest.mark.parametrize(
+        ("experts", "kernels", "message"),
+        [(6, P(), "6 experts over expert_axis='b' of 4 devices"), (8, P(), r"group_sizes \(2,\): needs")],
+    )
+    def test_within_shard_map_experts_that_are_not_split_alike_are_named(self, experts, kernels, message):
+        graph, parameters = nnx.split(block(experts, expert_axis="b"))
+
+        def call(parameters, x):
+            return nnx.merge(graph, parameters)(x)[0]
+
+        with pytest.raises(ValueError, match=message):
+            jax.shard_map(call, mesh=mesh_of((2, 4)), in_specs=(kernels, P("a")), out_specs=P("a"))(parameters, X)
