@@ -3,12 +3,13 @@
 python benchmarks/grouped_matmul.py            # the best instruction set of this machine; about two minutes
 python benchmarks/grouped_matmul.py --quick    # fewer rounds
 
-The operands are quantised before. A dense product of T rows reads one weight, the grouped one of each of E groups its own.
+The operands are quantised before. A dense product of T rows reads one weight, the grouped one a weight for each group.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ FORMATS = (  # of the rows, of the weights
 
 def uneven(groups: int, rows: int) -> jax.Array:
     """Sizes as a router makes them, with that mean."""
-    drawn = np.random.default_rng(0).multinomial(groups * rows, np.random.default_rng(1).dirichlet(np.full(groups, 4.0)))
+    drawn = np.random.default_rng(0).multinomial(
+        groups * rows, np.random.default_rng(1).dirichlet(np.full(groups, 4.0))
+    )
     return jnp.asarray(drawn, jnp.int32)
 
 
@@ -57,12 +60,21 @@ def forward(cases: Cases, groups: int, rows: int, rounds: int) -> None:
             rowwise, _ = quantize_groups(x, sizes, x_format, rowwise=True, columnwise=False)
             case = f"{groups} groups, {rows} rows each ({name}), {DEPTH}x{FEATURES}, {x_format} by {w_format}"
             target = 0.9 if name == "even" else None
-            cases.add(case, "one dense product", target, lambda: grouped(rowwise, b), lambda: dense(a, one), rounds)
+            cases.add(
+                case,
+                "one dense product",
+                target,
+                functools.partial(grouped, rowwise, b),
+                functools.partial(dense, a, one),
+                rounds,
+            )
     int4 = jlp.Int4(128)
     b, one = jlp.quantize(w, int4, axis=-2).mT, jlp.quantize(w[0], int4, axis=-2).mT
     weight_only = jax.jit(lambda x, q: grouped_weight_only(x, q, even, None, jnp.bfloat16))
     case = f"{groups} groups, {rows} rows each (even), {DEPTH}x{FEATURES}, bfloat16 by {int4}"
-    cases.add(case, "one dense product", 0.9, lambda: weight_only(x, b), lambda: dense(x, one), rounds)
+    cases.add(
+        case, "one dense product", 0.9, functools.partial(weight_only, x, b), functools.partial(dense, x, one), rounds
+    )
 
 
 def wgrad(cases: Cases, groups: int, rows: int, rounds: int) -> None:
@@ -75,7 +87,14 @@ def wgrad(cases: Cases, groups: int, rows: int, rounds: int) -> None:
         ours = [quantize_groups(v, sizes, fmt, rowwise=False, columnwise=True)[1] for v in (x, dy)]
         theirs = [jlp.quantize(v, fmt, axis=-2).mT for v in (x, dy)]
         case = f"{groups} groups, {rows} rows each, wgrad {DEPTH}x{FEATURES}, {fmt}"
-        cases.add(case, "one dense product", None, lambda: grouped(*ours), lambda: dense(*theirs), rounds)
+        cases.add(
+            case,
+            "one dense product",
+            None,
+            functools.partial(grouped, *ours),
+            functools.partial(dense, *theirs),
+            rounds,
+        )
 
 
 def main() -> None:

@@ -74,6 +74,11 @@ def weight_only() -> str:
     return speed("weight_only_matmul", "")
 
 
+def grouped() -> str:
+    """Rows in groups by a weight for each."""
+    return speed("grouped_matmul", "")
+
+
 def int4() -> str:
     """Int4 to decoded values, to codes and back."""
     return speed("int4", "4096x4096, ")
@@ -268,7 +273,20 @@ def mesh_overhead() -> str:
 TABLES = {
     f.__name__: f
     for f in (
-        *(speed, formats, int4, weight_only, convert, weight_sync, best_speed, train_step, scaling, study, gpu),
+        *(
+            speed,
+            formats,
+            int4,
+            weight_only,
+            grouped,
+            convert,
+            weight_sync,
+            best_speed,
+            train_step,
+            scaling,
+            study,
+            gpu,
+        ),
         *(traffic, projection, mesh_overhead),
     )
 }

@@ -37,7 +37,7 @@ from jaxlowprec.recipes import (
 from jaxlowprec.residuals import CHECKPOINT_NAMES
 
 if TYPE_CHECKING:
-    from jaxlowprec import linen, nnx
+    from jaxlowprec import linen, nnx, weight_sync
     from jaxlowprec.policy import explain, quantize_params
 
 __all__ = [
@@ -90,11 +90,12 @@ __all__ = [
     "ragged_dot",
     "scaled_matmul",
     "traffic",
+    "weight_sync",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("linen", "nnx"):  # they load Flax
+    if name in ("linen", "nnx", "weight_sync"):  # they load Flax, or sockets and files
         return importlib.import_module(f"jaxlowprec.{name}")
     if name in ("explain", "quantize_params"):
         return getattr(importlib.import_module("jaxlowprec.policy"), name)

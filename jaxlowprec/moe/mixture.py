@@ -95,7 +95,12 @@ def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -
     All devices along it have the same tokens, compute the rows of their own experts, and add up in float32.
     """
     axis = settings.expert_axis
-    local = settings.num_experts // jax.lax.axis_size(axis)
+    local, rest = divmod(settings.num_experts, jax.lax.axis_size(axis))
+    if rest:
+        raise ValueError(
+            f"MoE: {settings.num_experts} experts over expert_axis={axis!r} of {jax.lax.axis_size(axis)} devices; "
+            "needs a multiple of them"
+        )
     own = routing.experts - local * jax.lax.axis_index(axis).astype(jnp.int32)
     where = dispatch(own, local)
     rows = experts(scatter_to_experts(x, where), where.group_sizes)

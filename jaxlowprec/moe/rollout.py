@@ -20,6 +20,8 @@ def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Se
     >>> captured([np.asarray([1, 0, 2, 3], "<i4").tobytes()], num_layers=1, k=2, dense_layers=())[0].tolist()
     [[[1, 0]], [[2, 3]]]
     """
+    if num_layers < 1 or k < 1:
+        raise ValueError(f"routed_experts: num_layers={num_layers}, k={k}; needs 1 or more of both, as the engine ran")
     if wrong := [layer for layer in dense_layers if not 0 <= layer < num_layers]:
         raise ValueError(f"routed_experts: dense_layers has {wrong[0]}; needs 0 to {num_layers - 1}")
     with_experts = [layer for layer in range(num_layers) if layer not in dense_layers]

@@ -10,18 +10,27 @@
 
 from jaxlowprec.weight_sync.bucketizer import Bucketizer
 from jaxlowprec.weight_sync.comparison import differences
+from jaxlowprec.weight_sync.delta import DeltaTransport
+from jaxlowprec.weight_sync.directory import DirectoryTransport
+from jaxlowprec.weight_sync.engines.sglang import SGLang
+from jaxlowprec.weight_sync.engines.vllm import VLLM
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
 from jaxlowprec.weight_sync.in_process import InProcess
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
+from jaxlowprec.weight_sync.pulling import pull
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.session import Session, push
+from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.source import WeightSource
+from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
 from jaxlowprec.weight_sync.transport import Transport
 from jaxlowprec.weight_sync.weights import Weights
 
 __all__ = [
     "Aborted",
     "Bucketizer",
+    "DeltaTransport",
+    "DirectoryTransport",
     "Entry",
     "InProcess",
     "Manifest",
@@ -29,11 +38,18 @@ __all__ = [
     "PeerTimeout",
     "Receiver",
     "Refused",
+    "SGLang",
     "Session",
+    "SharedMemoryReceiver",
+    "SharedMemoryTransport",
     "SyncError",
+    "TcpReceiver",
+    "TcpTransport",
     "Transport",
+    "VLLM",
     "WeightSource",
     "Weights",
     "differences",
+    "pull",
     "push",
 ]

@@ -6,11 +6,10 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, empty, fill, place
+from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, Header, checksum, empty, fill, place
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.source import Group, WeightSource
 
@@ -43,9 +42,12 @@ class Bucketizer:
     def plan(self, groups: Sequence[Group]) -> list[list[Group]]:
         """The groups of each bucket; at least one bucket, which may be empty."""
         buckets: list[list[Group]] = [[]]
+        end = 0
         for group in groups:
-            if buckets[-1] and _size([*buckets[-1], group]) > self.max_bytes:
+            end = _end(group, end)
+            if buckets[-1] and end > self.max_bytes:
                 buckets.append([])
+                end = _end(group, 0)
             buckets[-1].append(group)
         return buckets
 
@@ -147,6 +149,15 @@ def _numpys(count: int, nbytes: int) -> list[np.ndarray]:
     return [empty(nbytes) for _ in range(count)]
 
 
+def _end(group: Group, begin: int) -> int:
+    """Where a group ends in a payload, after what ends at `begin`."""
+    for entry in group.entries:
+        begin += -begin % ALIGNMENT + entry.nbytes
+    return begin
+
+
 def _size(groups: Sequence[Group]) -> int:
-    placed: Any = place([entry for group in groups for entry in group.entries])
-    return placed[-1].end if placed else 0
+    end = 0
+    for group in groups:
+        end = _end(group, end)
+    return end

@@ -11,7 +11,7 @@ import threading
 from typing import Self
 
 from jaxlowprec.weight_sync.errors import SyncError
-from jaxlowprec.weight_sync.handshake import Keys, admit, check_secret
+from jaxlowprec.weight_sync.handshake import Keys, NotAuthenticated, admit, check_secret
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.serving import Serving, Slot
 from jaxlowprec.weight_sync.sockets import close
@@ -131,7 +131,8 @@ class Listening:
         try:
             keys = admit(connection, self._secret, self._handshake_timeout)
         except SyncError as error:
-            _LOG.warning("weight sync: %s was not let in: %s", name, error)
+            level = logging.WARNING if isinstance(error, NotAuthenticated) else logging.INFO  # else strangers fill logs
+            _LOG.log(level, "weight sync: %s was not let in: %s", name, error)
             return None
         with self._lock:
             self._strangers.pop(number, None)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ from jaxlowprec.weight_sync.memory import Memory
 from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.staging import Staging
 from jaxlowprec.weight_sync.weights import NOTHING, Weights
+
+_LOG = logging.getLogger(__name__)
 
 
 class Receiver:
@@ -185,6 +188,8 @@ class Receiver:
     def abort(self, reason: str) -> None:
         """Forgets what was received since `begin`; the old version stays. Does nothing in another state."""
         with self._alone("abort"):
+            if self._staging is not None:
+                _LOG.info("weight sync: version %d is given up: %s", self._staging.version, reason)
             self._staging = None
 
     def resume(self) -> None:

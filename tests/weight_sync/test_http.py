@@ -135,6 +135,21 @@ def test_a_resume_that_fails_is_sent_again_by_the_next(engine):
     assert is_whole(stub.weights, 2)
 
 
+def test_an_engine_that_was_restarted_loads_the_newest_version(engine):
+    name, transport, stub = engine
+    assert transport.reload(5) == 0 and stub.calls == []
+    sync(transport, 3)
+    stub.weights, stub.weight_version = {}, "default"
+    assert transport.reload(5) == 3
+    assert is_whole(stub.weights, 3) and stub.weight_version == "3" and not stub.paused and not stub.errors
+    stub.failures[LOAD[name]] = [(500, {"error": "no memory"})]
+    with pytest.raises(Refused, match="no memory"):
+        transport.reload(5)
+    assert not stub.paused
+    sync(transport, 4)
+    assert is_whole(stub.weights, 4)
+
+
 def test_the_engine_may_see_the_folder_under_another_path(tmp_path):
     (tmp_path / "seen").symlink_to(tmp_path / "weights")
     stub = SGLangStub()

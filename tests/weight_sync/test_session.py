@@ -246,7 +246,7 @@ def test_readers_see_whole_versions_only_while_versions_come(transport):
         thread.start()
     for version in range(2, 80):
         if version % 3:
-            push(WeightSource(numbered(version)), transport(receiver), version, max_bytes=4000)
+            push(WeightSource(numbered(version, size=20_000)), transport(receiver), version, max_bytes=4000)
         else:
             with pytest.raises(PeerLost):
                 push(WeightSource(numbered(version)), Faulty(receiver, ("commit",)), version)
@@ -260,10 +260,10 @@ def test_readers_see_whole_versions_only_while_versions_come(transport):
 @both
 def test_a_snapshot_stays_as_it_was(transport):
     receiver = Receiver()
-    push(WeightSource(numbered(1)), transport(receiver))
+    push(WeightSource(numbered(1, size=20_000)), transport(receiver))
     old = receiver.weights
     for version in range(2, 6):
-        push(WeightSource(numbered(version)), transport(receiver), version)
+        push(WeightSource(numbered(version, size=20_000)), transport(receiver), version)
         assert is_whole(old) and old.version == 1 and is_whole(receiver.weights)
 
 

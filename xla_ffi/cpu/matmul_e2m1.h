@@ -344,7 +344,8 @@ struct MatmulE2M1 {
   };
 
   static MatmulChunks cut(const MatmulProblem& p) {
-    return {p, {kMostRows, 512}, {32, kPanelColumns}, {kTileRows, kPanelColumns}};
+    const int64_t columns = p.rows > 128 ? 512 : 2048;  // few rows are unpacked as seldom
+    return {p, {kMostRows, columns}, {32, kPanelColumns}, {kTileRows, kPanelColumns}};
   }
 
   static int64_t granules(const MatmulProblem& p) { return p.a.format.blocks(p.depth()) * Scales::kGranules; }

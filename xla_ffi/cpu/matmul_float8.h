@@ -69,7 +69,8 @@ struct MatmulFloat8 {
 
   static MatmulChunks cut(const MatmulProblem& p) {
     constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
-    return {p, {kMostRows, 512}, {8 * kRows, kPanelColumns}, {kRows, kPanelColumns}};
+    const int64_t columns = p.rows > 128 ? 512 : 1024;  // few rows are unpacked as seldom
+    return {p, {kMostRows, columns}, {8 * kRows, kPanelColumns}, {kRows, kPanelColumns}};
   }
 
   /// A chunk's place and scratch memory.

@@ -105,6 +105,23 @@ class DiskEngine:
         finally:
             self._folders.resume(timeout)
 
+    def reload(self, timeout: float) -> int:
+        """Has the engine load the newest version that is published, as after its restart.
+
+        Returns:
+            the version; 0: none is published, and the engine is left alone.
+        """
+        newest = self._folders.version(timeout)
+        if newest:
+            self.pause(timeout)
+            try:
+                self._paused = True
+                self._pause(timeout)
+                self._load(self._seen(newest), newest, timeout)
+            finally:
+                self.resume(timeout)
+        return newest
+
     def close(self) -> None:
         """Gives the folder back."""
         self._folders.close()
