@@ -57,6 +57,8 @@ def arguments() -> argparse.Namespace:
     heads, groups = Config.heads, RECIPE.group_size
     if options.width < 1 or options.width % groups or options.width % (2 * heads):
         parser.error(f"--width {options.width}: needs a multiple of {groups}, the group that shares a scale")
+    if options.seed < 0:
+        parser.error("--seed needs 0 or more")
     if not options.learning_rate > 0 or not options.kl >= 0 or not 0 < options.timeout < float("inf"):
         parser.error("--learning-rate and --timeout need more than 0, --kl 0 or more")
     return options
