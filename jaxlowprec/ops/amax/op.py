@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ def largest_over(amax, axes):
     return from_bits(jax.lax.pmax(magnitude_bits(amax), axes))
 
 
-def native_call(plain: bool, hadamard: Hadamard | None, x: jax.Array, vmap_method: str | None = None) -> list[Any]:
+def native_call(plain: bool, hadamard: Hadamard | None, x: jax.Array, vmap_method: str | None = None) -> Sequence[Any]:
     """The kernel on x [..., R, C]. `vmap_method`: of `jax.ffi.ffi_call`."""
     mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
     results = [jax.ShapeDtypeStruct(x.shape[:-2], jnp.float32)] * (int(plain) + int(hadamard is not None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -138,7 +138,9 @@ def _shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
     return shapes
 
 
-def native_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array, vmap_method: str | None = None) -> list[Any]:
+def native_call(
+    spec: QuantizeSpec, x: jax.Array, *operands: jax.Array, vmap_method: str | None = None
+) -> Sequence[Any]:
     """The kernel on what the op takes. Line and group indices may have x's batch axes, for each matrix its own.
 
     `vmap_method`: of `jax.ffi.ffi_call`.
