@@ -23,7 +23,10 @@ CASES = {  # more rows than a tile has, and groups that begin within one
     "odd columns": ([200, 90], 300, 33),
 } | {name: case for name, case in SIZES.items() if case[1]}
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
-by_case = pytest.mark.parametrize("case", CASES)
+OFTEN = ("tiles", "odd columns", "uneven", "more than there are")
+by_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES]
+)
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 
 
