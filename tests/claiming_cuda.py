@@ -10,6 +10,9 @@ import jax
 from jaxlowprec import native
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.dequantize.op import dequantize_op
+from jaxlowprec.ops.grouped_matmul.op import grouped_matmul_op, grouped_wgrad_op
+from jaxlowprec.ops.grouped_matmul.quantize_op import grouped_amax_op, grouped_quantize_op
+from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only_op
 from jaxlowprec.ops.hadamard.op import hadamard_op
 from jaxlowprec.ops.int4 import op as int4
 from jaxlowprec.ops.quantize.op import quantize_op
@@ -17,11 +20,12 @@ from jaxlowprec.ops.scaled_matmul.op import matmul_op
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_op
 
 OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op, weight_only_op)
+GROUPED_OPS = (grouped_amax_op, grouped_quantize_op, grouped_matmul_op, grouped_wgrad_op, grouped_weight_only_op)
 INT4_OPS = (int4.fake_quantize_op, int4.quantize_op, int4.dequantize_op)
 
 
 def _forget():
-    for op in (*OPS, *INT4_OPS):
+    for op in (*OPS, *GROUPED_OPS, *INT4_OPS):
         op.cache_clear()
     jax.clear_caches()
 

@@ -16,6 +16,7 @@ import jaxlowprec as jlp
 from tests.described_gpu import GPUS, compiled, described
 from tests.gpu.test_training import RECIPES, SIZES, LanguageModel, Schedule, make_steps, optimizer, recipe_context
 from tests.helpers import ONE_OF_EACH
+from tests.test_grouped import RECIPES as GROUPED_RECIPES
 
 NOT_RUN_ON_THE_SIDE = ("copy", "transpose")  # of whole arrays, between the custom calls
 
@@ -116,3 +117,37 @@ def test_several_gpus(spec):
     )
     reduced = sum(n for kind, n in found.kinds.items() if kind.startswith(("all-reduce", "reduce-scatter")))
     assert bool(reduced) == bool(spec[1])
+
+
+QUANTISED = {  # arrays in a training step where they are not all three: x, the weights and dy
+    "high precision backward": 2,
+    "dequantized backward": 2,
+    "int4 qat": 1,
+    "int4 qat clipped": 1,
+    "nvfp4 qat": 1,
+    "gradients alone": 0,
+}
+
+
+@pytest.mark.parametrize("name", GROUPED_RECIPES)
+def test_a_training_step_of_rows_in_groups(name):
+    """Each array is quantised once, by the library's kernels, and XLA multiplies. No loop searches for the groups."""
+    recipe = GROUPED_RECIPES[name]
+
+    def step(x, w, bias, sizes, key):
+        def layer(x, w, bias):
+            return jlp.grouped_matmul(x, w, sizes, bias, recipe=recipe, key=key)
+
+        y, pullback = jax.vjp(layer, x, w, bias)
+        return y, *pullback(y)
+
+    with described("H100") as devices:
+        x, w, bias = jnp.ones((300, 256), jnp.bfloat16), jnp.ones((4, 256, 128)), jnp.ones((4, 128))
+        found = compiled(step, x, w, bias, jnp.ones(4, jnp.int32), jnp.zeros(2, jnp.uint32), devices=devices)
+    role = recipe.roles("grouped_linear", "").weight
+    expected = QUANTISED.get(name, 3)
+    int4 = role is not None and role.format.element == "int4"
+    assert found.calls["jaxlowprec_int4_quantize" if int4 else "jaxlowprec_quantize"] == expected
+    assert found.calls["jaxlowprec_amax"] == expected * (role is not None and role.format.has_tensor_scale)
+    assert not any(call.startswith("jaxlowprec_grouped") for call in found.calls)
+    assert not found.kinds["while"]

@@ -54,6 +54,12 @@ struct Random {
   const uint32_t* rows = nullptr;    // [rows of the quantised orientation]
   const uint32_t* groups = nullptr;  // [groups of 16 along the quantised axis]
   uint32_t stream = 0;
+  int64_t rows_step = 0, groups_step = 0;  // from one matrix's indices to the next's; 0: all have the same
+
+  /// One matrix's.
+  Random of(int64_t batch) const {
+    return key ? Random{key + 2 * batch, rows + batch * rows_step, groups + batch * groups_step, stream} : Random{};
+  }
 };
 
 /// One of the two ways to quantise a matrix: along its rows, or along its columns with the result stored K-major.

@@ -81,20 +81,23 @@ struct Direction {
   bool wanted;
   Format format;
   int64_t batch, lines, length;
+  bool own_rows, own_groups;  // whether each matrix has indices of its own
   Buffer tensor, rows, groups, data, scale;
 
-  Direction(bool wanted, const Format& format, int64_t batch, int64_t lines, int64_t length)
+  Direction(bool wanted, const Format& format, int64_t batch, int64_t lines, int64_t length, uint32_t own)
       : wanted(wanted),
         format(format),
         batch(batch),
         lines(lines),
         length(length),
+        own_rows(own % 2),
+        own_groups(own / 2 % 2),
         tensor(batch * 4),
-        rows(lines * 4),
-        groups((length + 15) / 16 * 4),
+        rows((own_rows ? batch : 1) * lines * 4),
+        groups((own_groups ? batch : 1) * ((length + 15) / 16) * 4),
         data(batch * lines * format.row_bytes(length)),
         scale(batch * format.scales(lines, length) * format.scale_bytes()) {
-    for (int64_t i = 0; i < lines; ++i) rows.as<uint32_t>()[i] = static_cast<uint32_t>(1000 + 7 * i);
+    for (int64_t i = 0; i < rows.size() / 4; ++i) rows.as<uint32_t>()[i] = static_cast<uint32_t>(1000 + 7 * i);
     for (int64_t i = 0; i < groups.size() / 4; ++i) groups.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
   }
 
@@ -102,7 +105,12 @@ struct Direction {
 
   void set_inputs(QuantizeDirection& direction, const uint32_t* key, uint32_t stream) const {
     if (has_tensor()) direction.tensor = tensor.as<float>();
-    if (key) direction.random = {key, rows.as<uint32_t>(), groups.as<uint32_t>(), stream};
+    if (key) direction.random = random(key, rows.as<uint32_t>(), groups.as<uint32_t>(), stream);
+  }
+
+  /// With pointers into whatever memory.
+  Random random(const uint32_t* key, const uint32_t* row_ids, const uint32_t* group_ids, uint32_t stream) const {
+    return {key, row_ids, group_ids, stream, own_rows ? lines : 0, own_groups ? (length + 15) / 16 : 0};
   }
 
   /// Fills in the amax, or the encode scale, of every batch entry, and from it the expected bytes.
@@ -138,8 +146,8 @@ struct QuantizeCase {
   QuantizeCase(const Buffer& x, Shape shape, ElementType type, const NamedFormat& format, const Mode& mode, bool stochastic,
                const Numbers* const (&numbers)[2], std::mt19937& random)
       : key(kBatch * 8),
-        rowwise(mode.rowwise, format.format, kBatch, shape.rows, shape.columns),
-        columnwise(mode.columnwise, format.format, kBatch, shape.columns, shape.rows),
+        rowwise(mode.rowwise, format.format, kBatch, shape.rows, shape.columns, random()),
+        columnwise(mode.columnwise, format.format, kBatch, shape.columns, shape.rows, random()),
         problem{x.as(), type, kBatch,      shape.rows,      shape.columns, format.format, format.encode_scale_given,
                 {},     {},   mode.rotate, kDefaultSignMask} {
     for (int64_t i = 0; i < 2 * kBatch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());

@@ -28,7 +28,7 @@ struct DeviceDirection {
     if (!direction.wanted) return p;
     p.data = data.as(), p.scale = scale.as();
     if (direction.has_tensor()) p.tensor = tensor.as<float>();
-    if (key) p.random = {key->as<uint32_t>(), rows.as<uint32_t>(), groups.as<uint32_t>(), stream};
+    if (key) p.random = direction.random(key->as<uint32_t>(), rows.as<uint32_t>(), groups.as<uint32_t>(), stream);
     return p;
   }
 

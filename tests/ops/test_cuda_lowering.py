@@ -1,6 +1,7 @@
 """What the ops become on NVIDIA GPUs, read off the lowered code: nothing here runs on one."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -11,6 +12,8 @@ from jax import export
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.epilogue import Epilogue
+from jaxlowprec.ops.grouped_matmul.api import multiply_groups, multiply_within_groups, quantize_groups
+from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.ops.weight_only_matmul import cuda as weight_only_cuda
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
@@ -346,3 +349,76 @@ class TestSlices:
         monkeypatch.setattr(cuda, "why_not", lambda *_: "none here")
         targets = {call.target for call in self.calls((4, 32), 9.0)}
         assert "jaxlowprec_quantize" in targets and "jaxlowprec_scaled_matmul" not in targets
+
+
+class TestGrouped:
+    """Rows in groups: a matrix for each 128 rows of a group to the kernels that quantise, the rest XLA's."""
+
+    SIZES = jnp.array([130, 0, 100, 70], jnp.int32)
+    ROWS, GROUPS = 300, 4
+    SLOTS = ROWS // 128 + GROUPS
+
+    def quantise(self, fmt, stochastic, implementation="ffi"):
+        def run(x, words):
+            rotation = jlp.Hadamard() if isinstance(fmt, jlp.NVFP4) else None
+            given = {"hadamard": rotation, "words": words if stochastic else None}
+            return quantize_groups(
+                x, self.SIZES, fmt, rowwise=True, columnwise=True, implementation=implementation, **given
+            )
+
+        with claiming_cuda(9.0):
+            return custom_calls(run, jnp.ones((self.ROWS, 48), jnp.bfloat16), jnp.zeros((self.GROUPS, 2), jnp.uint32))
+
+    @pytest.mark.parametrize("fmt", [f for f in ONE_OF_EACH if not f.tiles], ids=str)
+    def test_quantising(self, fmt):
+        amax = ["jaxlowprec_amax"] * fmt.has_tensor_scale
+        calls = self.quantise(fmt, False)
+        assert [call.target for call in calls] == [*amax, "jaxlowprec_quantize"]
+        assert {call.operands[0] for call in calls} == {f"{self.SLOTS}x128x48xbf16"}
+        assert calls == self.quantise(fmt, False, None)
+        assert calls[-1].operands[1:] == [f"{self.SLOTS}xf32"] * 2 * fmt.has_tensor_scale
+        assert f"rotate_columns = {str(isinstance(fmt, jlp.NVFP4)).lower()}" in calls[-1].attributes
+
+    def test_each_slot_has_its_groups_key_and_its_own_indices_along_the_rows(self):
+        call = self.quantise(jlp.MXFP4(), True)[-1]
+        rows, columns = [f"{self.SLOTS}x128xui32", "1x3xui32"], ["1x48xui32", f"{self.SLOTS}x8xui32"]
+        indices = [operand.removeprefix("1x") for operand in rows + columns]
+        assert call.operands[1:] == [f"{self.SLOTS}x2xui32", *indices]
+
+    def test_batches_are_more_slots(self):
+        def run(x, sizes):
+            return quantize_groups(x, sizes, jlp.NVFP4(), rowwise=True, columnwise=False)
+
+        with claiming_cuda(9.0):
+            calls = custom_calls(run, jnp.ones((2, 300, 48)), jnp.stack([self.SIZES, self.SIZES]))
+        assert [call.operands[0] for call in calls] == ["2x6x128x48xf32"] * 2
+
+    def test_a_training_step(self):
+        def step(x, w):
+            y, pullback = jax.vjp(
+                lambda x, w: jlp.grouped_matmul(x, w, self.SIZES, recipe=jlp.NVFP4BlockScaling()), x, w
+            )
+            return y, *pullback(y)
+
+        x, w = jnp.ones((self.ROWS, 64), jnp.bfloat16), jnp.ones((self.GROUPS, 64, 32))
+        with claiming_cuda(9.0):
+            calls = custom_calls(step, x, w)
+        assert [call.target for call in calls].count("jaxlowprec_quantize") == 3  # x, w, dy
+        assert {call.target for call in calls} == {"jaxlowprec_amax", "jaxlowprec_quantize"}
+
+    def test_products_have_no_kernel_and_say_so(self):
+        row, column = jax.eval_shape(
+            lambda: quantize_groups(jnp.ones((self.ROWS, 64)), self.SIZES, jlp.NVFP4(), rowwise=True, columnwise=True)
+        )
+        w = jax.eval_shape(lambda: jlp.quantize(jnp.ones((self.GROUPS, 32, 64)), jlp.NVFP4()))
+        x = jnp.ones((self.ROWS, 64), jnp.bfloat16)
+        products = (
+            (lambda how, a, b: multiply_groups(a, b, None, jnp.float32, how), row, w),
+            (lambda how, a, b: multiply_within_groups(a, b, jnp.float32, how), column, column),
+            (lambda how, a, b: grouped_weight_only(a, b, self.SIZES, None, jnp.float32, how), x, w),
+        )
+        with claiming_cuda(9.0):
+            for product, a, b in products:
+                assert custom_calls(functools.partial(product, None), a, b) == []
+                with pytest.raises(NotImplementedError, match="grouped_matmul: .*XLA multiplies.*implementation=None"):
+                    custom_calls(functools.partial(product, "ffi"), a, b)

@@ -7,7 +7,8 @@ namespace jaxlowprec {
 namespace {
 
 /// x, for formats with a tensor scale an amax (or the encode scale) a direction, and for stochastic rounding the key and, a
-/// direction, the global indices of its lines (rows, or columns) and of their groups of 16 -> data and scale a direction.
+/// direction, the global indices of its lines (rows, or columns) and of their groups of 16, of all matrices or, with batch
+/// axes, of each -> data and scale a direction.
 template <class Engine>
 ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
                     ffi::Dictionary format_attributes, bool rowwise, bool columnwise, bool rotate_columns, bool stochastic,
@@ -53,9 +54,16 @@ ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ff
     if (line_ids.has_error()) return line_ids.error();
     if (group_ids.has_error()) return group_ids.error();
     JLP_REQUIRE(static_cast<int64_t>(key->element_count()) == 2 * m.batch);
-    JLP_REQUIRE(static_cast<int64_t>(line_ids->element_count()) == lines);
-    JLP_REQUIRE(static_cast<int64_t>(group_ids->element_count()) == (length + 15) / 16);
-    direction.random = {key->typed_data(), line_ids->typed_data(), group_ids->typed_data(), static_cast<uint32_t>(!is_row)};
+    const int64_t groups = (length + 15) / 16, lines_given = static_cast<int64_t>(line_ids->element_count());
+    const int64_t groups_given = static_cast<int64_t>(group_ids->element_count());
+    JLP_REQUIRE(lines_given == lines || lines_given == m.batch * lines);
+    JLP_REQUIRE(groups_given == groups || groups_given == m.batch * groups);
+    direction.random = {key->typed_data(),
+                        line_ids->typed_data(),
+                        group_ids->typed_data(),
+                        static_cast<uint32_t>(!is_row),
+                        lines_given == lines ? 0 : lines,
+                        groups_given == groups ? 0 : groups};
   }
   return m.size() > 0 ? run_on(engine, "quantize", p) : ffi::Error::Success();
 }

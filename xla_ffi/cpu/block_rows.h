@@ -20,12 +20,11 @@ constexpr int kUnitGranules = kUnit / kBlock;
 struct BlockContext {
   Format format;
   BlockScales scales;
-  Random random;  // its own key
+  Random random;  // its own
   float tensor_encode = 1;
 
   BlockContext(const QuantizeProblem& p, const QuantizeDirection& direction, int64_t batch)
-      : format(p.format), scales(p.format), random(direction.random) {
-    if (random.key) random.key += 2 * batch;
+      : format(p.format), scales(p.format), random(direction.random.of(batch)) {
     if (is_tensor())
       tensor_encode = float8_tensor_encode_scale(direction.tensor[batch], p.encode_scale_given, scales.float8);
   }

@@ -21,12 +21,11 @@ namespace JLP_ISA {
 /// What one matrix of the batch is quantised with.
 struct DirectionContext {
   Nvfp4TensorScale tensor;
-  Random random;  // its own key
+  Random random;  // its own
   alignas(64) uint32_t signs[kBlock];
 
   DirectionContext(const QuantizeDirection& direction, int64_t batch, uint32_t sign_mask)
-      : tensor(nvfp4_tensor_scale(direction.tensor[batch])), random(direction.random) {
-    if (random.key) random.key += 2 * batch;
+      : tensor(nvfp4_tensor_scale(direction.tensor[batch])), random(direction.random.of(batch)) {
     for (int r = 0; r < kBlock; ++r) signs[r] = ((sign_mask >> r) & 1u) << 31;
   }
 };

@@ -24,8 +24,6 @@ struct Device {
   cudaError_t status;
 };
 
-int64_t element_bytes(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
-
 /// The problem of one entry of the batch.
 MatmulProblem entry(const MatmulProblem& p, int64_t i) {
   const auto operand = [&](MatmulOperand o, int64_t rows) {

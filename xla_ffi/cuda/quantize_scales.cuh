@@ -152,13 +152,14 @@ JLP_DEVICE uint32_t max_of_lanes(uint32_t amax, int lanes) {
 
 // --- random bytes: 16 for each group of 16 elements of a line (numerics.md 4)
 
-/// Philox's ten pairs of round keys of one matrix and direction: read from shared memory, where they cost less than
-/// additions.
+/// Philox's ten pairs of round keys of one matrix and direction, and its indices: read from shared memory, where they cost
+/// less than additions and registers.
 template <bool kStochastic>
 struct RoundKeys {};
 template <>
 struct RoundKeys<true> {
   alignas(16) uint32_t words[20];
+  uint32_t rows, groups;  // where its indices begin: two 64-bit pointers are registers too many
 };
 
 /// The block's threads share the work, and a barrier must follow.
@@ -166,8 +167,13 @@ template <bool kStochastic>
 JLP_DEVICE void start_keys(const DirectionArguments& direction, uint32_t batch, RoundKeys<kStochastic>& keys) {
   if constexpr (kStochastic) {
     const uint32_t i = threadIdx.x;
-    if (!direction.data || i >= 20) return;
-    keys.words[i] = direction.random.key[2 * batch + i % 2] + i / 2 * (i % 2 ? kPhiloxKeyStep1 : kPhiloxKeyStep0);
+    const Random& random = direction.random;
+    if (!direction.data || i > 20) return;
+    if (i == 20)
+      keys.rows = static_cast<uint32_t>(batch * random.rows_step),
+      keys.groups = static_cast<uint32_t>(batch * random.groups_step);
+    else
+      keys.words[i] = random.key[2 * batch + i % 2] + i / 2 * (i % 2 ? kPhiloxKeyStep1 : kPhiloxKeyStep0);
   }
 }
 
@@ -176,7 +182,8 @@ template <bool kStochastic>
 JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& random, int64_t line, int64_t group,
                              uint32_t (&bytes)[4]) {
   if constexpr (kStochastic) {
-    bytes[0] = random.groups[group], bytes[1] = random.rows[line], bytes[2] = random.stream, bytes[3] = 0;
+    bytes[0] = random.groups[keys.groups + group], bytes[1] = random.rows[keys.rows + line], bytes[2] = random.stream,
+    bytes[3] = 0;
 #pragma unroll
     for (int round = 0; round < 10; round += 2) {
       const uint4 two = *reinterpret_cast<const uint4*>(keys.words + 2 * round);

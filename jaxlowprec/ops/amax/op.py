@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,14 @@ from jaxlowprec.ops.slices import merged_rows
 def largest_over(amax, axes):
     """Over mesh axes, by bits: their order is that of the magnitudes, with NaN above infinity."""
     return from_bits(jax.lax.pmax(magnitude_bits(amax), axes))
+
+
+def native_call(plain: bool, hadamard: Hadamard | None, x: jax.Array, vmap_method: str | None = None) -> Sequence[Any]:
+    """The kernel on x [..., R, C]. `vmap_method`: of `jax.ffi.ffi_call`."""
+    mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
+    results = [jax.ShapeDtypeStruct(x.shape[:-2], jnp.float32)] * (int(plain) + int(hadamard is not None))
+    call = jax.ffi.ffi_call("jaxlowprec_amax", results, vmap_method=vmap_method)
+    return call(x, plain=plain, rotated=hadamard is not None, sign_mask=mask)
 
 
 @functools.cache
@@ -46,11 +56,7 @@ def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, slices: bo
         return plain_amax + ([reference.rotated_amax(x, hadamard)] if hadamard else [])
 
     def run_native(x):
-        mask = np.uint32(hadamard.mask if hadamard else 0).view(np.int32)
-        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x)]
-        x = merged_rows(x) if slices else x
-        call = jax.ffi.ffi_call("jaxlowprec_amax", results)
-        return call(x, plain=plain, rotated=hadamard is not None, sign_mask=mask)
+        return native_call(plain, hadamard, merged_rows(x) if slices else x)
 
     return wiring.define(
         "jaxlowprec_amax",

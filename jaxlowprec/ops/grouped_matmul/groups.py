@@ -42,7 +42,7 @@ class Groups:
 
     def of_rows(self) -> jax.Array:
         """int32 [T]: the group of each row; E for a row in none."""
-        return jnp.searchsorted(self.ends, jnp.arange(self.rows, dtype=jnp.int32), side="right").astype(jnp.int32)
+        return _not_above(self.ends, jnp.arange(self.rows, dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Slots:
         experts = groups.start.shape[0]
         first = groups.start // block + jnp.arange(experts, dtype=jnp.int32)
         slot = jnp.arange(count(groups.rows, experts, block), dtype=jnp.int32)
-        group = (jnp.searchsorted(first, slot, side="right") - 1).astype(jnp.int32)
+        group = _not_above(first, slot) - 1
         within = slot - first[group]
         row = groups.start[group] + within * block
         return cls(group, within, row, jnp.clip(groups.ends[group] - row, 0, block))
@@ -83,3 +83,9 @@ class Slots:
 def count(rows: int, experts: int, block: int) -> int:
     """How many slots there are."""
     return rows // block + experts
+
+
+def _not_above(bounds: jax.Array, values: jax.Array) -> jax.Array:
+    """int32: how many of the ascending bounds are not above each value. Compared with all of them, as few as they are:
+    a binary search is a loop of launches on GPUs."""
+    return jnp.searchsorted(bounds, values, side="right", method="compare_all").astype(jnp.int32)

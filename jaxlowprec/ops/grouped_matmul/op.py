@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
-from jaxlowprec.ops.grouped_matmul import reference
+from jaxlowprec.ops.grouped_matmul import cuda, reference
 from jaxlowprec.ops.grouped_matmul.groups import Groups
-from jaxlowprec.ops.grouped_matmul.quantize_op import on_the_cpu, over_batches
-from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
+from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.rounding import rounded
 from jaxlowprec.ops.scaled_matmul.reference import alpha, apply_amaxes, products
 
@@ -104,6 +104,10 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
         formats = {"a_format": spec.a_format.attributes, "b_format": spec.b_format.attributes}
         return [call(*operands, **formats, bias=spec.bias)]
 
+    def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *rest):
+        multiply = over_batches(functools.partial(cuda.matmul, spec))
+        return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
+
     def when_reduced(add_up, *operands):
         """With K split, partial sums (their scales applied) meet in float32 before bias and cast."""
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
@@ -118,9 +122,9 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
         rule=_rule(spec),
         outputs=outputs,
         reference=run_reference,
-        native=run_native,
+        native={"cpu": run_native, "cuda": cuda.unless_demanded(implementation, run_on_gpu)},
         when_reduced=when_reduced,
-        **on_the_cpu("grouped_matmul", implementation),
+        **choose("grouped_matmul", implementation),
     )
 
 
@@ -165,11 +169,15 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         call = jax.ffi.ffi_call("jaxlowprec_grouped_wgrad", jax.ShapeDtypeStruct(shape, dtype))
         return [call(*operands, a_format=formats[0].attributes, b_format=formats[1].attributes, rows=rows)]
 
+    def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *amaxes):
+        multiply = over_batches(functools.partial(cuda.wgrad, spec, rows))
+        return [multiply(a_data, sizes, a_scale, b_data, b_scale, *amaxes)]
+
     return wiring.define(
         "jaxlowprec_grouped_wgrad",
         rule=wiring.Rule(text, whole=whole),
         outputs=outputs,
         reference=run_reference,
-        native=run_native,
-        **on_the_cpu("grouped_matmul", implementation),
+        native={"cpu": run_native, "cuda": cuda.unless_demanded(implementation, run_on_gpu)},
+        **choose("grouped_matmul", implementation),
     )

@@ -41,9 +41,8 @@ def _rows_op(out_dtype: Any):
         return by_chunks(sizes, x.shape[0], w.shape[-1], out_dtype, multiply)
 
     def ragged(x, sizes, w):
-        y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
         there = Groups.of(sizes, x.shape[0]).of_rows() < sizes.shape[0]
-        return jnp.where(there[:, None], y, 0.0).astype(out_dtype)
+        return jnp.where(there[:, None], ragged_rows(x, w, sizes), 0.0).astype(out_dtype)
 
     return wiring.define(
         "jaxlowprec_grouped_plain_matmul",
@@ -73,8 +72,7 @@ def _wgrad_op(out_dtype: Any):
         return jax.lax.scan(add, zero, (slots.row, slots.group, slots.valid))[0].astype(out_dtype)
 
     def ragged(x, sizes, dy):
-        dims = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        return jax.lax.ragged_dot_general(x, dy, sizes, dims, preferred_element_type=jnp.float32).astype(out_dtype)
+        return ragged_wgrad(x, dy, sizes).astype(out_dtype)
 
     return wiring.define(
         "jaxlowprec_grouped_plain_wgrad",
@@ -84,6 +82,29 @@ def _wgrad_op(out_dtype: Any):
         native=lambda x, dy, sizes: [over_batches(chunks)(x, sizes, dy)],
         platforms=("cpu",),
     )
+
+
+# --- by XLA's ragged products, without batch axes
+
+
+def ragged_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, precision: Any = None) -> jax.Array:
+    """x [T, K], w [E, K, N] of one dtype -> float32 [T, N]. Rows in no group: anything.
+
+    `ragged_dot` may multiply a group's rows by other groups' weights and zeros, where NaN would not stay: a column of
+    weights that has a number that is not finite gives NaN to all rows of its own group, and to no others.
+    """
+    groups, experts = Groups.of(sizes, x.shape[0]), sizes.shape[0]
+    finite = jnp.isfinite(w).all(axis=-2)
+    clean = jnp.where(finite[:, None], w, jnp.zeros((), w.dtype))
+    y = jax.lax.ragged_dot(x, clean, groups.count, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.where(finite[jnp.minimum(groups.of_rows(), experts - 1)], y, jnp.nan)
+
+
+def ragged_wgrad(x: jax.Array, dy: jax.Array, sizes: jax.Array, precision: Any = None) -> jax.Array:
+    """x [T, K], dy [T, N] of one dtype -> float32 [E, K, N]."""
+    dims = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    counts = Groups.of(sizes, x.shape[0]).count
+    return jax.lax.ragged_dot_general(x, dy, counts, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 # Each is linear in both operands, and their derivatives are one another.

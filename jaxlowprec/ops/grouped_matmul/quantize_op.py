@@ -15,16 +15,9 @@ import numpy as np
 from jaxlowprec import wiring
 from jaxlowprec.formats import BLOCK, Hadamard
 from jaxlowprec.ops.amax.op import largest_over
-from jaxlowprec.ops.grouped_matmul import reference
+from jaxlowprec.ops.grouped_matmul import reference, tiled
 from jaxlowprec.ops.grouped_matmul.groups import count
 from jaxlowprec.ops.implementation import Implementation, choose
-
-
-def on_the_cpu(who: str, implementation: Implementation) -> dict[str, Any]:
-    """The arguments of `wiring.define` for ops with CPU kernels alone: other platforms run the reference."""
-    chosen = choose(who, implementation)
-    missing = {"cuda": "the grouped kernels are the CPU's so far; implementation=None runs pure JAX there"}
-    return chosen | {"platforms": tuple(p for p in chosen["platforms"] if p == "cpu"), "missing": missing}
 
 
 def over_batches(function: Callable) -> Callable:
@@ -157,13 +150,19 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             sign_mask=_mask(spec.hadamard),
         )
 
+    def run_on_gpu(x, sizes, *operands):
+        if x.size == 0:
+            return run_reference(x, sizes, *operands)
+        shared = range(spec.tensors + spec.stochastic, len(operands))
+        return over_batches(functools.partial(tiled.quantize, spec))(x, sizes, *operands, shared=shared)
+
     return wiring.define(
         "jaxlowprec_grouped_quantize",
         rule=_rule(spec),
         outputs=outputs,
         reference=run_reference,
-        native=run_native,
-        **on_the_cpu("grouped_matmul", implementation),
+        native={"cpu": run_native, "cuda": run_on_gpu},
+        **choose("grouped_matmul", implementation),
     )
 
 
@@ -190,14 +189,18 @@ def grouped_amax_op(plain: bool, hadamard: Hadamard | None, implementation: Impl
         call = jax.ffi.ffi_call("jaxlowprec_grouped_amax", results)
         return call(x, sizes, plain=plain, rotated=hadamard is not None, sign_mask=_mask(hadamard))
 
+    def run_on_gpu(x, sizes):
+        by = one_batch if x.size == 0 else functools.partial(tiled.amax, plain, hadamard)
+        return over_batches(by)(x, sizes)
+
     return wiring.define(
         "jaxlowprec_grouped_amax",
         rule=wiring.Rule(f"... t c, ... e -> {', '.join(['... e'] * number)}", reductions=("c",), whole=("t", "e")),
         outputs=outputs,
         reference=over_batches(one_batch),
-        native=run_native,
+        native={"cpu": run_native, "cuda": run_on_gpu},
         collective=largest_over,
-        **on_the_cpu("grouped_matmul", implementation),
+        **choose("grouped_matmul", implementation),
     )
 
 

@@ -22,7 +22,7 @@ from jaxlowprec.ops.rounding import from_bits, magnitude_bits, rounded
 CHUNK = 128  # rows that are multiplied together
 
 
-def _largest_of(amax: jax.Array, group: jax.Array, groups: int) -> jax.Array:
+def largest_of(amax: jax.Array, group: jax.Array, groups: int) -> jax.Array:
     """Of each group, by bits: their order is that of the magnitudes, with NaN above infinity. Group E is left out."""
     return from_bits(jax.ops.segment_max(magnitude_bits(amax), group, groups + 1)[:groups])
 
@@ -32,11 +32,11 @@ def amax(x: jax.Array, sizes: jax.Array, plain: bool, hadamard: Hadamard | None)
     groups, experts = Groups.of(sizes, x.shape[0]), sizes.shape[0]
     if x.size == 0:
         return [jnp.zeros(experts)] * (plain + (hadamard is not None))
-    found = [_largest_of(matrix_amax(x[:, None, :]), groups.of_rows(), experts)] if plain else []
+    found = [largest_of(matrix_amax(x[:, None, :]), groups.of_rows(), experts)] if plain else []
     if hadamard:
         slots = Slots.of(groups, BLOCK)
         rotated = rotate_padded(jnp.swapaxes(slots.take(x, BLOCK), -1, -2), hadamard)
-        found.append(_largest_of(matrix_amax(rotated), slots.group, experts))
+        found.append(largest_of(matrix_amax(rotated), slots.group, experts))
     return found
 
 
@@ -53,8 +53,8 @@ def quantize_rowwise(
         random = (words[group], local[:, None], group_ids, 0)
     of_row = None if tensor is None else tensor[group]
     data, scale = quantize_rows(x[:, None, :], fmt, of_row, False, *random)
-    data = _where(there, data[:, 0])
-    return data, _tensor_scales(tensor, groups, fmt) if fmt.scaling == "tensor" else _where(there, scale[:, 0])
+    data = where_else_zero(there, data[:, 0])
+    return data, _tensor_scales(tensor, groups, fmt) if fmt.scaling == "tensor" else where_else_zero(there, scale[:, 0])
 
 
 def quantize_columnwise(
@@ -82,16 +82,16 @@ def quantize_columnwise(
     data, scale = quantize_rows(values, fmt, None if tensor is None else tensor[slots.group], False, *random)
     used = (slots.valid > 0)[:, None, None]
     if fmt.packed:
-        data = jnp.moveaxis(_where(used, data), 0, -2).reshape(x.shape[1], -1)
+        data = jnp.moveaxis(where_else_zero(used, data), 0, -2).reshape(x.shape[1], -1)
     else:
         group = groups.of_rows()
         there, group = (group < sizes.shape[0])[:, None], jnp.minimum(group, sizes.shape[0] - 1)
         local = jnp.arange(x.shape[0]) - groups.start[group]
         slot = groups.start[group] // block + group + local // block
-        data = _where(there, data[slot, :, local % block]).T
+        data = where_else_zero(there, data[slot, :, local % block]).T
     if fmt.scaling == "tensor":
         return data, _tensor_scales(tensor, groups, fmt)
-    return data, _where(used, scale)[..., 0].T
+    return data, where_else_zero(used, scale)[..., 0].T
 
 
 def _tensor_scales(tensor: Any, groups: Groups, fmt: Format) -> jax.Array:
@@ -99,7 +99,7 @@ def _tensor_scales(tensor: Any, groups: Groups, fmt: Format) -> jax.Array:
     return jnp.where(groups.count > 0, tensor_scale(tensor, fmt, False)[0], 1.0)
 
 
-def _where(there: jax.Array, x: jax.Array) -> jax.Array:
+def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:
     """x, zero bytes elsewhere (float8_e8m0fnu has no zero)."""
     bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 4: jnp.uint32}[x.dtype.itemsize])
     return jax.lax.bitcast_convert_type(jnp.where(there, bits, jnp.zeros((), bits.dtype)), x.dtype)

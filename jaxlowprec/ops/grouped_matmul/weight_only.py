@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.formats import Format
+from jaxlowprec.ops.grouped_matmul import cuda
 from jaxlowprec.ops.grouped_matmul import reference as grouped
 from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
-from jaxlowprec.ops.grouped_matmul.quantize_op import on_the_cpu, over_batches
-from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
+from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.weight_only_matmul import reference
 from jaxlowprec.ops.weight_only_matmul.op import weight_factors
 from jaxlowprec.quantized_array import QuantizedArray
@@ -67,11 +68,12 @@ def grouped_weight_only(
         jnp.dtype(out_dtype),
     )
     weight = [leaf for leaf in (q.data, q.scale, q.amax, q.zero_point) if leaf is not None]
-    return _op(spec, implementation)(x, *weight, sizes, *([] if bias is None else [bias]))[0]
+    return grouped_weight_only_op(spec, implementation)(x, *weight, sizes, *([] if bias is None else [bias]))[0]
 
 
 @functools.cache
-def _op(spec: GroupedWeightOnlySpec, implementation: Implementation):
+def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implementation):
+    """x [..., T, K], the weights' leaves [..., E, ...], sizes [..., E], a float32 bias [..., E, N] -> [..., T, N]."""
     fmt, last = spec.format, 1 + spec.weights
     weight = weight_factors(fmt, spec.asymmetric, spec.ragged_columns, spec.ragged_depth, "... e")
     operands = [f"... t {weight.k}", *weight.operands, "... e", *[f"... e {weight.n}"] * spec.bias]
@@ -106,9 +108,13 @@ def _op(spec: GroupedWeightOnlySpec, implementation: Implementation):
         attributes = {"format": fmt.attributes, "asymmetric": spec.asymmetric, "bias": spec.bias}
         return [call(x, data, scale, sizes, *others, *extras, **attributes)]
 
+    def run_on_gpu(x, *rest):
+        weight, sizes, bias = rest[: spec.weights], rest[spec.weights], rest[last:]
+        return [over_batches(functools.partial(cuda.weight_only, spec))(x, sizes, *weight, *bias)]
+
     def when_reduced(add_up, *operands):
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
-        total = add_up(_op(plain, implementation)(*operands[: last + 1])[0])
+        total = add_up(grouped_weight_only_op(plain, implementation)(*operands[: last + 1])[0])
         if spec.bias:
             total = total + bias_of_rows(operands[last + 1], operands[last], total.shape[-2])
         return [total.astype(spec.out_dtype)]
@@ -123,7 +129,7 @@ def _op(spec: GroupedWeightOnlySpec, implementation: Implementation):
         ),
         outputs=outputs,
         reference=run_reference,
-        native=run_native,
+        native={"cpu": run_native, "cuda": cuda.unless_demanded(implementation, run_on_gpu)},
         when_reduced=when_reduced,
-        **on_the_cpu("grouped_matmul", implementation),
+        **choose("grouped_matmul", implementation),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -124,20 +124,44 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation):
     )
 
 
+def _shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Of the results, of a matrix for each of the batch axes."""
+    fmt = spec.format
+    *batch, rows, columns = x.shape
+    lines = [(rows, columns)] * spec.rowwise + [(columns, rows)] * spec.columnwise
+    shapes = []
+    for line, length in lines:
+        blocks = -(-length // fmt.length)
+        codes = blocks * fmt.length // 2 if fmt.packed else length
+        scales = () if fmt.scaling == "tensor" else (-(-line // fmt.length) if fmt.tiles else line, blocks)
+        shapes += [((*batch, line, codes), fmt.data_dtype), ((*batch, *scales), fmt.scale_dtype)]
+    return shapes
+
+
+def native_call(
+    spec: QuantizeSpec, x: jax.Array, *operands: jax.Array, vmap_method: str | None = None
+) -> Sequence[Any]:
+    """The kernel on what the op takes. Line and group indices may have x's batch axes, for each matrix its own.
+
+    `vmap_method`: of `jax.ffi.ffi_call`.
+    """
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes(spec, x)]
+    return jax.ffi.ffi_call("jaxlowprec_quantize", results, vmap_method=vmap_method)(
+        x,
+        *operands,
+        format=spec.format.attributes,
+        rowwise=spec.rowwise,
+        columnwise=spec.columnwise,
+        rotate_columns=spec.hadamard is not None,
+        stochastic=spec.stochastic,
+        encode_scale_given=spec.encode_scale_given,
+        sign_mask=np.uint32(spec.hadamard.mask if spec.hadamard else 0).view(np.int32),
+    )
+
+
 def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
     """Result shapes, the reference and the native call, of a matrix for each of the batch axes."""
     fmt = spec.format
-
-    def outputs(x, *_):
-        *batch, rows, columns = x.shape
-        lines = [(rows, columns)] * spec.rowwise + [(columns, rows)] * spec.columnwise
-        shapes = []
-        for line, length in lines:
-            blocks = -(-length // fmt.length)
-            codes = blocks * fmt.length // 2 if fmt.packed else length
-            scales = () if fmt.scaling == "tensor" else (-(-line // fmt.length) if fmt.tiles else line, blocks)
-            shapes += [((*batch, line, codes), fmt.data_dtype), ((*batch, *scales), fmt.scale_dtype)]
-        return shapes
 
     def run_reference(x, *operands):
         tensors, random = operands[: spec.tensors], operands[spec.tensors :]
@@ -152,21 +176,7 @@ def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
             out += reference.quantize_rows(values, fmt, tensor, spec.encode_scale_given, *stochastic)
         return out
 
-    def run_native(x, *operands):
-        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x)]
-        return jax.ffi.ffi_call("jaxlowprec_quantize", results)(
-            x,
-            *operands,
-            format=fmt.attributes,
-            rowwise=spec.rowwise,
-            columnwise=spec.columnwise,
-            rotate_columns=spec.hadamard is not None,
-            stochastic=spec.stochastic,
-            encode_scale_given=spec.encode_scale_given,
-            sign_mask=np.uint32(spec.hadamard.mask if spec.hadamard else 0).view(np.int32),
-        )
-
-    return outputs, run_reference, run_native
+    return lambda x, *_: _shapes(spec, x), run_reference, functools.partial(native_call, spec)
 
 
 def _of_slices(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:

@@ -51,9 +51,8 @@ def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Arra
     return spec.epilogue.finish(y.reshape(*lead, y.shape[-1]), extras)
 
 
-def _exact_dtype(spec: Any, x: jax.Array) -> Any:
+def exact_dtype(fmt: Any, x: jax.Array) -> Any:
     """Of the GEMM that loses nothing of either operand: x's own if the decoded weight fits, else float32."""
-    fmt = spec.format
     if fmt.element == "int4":
         weight = jnp.dtype(fmt.scale_dtype)
     else:
@@ -63,7 +62,7 @@ def _exact_dtype(spec: Any, x: jax.Array) -> Any:
 
 def decoded_matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
     """By XLA's GEMM of x and the weight decoded, exactly, to the narrowest type that holds both."""
-    dtype = _exact_dtype(spec, x)
+    dtype = exact_dtype(spec.format, x)
     w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)
     y = jnp.einsum(
         "...mk,nk->...mn" if spec.shared else "...mk,...nk->...mn",
