@@ -34,42 +34,25 @@ from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.quantize.keys import keyless_words
 from jaxlowprec.out_sharding import resharded
+from jaxlowprec.quantized_matmul import Gemms
 from jaxlowprec.recipes import StraightThrough
 from jaxlowprec.residuals import CHECKPOINT_NAMES, decoded, differentiated_once, dtype_marker, named
 from jaxlowprec.weight_only import quantize_weight, through_estimator
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Gemms):
     """What a product is traced with; see `quantized_matmul.Plan`.
 
     Attributes:
-        roles, backward_override: of the recipe.
         name: of the layer, for the keyless bits.
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients.
     """
 
-    roles: Any
-    backward_override: str | None
     name: str
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
-
-    @property
-    def fprop(self) -> bool:
-        """Whether this GEMM is quantised."""
-        return self.roles.input is not None and self.roles.weight is not None
-
-    @property
-    def dgrad(self) -> bool:
-        """The same."""
-        return self.backward_override is None and self.roles.gradient is not None and self.roles.weight is not None
-
-    @property
-    def wgrad(self) -> bool:
-        """The same."""
-        return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
 
 
 def _weight_ways(w, role, rowwise: bool, columnwise: bool):

@@ -63,26 +63,15 @@ class QuantizedKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a product is traced with: captured in the forward pass, so that the backward pass never reads the context.
+class Gemms:
+    """Which of a product's three GEMMs are quantised.
 
     Attributes:
-        roles, backward_override, delayed: of the recipe.
-        name: of the layer, for the keyless bits.
-        out_dtype: of the result.
-        shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
-        out_sharding: of the result, in explicit mode.
-        slices: x is [..., S, T, K] for a weight without S.
+        roles, backward_override: of the recipe.
     """
 
     roles: Any
     backward_override: str | None
-    delayed: Any
-    name: str
-    out_dtype: Any
-    shardings: tuple[Any, Any, Any]
-    out_sharding: Any
-    slices: bool
 
     @property
     def fprop(self) -> bool:
@@ -98,6 +87,27 @@ class Plan:
     def wgrad(self) -> bool:
         """The same."""
         return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Gemms):
+    """What a product is traced with: captured in the forward pass, so that the backward pass never reads the context.
+
+    Attributes:
+        delayed: of the recipe.
+        name: of the layer, for the keyless bits.
+        out_dtype: of the result.
+        shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
+        out_sharding: of the result, in explicit mode.
+        slices: x is [..., S, T, K] for a weight without S.
+    """
+
+    delayed: Any
+    name: str
+    out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    out_sharding: Any
+    slices: bool
 
 
 def _both_ways(
