@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jaxlowprec.checkpoints.dtypes import file_dtype
@@ -31,6 +32,7 @@ class LeafTensors:
         is_kernel: whether the leaf is a matrix [K, N] that is stored as [N, K].
         scheme: the format of quantised leaves.
         dtype: what a float leaf is rounded to; None: its own.
+        expert: which of a leaf's first axis this is, where each expert has tensors of its own; None: all of the leaf.
 
     >>> stored = LeafTensors("up.kernel", "up.weight", np.zeros((2, 3), np.float32), True, dtype="bfloat16")
     >>> stored.specs()
@@ -45,6 +47,13 @@ class LeafTensors:
     is_kernel: bool = False
     scheme: Scheme | None = None
     dtype: Any = None
+    expert: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is stored, before a kernel is transposed."""
+        shape = tuple(self.leaf.shape)
+        return shape if self.expert is None else shape[1:]
 
     @property
     def module(self) -> str:
@@ -58,9 +67,12 @@ class LeafTensors:
 
     def specs(self) -> dict[str, TensorSpec]:
         """What the tensors will be, by their names; nothing is computed."""
-        shape = tuple(self.leaf.shape)
+        shape = self.shape
         if self.is_kernel and len(shape) != 2:
-            raise ValueError(f"{self.path} has shape {shape}; a kernel's needs two axes")
+            raise ValueError(
+                f"{self.path} has shape {shape}; a kernel's needs two axes (a rule for kernels of experts, [E, K, N], "
+                "has {expert} in its name)"
+            )
         shape = shape[::-1] if self.is_kernel else shape
         if self.is_quantized:
             return output_specs(self._scheme(), self.module, TensorSpec(file_dtype(self.leaf.dtype), shape))
@@ -74,9 +86,9 @@ class LeafTensors:
         """
         if self.is_quantized:
             scheme = self._scheme()
-            stored = about(self.path, lambda: scheme.store(self.leaf.mT))
+            stored = about(self.path, lambda: scheme.store(self.taken().mT))
             return {f"{self.module}.{part}": tensor for part, tensor in stored.items()}
-        array = self.leaf if on_device else on_host(self.path, self.leaf)
+        array = self.taken() if on_device else self.on_host()
         if self.dtype is not None:
             array = array.astype(as_dtype(self.dtype), copy=False)
         if self.is_kernel:
@@ -84,6 +96,16 @@ class LeafTensors:
         if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
             array = contiguous(array)
         return {self.name: array}
+
+    def taken(self) -> Any:
+        """The leaf, or the expert's part of it, where it lies."""
+        if self.expert is None:
+            return self.leaf
+        return jax.tree.map(lambda array: array[self.expert], self.leaf)
+
+    def on_host(self) -> np.ndarray:
+        """The same of a float leaf, as numpy's."""
+        return on_host(self.path, self.taken())
 
     def _scheme(self) -> Scheme:
         if self.scheme is None:

@@ -5,7 +5,8 @@
     scale, bias  [N]      <->   weight, bias [N]
 
 A rule's path is that of a leaf of the tree, its name that of a tensor. `{i}` stands for a number, the same in both:
-`layers.{i}.q.kernel` is `layers[i].q.kernel` of an NNX module and `layers_i/q/kernel` of Linen parameters.
+`layers.{i}.q.kernel` is `layers[i].q.kernel` of an NNX module and `layers_i/q/kernel` of Linen parameters. A name with
+`{expert}`, which the path has not, is that of tensors of each expert: kernels [E, K, N] <-> E weights [N, K].
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import numpy as np
 from jaxlowprec.checkpoints.leaf_tensors import LeafTensors, about, transposed
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
 from jaxlowprec.checkpoints.tree_paths import leaves, rebuilt
-from jaxlowprec.quantized_array import QuantizedArray
 
 Arrays = Mapping[str, np.ndarray]
+
+EXPERT = "{expert}"
+"""Stands for an expert's number in a rule's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +39,19 @@ class Rule:
     Attributes:
         path: of the leaf in the tree, parts joined by dots, `{i}` for a number.
         name: of the tensor.
+
+    >>> rule = Rule("mlp.{i}.up_proj.kernel", "model.{i}.experts.{expert}.up_proj.weight")
+    >>> rule.name_of("mlp.3.up_proj.kernel")
+    'model.3.experts.{expert}.up_proj.weight'
     """
 
     path: str
     name: str
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the leaf's first axis is that of the experts, each with a tensor of its own."""
+        return EXPERT in self.name and EXPERT not in self.path
 
     @property
     def is_kernel(self) -> bool:
@@ -47,10 +59,10 @@ class Rule:
         return self.path.endswith("kernel")
 
     def name_of(self, path: str) -> str | None:
-        """The tensor's name for a leaf, or None where the rule is not about it."""
+        """The tensor's name for a leaf, an expert's with `{expert}` in it, or None where the rule is not about it."""
         pattern = re.sub(r"\\\.\\\{(\w+)\\\}", r"[._](?P<\1>\\d+)", re.escape(self.path))
         match = re.fullmatch(pattern, path)
-        return None if match is None else self.name.format(**match.groupdict())
+        return None if match is None else self.name.format(**{"expert": EXPERT} | match.groupdict())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +78,8 @@ class TreeMapping:
     def names(self, tree: Any) -> dict[str, str]:
         """The tensor's name for each leaf's path; for a kernel that of the float weight, also where it is quantised.
 
+        Of experts the name has `{expert}` in it.
+
         Raises:
             ValueError: leaves that no rule is about, or two leaves of one name.
         """
@@ -73,10 +87,8 @@ class TreeMapping:
 
     def float_modules(self, tree: Any) -> list[str]:
         """The names of modules whose kernels are not quantised."""
-        named = self._named("float_modules", tree)
-        return [
-            _module(name) for _, name, rule, leaf in named if rule.is_kernel and not isinstance(leaf, QuantizedArray)
-        ]
+        stored = self._stored("float_modules", tree, None, None)
+        return [tensors.module for tensors in stored if tensors.is_kernel and not tensors.is_quantized]
 
     def to_tensors(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> dict[str, np.ndarray]:
         """A tree's leaves as the tensors of a checkpoint.
@@ -96,11 +108,19 @@ class TreeMapping:
         return tensors
 
     def stored(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> list[LeafTensors]:
-        """The same leaf by leaf, before anything is computed or gathered."""
-        return [
-            LeafTensors(path, name, leaf, rule.is_kernel, scheme, dtype)
-            for path, name, rule, leaf in self._named("to_tensors", tree)
-        ]
+        """The same leaf by leaf, of experts each by itself, before anything is computed or gathered."""
+        return self._stored("to_tensors", tree, scheme, dtype)
+
+    def _stored(self, who: str, tree: Any, scheme: Scheme | None, dtype: Any) -> list[LeafTensors]:
+        found: list[LeafTensors] = []
+        for path, name, rule, leaf in self._named(who, tree):
+            kind = rule.is_kernel, scheme, dtype
+            if not rule.of_experts:
+                found.append(LeafTensors(path, name, leaf, *kind))
+                continue
+            for i in _experts(who, path, leaf):
+                found.append(LeafTensors(f"{path}[{i}]", _name_of_expert(name, i), leaf, *kind, expert=i))
+        return found
 
     def from_tensors(self, tensors: Arrays, like: Any, scheme: Scheme | None = None) -> Any:
         """A tree with a checkpoint's numbers.
@@ -122,20 +142,17 @@ class TreeMapping:
         found: dict[str, Any] = {}
         missing: list[str] = []
         used: set[str] = set()
+        read = functools.partial(_read, tensors, scheme, used)
         for path, name, rule, leaf in self._named("from_tensors", like):
-            parts = _quantized_parts(tensors, name, scheme) if rule.is_kernel else {}
-            if parts and scheme is not None:
-                suffixed = {part: tensors[full] for part, full in parts.items()}
-                used |= set(parts.values())
-                stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
-                found[path] = about(path, functools.partial(stored.load, suffixed, leaf.dtype)).mT
-            elif name in tensors:
-                used.add(name)
-                array = tensors[name]
-                found[path] = _widened(path, transposed(path, array) if rule.is_kernel else array, leaf.dtype)
+            if rule.of_experts:
+                names = [_name_of_expert(name, i) for i in _experts("from_tensors", path, leaf)]
             else:
-                missing.append(name)
+                names = [name]
+            arrays = [read(path, one, rule.is_kernel, leaf.dtype) for one in names]
+            if absent := [one for one, array in zip(names, arrays, strict=True) if array is None]:
+                missing += absent
                 continue
+            found[path] = _stacked(path, arrays) if rule.of_experts else arrays[0]
             if found[path].shape != tuple(leaf.shape):
                 given, needed = found[path].shape, tuple(leaf.shape)
                 raise ValueError(f"from_tensors: {path} has shape {given} in the checkpoint; the model has {needed}")
@@ -158,6 +175,44 @@ class TreeMapping:
 
     def _rule(self, path: str) -> tuple[Rule, str] | None:
         return next(((rule, name) for rule in self.rules if (name := rule.name_of(path))), None)
+
+
+def _experts(who: str, path: str, leaf: Any) -> range:
+    """The first axis of a leaf."""
+    if not leaf.shape:
+        raise ValueError(f"{who}: {path} is a scalar; a rule with {EXPERT} in its name needs a first axis of experts")
+    return range(leaf.shape[0])
+
+
+def _name_of_expert(name: str, index: int) -> str:
+    return name.replace(EXPERT, str(index))
+
+
+def _stacked(path: str, arrays: list[Any]) -> Any:
+    """Those of all experts as one leaf; raises ValueError where they differ in shape, dtype or format."""
+    kinds = {
+        (jax.tree.structure(array), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(array))) for array in arrays
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"from_tensors: {path}: the experts' tensors differ in shape, dtype or format")
+    return jax.tree.map(lambda *each: jnp.stack(each), *arrays)
+
+
+def _read(
+    tensors: Arrays, scheme: Scheme | None, used: set[str], path: str, name: str, is_kernel: bool, dtype: Any
+) -> Any:
+    """A leaf, or one expert's part of it, from its tensors, which are added to `used`; None where there are none."""
+    parts = _quantized_parts(tensors, name, scheme) if is_kernel else {}
+    if parts and scheme is not None:
+        suffixed = {part: tensors[full] for part, full in parts.items()}
+        used |= set(parts.values())
+        stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
+        return about(path, functools.partial(stored.load, suffixed, dtype)).mT
+    if name not in tensors:
+        return None
+    used.add(name)
+    array = tensors[name]
+    return _widened(path, transposed(path, array) if is_kernel else array, dtype)
 
 
 def _module(name: str) -> str:
@@ -213,6 +268,18 @@ LLAMA = TreeMapping(
     )
 )
 """Llama, Mistral and dense Qwen, for a tree whose modules are called as Hugging Face's, without "model."."""
+
+QWEN3_MOE = TreeMapping(
+    (
+        *LLAMA.rules,
+        Rule("layers.{i}.mlp.router.kernel", "model.layers.{i}.mlp.gate.weight"),
+        *(
+            Rule(f"layers.{{i}}.mlp.experts.{m}.kernel", f"model.layers.{{i}}.mlp.experts.{EXPERT}.{m}.weight")
+            for m in ("gate_proj", "up_proj", "down_proj")
+        ),
+    )
+)
+"""Qwen3's mixtures of experts: the same, `mlp` being `jaxlowprec.nnx.MoE` or Linen's, without biases."""
 
 DEMO = TreeMapping(
     (

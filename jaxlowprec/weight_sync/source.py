@@ -14,7 +14,7 @@ from jaxlowprec.checkpoints.quantizing import amax
 from jaxlowprec.checkpoints.rules import Rules, fused_units, splits
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.tree_paths import leaves, on_host
+from jaxlowprec.checkpoints.tree_paths import leaves
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
@@ -73,7 +73,7 @@ class Group:
         scheme = kernels[0].scheme if kernels else None
         if scheme is None or not (scheme.format.has_tensor_scale and scheme.shares_global_scale):
             return None
-        return max(amax(on_host(kernel.path, kernel.leaf)) for kernel in kernels)
+        return max(amax(kernel.on_host()) for kernel in kernels)
 
 
 class WeightSource:
@@ -204,7 +204,7 @@ def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozen
         )
     for module, kernel in chosen.items():
         assert kernel.scheme is not None
-        if reason := kernel.scheme.check(tuple(kernel.leaf.shape)[::-1]):
+        if reason := kernel.scheme.check(kernel.shape[::-1]):
             raise ValueError(
                 f"WeightSource: {kernel.scheme.name} cannot hold {module}: {reason}; leave it alone with "
                 "quantize=Rules(ignore=...)"

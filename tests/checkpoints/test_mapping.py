@@ -16,7 +16,7 @@ import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes, trees
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.leaf_tensors import contiguous
-from jaxlowprec.checkpoints.mapping import DEMO, LLAMA, Rule, TreeMapping
+from jaxlowprec.checkpoints.mapping import DEMO, LLAMA, QWEN3_MOE, Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
 from tests.test_readme import programs
@@ -258,6 +258,79 @@ class TestQuantizedTrees:
         del tensors["model.layers.1.mlp.up_proj.weight_scale"]
         with pytest.raises(ValueError, match="blocks.1.up.kernel: w4a16.load: tensors weight_scale are missing"):
             DEMO.from_tensors(tensors, demo(), scheme)
+
+
+class ExpertBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = jlp.nnx.MoE(3, 64, 96, top_k=2, param_dtype=jnp.bfloat16, rngs=rngs)
+
+
+class Experts(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.layers = nnx.List([ExpertBlock(rngs) for _ in range(2)])
+
+
+class TestExperts:
+    """A leaf [E, K, N] is a weight [N, K] for each expert."""
+
+    def test_each_has_its_weights(self):
+        model = Experts()
+        tensors = QWEN3_MOE.to_tensors(model)
+        up = model.layers[1].mlp.experts.up_proj.kernel[...]
+        assert len(tensors) == 2 * (1 + 3 * 3)
+        assert tensors["model.layers.1.mlp.gate.weight"].shape == (3, 64)
+        for e in range(3):
+            assert_same_bytes(tensors[f"model.layers.1.mlp.experts.{e}.up_proj.weight"], np.asarray(up[e]).T)
+
+    def test_there_and_back(self):
+        model = Experts()
+        filled = QWEN3_MOE.from_tensors(QWEN3_MOE.to_tensors(model), Experts(1))
+        assert_same_bytes(jax.tree.leaves(filled), jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+    @pytest.mark.parametrize(
+        "scheme, recipe",
+        [
+            (schemes.by_name("w4a16", group_size=32), jlp.Int4QAT(group_size=32)),
+            (schemes.by_name("nvfp4"), jlp.WeightQAT(jlp.NVFP4())),
+        ],
+        ids=["w4a16", "nvfp4"],
+    )
+    def test_quantised_there_and_back(self, scheme, recipe):
+        served = jlp.quantize_params(Experts(), recipe)
+        tensors = QWEN3_MOE.to_tensors(served, scheme)
+        filled = QWEN3_MOE.from_tensors(tensors, served, scheme)
+        assert_same_bytes(
+            jax.tree.leaves(filled), jax.tree.leaves(nnx.state(served, nnx.Any(nnx.Param, jlp.nnx.Quantized)))
+        )
+        assert QWEN3_MOE.float_modules(served) == [f"model.layers.{i}.mlp.gate" for i in range(2)]
+
+    def test_a_quantised_expert_is_what_its_weight_alone_would_be(self):
+        model, scheme = Experts(), schemes.by_name("w4a16", group_size=32)
+        tensors = QWEN3_MOE.to_tensors(jlp.quantize_params(model, jlp.Int4QAT(group_size=32)), scheme)
+        down = np.asarray(model.layers[0].mlp.experts.down_proj.kernel[...])
+        for e in range(3):
+            for part, tensor in scheme.compress(np.ascontiguousarray(down[e].T)).items():
+                ours = tensors[f"model.layers.0.mlp.experts.{e}.down_proj.{part}"]
+                assert (ours.dtype, ours.shape, ours.tobytes()) == (tensor.dtype, tensor.shape, tensor.tobytes())
+
+    def test_an_expert_that_is_missing_is_named(self):
+        tensors = QWEN3_MOE.to_tensors(Experts())
+        del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+        with pytest.raises(ValueError, match=r"missing tensors: model.layers.1.mlp.experts.2.up_proj.weight"):
+            QWEN3_MOE.from_tensors(tensors, Experts())
+
+    def test_experts_of_different_shapes(self):
+        tensors = QWEN3_MOE.to_tensors(Experts())
+        name = "model.layers.1.mlp.experts.2.up_proj.weight"
+        tensors[name] = tensors[name][:-1]
+        with pytest.raises(ValueError, match="the experts' tensors differ in shape"):
+            QWEN3_MOE.from_tensors(tensors, Experts())
+
+    def test_a_rule_without_experts_says_how_to_write_one(self):
+        mapping = TreeMapping((Rule("kernel", "weight"),))
+        with pytest.raises(ValueError, match=r"has \{expert\} in its name"):
+            mapping.stored({"kernel": np.ones((2, 3, 4))})[0].specs()
 
 
 class TestFolders:

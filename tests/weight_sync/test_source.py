@@ -13,6 +13,7 @@ import jaxlowprec as jlp
 from jaxlowprec.checkpoints import trees
 from jaxlowprec.checkpoints.convert import convert
 from jaxlowprec.checkpoints.folder import CheckpointFolder
+from jaxlowprec.checkpoints.mapping import QWEN3_MOE
 from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.checkpoints.rules import Rules
 from jaxlowprec.checkpoints.schemes import by_name
@@ -56,6 +57,25 @@ def test_what_is_sent_is_what_a_conversion_writes(scheme, tmp_path):
     convert(tmp_path / "high", tmp_path / "low", scheme)
     source = WeightSource(tree, MAPPING, scheme, quantize=RULES)
     assert_same(dict(source.arrays()), folder_tensors(tmp_path / "low"))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
+def test_experts_are_sent_as_a_conversion_writes_them(name, tmp_path):
+    """One leaf [E, K, N] is many groups: each expert's gate and up together, its down by itself."""
+    random = np.random.default_rng(0)
+    sizes = {"gate_proj": (3, 64, 128), "up_proj": (3, 64, 128), "down_proj": (3, 128, 64)}
+    experts = {n: {"kernel": jnp.asarray(random.standard_normal(s), jnp.bfloat16)} for n, s in sizes.items()}
+    tree = {"layers": [{"mlp": {"router": {"kernel": np.ones((64, 3), np.float32)}, "experts": experts}}]}
+    scheme = by_name(name, group_size=32) if name == "w4a16" else by_name(name)
+    trees.save(tmp_path / "high", tree, QWEN3_MOE, {"model_type": "qwen3_moe"})
+    convert(tmp_path / "high", tmp_path / "low", scheme)
+    source = WeightSource(tree, QWEN3_MOE, scheme, quantize=RULES)
+    assert_same(dict(source.arrays()), folder_tensors(tmp_path / "low"))
+    prefix = "model.layers.0.mlp"
+    assert [group.key for group in source.groups] == [
+        *(f"{prefix}.experts.{e}.{part}" for e in range(3) for part in ("down_proj", "gate_proj+up_proj")),
+        f"{prefix}.gate",
+    ]
 
 
 @over_schemes
