@@ -43,6 +43,9 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/cpu_kernels.py --save
 	$(BIN)/python benchmarks/formats.py --save
 	$(BIN)/python benchmarks/weight_only_matmul.py --save
+	$(BIN)/python benchmarks/grouped_matmul.py --save
+	$(BIN)/python benchmarks/weight_sync.py --save
+	$(BIN)/python benchmarks/weight_sync_tcp.py --save
 	$(BIN)/python benchmarks/scaling.py --save
 	$(BIN)/python benchmarks/train_step.py --save
 	$(BIN)/python benchmarks/tables.py

@@ -78,7 +78,7 @@ def grouped_matmul(
             f"{who}: x {x.shape}, kernels {kernels.shape} and group_sizes {sizes.shape}: needs x [T, K], kernels "
             "[E, K, N] and group_sizes [E], E at least 1; use jax.vmap for further axes"
         )
-    if isinstance(group_sizes, np.ndarray | list | tuple) and np.sum(group_sizes) > x.shape[0]:
+    if isinstance(group_sizes, np.ndarray) and np.sum(group_sizes) > x.shape[0]:
         raise ValueError(f"{who}: group_sizes sum up to {np.sum(group_sizes)}, and x has {x.shape[0]} rows")
     features = kernels.shape[2]
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
