@@ -138,6 +138,13 @@ class TestGroups:
         for something in (y[:138], dx[:138], dw[0], dbias[0]):
             assert np.float32(something).any()
 
+    @by_recipe
+    def test_no_rows_at_all(self, recipe):
+        x, w, bias, dy = operands()
+        y, dx, dw, dbias = results(recipe, (0,) * E, values=(x[:0], w, bias, dy[:0]))
+        assert (y.shape, dx.shape, dw.shape, dbias.shape) == ((0, N), (0, K), w.shape, bias.shape)
+        assert not np.float32(dw).any() and not np.float32(dbias).any()
+
     def test_sizes_are_no_reason_to_compile_again(self):
         x, w, *_ = operands()
         step = jax.jit(lambda sizes: jlp.grouped_matmul(x, w, sizes, recipe=RECIPES["nvfp4"]))
