@@ -19,15 +19,25 @@ each_recipe = pytest.mark.parametrize(
     [pytest.param(RECIPES[name], marks=[] if name in ("bf16", "nvfp4") else pytest.mark.slow) for name in RECIPES],
     ids=RECIPES,
 )
-each_form = pytest.mark.parametrize(
-    "how", [{"scan": False}, {"scan": True}, {"scan": True, "remat": True}], ids=["loop", "scan", "scan of remat"]
+FORMS = {
+    "loop": {"scan": False},
+    "scan": {"scan": True},
+    "scan of remat": {"scan": True, "remat": True},
+}
+OFTEN = ("bf16", "nvfp4")
+
+
+@pytest.mark.parametrize(  # of the other recipes the form that has most in it
+    "name, how",
+    [
+        pytest.param(name, how, marks=[] if name in OFTEN else pytest.mark.slow, id=f"{form}-{name}")
+        for name in RECIPES
+        for form, how in FORMS.items()
+        if name in OFTEN or form == "scan of remat"
+    ],
 )
-
-
-@each_recipe
-@each_form
-def test_replaying_a_record_gives_its_outputs_and_gradients(recipe, how):
-    moe = block(recipe)
+def test_replaying_a_record_gives_its_outputs_and_gradients(name, how):
+    moe = block(RECIPES[name])
     recorded = step(moe, PARAMS, X, AFRESH, **how)
     tape = recorded[1]
     tape.check(stack.EXPERTS, layers=stack.LAYERS, tokens=stack.TOKENS)
