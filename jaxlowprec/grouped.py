@@ -35,6 +35,7 @@ def grouped_matmul(
     *,
     name: str = "",
     out_dtype: Any = None,
+    precision: Any = None,
 ) -> Float[Array, "T N"]:
     """Each group of rows by its own kernel, the three GEMMs on operands quantised as the recipe says.
 
@@ -54,6 +55,7 @@ def grouped_matmul(
             `linear` with the e-th words of that batch. None: the bits come from each group's gradient, see `linear`.
         name: the layer's, for the keyless bits and recipes that treat layers differently.
         out_dtype: of the result; default: x's.
+        precision: without a recipe, of the products, as of `jax.lax.dot`; quantised ones accumulate in float32 anyway.
 
     Raises:
         TypeError: dtypes that do not fit, a recipe that is none.
@@ -93,7 +95,8 @@ def grouped_matmul(
     if recipe is None:
         x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
         wide = dtype if bias is None else jnp.dtype("float32")
-        return biased(rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide), bias, sizes).astype(dtype)
+        y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
+        return biased(y, bias, sizes).astype(dtype)
     roles = _checked_roles(who, recipe, name)
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
@@ -119,7 +122,7 @@ def ragged_dot(
 
     Arguments:
         lhs, rhs, group_sizes: x, kernels and group_sizes of `grouped_matmul`.
-        precision: of what stays in high precision on a GPU; quantised products accumulate in float32 whatever it says.
+        precision: of `grouped_matmul`.
         preferred_element_type: the dtype of the result; default: what lhs and rhs promote to.
         group_offset: not supported, as in JAX.
 
@@ -139,9 +142,8 @@ def ragged_dot(
         out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else jnp.promote_types(lhs.dtype, rhs.dtype)
     if isinstance(rhs, QuantizedArray) or resolve("ragged_dot", FROM_CONTEXT, "") is not None:
         return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype)
-    del precision
     wide = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype)
+    return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
 
 
 def _aligned(*operands: Any) -> tuple[Any, ...]:

@@ -131,7 +131,8 @@ QUANTISED = {  # arrays in a training step where they are not all three: x, the 
 
 @pytest.mark.parametrize("name", GROUPED_RECIPES)
 def test_a_training_step_of_rows_in_groups(name):
-    """Each array is quantised once, by the library's kernels, and XLA multiplies. No loop searches for the groups."""
+    """Each array is quantised once, by the library's kernels. Three loops go over the groups, one a product, and copy
+    no array that has all of them."""
     recipe = GROUPED_RECIPES[name]
 
     def step(x, w, bias, sizes, key):
@@ -149,5 +150,31 @@ def test_a_training_step_of_rows_in_groups(name):
     int4 = role is not None and role.format.element == "int4"
     assert found.calls["jaxlowprec_int4_quantize" if int4 else "jaxlowprec_quantize"] == expected
     assert found.calls["jaxlowprec_amax"] == expected * (role is not None and role.format.has_tensor_scale)
-    assert not any(call.startswith("jaxlowprec_grouped") for call in found.calls)
-    assert not found.kinds["while"]
+    assert found.calls["jaxlowprec_scaled_matmul"] + found.kinds["dot"] == found.kinds["while"] == 3
+    assert found.calls["jaxlowprec_scaled_matmul"] == {3: 3, 2: 1}.get(expected, 0)
+    bodies = re.findall(r"body=%([\w.-]+)", found.text)
+    for body in bodies:
+        (instructions,) = re.findall(rf"^%{re.escape(body)} .*?\n(.*?)^}}", found.text, re.MULTILINE | re.DOTALL)
+        assert not re.search(r"\[4,\d+,\d+\]\S* (copy|transpose|select|convert)\(", instructions)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(None, None, "x"), PartitionSpec(None, "x", None)], ids=["n", "k"])
+def test_rows_in_groups_on_several_gpus(spec):
+    """Each multiplies its part of every group's weights; where the contraction is split, partial sums are added up."""
+    with described("H100", 4) as devices:
+        mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        shape = lambda size, dtype, *spec: jax.ShapeDtypeStruct(  # noqa: E731
+            size, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        x = shape((300, 1024), jnp.bfloat16, None, spec[1])
+        w, sizes = shape((4, 1024, 256), jnp.float32, *spec), shape((4,), jnp.int32)
+        recipe = jlp.MXFP8BlockScaling()
+        found = compiled(
+            lambda x, w, sizes: jlp.grouped_matmul(x, w, sizes, recipe=recipe), x, w, sizes, devices=devices
+        )
+    assert found.calls["jaxlowprec_scaled_matmul"] == found.kinds["while"] == 1
+    local = "f8e4m3fn[64,1024]" if spec[2] else "f8e4m3fn[256,256]"
+    call = next(line for line in found.text.splitlines() if 'custom_call_target="jaxlowprec_scaled_matmul"' in line)
+    assert local in call
+    reduced = sum(n for kind, n in found.kinds.items() if kind.startswith(("all-reduce", "reduce-scatter")))
+    assert bool(reduced) == bool(spec[1])

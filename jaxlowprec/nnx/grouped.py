@@ -28,7 +28,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
 
     Arguments:
         num_experts, in_features, out_features: sizes.
-        precision: of products in high precision; where given, `jax.lax.ragged_dot` computes them.
+        precision: of products in high precision, as of `jax.lax.dot`.
         recipe, name: see `Linear`, whose other arguments these are too. The kernel keeps its dtype: `dtype` is that of
             the computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not
             its neighbour's; give these layers `Float8CurrentScaling` of their own.

@@ -12,7 +12,7 @@ from jaxlowprec.formats import Hadamard
 from jaxlowprec.ops.grouped_matmul import cuda, tiled
 from jaxlowprec.ops.grouped_matmul.api import group_amaxes, multiply_groups, multiply_within_groups, quantize_groups
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
-from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad, ragged_rows, ragged_wgrad
+from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad, rows_by_chunks, wgrad_by_chunks
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_quantize_op, over_batches
 from jaxlowprec.ops.grouped_matmul.weight_only import GroupedWeightOnlySpec, grouped_weight_only
 from tests.helpers import assert_same_bytes, format_name, random_array
@@ -21,9 +21,10 @@ from tests.ops.test_grouped_matmul import FORMATS, PAIRS, SIZES, rotation_of, we
 CASES = {  # more rows than a tile has, and groups that begin within one
     "tiles": ([130, 0, 257, 3, 128, 1], 600, 48),
     "odd columns": ([200, 90], 300, 33),
+    "fewer rows than groups": ([0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 0], 5, 32),
 } | {name: case for name, case in SIZES.items() if case[1]}
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
-OFTEN = ("tiles", "odd columns", "uneven", "more than there are")
+OFTEN = ("tiles", "odd columns", "fewer rows than groups", "uneven", "more than there are")
 by_case = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES]
 )
@@ -97,13 +98,21 @@ def quantized(fmt, case, rowwise=True, seed=0):
     return row if rowwise else column
 
 
+@pytest.fixture(params=[None, 256], ids=["chunks of its own", "chunks of 256"])
+def chunks(request, monkeypatch):
+    """How many rows are multiplied together: as many as the groups ask for, or more than most have."""
+    if request.param:
+        monkeypatch.setattr(cuda, "chunk_rows", lambda rows, experts, least=0: request.param)
+
+
+@pytest.mark.usefixtures("chunks")
 class TestProducts:
-    """Of decoded operands, by XLA."""
+    """Of chunks, by the kernels that multiply matrices."""
 
     def product(self, row, w, bias):
         spec = GroupedMatmulSpec(row.format, w.format, True, True, True, jnp.dtype("float32"))
         amaxes = [row.amax, w.amax] if spec.two_level else []
-        return cuda.matmul(spec, row.data, row.sizes, row.scale, w.data, w.scale, *amaxes, bias)
+        return cuda.matmul(spec, None, row.data, row.sizes, row.scale, w.data, w.scale, *amaxes, bias)
 
     @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " by ".join(map(format_name, pair)))
     @by_case
@@ -122,7 +131,7 @@ class TestProducts:
         b = quantized(other, case, False, seed=4)
         spec = GroupedMatmulSpec(fmt, other, False, False, False, jnp.dtype("float32"))
         amaxes = [a.amax, b.amax] if spec.two_level else []
-        y = cuda.wgrad(spec, a.rows, a.data, a.sizes, a.scale, b.data, b.scale, *amaxes)
+        y = cuda.wgrad(spec, None, a.rows, a.data, a.sizes, a.scale, b.data, b.scale, *amaxes)
         np.testing.assert_allclose(y, multiply_within_groups(a, b, jnp.float32), rtol=1e-5, atol=1e-4)
         assert not y[np.asarray(a.sizes) <= 0].any()
 
@@ -137,7 +146,7 @@ class TestProducts:
         w, bias = weights(fmt, sizes.size, x.shape[1]), random_array((sizes.size, 24), "float32", 5)
         spec = GroupedWeightOnlySpec(fmt, w.zero_point is not None, True, True, True, jnp.dtype("float32"))
         leaves = [leaf for leaf in (w.data, w.scale, w.amax, w.zero_point) if leaf is not None]
-        y = cuda.weight_only(spec, x.astype(dtype), sizes, *leaves, bias)
+        y = cuda.weight_only(spec, None, x.astype(dtype), sizes, *leaves, bias)
         expected = grouped_weight_only(x.astype(dtype), w, sizes, bias, jnp.float32)
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
@@ -157,26 +166,35 @@ class TestProducts:
 
 
 class TestHighPrecision:
-    """`ragged_dot`, which only GPUs take."""
+    """Chunks of more rows than the CPU's."""
 
     @by_case
-    def test_the_sums_are_the_cpus(self, case):
+    @pytest.mark.parametrize("chunk", [16, 512])
+    def test_the_sums_are_the_cpus(self, case, chunk):
         x, sizes = rows_of(case)
         x, w = x.astype(jnp.float32), random_array((sizes.size, x.shape[1], 24), "float32", 3)
-        dy, end = random_array((x.shape[0], 24), "float32", 4), int(jnp.clip(sizes, 0).sum())
-        expected = plain_rows(x, w, sizes, jnp.float32)
-        np.testing.assert_allclose(ragged_rows(x, w, sizes)[:end], expected[:end], rtol=1e-5, atol=1e-4)
-        expected = plain_wgrad(x, dy, sizes, jnp.float32)
-        np.testing.assert_allclose(ragged_wgrad(x, dy, sizes), expected, rtol=1e-5, atol=1e-4)
+        dy, f32 = random_array((x.shape[0], 24), "float32", 4), jnp.dtype("float32")
+        expected = plain_rows(x, w, sizes, f32), plain_wgrad(x, dy, sizes, f32)
+        found = rows_by_chunks(f32, None, chunk, x, sizes, w), wgrad_by_chunks(f32, None, chunk, x, sizes, dy)
+        for y, e in zip(found, expected, strict=True):
+            np.testing.assert_allclose(y, e, rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_what_is_not_finite_spoils_its_own_group_alone(self, bad):
         x, w, sizes = random_array((40, 32)), random_array((3, 32, 24)), jnp.array([10, 10, 20], jnp.int32)
-        clean = ragged_rows(x, w, sizes)
+        how = jnp.dtype("float32"), None, 16
+        rows, wgrad = functools.partial(rows_by_chunks, *how), functools.partial(wgrad_by_chunks, *how)
+        clean = rows(x, sizes, w)
         for spoilt_x, spoilt_w in ((x.at[12, 3].set(bad), w), (x, w.at[1, 3, 5].set(bad))):
-            y = np.asarray(ragged_rows(spoilt_x, spoilt_w, sizes))
+            y = np.asarray(rows(spoilt_x, sizes, spoilt_w))
             assert not np.isfinite(y[10:20]).all()
             assert_same_bytes((y[:10], y[20:]), (clean[:10], clean[20:]))
-        dw, clean = ragged_wgrad(x.at[12, 3].set(bad), x, sizes), ragged_wgrad(x, x, sizes)
+        dw, clean = wgrad(x.at[12, 3].set(bad), sizes, x), wgrad(x, sizes, x)
         assert not np.isfinite(np.asarray(dw[1])).all()
         assert_same_bytes((dw[0], dw[2]), (clean[0], clean[2]))
+
+
+@pytest.mark.parametrize("rows, experts, chunk", [(600, 6, 128), (8192, 16, 512), (8200, 16, 1024), (10**6, 2, 1024)])
+def test_chunks_are_as_large_as_the_average_group(rows, experts, chunk):
+    assert cuda.chunk_rows(rows, experts) == chunk
+    assert cuda.chunk_rows(64, 128, 16) == 16

@@ -1,111 +1,114 @@
-"""Products of rows in groups on NVIDIA GPUs: operands decoded to the narrowest type that holds them, multiplied by XLA.
+"""Products of rows in groups on NVIDIA GPUs: chunks of one group's rows, each multiplied as a matrix by itself.
 
-Without the tensor scales every element of NVFP4 and of Float8Tensor is exact in bfloat16, and so is one by a power of
-two but for extreme exponents; float32 scales take float32 (numerics.md 9). Numbers are those of the CPU to float32's
-rounding, not its bytes. Without batch axes.
+    for each chunk:    y[rows of it] = its rows by its group's weight        the dense GEMM's kernels
+                       dw[its group] += its rows transposed by its rows      accumulated in float32
+
+Group sizes stay on the device: how many chunks there are depends on the shapes alone, and some have no rows. Work and
+memory are those of the rows and up to one chunk a group more. Numbers are those of a dense GEMM on the GPU (numerics.md
+9), not the CPU's bytes. Without batch axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import BLOCK
-from jaxlowprec.ops.dequantize.reference import code_values, scale_values
+from jaxlowprec import wiring
+from jaxlowprec.formats import BLOCK, Format
+from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
-from jaxlowprec.ops.grouped_matmul.plain import ragged_rows, ragged_wgrad
+from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, where_else_zero
 from jaxlowprec.ops.implementation import Implementation
-from jaxlowprec.ops.rounding import flush, rounded
-from jaxlowprec.ops.scaled_matmul.reference import alpha
-from jaxlowprec.ops.weight_only_matmul import reference
-from jaxlowprec.ops.weight_only_matmul.cuda import exact_dtype
+from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
+from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
 
-_HIGHEST = jax.lax.Precision.HIGHEST
+_LEAST, _MOST = 128, 1024
 
 
-def unless_demanded(implementation: Implementation, body: Callable) -> Callable:
-    """`body`, but NotImplementedError where a kernel of the library's own is demanded."""
-
-    def run(*operands):
-        if implementation == "ffi":
-            raise NotImplementedError(
-                'grouped_matmul: implementation="ffi": on GPUs XLA multiplies what lies in groups, no kernel of this '
-                "library; use implementation=None"
-            )
-        return body(*operands)
-
-    return run
+def chunk_rows(rows: int, experts: int, least: int = _LEAST) -> int:
+    """How many rows go together: the average group's, to a power of two above."""
+    return min(_MOST, max(least, 1 << (-(-rows // max(1, experts)) - 1).bit_length()))
 
 
-def matmul(spec: Any, a_data, sizes, a_scale, b_data, b_scale, *rest) -> jax.Array:
+def matmul(spec: Any, implementation: Implementation, a_data, sizes, a_scale, b_data, b_scale, *rest) -> jax.Array:
     """`grouped_matmul_op`, sizes second."""
-    group = _group_of_rows(sizes, a_data.shape[0])
-    dtype = jnp.promote_types(_decoded_dtype(spec.a_format), _decoded_dtype(spec.b_format))
-    a = reference.decoded(a_data, a_scale, None, spec.a_format)
-    b = reference.decoded(b_data, b_scale, None, spec.b_format)
-    depth = min(a.shape[-1], b.shape[-1])  # packed codes may be padded further than the other operand's
-    b = jnp.swapaxes(b[..., :depth], -1, -2)
-    y = ragged_rows(a[:, :depth].astype(dtype), b.astype(dtype), sizes, _HIGHEST)
-    if spec.per_group:
-        y = rounded(rounded(y * a_scale[group, None]) * b_scale[group, None])
-    if spec.two_level:
-        y = rounded(y * alpha(*rest[:2])[group, None])
-    return _finished(spec, y, rest[-1] if spec.bias else None, group, sizes)
+    rows, columns = a_data.shape[0], b_data.shape[-2]
+    epilogue = Epilogue(spec.bias, False, None, False, spec.out_dtype)
+    dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue)
+    chunk = chunk_rows(rows, sizes.shape[0])
+    data_of = _chunk_of_codes(a_data, chunk)
+    scale_of = None if spec.per_group else _chunk_of_codes(a_scale, chunk)
+
+    def multiply(row, group):
+        a = data_of(row), a_scale[group] if scale_of is None else scale_of(row)
+        return matmul_op(dense, implementation)(*a, b_data[group], b_scale[group], *(of[group] for of in rest))[0]
+
+    return by_chunks(sizes, rows, columns, spec.out_dtype, multiply, chunk)
 
 
-def weight_only(spec: Any, x, sizes, data, scale, *rest) -> jax.Array:
+def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and_bias) -> jax.Array:
     """`grouped_weight_only_op`, sizes second."""
-    group = _group_of_rows(sizes, x.shape[0])
-    amax = rest[0] if spec.format.scaling == "two_level" else None
-    zero_point = rest[0] if spec.asymmetric else None
-    dtype = exact_dtype(spec.format, x)
-    w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)
-    y = ragged_rows(x.astype(dtype), jnp.swapaxes(w, -1, -2), sizes, _HIGHEST)
-    factor = reference.alpha(scale, amax, spec.format)
-    if factor is not None:
-        y = rounded(y * factor[group, None])
-    return _finished(spec, y, rest[-1] if spec.bias else None, group, sizes)
+    rows, columns = x.shape[0], weight_and_bias[0].shape[-2]
+    epilogue = Epilogue(spec.bias, False, None, False, spec.out_dtype)
+    dense = WeightOnlySpec(spec.format, spec.asymmetric, True, True, False, epilogue)
+    chunk = chunk_rows(rows, sizes.shape[0], 16)  # as few as a kernel of its own takes
+    rows_of = chunk_of(x, chunk)
+
+    def multiply(row, group):
+        return weight_only_op(dense, implementation)(rows_of(row), *(of[group] for of in weight_and_bias))[0]
+
+    return by_chunks(sizes, rows, columns, spec.out_dtype, multiply, chunk)
 
 
-def wgrad(spec: Any, rows: int, a_data, sizes, a_scale, b_data, b_scale, *amaxes) -> jax.Array:
-    """`grouped_wgrad_op`, sizes second: contracted over the slots of each group, which hold zeros beyond its rows."""
+def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, a_scale, b_data, b_scale, *amaxes):
+    """`grouped_wgrad_op`, sizes second."""
+    experts, shape = sizes.shape[0], (a_data.shape[0], b_data.shape[0])
+    epilogue = Epilogue(False, True, None, False, jnp.dtype("float32"))
+    dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue)
+    chunk = chunk_rows(rows, experts)
     groups = Groups.of(sizes, rows)
-    block = max(spec.a_format.length, BLOCK)
-    slots = Slots.of(groups, block)
-    dtype = jnp.promote_types(_decoded_dtype(spec.a_format), _decoded_dtype(spec.b_format))
+    slots = Slots.of(groups, chunk).used()
+    a_of = _chunk_of_columns(a_data, a_scale, spec.a_format, groups, chunk)
+    b_of = _chunk_of_columns(b_data, b_scale, spec.b_format, groups, chunk)
 
-    def in_slots(data, scale, fmt):
-        """[S * block, M]."""
-        codes = code_values(data, fmt).T
-        codes = codes.reshape(-1, block, codes.shape[1]) if fmt.packed else slots.take(codes, block)
-        if fmt.scaling != "tensor":
-            codes = flush(codes * scale_values(scale, fmt, 0).T[:, None, :])
-        return codes.reshape(-1, codes.shape[-1]).astype(dtype)
+    def add(dw, slot):
+        group, _, _, valid = slot
+        of_group = [jnp.where(valid > 0, amax[group], 0.0) for amax in amaxes]  # what has no rows adds 0, not NaN
+        (total,) = matmul_op(dense, implementation)(*a_of(*slot), *b_of(*slot), *of_group, dw[group])
+        return dw.at[group].set(total), None
 
-    a, b = in_slots(a_data, a_scale, spec.a_format), in_slots(b_data, b_scale, spec.b_format)
-    slots_of = jax.ops.segment_sum(jnp.ones_like(slots.group), slots.group, sizes.shape[0])
-    y = ragged_wgrad(a, b, slots_of * block, _HIGHEST)
-    if spec.per_group:
-        y = rounded(rounded(y * a_scale[:, None, None]) * b_scale[:, None, None])
-    if spec.two_level:
-        y = rounded(y * alpha(*amaxes)[:, None, None])
-    return jnp.where((groups.count == 0)[:, None, None], 0.0, y).astype(spec.out_dtype)
+    zero = jnp.zeros((experts, *shape), jnp.float32)
+    xs = (slots.group, slots.within, slots.row, slots.valid)
+    return jax.lax.scan(add, zero, xs)[0].astype(spec.out_dtype)
 
 
-def _decoded_dtype(fmt: Any) -> Any:
-    return jnp.dtype("float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16")
+def _chunk_of_codes(x: jax.Array, chunk: int):
+    """`chunk_of` codes or scales."""
+    rows_of = chunk_of(wiring.as_bytes(x), chunk)
+    return lambda row: wiring.from_bytes([rows_of(row)], [x.dtype])[0]
 
 
-def _group_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """int32 [T]: of each row; the last one's for rows in none."""
-    return jnp.minimum(Groups.of(sizes, rows).of_rows(), sizes.shape[0] - 1)
+def _chunk_of_columns(data: jax.Array, scale: jax.Array, fmt: Format, groups: Groups, chunk: int):
+    """Codes [M, bytes of `chunk`] and scales [M, blocks] of a slot, given its fields; zero bytes beyond its rows."""
+    block = max(fmt.length, BLOCK)
+    first = groups.start // block + jnp.arange(groups.start.shape[0], dtype=jnp.int32)
 
+    def pieces(x, at, count, valid):
+        """`count` columns of x from `at` on, of which `valid` are there."""
+        padded = jnp.pad(wiring.as_bytes(x), ((0, 0), (0, count)))
+        found = jax.lax.dynamic_slice_in_dim(padded, at, count, axis=1)
+        return wiring.from_bytes([where_else_zero(jnp.arange(count) < valid, found)], [x.dtype])[0]
 
-def _finished(spec: Any, y: jax.Array, bias: jax.Array | None, group: jax.Array, sizes: jax.Array) -> jax.Array:
-    """float32 [T, N] + the bias [E, N] of each row's group, cast; zeros for rows in none."""
-    y = y if bias is None else y + bias[group]
-    there = jnp.arange(y.shape[0]) < Groups.of(sizes, y.shape[0]).ends[-1]
-    return jnp.where(there[:, None], y, 0.0).astype(spec.out_dtype)
+    def of_slot(group, within, row, valid):
+        blocks, slot = -(-valid // block), first[group] + within * (chunk // block)
+        if fmt.packed:
+            codes = pieces(data, slot * block // 2, chunk // 2, blocks * block // 2)
+        else:
+            codes = pieces(data, row, chunk, valid)
+        if fmt.scaling == "tensor":
+            return codes, jnp.where(valid > 0, scale[group], 1.0)
+        return codes, pieces(scale, slot, chunk // block, blocks)
+
+    return of_slot

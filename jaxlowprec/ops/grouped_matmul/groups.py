@@ -54,12 +54,14 @@ class Slots:
         within: int32 [S]: which slot of its group it is.
         row: int32 [S]: its first row.
         valid: int32 [S]: how many rows it has, 0 where it is unused.
+        rows: of the matrix, static.
     """
 
     group: jax.Array
     within: jax.Array
     row: jax.Array
     valid: jax.Array
+    rows: int
 
     @classmethod
     def of(cls, groups: Groups, block: int) -> Slots:
@@ -70,7 +72,17 @@ class Slots:
         group = _not_above(first, slot) - 1
         within = slot - first[group]
         row = groups.start[group] + within * block
-        return cls(group, within, row, jnp.clip(groups.ends[group] - row, 0, block))
+        return cls(group, within, row, jnp.clip(groups.ends[group] - row, 0, block), groups.rows)
+
+    def used(self) -> Slots:
+        """Those with rows first, in their order. Of fewer rows than slots, no more slots than rows."""
+        most = min(self.rows, self.valid.shape[0])
+        (where,) = jnp.nonzero(self.valid, size=most, fill_value=self.valid.shape[0])
+        found = {
+            field: getattr(self, field).at[where].get(mode="fill", fill_value=0)
+            for field in ("group", "within", "row", "valid")
+        }
+        return dataclasses.replace(self, **found)
 
     def take(self, x: jax.Array, block: int) -> jax.Array:
         """x [T, C] -> [S, block, C], zeros where a slot has no row."""

@@ -105,7 +105,7 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
         return [call(*operands, **formats, bias=spec.bias)]
 
     def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *rest):
-        multiply = over_batches(functools.partial(cuda.matmul, spec))
+        multiply = over_batches(functools.partial(cuda.matmul, spec, implementation))
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     def when_reduced(add_up, *operands):
@@ -122,7 +122,7 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
         rule=_rule(spec),
         outputs=outputs,
         reference=run_reference,
-        native={"cpu": run_native, "cuda": cuda.unless_demanded(implementation, run_on_gpu)},
+        native={"cpu": run_native, "cuda": run_on_gpu},
         when_reduced=when_reduced,
         **choose("grouped_matmul", implementation),
     )
@@ -170,7 +170,7 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         return [call(*operands, a_format=formats[0].attributes, b_format=formats[1].attributes, rows=rows)]
 
     def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *amaxes):
-        multiply = over_batches(functools.partial(cuda.wgrad, spec, rows))
+        multiply = over_batches(functools.partial(cuda.wgrad, spec, implementation, rows))
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *amaxes)]
 
     return wiring.define(
@@ -178,6 +178,6 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         rule=wiring.Rule(text, whole=whole),
         outputs=outputs,
         reference=run_reference,
-        native={"cpu": run_native, "cuda": cuda.unless_demanded(implementation, run_on_gpu)},
+        native={"cpu": run_native, "cuda": run_on_gpu},
         **choose("grouped_matmul", implementation),
     )

@@ -108,28 +108,28 @@ def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:
 # --- products
 
 
-def by_chunks(sizes: jax.Array, rows: int, columns: int, dtype, multiply: Callable) -> jax.Array:
-    """[rows, columns] of products of up to CHUNK rows of one group: multiply(first row, group) -> [CHUNK, columns].
+def by_chunks(sizes: jax.Array, rows: int, columns: int, dtype, multiply: Callable, chunk: int = CHUNK) -> jax.Array:
+    """[rows, columns] of products of up to `chunk` rows of one group: multiply(first row, group) -> [chunk, columns].
 
     A chunk's result reaches beyond its group; the next one writes over that.
     """
     groups = Groups.of(sizes, rows)
-    slots = Slots.of(groups, CHUNK)
+    slots = Slots.of(groups, chunk).used()
 
     def step(out, slot):
         row, group = slot
         return jax.lax.dynamic_update_slice(out, multiply(row, group).astype(dtype), (row, jnp.int32(0))), None
 
-    empty = jnp.zeros((rows + CHUNK, columns), dtype)
-    out, _ = jax.lax.scan(step, empty, (jnp.minimum(slots.row, rows), slots.group))
+    empty = jnp.zeros((rows + chunk, columns), dtype)
+    out, _ = jax.lax.scan(step, empty, (jnp.where(slots.valid > 0, slots.row, rows), slots.group))
     there = (groups.of_rows() < sizes.shape[0])[:, None]
     return jnp.where(there, out[:rows], jnp.zeros((), dtype))
 
 
-def chunk_of(x: jax.Array) -> Callable:
-    """CHUNK rows of x [T, C] from a row on, with zeros where it has ended."""
-    padded = jnp.pad(x, ((0, CHUNK), (0, 0)))
-    return lambda row: jax.lax.dynamic_slice_in_dim(padded, row, CHUNK)
+def chunk_of(x: jax.Array, chunk: int = CHUNK) -> Callable:
+    """`chunk` rows of x [T, C] from a row on, with zeros where it has ended."""
+    padded = jnp.pad(x, ((0, chunk), (0, 0)))
+    return lambda row: jax.lax.dynamic_slice_in_dim(padded, row, chunk)
 
 
 def wgrad_terms(

@@ -110,7 +110,7 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
 
     def run_on_gpu(x, *rest):
         weight, sizes, bias = rest[: spec.weights], rest[spec.weights], rest[last:]
-        return [over_batches(functools.partial(cuda.weight_only, spec))(x, sizes, *weight, *bias)]
+        return [over_batches(functools.partial(cuda.weight_only, spec, implementation))(x, sizes, *weight, *bias)]
 
     def when_reduced(add_up, *operands):
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
@@ -129,7 +129,7 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
         ),
         outputs=outputs,
         reference=run_reference,
-        native={"cpu": run_native, "cuda": cuda.unless_demanded(implementation, run_on_gpu)},
+        native={"cpu": run_native, "cuda": run_on_gpu},
         when_reduced=when_reduced,
         **choose("grouped_matmul", implementation),
     )
