@@ -1,4 +1,5 @@
-// What both families of GEMM kernels share: how the result is cut into chunks, and where the scales of a row lie.
+// What both families of GEMM kernels share: how the result is cut into chunks, how codes are brought near before they are
+// unpacked, and where the scales of a row lie.
 #pragma once
 
 #include <algorithm>
@@ -54,6 +55,48 @@ class MatmulChunks {
   int64_t rows_, columns_, row_step_, column_step_, row_ranges_, column_ranges_;
 };
 
+/// Rows of codes that are unpacked next, brought near a few lines at a time while others are multiplied: rows that lie apart
+/// the processor does not see coming, and all at once are more than it has in flight.
+template <int kLines>  // that are asked for together
+class Ahead {
+ public:
+  Ahead() = default;
+  /// `bytes` of each of `rows` and, where it is there, the line that the scales of each begin in; by `calls` of fetch.
+  Ahead(const uint8_t* data, int64_t stride, int64_t bytes, const uint8_t* scales, int64_t scale_stride, int64_t rows,
+        int64_t calls)
+      : data_(data),
+        scales_(scales),
+        stride_(stride),
+        bytes_(bytes),
+        scale_stride_(scale_stride),
+        rows_(rows),
+        pieces_(divide_up(rows * divide_up(bytes, 64 * kLines), calls)) {}
+
+  __attribute__((always_inline)) void fetch() {
+    for (int64_t i = 0; i < pieces_ && rows_ > 0; ++i) {
+      JLP_UNROLL(8)
+      for (int line = 0; line < kLines; ++line) __builtin_prefetch(data_ + at_ + 64 * line, 0, 0);  // they are read once
+      if ((at_ += 64 * kLines) < bytes_) continue;
+      if (scales_) __builtin_prefetch(scales_, 0, 2), scales_ += scale_stride_;
+      data_ += stride_, at_ = 0, --rows_;
+    }
+  }
+
+ private:
+  const uint8_t *data_ = nullptr, *scales_ = nullptr;
+  int64_t stride_ = 0, bytes_ = 0, scale_stride_ = 0, rows_ = 0, pieces_ = 0, at_ = 0;
+};
+
+/// Up to 16 bytes, as many as there mostly are without asking how many.
+JLP_RULE void copy_few(void* to, const void* from, int64_t count) {
+  if (count == 16)
+    memcpy(to, from, 16);
+  else if (count == 8)
+    memcpy(to, from, 8);
+  else
+    memcpy(to, from, count);
+}
+
 /// The stored scales of one row's blocks; `rows` is the number of the operand's rows.
 JLP_RULE const uint8_t* scales_of_row(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row) {
   const Format& format = operand.format;
@@ -71,7 +114,7 @@ JLP_RULE void decode_scales_of_lanes(const MatmulOperand& operand, int64_t opera
     Bytes16 v[kLanes];
     for (int r = 0; r < kLanes; ++r) {
       v[r] = Bytes16{};
-      if (r < rows) memcpy(&v[r], scales_of_row(operand, operand_rows, batch, row + r) + first + b, n);
+      if (r < rows) copy_few(&v[r], scales_of_row(operand, operand_rows, batch, row + r) + first + b, n);
     }
     transpose(v);  // block by block
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(v);
@@ -88,10 +131,10 @@ JLP_RULE void decode_scales(const uint8_t* scale, int64_t count, Decode decode, 
       continue;
     }
     const int n = static_cast<int>(std::min<int64_t>(kLanes, count - b));
-    alignas(64) uint32_t bytes[kLanes] = {};
-    for (int i = 0; i < n; ++i) bytes[i] = scale[b + i];
+    alignas(16) uint8_t bytes[16] = {};
+    copy_few(bytes, scale + b, n);
     alignas(64) float decoded[kLanes];
-    store(decoded, decode(load<U32>(bytes)));
+    store(decoded, decode(load_u8(bytes)));
     for (int i = 0; i < n; ++i) out[(b + i) * stride] = decoded[i];
   }
 }

@@ -320,6 +320,7 @@ struct MatmulE2M1 {
     for (int64_t at = 0; at < range.columns; at += kPanelColumns) {
       const int64_t columns = std::min<int64_t>(kPanelColumns, range.columns - at);
       load_panel(p, batch, range.first_column + at, columns, panel);
+      Ahead<1> next = panel_after(p, batch, range, at + kPanelColumns);
       const bool shorter =
           shared_scales(p) || (moderate && Scales::moderate(p.b, p.columns, batch, range.first_column + at, columns));
       for (int64_t row = 0; row < range.rows; row += kTileRows) {
@@ -328,9 +329,9 @@ struct MatmulE2M1 {
         for (int64_t column = 0; column < columns; column += kTileColumns) {
           const PanelGranule* b = panel + column / kLanes * granules(p);
           if (shorter)
-            multiply_tile<true>(p, tile, b, range.first_column + at + column);
+            multiply_tile<true>(p, tile, b, range.first_column + at + column, next);
           else
-            multiply_tile<false>(p, tile, b, range.first_column + at + column);
+            multiply_tile<false>(p, tile, b, range.first_column + at + column, next);
         }
       }
     }
@@ -365,6 +366,17 @@ struct MatmulE2M1 {
     }
   }
 
+  /// The panel from column `at` of the chunk on.
+  static Ahead<1> panel_after(const MatmulProblem& p, int64_t batch, const MatmulRange& range, int64_t at) {
+    if (at >= range.columns) return {};
+    const int64_t columns = std::min<int64_t>(kPanelColumns, range.columns - at), row = range.first_column + at;
+    const uint8_t* data = p.b.data + (batch * p.columns + row) * p.b.data_stride();
+    const uint8_t* scales = p.b.format.tiles ? nullptr : scales_of_row(p.b, p.columns, batch, row);
+    const int64_t tiles = divide_up(range.rows, kTileRows) * (kPanelColumns / kTileColumns);
+    const int64_t calls = tiles * p.b.format.blocks(p.depth());
+    return {data, p.b.data_stride(), p.b.format.row_bytes(p.depth()), scales, p.b.scale_stride(), columns, calls};
+  }
+
   /// Vectors of consecutive rows of b, [vectors][granules].
   static void load_panel(const MatmulProblem& p, int64_t batch, int64_t first, int64_t columns, PanelGranule* out) {
     for (int64_t i = 0; i < divide_up(columns, kTileColumns) * kTileVectors; ++i) {
@@ -382,13 +394,15 @@ struct MatmulE2M1 {
   /// kShorter: add_block's way with fewer products, for shared or for moderate scales.
   template <int kRows, bool kShorter>
   __attribute__((noinline)) static void multiply_rows(const MatmulProblem& p, const Tile& tile, const PanelGranule* b,
-                                                      int64_t column) {
+                                                      int64_t column, Ahead<1>& next) {
     F32 sums[kRows][kTileVectors];
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kTileVectors; ++v) sums[r][v] = F32{};
     const int64_t count = granules(p);
-    for (int64_t g = 0; g < count; g += Scales::kGranules)
+    for (int64_t g = 0; g < count; g += Scales::kGranules) {
+      next.fetch();
       Scales::template add_block<kRows, kShorter>(tile.a + g, b + g, count, sums);
+    }
     const float alpha = Scales::alpha(p, tile.batch);
     F32 y[kRows][kTileVectors];  // indexed by a variable: apart from the sums, which stay in registers
     for (int r = 0; r < kRows; ++r)
@@ -399,11 +413,12 @@ struct MatmulE2M1 {
 
   /// Few rows are rounded up to a power of two.
   template <bool kShorter>
-  JLP_RULE void multiply_tile(const MatmulProblem& p, const Tile& tile, const PanelGranule* b, int64_t column) {
-    if (tile.rows > 4) return multiply_rows<kTileRows, kShorter>(p, tile, b, column);
-    if (tile.rows > 2) return multiply_rows<4, kShorter>(p, tile, b, column);
-    if (tile.rows > 1) return multiply_rows<2, kShorter>(p, tile, b, column);
-    multiply_rows<1, kShorter>(p, tile, b, column);
+  JLP_RULE void multiply_tile(const MatmulProblem& p, const Tile& tile, const PanelGranule* b, int64_t column,
+                              Ahead<1>& next) {
+    if (tile.rows > 4) return multiply_rows<kTileRows, kShorter>(p, tile, b, column, next);
+    if (tile.rows > 2) return multiply_rows<4, kShorter>(p, tile, b, column, next);
+    if (tile.rows > 1) return multiply_rows<2, kShorter>(p, tile, b, column, next);
+    multiply_rows<1, kShorter>(p, tile, b, column, next);
   }
 };
 

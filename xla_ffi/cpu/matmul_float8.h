@@ -7,7 +7,8 @@
 //
 // K is walked in steps: a's rows of a chunk are unpacked for one step, [row][unit], then b a panel at a time,
 // [vector][unit][lane], so that a small tile of results keeps its sums in registers while the tile's part of the panel stays
-// in the first cache and a in the second. y waits for the next step in scratch memory.
+// in the first cache and a in the second. y waits for the next step in scratch memory. The next panel's codes come near
+// meanwhile (Ahead): few rows multiply by a weight that no cache holds.
 #pragma once
 
 #include <algorithm>
@@ -33,13 +34,14 @@ struct MatmulFloat8 {
     for (int64_t k = 0; k < p.depth(); k += kStep) {
       const int64_t depth = std::min<int64_t>(kStep, p.depth() - k);
       load_rows(part, k, depth);
-      for (int64_t vector = 0; vector < part.vectors; vector += kPanelVectors) {
-        const int64_t vectors = std::min<int64_t>(kPanelVectors, part.vectors - vector);
+      for (int64_t vector = 0; vector < part.vectors; vector += part.panel_vectors()) {
+        const int64_t vectors = std::min(part.panel_vectors(), part.vectors - vector);
         load_panel(part, vector, vectors, k, depth);
+        NextPanel next = panel_after(part, vector + vectors, k);
         switch (p.a.format.scaling) {
-          case Scaling::kFloat32: multiply_panel<Sum::kBlock>(part, vector, vectors, depth); break;
-          case Scaling::kE8M0: multiply_panel<Sum::kFused>(part, vector, vectors, depth); break;
-          default: multiply_panel<Sum::kExactProducts>(part, vector, vectors, depth);
+          case Scaling::kFloat32: multiply_panel<Sum::kBlock>(part, vector, vectors, depth, next); break;
+          case Scaling::kE8M0: multiply_panel<Sum::kFused>(part, vector, vectors, depth, next); break;
+          default: multiply_panel<Sum::kExactProducts>(part, vector, vectors, depth, next);
         }
       }
     }
@@ -48,17 +50,18 @@ struct MatmulFloat8 {
 
  private:
 #if defined(JLP_ISA_AVX512_BF16)
-  static constexpr int kRows = 12, kMostRows = 384, kStep = 512;
+  static constexpr int kRows = 12, kMostRows = 384, kStep = 256, kPanel = 2;
 #elif defined(JLP_ISA_AVX512)
-  static constexpr int kRows = 12, kMostRows = 256, kStep = 128;
+  static constexpr int kRows = 12, kMostRows = 256, kStep = 128, kPanel = 8;
 #elif defined(JLP_ISA_AVX2)
-  static constexpr int kRows = 6, kMostRows = 256, kStep = 256;
+  static constexpr int kRows = 6, kMostRows = 256, kStep = 256, kPanel = 8;
 #else
-  static constexpr int kRows = 4, kMostRows = 256, kStep = 256;
+  static constexpr int kRows = 4, kMostRows = 256, kStep = 256, kPanel = 8;
 #endif
   static constexpr int kUnits = kStep / kPerUnit;  // of K that are multiplied at a time
   static constexpr int kVectors = 2;               // a tile is kRows x kVectors: with the rest it fills the registers
-  static constexpr int kPanelVectors = 8;          // unpacked at once
+  using NextPanel = Ahead<kStep / 64>;
+  static constexpr int kPanelVectors = 8;  // unpacked at once for a row or two; for more, kPanel
   static constexpr int kMxBlock = 32,
                        kMaxBlocks =
                            kStep / kMxBlock;  // kStep is whole blocks of every format, and whole vectors of packed codes
@@ -87,15 +90,16 @@ struct MatmulFloat8 {
 
     Part(const MatmulProblem& problem, int64_t batch, MatmulRange range)
         : p(problem), batch(batch), range(range), vectors(divide_up(range.columns, kVectors * kLanes) * kVectors) {
-      constexpr int64_t kPanel = kPanelVectors * kUnits * kLanes, kPanelScales = kPanelVectors * kMaxBlocks * kLanes;
+      constexpr int64_t kPanelUnits = kPanelVectors * kUnits * kLanes, kPanelScales = kPanelVectors * kMaxBlocks * kLanes;
       const int64_t results = vectors * range.rows * kLanes;
       static_assert(sizeof(Unit) == sizeof(float));
       panel = reinterpret_cast<Unit*>(
-          thread_scratch((kPanel + kPanelScales + results + range.rows * (kUnits + kMaxBlocks)) * sizeof(float)));
-      panel_scale = reinterpret_cast<float*>(panel + kPanel), y = panel_scale + kPanelScales;
+          thread_scratch((kPanelUnits + kPanelScales + results + range.rows * (kUnits + kMaxBlocks)) * sizeof(float)));
+      panel_scale = reinterpret_cast<float*>(panel + kPanelUnits), y = panel_scale + kPanelScales;
       rows = reinterpret_cast<Unit*>(y + results), rows_scale = reinterpret_cast<float*>(rows + range.rows * kUnits);
       memset(y, 0, results * sizeof(float));
     }
+    int64_t panel_vectors() const { return range.rows > 2 ? kPanel : kPanelVectors; }
     bool scaled_blocks() const { return p.a.format.scaling != Scaling::kTensor; }
   };
 
@@ -135,16 +139,6 @@ struct MatmulFloat8 {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
   }
 
-  /// The scales of `count` blocks of one row from block `first` on, `stride` floats apart.
-  static void load_scales(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t first,
-                          int64_t count, float* out, int64_t stride) {
-    const uint8_t* scales = scales_of_row(operand, rows, batch, row) + first * operand.format.scale_bytes();
-    if (operand.format.scaling == Scaling::kE8M0)
-      decode_scales(scales, count, e8m0_decode<F32>, out, stride);
-    else
-      for (int64_t b = 0; b < count; ++b) memcpy(out + b * stride, scales + 4 * b, 4);
-  }
-
   static void load_rows(const Part& part, int64_t k, int64_t depth) {
     const MatmulOperand& a = part.p.a;
     for (int64_t i = 0; i < part.range.rows; ++i) {
@@ -154,8 +148,11 @@ struct MatmulFloat8 {
       if (i + kAhead < part.range.rows) prefetch(data + kAhead * stride, bytes_of(a, depth));
       Unit* out = part.rows + i * kUnits;
       float* scales = part.rows_scale + i * kMaxBlocks;
-      if (part.scaled_blocks())
-        load_scales(a, part.p.rows, part.batch, row, k / a.format.block, a.format.blocks(depth), scales, 1);
+      const int64_t first = k / a.format.block, blocks = a.format.blocks(depth);
+      if (a.format.scaling == Scaling::kE8M0)
+        decode_scales(scales_of_row(a, part.p.rows, part.batch, row) + first, blocks, e8m0_decode<F32>, scales, 1);
+      else if (a.format.scaling == Scaling::kFloat32)
+        memcpy(scales, scales_of_row(a, part.p.rows, part.batch, row) + 4 * first, 4 * blocks);
       with_code(a.format.code, [&](auto code) {
         if (a.format.scaling == Scaling::kE8M0)
           unpack_row_units<decltype(code)::value>(data, bytes_of(a, depth), RowScaled{scales}, out);
@@ -166,27 +163,49 @@ struct MatmulFloat8 {
     }
   }
 
+  /// The panel from `vector` on at the step of k, or where that ends the first one of the next step.
+  static NextPanel panel_after(const Part& part, int64_t vector, int64_t k) {
+    if (vector == part.vectors) vector = 0, k += kStep;
+    const int64_t rows = part.range.rows, depth = std::min<int64_t>(kStep, part.p.depth() - k);
+    if (depth <= 0 || rows <= 2) return {};
+    const MatmulOperand& b = part.p.b;
+    const int64_t column = vector * kLanes, row = part.range.first_column + column, stride = b.data_stride();
+    const uint8_t* data = b.data + (part.batch * part.p.columns + row) * stride + bytes_of(b, k);
+    const uint8_t* scales = nullptr;
+    if (part.scaled_blocks() && !b.format.tiles)
+      scales = scales_of_row(b, part.p.columns, part.batch, row) + k / b.format.block * b.format.scale_bytes();
+    const int64_t columns = std::min<int64_t>(part.range.columns - column, kPanel * kLanes);
+    const int64_t tiles = divide_up(rows, kRows) * (kPanel / kVectors);
+    return {data, stride, bytes_of(b, depth), scales, b.scale_stride(), columns, tiles};
+  }
+
   static void load_panel(const Part& part, int64_t vector, int64_t vectors, int64_t k, int64_t depth) {
     const MatmulOperand& b = part.p.b;
-    const int64_t stride = b.data_stride();
+    const int64_t stride = b.data_stride(), bytes = bytes_of(b, depth);
+    const bool ahead = part.range.rows > 2 && (vector > 0 || k > 0);
     for (int64_t v = 0; v < vectors; ++v) {
       const int64_t column = (vector + v) * kLanes, row = part.range.first_column + column;
       const int64_t rows = std::clamp<int64_t>(part.range.columns - column, 0, kLanes);
       const uint8_t* data = b.data + (part.batch * part.p.columns + row) * stride + bytes_of(b, k);
-      for (int64_t r = kLanes; v + 1 < vectors && r < 2 * kLanes && column + r < part.range.columns; ++r)
-        prefetch(data + r * stride, bytes_of(b, depth));
+      for (int64_t r = kLanes; !ahead && v + 1 < vectors && r < 2 * kLanes && column + r < part.range.columns; ++r)
+        prefetch(data + r * stride, bytes);
       Unit* out = part.panel + v * kUnits * kLanes;
       float* scales = part.panel_scale + v * kMaxBlocks * kLanes;
       const int64_t first = k / b.format.block, blocks = b.format.blocks(depth);
-      if (b.format.scaling == Scaling::kE8M0)
-        decode_scales_of_lanes(b, part.p.columns, part.batch, row, rows, first, blocks, e8m0_decode<F32>, scales, kLanes);
+      const uint8_t* from = rows > 0 && part.scaled_blocks()
+                                ? scales_of_row(b, part.p.columns, part.batch, row) + first * b.format.scale_bytes()
+                                : nullptr;
+      const int64_t scale_step = b.format.tiles ? 0 : b.scale_stride();  // a vector lies in one row of tiles
       for (int64_t r = 0; b.format.scaling == Scaling::kFloat32 && r < rows; ++r)
-        load_scales(b, part.p.columns, part.batch, row + r, first, blocks, scales + r, kLanes);
+        for (int64_t i = 0; i < blocks; ++i) memcpy(scales + i * kLanes + r, from + r * scale_step + 4 * i, 4);
       with_code(b.format.code, [&](auto code) {
-        if (b.format.scaling == Scaling::kE8M0)
-          unpack_vector_units<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), RowsScaled{scales}, out);
-        else
-          unpack_vector_units<decltype(code)::value>(data, stride, rows, bytes_of(b, depth), Unscaled{}, out);
+        constexpr CodeType kCode = decltype(code)::value;
+        if (b.format.scaling != Scaling::kE8M0) {
+          unpack_vector_units<kCode>(data, stride, rows, bytes, Unscaled{}, out);
+        } else if (rows < kLanes || !unpack_moderate_units<kCode>(data, stride, bytes, from, scale_step, blocks, out)) {
+          decode_scales_of_lanes(b, part.p.columns, part.batch, row, rows, first, blocks, e8m0_decode<F32>, scales, kLanes);
+          unpack_vector_units<kCode>(data, stride, rows, bytes, RowsScaled{scales}, out);
+        }
       });
       end_vector(depth, out);
     }
@@ -249,7 +268,7 @@ struct MatmulFloat8 {
 
   /// Few rows take wider tiles, so that there are enough independent sums.
   template <Sum kSum>
-  static void multiply_panel(const Part& part, int64_t vector, int64_t vectors, int64_t depth) {
+  static void multiply_panel(const Part& part, int64_t vector, int64_t vectors, int64_t depth, NextPanel& next) {
     const int64_t rows = part.range.rows;
     const int64_t tile = divide_up(rows, divide_up(rows, kRows));  // alike: a last one of few rows would take as long
     for (int64_t at = 0; at < vectors;) {
@@ -258,8 +277,10 @@ struct MatmulFloat8 {
       } else if (rows == 2 && vectors - at >= 4) {
         multiply_tile<kSum, 2, 4>(part, 0, vector, at, depth), at += 4;
       } else {
-        for (int64_t row = 0; row < rows; row += tile)
+        for (int64_t row = 0; row < rows; row += tile) {
+          next.fetch();
           multiply_rows<kSum, kRows>(part, row, std::min(tile, rows - row), vector, at, depth);
+        }
         at += kVectors;
       }
     }

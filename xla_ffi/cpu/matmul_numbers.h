@@ -102,6 +102,12 @@ __attribute__((noinline)) static void unpack_vector_units(const uint8_t* data, i
   }
 }
 
+/// There is no quicker way with MX scales than with numbers.
+template <CodeType>
+JLP_RULE bool unpack_moderate_units(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, int64_t, float*) {
+  return false;
+}
+
 /// What ends a row's or a vector's units: nothing.
 JLP_RULE void end_row(int64_t, Unit*) {}
 JLP_RULE void end_vector(int64_t, Unit*) {}

@@ -36,6 +36,46 @@ JLP_RULE U32 scale_pairs(U32 pairs, Scaled scaled, int64_t k) {
   return pair(scaled(L::from_bits(pairs & 0xFFFF0000u), k), scaled(L::from_bits(pairs << 16), k));
 }
 
+/// MX scales of kLanes rows as what to add to the bits of finite bfloat16 numbers: zeros stay, and no exponent leaves its
+/// range, which is why scales must be moderate.
+struct ModerateScales {
+  static constexpr int kBlock = 32, kBlocks = 8;
+  alignas(64) uint16_t addends[kBlocks][2 * kLanes];
+
+  /// Those of kBlocks blocks; rows of scales are `stride` bytes apart. False: some are not moderate.
+  bool load_from(const uint8_t* scales, int64_t stride) {
+    constexpr int kBias = 127, kMost = 100;
+    const auto eight_rows = [&](const uint8_t* first) {
+      int64_t row[8];
+      for (int r = 0; r < 8; ++r) memcpy(&row[r], first + r * stride, kBlocks);
+      return _mm512_set_epi64(row[7], row[6], row[5], row[4], row[3], row[2], row[1], row[0]);
+    };
+    const __m512i halves[2] = {eight_rows(scales), eight_rows(scales + 8 * stride)};
+    for (const __m512i& half : halves) {
+      const __m512i above = _mm512_sub_epi8(half, _mm512_set1_epi8(kBias - kMost));
+      if (_mm512_cmpgt_epu8_mask(above, _mm512_set1_epi8(static_cast<char>(2 * kMost)))) return false;
+    }
+    alignas(64) uint32_t index[kLanes];
+    for (int i = 0; i < kLanes; ++i) index[i] = i * 0x00080008u;  // a lane's word takes the same byte twice
+    __m512i at = _mm512_load_si512(index);
+    for (int i = 0; i < kBlocks; ++i) {
+      const __m512i exponents = _mm512_maskz_permutex2var_epi8(0x5555555555555555u, halves[0], at, halves[1]);
+      const __m512i addend = _mm512_sub_epi16(_mm512_slli_epi16(exponents, 7), _mm512_set1_epi16(kBias << 7));
+      _mm512_store_si512(addends[i], addend);
+      at = _mm512_add_epi16(at, _mm512_set1_epi16(1));
+    }
+    return true;
+  }
+};
+struct ModeratelyScaled {
+  const ModerateScales& scales;
+};
+JLP_RULE U32 scale_pairs(U32 pairs, ModeratelyScaled scaled, int64_t k) {
+  const __mmask32 some = _mm512_test_epi16_mask(raw(pairs), _mm512_set1_epi16(0x7FFF));
+  const __m512i addend = _mm512_load_si512(scaled.scales.addends[k / ModerateScales::kBlock]);
+  return (U32)_mm512_mask_add_epi16(raw(pairs), some, raw(pairs), addend);
+}
+
 /// bfloat16 bits by code: of 8-bit ones without the sign, the two bytes apart.
 template <CodeType kCode>
 struct PairTable {
@@ -89,12 +129,13 @@ JLP_RULE __m512i pair_bytes() {
   return _mm512_load_si512(index);
 }
 
-/// 64 8-bit codes as two vectors of pairs.
+/// 64 8-bit codes as two vectors of pairs; `largest` is of each byte's upper half so far, without the sign.
 template <CodeType kCode, class First, class Second>
-JLP_RULE void decode_pairs(U32 codes, const PairTable<kCode>& table, U32& first, U32& second) {
+JLP_RULE void decode_pairs(U32 codes, const PairTable<kCode>& table, U32& first, U32& second, __m512i& largest) {
   const __m512i at = raw(codes), sign = _mm512_set1_epi8(static_cast<char>(0x80));
   const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), at, _mm512_load_si512(table.low + 64));
   const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), at, _mm512_load_si512(table.high + 64));
+  largest = _mm512_max_epu8(largest, magnitude);
   const __m512i high = _mm512_or_si512(magnitude, _mm512_and_si512(at, sign));
   first = (U32)_mm512_permutex2var_epi8(low, pair_bytes<First>(), high);
   second = (U32)_mm512_permutex2var_epi8(low, pair_bytes<Second>(), high);
@@ -123,25 +164,27 @@ __attribute__((noinline)) static void unpack_row_units(const uint8_t* data, int6
       store(each, codes);
       for (int i = 0; i < 4; ++i) pairs[i] = decode_nibble_pairs(load_u8(each + 16 * i), table);
     } else {
-      decode_pairs<kCode, RowFirst, RowSecond>(codes, table, pairs[0], pairs[1]);
+      __m512i largest{};
+      decode_pairs<kCode, RowFirst, RowSecond>(codes, table, pairs[0], pairs[1], largest);
     }
     for (int i = 0; i < 2 * kCodes; ++i)
       store(out + at * kCodes / 2 + i * kLanes, scale_pairs(pairs[i], scaled, at * kCodes + 2 * kLanes * i));
   }
 }
 
-/// The codes of kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero.
+/// The codes of kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero. Returns whether all are finite.
 template <CodeType kCode, class Scaled>
-__attribute__((noinline)) static void unpack_vector_units(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
+__attribute__((noinline)) static bool unpack_vector_units(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
                                                           Scaled scaled, uint32_t* out) {
   const auto& table = PairTable<kCode>::get();
+  __m512i largest{};
   constexpr int kCodes = kCode == CodeType::kE2M1 ? 2 : 1;
   const auto store_word = [&](U32 word, int64_t byte) {  // of every row
     U32 pairs[2 * kCodes];
     if constexpr (kCode == CodeType::kE2M1)
       for (int i = 0; i < 4; ++i) pairs[i] = decode_nibble_pairs(word >> (8 * i), table);
     else
-      decode_pairs<kCode, LanesFirst, LanesSecond>(word, table, pairs[0], pairs[1]);
+      decode_pairs<kCode, LanesFirst, LanesSecond>(word, table, pairs[0], pairs[1], largest);
     const int64_t k = byte * kCodes;
     for (int i = 0; i < 2 * kCodes; ++i) store(out + (k / 2 + i) * kLanes, scale_pairs(pairs[i], scaled, k + 2 * i));
   };
@@ -164,6 +207,17 @@ __attribute__((noinline)) static void unpack_vector_units(const uint8_t* data, i
     transpose(v);
     for (int w = 0; 4 * w < count; ++w) store_word(v[w], at + 4 * w);
   }
+  return _mm512_cmpeq_epi8_mask(largest, _mm512_set1_epi8(0x7F)) == 0;
+}
+
+/// The codes of kLanes rows of b with their MX scales, `scale_stride` bytes apart, the quicker way. False where that is not
+/// to be had: the scales are not moderate, or fewer than a step's, or a code is not finite.
+template <CodeType kCode>
+JLP_RULE bool unpack_moderate_units(const uint8_t* data, int64_t stride, int64_t bytes, const uint8_t* scales,
+                                    int64_t scale_stride, int64_t blocks, uint32_t* out) {
+  ModerateScales moderate;
+  if (blocks != ModerateScales::kBlocks || !moderate.load_from(scales, scale_stride)) return false;
+  return unpack_vector_units<kCode>(data, stride, kLanes, bytes, ModeratelyScaled{moderate}, out);
 }
 
 /// A last number without a neighbour gets +0 in a and -0 in b: their product changes no sum, not even one that is -0.

@@ -227,9 +227,39 @@ JLP_RULE void transpose_by_interleaving(V (&v)[kCount], Low low, High high) {
 
 /// lanes[i][j] -> lanes[j][i].
 JLP_RULE void transpose(U32 (&v)[kLanes]) {
+#if defined(JLP_ISA_AVX512)  // within quarters of a vector, then the quarters: that leaves the operands in place
+  U32 w[kLanes];
+  JLP_UNROLL(8)
+  for (int i = 0; i < kLanes; i += 2) {
+    w[i] = (U32)_mm512_unpacklo_epi32(raw(v[i]), raw(v[i + 1]));
+    w[i + 1] = (U32)_mm512_unpackhi_epi32(raw(v[i]), raw(v[i + 1]));
+  }
+  JLP_UNROLL(4)
+  for (int i = 0; i < kLanes; i += 4) {  // v[i + j]: lane j of each quarter of rows i to i + 3
+    v[i] = (U32)_mm512_unpacklo_epi64(raw(w[i]), raw(w[i + 2]));
+    v[i + 1] = (U32)_mm512_unpackhi_epi64(raw(w[i]), raw(w[i + 2]));
+    v[i + 2] = (U32)_mm512_unpacklo_epi64(raw(w[i + 1]), raw(w[i + 3]));
+    v[i + 3] = (U32)_mm512_unpackhi_epi64(raw(w[i + 1]), raw(w[i + 3]));
+  }
+  JLP_UNROLL(4)
+  for (int j = 0; j < 4; ++j) {
+    w[j] = (U32)_mm512_shuffle_i32x4(raw(v[j]), raw(v[4 + j]), 0x88);      // quarters 0 and 2 of rows 0 to 7
+    w[4 + j] = (U32)_mm512_shuffle_i32x4(raw(v[j]), raw(v[4 + j]), 0xDD);  // 1 and 3
+    w[8 + j] = (U32)_mm512_shuffle_i32x4(raw(v[8 + j]), raw(v[12 + j]), 0x88);
+    w[12 + j] = (U32)_mm512_shuffle_i32x4(raw(v[8 + j]), raw(v[12 + j]), 0xDD);
+  }
+  JLP_UNROLL(4)
+  for (int j = 0; j < 4; ++j) {
+    v[j] = (U32)_mm512_shuffle_i32x4(raw(w[j]), raw(w[8 + j]), 0x88);
+    v[8 + j] = (U32)_mm512_shuffle_i32x4(raw(w[j]), raw(w[8 + j]), 0xDD);
+    v[4 + j] = (U32)_mm512_shuffle_i32x4(raw(w[4 + j]), raw(w[12 + j]), 0x88);
+    v[12 + j] = (U32)_mm512_shuffle_i32x4(raw(w[4 + j]), raw(w[12 + j]), 0xDD);
+  }
+#else
   transpose_by_interleaving(
       v, [](U32 a, U32 b) { return shuffle<InterleaveLow>(a, b); },
       [](U32 a, U32 b) { return shuffle<InterleaveHigh>(a, b); });
+#endif
 }
 
 /// Bytes of kCount rows of 16: element k of row r to place k * kCount + r.
