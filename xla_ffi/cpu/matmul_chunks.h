@@ -77,7 +77,7 @@ class Ahead {
       JLP_UNROLL(8)
       for (int line = 0; line < kLines; ++line) __builtin_prefetch(data_ + at_ + 64 * line, 0, 0);  // they are read once
       if ((at_ += 64 * kLines) < bytes_) continue;
-      if (scales_) __builtin_prefetch(scales_, 0, 2), scales_ += scale_stride_;
+      if (scales_) __builtin_prefetch(scales_, 0, 3), scales_ += scale_stride_;
       data_ += stride_, at_ = 0, --rows_;
     }
   }
