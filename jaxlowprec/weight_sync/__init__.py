@@ -15,6 +15,7 @@ from jaxlowprec.weight_sync.directory import DirectoryTransport
 from jaxlowprec.weight_sync.engines.sglang import SGLang
 from jaxlowprec.weight_sync.engines.vllm import VLLM
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
+from jaxlowprec.weight_sync.filling import to_tree
 from jaxlowprec.weight_sync.in_process import InProcess
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 from jaxlowprec.weight_sync.pulling import pull
@@ -52,4 +53,5 @@ __all__ = [
     "differences",
     "pull",
     "push",
+    "to_tree",
 ]

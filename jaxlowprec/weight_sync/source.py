@@ -18,6 +18,9 @@ from jaxlowprec.checkpoints.tree_paths import leaves
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
+PARTS = ("data", "scale", "amax", "zero_point")
+"""Of a QuantizedArray, each sent where it is there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -180,7 +183,7 @@ def _by_path(tree: Any, dtype: Any) -> list[LeafTensors]:
         if not isinstance(leaf, QuantizedArray):
             stored.append(LeafTensors(path, path, leaf, dtype=dtype if _is_float(leaf) else None))
             continue
-        arrays = {"data": leaf.data, "scale": leaf.scale, "amax": leaf.amax, "zero_point": leaf.zero_point}
+        arrays = {part: getattr(leaf, part) for part in PARTS}
         stored += [_Part(f"{path}.{n}", f"{path}.{n}", a) for n, a in arrays.items() if a is not None]
     return stored
 

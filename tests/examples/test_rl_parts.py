@@ -91,17 +91,6 @@ def test_the_served_policy_has_the_bits_of_training():
     assert digests(model) == digests(jlp.quantize_params(policy, RECIPE))
 
 
-def test_tensors_that_are_no_policy_are_named():
-    sent = dict(WeightSource(jlp.quantize_params(tiny()[0], RECIPE)).arrays())
-    with pytest.raises(ValueError, match=r"surplus came over"):
-        served(TINY, sent | {"surplus": np.zeros(1)})
-    with pytest.raises(ValueError, match=r"norm.scale came as float64 \(32,\)"):
-        served(TINY, sent | {"norm.scale": sent["norm.scale"].astype(np.float64)})
-    del sent["norm.scale"]
-    with pytest.raises(ValueError, match=r"norm.scale came as nothing"):
-        served(TINY, sent)
-
-
 def test_one_bit_and_the_sign_of_zero_are_differences():
     a = np.zeros((2, 3), np.float32)
     b = a.copy()
