@@ -1,7 +1,6 @@
 """What the ops become on NVIDIA GPUs, read off the lowered code: nothing here runs on one."""
 
 import dataclasses
-import functools
 import itertools
 import re
 
@@ -352,7 +351,7 @@ class TestSlices:
 
 
 class TestGrouped:
-    """Rows in groups: a matrix for each 128 rows of a group to the kernels that quantise, the rest XLA's."""
+    """Rows in groups: each 128 rows of a group are a matrix to the kernels that quantise, each chunk to the GEMM's."""
 
     SIZES = jnp.array([130, 0, 100, 70], jnp.int32)
     ROWS, GROUPS = 300, 4
@@ -404,21 +403,37 @@ class TestGrouped:
         with claiming_cuda(9.0):
             calls = custom_calls(step, x, w)
         assert [call.target for call in calls].count("jaxlowprec_quantize") == 3  # x, w, dy
-        assert {call.target for call in calls} == {"jaxlowprec_amax", "jaxlowprec_quantize"}
+        assert [call.target for call in calls].count("jaxlowprec_scaled_matmul") == 3  # y, dx, dw
+        assert {call.target for call in calls} == {f"jaxlowprec_{of}" for of in ("amax", "quantize", "scaled_matmul")}
 
-    def test_products_have_no_kernel_and_say_so(self):
+    @pytest.mark.parametrize("implementation", [None, "ffi"])
+    def test_products(self, implementation):
+        """Of chunks of 128 rows; the gradient of the weights is added to."""
         row, column = jax.eval_shape(
             lambda: quantize_groups(jnp.ones((self.ROWS, 64)), self.SIZES, jlp.NVFP4(), rowwise=True, columnwise=True)
         )
         w = jax.eval_shape(lambda: jlp.quantize(jnp.ones((self.GROUPS, 32, 64)), jlp.NVFP4()))
-        x = jnp.ones((self.ROWS, 64), jnp.bfloat16)
-        products = (
-            (lambda how, a, b: multiply_groups(a, b, None, jnp.float32, how), row, w),
-            (lambda how, a, b: multiply_within_groups(a, b, jnp.float32, how), column, column),
-            (lambda how, a, b: grouped_weight_only(a, b, self.SIZES, None, jnp.float32, how), x, w),
-        )
         with claiming_cuda(9.0):
-            for product, a, b in products:
-                assert custom_calls(functools.partial(product, None), a, b) == []
-                with pytest.raises(NotImplementedError, match="grouped_matmul: .*XLA multiplies.*implementation=None"):
-                    custom_calls(functools.partial(product, "ffi"), a, b)
+            (rows,) = custom_calls(lambda a, b: multiply_groups(a, b, None, jnp.float32, implementation), row, w)
+            (wgrad,) = custom_calls(lambda a: multiply_within_groups(a, a, jnp.float32, implementation), column)
+        assert rows.target == wgrad.target == "jaxlowprec_scaled_matmul"
+        assert rows.operands[:4] == ["128x32xui8", "128x4xf8E4M3FN", "32x32xui8", "32x4xf8E4M3FN"]
+        assert wgrad.operands[:4] == ["64x64xui8", "64x8xf8E4M3FN"] * 2 and wgrad.operands[-1] == "64x64xf32"
+        assert "accumulate = true" in wgrad.attributes
+
+    def test_weight_only(self):
+        """Few rows by the kernel that decodes in registers; of many that is not demanded."""
+
+        def run(rows, implementation):
+            w = jax.eval_shape(lambda: jlp.quantize(jnp.ones((self.GROUPS, 32, 64)), jlp.NVFP4()))
+            x = jnp.ones((rows, 64), jnp.bfloat16)
+            with claiming_cuda(9.0):
+                return custom_calls(
+                    lambda x, w: grouped_weight_only(x, w, self.SIZES, None, jnp.float32, implementation), x, w
+                )
+
+        (call,) = run(60, "ffi")
+        assert call.target == "jaxlowprec_weight_only_matmul" and call.operands[0] == "16x64xbf16"
+        assert run(60, None) == [call] and run(self.ROWS, None) == []
+        with pytest.raises(NotImplementedError, match="implementation=None XLA multiplies"):
+            run(self.ROWS, "ffi")
