@@ -98,14 +98,6 @@ def quantized(fmt, case, rowwise=True, seed=0):
     return row if rowwise else column
 
 
-@pytest.fixture(params=[None, 256], ids=["chunks of its own", "chunks of 256"])
-def chunks(request, monkeypatch):
-    """How many rows are multiplied together: as many as the groups ask for, or more than most have."""
-    if request.param:
-        monkeypatch.setattr(cuda, "chunk_rows", lambda rows, experts, least=0: request.param)
-
-
-@pytest.mark.usefixtures("chunks")
 class TestProducts:
     """Of chunks, by the kernels that multiply matrices."""
 
@@ -134,6 +126,12 @@ class TestProducts:
         y = cuda.wgrad(spec, None, a.rows, a.data, a.sizes, a.scale, b.data, b.scale, *amaxes)
         np.testing.assert_allclose(y, multiply_within_groups(a, b, jnp.float32), rtol=1e-5, atol=1e-4)
         assert not y[np.asarray(a.sizes) <= 0].any()
+
+    @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
+    def test_chunks_of_more_rows_than_most_groups(self, fmt, monkeypatch):
+        monkeypatch.setattr(cuda, "chunk_rows", lambda *_: 256)
+        self.test_rows_by_weights((fmt, fmt), "tiles")
+        self.test_wgrad(fmt, "tiles")
 
     @pytest.mark.parametrize(
         "fmt",
