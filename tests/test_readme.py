@@ -19,7 +19,7 @@ def programs(document):
 PROGRAMS = programs("README.md")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["quantise-and-multiply", "train-a-flax-model", "mesh", "int4"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["quantise-and-multiply", "train-a-flax-model", "mesh", "int4", "experts"])
 def test_a_program_of_the_readme_runs(program):
     names = {}
     exec(program, names)
