@@ -17,9 +17,10 @@ def programs(document):
 
 
 PROGRAMS = programs("README.md")
+NAMES = ("quantise-and-multiply", "train-a-flax-model", "mesh", "int4", "experts")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["quantise-and-multiply", "train-a-flax-model", "mesh", "int4", "experts"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
 def test_a_program_of_the_readme_runs(program):
     names = {}
     exec(program, names)
