@@ -93,7 +93,7 @@ def _chunk_of_codes(x: jax.Array, chunk: int):
 def _chunk_of_columns(data: jax.Array, scale: jax.Array, fmt: Format, groups: Groups, chunk: int):
     """Codes [M, bytes of `chunk`] and scales [M, blocks] of a slot, given its fields; zero bytes beyond its rows."""
     block = max(fmt.length, BLOCK)
-    first = groups.start // block + jnp.arange(groups.start.shape[0], dtype=jnp.int32)
+    first = groups.first_slots(block)
 
     def pieces(x, at, count, valid):
         """`count` columns of x from `at` on, of which `valid` are there."""

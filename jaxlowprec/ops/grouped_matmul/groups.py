@@ -40,6 +40,10 @@ class Groups:
         """int32 [E]: where each group's rows end."""
         return self.start + self.count
 
+    def first_slots(self, block: int) -> jax.Array:
+        """int32 [E]: where each group's slots begin."""
+        return self.start // block + jnp.arange(self.start.shape[0], dtype=jnp.int32)
+
     def of_rows(self) -> jax.Array:
         """int32 [T]: the group of each row; E for a row in none."""
         return _not_above(self.ends, jnp.arange(self.rows, dtype=jnp.int32))
@@ -66,9 +70,8 @@ class Slots:
     @classmethod
     def of(cls, groups: Groups, block: int) -> Slots:
         """Those of the groups."""
-        experts = groups.start.shape[0]
-        first = groups.start // block + jnp.arange(experts, dtype=jnp.int32)
-        slot = jnp.arange(count(groups.rows, experts, block), dtype=jnp.int32)
+        first = groups.first_slots(block)
+        slot = jnp.arange(count(groups.rows, first.shape[0], block), dtype=jnp.int32)
         group = _not_above(first, slot) - 1
         within = slot - first[group]
         row = groups.start[group] + within * block

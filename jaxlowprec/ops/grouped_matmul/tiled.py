@@ -70,12 +70,7 @@ def _places_of_rows(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
     group = groups.of_rows()
     there, group = group < groups.start.shape[0], jnp.minimum(group, groups.start.shape[0] - 1)
     local = jnp.arange(groups.rows, dtype=jnp.int32) - groups.start[group]
-    return _first_slots(groups)[group] + local // TILE, local % TILE, there
-
-
-def _first_slots(groups: Groups) -> jax.Array:
-    """[E]: where each group's slots begin."""
-    return groups.start // TILE + jnp.arange(groups.start.shape[0], dtype=jnp.int32)
+    return groups.first_slots(TILE)[group] + local // TILE, local % TILE, there
 
 
 def _rows(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> list[jax.Array]:
@@ -92,7 +87,7 @@ def _columns(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> lis
     """Codes [S, C, bytes] and scales, of columns -> as `reference.quantize_columnwise`."""
     blocks = Slots.of(groups, max(fmt.length, BLOCK))
     used, in_slot = blocks.valid > 0, TILE // max(fmt.length, BLOCK)
-    slot = jnp.minimum(_first_slots(groups)[blocks.group] + blocks.within // in_slot, data.shape[0] - 1)
+    slot = jnp.minimum(groups.first_slots(TILE)[blocks.group] + blocks.within // in_slot, data.shape[0] - 1)
 
     def of_blocks(a):  # [S, C, in_slot * n] -> [C, blocks, n]
         pieces = a.reshape(*a.shape[:2], in_slot, -1)[slot, :, blocks.within % in_slot]
@@ -110,5 +105,5 @@ def _columns(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> lis
 
 def _tensor_scales(groups: Groups, scale: jax.Array) -> jax.Array:
     """Those of the slots [S] -> one a group, 1 where it is empty."""
-    first = jnp.minimum(_first_slots(groups), scale.shape[0] - 1)
+    first = jnp.minimum(groups.first_slots(TILE), scale.shape[0] - 1)
     return jnp.where(groups.count > 0, scale[first], 1.0)
