@@ -99,7 +99,9 @@ struct MatmulFloat8 {
       rows = reinterpret_cast<Unit*>(y + results), rows_scale = reinterpret_cast<float*>(rows + range.rows * kUnits);
       memset(y, 0, results * sizeof(float));
     }
-    int64_t panel_vectors() const { return range.rows > 2 ? kPanel : kPanelVectors; }
+    /// Their tiles are wider, and done before anything ahead would have come.
+    bool few_rows() const { return range.rows <= 2; }
+    int64_t panel_vectors() const { return few_rows() ? kPanelVectors : kPanel; }
     bool scaled_blocks() const { return p.a.format.scaling != Scaling::kTensor; }
   };
 
@@ -167,7 +169,7 @@ struct MatmulFloat8 {
   static NextPanel panel_after(const Part& part, int64_t vector, int64_t k) {
     if (vector == part.vectors) vector = 0, k += kStep;
     const int64_t rows = part.range.rows, depth = std::min<int64_t>(kStep, part.p.depth() - k);
-    if (depth <= 0 || rows <= 2) return {};
+    if (depth <= 0 || part.few_rows()) return {};
     const MatmulOperand& b = part.p.b;
     const int64_t column = vector * kLanes, row = part.range.first_column + column, stride = b.data_stride();
     const uint8_t* data = b.data + (part.batch * part.p.columns + row) * stride + bytes_of(b, k);
@@ -182,7 +184,7 @@ struct MatmulFloat8 {
   static void load_panel(const Part& part, int64_t vector, int64_t vectors, int64_t k, int64_t depth) {
     const MatmulOperand& b = part.p.b;
     const int64_t stride = b.data_stride(), bytes = bytes_of(b, depth);
-    const bool ahead = part.range.rows > 2 && (vector > 0 || k > 0);
+    const bool ahead = !part.few_rows() && (vector > 0 || k > 0);
     for (int64_t v = 0; v < vectors; ++v) {
       const int64_t column = (vector + v) * kLanes, row = part.range.first_column + column;
       const int64_t rows = std::clamp<int64_t>(part.range.columns - column, 0, kLanes);
