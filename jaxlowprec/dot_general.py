@@ -28,6 +28,7 @@ from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, Recipe
+from jaxlowprec.residuals import in_profiles
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -97,7 +98,8 @@ def _dot_general(
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
     if recipe is None and in_high_precision(recipe, rhs, quantized_kernel):
         rhs = high_precision_weight(who, rhs, quantized_kernel)
-        return jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), state
+        with in_profiles(name):
+            return jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), state
     lhs = float_array(who, "lhs", lhs)
     rhs = None if rhs is None else float_array(who, "rhs", rhs)
     if isinstance(recipe, Calibrating):
@@ -230,7 +232,8 @@ def _einsum(
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling where there is one."""
     if follow["recipe"] is None:
-        return jnp.einsum(subscripts, *operands, **options), state
+        with in_profiles(follow["name"]):
+            return jnp.einsum(subscripts, *operands, **options), state
     if len(operands) != 2:
         raise ValueError(
             f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"

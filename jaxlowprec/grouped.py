@@ -23,6 +23,7 @@ from jaxlowprec.ops.quantize.keys import key_words, slice_words
 from jaxlowprec.out_sharding import sharding_of
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, Recipe, Roles
+from jaxlowprec.residuals import in_profiles
 
 
 def grouped_matmul(
@@ -90,19 +91,24 @@ def grouped_matmul(
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, resolve(who, recipe))
         plan = WeightOnlyPlan(kernels.format, "identity", None, dtype, (sharding_of(x), None, sharding_of(bias)))
-        return weight_only_groups(plan, *_aligned(x, None, bias, kernels, sizes))
+        operands = _aligned(x, None, bias, kernels, sizes)
+        with in_profiles(name):
+            return weight_only_groups(plan, *operands)
     recipe = resolve(who, recipe, name)
     if recipe is None:
         x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
         wide = dtype if bias is None else jnp.dtype("float32")
-        y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
-        return biased(y, bias, sizes).astype(dtype)
+        with in_profiles(name):
+            y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
+            return biased(y, bias, sizes).astype(dtype)
     roles = _checked_roles(who, recipe, name)
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
         weight_only.check_whole_groups(who, name, kernels, roles.weight.format)
         served = WeightOnlyPlan(roles.weight.format, roles.ste, roles.served_dtype, dtype, shardings)
-        return weight_only_groups(served, *_aligned(x, kernels, bias, None, sizes))
+        operands = _aligned(x, kernels, bias, None, sizes)
+        with in_profiles(name):
+            return weight_only_groups(served, *operands)
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), (experts,))

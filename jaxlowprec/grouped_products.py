@@ -36,7 +36,7 @@ from jaxlowprec.ops.quantize.keys import keyless_words
 from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_matmul import Gemms
 from jaxlowprec.recipes import StraightThrough
-from jaxlowprec.residuals import CHECKPOINT_NAMES, decoded, differentiated_once, dtype_marker, named
+from jaxlowprec.residuals import CHECKPOINT_NAMES, decoded, differentiated_once, dtype_marker, in_profiles, named
 from jaxlowprec.weight_only import quantize_weight, through_estimator
 
 
@@ -45,7 +45,7 @@ class Plan(Gemms):
     """What a product is traced with; see `quantized_matmul.Plan`.
 
     Attributes:
-        name: of the layer, for the keyless bits.
+        name: of the layer, for the keyless bits and for profiles.
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients.
     """
@@ -83,12 +83,15 @@ def _row_ways(x, sizes, role, rowwise: bool, columnwise: bool, words=None, amaxe
 def _fprop(plan: Plan, x, w, bias, sizes, keep_column: bool, keep_row: bool):
     """The result, x row- and columnwise, and the weights, each quantised as far as it is needed now or kept."""
     roles = plan.roles
-    x_row, x_column = _row_ways(x, sizes, roles.input, plan.fprop, keep_column)
-    w_row, w_column = _weight_ways(w, roles.weight, keep_row, plan.fprop)
-    if plan.fprop:
-        y = multiply_groups(x_row, w_column.mT, bias, plan.out_dtype)
-    else:
-        y = biased(plain_rows(x, w.astype(x.dtype), sizes, jnp.float32), bias, sizes).astype(plan.out_dtype)
+    with in_profiles(plan.name, "quantize input"):
+        x_row, x_column = _row_ways(x, sizes, roles.input, plan.fprop, keep_column)
+    with in_profiles(plan.name, "quantize weight"):
+        w_row, w_column = _weight_ways(w, roles.weight, keep_row, plan.fprop)
+    with in_profiles(plan.name, "fprop"):
+        if plan.fprop:
+            y = multiply_groups(x_row, w_column.mT, bias, plan.out_dtype)
+        else:
+            y = biased(plain_rows(x, w.astype(x.dtype), sizes, jnp.float32), bias, sizes).astype(plan.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
 
@@ -107,6 +110,19 @@ def _forward(plan: Plan, x, w, bias, words, sizes):
     return y, (kept, tuple(dtype_marker(a) for a in (x, w, bias)), words, sizes)
 
 
+def _quantized_gradient(plan: Plan, dy, words, sizes):
+    """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+    role, amaxes = plan.roles.gradient, None
+    if role.format.has_tensor_scale:
+        found = group_amaxes(dy, sizes, True, role.hadamard)
+        amaxes = found[0], found[-1]
+    if role.rounding == "stochastic" and words is None:
+        (amax,) = amaxes[:1] if amaxes else group_amaxes(dy, sizes, True, None)
+        words = keyless_words(amax, (0, dy.shape[-1]), plan.name)
+    words = words if role.rounding == "stochastic" else None
+    return _row_ways(dy, sizes, role, plan.dgrad, plan.wgrad, words, amaxes)
+
+
 def _backward(plan: Plan, residuals, dy):
     (x, w), (like_x, like_w, like_bias), words, sizes = residuals
     x_sharding, w_sharding, bias_sharding = plan.shardings
@@ -114,25 +130,20 @@ def _backward(plan: Plan, residuals, dy):
     dy_row: Any = None
     dy_column: Any = None
     if plan.dgrad or plan.wgrad:
-        role, amaxes = plan.roles.gradient, None
-        if role.format.has_tensor_scale:
-            found = group_amaxes(dy, sizes, True, role.hadamard)
-            amaxes = found[0], found[-1]
-        if role.rounding == "stochastic" and words is None:
-            (amax,) = amaxes[:1] if amaxes else group_amaxes(dy, sizes, True, None)
-            words = keyless_words(amax, (0, dy.shape[-1]), plan.name)
-        words = words if role.rounding == "stochastic" else None
-        dy_row, dy_column = _row_ways(dy, sizes, role, plan.dgrad, plan.wgrad, words, amaxes)
+        with in_profiles(plan.name, "quantize gradient"):
+            dy_row, dy_column = _quantized_gradient(plan, dy, words, sizes)
     # JAX does not check these dtypes: they must be those of the primals.
-    if plan.dgrad:
-        dx = multiply_groups(dy_row, w, None, like_x.dtype)
-    else:
-        dx = plain_rows(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), sizes, like_x.dtype)
-    if plan.wgrad:
-        dw = multiply_within_groups(x, dy_column, like_w.dtype)
-    else:
-        rows = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
-        dw = plain_wgrad(rows, dy, sizes, like_w.dtype)
+    with in_profiles(plan.name, "dgrad"):
+        if plan.dgrad:
+            dx = multiply_groups(dy_row, w, None, like_x.dtype)
+        else:
+            dx = plain_rows(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), sizes, like_x.dtype)
+    with in_profiles(plan.name, "wgrad"):
+        if plan.wgrad:
+            dw = multiply_within_groups(x, dy_column, like_w.dtype)
+        else:
+            rows = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
+            dw = plain_wgrad(rows, dy, sizes, like_w.dtype)
     dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
     return resharded(dx, x_sharding), resharded(dw, w_sharding), dbias, None, None
 
@@ -168,9 +179,12 @@ def _weight_only(plan: WeightOnlyPlan, x, w, bias, q, sizes):
 
 
 def _weight_only_fprop(plan: WeightOnlyPlan, x, w, bias, q, sizes):
-    q = quantize_weight(w, plan.format, plan.served_dtype) if q is None else q
+    if q is None:
+        with in_profiles("quantize weight"):
+            q = quantize_weight(w, plan.format, plan.served_dtype)
     added = None if bias is None else bias.astype(jnp.float32)
-    return grouped_weight_only(x, q.mT, sizes, added, plan.out_dtype), q
+    with in_profiles("fprop"):
+        return grouped_weight_only(x, q.mT, sizes, added, plan.out_dtype), q
 
 
 def _weight_only_forward(plan: WeightOnlyPlan, x, w, bias, q, sizes):
@@ -185,10 +199,12 @@ def _weight_only_backward(plan: WeightOnlyPlan, residuals, dy):
     (x, q, clipped), (like_x, like_w, like_bias), sizes = residuals
     x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
-    dx = plain_rows(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), sizes, like_x.dtype)
+    with in_profiles("dgrad"):
+        dx = plain_rows(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), sizes, like_x.dtype)
     dw: Any = None
     if like_w is not None:
-        dw = plain_wgrad(x, dy, sizes, like_w.dtype)
+        with in_profiles("wgrad"):
+            dw = plain_wgrad(x, dy, sizes, like_w.dtype)
         if clipped is not None:
             dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
         dw = resharded(dw, w_sharding)

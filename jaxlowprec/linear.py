@@ -24,6 +24,7 @@ from jaxlowprec.out_sharding import dimensions_of, resharded, sharding_of, shard
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.quantized_matmul import Plan, QuantizedKernel, quantized_matmul, recording
 from jaxlowprec.recipes import Calibrating, Recipe, Roles
+from jaxlowprec.residuals import in_profiles
 
 
 def quantize_kernel(
@@ -63,12 +64,14 @@ def quantize_kernel(
         raise ValueError(f"quantize_kernel: {given} keeps the weight of layer {name!r} in high precision")
     if roles.ste is not None:
         weight_only.check_whole_groups("quantize_kernel", name, kernel, role.format)
-        return QuantizedKernel(None, weight_only.quantize_weight(kernel, role.format, roles.served_dtype))
+        with in_profiles(name, "quantize weight"):
+            return QuantizedKernel(None, weight_only.quantize_weight(kernel, role.format, roles.served_dtype))
     encode = None
     if recipe.delayed is not None:
         state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
         encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", role.format.maximum)
-    return QuantizedKernel(*quantize_both(kernel, role.format, encode_scale=encode))
+    with in_profiles(name, "quantize weight"):
+        return QuantizedKernel(*quantize_both(kernel, role.format, encode_scale=encode))
 
 
 def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:
@@ -144,8 +147,9 @@ def linear(
     if in_high_precision(recipe, kernel, quantized_kernel):
         kernel = high_precision_weight(who, kernel, quantized_kernel)
         dims = (((x.ndim - 1,), (0,)), ((), ()))
-        y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, out_sharding=out_sharding)
-        y = y if bias is None else y + bias.astype(x.dtype)
+        with in_profiles(name):
+            y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, out_sharding=out_sharding)
+            y = y if bias is None else y + bias.astype(x.dtype)
         if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)

@@ -32,6 +32,7 @@ from jaxlowprec.residuals import (
     decoded,
     differentiated_once,
     dtype_marker,
+    in_profiles,
     named,
     plain_matmul,
     plain_wgrad,
@@ -95,7 +96,7 @@ class Plan(Gemms):
 
     Attributes:
         delayed: of the recipe.
-        name: of the layer, for the keyless bits.
+        name: of the layer, for the keyless bits and for profiles.
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
@@ -160,20 +161,22 @@ def _matmul(plan: Plan, x, w, bias, words, quantized, state):
 def _fprop(plan: Plan, x, w, bias, quantized: QuantizedKernel | None, state, keep_column: bool, keep_row: bool):
     """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
     roles = plan.roles
-    encode = _encode_scale(plan, state, "input")
-    x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode, slices=plan.slices)
+    with in_profiles(plan.name, "quantize input"):
+        encode = _encode_scale(plan, state, "input")
+        x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode, slices=plan.slices)
     if quantized is not None:
         w_row, w_column = quantized.rowwise, quantized.columnwise
     else:
-        encode = _encode_scale(plan, state, "kernel")
-        w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
-    if plan.fprop:
-        y = _multiply(plan, x_row, w_column.mT, bias, plan.out_dtype, plan.out_sharding)
-    else:
-        y = plain_matmul(
-            x, (w if w is not None else w_column.dequantize()).astype(x.dtype), jnp.float32, plan.out_sharding
-        )
-        y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
+        with in_profiles(plan.name, "quantize weight"):
+            encode = _encode_scale(plan, state, "kernel")
+            w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
+    with in_profiles(plan.name, "fprop"):
+        if plan.fprop:
+            y = _multiply(plan, x_row, w_column.mT, bias, plan.out_dtype, plan.out_sharding)
+        else:
+            w = (w if w is not None else w_column.dequantize()).astype(x.dtype)
+            y = plain_matmul(x, w, jnp.float32, plan.out_sharding)
+            y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
 
@@ -192,6 +195,19 @@ def _forward(plan: Plan, x, w, bias, words, quantized, state):
     return y, (kept, like, words, new_state)
 
 
+def _quantized_gradient(plan: Plan, dy, weight_learns: bool, words, state):
+    """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+    role, amaxes = plan.roles.gradient, None
+    if plan.delayed is None and role.format.has_tensor_scale and (role.hadamard is None or role.hadamard.size == BLOCK):
+        found = tensor_amax(dy, True, role.hadamard, slices=plan.slices)
+        amaxes = found[0], found[-1]
+    if role.rounding == "stochastic" and words is None:
+        (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None, slices=plan.slices)
+        words = keyless_words(amax, (math.prod(dy.shape[-3 if plan.slices else -2 : -1]), dy.shape[-1]), plan.name)
+    encode = _encode_scale(plan, state, "output_grad")
+    return _both_ways(dy, role, plan.dgrad, plan.wgrad and weight_learns, words, amaxes, encode, plan.slices)
+
+
 def _backward(plan: Plan, residuals, dy):
     (x, w), (like_x, like_w, like_bias), words, state = residuals
     x_sharding, w_sharding, bias_sharding = plan.shardings
@@ -199,31 +215,20 @@ def _backward(plan: Plan, residuals, dy):
     dy_row: Any = None
     dy_column: Any = None
     if plan.dgrad or plan.wgrad:
-        role = plan.roles.gradient
-        amaxes = None
-        if (
-            plan.delayed is None
-            and role.format.has_tensor_scale
-            and (role.hadamard is None or role.hadamard.size == BLOCK)
-        ):
-            found = tensor_amax(dy, True, role.hadamard, slices=plan.slices)
-            amaxes = found[0], found[-1]
-        if role.rounding == "stochastic" and words is None:
-            (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None, slices=plan.slices)
-            words = keyless_words(amax, (math.prod(dy.shape[-3 if plan.slices else -2 : -1]), dy.shape[-1]), plan.name)
-        encode = _encode_scale(plan, state, "output_grad")
-        columnwise = plan.wgrad and like_w is not None
-        dy_row, dy_column = _both_ways(dy, role, plan.dgrad, columnwise, words, amaxes, encode, plan.slices)
+        with in_profiles(plan.name, "quantize gradient"):
+            dy_row, dy_column = _quantized_gradient(plan, dy, like_w is not None, words, state)
     # JAX does not check these dtypes: they must be those of the primals.
-    if plan.dgrad:
-        dx = _multiply(plan, dy_row, w, None, like_x.dtype, x_sharding)
-    else:
-        dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype, x_sharding)
+    with in_profiles(plan.name, "dgrad"):
+        if plan.dgrad:
+            dx = _multiply(plan, dy_row, w, None, like_x.dtype, x_sharding)
+        else:
+            dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype, x_sharding)
     dw = None
-    if like_w is not None and plan.wgrad:
-        dw = _multiply(plan, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
-    elif like_w is not None:
-        dw = plain_wgrad(decoded(x, dy.dtype), dy, plan.slices, like_w.dtype, w_sharding)
+    with in_profiles(plan.name, "wgrad"):
+        if like_w is not None and plan.wgrad:
+            dw = _multiply(plan, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
+        elif like_w is not None:
+            dw = plain_wgrad(decoded(x, dy.dtype), dy, plan.slices, like_w.dtype, w_sharding)
     if plan.delayed is not None:
         state = _recorded(plan.delayed, state, "output_grad", dy, plan.slices)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state

@@ -1,7 +1,8 @@
-"""What the linears share around their GEMMs: what is kept for the backward pass, and how it is read there."""
+"""What the linears share around their GEMMs: names in profiles, residuals of the backward pass, and reading these."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -14,6 +15,15 @@ from jaxlowprec.quantized_array import QuantizedArray
 
 CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
 """checkpoint_name of the residuals: data, scale and amax of the columnwise input, and of the weight."""
+
+
+def in_profiles(layer: str, part: str = "") -> contextlib.AbstractContextManager:
+    """Within it operations are called `layer/part` in profiles and in the metadata of compiled code, and nowhere else.
+
+    A layer without a name, or a name without a part, gives the other one.
+    """
+    name = "/".join(filter(None, (layer, part)))
+    return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
 def named(residual: Any, name: str) -> Any:

@@ -34,6 +34,7 @@ from jaxlowprec.residuals import (
     bias_gradient,
     differentiated_once,
     dtype_marker,
+    in_profiles,
     named,
     plain_wgrad,
 )
@@ -77,7 +78,9 @@ def matmul(
         check_whole_groups(who, name, w, fmt)
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
     plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding, slices)
-    return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
+    operands = wiring.align_varying(x, w, bias, q)
+    with in_profiles(name):
+        return _matmul_jit(plan, *operands)
 
 
 def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
@@ -155,8 +158,11 @@ def _matmul(plan: _Plan, x, w, bias, q):
 
 
 def _fprop(plan: _Plan, x, w, bias, q):
-    q = quantize_weight(w, plan.format, plan.served_dtype) if q is None else q
-    return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding), q
+    if q is None:
+        with in_profiles("quantize weight"):
+            q = quantize_weight(w, plan.format, plan.served_dtype)
+    with in_profiles("fprop"):
+        return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding), q
 
 
 def _forward(plan: _Plan, x, w, bias, q):
@@ -171,10 +177,12 @@ def _backward(plan: _Plan, residuals, dy):
     x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
-    dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding)
+    with in_profiles("dgrad"):
+        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding)
     dw: Any = None
     if like_w is not None:
-        dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding)
+        with in_profiles("wgrad"):
+            dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding)
     if clipped is not None:
         dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
