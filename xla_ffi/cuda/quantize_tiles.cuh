@@ -8,8 +8,8 @@
 //
 // Bytes moved per element: 2 or 4 read; a direction, 1/2 or 1 written and the scales (1/16 NVFP4, 1/32 MX and Float8Block,
 // 1/block of that for square blocks).
-// Launch: blocks of 256 threads, as many as the device holds at once; the next tile's elements are on their way while the
-// codes of the columns leave.
+// Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles from the matrices' end; the
+// next tile's elements are on their way while the codes of the columns leave.
 #pragma once
 
 #include "quantize_scales.cuh"
@@ -246,7 +246,7 @@ struct TileQuantizer {
   }
 };
 
-/// Blocks that a multiprocessor can hold, by shared memory and registers.
+/// Blocks that registers are to suffice for; an sm_90 has shared memory for them.
 template <class E, bool kStochastic>
 constexpr int kTileBlocks = E::kBytes == 4 ? 2
                             : kStochastic  ? 3
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
                      a.pieces);
   };
   uint32_t started = ~0u;  // the matrix whose scales are at hand
-  TilePlace at = Tiles::first(a.tiles);
+  TilePlace at = Tiles::last(a.tiles);
   load(at);
   while (at.batch < a.tiles.count.batch) {
     if (at.batch != started) {
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
     if (rowwise) tile.rows();
     if (columnwise) tile.columns();
     __syncthreads();
-    at = Tiles::next(a.tiles, at);
+    at = Tiles::previous(a.tiles, at);
     load(at);
     if (columnwise) tile.store_columns();
   }

@@ -32,8 +32,8 @@ struct Tile {
     if (pieces && row + kTile <= rows && column + kTile <= columns) {
       const auto* from = x + (row + threadIdx.x / kChunks) * columns + column + threadIdx.x % kChunks * kChunkElements;
 #pragma unroll
-      for (int i = threadIdx.x; i < kTile * kChunks; i += kTileThreads, from += kTileThreads / kChunks * columns)
-        copy_async16(words + chunk_word(i / kChunks, i % kChunks), from);
+      for (int i = 0; i < kTile * kChunks; i += kTileThreads, from += kTileThreads / kChunks * columns)
+        copy_async16(words + chunk_word((i + threadIdx.x) / kChunks, threadIdx.x % kChunks), from);
     } else {
 #pragma unroll 1
       for (int i = threadIdx.x; i < kTile * kChunks; i += kTileThreads) {
