@@ -59,8 +59,9 @@ template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
 cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
-  return launch_over_tiles<quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>,
-                           TilesShared<E, Code, kTwoLevel, kStochastic>>(kTileThreads, a, stream);
+  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
+  static_assert(kTileBlocks<E, kStochastic> * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
+  return launch_over_tiles<quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, Shared>(kTileThreads, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>

@@ -216,13 +216,24 @@ struct TileQuantizer {
     const int down = threadIdx.x % kTileGroups;
     const int64_t offset = code_bytes<Code>(row + 16 * down);
     const int bytes = left(direction.row_bytes, offset, kCodeBytes);
-    uint8_t* data = direction.data + (batch * a.columns + column) * direction.row_bytes + offset;
+    // A thread has every 32nd line of shared.codes: two even columns, then the odd ones beside them.
+    constexpr int kLines = kTileThreads / kTileGroups;
+    static_assert(kTilePairs == 2 * kLines && kLines % (2 * kTileGroups) == 0, "a thread's pieces have one permutation");
+    const int first = 2 * (threadIdx.x / kTileGroups);
+    uint8_t* const data = direction.data + (batch * a.columns + column + first) * direction.row_bytes + offset;
+    const CodePiece<Code>* const codes = shared.codes + Shared::piece(first, down);
+    if (direction.pieces && bytes == kCodeBytes && columns_left == kTile) {
 #pragma unroll
-    for (int i = 0; i < kTile; i += kTileThreads / kTileGroups) {
-      const int line = i + threadIdx.x / kTileGroups, across = line % kTilePairs * 2 + line / kTilePairs;
-      if (across >= columns_left) continue;
-      store_codes(data + across * direction.row_bytes, bytes, direction.pieces,
-                  shared.codes[Shared::piece(across, down)].words);
+      for (int i = 0; i < kTile / kLines; ++i)
+        store_codes(data + (i % 2 * 2 * kLines + i / 2) * direction.row_bytes, kCodeBytes, true,
+                    codes[i * kLines * kTileGroups].words);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTile / kLines; ++i) {
+        const int further = i % 2 * 2 * kLines + i / 2;
+        if (first + further < columns_left)
+          store_codes(data + further * direction.row_bytes, bytes, direction.pieces, codes[i * kLines * kTileGroups].words);
+      }
     }
     if (byte_scales<kTwoLevel>(a) && !a.squares) store_column_scales();
   }
