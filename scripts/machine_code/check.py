@@ -11,7 +11,10 @@ It needs cuobjdump and nvdisasm on the path: scripts/check_machine_code.sh insta
 import argparse
 import concurrent.futures
 import dataclasses
+import hashlib
 import itertools
+import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -85,12 +88,25 @@ def check(kernel: sass.Kernel) -> Result:
     return result
 
 
-def results_of(cubin: pathlib.Path, count: bool) -> list[Result]:
-    """What is known of the kernels of a cubin."""
+def results_of(cubin: pathlib.Path, count: bool, cache: pathlib.Path | None) -> list[Result]:
+    """What is known of the kernels of a cubin; `cache` is a folder of what these scripts found before."""
+    if cache:
+        sources = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
+        digest = hashlib.sha256(b"\0".join([*sources, str(count).encode(), cubin.read_bytes()])).hexdigest()
+        remembered = cache / f"{digest}.json"
+        if remembered.exists():
+            return [Result(**fields) for fields in json.loads(remembered.read_text())]
     found = disassembled(cubin)
     if count:
-        return [Result(k.architecture, k.name, counts=row) for k in found if (row := counts.row(k))]
-    return [check(kernel) for kernel in found]
+        results = [Result(k.architecture, k.name, counts=row) for k in found if (row := counts.row(k))]
+    else:
+        results = [check(kernel) for kernel in found]
+    if cache:
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = remembered.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps([dataclasses.asdict(result) for result in results]))
+        partial.replace(remembered)
+    return results
 
 
 def main(arguments: list[str]) -> int:
@@ -99,6 +115,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("--table", action="store_true", help="print every kernel's bytes in flight")
     parser.add_argument("--count", action="store_true", help="print instructions an element")
+    parser.add_argument("--cache", type=pathlib.Path, help="a folder to keep results in, by what the files hold")
     parser.add_argument("--partial", action="store_true", help="not all architectures need be there")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name, concurrent.futures.ProcessPoolExecutor() as pool:
@@ -107,7 +124,7 @@ def main(arguments: list[str]) -> int:
             folder = pathlib.Path(name) / str(number)
             folder.mkdir()
             cubins += cubins_of(path, folder)
-        each = pool.map(results_of, cubins, itertools.repeat(options.count))
+        each = pool.map(results_of, cubins, itertools.repeat(options.count), itertools.repeat(options.cache))
         results = sorted(result for several in each for result in several)
     if options.count:
         print(*counts.HEAD, *(result.counts for result in results), sep="\n")
