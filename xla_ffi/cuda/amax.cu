@@ -15,9 +15,9 @@ cudaError_t launch_amax(const AmaxProblem& p, cudaStream_t stream) {
   a.x = p.x, a.rows = p.rows, a.columns = p.columns;
   a.plain = p.plain, a.rotated = p.rotated, a.sign_mask = p.sign_mask;
   a.pairs = aligned(p.x, 2 * E::kBytes) && p.columns % 2 == 0;
-  if (p.rotated) return launch_over_tiles<AmaxShared>(amax_rotated<E>, kAmaxThreads, kRotatedBlocks<E>, a, stream);
+  if (p.rotated) return launch_over_tiles<amax_rotated<E>, AmaxShared>(kAmaxThreads, a, stream);
   a.columns = matrix;
-  return launch_over_tiles<AmaxShared>(amax_plain<E>, kAmaxThreads, kAmaxBlocks, a, stream);
+  return launch_over_tiles<amax_plain<E>, AmaxShared>(kAmaxThreads, a, stream);
 }
 
 }  // namespace

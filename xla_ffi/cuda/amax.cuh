@@ -16,7 +16,7 @@ namespace cuda {
 
 constexpr int kAmaxThreads = 256;
 constexpr int kAmaxPieces = 8;  // of 16 bytes, a thread and tile: loaded before the first is used
-constexpr int kAmaxBlocks = 5;  // that a multiprocessor can hold, by registers
+constexpr int kAmaxBlocks = 5;  // that registers are to suffice for
 
 struct AmaxArguments {
   const void* x;
@@ -89,32 +89,38 @@ constexpr int kRotatedBlocks = E::kBytes == 4 ? 3 : 4;
 constexpr int kRotatedRows = 16 * (kAmaxThreads / kTilePairs);
 
 /// 16 rows of a pair of columns, as Tile::load_pair gives them; zeros beyond the matrix.
+///
+/// Every load is issued before any is used. So one test decides for all rows: with a branch for each row, the next row's
+/// load would wait where the branches meet (scripts/machine_code counts the loads).
 template <class E>
 JLP_DEVICE void load_pair(const AmaxArguments& a, const typename E::Storage* x, int64_t row, int64_t column,
                           uint32_t (&pairs)[Tile<E>::kPairWords]) {
   const auto* from = x + row * a.columns + column;
+  if (a.pairs && row + 16 <= a.rows && column + 2 <= a.columns) {
+#pragma unroll
+    for (int r = 0; r < 16; ++r, from += a.columns) {
+      if constexpr (E::kBytes == 4) {
+        const uint2 both = __ldg(reinterpret_cast<const uint2*>(from));
+        pairs[r] = both.x, pairs[16 + r] = both.y;
+      } else {
+        pairs[r] = __ldg(reinterpret_cast<const uint32_t*>(from));
+      }
+    }
+    return;
+  }
+  uint32_t first[16], second[16];
 #pragma unroll
   for (int r = 0; r < 16; ++r, from += a.columns) {
     const int64_t count = row + r < a.rows ? a.columns - column : 0;
-    uint32_t first = 0, second = 0;
-    if constexpr (E::kBytes == 4) {
-      if (a.pairs && count >= 2) {
-        const uint2 both = __ldg(reinterpret_cast<const uint2*>(from));
-        first = both.x, second = both.y;
-      } else {
-        if (count > 0) first = from[0];
-        if (count > 1) second = from[1];
-      }
-      pairs[r] = first, pairs[16 + r] = second;
-    } else {
-      if (a.pairs && count >= 2) {
-        first = __ldg(reinterpret_cast<const uint32_t*>(from));
-      } else {
-        if (count > 0) first = from[0];
-        if (count > 1) second = from[1];
-      }
-      pairs[r] = first | second << 16;
-    }
+    first[r] = count > 0 ? __ldg(from) : 0u;
+    second[r] = count > 1 ? __ldg(from + 1) : 0u;
+  }
+#pragma unroll
+  for (int r = 0; r < 16; ++r) {
+    if constexpr (E::kBytes == 4)
+      pairs[r] = first[r], pairs[16 + r] = second[r];
+    else
+      pairs[r] = first[r] | second[r] << 16;
   }
 }
 

@@ -19,20 +19,29 @@ struct Blocks {
   size_t shared_bytes = 0;
 };
 
+/// Lets a kernel have so much shared memory.
+template <class Kernel>
+cudaError_t allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes <= 48 * 1024) return cudaSuccess;  // what every kernel may have without asking
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+/// Launches a kernel that is allowed its shared memory.
 template <class... Parameter, class... Given>
-cudaError_t launch_blocks(void (*kernel)(Parameter...), const Blocks& blocks, cudaStream_t stream, Given&&... given) {
+cudaError_t launch_allowed(void (*kernel)(Parameter...), const Blocks& blocks, cudaStream_t stream, Given&&... given) {
   if (blocks.x > INT32_MAX || blocks.y > 65535 || blocks.z > 65535) return cudaErrorInvalidConfiguration;
-  if (blocks.shared_bytes > 48 * 1024) {  // what every kernel may have without asking
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(blocks.shared_bytes));
-    if (error != cudaSuccess) return error;
-  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks.x), static_cast<unsigned>(blocks.y), static_cast<unsigned>(blocks.z));
   config.blockDim = dim3(static_cast<unsigned>(blocks.threads));
   config.dynamicSmemBytes = blocks.shared_bytes;
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Given>(given)...);
+}
+
+template <class... Parameter, class... Given>
+cudaError_t launch_blocks(void (*kernel)(Parameter...), const Blocks& blocks, cudaStream_t stream, Given&&... given) {
+  const cudaError_t error = allow_shared(kernel, blocks.shared_bytes);
+  return error == cudaSuccess ? launch_allowed(kernel, blocks, stream, std::forward<Given>(given)...) : error;
 }
 
 }  // namespace cuda

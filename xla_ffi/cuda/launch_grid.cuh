@@ -1,5 +1,8 @@
-// Launches of kernels whose blocks go through tiles: as many blocks as the device holds at once, or fewer.
+// Launches of kernels whose blocks go through tiles: about as many blocks as the device holds at once, each with as many
+// tiles as the others.
 #pragma once
+
+#include <atomic>
 
 #include "intrinsics.cuh"
 #include "launch_blocks.h"
@@ -12,7 +15,7 @@ struct TilePlace {
   uint32_t batch, down, across;
 };
 
-/// How a launch goes through tiles: block b takes tiles b, b + grid, ... in the order of memory.
+/// How a launch goes through tiles: block b takes tiles b, b + grid, ... in the order of memory, or in the opposite order.
 struct Tiles {
   TilePlace count, step;
 
@@ -22,7 +25,7 @@ struct Tiles {
     const uint32_t down = tile / tiles.count.across, batch = down / tiles.count.down;
     return {batch, down - batch * tiles.count.down, tile - down * tiles.count.across};
   }
-  /// The block's first tile; its batch is out of range where there is none.
+  /// The block's first tile in the order of memory; a place's batch is out of range where there is no tile.
   JLP_DEVICE TilePlace first(const Tiles& tiles) { return place(tiles, blockIdx.x); }
   JLP_DEVICE TilePlace next(const Tiles& tiles, TilePlace at) {
     at.across += tiles.step.across;
@@ -34,6 +37,20 @@ struct Tiles {
     at.batch += tiles.step.batch + below;
     return at;
   }
+  /// The block's first tile from the end of memory. A pass that follows another over the same elements begins with those
+  /// that the other read last, which the L2 cache still holds.
+  JLP_DEVICE TilePlace last(const Tiles& tiles) {
+    return place(tiles, tiles.count.batch * tiles.count.down * tiles.count.across - 1 - blockIdx.x);
+  }
+  JLP_DEVICE TilePlace previous(const Tiles& tiles, TilePlace at) {
+    const bool beside = at.across < tiles.step.across;
+    at.across += (beside ? tiles.count.across : 0) - tiles.step.across;
+    const uint32_t down = tiles.step.down + beside;
+    const bool above = at.down < down;
+    at.down += (above ? tiles.count.down : 0) - down;
+    at.batch -= tiles.step.batch + above;  // before the first, it wraps to a number beyond the last
+    return at;
+  }
 };
 
 /// Tiles of matrices of so many; false if they cannot be numbered in 32 bits, also one grid further.
@@ -43,19 +60,54 @@ inline bool cut(int64_t batch, int64_t down, int64_t across, Tiles& tiles) {
   return down <= kMost && across <= kMost && batch <= kMost && down * across <= kMost && down * across * batch <= kMost;
 }
 
-/// Launches a kernel with `arguments`, whose `tiles` are counted. `blocks` is how many a multiprocessor is expected to hold.
-template <class Shared, class Arguments>
-cudaError_t launch_over_tiles(void (*kernel)(Arguments), int threads, int blocks, Arguments arguments, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
+/// As many blocks as a device holds at once, or fewer, so that no block has more than one tile more than another.
+inline uint32_t even_grid(uint32_t tiles, uint32_t held) {
+  const auto up = [](uint32_t a, uint32_t b) { return a / b + (a % b != 0); };
+  return up(tiles, up(tiles, held));
+}
+
+/// The grid for a device whose multiprocessors hold `resident` blocks each. An even grid may leave some multiprocessors a
+/// block more than others; one block less on each is taken where that is better and little occupancy.
+inline uint32_t even_grid(uint32_t tiles, uint32_t multiprocessors, uint32_t resident) {
+  const auto busiest = [&](uint32_t grid) {  // tiles of the multiprocessor that has most
+    return ((grid - 1) / multiprocessors + 1) * static_cast<uint64_t>((tiles - 1) / grid + 1);
+  };
+  const uint32_t all = even_grid(tiles, multiprocessors * resident);
+  if (resident < 4) return all;
+  const uint32_t fewer = even_grid(tiles, multiprocessors * (resident - 1));
+  return busiest(fewer) < busiest(all) ? fewer : all;
+}
+
+/// Lets a kernel have its shared memory, and says how many of its blocks a multiprocessor of a device then holds at once.
+/// The driver is told and asked once for each kernel and device, by whichever thread comes first, or by several at once: the
+/// answer is the same. Neither is work on a stream, so both may happen while one is captured.
+template <auto kKernel, class Shared>
+cudaError_t resident_blocks(int device, int threads, int& blocks) {
+  constexpr int kDevices = 64;  // for others, every time
+  static std::atomic<int> answers[kDevices];
+  if (device < kDevices) blocks = answers[device].load(std::memory_order_acquire);
+  if (device < kDevices && blocks > 0) return cudaSuccess;
+  cudaError_t error = allow_shared(kKernel, sizeof(Shared));  // first: a kernel that is not allowed it does not fit
+  if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, sizeof(Shared));
+  if (error != cudaSuccess) return error;
+  if (blocks < 1) return cudaErrorLaunchOutOfResources;
+  if (device < kDevices) answers[device].store(blocks, std::memory_order_release);
+  return cudaSuccess;
+}
+
+/// Launches a kernel with `arguments`, whose `tiles` are counted.
+template <auto kKernel, class Shared, class Arguments>
+cudaError_t launch_over_tiles(int threads, Arguments arguments, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0, resident = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = resident_blocks<kKernel, Shared>(device, threads, resident);
   if (error != cudaSuccess) return error;
   Tiles& tiles = arguments.tiles;
-  const uint32_t held = static_cast<uint32_t>(multiprocessors * blocks);
-  const uint32_t grid = tiles.total() < held ? tiles.total() : held;
+  const uint32_t grid = even_grid(tiles.total(), static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(resident));
   const uint32_t down = grid / tiles.count.across;
   tiles.step = {down / tiles.count.down, down % tiles.count.down, grid % tiles.count.across};
-  return launch_blocks(kernel, {grid, 1, 1, threads, sizeof(Shared)}, stream, arguments);
+  return launch_allowed(kKernel, {grid, 1, 1, threads, sizeof(Shared)}, stream, arguments);
 }
 
 }  // namespace cuda

@@ -53,10 +53,12 @@ struct MatmulDecodeShared {
 
 // --- weights
 
-/// A lane's 32 codes of one weight row, and the scales as they lie in memory.
+/// A lane's 32 codes of one weight row, and the scales as they lie in memory: nothing that needs a load is computed before
+/// all rows' loads are issued.
 struct LaneCodes {
   uint32_t words[4];
-  uint32_t scale, zero_point;
+  uint32_t scale;
+  uint32_t second;  // kInt4: the zero point; kNvfp4: the scale of the second half, where that is not in `scale`
 };
 
 /// kWhole: 16 bytes of codes are aligned. Otherwise 8 are, and a row may end after them.
@@ -109,11 +111,12 @@ struct LaneWeights {
       const uint32_t below = (8 * i >> a.scale_shift) * a.groups;
       if constexpr (kWeight == WeightType::kInt4) {
         lane.scale = scale[below];
-        lane.zero_point = a.zero_point ? zero_points[group + below] : 8u;
+        lane.second = a.zero_point ? zero_points[group + below] : 8u;
       } else if constexpr (kWhole) {
         lane.scale = *reinterpret_cast<const uint16_t*>(scale + below);
       } else {
-        lane.scale = scale[below] | (last_half ? 0u : scale[below + 1] << 8);
+        lane.scale = scale[below];
+        if (!last_half) lane.second = scale[below + 1];
       }
     }
   }
@@ -132,12 +135,12 @@ JLP_DEVICE LaneFactors factors_of(const LaneCodes& codes) {
     // Times 2^118: e2m1_pair has 2^-126, and the largest scale, 448, must not overflow. The missing 2^8 is the epilogue's.
     constexpr float k2To118 = 3.3230699894622897e35f;
     float scale[2];
-    decode_float8_pair<CodeType::kE4M3>(codes.scale, scale);
+    decode_float8_pair<CodeType::kE4M3>(codes.scale | codes.second << 8, scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i) factors.scale[i] = bf16x2(scale[i] * k2To118, scale[i] * k2To118);
   } else {
     factors.scale[0] = factors.scale[1] = codes.scale | codes.scale << 16;
-    factors.offset = 0xC300C300u + codes.zero_point * 0x00010001u;
+    factors.offset = 0xC300C300u + codes.second * 0x00010001u;
   }
   return factors;
 }

@@ -52,16 +52,16 @@ cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   while ((kTileSegments >> a.log_segments) > 1 && (kSegmentColumns << a.log_segments) < a.columns) ++a.log_segments;
   const int64_t down = divide_up(a.rows, kTileSegments >> a.log_segments);
   if (!cut(p.batch, down, divide_up(a.columns, kSegmentColumns << a.log_segments), a.tiles)) return cudaErrorInvalidValue;
-  return launch_over_tiles<RowsShared<kStochastic>>(quantize_rows<E, Code, kTwoLevel, kStochastic>, kRowThreads,
-                                                    kRowBlocks<E, kTwoLevel, kStochastic>, a, stream);
+  return launch_over_tiles<quantize_rows<E, Code, kTwoLevel, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
 cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
-  return launch_over_tiles<TilesShared<E, Code, kTwoLevel, kStochastic>>(
-      quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, kTileThreads, kTileBlocks<E, kStochastic>, a, stream);
+  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
+  static_assert(kTileBlocks<E, kStochastic> * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
+  return launch_over_tiles<quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, Shared>(kTileThreads, a, stream);
 }
 
 template <class E, class Code, bool kTwoLevel, bool kStochastic>

@@ -5,8 +5,9 @@
 //   thread)
 //
 // Bytes moved per element: 2 or 4 read; 1/2 or 1 written and the scales: 1/16 (NVFP4), 1/32 (MX) or 1/32 (Float8Block).
-// Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles of 32 segments of 512
-// columns; a segment belongs to a warp. A tile is wide, where rows are long or can be taken for one, or tall.
+// Launch: blocks of 256 threads, as many as the device holds at once, each going from the matrices' end through tiles of 32
+// segments of 512 columns; a segment belongs to a warp. A tile is wide, where rows are long or can be taken for one, or
+// tall.
 #pragma once
 
 #include "quantize_scales.cuh"
@@ -27,7 +28,7 @@ struct RowsShared {
   RoundKeys<kStochastic> keys;
 };
 
-/// Blocks that a multiprocessor can hold, by registers.
+/// Blocks that registers are to suffice for.
 template <class E, bool kTwoLevel, bool kStochastic>
 constexpr int kRowBlocks = (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kTwoLevel ? 1 : 0);
 
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochas
   const int64_t scale_step = scale_bytes * step(direction.scale_columns, step_columns >> log_block<kTwoLevel>(a));
 
   uint32_t started = ~0u;  // the matrix whose scale is at hand
-  for (TilePlace tile = Tiles::first(a.tiles); tile.batch < a.tiles.count.batch; tile = Tiles::next(a.tiles, tile)) {
+  for (TilePlace tile = Tiles::last(a.tiles); tile.batch < a.tiles.count.batch; tile = Tiles::previous(a.tiles, tile)) {
     if (tile.batch != started) {
       __syncthreads();
       quantizer.matrix = Matrix<kTwoLevel>::start(a, direction, tile.batch, shared.table);

@@ -8,8 +8,8 @@
 //
 // Bytes moved per element: 2 or 4 read; a direction, 1/2 or 1 written and the scales (1/16 NVFP4, 1/32 MX and Float8Block,
 // 1/block of that for square blocks).
-// Launch: blocks of 256 threads, as many as the device holds at once; the next tile's elements are on their way while the
-// codes of the columns leave.
+// Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles from the matrices' end; the
+// next tile's elements are on their way while the codes of the columns leave.
 #pragma once
 
 #include "quantize_scales.cuh"
@@ -216,13 +216,24 @@ struct TileQuantizer {
     const int down = threadIdx.x % kTileGroups;
     const int64_t offset = code_bytes<Code>(row + 16 * down);
     const int bytes = left(direction.row_bytes, offset, kCodeBytes);
-    uint8_t* data = direction.data + (batch * a.columns + column) * direction.row_bytes + offset;
+    // A thread has every 32nd line of shared.codes: two even columns, then the odd ones beside them.
+    constexpr int kLines = kTileThreads / kTileGroups;
+    static_assert(kTilePairs == 2 * kLines && kLines % (2 * kTileGroups) == 0, "a thread's pieces have one permutation");
+    const int first = 2 * (threadIdx.x / kTileGroups);
+    uint8_t* const data = direction.data + (batch * a.columns + column + first) * direction.row_bytes + offset;
+    const CodePiece<Code>* const codes = shared.codes + Shared::piece(first, down);
+    if (direction.pieces && bytes == kCodeBytes && columns_left == kTile) {
 #pragma unroll
-    for (int i = 0; i < kTile; i += kTileThreads / kTileGroups) {
-      const int line = i + threadIdx.x / kTileGroups, across = line % kTilePairs * 2 + line / kTilePairs;
-      if (across >= columns_left) continue;
-      store_codes(data + across * direction.row_bytes, bytes, direction.pieces,
-                  shared.codes[Shared::piece(across, down)].words);
+      for (int i = 0; i < kTile / kLines; ++i)
+        store_codes(data + (i % 2 * 2 * kLines + i / 2) * direction.row_bytes, kCodeBytes, true,
+                    codes[i * kLines * kTileGroups].words);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTile / kLines; ++i) {
+        const int further = i % 2 * 2 * kLines + i / 2;
+        if (first + further < columns_left)
+          store_codes(data + further * direction.row_bytes, bytes, direction.pieces, codes[i * kLines * kTileGroups].words);
+      }
     }
     if (byte_scales<kTwoLevel>(a) && !a.squares) store_column_scales();
   }
@@ -246,7 +257,7 @@ struct TileQuantizer {
   }
 };
 
-/// Blocks that a multiprocessor can hold, by shared memory and registers.
+/// Blocks that registers are to suffice for; an sm_90 has shared memory for them.
 template <class E, bool kStochastic>
 constexpr int kTileBlocks = E::kBytes == 4 ? 2
                             : kStochastic  ? 3
@@ -263,7 +274,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
                      a.pieces);
   };
   uint32_t started = ~0u;  // the matrix whose scales are at hand
-  TilePlace at = Tiles::first(a.tiles);
+  TilePlace at = Tiles::last(a.tiles);
   load(at);
   while (at.batch < a.tiles.count.batch) {
     if (at.batch != started) {
@@ -290,7 +301,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
     if (rowwise) tile.rows();
     if (columnwise) tile.columns();
     __syncthreads();
-    at = Tiles::next(a.tiles, at);
+    at = Tiles::previous(a.tiles, at);
     load(at);
     if (columnwise) tile.store_columns();
   }

@@ -30,10 +30,12 @@ struct Tile {
   __device__ __forceinline__ void load(const typename E::Storage* x, int64_t rows, int64_t columns, int64_t row,
                                        int64_t column, bool pieces) {
     if (pieces && row + kTile <= rows && column + kTile <= columns) {
-      const auto* from = x + (row + threadIdx.x / kChunks) * columns + column + threadIdx.x % kChunks * kChunkElements;
+      const int first = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+      const auto* from = x + (row + first) * columns + column + chunk * kChunkElements;
+      uint32_t* const to = words + chunk_word(first, chunk);
 #pragma unroll
-      for (int i = threadIdx.x; i < kTile * kChunks; i += kTileThreads, from += kTileThreads / kChunks * columns)
-        copy_async16(words + chunk_word(i / kChunks, i % kChunks), from);
+      for (int r = 0; r < kTile; r += kTileThreads / kChunks, from += kTileThreads / kChunks * columns)
+        copy_async16(to + chunk_word(r, 0), from);
     } else {
 #pragma unroll 1
       for (int i = threadIdx.x; i < kTile * kChunks; i += kTileThreads) {

@@ -53,8 +53,12 @@ void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 void __tsan_read_range(void* a, size_t bytes) { announced(a, bytes, Use::kRead, CALLER); }
 void __tsan_write_range(void* a, size_t bytes) { announced(a, bytes, Use::kWrite, CALLER); }
-// Of the guards of local statics, on the host's side.
+// On the host's side: guards of local statics, and what launch code keeps in atomic variables.
 char __tsan_atomic8_load(const volatile char* a, int order) { return (void)order, __atomic_load_n(a, __ATOMIC_SEQ_CST); }
+int __tsan_atomic32_load(const volatile int* a, int order) { return (void)order, __atomic_load_n(a, __ATOMIC_SEQ_CST); }
+void __tsan_atomic32_store(volatile int* a, int value, int order) {
+  (void)order, __atomic_store_n(a, value, __ATOMIC_SEQ_CST);
+}
 
 // What instrumented code calls instead of the functions of these names: instrumented.h; clang does so by itself.
 void* cuda_on_cpu_memcpy(void* to, const void* from, size_t bytes) {

@@ -14,6 +14,8 @@ namespace {
 constexpr int kShared = 48 << 10;      // that a block may have without asking
 constexpr int kReservedShared = 1024;  // of every block, for the system
 
+int queries = 0;  // of occupancy
+
 cudaError_t last_error = cudaSuccess;
 cudaError_t done(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -73,11 +75,16 @@ cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int v
   return cudaSuccess;
 }
 
-cudaError_t blocks_per_multiprocessor(int* blocks, int threads, size_t shared_bytes) {
+int occupancy_queries() { return queries; }
+
+cudaError_t blocks_per_multiprocessor(int* blocks, const void* kernel, int threads, size_t shared_bytes) {
+  ++queries;
   if (threads <= 0 || threads > static_cast<int>(kMaxThreads)) return done(cudaErrorInvalidValue);
   const int by_threads = device().threads_per_multiprocessor() / threads;
   const int by_shared = device().shared_per_multiprocessor() / (static_cast<int>(shared_bytes) + kReservedShared);
-  *blocks = std::min({by_threads, by_shared, 32});
+  const int by_resources = std::min({by_threads, by_shared, 32});
+  *blocks = device().resident_blocks ? device().resident_blocks : by_resources;
+  if (shared_bytes > static_cast<size_t>(shared_limit(kernel))) *blocks = 0;
   return cudaSuccess;
 }
 
@@ -117,12 +124,12 @@ const char* cudaGetErrorString(cudaError_t error) { return text_of(error).text; 
 cudaError_t cudaPeekAtLastError() { return cuda_on_cpu::last_error; }
 cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::last_error, cudaSuccess); }
 
-cudaError_t cudaGetDevice(int* index) { return *index = 0, cudaSuccess; }
-cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-cudaError_t cudaSetDevice(int index) { return index ? done(cudaErrorInvalidDevice) : cudaSuccess; }
+cudaError_t cudaGetDevice(int* index) { return *index = device().index, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) { return *count = device().index + 1, cudaSuccess; }
+cudaError_t cudaSetDevice(int index) { return index != device().index ? done(cudaErrorInvalidDevice) : cudaSuccess; }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int index) {
-  if (index) return done(cudaErrorInvalidDevice);
+  if (index != device().index) return done(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock: return *value = cuda_on_cpu::kMaxThreads, cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlock: return *value = cuda_on_cpu::kShared, cudaSuccess;

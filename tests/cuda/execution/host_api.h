@@ -1,5 +1,5 @@
-// The functions of the CUDA runtime that launches use. There is one device; a stream is only a name, everything is done when
-// the call returns.
+// The functions of the CUDA runtime that launches use. There is one device at a time; a stream is only a name, everything is
+// done when the call returns.
 #pragma once
 
 #include <cstddef>
@@ -81,7 +81,7 @@ struct Launch {
 cudaError_t launch(const cudaLaunchConfig_t& config, const Launch& launch);
 bool execute(const cudaLaunchConfig_t& config, const Launch& launch);  // false: a report ended it
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
-cudaError_t blocks_per_multiprocessor(int* blocks, int threads, size_t shared_bytes);
+cudaError_t blocks_per_multiprocessor(int* blocks, const void* kernel, int threads, size_t shared_bytes);
 
 /// A kernel with its parameters.
 template <class... Parameter>
@@ -114,8 +114,8 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute at
   return cuda_on_cpu::set_attribute(kernel, attribute, value);
 }
 
-/// By threads and shared memory; registers are unknown here.
+/// What the test's device says; no block where a kernel may not have the shared memory.
 template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int threads, size_t shared_bytes) {
-  return cuda_on_cpu::blocks_per_multiprocessor(blocks, threads, shared_bytes);
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel kernel, int threads, size_t shared_bytes) {
+  return cuda_on_cpu::blocks_per_multiprocessor(blocks, reinterpret_cast<const void*>(kernel), threads, shared_bytes);
 }

@@ -14,12 +14,17 @@ namespace cuda_on_cpu {
 struct Device {
   int architecture = 900;  // JLP_TEST_CUDA_ARCH
   int multiprocessors = 132;
+  int index = 0;            // the current device: launch code may remember what a device answered
+  int resident_blocks = 0;  // what occupancy queries answer; 0: by threads and shared memory, since registers are unknown
 
   int shared_per_block_limit() const;  // with cudaFuncAttributeMaxDynamicSharedMemorySize
   int shared_per_multiprocessor() const;
   int threads_per_multiprocessor() const;
 };
 Device& device();
+
+/// How many occupancy queries there have been.
+int occupancy_queries();
 
 /// Which of the threads that can go on goes on. A right kernel gives the same bytes in every order.
 enum class Order { kForward, kReverse, kRandom };

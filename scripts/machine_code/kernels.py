@@ -1,0 +1,61 @@
+"""What each kernel needs in flight, and why where that is not the default."""
+
+import dataclasses
+import re
+
+# 4.8 TB/s over 132 multiprocessors is 36 bytes a nanosecond each; a load takes some 650 ns under load.
+NEEDED_BYTES = 24 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What kernels of a name need. `read_share`: of the bytes that it moves, those read; only they wait in flight."""
+
+    name: str  # a regular expression for the name with its template's arguments
+    read_share: float = 1.0
+    in_loop: bool = False  # the kernel's work is a loop, and so must be what counts
+    dynamic_shared: int = 0  # bytes, at most: sizeof of the kernel's struct Shared
+    exempt: str = ""  # why nothing is needed
+
+    @property
+    def bytes(self) -> int:
+        """How many a multiprocessor must have in flight."""
+        return 0 if self.exempt else int(NEEDED_BYTES * self.read_share)
+
+
+# ElementType is 0 BF16, 1 F16, 2 F32; CodeType 0 E2M1, 1 E4M3, 2 E5M2.
+NEEDS = (
+    Need("amax_(plain|rotated)<.*>", in_loop=True, dynamic_shared=64),
+    Need("quantize_rows<.*>", in_loop=True, dynamic_shared=640),
+    # A tile of 64 KiB, codes, maxima and tables; of 32 KiB where elements have 16 bits.
+    Need("quantize_tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
+    Need("quantize_tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
+    # Half or one byte read of each code, and 2 or 4 written for it; a few scales.
+    Need(r"dequantize_kernel<0, \d, [01]>", read_share=0.6 / 2.6),
+    Need(r"dequantize_kernel<0, \d, 2>", read_share=0.6 / 4.6),
+    Need(r"dequantize_kernel<[12], \d, [01]>", read_share=1 / 3),
+    Need(r"dequantize_kernel<[12], \d, 2>", read_share=1 / 5),
+    # As many bytes read as written.
+    Need("hadamard_rows_kernel<.*>", read_share=0.5),
+    Need(r"hadamard_columns_kernel<\d, 16>", read_share=0.5),
+    Need("hadamard_columns_kernel<.*>", read_share=0.5, dynamic_shared=64 * 1024),
+    Need("int4_rows<.*, false>", read_share=0.5),
+    Need("int4_columns<.*, false>", read_share=0.5, dynamic_shared=24 * 1024),
+    Need("int4_rows<.*, true>"),
+    Need("int4_columns<.*, true>", dynamic_shared=24 * 1024),
+    Need("int4_decode_rows<[01], .*>", read_share=0.5 / 2.5),
+    Need("int4_decode_rows<2, .*>", read_share=0.5 / 4.5),
+    Need("int4_decode_columns<[01], .*>", read_share=0.5 / 2.5, dynamic_shared=24 * 1024),
+    Need("int4_decode_columns<2, .*>", read_share=0.5 / 4.5, dynamic_shared=24 * 1024),
+    Need("int4_(decode_)?any<.*>", exempt="for groups of odd sizes and for padded lines: an element at a time"),
+    # Weights of 16 columns a warp in registers; x comes from the L2 cache, through shared memory.
+    Need("matmul_decode_kernel<., 2, 1, .*>", in_loop=True, dynamic_shared=42 * 1024),
+    Need("matmul_decode_kernel<., 4, 2, .*>", in_loop=True, dynamic_shared=99 * 1024),
+    Need("matmul_decode_sum_kernel", exempt="partial sums that the kernel before it has just written: in the L2 cache"),
+    Need("(swizzle|transpose_scales|pad_scales)_kernel", exempt="scales: a sixteenth of the operand's bytes or less"),
+)
+
+
+def need_of(name: str) -> Need | None:
+    """The first of the needs whose name the kernel has."""
+    return next((need for need in NEEDS if re.fullmatch(need.name, name)), None)
