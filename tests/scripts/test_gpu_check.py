@@ -184,6 +184,7 @@ class TestLaterCalls:
         assert len(repository.results()) == 7
         assert "5 of 5 rows" in printed
 
+    @pytest.mark.slow
     def test_another_library_counts_from_the_start(self, repository):
         repository.check("once", "bench")
         (repository.root / "jaxlowprec" / "source.py").write_text("VERSION = 2\n")
@@ -192,6 +193,7 @@ class TestLaterCalls:
         assert (repository.out / "bench.log").read_text().count("measures") == 10
         assert (repository.out / "gpu-before.json").exists()
 
+    @pytest.mark.slow
     def test_again(self, repository):
         repository.check("once", "bench", "profile")
         repository.check("once", "bench", AGAIN="1")
@@ -236,6 +238,7 @@ class TestCutOff:
         assert "5 of 5 rows" in printed
         assert (repository.out / "bench.log").read_text().count("measures training") == 1
 
+    @pytest.mark.slow
     def test_by_force_leaves_results(self, repository):
         """As where the machine is taken away: no trap runs."""
         repository.test("quantize", SLEEPS.format(20))
@@ -280,6 +283,7 @@ esac""",
         variables = {"DRY_RUN": "", "PYTHON": str(repository.tools / "python3"), "INSTALLED": str(file)}
         return lines, variables
 
+    @pytest.mark.slow
     def test_once_for_the_same_sources_and_from_an_earlier_calls_archive(self, repository):
         _, variables = self.installed(repository)
         status, printed = repository.check("once", **variables)
