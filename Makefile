@@ -6,7 +6,7 @@
 #   make format    what lint wants, where a tool can do it
 #   make bench     the tables of the README anew, on this machine
 #   make gpu       for NVIDIA GPUs: JAX with CUDA, a CUDA compiler from PyPI if there is none, and this library's kernels
-#   make gpu-check what the GPU kernels are and how fast: tests, sanitizer, benchmarks; runs/gpu_check
+#   make gpu-check tests, benchmarks, sanitizer and profiles on a GPU, in phases that continue; runs/gpu_check
 
 PYTHON ?= python3
 BIN := .venv/bin

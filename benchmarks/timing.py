@@ -8,13 +8,13 @@ import os
 import pathlib
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import sources
 
 from jaxlowprec import native
 
@@ -83,20 +83,13 @@ def cpu_name() -> str:
 
 def environment() -> dict[str, Any]:
     """What a figure has to be read with."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=pathlib.Path(__file__).parent,
-        check=False,
-    ).stdout.strip()
     return {
         "device": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "instruction_sets": list(native.available_isas()),
         "versions": {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy")},
         "python": platform.python_version(),
-        "commit": commit,
+        "commit": sources.commit(),
     }
 
 

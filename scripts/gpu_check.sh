@@ -1,134 +1,242 @@
 #!/usr/bin/env bash
-# What the GPU kernels are and how fast, on a machine with an NVIDIA GPU: gpu_check.sh OUT
+# Checks and measures the GPU kernels on a machine with an NVIDIA GPU: gpu_check.sh OUT [PHASE...]
 #
-# Builds for the GPU that is there, runs the tests on it (and the CPU's own beside them), compute-sanitizer over the tests
-# marked for it, and the benchmarks. Leaves OUT/gpu.json and a log a phase, each written as results come, and prints a table
-# last. Needs no network if PYTHON has JAX with CUDA, the test packages, scikit-build-core, nanobind, cmake and ninja, and
-# nvcc and cublasLt.h are found (cmake/FindJaxlowprecCuda.cmake). 10 minutes on 16 cores; what has no time left is cut off.
+#   once        the machine's facts, the build, and every kernel launched once
+#   test        tests/gpu against the CPU, without the slowest
+#   bench       benchmarks/gpu.py, training and GEMMs with few rows first
+#   memcheck, racecheck, initcheck, synccheck
+#               compute-sanitizer over the tests that launch every kernel once
+#   profile     the three worst rows of the benchmark: bandwidth, occupancy, stall reasons (ncu), or times
+#   slow        the slowest of tests/gpu, and those that need the device's whole memory
+#   suite       all other tests with the GPU in the CPU's place; only if it is named
 #
-#   PHASES="facts build test sanitize bench"   what to do
-#   PYTHON=.venv/bin/python                    default: that one if it is there, else python3
-#   MINUTES=9.5                                for everything together
-set -uo pipefail
+# Without PHASE all but the last. Each builds first where nothing is built, ends within MINUTES, writes OUT/PHASE.log, and adds
+# each result to OUT as it comes: tests.jsonl, gpu.json, profiles.json. A later call with the same OUT goes on: what passed or
+# was measured with the same library on the same device is left out. OUT/summary.txt is written after every step. The exit
+# status is 1 if a phase failed or was cut off.
+#
+#   PYTHON=.venv/bin/python   default: that one if it is there, else python3
+#   MINUTES=9                 for each phase, its build included
+#   RESUME=FOLDER             OUT of an earlier call: its results and its build are copied to OUT first
+#   AGAIN=1                   results of earlier calls do not count
+#   ONLY='*few rows*'         which rows of the benchmark, as benchmarks/gpu.py --only
+#   PYTEST_ADDOPTS='-k int4'  pytest's own variable
+#   WORKERS=4                 processes that share the GPU in `test`
+#   DRY_RUN=1                 a CPU in the GPU's place and small sizes: shows that the phases work
+#
+# Needs no network if PYTHON has JAX with CUDA, the test packages, scikit-build-core, nanobind, cmake and ninja, and nvcc and
+# cublasLt.h are found (cmake/FindJaxlowprecCuda.cmake).
+set -euo pipefail
 cd "$(dirname "$0")/.."
+known=(once test bench memcheck racecheck initcheck synccheck profile slow suite)
+usage() {
+  echo "gpu_check.sh: $1; needs: gpu_check.sh OUT [PHASE...], with phases of: ${known[*]}" >&2
+  exit 2
+}
+[[ ${1:-} && ! " ${known[*]} " == *" $1 "* ]] || usage "no folder for the results is given"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
-python=$(command -v "${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}")
-phases=${PHASES:-facts build test sanitize bench}
-work=$PWD/build/gpu_check # the installation, and the tests apart from the source tree's own package
-seconds=$("$python" -c "print(int(float('${MINUTES:-9.5}') * 60))")
-for_bench=200
-cores=$(nproc)
-status=()
-export PYTHONUNBUFFERED=1 PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
-export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the GPU
+shift
+phases=("$@")
+(($#)) || phases=("${known[@]::${#known[@]}-1}")
+for phase in "${phases[@]}"; do [[ " ${known[*]} " == *" $phase "* ]] || usage "'$phase' is not a phase"; done
+
+PYTHON=$(command -v "${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}")
+[[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+source=$PWD work=$PWD/build/gpu_check # the installation, and the tests apart from the source tree's own package
+tree=$work/tree results=$out/tests.jsonl scripts=$PWD/scripts/gpu_check
+seconds=$("$PYTHON" -c "print(int(float('${MINUTES:-9}') * 60))")
+workers=${WORKERS:-4}
+only=() again=() divide=()
+[[ ! ${ONLY:-} ]] || only=(--only "$ONLY")
+[[ ! ${AGAIN:-} ]] || again=(--again)
+[[ ! ${DRY_RUN:-} ]] || divide=(--divide 32 --rounds 3)
+status=() failed=() child='' begun=$SECONDS
+export PYTHON PYTHONUNBUFFERED=1 PYTHONPATH=$work/site:$scripts${PYTHONPATH:+:$PYTHONPATH}
+# What one process has compiled, others and later calls need not.
+export JAX_COMPILATION_CACHE_DIR=$work/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 unset JAX_PLATFORMS
-rm -f "$out"/{build,cpu_tests,gpu_tests,sanitize,bench}.log "$out"/gpu.json "$out"/summary.txt
-mkdir -p "$work"
+if [[ ${DRY_RUN:-} ]]; then
+  export JAX_PLATFORMS=cpu JAXLOWPREC_GPU_TESTS_ON=cpu
+else
+  PATH+=:${CUDA_HOME:-/usr/local/cuda}/bin # for compute-sanitizer and ncu
+fi
+commit=${JAXLOWPREC_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo 'unknown: set JAXLOWPREC_COMMIT')}
+device=$([[ ${DRY_RUN:-} ]] && echo "a CPU in its place" || nvidia-smi --query-gpu=name --format=csv,noheader | head -1) ||
+  device="no GPU: nvidia-smi is missing or fails"
 
-# Runs a command with a share of the time, in a folder; its output goes to a log as it comes.
-phase() { # name, log, most seconds, folder, command...
-  local name=$1 log=$out/$2.log most=$3 folder=$4 left=$((seconds - SECONDS)) code said results before started=$SECONDS
-  shift 4
-  [[ $name != bench ]] && wanted bench && left=$((left - for_bench))
-  ((most < left)) && left=$most
-  if ((left < 5)); then
-    status+=("$name: FAILED, no time left")
-    return 1
-  fi
-  before=$(stat --format=%s "$log" 2>/dev/null || echo 0)
-  (cd "$folder" && timeout --kill-after=5 "$left" "$@") >>"$log" 2>&1
-  code=$?
-  said=$(tail -c +$((before + 1)) "$log" | grep -aE '^=+ .* in [0-9.]+s|ERROR SUMMARY|RACECHECK SUMMARY' | tail -1)
-  if ((code == 124 || code == 137)); then
-    results=$(tail -c +$((before + 1)) "$log")
-    said="cut off, $(grep -ac ' PASSED ' <<<"$results") passed and $(grep -ac ' FAILED ' <<<"$results") failed till then"
-  fi
-  status+=("$name: $([[ $code == 0 ]] && echo ok || echo "FAILED ($code)"), $((SECONDS - started)) s $said")
-  echo "${status[-1]}"
-  return $code
+# --- time, logs and the summary
+
+summarize() {
+  {
+    echo "$(date -u '+%F %R') UTC: ${phases[*]}, on $device, commit $commit"
+    printf '%s\n' "${status[@]}"
+    [[ ! -e $out/gpu.json ]] || "$PYTHON" benchmarks/gpu_file.py "$out/gpu.json"
+  } >"$out/summary.new" && mv "$out/summary.new" "$out/summary.txt"
 }
 
-wanted() { [[ " $phases " == *" $1 "* ]]; }
-
-# `make gpu` installs so that the source tree is used.
-is_here='import sys, jaxlowprec, jaxlowprec.native as n; m = n.library().module
-sys.exit(not (jaxlowprec.__file__.startswith(sys.argv[1] + "/jaxlowprec/") and m and not m.no_cuda))'
-
-facts() {
-  nvidia-smi || return
-  nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit --format=csv
-  command -v nvcc && nvcc --version
-  "$python" -m pip list 2>/dev/null | grep -iE '^(jax|flax|numpy|ml.dtypes|nvidia|nanobind|scikit|cmake|ninja|pytest)'
-  git rev-parse HEAD
-  lscpu | grep -E 'Model name|^CPU\(s\)'
+note() { # text
+  status+=("$1")
+  echo "$1"
+  summarize
 }
 
-build() {
-  local capability arch
-  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
-  case $capability in
-    8?) arch=80 ;;
-    90 | 100 | 120) arch=${capability}a ;;
-    *) arch= ;; # runs from portable code
-  esac
-  rm -rf "$work/site" "$work/tree"
-  mkdir -p "$work/tree"
-  cp -r tests examples benchmarks pyproject.toml "$work/tree"
-  if (cd / && "$python" -c "$is_here" "$OLDPWD"); then
-    echo "installed from this source tree, with GPU kernels: used as it is"
+# Ends with the command that runs, so that nothing is left behind on the device.
+end() { # why
+  if [[ $child ]]; then
+    kill -TERM "$child" 2>/dev/null || true
+    wait "$child" || true
+  fi
+  note "${phase:-}: FAILED, gpu_check.sh was ended from outside after $((SECONDS - begun)) s"
+  cat "$out/summary.txt"
+  exit 1
+}
+trap end TERM INT HUP
+
+# Runs a command with what is left of the phase's time, in a folder; its output goes to the phase's log as it comes. Leaves its
+# exit status in `code` and says in `verdict` how it ended.
+run() { # folder, command...
+  local left=$((deadline - SECONDS - 8)) started=$SECONDS
+  code=0 verdict="FAILED, the phase had no time left for it"
+  if ((left < 2)); then
+    code=124
     return
   fi
-  export CMAKE_BUILD_PARALLEL_LEVEL=$cores
-  "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --target "$work/site" \
-    -C build-dir="$work/build" -C cmake.define.JAXLOWPREC_CUDA=ON -C cmake.define.JAXLOWPREC_CUDA_ARCHS="$arch" \
-    -C cmake.define.JAXLOWPREC_CUDA_PTX="$([[ $arch ]] || echo 90)" . || return
-  (cd "$work/tree" && "$python" -m jaxlowprec.cli.main info)
+  (cd "$1" && exec timeout --kill-after=5 "$left" "${@:2}") >>"$out/$phase.log" 2>&1 &
+  child=$!
+  wait "$child" || code=$?
+  child=
+  case $code in
+    0) verdict=ok ;;
+    124 | 137) verdict="CUT OFF" ;;
+    *) verdict="FAILED ($code)" ;;
+  esac
+  verdict+=", $((SECONDS - started)) s"
 }
+
+fail() { # the phase that runs
+  [[ " ${failed[*]:-} " == *" $phase "* ]] || failed+=("$phase")
+}
+
+# --- what the phases consist of
+
+ready=
+prepare() { # builds, and copies what the tests need
+  [[ ! $ready ]] || return 0
+  rm -rf "$tree"
+  mkdir -p "$tree"
+  cp -r tests examples benchmarks docs README.md pyproject.toml "$tree"
+  run "$source" bash "$scripts/build.sh" "$work" "$out/installed.tar.gz"
+  note "build: $verdict"
+  if ((code)); then
+    tail -30 "$out/$phase.log"
+    return 1
+  fi
+  key="$device, $("$PYTHON" benchmarks/sources.py)"
+  ready=1
+}
+
+# Runs tests by `command`, which starts Python; each result goes to tests.jsonl.
+tests() { # name of a checker or '', arguments of pytest...
+  local tool=$1 before=$work/before.jsonl id said well=0
+  id="$phase $(date +%s)-$$"
+  rm -f "$before"
+  [[ ${AGAIN:-} || ! -e $results ]] || cp "$results" "$before"
+  run "$tree" "${command[@]}" "$PYTHON" -m pytest -p no:cacheprovider -p results --results="$results" --before="$before" \
+    --key="$key" --tool="$tool" --run="$id" --tb=short -ra -v -o faulthandler_timeout=120 "${@:2}"
+  said=$("$PYTHON" "$scripts/results.py" count "$results" "$id") || well=1
+  note "$phase: $verdict; $said"
+  ((code == 0 && well == 0)) || fail
+}
+
+gpu_tests=() # in this order
+for name in runtime matmul quantize training golden int4 grouped; do gpu_tests+=("tests/gpu/test_$name.py"); done
 
 sanitize() { # tool
-  # Each allocation its own, so that the checker sees its end; no graphs, so that it sees each launch.
-  XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="--xla_gpu_enable_command_buffer=" \
-    compute-sanitizer --tool "$1" --kernel-name kns=jaxlowprec --error-exitcode 3 \
-    "$python" -m pytest -v -p no:cacheprovider -m "gpu and sanitize" -k "not slow" tests/gpu
+  if ! command -v compute-sanitizer >/dev/null; then
+    note "$1: FAILED, compute-sanitizer is not on the PATH: it comes with the CUDA toolkit"
+    fail
+    return
+  fi
+  # Each allocation its own, so that the checker sees its end; no graphs, so that it sees each launch. initcheck has to see what
+  # XLA's kernels write, too.
+  local kernels=(--kernel-name kns=jaxlowprec)
+  [[ $1 != initcheck ]] || kernels=()
+  command=(compute-sanitizer --tool "$1" "${kernels[@]}" --error-exitcode 3)
+  export XLA_PYTHON_CLIENT_ALLOCATOR=platform
+  [[ ${DRY_RUN:-} ]] || export XLA_FLAGS="--xla_gpu_enable_command_buffer="
+  local before found
+  before=$(stat --format=%s "$out/$phase.log" 2>/dev/null || echo 0)
+  tests "$1" -m "gpu and sanitize and not slow" "${gpu_tests[@]}"
+  unset XLA_PYTHON_CLIENT_ALLOCATOR XLA_FLAGS
+  # An error is reported apart from the test that launched the kernel: a later call repeats all of them.
+  found=$(tail -c +$((before + 1)) "$out/$phase.log" |
+    grep -aE '^=+ ((ERROR|RACECHECK) SUMMARY: [1-9]|Invalid |Uninitialized |Error: |Warning: |Barrier error)' | tail -1) || true
+  if [[ $found ]]; then
+    "$PYTHON" "$scripts/results.py" void "$results" "$1"
+    note "$1: FAILED, it found errors: $found"
+    fail
+  fi
 }
 
-summary() {
-  echo
-  printf '%s\n' "${status[@]}"
-  [[ -e $out/gpu.json ]] && "$python" benchmarks/gpu.py --show "$out/gpu.json"
+phase_once() {
+  run "$source" bash "$scripts/facts.sh"
+  note "facts: $verdict"
+  prepare || return
+  tests '' -n "$workers" -m "gpu and sanitize and not slow" "${gpu_tests[@]}"
 }
-trap 'summary | tee "$out/summary.txt"' EXIT
-trap 'exit 1' TERM INT
 
-export -f facts build sanitize
-export python work cores is_here
-failed=0
-tests=(-m pytest -p no:cacheprovider --tb=short -ra -v)
-if wanted facts; then phase facts build 30 . bash -c facts || failed=1; fi
-if wanted build; then
-  phase build build 240 . bash -c build || {
-    tail -30 "$out/build.log"
-    exit 1
-  }
-fi
-if wanted test; then
-  # Some cores have the CPU's suite, the others first the comparison of GPU and CPU, then the suite on the GPU. The
-  # benchmarks come when all have ended: they need the machine for themselves.
-  JAX_PLATFORMS=cpu phase cpu_tests cpu_tests 200 "$work/tree" "$python" "${tests[@]}" -n $((cores * 3 / 8)) --maxfail=50 >"$work/cpu" &
-  beside=$!
-  phase gpu_tests gpu_tests 120 "$work/tree" "$python" "${tests[@]}" -n $((cores * 5 / 8)) -m gpu --maxfail=200 tests/gpu || failed=1
-  phase gpu_large gpu_tests 60 "$work/tree" "$python" "${tests[@]}" -m "gpu and slow" --slow tests/gpu || failed=1
-  JAXLOWPREC_TESTS_ON=cuda phase gpu_suite gpu_tests 60 "$work/tree" "$python" "${tests[@]}" -n $((cores * 5 / 8)) -m "not gpu" || failed=1
-  wait $beside || failed=1
-  status+=("$(tail -1 "$work/cpu")")
-fi
-if wanted sanitize; then
-  for tool in memcheck racecheck; do
-    phase $tool sanitize 50 "$work/tree" bash -c "sanitize $tool" || failed=1
+phase_test() { tests '' -n "$workers" --maxschedchunk 1 --maxfail 200 -m "gpu and not slow" "${gpu_tests[@]}"; }
+
+phase_slow() { tests '' -m "gpu and slow" --slow "${gpu_tests[@]}"; }
+
+phase_suite() {
+  [[ ${DRY_RUN:-} ]] || export JAXLOWPREC_TESTS_ON=cuda
+  tests '' -n "$(($(nproc) / 2 + 1))" --maxfail 200 -m "not gpu"
+  unset JAXLOWPREC_TESTS_ON
+}
+
+phase_bench() {
+  unset XLA_PYTHON_CLIENT_PREALLOCATE # the benchmark has the device for itself
+  run "$source" "$PYTHON" benchmarks/gpu.py --save "$out/gpu.json" "${divide[@]}" "${only[@]}" "${again[@]}"
+  note "bench: $verdict; $([[ ! -e $out/gpu.json ]] || "$PYTHON" benchmarks/gpu_file.py "$out/gpu.json" | tail -1)"
+  ((code == 0)) || fail
+}
+
+phase_profile() {
+  command -v ncu >/dev/null || note "profile: ncu is not on the PATH: XLA's kernel times instead"
+  run "$source" "$PYTHON" benchmarks/gpu_profile.py "$out/gpu.json" --save "$out/profiles.json"
+  note "profile: $verdict; see profile.log"
+  ((code == 0)) || fail
+}
+
+# --- the phases
+
+mkdir -p "$work"
+if [[ ${RESUME:-} ]]; then
+  for file in tests.jsonl gpu.json profiles.json installed.tar.gz; do
+    [[ ! -e $RESUME/$file || -e $out/$file ]] || cp "$RESUME/$file" "$out"
   done
 fi
-if wanted bench; then
-  unset XLA_PYTHON_CLIENT_PREALLOCATE
-  phase bench bench $for_bench "$PWD" "$python" benchmarks/gpu.py --save "$out/gpu.json" || failed=1
+for phase in "${phases[@]}"; do
+  deadline=$((SECONDS + seconds))
+  command=(env)
+  export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the GPU
+  echo "=== $phase, $(date -u '+%F %T') UTC" >>"$out/$phase.log"
+  if [[ $phase != once ]] && ! prepare; then
+    fail
+    break
+  fi
+  case $phase in
+    *check) sanitize "$phase" ;;
+    *) "phase_$phase" || fail ;;
+  esac
+  [[ $ready ]] || break # nothing can be tested or measured without the library
+done
+if ((${#failed[@]})); then
+  note "FAILED: ${failed[*]}"
+else
+  note "all passed: ${phases[*]}"
 fi
-exit $failed
+echo
+cat "$out/summary.txt"
+exit $((${#failed[@]} > 0))

@@ -32,5 +32,6 @@ else
 fi
 echo "compiling the kernels: several minutes"
 install --config-settings=cmake.define.JAXLOWPREC_CUDA=ON --editable '.[test]'
-touch .venv/installed # what `make test` would install
+# `make test` needs not install again; another environment than its own is not recorded there.
+if [[ $("$python" -c 'import sys; print(sys.prefix)') -ef .venv ]]; then touch .venv/installed; fi
 "$python" -m jaxlowprec.cli.main info

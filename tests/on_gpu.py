@@ -6,6 +6,7 @@ ABOUT_PROCESSES = (
     "tests/test_package.py",
     "tests/test_readme.py",
     "tests/cli",
+    "tests/scripts",
 )
 ABOUT_LOWERING = ("tests/wiring", "tests/test_sharding")
 CPU_BYTES = ("TestBytes", "TestWhatDoesNotChangeTheBytes")  # of a GEMM: the CPU's order of additions (numerics.md 9)

@@ -37,7 +37,7 @@ def test_every_format_rounding_and_direction(cpu, gpu, fmt, dtype):
 
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=("signs", "plain"))
 @pytest.mark.parametrize("fmt", (*NVFP4S, jlp.MXFP8(), jlp.Float8Tensor()), ids=format_name)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", (FLOATS[0], *(pytest.param(d, marks=pytest.mark.slow) for d in FLOATS[1:])))
 def test_rotated(cpu, gpu, fmt, dtype, rotation):
     for shape, options in itertools.product(SHAPES, ROUNDINGS):
         x = random_array(shape, dtype, seed=sum(shape))

@@ -173,6 +173,7 @@ class TestLargeArrays:
         assert_same_bytes(found, run_on(cpu, transform, last))
 
 
+@pytest.mark.slow  # it takes the whole memory: not beside other tests
 @pytest.mark.skipif(not ON_A_GPU, reason="a machine without memory would end the process")
 def test_too_little_memory_is_an_error_and_later_calls_work(cpu, gpu):
     limit = gpu.memory_stats()["bytes_limit"]

@@ -1,0 +1,337 @@
+"""The rows of benchmarks/gpu.py: what is measured on a GPU, against what, and with which target, in the order of use.
+
+Quantisers are measured against copying as many bytes as they must move: each byte of the input once a required read
+(the amax of a tensor is one), each byte of the result once. Each call takes several inputs in turn, more than the cache
+holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from timing import alternate
+
+import jaxlowprec as jlp
+
+CACHE = 200 << 20  # bytes: several times any GPU's last cache
+SHAPES = ((8192, 8192), (16384, 4096))
+FLOAT8_GEMMS = ((8192, 8192, 8192), (4096, 24576, 1536), (4096, 7168, 16384))  # M, N, K
+CUBE = (8192, 8192, 8192)
+FEW_ROWS = (1, 2, 4, 8, 16)
+SUGGESTIONS = 8  # of cuBLASLt's, among which the fastest is looked for
+PARAMETERS = {"layers": 20, "width": 2048, "heads": 16, "context": 1024}  # of the block stack: 1.0e9
+GROUPS = ("training", "few-rows", "gemms", "memory")
+
+# The least ratio of speeds by the device's name. An H200's memory is 1.4 times as fast with the same multiprocessors: a
+# quantiser may spend fewer instructions on an element there before it falls behind a copy.
+EVERYWHERE = {
+    "quantize": 0.85,
+    "quantize, RHT": 0.75,
+    "quantize, RHT, stochastic": 0.55,
+    "hadamard": 0.9,
+    "few rows": 2.5,
+    "FP8 block GEMM": 1.5,
+    "FP8 block GEMM, best suggestion": 0.97,
+    "NVFP4 GEMM": 0.9,
+    "training": 1.2,
+}
+TARGETS = {"H100": EVERYWHERE, "H200": EVERYWHERE | {"quantize": 0.80}}
+
+
+def targets(device: str) -> dict[str, float]:
+    """Those of the device, by its name; a device that is not listed has the H100's."""
+    return next((found for name, found in TARGETS.items() if name in device), EVERYWHERE)
+
+
+class Bench:
+    """What the rows share: sizes divided for trials, and the device's own copy, measured when first needed."""
+
+    def __init__(self, rounds: int = 11, divide: int = 1):
+        self.rounds, self.divide = rounds, divide
+        self.notes: dict[str, Any] = {}  # for the file's environment
+
+    @functools.cached_property
+    def copy(self) -> Copy:
+        found = Copy(self.rounds, (512 << 20) // self.divide)
+        self.notes["copy_bytes_per_second"] = found.bandwidth
+        return found
+
+    @functools.cached_property
+    def attention(self) -> str:
+        from llama_block import fastest_attention
+
+        self.notes["attention"] = fastest_attention()
+        return self.notes["attention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement: ours against theirs.
+
+    Attributes:
+        group: one of GROUPS.
+        case, against: the row's name.
+        target: the least ratio of speeds, ours to theirs.
+        sides: makes the inputs; gives what makes our call and what makes theirs.
+    """
+
+    group: str
+    case: str
+    against: str
+    target: float | None
+    sides: Callable[[Bench], tuple[Callable[[], Callable], Callable[[], Callable]]]
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.case, self.against
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a group's name, or a pattern such as '*few rows*' for the row's name, means this row."""
+        names = (self.group, self.case, f"{self.case} against {self.against}")
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+# --- sides
+
+
+def rotating(function: Callable, inputs: list) -> Callable:
+    """A call that runs a function on every one of the inputs, as one program: launches wait for nothing."""
+    whole = jax.jit(lambda inputs: [function(*args) for args in inputs])
+    return lambda: whole(inputs)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def normal(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Random bfloat16."""
+    return _normal(jax.random.key(seed), tuple(shape))
+
+
+def sets(nbytes: int) -> int:
+    """How many inputs of a size are more than the cache holds; small ones, of trials, never are."""
+    return min(8, max(2, math.ceil(CACHE / nbytes)))
+
+
+class Copy:
+    """The faster of the two ways in which XLA moves memory."""
+
+    def __init__(self, rounds: int, nbytes: int):
+        self.ways = {"memcpy": lambda x: jnp.copy(x), "kernel": lambda x: x ^ jnp.uint32(1)}
+        calls = {name: self.of(nbytes, 2, name) for name in self.ways}
+        seconds = alternate(calls, rounds)
+        self.fastest = min(seconds, key=lambda name: seconds[name]["median"])
+        self.bandwidth = nbytes * 2 / seconds[self.fastest]["median"]
+        print(f"device copy: {self.bandwidth / 1e9:,.0f} GB/s read and written, by {self.fastest}", flush=True)
+
+    def of(self, nbytes: int, count: int, way: str | None = None) -> Callable:
+        """A call that reads and writes `nbytes` together, `count` times over."""
+        words = [(jnp.arange(nbytes // 8, dtype=jnp.uint32) * jnp.uint32(i + 1),) for i in range(count)]
+        return rotating(self.ways[way or self.fastest], words)
+
+
+def moved(function: Callable, x: jax.Array, reads: int) -> int:
+    """Bytes that have to be read and written."""
+    return reads * x.nbytes + sum(
+        math.prod(o.shape) * o.dtype.itemsize for o in jax.tree.leaves(jax.eval_shape(function, x))
+    )
+
+
+# --- memory
+
+
+def memory_rows(target: dict[str, float]) -> Iterator[Row]:
+    """Quantisers and the Hadamard transform against a copy of as many bytes."""
+    key = jax.random.key(7)
+    ways: list[tuple[str, str, int, Callable]] = []  # name, target, reads of the input, function
+    rotated = functools.partial(jlp.quantize_both, fmt=jlp.NVFP4(), hadamard_columnwise=True)
+    stochastic = functools.partial(rotated, rounding="stochastic", key=key)
+    formats = ((jlp.NVFP4(), 2), (jlp.Float8Block(), 1), (jlp.MXFP8(), 1), (jlp.Float8Tensor(), 2), (jlp.MXFP4(), 1))
+    for fmt, reads in formats:
+        ways.append((f"quantize {fmt}, rowwise", "quantize", reads, functools.partial(jlp.quantize, fmt=fmt)))
+        ways.append((f"quantize {fmt}, both", "quantize", reads, functools.partial(jlp.quantize_both, fmt=fmt)))
+    ways[2:2] = [
+        ("quantize NVFP4, both, RHT columnwise", "quantize, RHT", 2, rotated),
+        ("quantize NVFP4, both, RHT columnwise, stochastic", "quantize, RHT, stochastic", 2, stochastic),
+    ]
+    int4, size_128 = jlp.Int4(), functools.partial(jlp.hadamard_transform, size=128, signs=None)
+    ways += [
+        ("quantize Int4, rowwise", "quantize", 1, functools.partial(jlp.quantize, fmt=int4)),
+        ("fake_quantize Int4", "quantize", 1, functools.partial(jlp.fake_quantize, fmt=int4)),
+        ("hadamard_transform, size 16", "hadamard", 1, jlp.hadamard_transform),
+        ("hadamard_transform, size 128", "hadamard", 1, size_128),
+    ]
+
+    def sides(bench, shape, reads, function):
+        shape = tuple(s // bench.divide for s in shape)
+        inputs = [(normal(shape, i),) for i in range(sets(2 * math.prod(shape)))]
+        nbytes = moved(function, inputs[0][0], reads)
+        return lambda: rotating(function, inputs), lambda: bench.copy.of(nbytes, len(inputs))
+
+    for shape in SHAPES:
+        for name, kind, reads, function in ways:
+            made = functools.partial(function, implementation="ffi")
+            build = functools.partial(sides, shape=shape, reads=reads, function=made)
+            case = f"{name}, {shape[0]}x{shape[1]}"
+            yield Row("memory", case, "a copy of as many bytes", target[kind], build)
+
+
+# --- GEMMs
+
+
+def operands(bench: Bench, sizes: tuple, formats: tuple) -> tuple[list, list]:
+    """Pairs of bfloat16, and the same quantised; format None leaves one in bfloat16."""
+    m, n, k = (min(s, max(128, s // bench.divide)) for s in sizes)
+    pairs = [(normal((m, k), i), normal((n, k), 100 + i)) for i in range(sets(n * k // 2))]
+    quantise = jax.jit(jlp.quantize, static_argnums=1)
+    return pairs, [tuple(quantise(x, f) if f else x for x, f in zip(p, formats, strict=True)) for p in pairs]
+
+
+def bf16_matmul(pairs: list, rounds: int) -> Callable:
+    """`jnp.matmul` of bf16, with the weight's layout that is faster."""
+    turned = [(a, jnp.copy(w.T)) for a, w in pairs]
+    calls = {"nk": rotating(lambda a, w: jnp.matmul(a, w.T), pairs), "kn": rotating(jnp.matmul, turned)}
+    seconds = alternate(calls, rounds)
+    return calls[min(seconds, key=lambda name: seconds[name]["median"])]
+
+
+def gemm(group: str, name: str, target: float | None, sizes: tuple, formats: tuple) -> Row:
+    """A GEMM of operands that are quantised before, against bf16's of the same sizes."""
+
+    def sides(bench):
+        pairs, quantised = operands(bench, sizes, formats)
+        ours = functools.partial(jlp.scaled_matmul, implementation="ffi")
+        return lambda: rotating(ours, quantised), lambda: bf16_matmul(pairs, 3)
+
+    return Row(group, f"{name} {'x'.join(map(str, sizes))}", "bf16 jnp.matmul", target, sides)
+
+
+def suggested(name: str, target: float, sizes: tuple, formats: tuple) -> Row:
+    """The same GEMM by cuBLASLt's first suggestion, which is what runs, against the fastest of its suggestions."""
+
+    def sides(bench):
+        quantised = operands(bench, sizes, formats)[1]
+        return lambda: suggestion(quantised, 0), lambda: fastest_suggestion(quantised, SUGGESTIONS)
+
+    against = f"the best of cuBLASLt's {SUGGESTIONS} suggestions"
+    return Row("gemms", f"{name} {'x'.join(map(str, sizes))}", against, target, sides)
+
+
+def suggestion(quantised: list, index: int) -> Callable:
+    """The GEMM by one of the algorithms that cuBLASLt suggests, in a program of its own: a graph keeps what it has."""
+    call = rotating(functools.partial(jlp.scaled_matmul, implementation="ffi"), quantised)
+
+    def run():
+        os.environ["JAXLOWPREC_GEMM_ALGORITHM"] = str(index)
+        try:
+            return jax.block_until_ready(call())
+        finally:
+            del os.environ["JAXLOWPREC_GEMM_ALGORITHM"]
+
+    return run
+
+
+def fastest_suggestion(quantised: list, most: int) -> Callable:
+    """The fastest one; there may be fewer than `most`."""
+    calls: dict[str, Callable] = {}
+    for index in range(most):
+        calls[str(index)] = suggestion(quantised, index)
+        try:
+            calls[str(index)]()
+        except jax.errors.JaxRuntimeError as error:
+            if not index:
+                raise
+            print(f"cuBLASLt has {index} suggestions: {str(error)[:100]}", flush=True)
+            del calls[str(index)]
+            break
+    seconds = alternate(calls, 3)
+    return calls[min(seconds, key=lambda name: seconds[name]["median"])]
+
+
+def few_rows(target: dict[str, float]) -> Iterator[Row]:
+    """The GEMMs of inference."""
+    for rows in FEW_ROWS:
+        sizes = (rows, *CUBE[1:])
+        for name, formats in (
+            ("weight-only Int4", (None, jlp.Int4())),
+            ("weight-only NVFP4", (None, jlp.NVFP4())),
+            ("scaled_matmul NVFP4", (jlp.NVFP4(), jlp.NVFP4())),
+        ):
+            yield gemm("few-rows", f"{name}, few rows", target["few rows"], sizes, formats)
+
+
+def gemms(target: dict[str, float]) -> Iterator[Row]:
+    """Large ones."""
+    block = (jlp.Float8Block(), jlp.Float8Block(block=(128, 128)))
+    for sizes in FLOAT8_GEMMS:
+        yield gemm("gemms", "scaled_matmul FP8 block", target["FP8 block GEMM"], sizes, block)
+        yield suggested("scaled_matmul FP8 block", target["FP8 block GEMM, best suggestion"], sizes, block)
+    yield gemm("gemms", "scaled_matmul NVFP4", target["NVFP4 GEMM"], CUBE, (jlp.NVFP4(), jlp.NVFP4((16, 16))))
+    yield gemm("gemms", "scaled_matmul MXFP8", None, CUBE, (jlp.MXFP8(), jlp.MXFP8()))
+    yield gemm("gemms", "scaled_matmul FP8 tensor", None, CUBE, (jlp.Float8Tensor(), jlp.Float8Tensor()))
+
+
+# --- training
+
+
+def llama_blocks(target: dict[str, float]) -> Iterator[Row]:
+    """A training step of a Llama block, quantisation included."""
+    from llama_block import Size, step
+
+    def sides(bench, recipe):
+        size = Size().divided(bench.divide)
+        return lambda: step(size, recipe, bench.attention), lambda: step(size, None, bench.attention)
+
+    size = Size()
+    for name, recipe in (
+        ("FP8 block", jlp.Float8BlockScaling()),
+        ("MXFP8", jlp.MXFP8BlockScaling()),
+        ("NVFP4", jlp.NVFP4BlockScaling()),
+    ):
+        case = f"a training step of a Llama block, {size.width} wide, {size.batch * size.time} tokens, {name}"
+        reached = target["training"] if name == "FP8 block" else None
+        yield Row("training", case, "plain Flax, bfloat16", reached, functools.partial(sides, recipe=recipe))
+
+
+def block_stacks(target: dict[str, float]) -> Iterator[Row]:
+    """A training step of a stack of blocks, AdamW included, against the same in plain Flax."""
+    from flax import nnx
+    from train_step import RECIPES, SIZES, Batches, Stepper, read_text
+
+    def sides(bench, recipe):
+        sizes = PARAMETERS if bench.divide == 1 else {"layers": 2, "width": 128, "heads": 4, "context": 64}
+        config = dataclasses.replace(SIZES["demo"], **sizes, high_precision_last=0)
+        batches = Batches(read_text(None), 8, config.context, 0)
+
+        def ours():
+            with jlp.autocast(recipe):
+                stepper = Stepper(config, jlp.nnx.Linear, batches)
+
+            def call():
+                with jlp.autocast(recipe):
+                    return stepper()
+
+            return call
+
+        return ours, lambda: Stepper(config, nnx.Linear, batches)
+
+    for name, reached in (("FP8 block", target["training"]), ("NVFP4", None)):
+        case = f"a training step of 1.0e9 parameters, {name}"
+        yield Row("training", case, "plain Flax, bfloat16", reached, functools.partial(sides, recipe=RECIPES[name]))
+
+
+def rows(device: str) -> list[Row]:
+    """All, the most wanted first."""
+    target = targets(device)
+    makers = (llama_blocks, few_rows, block_stacks, gemms, memory_rows)
+    return [row for make in makers for row in make(target)]
