@@ -162,7 +162,9 @@ class TestOperands:
         call = matmul_call(jlp.MXFP8(), jlp.MXFP4(), 5, 40, 33, 9.0)
         assert call.operands == ["5x64xf8E4M3FN", "5x2xf8E8M0FNU", "48x32xui8", "48x2xf8E8M0FNU"]
         call = matmul_call(jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), 5, 130, 33, 9.0)
-        assert call.operands == ["8x160xf8E4M3FN", "8x2xf32", "48x160xf8E4M3FN", "1x2xf32"]
+        assert call.operands == ["16x160xf8E4M3FN", "16x2xf32", "48x160xf8E4M3FN", "1x2xf32"]
+        call = matmul_call(jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), 17, 130, 33, 9.0)
+        assert call.operands == ["20x160xf8E4M3FN", "20x2xf32", "48x160xf8E4M3FN", "1x2xf32"]
         call = matmul_call(jlp.Float8Tensor(), jlp.Float8Tensor(element="e5m2"), 5, 130, 33, 9.0)
         assert call.operands == ["5x160xf8E4M3FN", "f32", "48x160xf8E5M2", "f32", "2xf32"]
         assert call.results[0] == "5x48xbf16"
