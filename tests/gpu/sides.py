@@ -3,8 +3,6 @@
 import jax
 import numpy as np
 
-from jaxlowprec import native
-from jaxlowprec.ops.scaled_matmul import cuda
 from tests.gpu.conftest import DEVICE
 from tests.helpers import assert_same_bytes
 
@@ -22,14 +20,6 @@ def assert_same_bytes_on(devices, function, *args):
     first, *others = (run_on(device, function, *args) for device in devices)
     for other in others:
         assert_same_bytes(other, first)
-
-
-def sum_error(formats, sizes, float32_sums=False):
-    """How far sums of random operands may be from the exact ones here, as `assert_is_product` takes it."""
-    m, k, n = sizes
-    if not ON_A_GPU:
-        return k * 2.0**-24  # numerics.md 9
-    return cuda.sum_errors(*formats, m, n, k, float32_sums, round(10 * native.compute_capability()))[0]
 
 
 def environment(**variables):

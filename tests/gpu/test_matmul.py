@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from tests.gpu.sides import run_on, sum_error
+from tests.gpu.sides import run_on
 from tests.helpers import FLOATS, as_bytes, format_name, quantized_from_bytes, random_array
 from tests.ops.test_scaled_matmul_formats import ONE_OF_EACH_KIND, PAIRS
-from tests.products import assert_is_product, decoded
+from tests.products import assert_is_product, decoded, sum_error
 
 NVFP4 = list(itertools.product((jlp.NVFP4(), jlp.NVFP4((16, 16))), repeat=2))
 SIZES = [(1, 1, 1), (7, 32, 3), (1, 1024, 300), (16, 256, 128), (33, 128, 65), (20, 300, 130), (130, 512, 264)]

@@ -91,17 +91,15 @@ GemmLaunch multiply_by(MatmulRoute route, const MatmulProblem& p, const MatmulPl
 std::string multiply(const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta, uint8_t* workspace, int device,
                      cudaStream_t stream) {
   const GemmLaunch launched = multiply_by(plan.route, p, plan, alpha_beta, workspace, device, stream);
-  if (!launched.no_algorithm || plan.route != MatmulRoute::kBlock128) return launched.problem;
+  if (!launched.no_algorithm || plan.route == MatmulRoute::kDecoded) return launched.problem;
   if (plan.may_decode) return multiply_by(MatmulRoute::kDecoded, p, plan, alpha_beta, workspace, device, stream).problem;
-  const std::string sizes =
-      " (M " + std::to_string(p.rows) + ", N " + std::to_string(p.columns) + ", K " + std::to_string(p.depth()) + "): ";
+  const std::string what = launched.problem + " (M " + std::to_string(p.rows) + ", N " + std::to_string(p.columns) + ", K " +
+                           std::to_string(p.depth()) + "): ";
   if (!decodes_exactly(p))
-    return launched.problem + sizes +
-           "FP8 blocks whose scales are not powers of two cannot be decoded to bfloat16 "
-           "instead; quantise with power_of_two=True, or pass implementation=\"reference\"";
-  return launched.problem + sizes +
-         "pass precision=\"highest\", which decodes both operands to bfloat16, or "
-         "implementation=\"reference\"";
+    return what +
+           "FP8 blocks whose scales are not powers of two cannot be decoded to bfloat16 instead; quantise with "
+           "power_of_two=True, or pass implementation=\"reference\"";
+  return what + "pass precision=\"highest\", which decodes both operands to bfloat16, or implementation=\"reference\"";
 }
 
 }  // namespace
