@@ -25,6 +25,7 @@ from jaxlowprec.linear import (
     recorded,
 )
 from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import Calibrating, Recipe
@@ -57,7 +58,7 @@ def dot_general(
         rhs: in the weight's role; None with `quantized_kernel`, for inference. Or a loaded QuantizedArray, which stands
             for the matrices [batch..., K, N] and is seen as such (see `linear`).
         dimension_numbers, out_sharding: as for `jax.lax.dot_general`.
-        precision: for the high-precision path; quantised GEMMs always accumulate in float32.
+        precision: of the three GEMMs, as for `jax.lax.dot_general`; quantised ones see `scaled_matmul`.
         preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can
             be passed uncast.
         recipe, key, name, state: see `linear`.
@@ -124,7 +125,9 @@ def _dot_general(
             )
     out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
     slices = x.ndim > len(batch) + 2
-    y, out_state = matmul(who, x, w, None, recipe, key, quantized_kernel, name, out_dtype, state, slices=slices)
+    precision = checked_precision(who, options["precision"])
+    follow = (recipe, key, quantized_kernel, name, out_dtype, state, precision)
+    y, out_state = matmul(who, x, w, None, *follow, slices=slices)
     return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
 
 

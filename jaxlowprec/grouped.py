@@ -19,6 +19,7 @@ from jaxlowprec.grouped_products import Plan, WeightOnlyPlan, biased, quantized_
 from jaxlowprec.linear import rounds_stochastically
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
+from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.keys import key_words, slice_words
 from jaxlowprec.out_sharding import sharding_of
 from jaxlowprec.quantized_array import QuantizedArray
@@ -56,7 +57,7 @@ def grouped_matmul(
             `linear` with the e-th words of that batch. None: the bits come from each group's gradient, see `linear`.
         name: the layer's, for the keyless bits and recipes that treat layers differently.
         out_dtype: of the result; default: x's.
-        precision: without a recipe, of the products, as of `jax.lax.dot`; quantised ones accumulate in float32 anyway.
+        precision: of the three GEMMs, as for `jax.lax.dot`; quantised ones see `scaled_matmul`.
 
     Raises:
         TypeError: dtypes that do not fit, a recipe that is none.
@@ -87,10 +88,12 @@ def grouped_matmul(
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(experts, features)}")
     dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
+    precision = checked_precision(who, precision)
 
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, resolve(who, recipe))
-        plan = WeightOnlyPlan(kernels.format, "identity", None, dtype, (sharding_of(x), None, sharding_of(bias)))
+        loaded = (sharding_of(x), None, sharding_of(bias))
+        plan = WeightOnlyPlan(kernels.format, "identity", None, dtype, loaded, precision)
         operands = _aligned(x, None, bias, kernels, sizes)
         with in_profiles(name):
             return weight_only_groups(plan, *operands)
@@ -105,14 +108,14 @@ def grouped_matmul(
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
         weight_only.check_whole_groups(who, name, kernels, roles.weight.format)
-        served = WeightOnlyPlan(roles.weight.format, roles.ste, roles.served_dtype, dtype, shardings)
+        served = WeightOnlyPlan(roles.weight.format, roles.ste, roles.served_dtype, dtype, shardings, precision)
         operands = _aligned(x, kernels, bias, None, sizes)
         with in_profiles(name):
             return weight_only_groups(served, *operands)
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), (experts,))
-    quantized = Plan(roles, recipe.backward_override, name, dtype, shardings)
+    quantized = Plan(roles, recipe.backward_override, name, dtype, shardings, precision)
     return quantized_groups(quantized, *_aligned(x, kernels, bias, words, sizes))
 
 
@@ -147,7 +150,7 @@ def ragged_dot(
     if out_dtype is None:
         out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else jnp.promote_types(lhs.dtype, rhs.dtype)
     if isinstance(rhs, QuantizedArray) or resolve("ragged_dot", FROM_CONTEXT, "") is not None:
-        return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype)
+        return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
     wide = jnp.promote_types(lhs.dtype, rhs.dtype)
     return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
 

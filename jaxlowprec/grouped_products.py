@@ -48,11 +48,13 @@ class Plan(Gemms):
         name: of the layer, for the keyless bits and for profiles.
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients.
+        precision: of all three GEMMs, checked.
     """
 
     name: str
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
+    precision: Any
 
 
 def _weight_ways(w, role, rowwise: bool, columnwise: bool):
@@ -89,9 +91,10 @@ def _fprop(plan: Plan, x, w, bias, sizes, keep_column: bool, keep_row: bool):
         w_row, w_column = _weight_ways(w, roles.weight, keep_row, plan.fprop)
     with in_profiles(plan.name, "fprop"):
         if plan.fprop:
-            y = multiply_groups(x_row, w_column.mT, bias, plan.out_dtype)
+            y = multiply_groups(x_row, w_column.mT, bias, plan.out_dtype, precision=plan.precision)
         else:
-            y = biased(plain_rows(x, w.astype(x.dtype), sizes, jnp.float32), bias, sizes).astype(plan.out_dtype)
+            y = plain_rows(x, w.astype(x.dtype), sizes, jnp.float32, plan.precision)
+            y = biased(y, bias, sizes).astype(plan.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
 
@@ -135,15 +138,16 @@ def _backward(plan: Plan, residuals, dy):
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles(plan.name, "dgrad"):
         if plan.dgrad:
-            dx = multiply_groups(dy_row, w, None, like_x.dtype)
+            dx = multiply_groups(dy_row, w, None, like_x.dtype, precision=plan.precision)
         else:
-            dx = plain_rows(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), sizes, like_x.dtype)
+            transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
+            dx = plain_rows(dy, transposed, sizes, like_x.dtype, plan.precision)
     with in_profiles(plan.name, "wgrad"):
         if plan.wgrad:
-            dw = multiply_within_groups(x, dy_column, like_w.dtype)
+            dw = multiply_within_groups(x, dy_column, like_w.dtype, precision=plan.precision)
         else:
             rows = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
-            dw = plain_wgrad(rows, dy, sizes, like_w.dtype)
+            dw = plain_wgrad(rows, dy, sizes, like_w.dtype, plan.precision)
     dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
     return resharded(dx, x_sharding), resharded(dw, w_sharding), dbias, None, None
 
@@ -164,6 +168,7 @@ class WeightOnlyPlan:
     Attributes:
         format, ste, served_dtype: of the recipe.
         out_dtype, shardings: see `Plan`.
+        precision: of the backward GEMMs, checked; the forward one always has float32 sums.
     """
 
     format: Format
@@ -171,6 +176,7 @@ class WeightOnlyPlan:
     served_dtype: str | None
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
+    precision: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -200,11 +206,11 @@ def _weight_only_backward(plan: WeightOnlyPlan, residuals, dy):
     x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
     with in_profiles("dgrad"):
-        dx = plain_rows(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), sizes, like_x.dtype)
+        dx = plain_rows(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), sizes, like_x.dtype, plan.precision)
     dw: Any = None
     if like_w is not None:
         with in_profiles("wgrad"):
-            dw = plain_wgrad(x, dy, sizes, like_w.dtype)
+            dw = plain_wgrad(x, dy, sizes, like_w.dtype, plan.precision)
         if clipped is not None:
             dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
         dw = resharded(dw, w_sharding)

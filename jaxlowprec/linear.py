@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxlowprec import delayed_scaling, weight_only, wiring
 from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.ops.checks import float_array
+from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.api import quantize_both, whole_slices
 from jaxlowprec.ops.quantize.keys import key_words, slice_words
 from jaxlowprec.ops.slices import merged_rows, sliced_rows
@@ -91,6 +92,7 @@ def linear(
     name: str = "",
     state: delayed_scaling.State | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    precision: Any = None,
 ) -> Any:
     """`x @ kernel + bias`, its three GEMMs on operands quantised as the recipe says.
 
@@ -112,6 +114,7 @@ def linear(
         name: the layer's, for the keyless bits and recipes that treat layers differently.
         state: of delayed scaling, as `jaxlowprec.delayed_scaling.init_state` makes it; its gradient is its new value.
         out_sharding: of the result [..., N], in JAX's explicit-sharding mode, as for `jnp.matmul`.
+        precision: of the three GEMMs, as for `jax.lax.dot`; quantised ones see `scaled_matmul`.
 
     Returns:
         [..., N]. With `state` a pair of it and the state, unchanged in value: handing this one to the layer's next call
@@ -131,6 +134,7 @@ def linear(
     ((64, 32), dtype('float32'))
     """
     who = "linear"
+    precision = checked_precision(who, precision)
     kernel, quantized_kernel, recipe = operands_and_recipe(who, kernel, quantized_kernel, recipe, name)
     x = float_array(who, "x", x)
     if kernel is not None:
@@ -148,16 +152,15 @@ def linear(
         kernel = high_precision_weight(who, kernel, quantized_kernel)
         dims = (((x.ndim - 1,), (0,)), ((), ()))
         with in_profiles(name):
-            y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, out_sharding=out_sharding)
+            y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, precision, out_sharding=out_sharding)
             y = y if bias is None else y + bias.astype(x.dtype)
         if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)
     tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) if x.ndim > 2 else x.reshape(-1, x.shape[-1])
     fits = out_sharding if x.ndim in (2, 3) else None
-    y, out_state = matmul(
-        who, tokens, kernel, bias, recipe, key, quantized_kernel, name, x.dtype, state, fits, slices=x.ndim > 2
-    )
+    options = (quantized_kernel, name, x.dtype, state, precision, fits, x.ndim > 2)
+    y, out_state = matmul(who, tokens, kernel, bias, recipe, key, *options)
     y = resharded(y.reshape(*x.shape[:-1], shape[1]), out_sharding)
     return y if state is None else (y, out_state)
 
@@ -191,16 +194,18 @@ def matmul(
     name: str,
     out_dtype: Any,
     state: delayed_scaling.State | None,
+    precision: Any,
     out_sharding: Any = None,
     slices: bool = False,
 ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
     """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's.
 
-    Without a recipe `quantized` is a loaded weight. `slices`: x is [..., S, T, K] for a weight without S, and so is the
-    result; that S and T stay two axes lets a mesh split both. Where a block would lie on two slices they are merged.
+    Without a recipe `quantized` is a loaded weight. `precision` is checked. `slices`: x is [..., S, T, K] for a weight
+    without S, and so is the result; that S and T stay two axes lets a mesh split both. Where a block would lie on two
+    slices they are merged.
     """
     if slices and _must_merge(who, x, w if w is not None else quantized, recipe, name):
-        merged = matmul(who, merged_rows(x), w, bias, recipe, key, quantized, name, out_dtype, state)
+        merged = matmul(who, merged_rows(x), w, bias, recipe, key, quantized, name, out_dtype, state, precision)
         return resharded(sliced_rows(merged[0], x.shape[-3]), out_sharding), merged[1]
     if out_sharding is None and sharding_of(x):  # the same type whatever is kept for the backward pass
         loaded: Any = quantized
@@ -209,7 +214,8 @@ def matmul(
     if recipe is None:
         q: Any = None if quantized is None else quantized.columnwise
         served: tuple[Any, Any, None] = (q.format, "identity", None)
-        return weight_only.matmul(who, name, x, None, bias, q, *served, out_dtype, out_sharding, slices), state
+        options = (out_dtype, out_sharding, slices, precision)
+        return weight_only.matmul(who, name, x, None, bias, q, *served, *options), state
     if recipe.delayed is not None:
         state = delayed_scaling.check_state(who, recipe.delayed, state)
     roles = recipe.roles("linear", name)
@@ -227,13 +233,14 @@ def matmul(
     if roles.ste is not None and roles.weight is not None:
         loaded = None if quantized is None else quantized.columnwise
         how = (roles.weight.format, roles.ste, roles.served_dtype)
-        return weight_only.matmul(who, name, x, w, bias, loaded, *how, out_dtype, out_sharding, slices), state
+        options = (out_dtype, out_sharding, slices, precision)
+        return weight_only.matmul(who, name, x, w, bias, loaded, *how, *options), state
     words = None
     if key is not None and rounds_stochastically(roles):
         words = slice_words(key_words(who, key, ()), x.shape[: -3 if slices else -2])
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
     result = jnp.dtype(out_dtype), shardings, out_sharding
-    plan = Plan(roles, recipe.backward_override, recipe.delayed, name, *result, slices)
+    plan = Plan(roles, recipe.backward_override, recipe.delayed, name, *result, slices, precision)
     operands = wiring.align_varying(x, w, bias, words, quantized)
     if recipe.delayed is None:
         return quantized_matmul(plan, *operands, None), state

@@ -101,6 +101,7 @@ class Plan(Gemms):
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
         slices: x is [..., S, T, K] for a weight without S.
+        precision: of all three GEMMs, checked.
     """
 
     delayed: Any
@@ -109,6 +110,7 @@ class Plan(Gemms):
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
     slices: bool
+    precision: Any = None
 
 
 def _both_ways(
@@ -131,8 +133,8 @@ def _both_ways(
 
 def _multiply(plan: Plan, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
     if plan.slices:
-        return scaled_matmul_of_slices(a, b, bias, out_dtype, out_sharding)
-    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding)
+        return scaled_matmul_of_slices(a, b, bias, out_dtype, out_sharding, plan.precision)
+    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding, precision=plan.precision)
 
 
 def _encode_scale(plan: Plan, state, tensor: str):
@@ -175,7 +177,7 @@ def _fprop(plan: Plan, x, w, bias, quantized: QuantizedKernel | None, state, kee
             y = _multiply(plan, x_row, w_column.mT, bias, plan.out_dtype, plan.out_sharding)
         else:
             w = (w if w is not None else w_column.dequantize()).astype(x.dtype)
-            y = plain_matmul(x, w, jnp.float32, plan.out_sharding)
+            y = plain_matmul(x, w, jnp.float32, plan.out_sharding, plan.precision)
             y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
@@ -222,13 +224,14 @@ def _backward(plan: Plan, residuals, dy):
         if plan.dgrad:
             dx = _multiply(plan, dy_row, w, None, like_x.dtype, x_sharding)
         else:
-            dx = plain_matmul(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), like_x.dtype, x_sharding)
+            transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
+            dx = plain_matmul(dy, transposed, like_x.dtype, x_sharding, plan.precision)
     dw = None
     with in_profiles(plan.name, "wgrad"):
         if like_w is not None and plan.wgrad:
             dw = _multiply(plan, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
         elif like_w is not None:
-            dw = plain_wgrad(decoded(x, dy.dtype), dy, plan.slices, like_w.dtype, w_sharding)
+            dw = plain_wgrad(decoded(x, dy.dtype), dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
     if plan.delayed is not None:
         state = _recorded(plan.delayed, state, "output_grad", dy, plan.slices)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state

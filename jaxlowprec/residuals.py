@@ -43,18 +43,22 @@ def dtype_marker(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else jnp.zeros((), x.dtype)
 
 
-def plain_matmul(a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None) -> jax.Array:
+def plain_matmul(
+    a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None, precision: Any = None
+) -> jax.Array:
     """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
-    options: Any = {"preferred_element_type": jnp.float32, "out_sharding": out_sharding}
+    options: Any = {"precision": precision, "preferred_element_type": jnp.float32, "out_sharding": out_sharding}
     return jnp.matmul(a.astype(dtype), b.astype(dtype), **options).astype(out_dtype)
 
 
-def plain_wgrad(x: jax.Array, dy: jax.Array, slices: bool, out_dtype: Any, out_sharding: Any = None) -> jax.Array:
+def plain_wgrad(
+    x: jax.Array, dy: jax.Array, slices: bool, out_dtype: Any, out_sharding: Any = None, precision: Any = None
+) -> jax.Array:
     """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `slices`: the axis before T is summed over too."""
     dtype = jnp.promote_types(x.dtype, dy.dtype)
     terms = "...stk,...stn->...kn" if slices else "...tk,...tn->...kn"
-    options: Any = {"preferred_element_type": jnp.float32, "out_sharding": out_sharding}
+    options: Any = {"precision": precision, "preferred_element_type": jnp.float32, "out_sharding": out_sharding}
     return jnp.einsum(terms, x.astype(dtype), dy.astype(dtype), **options).astype(out_dtype)
 
 

@@ -48,6 +48,7 @@ class _Plan:
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
         slices: x is [..., S, T, K] for a weight without S.
+        precision: of the backward GEMMs, checked; the forward one always has float32 sums.
     """
 
     format: Format
@@ -57,6 +58,7 @@ class _Plan:
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
     slices: bool
+    precision: Any
 
 
 def matmul(
@@ -72,12 +74,13 @@ def matmul(
     out_dtype: Any,
     out_sharding: Any,
     slices: bool,
+    precision: Any,
 ) -> Float[Array, "*B T N"]:
     """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
     if q is None:
         check_whole_groups(who, name, w, fmt)
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding, slices)
+    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding, slices, precision)
     operands = wiring.align_varying(x, w, bias, q)
     with in_profiles(name):
         return _matmul_jit(plan, *operands)
@@ -178,11 +181,11 @@ def _backward(plan: _Plan, residuals, dy):
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
-        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding)
+        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding, plan.precision)
     dw: Any = None
     if like_w is not None:
         with in_profiles("wgrad"):
-            dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding)
+            dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
     if clipped is not None:
         dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None

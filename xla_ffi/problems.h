@@ -125,6 +125,7 @@ struct MatmulResult {
 
 struct MatmulProblem : MatmulResult {
   MatmulOperand a, b;
+  bool float32_sums = false;  // on GPUs: sums in float32 (numerics.md 9) are wanted more than speed
 
   /// K. Packed codes may be padded further than the other operand's: with zeros, which add nothing.
   int64_t depth() const { return a.columns < b.columns ? a.columns : b.columns; }

@@ -50,7 +50,7 @@ class GroupedDense(HighPrecisionGroupedDense):
 
     Attributes:
         num_experts, features: sizes.
-        precision: of products in high precision, as of `jax.lax.dot`.
+        precision: of the three GEMMs, see `jaxlowprec.grouped_matmul`.
         recipe: see `Dense`, whose other attributes these are too. The kernel keeps its dtype: `dtype` is that of the
             computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not its
             neighbour's; give these layers `Float8CurrentScaling` of their own.

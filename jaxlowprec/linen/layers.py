@@ -106,10 +106,11 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
 def _options(layer: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
     name = "/".join(layer.path)
     if recipe is None or _loaded(layer) is not None:
-        return {"recipe": layer.recipe, "key": None, "name": name, "state": None}
+        return {"recipe": layer.recipe, "key": None, "name": name, "state": None, "precision": layer.precision}
     wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
-    return {"recipe": recipe, "key": layer.make_rng("sr") if wanted else None, "name": name, "state": state}
+    key = layer.make_rng("sr") if wanted else None
+    return {"recipe": recipe, "key": key, "name": name, "state": state, "precision": layer.precision}
 
 
 _latest_states: weakref.WeakKeyDictionary[Any, tuple[State, State]] = weakref.WeakKeyDictionary()

@@ -28,7 +28,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
 
     Arguments:
         num_experts, in_features, out_features: sizes.
-        precision: of products in high precision, as of `jax.lax.dot`.
+        precision: of the three GEMMs, see `jaxlowprec.grouped_matmul`.
         recipe, name: see `Linear`, whose other arguments these are too. The kernel keeps its dtype: `dtype` is that of
             the computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not
             its neighbour's; give these layers `Float8CurrentScaling` of their own.

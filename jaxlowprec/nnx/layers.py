@@ -51,6 +51,7 @@ class _Quantizing:
     bias: Any
     dtype: Any
     promote_dtype: Any
+    precision: Any
     recipe: Any
     name: str
     sr: nnx.RngStream | None
@@ -87,9 +88,10 @@ class _Quantizing:
 
     def _options(self, recipe: Recipe | None) -> dict[str, Any]:
         if recipe is None or self._loaded() is not None:
-            return {"recipe": self.recipe, "key": None, "name": self.name, "state": None}
+            return {"recipe": self.recipe, "key": None, "name": self.name, "state": None, "precision": self.precision}
         key = self.sr() if rounds_stochastically(recipe.roles(name=self.name)) and self.sr is not None else None
-        return {"recipe": recipe, "key": key, "name": self.name, "state": self._read_state(recipe)}
+        state = self._read_state(recipe)
+        return {"recipe": recipe, "key": key, "name": self.name, "state": state, "precision": self.precision}
 
     def _read_state(self, recipe: Recipe | None) -> State | None:
         variables = getattr(self, OVERWRITE_WITH_GRADIENT)

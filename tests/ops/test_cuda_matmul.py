@@ -36,8 +36,9 @@ def called_by_the_reference(target, results):
     """As xla_ffi/bindings/scaled_matmul_cuda.cc documents the call."""
     assert target == "jaxlowprec_scaled_matmul"
 
-    def call(a_data, a_scale, b_data, b_scale, *rest, a_format, b_format, accumulate):
+    def call(a_data, a_scale, b_data, b_scale, *rest, a_format, b_format, accumulate, float32_sums):
         a, b = format_of(a_format), format_of(b_format)
+        assert a.scaling != "e8m0" or a_format["element"] == "e2m1" or not float32_sums  # FP8 blocks are not made MX
         alpha, beta = jnp.float32(1), jnp.float32(accumulate)
         if a.has_tensor_scale:
             (alpha, beta), rest = jnp.moveaxis(rest[0], -1, 0), rest[1:]
@@ -64,7 +65,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("sizes", [(8, 160, 16), (5, 100, 33)], ids=str)
 @pytest.mark.parametrize(("formats", "capability"), PAIRS, ids=str)
-@pytest.mark.parametrize("names", ["", "accumulate", "bias", "bias gelu accumulate", "dgelu"])
+@pytest.mark.parametrize("names", ["", "accumulate", "bias", "bias gelu accumulate", "dgelu", "float32 sums"])
 def test_the_result_is_the_references(names, formats, sizes, capability):
     m, k, n = sizes
     a = jlp.quantize(random_array((2, m, k), "float32", 1), formats[0])
@@ -85,7 +86,7 @@ def test_the_result_is_the_references(names, formats, sizes, capability):
 
     bias, accumulate = "bias" in words, "accumulate" in words
     epilogue = Epilogue(bias, accumulate, activation, False, jnp.dtype("float32"))
-    spec = MatmulSpec(a.format, b.format, False, False, False, epilogue)
+    spec = MatmulSpec(a.format, b.format, False, False, False, epilogue, None, names == "float32 sums")
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     gpu = mock.patch.object(native, "compute_capability", lambda: capability)
     with gpu, mock.patch.object(jax.ffi, "ffi_call", called_by_the_reference):

@@ -34,16 +34,19 @@ jaxlowprec::Format format(const nb::dict& attributes) {
   return *found;
 }
 
-/// Why a GEMM has no way on a GPU of that compute capability (90 for 9.0), else empty; the workspace that it needs; and what
-/// multiplies.
+/// Why a GEMM has no way on a GPU of that compute capability (90 for 9.0), else empty; the workspace that it needs; what
+/// multiplies; and how far its sums may be off, as SumError in cuda/gemm_error.h.
 nb::tuple cuda_matmul_plan(const nb::dict& a_format, const nb::dict& b_format, int64_t rows, int64_t columns, int64_t depth,
-                           bool accumulate, int capability) {
+                           bool accumulate, bool float32_sums, int capability) {
   jaxlowprec::MatmulProblem p{};
   p.a.format = format(a_format), p.b.format = format(b_format);
   p.a.columns = p.b.columns = depth;
   p.rows = rows, p.columns = columns, p.accumulate = accumulate ? &p : nullptr;  // whether, not where
+  p.float32_sums = float32_sums;
   const auto plan = jaxlowprec::cuda::plan_matmul(p, capability);
-  return nb::make_tuple(plan.problem, plan.workspace_bytes(), jaxlowprec::cuda::route_name(plan.route));
+  const auto error = jaxlowprec::cuda::sum_error(plan.route, capability, depth);
+  return nb::make_tuple(plan.problem, plan.workspace_bytes(), jaxlowprec::cuda::route_name(plan.route),
+                        nb::make_tuple(error.expected, error.largest));
 }
 
 /// Why the GPU's kernel for few rows of bfloat16 by a quantised weight does not take a product, else empty; and its

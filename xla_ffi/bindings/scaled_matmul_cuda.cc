@@ -10,14 +10,15 @@ namespace {
 
 /// a and b as data and scale; then, where given, for formats with a tensor scale what to multiply the sum by and 0 or 1 for
 /// what is accumulated onto (numerics.md 9's alpha; [batch, 2]), and what to accumulate onto -> result, workspace. The rest
-/// of the epilogue is XLA's.
+/// of the epilogue is XLA's. `float32_sums`: no tensor cores that add up in fewer bits.
 ffi::Error scaled_matmul(cudaStream_t stream, ffi::AnyBuffer a_data, ffi::AnyBuffer a_scale, ffi::AnyBuffer b_data,
                          ffi::AnyBuffer b_scale, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
                          ffi::Result<ffi::AnyBuffer> workspace, ffi::Dictionary a_attributes, ffi::Dictionary b_attributes,
-                         bool accumulate) {
+                         bool accumulate, bool float32_sums) {
   MatmulProblem p;
   if (auto error = decode_matmul(p, a_data, a_scale, b_data, b_scale, *result, a_attributes, b_attributes); error.failure())
     return error;
+  p.float32_sums = float32_sums;
   JLP_REQUIRE(p.type != ElementType::kF16);  // cuBLASLt has none of bfloat16 operands
   const bool tensor = p.a.format.scaling == Scaling::kTwoLevel || p.a.format.scaling == Scaling::kTensor;
   JLP_REQUIRE(args.size() == static_cast<size_t>(tensor + accumulate));
@@ -49,7 +50,8 @@ JLP_DEFINE_CUDA_HANDLER(scaled_matmul, scaled_matmul,
                             .Ret<ffi::AnyBuffer>()
                             .Attr<ffi::Dictionary>("a_format")
                             .Attr<ffi::Dictionary>("b_format")
-                            .Attr<bool>("accumulate"));
+                            .Attr<bool>("accumulate")
+                            .Attr<bool>("float32_sums"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxlowprec_scaled_matmul_cuda_prepare, [](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) { return prepare(); },

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -27,6 +28,7 @@ constexpr size_t kLeastVersion = 120900;  // the first with float32 scales of 12
 
 struct Failure {
   std::string what;
+  bool no_algorithm = false;
 };
 
 std::string version_text(size_t version) {
@@ -135,7 +137,8 @@ Owned<cublasLtMatrixLayout_t> layout(const Library& lt, GemmType type, int64_t r
 
 /// cuBLASLt's matrices are column-major, so each of ours is its transpose: what it computes is y^T = (b^T)^T a^T. Its A is
 /// our b, transposed, and its B our a: the "TN" form, the only one that narrow types have on every GPU. What is not set here
-/// stays off: "fast accumulation", which keeps FP8 sums in fewer bits than float32, above all.
+/// stays off: above all "fast accumulation", with which FP8 sums of compute capability 8.9 and 9.0 are never promoted to
+/// float32. Without it they are promoted now and then (gemm_error.h).
 Descriptors describe(const Library& lt, const Gemm& gemm) {
   cublasLtMatmulDesc_t made = nullptr;
   lt.check(lt.MatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "makes no descriptor");
@@ -198,7 +201,9 @@ Key key_of(int device, const Gemm& gemm) {
           wanted_suggestion()};
 }
 
-cublasLtMatmulAlgo_t ask(const Library& lt, cublasLtHandle_t handle, const Gemm& gemm, const Descriptors& d) {
+using Algorithm = std::optional<cublasLtMatmulAlgo_t>;  // none: cuBLASLt suggests none
+
+Algorithm ask(const Library& lt, cublasLtHandle_t handle, const Gemm& gemm, const Descriptors& d) {
   cublasLtMatmulPreference_t made = nullptr;
   lt.check(lt.MatmulPreferenceCreate(&made), "makes no preference");
   const Owned<cublasLtMatmulPreference_t> preference{made, lt.MatmulPreferenceDestroy};
@@ -206,25 +211,28 @@ cublasLtMatmulAlgo_t ask(const Library& lt, cublasLtHandle_t handle, const Gemm&
     lt.check(lt.MatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), "refuses a preference");
   };
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(gemm.workspace_bytes));
+  // The partial sums of a split K meet in float32: by default they may in the result's type, rounded more than once.
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
     set(attribute, alignment(gemm));
   const int wanted = wanted_suggestion();
   std::vector<cublasLtMatmulHeuristicResult_t> found(std::max(wanted, 0) + 1);
   int count = 0;
-  lt.check(lt.MatmulAlgoGetHeuristic(handle, d.operation.get(), d.a.get(), d.b.get(), d.y.get(), d.y.get(), made,
-                                     static_cast<int>(found.size()), found.data(), &count),
-           "has no algorithm");
-  if (count < 1) throw Failure{"cuBLASLt has no algorithm for this GEMM on this GPU"};
+  const cublasStatus_t status =
+      lt.MatmulAlgoGetHeuristic(handle, d.operation.get(), d.a.get(), d.b.get(), d.y.get(), d.y.get(), made,
+                                static_cast<int>(found.size()), found.data(), &count);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count < 1)) return std::nullopt;
+  lt.check(status, "suggests no algorithm");
   if (wanted < 0 || wanted >= count)
     throw Failure{"JAXLOWPREC_GEMM_ALGORITHM is " + std::to_string(wanted) + ", cuBLASLt suggests " + std::to_string(count)};
   return found[wanted].algo;
 }
 
-cublasLtMatmulAlgo_t algorithm(const Library& lt, cublasLtHandle_t handle, int device, const Gemm& gemm,
-                               const Descriptors& descriptors) {
+Algorithm algorithm(const Library& lt, cublasLtHandle_t handle, int device, const Gemm& gemm,
+                    const Descriptors& descriptors) {
   static std::mutex mutex;
-  static std::map<Key, cublasLtMatmulAlgo_t> known;
+  static std::map<Key, Algorithm> known;
   const Key key = key_of(device, gemm);
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(key);
@@ -236,32 +244,33 @@ void run(const Gemm& gemm, int device, cudaStream_t stream) {
   const Library& lt = Library::get();
   const cublasLtHandle_t handle = handle_of(lt, device);
   const Descriptors d = describe(lt, gemm);
-  const cublasLtMatmulAlgo_t algo = algorithm(lt, handle, device, gemm, d);
+  const Algorithm algo = algorithm(lt, handle, device, gemm, d);
+  if (!algo) throw Failure{"cuBLASLt has no algorithm for this GEMM on this GPU", true};
   const float host[2] = {1, gemm.accumulate ? 1.0f : 0.0f};
   const float* scalars = gemm.alpha_beta ? gemm.alpha_beta : host;
   const void* c = gemm.accumulate ? gemm.accumulate : gemm.result;
   lt.check(lt.Matmul(handle, d.operation.get(), &scalars[0], gemm.b.data, d.a.get(), gemm.a.data, d.b.get(), &scalars[1], c,
-                     d.y.get(), gemm.result, d.y.get(), &algo, gemm.workspace, gemm.workspace_bytes, stream),
+                     d.y.get(), gemm.result, d.y.get(), &*algo, gemm.workspace, gemm.workspace_bytes, stream),
            "failed");
 }
 
 template <class Body>
-std::string problem_of(const Body& body) {
+GemmLaunch problem_of(const Body& body) {
   try {
     body();
-    return "";
+    return {};
   } catch (const Failure& failure) {
-    return failure.what;
+    return {failure.what, failure.no_algorithm};
   }
 }
 
 }  // namespace
 
 std::string prepare_gemm(int device) {
-  return problem_of([&] { handle_of(Library::get(), device); });
+  return problem_of([&] { handle_of(Library::get(), device); }).problem;
 }
 
-std::string launch(const Gemm& gemm, int device, cudaStream_t stream) {
+GemmLaunch launch(const Gemm& gemm, int device, cudaStream_t stream) {
   return problem_of([&] { run(gemm, device, stream); });
 }
 

@@ -16,8 +16,14 @@ namespace cuda {
 /// Finds cuBLASLt and makes its handle for the device, which is the current one. Empty, or what is wrong.
 std::string prepare_gemm(int device);
 
-/// Launches a GEMM on the device, which is the current one. Empty, or why it cannot be.
-std::string launch(const Gemm& gemm, int device, cudaStream_t stream);
+/// What became of a launch.
+struct GemmLaunch {
+  std::string problem;        // why there was none; else empty
+  bool no_algorithm = false;  // the problem: cuBLASLt suggests none for this GEMM on this GPU
+};
+
+/// Launches a GEMM on the device, which is the current one.
+GemmLaunch launch(const Gemm& gemm, int device, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace jaxlowprec

@@ -13,6 +13,7 @@ enum class GemmType : int32_t { kF32, kBF16, kE4M3, kE5M2, kE2M1 };
 /// How the elements of an operand [rows, depth] are scaled, and in which order the scales lie.
 enum class GemmScaling : int32_t {
   kNone,
+  kFloat32,         // a float32 for all of the operand
   kE4M3x16,         // an E4M3 for 16 elements of a row, in tiles of 128 rows by 4 blocks (numerics.md 6)
   kE8M0x32,         // an E8M0 for 32, in the same tiles
   kFloat32x128,     // a float32 for 128: [ceil(depth / 128), rows], rows a multiple of 4

@@ -68,18 +68,38 @@ std::string multiply_small(const MatmulProblem& p, const MatmulPlan& plan, const
   return status == cudaSuccess ? "" : reason(status);
 }
 
-std::string multiply(const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta, uint8_t* workspace, int device,
-                     cudaStream_t stream) {
+GemmLaunch multiply_by(MatmulRoute route, const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta,
+                       uint8_t* workspace, int device, cudaStream_t stream) {
   Gemm gemm{};
-  gemm.depth = plan.route == MatmulRoute::kDecoded ? decoded_width(p.depth()) : p.depth();
+  gemm.depth = route == MatmulRoute::kDecoded ? decoded_width(p.depth()) : p.depth();
   gemm.result_type = p.type == ElementType::kF32 ? GemmType::kF32 : GemmType::kBF16;
   gemm.result = p.result, gemm.accumulate = p.accumulate, gemm.alpha_beta = alpha_beta;
   uint8_t* const a = workspace;
   uint8_t* const b = a + plan.a_bytes;
   gemm.workspace = b + plan.b_bytes, gemm.workspace_bytes = plan.gemm_bytes;
-  cudaError_t status = convert(gemm.a, p.a, p.rows, p.depth(), plan.route, a, stream);
-  if (status == cudaSuccess) status = convert(gemm.b, p.b, p.columns, p.depth(), plan.route, b, stream);
-  return status == cudaSuccess ? launch(gemm, device, stream) : reason(status);
+  cudaError_t status = convert(gemm.a, p.a, p.rows, p.depth(), route, a, stream);
+  if (status == cudaSuccess) status = convert(gemm.b, p.b, p.columns, p.depth(), route, b, stream);
+  if (status != cudaSuccess) return {reason(status)};
+  if (route == MatmulRoute::kTensor) {
+    // alpha as the scale of a: then 1 and beta are the host's, and no kernel multiplies a result that nobody wrote by a
+    // beta of 0 that it reads from the device's memory.
+    gemm.a.scaling = GemmScaling::kFloat32, gemm.a.scale = alpha_beta, gemm.alpha_beta = nullptr;
+  }
+  return launch(gemm, device, stream);
+}
+
+std::string multiply(const MatmulProblem& p, const MatmulPlan& plan, const float* alpha_beta, uint8_t* workspace, int device,
+                     cudaStream_t stream) {
+  const GemmLaunch launched = multiply_by(plan.route, p, plan, alpha_beta, workspace, device, stream);
+  if (!launched.no_algorithm || plan.route == MatmulRoute::kDecoded) return launched.problem;
+  if (plan.may_decode) return multiply_by(MatmulRoute::kDecoded, p, plan, alpha_beta, workspace, device, stream).problem;
+  const std::string what = launched.problem + " (M " + std::to_string(p.rows) + ", N " + std::to_string(p.columns) + ", K " +
+                           std::to_string(p.depth()) + "): ";
+  if (!decodes_exactly(p))
+    return what +
+           "FP8 blocks whose scales are not powers of two cannot be decoded to bfloat16 instead; quantise with "
+           "power_of_two=True, or pass implementation=\"reference\"";
+  return what + "pass precision=\"highest\", which decodes both operands to bfloat16, or implementation=\"reference\"";
 }
 
 }  // namespace

@@ -8,19 +8,10 @@
 
 #include "../problems.h"
 #include "gemm.h"
+#include "gemm_error.h"
 
 namespace jaxlowprec {
 namespace cuda {
-
-enum class MatmulRoute : int32_t {
-  kNone,
-  kSmall,     // few rows of a, NVFP4: b is decoded in registers (matmul_decode.h)
-  kDecoded,   // both operands decoded to bfloat16, exactly (decode.h), and multiplied by bfloat16 tensor cores
-  kTensor,    // FP8 tensor cores, the tensors' scales in alpha
-  kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
-  kMX,        // FP8 tensor cores with E8M0 scales of 32
-  kNVFP4,     // FP4 tensor cores with E4M3 scales of 16
-};
 
 /// What multiplies on a route, in words.
 inline const char* route_name(MatmulRoute route) {
@@ -38,6 +29,9 @@ inline const char* route_name(MatmulRoute route) {
 
 /// Most rows of a for which reading b's codes takes longer than multiplying by them.
 constexpr int64_t kSmallRows = 16;
+/// Below this K (one block) a GEMM of FP8 blocks keeps room to be decoded, at most 256 bytes a row: cuBLASLt's manual does
+/// not say whether there is a least K.
+constexpr int64_t kBlock128Depth = 128;
 /// At least what matmul_decode.h needs for partial sums: 264 blocks of 32 columns, or one split and none.
 constexpr int64_t kSmallSums = 4 * kSmallRows * 264 * 32;
 
@@ -46,6 +40,8 @@ struct MatmulPlan {
   std::string problem;  // why there is no route; else empty
   // Of one batch entry, in this order; each a multiple of kAlignment.
   int64_t a_bytes = 0, b_bytes = 0, gemm_bytes = 0;  // what a and b (or their scales) become, and cuBLASLt's own
+  // Whether a and b may be decoded where cuBLASLt has no algorithm for the route: the workspace has room for it.
+  bool may_decode = false;
 
   /// XLA aligns buffers to 128 bytes, cuBLASLt wants 256 for its own.
   static constexpr int64_t kAlignment = 256;
@@ -54,24 +50,34 @@ struct MatmulPlan {
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+/// Whether both operands are exact in bfloat16 when decoded, up to the tensor's scale.
+inline bool decodes_exactly(const MatmulProblem& p) {
+  return p.a.format.scaling != Scaling::kFloat32 || (p.a.format.power_of_two && p.b.format.power_of_two);
+}
+
 /// `capability` is 90 for 9.0.
 inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::string& problem) {
   const Format &a = p.a.format, &b = p.b.format;
+  const bool fast = !p.float32_sums;  // FP8 and FP4 tensor cores are allowed
   switch (a.scaling) {
     case Scaling::kTwoLevel:
-      if (capability >= 100) return MatmulRoute::kNVFP4;
+      if (capability >= 100 && fast) return MatmulRoute::kNVFP4;
       return p.rows <= kSmallRows && !p.accumulate ? MatmulRoute::kSmall : MatmulRoute::kDecoded;
     case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
-      return capability >= 100 && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
-    case Scaling::kTensor: return capability >= 89 ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
+      return capability >= 100 && fast && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
+    case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
     case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
     case Scaling::kFloat32: break;
   }
-  if (capability == 90) return MatmulRoute::kBlock128;
-  if (a.power_of_two && b.power_of_two) return MatmulRoute::kDecoded;  // Python makes MXFP8 of them where it knows the GPU
-  problem =
-      "FP8 blocks with float32 scales that are not powers of two have tensor cores on compute capability 9.0 alone, and no "
-      "exact bfloat16: quantise with power_of_two=True, or pass implementation=\"reference\"";
+  if (capability == 90 && fast) return MatmulRoute::kBlock128;
+  if (decodes_exactly(p)) return MatmulRoute::kDecoded;  // Python makes MXFP8 of them where it knows the GPU
+  const std::string blocks = "FP8 blocks with float32 scales that are not powers of two";
+  const std::string remedy = "quantise with power_of_two=True, or pass implementation=\"reference\"";
+  if (capability == 90)
+    problem = blocks + " have no exact bfloat16, which sums in float32 (precision=\"highest\") need: " + remedy +
+              ", or leave out precision";
+  else
+    problem = blocks + " have tensor cores on compute capability 9.0 alone, and no exact bfloat16: " + remedy;
   return MatmulRoute::kNone;
 }
 
@@ -101,10 +107,13 @@ inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
     plan.a_bytes = round_up(p.rows * decoded_row, MatmulPlan::kAlignment), plan.b_bytes = kSmallSums;
     return plan;
   }
+  plan.may_decode = plan.route == MatmulRoute::kBlock128 && p.depth() < kBlock128Depth && decodes_exactly(p);
   const auto bytes = [&](const Format& format, int64_t rows) {
-    if (plan.route == MatmulRoute::kDecoded) return round_up(rows * decoded_row, MatmulPlan::kAlignment);
-    const bool scaled = gemm_scaling(plan.route, format) != GemmScaling::kNone;
-    return scaled ? round_up(gemm_scale_bytes(format, rows, p.depth()), MatmulPlan::kAlignment) : 0;
+    const int64_t decoded = round_up(rows * decoded_row, MatmulPlan::kAlignment);
+    if (plan.route == MatmulRoute::kDecoded) return decoded;
+    if (gemm_scaling(plan.route, format) == GemmScaling::kNone) return int64_t{0};
+    const int64_t scales = round_up(gemm_scale_bytes(format, rows, p.depth()), MatmulPlan::kAlignment);
+    return plan.may_decode ? std::max(decoded, scales) : scales;
   };
   plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);
   plan.gemm_bytes = kGemmWorkspace;

@@ -14,6 +14,7 @@ from jaxlowprec.formats import BLOCK, Format, Hadamard
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, grouped_matmul_op, grouped_wgrad_op
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
 from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 from jaxlowprec.quantized_array import QuantizedArray
 
 
@@ -125,25 +126,33 @@ def multiply_groups(
     bias: Float[Array, "*B E N"] | None,
     out_dtype: Any,
     implementation: Implementation = None,
+    precision: Any = None,
 ) -> Float[Array, "*B T N"]:
     """a rowwise [..., T, K] by the weight of each row's group, b [..., E, N, K] quantised along K.
 
-    Rows in no group give zeros. The bias is added in float32, before the one rounding.
+    Rows in no group give zeros. The bias is added in float32, before the one rounding. For `precision` see
+    `scaled_matmul`.
     """
     columns, depth = b.matrix
     fmt = b.format
     ragged_depth = depth % fmt.length != 0
     ragged_columns = fmt.tiles and columns % fmt.length != 0
-    spec = GroupedMatmulSpec(a.format, fmt, ragged_columns, ragged_depth, bias is not None, jnp.dtype(out_dtype))
+    exact = wants_float32_sums(checked_precision("grouped_matmul", precision))
+    spec = GroupedMatmulSpec(a.format, fmt, ragged_columns, ragged_depth, bias is not None, jnp.dtype(out_dtype), exact)
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     extras = () if bias is None else (bias.astype(jnp.float32),)
     return grouped_matmul_op(spec, implementation)(a.data, a.scale, b.data, b.scale, a.sizes, *amaxes, *extras)[0]
 
 
 def multiply_within_groups(
-    a: GroupedQuantizedArray, b: GroupedQuantizedArray, out_dtype: Any, implementation: Implementation = None
+    a: GroupedQuantizedArray,
+    b: GroupedQuantizedArray,
+    out_dtype: Any,
+    implementation: Implementation = None,
+    precision: Any = None,
 ) -> Float[Array, "*B E M N"]:
     """a columnwise, of [..., T, M], transposed @ b columnwise, of [..., T, N], within each group."""
-    spec = GroupedMatmulSpec(a.format, b.format, False, False, False, jnp.dtype(out_dtype))
+    exact = wants_float32_sums(checked_precision("grouped_matmul", precision))
+    spec = GroupedMatmulSpec(a.format, b.format, False, False, False, jnp.dtype(out_dtype), exact)
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     return grouped_wgrad_op(spec, a.rows, implementation)(a.data, a.scale, b.data, b.scale, a.sizes, *amaxes)[0]

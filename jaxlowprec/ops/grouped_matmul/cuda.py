@@ -36,7 +36,7 @@ def matmul(spec: Any, implementation: Implementation, a_data, sizes, a_scale, b_
     """`grouped_matmul_op`, sizes second."""
     rows, columns = a_data.shape[0], b_data.shape[-2]
     epilogue = Epilogue(spec.bias, False, None, False, spec.out_dtype)
-    dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue)
+    dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue, None, spec.float32_sums)
     chunk = chunk_rows(rows, sizes.shape[0])
     data_of = _chunk_of_codes(a_data, chunk)
     scale_of = None if spec.per_group else _chunk_of_codes(a_scale, chunk)
@@ -66,7 +66,7 @@ def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, a
     """`grouped_wgrad_op`, sizes second."""
     experts, shape = sizes.shape[0], (a_data.shape[0], b_data.shape[0])
     epilogue = Epilogue(False, True, None, False, jnp.dtype("float32"))
-    dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue)
+    dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue, None, spec.float32_sums)
     chunk = chunk_rows(rows, experts)
     groups = Groups.of(sizes, rows)
     slots = Slots.of(groups, chunk).used()

@@ -28,6 +28,7 @@ class GroupedMatmulSpec:
         ragged_depth: K, as stored, is no multiple of the block.
         bias: whether there is one.
         out_dtype: of the result.
+        float32_sums: see `MatmulSpec`.
     """
 
     a_format: Any
@@ -36,6 +37,7 @@ class GroupedMatmulSpec:
     ragged_depth: bool
     bias: bool
     out_dtype: Any
+    float32_sums: bool = False
 
     @property
     def two_level(self) -> bool:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxlowprec.formats import Format
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
 from jaxlowprec.out_sharding import resharded
@@ -33,6 +34,7 @@ def scaled_matmul(
     return_pre_activation: bool = False,
     activation_input: Float[Array, "*B M N"] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    precision: Any = None,
 ) -> Float[Array, "*B M N"] | tuple[Float[Array, "*B M N"], Float[Array, "*B M N"]]:
     """`a @ b.mT`, contracted over the quantised axis of both, accumulated in float32.
 
@@ -69,6 +71,9 @@ def scaled_matmul(
         activation_input: [..., M, N], for "dgelu": the pre-activation of the forward pass.
         out_sharding: of the result, in JAX's explicit-sharding mode, as for `jnp.matmul`. None: M and N are split as
             the operands are, `a` coming first; a sum over a split K is had by all.
+        precision: as for `jax.lax.dot`. None and DEFAULT: the fastest. HIGH and HIGHEST: no FP8 or FP4 tensor cores on
+            NVIDIA GPUs, of which some add up in fewer bits than float32; both operands are decoded to bfloat16 instead,
+            which is exact and slower (docs/gpu.md). The CPU's bytes do not depend on it.
 
     Returns:
         [..., M, N]; with `return_pre_activation` a pair of it and the pre-activation.
@@ -77,8 +82,8 @@ def scaled_matmul(
         TypeError: a `b` that is not quantised, or a dtype that does not fit.
         ValueError: operands quantised along another axis, of different length or batch, by different scale rules, or
             rotated differently; an activation without its input, or the reverse.
-        NotImplementedError: a pair of formats without a GEMM, `implementation="ffi"` where there is no kernel, or a
-            derivative with respect to a plain `a`.
+        NotImplementedError: a pair of formats without a GEMM, `implementation="ffi"` where there is no kernel (or none
+            of this precision: of Float8Block without power-of-two scales), or a derivative with respect to a plain `a`.
 
     Source: numerics.md 9.
 
@@ -97,13 +102,14 @@ def scaled_matmul(
         "activation_input": activation_input,
         "out_sharding": out_sharding,
     }
+    precision = checked_precision(who, precision)
     if not isinstance(b, QuantizedArray):
         raise TypeError(f"{who}: b is a {type(b).__name__}; needs a QuantizedArray: quantise it first")
     if not isinstance(a, QuantizedArray):
         return _results(weight_only_matmul(who, a, b, options, implementation), out_sharding)
     _check_operands(who, a, b)
     epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix[0]), **options)
-    out = _run(a, b, epilogue, extras, None, implementation)
+    out = _run(a, b, epilogue, extras, None, precision, implementation)
     return _results(out, out_sharding)
 
 
@@ -113,13 +119,14 @@ def scaled_matmul_of_slices(
     bias: Float[Array, "*B N"] | None,
     out_dtype: Any,
     out_sharding: NamedSharding | PartitionSpec | None,
+    precision: Any = None,
 ) -> Float[Array, "*B ..."]:
     """`scaled_matmul` where `a` is in slices of one tensor, [..., S, M, K], as `quantize(slices=True)` makes them.
 
     Arguments:
         a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where b is in slices too,
             [..., S, N, K], its columns are: M and N are lines, and the contraction is over S * K.
-        b, bias, out_dtype, out_sharding: see `scaled_matmul`.
+        b, bias, out_dtype, out_sharding, precision: see `scaled_matmul`.
 
     Returns:
         [..., S, M, N]; where both are in slices [..., M, N].
@@ -131,7 +138,7 @@ def scaled_matmul_of_slices(
     )
     epilogue, extras = checked_epilogue(who, shape, bias, None, None, out_dtype, False, None, out_sharding)
     a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
-    out = _run(a, b, epilogue, extras, "both" if both else "a", None)
+    out = _run(a, b, epilogue, extras, "both" if both else "a", checked_precision(who, precision), None)
     return resharded(out[0], out_sharding)
 
 
@@ -142,7 +149,13 @@ def _of_one_tensor(q: QuantizedArray) -> QuantizedArray:
 
 
 def _run(
-    a: QuantizedArray, b: QuantizedArray, epilogue: Epilogue, extras: list[jax.Array], slices: Any, implementation: Any
+    a: QuantizedArray,
+    b: QuantizedArray,
+    epilogue: Epilogue,
+    extras: list[jax.Array],
+    slices: Any,
+    precision: Any,
+    implementation: Any,
 ) -> list[jax.Array]:
     unpacked = next((q for q in (a, b) if not q.format.packed), None)
     spec = MatmulSpec(
@@ -153,6 +166,7 @@ def _run(
         unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
         epilogue,
         slices,
+        wants_float32_sums(precision),
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     return _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)

@@ -19,19 +19,24 @@ from jaxlowprec.ops.scaled_matmul import reference
 # block scales rows of scales of whole 16 bytes.
 _DEPTH, _COLUMNS, _SCALED_ROWS = 32, 16, 4
 
+# Least rows of an `a` with float32 block scales. cuBLASLt's manual allows 4, but few of its algorithms have so narrow a
+# tile; a row of zero codes costs next to nothing.
+_LEAST_SCALED_ROWS = 16
+
 # Compute capabilities that differ in what they need. Exported where there is no GPU, a program may meet any.
 _CAPABILITIES = (80, 89, 90, 100)
 
 
 def _plans(
-    a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool
+    a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool, float32_sums: bool
 ) -> tuple[str, int]:
     """Why there is no such GEMM on the GPUs of this process, else ""; and the bytes of workspace."""
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
     capability = native.compute_capability()
     capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
-    plans = [plan(a_format.attributes, b_format.attributes, rows, columns, depth, accumulate, c) for c in capabilities]
-    possible = [workspace for problem, workspace, _ in plans if not problem]
+    formats, how = (a_format.attributes, b_format.attributes), (accumulate, float32_sums)
+    plans = [plan(*formats, rows, columns, depth, *how, c) for c in capabilities]
+    possible = [workspace for problem, workspace, *_ in plans if not problem]
     return ("", max(possible)) if possible else plans[0][:2]
 
 
@@ -44,7 +49,21 @@ def route(fmt: Format, capability: int) -> str:
     """What multiplies many rows of a format on GPUs of that compute capability (90 for 9.0), in words; "" if none."""
     attributes = (MXFP8() if _as_mx(fmt, capability / 10) else fmt).attributes
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
-    return plan(attributes, attributes, 4096, 4096, 4096, False, capability)[2]
+    return plan(attributes, attributes, 4096, 4096, 4096, False, False, capability)[2]
+
+
+def sum_errors(
+    a_format: Format, b_format: Format, rows: int, columns: int, depth: int, float32_sums: bool, capability: int
+) -> tuple[float, float]:
+    """How far a GEMM's sums may be from the exact ones on GPUs of that compute capability (90 for 9.0).
+
+    Relative to the sum of the terms' magnitudes, before the result is rounded: what tests hold random operands to, and
+    what no operands exceed. `xla_ffi/cuda/gemm_error.h` has the numbers, docs/gpu.md derives them.
+    """
+    if not float32_sums and _as_mx(a_format, capability / 10):
+        a_format = b_format = MXFP8()
+    plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
+    return plan(a_format.attributes, b_format.attributes, rows, columns, depth, False, float32_sums, capability)[3]
 
 
 def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +92,8 @@ def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
     if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
         return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
     depth = a_data.shape[-1] * (1 + spec.a_format.packed)
-    return _plans(spec.a_format, spec.b_format, a_data.shape[-2], b_data.shape[-2], depth, False)[0]
+    rows, columns = a_data.shape[-2], b_data.shape[-2]
+    return _plans(spec.a_format, spec.b_format, rows, columns, depth, False, spec.float32_sums)[0]
 
 
 def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Array]:
@@ -89,11 +109,14 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
     epilogue = spec.epilogue
     bias, accumulate, _ = epilogue.split(rest)
 
-    a_data, a_scale = _padded(a_data, a_scale, a_fmt, _SCALED_ROWS if a_fmt.scaling == "float32" else 1)
+    a_rows = 1
+    if a_fmt.scaling == "float32":
+        a_rows = _LEAST_SCALED_ROWS if rows < _LEAST_SCALED_ROWS else _SCALED_ROWS
+    a_data, a_scale = _padded(a_data, a_scale, a_fmt, a_rows)
     b_data, b_scale = _padded(b_data, b_scale, b_fmt, _COLUMNS)
     padded = (a_data.shape[-2], b_data.shape[-2])
     depth = a_data.shape[-1] * (1 + a_fmt.packed)
-    if _as_mx(a_fmt, native.compute_capability() or 0):
+    if not spec.float32_sums and _as_mx(a_fmt, native.compute_capability() or 0):
         a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth)
         b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
     # cuBLASLt accumulates before an activation, and its biases are bfloat16: with either, or a sum of another type, it
@@ -108,13 +131,17 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
         operands.append(jnp.stack([alpha, beta], axis=-1))
     if added is not None:
         operands.append(added)
-    _, workspace = _plans(a_fmt, b_fmt, *padded, depth, added is not None)
+    _, workspace = _plans(a_fmt, b_fmt, *padded, depth, added is not None, spec.float32_sums)
     results = [
         jax.ShapeDtypeStruct((*batch, *padded), epilogue.out_dtype if whole else jnp.float32),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     ]
     y, _ = jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results)(
-        *operands, a_format=a_fmt.attributes, b_format=b_fmt.attributes, accumulate=added is not None
+        *operands,
+        a_format=a_fmt.attributes,
+        b_format=b_fmt.attributes,
+        accumulate=added is not None,
+        float32_sums=spec.float32_sums,
     )
     y = y[..., :rows, :columns]
     if whole:

@@ -28,6 +28,7 @@ class MatmulSpec:
         epilogue: what follows the sums.
         slices: of one tensor (see `ops.slices`): "a", its rows and those of the result, [..., S, M, ...]; or "both",
             what is contracted, whose slices are summed over.
+        float32_sums: on GPUs no tensor cores that may add up in fewer bits; other platforms' sums are float32 anyway.
     """
 
     a_format: Any
@@ -37,6 +38,7 @@ class MatmulSpec:
     ragged_depth: bool
     epilogue: Epilogue
     slices: Literal["a", "both"] | None = None
+    float32_sums: bool = False
 
     @property
     def two_level(self) -> bool:

@@ -21,7 +21,7 @@ from jaxlowprec.quantized_array import QuantizedArray
 
 
 def weight_only_dgrad(
-    dy: Float[Array, "*B M N"], q: QuantizedArray, out_dtype: Any, out_sharding: Any
+    dy: Float[Array, "*B M N"], q: QuantizedArray, out_dtype: Any, out_sharding: Any, precision: Any = None
 ) -> Float[Array, "*B M K"]:
     """dy @ q, accumulated in float32; the weight is decoded to dy's dtype.
 
@@ -29,6 +29,7 @@ def weight_only_dgrad(
         dy: [..., M, N]; [..., S, M, N] in slices for a weight without S.
         q: [..., N, K], quantised along K.
         out_dtype, out_sharding: of the result, see `scaled_matmul`.
+        precision: of the product, as for `jax.lax.dot`; hashable.
     """
     fmt, (rows, depth) = q.format, q.matrix
     ragged_depth = depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0)
@@ -40,6 +41,7 @@ def weight_only_dgrad(
         dy.ndim > q.ndim,
         jnp.dtype(out_dtype),
         spec_of(out_sharding),
+        precision,
     )
     (dx,) = op(dy, *(leaf for leaf in (q.data, q.scale, q.amax, q.zero_point) if leaf is not None))
     return resharded(dx, out_sharding)
@@ -54,6 +56,7 @@ def _dgrad_op(
     slices: bool,
     out_dtype: Any,
     out_spec: PartitionSpec | None,
+    precision: Any,
 ):
     """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where that does not follow."""
     weight = weight_factors(fmt, asymmetric, ragged_columns, ragged_depth is not None, "...")
@@ -75,7 +78,8 @@ def _dgrad_op(
         matrix = (data.shape[-2], depth(data, scale))
         w = QuantizedArray(data, scale, amax, zero_point, fmt, matrix, dy.dtype, -1, None)
         decoded = dequantize(w)[..., None, :, :] if slices else dequantize(w)
-        return jnp.matmul(dy, decoded, preferred_element_type=jnp.float32).astype(dtype)
+        y = jnp.matmul(dy, decoded, precision=precision, preferred_element_type=jnp.float32)
+        return y.astype(dtype)
 
     return wiring.define(
         "jaxlowprec_weight_only_dgrad",

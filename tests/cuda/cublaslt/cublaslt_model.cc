@@ -1,8 +1,11 @@
 // A model of cuBLASLt: the functions that xla_ffi/cuda/cublaslt.cc uses, by NVIDIA's documentation of them, in the host's
 // memory and in double precision. What the documentation forbids is refused, with the rule that it breaks.
 //
+// FP8 products on compute capability 8.9 and 9.0 are added up as the tensor cores there do (fp8_sum): by the documentation
+// "periodically promoted to a higher precision", by measurements in 13 bits below the leading one.
+//
 // Source: cuBLAS documentation, cublasLtMatmul() and "Narrow precision data types usage". Written from the text: what a GPU
-// does beyond it (the order of additions, the accumulators' width) is not modelled.
+// does beyond it (the order of additions) is not modelled.
 #include "cublaslt_model.h"
 
 #include <cublasLt.h>
@@ -22,6 +25,8 @@ namespace {
 
 int capability = 90, handles = 0, heuristics = 0;
 std::atomic<int> algorithm;
+int64_t least_block_depth = 0;
+bool refuses_by_count = false, device_beta_reads = false;
 std::string refusal;
 std::mutex mutex;
 
@@ -107,6 +112,7 @@ struct Layout {
 
 struct Preference {
   uint64_t workspace = 0;
+  uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_MASK;
   uint32_t alignments[4] = {256, 256, 256, 256};  // of A, B, C and D
 };
 
@@ -247,7 +253,11 @@ uint64_t fingerprint(const Operation& op, const Layout& a, const Layout& b, cons
 }
 
 constexpr size_t kWorkspace = size_t{4} << 20;  // that its algorithms need
-constexpr int kAlgorithms = 3;                  // that it suggests
+
+/// How its algorithms add up the parts of a split K, in the order of its suggestions. Those that do not split it reduce
+/// nothing, and a mask of schemes does not exclude them.
+constexpr cublasLtReductionScheme_t kAlgorithms[] = {CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE, CUBLASLT_REDUCTION_SCHEME_NONE,
+                                                     CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, CUBLASLT_REDUCTION_SCHEME_NONE};
 
 template <class T>
 void take(T& to, const void* from, size_t size) {
@@ -255,30 +265,95 @@ void take(T& to, const void* from, size_t size) {
   std::memcpy(&to, from, size);
 }
 
-void multiply(const Operation& op, const Sizes& s, double alpha, double beta, const void* a, const Layout& la, const void* b,
-              const Layout& lb, const void* c, const Layout& lc, void* d, const Layout& ld) {
-  // op(A) by rows and op(B) by columns, scaled
-  const auto lines = [&](const void* data, const Layout& layout, bool k_first, cublasLtMatmulMatrixScale_t mode,
-                         const void* scales, int64_t count) {
-    std::vector<double> values;
+// --- the arithmetic
+
+/// The unit of the last of 13 bits below the leading one of `largest`, which is 0 or a normal number.
+double unit_of(double largest) {
+  uint64_t bits;
+  std::memcpy(&bits, &largest, 8);
+  bits &= uint64_t{0x7FF} << 52;
+  double leading;
+  std::memcpy(&leading, &bits, 8);
+  return std::ldexp(leading, -13);
+}
+
+/// Cut, not rounded, to whole units. Not finite stays so.
+double truncated(double value, double unit) { return unit == 0 ? value : std::trunc(value / unit) * unit; }
+
+/// FP8 products as tensor cores of compute capability 8.9 and 9.0 add them up: an instruction aligns 32 of them and the
+/// running sum with the largest, and cuts each to 13 bits. So it does with the sum.
+double fp8_sum(const double* x, const double* y, int64_t count) {
+  constexpr int64_t kInstruction = 32;
+  double running = 0;
+  for (int64_t l = 0; l < count; l += kInstruction) {
+    const int64_t end = std::min(count, l + kInstruction);
+    double largest = std::abs(running), sum = 0;
+    for (int64_t i = l; i < end; ++i) largest = std::max(largest, std::abs(x[i] * y[i]));
+    const double unit = unit_of(largest);
+    for (int64_t i = l; i < end; ++i) sum += truncated(x[i] * y[i], unit);
+    sum += truncated(running, unit);
+    running = truncated(sum, unit_of(sum));
+  }
+  return running;
+}
+
+/// op(A) by rows, or op(B) by columns, and their scales.
+struct Lines {
+  std::vector<double> values, scales, scaled;
+
+  Lines(const void* data, const Layout& layout, bool k_first, cublasLtMatmulMatrixScale_t mode, const void* given,
+        int64_t count, int64_t k) {
     for (int64_t i = 0; i < count; ++i)
-      for (int64_t l = 0; l < s.k; ++l)
-        values.push_back(element(data, layout.type, k_first ? l + i * layout.ld : i + l * layout.ld) *
-                         scale(mode, scales, i, count, l, s.k));
-    return values;
-  };
-  const auto x = lines(a, la, op.transpose_a == CUBLAS_OP_T, op.a_mode, op.a_scale, s.m);
-  const auto y = lines(b, lb, op.transpose_b == CUBLAS_OP_N, op.b_mode, op.b_scale, s.n);
+      for (int64_t l = 0; l < k; ++l) {
+        values.push_back(element(data, layout.type, k_first ? l + i * layout.ld : i + l * layout.ld));
+        scales.push_back(scale(mode, given, i, count, l, k));
+        scaled.push_back(values.back() * scales.back());
+      }
+  }
+};
+
+/// The product of line i of x and line j of y from `first` on, up to `end`.
+double sum_of(const Lines& x, int64_t i, const Lines& y, int64_t j, int64_t k, int64_t first, int64_t end, bool in_13_bits) {
+  constexpr int64_t kPromotion = 128;  // a running sum is promoted to float32 after so much of k, which is a block, too
+  const int64_t at_x = i * k, at_y = j * k;
+  double sum = 0;
+  if (!in_13_bits) {
+    for (int64_t l = first; l < end; ++l) sum += x.scaled[at_x + l] * y.scaled[at_y + l];
+    return sum;
+  }
+  for (int64_t l = first; l < end; l += kPromotion) {
+    const double part = fp8_sum(&x.values[at_x + l], &y.values[at_y + l], std::min(kPromotion, end - l));
+    sum = static_cast<float>(sum + part * x.scales[at_x + l] * y.scales[at_y + l]);
+  }
+  return sum;
+}
+
+float rounded_to(cudaDataType_t type, double value) {
+  const float rounded = static_cast<float>(value);
+  return type == CUDA_R_32F ? rounded : as_float(uint32_t{to_bf16(rounded)} << 16);
+}
+
+void multiply(const Operation& op, const Sizes& s, double alpha, double beta, cublasLtReductionScheme_t reduction,
+              const void* a, const Layout& la, const void* b, const Layout& lb, const void* c, const Layout& lc, void* d,
+              const Layout& ld) {
+  const Lines x(a, la, op.transpose_a == CUBLAS_OP_T, op.a_mode, op.a_scale, s.m, s.k);
+  const Lines y(b, lb, op.transpose_b == CUBLAS_OP_N, op.b_mode, op.b_scale, s.n, s.k);
+  const bool in_13_bits = bits_of(la.type) == 8 && capability < 100;
+  const bool in_output_type = reduction == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+  const bool reads_c = beta != 0 || (op.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE && device_beta_reads);
+  const int64_t half = reduction == CUBLASLT_REDUCTION_SCHEME_NONE ? 0 : blocks(s.k, 256) * 128;  // where a split K is split
   std::vector<double> result(s.m * s.n);
   for (int64_t i = 0; i < s.m; ++i)
     for (int64_t j = 0; j < s.n; ++j) {
-      double sum = 0;
-      for (int64_t l = 0; l < s.k; ++l) sum += x[i * s.k + l] * y[j * s.k + l];
-      result[i + j * s.m] = alpha * sum + (beta == 0 ? 0 : beta * element(c, lc.type, i + j * lc.ld));
+      double parts[2] = {alpha * sum_of(x, i, y, j, s.k, 0, std::min(half, s.k), in_13_bits),
+                         alpha * sum_of(x, i, y, j, s.k, std::min(half, s.k), s.k, in_13_bits)};
+      if (in_output_type)
+        for (double& part : parts) part = rounded_to(ld.type, part);
+      result[i + j * s.m] = parts[0] + parts[1] + (reads_c ? beta * element(c, lc.type, i + j * lc.ld) : 0);
     }
   for (int64_t i = 0; i < s.m; ++i)
     for (int64_t j = 0; j < s.n; ++j) {
-      const float rounded = static_cast<float>(result[i + j * s.m]);
+      const float rounded = rounded_to(ld.type, result[i + j * s.m]);
       if (ld.type == CUDA_R_32F)
         static_cast<float*>(d)[i + j * ld.ld] = rounded;
       else
@@ -295,6 +370,10 @@ const char* cublaslt_model_refusal() { return refusal.c_str(); }
 int cublaslt_model_handles() { return handles; }
 int cublaslt_model_heuristics() { return heuristics; }
 int cublaslt_model_algorithm() { return algorithm; }
+void cublaslt_model_refuse_blocks_below(int64_t depth, bool by_count) {
+  least_block_depth = depth, refuses_by_count = by_count;
+}
+void cublaslt_model_device_beta_reads(bool reads) { device_beta_reads = reads; }
 
 size_t cublasLtGetVersion() {
   const char* version = std::getenv("CUBLASLT_MODEL_VERSION");
@@ -360,6 +439,7 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
     auto& to = *reinterpret_cast<Preference*>(preference);
     switch (attribute) {
       case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: return take(to.workspace, value, size);
+      case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: return take(to.reductions, value, size);
       case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES: return take(to.alignments[0], value, size);
       case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES: return take(to.alignments[1], value, size);
       case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES: return take(to.alignments[2], value, size);
@@ -378,14 +458,23 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     *count = 0;
     require(handle && wanted > 0, "a handle", CUBLAS_STATUS_NOT_INITIALIZED);
     const auto& op = as<Operation>(desc);
-    check(op, as<Layout>(a), as<Layout>(b), as<Layout>(c), as<Layout>(d));
-    require(as<Preference>(preference).workspace >= kWorkspace, "no algorithm with so small a workspace");
-    for (; *count < std::min(wanted, kAlgorithms); ++*count) {
+    const Sizes s = check(op, as<Layout>(a), as<Layout>(b), as<Layout>(c), as<Layout>(d));
+    const auto& preferred = as<Preference>(preference);
+    require(preferred.workspace >= kWorkspace, "no algorithm with so small a workspace");
+    if (block128_mode(op.a_mode) && s.k < least_block_depth) {
+      require(refuses_by_count, "no algorithm for so small a k");
+      return;
+    }
+    for (const cublasLtReductionScheme_t reduction : kAlgorithms) {
+      if (*count == wanted) break;
+      if (reduction != CUBLASLT_REDUCTION_SCHEME_NONE && !(preferred.reductions & reduction)) continue;
       auto& result = results[*count] = {};
       result.algo.data[0] = fingerprint(op, as<Layout>(a), as<Layout>(b), as<Layout>(d));
       result.algo.data[1] = *count;
-      for (int i = 0; i < 4; ++i) result.algo.data[2 + i] = as<Preference>(preference).alignments[i];
+      for (int i = 0; i < 4; ++i) result.algo.data[2 + i] = preferred.alignments[i];
+      result.algo.data[6] = reduction;
       result.workspaceSize = kWorkspace;
+      ++*count;
     }
   });
 }
@@ -418,7 +507,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     }
     require(op.pointer_mode == CUBLASLT_POINTER_MODE_HOST || op.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE,
             "one alpha and one beta");
-    multiply(op, s, *static_cast<const float*>(alpha), *static_cast<const float*>(beta), a, la, b, lb, c, lc, d, ld);
+    multiply(op, s, *static_cast<const float*>(alpha), *static_cast<const float*>(beta),
+             static_cast<cublasLtReductionScheme_t>(algo->data[6]), a, la, b, lb, c, lc, d, ld);
   });
 }
 
