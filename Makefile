@@ -14,14 +14,18 @@ ARGS ?=
 NATIVE := CMakeLists.txt pyproject.toml $(shell find xla_ffi cmake -type f)
 CPP := $(shell find xla_ffi cmake tests benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 export JAX_PLATFORMS ?= cpu
+# What XLA has compiled once, later tests and processes load.
+test: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax_cache
+test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
 .PHONY: demo test test-cpp lint format bench gpu gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo --resume $(ARGS)
 
+# Neighbouring tests share compiled functions: each process takes one half of them, then from the other's rest.
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-cpp: .venv/installed
 	scripts/test_cpp.sh

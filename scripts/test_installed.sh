@@ -10,4 +10,4 @@ cd "$folder"
 export JAX_PLATFORMS=cpu
 "$python" -m jaxlowprec.cli.main info
 "$python" -c 'from jaxlowprec import native; assert native.library().module, native.library().reason'
-"$python" -m pytest -n 2 "${@:2}"
+"$python" -m pytest -n 2 --dist worksteal "${@:2}"

@@ -48,6 +48,12 @@ def test_files():
 """
 
 
+def test_no_module_of_the_gpus_tests_is_left_out():
+    script = (SOURCE / "scripts" / "gpu_check.sh").read_text()
+    named = re.search(r"^for name in (.*); do gpu_tests", script, re.MULTILINE)[1].split()
+    assert set(named) == {path.stem.removeprefix("test_") for path in (SOURCE / "tests" / "gpu").glob("test_*.py")}
+
+
 class TestPhases:
     def test_all_but_the_suite_run_in_their_order_and_pass(self, repository):
         status, printed = repository.check()
