@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
 from tests.meshes import mesh_of, place
-from tests.moe.stack import RECIPES
+from tests.moe.stack import RECIPES, each_recipe
 
 EXPERTS, WIDTH, HIDDEN, K = 8, 64, 32, 2
 X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH), jnp.bfloat16)
 SIZES = jnp.asarray([30, 0, 1, 40, 20, 0, 37, 0], jnp.int32)
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def parameters_of(module):
@@ -155,8 +154,15 @@ class Model(nn.Module):
         return scan(name="layers")(x, None if tape is None else tape.experts)
 
 
-@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize(  # often in the form that has most in it
+    "remat, name",
+    [
+        pytest.param(False, "bf16", id="-bf16", marks=pytest.mark.slow),
+        pytest.param(False, "nvfp4", id="-nvfp4", marks=pytest.mark.slow),
+        pytest.param(True, "bf16", id="remat-bf16", marks=pytest.mark.slow),
+        pytest.param(True, "nvfp4", id="remat-nvfp4"),
+    ],
+)
 def test_under_nn_scan_a_tape_is_recorded_and_replayed(name, remat):
     model = Model(remat=remat)
     variables = model.init(jax.random.key(0), X)

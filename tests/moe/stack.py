@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jaxlowprec as jlp
 
@@ -16,6 +17,12 @@ RECIPES = {
     "int4_qat": jlp.Int4QAT(group_size=32),
     "nvfp4_qat": jlp.WeightQAT(jlp.NVFP4()),
 }
+# The others share the code of these two around their products; tests/test_grouped.py has every recipe's products.
+OFTEN = ("bf16", "nvfp4")
+each_recipe = pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(RECIPES[name], marks=[] if name in OFTEN else pytest.mark.slow, id=name) for name in RECIPES],
+)
 
 
 def block(recipe=None, **options):

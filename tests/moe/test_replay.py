@@ -10,21 +10,15 @@ import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
 from tests.meshes import mesh_of, place
 from tests.moe import stack
-from tests.moe.stack import RECIPES, block, step
+from tests.moe.stack import OFTEN, RECIPES, block, each_recipe, step
 
 PARAMS, X = stack.parameters(), stack.tokens()
 AFRESH = jlp.moe.RoutingTape.afresh(stack.LAYERS, stack.TOKENS, stack.K)
-each_recipe = pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(RECIPES[name], marks=[] if name in ("bf16", "nvfp4") else pytest.mark.slow) for name in RECIPES],
-    ids=RECIPES,
-)
 FORMS = {
     "loop": {"scan": False},
     "scan": {"scan": True},
     "scan of remat": {"scan": True, "remat": True},
 }
-OFTEN = ("bf16", "nvfp4")
 
 
 @pytest.mark.parametrize(  # of the other recipes the form that has most in it

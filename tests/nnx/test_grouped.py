@@ -8,7 +8,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
-from tests.moe.stack import RECIPES
+from tests.moe.stack import RECIPES, each_recipe
 
 EXPERTS, INPUTS, OUTPUTS, ROWS = 4, 64, 32, 48
 SIZES = {
@@ -18,7 +18,6 @@ SIZES = {
     "rows of nobody": (5, 3, 0, 20),
 }
 each_size = pytest.mark.parametrize("sizes", [jnp.asarray(s, jnp.int32) for s in SIZES.values()], ids=SIZES)
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 X = jax.random.normal(jax.random.key(0), (ROWS, INPUTS), jnp.bfloat16)
 
 

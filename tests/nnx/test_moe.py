@@ -11,11 +11,10 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
 from tests.meshes import collectives, mesh_of, place
-from tests.moe.stack import RECIPES
+from tests.moe.stack import RECIPES, each_recipe
 
 EXPERTS, WIDTH, HIDDEN, K = 8, 64, 32, 2
 X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH), jnp.bfloat16)
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def block(experts=EXPERTS, k=K, seed=0, **options):
