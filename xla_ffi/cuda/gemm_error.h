@@ -13,7 +13,7 @@ enum class MatmulRoute : int32_t {
   kNone,
   kSmall,     // few rows of a, NVFP4: b is decoded in registers (matmul_decode.h)
   kDecoded,   // both operands decoded to bfloat16, exactly (decode.h), and multiplied by bfloat16 tensor cores
-  kTensor,    // FP8 tensor cores, the tensors' scales in alpha
+  kTensor,    // FP8 tensor cores, the tensors' scales as one operand's
   kBlock128,  // FP8 tensor cores with float32 scales of 128 elements and 128x128
   kMX,        // FP8 tensor cores with E8M0 scales of 32
   kNVFP4,     // FP4 tensor cores with E4M3 scales of 16
