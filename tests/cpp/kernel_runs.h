@@ -42,6 +42,14 @@ constexpr bool kReduced = true;
 constexpr bool kReduced = false;
 #endif
 
+/// With the address sanitizer the references are slow: large shapes are smaller there, with edges of the same kinds. The
+/// same test without it compares the large ones.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
 // --- running
 
 /// Every chunk once, in order or scrambled: threads promise no order.
