@@ -107,7 +107,7 @@ def test_a_tape_of_other_tokens_is_named():
         block().apply({"params": jax.tree.map(lambda leaf: leaf[0], PARAMS)}, X, AFRESH.experts)
 
 
-@pytest.mark.parametrize("spec", [P(None, "a"), P("a", "b")], ids=str)
+@pytest.mark.parametrize("spec", [pytest.param(P(None, "a"), marks=pytest.mark.slow), P("a", "b")], ids=str)
 def test_over_eight_devices_a_tape_is_recorded_and_replayed_as_on_one(spec):
     moe, mesh = block(dtype=jnp.float32), mesh_of((2, 4)) if "b" in str(spec) else mesh_of((8,))
     x = stack.tokens(dtype=jnp.float32)

@@ -230,9 +230,13 @@ class Model(nnx.Module):
         return y, jlp.moe.RoutingTape(used)
 
 
-@pytest.mark.parametrize(  # each takes the model with remat and the one without
+@pytest.mark.parametrize(  # each takes the model with remat and the one without; often the form that has most in it
     "name, remat, dtype",
-    [("bf16", True, jnp.float32), ("nvfp4", True, jnp.bfloat16), ("nvfp4", False, jnp.float32)],
+    [
+        pytest.param("bf16", True, jnp.float32, marks=pytest.mark.slow),
+        ("nvfp4", True, jnp.bfloat16),
+        pytest.param("nvfp4", False, jnp.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_under_nnx_scan_and_remat_a_tape_is_recorded_and_replayed(name, remat, dtype):
     def gradients(model, tape):
