@@ -106,26 +106,25 @@ def test_the_losses_are_those_of_one_process_bit_for_bit(text, in_one_process, t
         assert said == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_others(text, tmp_path, victim):
-    """Process 0 is the coordinator too. The others end at once: their connections break."""
-    processes = Processes(text, tmp_path, 2, "data=2", "--steps", 4000)
+def kill_one(processes, victim):
+    """Kills one of two after the first checkpoint. The other ends at once, its connections broken, and says why."""
     processes.wait_for_checkpoint(EVERY)
     processes.running[victim].kill()
     survivor = 1 - victim
-    assert processes.wait(survivor, seconds=3 * HEARTBEAT)[0] != 0
+    assert processes.wait(survivor, seconds=3 * HEARTBEAT)[0] != 0, "it ended before the other could be killed"
     said = processes.output(survivor)
     assert "another process most likely died" in said or "another task died" in said
-    assert not (tmp_path / "report.json").exists()
+    assert not (processes.out / "report.json").exists()
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_resumes_to_the_same_losses(text, in_one_process, tmp_path):
-    killed = Processes(text, tmp_path, 2, "data=2")
-    killed.wait_for_checkpoint(EVERY)
-    killed.running[1].kill()
-    assert killed.wait(0, seconds=3 * HEARTBEAT)[0] != 0, "it ended before it could be killed"
+def test_a_killed_coordinator_ends_the_others(text, tmp_path):
+    kill_one(Processes(text, tmp_path, 2, "data=2", "--steps", 4000), victim=0)
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_losses(text, in_one_process, tmp_path):
+    kill_one(Processes(text, tmp_path, 2, "data=2"), victim=1)
     log = tmp_path / "nvfp4" / "losses.json"
     log.write_text(json.dumps([-1.0, *json.loads(log.read_text())[1:]]))  # a mark: a run from the start would lose it
     run = Processes(text, tmp_path, 2, "data=2", "--resume").report()

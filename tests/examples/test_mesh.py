@@ -28,7 +28,8 @@ from train_lm import RECIPES  # noqa: E402
 
 BATCH, STEPS = 8, 20
 IN_FLOAT32 = dataclasses.replace(SIZES["tiny"], dtype="float32")
-WIDE = dataclasses.replace(IN_FLOAT32, width=128)  # as wide as the groups of INT4
+ONE_BLOCK = dataclasses.replace(IN_FLOAT32, layers=1, high_precision_last=0)
+WIDE = dataclasses.replace(ONE_BLOCK, width=128)  # as wide as the groups of INT4
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 MESHES = [(CUBE, False), (CUBE, True), ({"fsdp": 8}, False), ({"data": 8}, False), ({"fsdp": 2, "tensor": 4}, True)]
 TEXT = np.random.default_rng(0).choice(np.frombuffer(b"the low bits of a block\n", np.uint8), 1 << 16)
@@ -114,7 +115,7 @@ def test_every_recipe_starts_alike(name, on_one_device, tmp_path):
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_a_model_with_experts_starts_alike_and_splits_their_kernels(recipe, on_one_device, tmp_path):
     """Later a token whose logits are all but equal goes to another expert, and the runs part."""
-    config = dataclasses.replace(IN_FLOAT32, experts=4)
+    config = dataclasses.replace(ONE_BLOCK, experts=4)
     layout = layout_of(CUBE)
     one = on_one_device(recipe, steps=4, config=config)
     run = trained(recipe, layout, tmp_path, steps=4, config=config)
