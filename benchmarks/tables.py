@@ -15,7 +15,13 @@ from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/speed.md", "docs/training.md", "docs/scaling.md", "docs/weight_sync.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarks/speed.md",
+    "docs/benchmarks/training.md",
+    "docs/explanation/scaling.md",
+    "docs/how-to/weight_sync.md",
+)
 
 
 def load(name: str) -> dict:
@@ -154,7 +160,7 @@ def best_speed() -> str:
             f"{result['saved_by_linear']:.2f} of the bytes",
         )
     )
-    about = f"{where(result)} Conversion was measured on another machine, see docs/speed.md."
+    about = f"{where(result)} Conversion was measured on another machine, see docs/benchmarks/speed.md."
     return markdown(rows) + f"\n\n{about} Instruction set: {isa}."
 
 
@@ -341,7 +347,7 @@ def main() -> None:
     if stale:
         sys.exit(f"{', '.join(stale)}: not what benchmarks/results say; run python benchmarks/tables.py")
     if not options.check:
-        picture(ROOT / "docs" / "training_gap.png")
+        picture(ROOT / "docs" / "benchmarks" / "training_gap.png")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_the_mesh_program_of_the_readme_prints_what_it_says(capsys):
 
 def test_the_scaling_programs_of_the_documents_run(capsys):
     names = {}
-    for program in programs("docs/scaling.md"):
+    for program in programs("docs/explanation/scaling.md"):
         exec(program, names)
     said = capsys.readouterr().out
     assert "all-gather among 8: u8[" in said and "reduce-scatter among 8: f32[" in said
@@ -48,7 +48,7 @@ def test_the_scaling_programs_of_the_documents_run(capsys):
 
 def test_the_recipe_of_the_documents_answers_by_role():
     names = {}
-    exec(programs("docs/recipes.md")[0], names)
+    exec(programs("docs/how-to/recipes.md")[0], names)
     recipe = names["recipe"]
     assert recipe.roles("linear", "up").weight.format == jlp.MXFP4()
     assert recipe.roles("linear", "model/head").weight is None
@@ -56,7 +56,7 @@ def test_the_recipe_of_the_documents_answers_by_role():
 
 def test_the_delayed_scaling_program_of_the_documents_records_and_quantises():
     names = {}
-    exec(programs("docs/recipes.md")[2], names)
+    exec(programs("docs/how-to/recipes.md")[2], names)
     history = getattr(names["model"], OVERWRITE_WITH_GRADIENT)["input_amax_history"][...]
     amax = abs(names["x"]).max()
     assert history[0] == history[-1] == amax and history.sum() == 2 * amax
@@ -64,14 +64,14 @@ def test_the_delayed_scaling_program_of_the_documents_records_and_quantises():
 
 def test_the_recipe_of_the_documents_leaves_out_what_it_says():
     names = {"jlp": jlp}
-    exec(programs("docs/recipes.md")[1], names)
+    exec(programs("docs/how-to/recipes.md")[1], names)
     applies = [names["recipe"].applies_to(name) for name in ("attention/qkv", "attention/out", "lm_head")]
     assert applies == [True, False, False]
 
 
 def test_the_int4_programs_of_the_documents_train_export_and_serve():
     names = {}
-    for program in programs("docs/int4.md"):
+    for program in programs("docs/how-to/int4.md"):
         exec(program, names)
     assert names["served"].layers[0].kernel.get_value().format == jlp.Int4()
     assert jax.numpy.any(names["model"](names["x"]) != names["trained"])
@@ -79,7 +79,7 @@ def test_the_int4_programs_of_the_documents_train_export_and_serve():
 
 def test_the_programs_of_experts_of_the_documents_record_replay_and_split():
     names = {}
-    for program in programs("docs/moe.md"):
+    for program in programs("docs/how-to/moe.md"):
         exec(program, names)
     assert names["aux"].group_sizes.sum() == 4 * 32 * 2 and jax.numpy.isfinite(names["value"])
     assert names["tape"].experts.shape == (1, 1, 3, 2) and names["used"].shape == (4, 32, 2)

@@ -52,7 +52,7 @@ class MoE(nnx.Module):
         normalise: whether a token's weights sum to 1; default: where top_k is 2 or more.
         scoring: "softmax" or "sigmoid", see `jaxlowprec.moe.route`.
         load_balance_coef: what the load-balance loss is multiplied by.
-        expert_axis: a mesh axis within shard_map along which the experts' kernels are split, see docs/moe.md.
+        expert_axis: a mesh axis within shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
         dtype, param_dtype, precision, kernel_init: see `GroupedLinear`; none has a bias.
         down_kernel_init, router_kernel_init: initialisers of their own. `shared_kernel_init` and
             `shared_down_kernel_init` are those of kernels without an axis of experts.

@@ -368,5 +368,5 @@ class TestFolders:
 
 
 def test_the_documents_example():
-    (program,) = programs("docs/checkpoints.md")
+    (program,) = programs("docs/how-to/checkpoints.md")
     exec(program, {})

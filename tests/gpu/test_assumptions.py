@@ -1,4 +1,4 @@
-"""What the GEMMs assume of cuBLASLt and of CUDA, and no manual states (docs/gpu.md, "Assumptions")."""
+"""What the GEMMs assume of cuBLASLt and of CUDA, and no manual states (docs/explanation/gpu.md, "Assumptions")."""
 
 import functools
 

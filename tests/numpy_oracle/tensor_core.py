@@ -1,4 +1,4 @@
-"""FP8 products as tensor cores of compute capability 8.9 and 9.0 add them up: docs/gpu.md, "How exact sums are"."""
+"""FP8 products as tensor cores of compute capability 8.9 and 9.0 add them up: docs/explanation/exact_sums.md."""
 
 import numpy as np
 

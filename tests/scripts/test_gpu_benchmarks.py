@@ -165,7 +165,7 @@ def test_the_digest_is_that_of_the_librarys_files(monkeypatch, tmp_path):
     kernel.write_text("1")
     first = sources.digest()
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "gpu.md").write_text("text")
+    (tmp_path / "docs" / "index.md").write_text("text")
     (tmp_path / "xla_ffi" / "library.so").write_text("compiled")
     assert sources.digest() == first
     kernel.write_text("2")

@@ -41,7 +41,7 @@ READS_FILES = """
 import pathlib
 import pytest
 
-FILES = ("README.md", "docs/gpu.md", "benchmarks", "examples", "pyproject.toml")
+FILES = ("README.md", "docs/index.md", "benchmarks", "examples", "pyproject.toml")
 
 @pytest.mark.gpu
 def test_files():
@@ -85,7 +85,7 @@ class TestPhases:
         assert repository.results() == [("test_other", "passed")]
 
     def test_the_tests_have_the_documents_that_they_read(self, repository):
-        (repository.root / "docs" / "gpu.md").write_text("text")
+        (repository.root / "docs" / "index.md").write_text("text")
         repository.test("int4", READS_FILES)
         status, printed = repository.check("test")
         assert status == 0, printed

@@ -1,11 +1,11 @@
-"""The programs of docs/weight_sync_transports.md run as they stand."""
+"""The programs of docs/how-to/weight_sync_transports.md run as they stand."""
 
 from tests.test_readme import programs
 
 
 def test_the_programs_of_the_document_run(capsys):
     names = {}
-    for program in programs("docs/weight_sync_transports.md"):
+    for program in programs("docs/how-to/weight_sync_transports.md"):
         exec(program, names)
     assert capsys.readouterr().out.splitlines() == ["1 [1. 1. 1. 1.]"] * 2
     assert names["rollout"].takes_arrays is False

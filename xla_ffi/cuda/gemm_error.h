@@ -1,5 +1,5 @@
 // Which ways a GEMM of quantised operands can take on a GPU, and how far from the exact product its sums may be on each.
-// docs/gpu.md, "How exact sums are", derives the numbers; the tests of every engine take them from here.
+// docs/explanation/exact_sums.md, derives the numbers; the tests of every engine take them from here.
 #pragma once
 
 #include <algorithm>

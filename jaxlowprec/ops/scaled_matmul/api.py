@@ -73,7 +73,7 @@ def scaled_matmul(
             the operands are, `a` coming first; a sum over a split K is had by all.
         precision: as for `jax.lax.dot`. None and DEFAULT: the fastest. HIGH and HIGHEST: no FP8 or FP4 tensor cores on
             NVIDIA GPUs, of which some add up in fewer bits than float32; both operands are decoded to bfloat16 instead,
-            which is exact and slower (docs/gpu.md). The CPU's bytes do not depend on it.
+            which is exact and slower (docs/explanation/exact_sums.md). The CPU's bytes do not depend on it.
 
     Returns:
         [..., M, N]; with `return_pre_activation` a pair of it and the pre-activation.

@@ -58,7 +58,7 @@ def sum_errors(
     """How far a GEMM's sums may be from the exact ones on GPUs of that compute capability (90 for 9.0).
 
     Relative to the sum of the terms' magnitudes, before the result is rounded: what tests hold random operands to, and
-    what no operands exceed. `xla_ffi/cuda/gemm_error.h` has the numbers, docs/gpu.md derives them.
+    what no operands exceed. `xla_ffi/cuda/gemm_error.h` has the numbers, docs/explanation/exact_sums.md derives them.
     """
     if not float32_sums and _as_mx(a_format, capability / 10):
         a_format = b_format = MXFP8()
