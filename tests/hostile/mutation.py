@@ -3,7 +3,29 @@
 import json
 import random
 
-NUMBERS = (0, 1, 2, 3, 7, 8, 15, 16, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**48, 2**53, 2**63, 2**64)
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    15,
+    16,
+    127,
+    128,
+    255,
+    256,
+    2**15,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**48,
+    2**53,
+    2**63,
+    2**64,
+)
 LENGTHS = (1, 2, 3, 16, 17, 33, 64, 65, 300, 5000, 60000)  # of what is repeated
 
 
@@ -17,11 +39,48 @@ class Pairs(list):
 
 VALUES = (
     *(None, True, False, -1, 1.0, 0.5, -0.0, 1e300, 10**400, *NUMBERS),
-    *("", " ", "x", "\0", "\x1b[31mred\x1b[0m", "\u202e", "\n", "F64", "F6_E2M3", "BF16", "I32", "re:(a+)+$", "../../etc", "/"),
+    *(
+        "",
+        " ",
+        "x",
+        "\0",
+        "\x1b[31mred\x1b[0m",
+        "\u202e",
+        "\n",
+        "F64",
+        "F6_E2M3",
+        "BF16",
+        "I32",
+        "re:(a+)+$",
+        "../../etc",
+        "/",
+    ),
     *("٣", "²", "layers.٣.weight", "1" * 5000, "a" * 70000, "model.layers.0", "model.layers." + "9" * 5000, "weight"),
-    *([], [0], [-1], [2, 3], [1.0], ["1"], [True], [2**62] * 20, [2**32, 2**32], [1] * 65, [1] * 100000, [0, 24], [None]),
+    *(
+        [],
+        [0],
+        [-1],
+        [2, 3],
+        [1.0],
+        ["1"],
+        [True],
+        [2**62] * 20,
+        [2**32, 2**32],
+        [1] * 65,
+        [1] * 100000,
+        [0, 24],
+        [None],
+    ),
     *(Pairs(), Pairs([("a", 1)]), Pairs([("a", 1), ("a", 2)]), Pairs([("name", "w4a16")])),
-    *(Raw("NaN"), Raw("Infinity"), Raw("1e999"), Raw("01"), Raw('"\\ud800"'), Raw("[" * 100000), Raw("[" * 900 + "]" * 900)),
+    *(
+        Raw("NaN"),
+        Raw("Infinity"),
+        Raw("1e999"),
+        Raw("01"),
+        Raw('"\\ud800"'),
+        Raw("[" * 100000),
+        Raw("[" * 900 + "]" * 900),
+    ),
     *(Raw('{"a":' * 50000), Raw("1" * 6000), Raw("")),
 )
 
@@ -113,7 +172,9 @@ class Mutator:
         elif how < 0.85:
             changed.extend([tree[at]] * self.random.choice(LENGTHS))
         elif how < 0.95 and isinstance(tree, Pairs):
-            name = self.random.choice([value for value in VALUES if isinstance(value, str) and not isinstance(value, Raw)])
+            name = self.random.choice(
+                [value for value in VALUES if isinstance(value, str) and not isinstance(value, Raw)]
+            )
             changed[at] = (self.random.choice((name, tree[at][0] + name)), tree[at][1])
         elif isinstance(tree, Pairs):
             changed += [(f"{tree[at][0]}{n}", tree[at][1]) for n in range(self.random.choice(LENGTHS))]

@@ -7,11 +7,11 @@ import ml_dtypes
 import numpy as np
 
 from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.config import with_quantization
 from jaxlowprec.checkpoints.convert import Run, convert, dequantize
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.checkpoints.inspect import inspect
-from jaxlowprec.checkpoints.config import with_quantization
 from jaxlowprec.checkpoints.safetensors_file import SafetensorsFile
 from jaxlowprec.checkpoints.safetensors_header import LENGTH_BYTES
 from jaxlowprec.cli.inspect import render

@@ -9,13 +9,48 @@ from tests.hostile.of_checkpoints import checkpoint
 from tests.hostile.target import Target
 
 WORDS = (
-    *("convert", "dequantize", "inspect", "info", "plain", "DST", "--scheme", "w4a16", "nvfp4", "gptq", "--group-size", "32"),
-    *("0", "-1", "9" * 5000, "1e9", "--dry-run", "--json", "--verify", "--workers", "--ignore", "--include", "--preset"),
-    *("re:(a+)+$", "re:[", "re:", "", "\x1b[31m", "../plain", "/dev/null", "/proc/self/mem", "loop", "--reference", "--plot"),
+    *(
+        "convert",
+        "dequantize",
+        "inspect",
+        "info",
+        "plain",
+        "DST",
+        "--scheme",
+        "w4a16",
+        "nvfp4",
+        "gptq",
+        "--group-size",
+        "32",
+    ),
+    *(
+        "0",
+        "-1",
+        "9" * 5000,
+        "1e9",
+        "--dry-run",
+        "--json",
+        "--verify",
+        "--workers",
+        "--ignore",
+        "--include",
+        "--preset",
+    ),
+    *(
+        "re:(a+)+$",
+        "re:[",
+        "re:",
+        "",
+        "\x1b[31m",
+        "../plain",
+        "/dev/null",
+        "/proc/self/mem",
+        "loop",
+        "--reference",
+        "--plot",
+    ),
     *("--dtype", "float16", "bfloat16", "float128", "--", "-h", "\udcff", "a\nb", "٣"),
 )
-
-
 
 
 def command(data, folder):

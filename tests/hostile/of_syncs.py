@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import pathlib
 import shutil
 import socket
 import threading
@@ -156,7 +155,9 @@ def texts(data, folder):
 
 def text_seeds():
     begin = messages.write_begin(2, packed(model(2), 2)[0])
-    said = [messages.write(**fields) for fields in ({"version": 2}, {"timeout": 2.5}, {"version": 2, "manifest_hash": "ab"})]
+    said = [
+        messages.write(**fields) for fields in ({"version": 2}, {"timeout": 2.5}, {"version": 2, "manifest_hash": "ab"})
+    ]
     said += [messages.write(reason="the trainer stops"), begin, messages.write_error(OSError("no space left"))]
     return [bytes([i]) + text for i, text in enumerate(said)]
 
