@@ -3,7 +3,6 @@
 import argparse
 import collections
 import hashlib
-import itertools
 import pathlib
 import sys
 import time
@@ -30,16 +29,16 @@ def attack(target, seed, cases=None, until=None):
     mutator = Mutator(f"{target} {seed}", TARGETS[target].seeds())
     counts, failures = collections.Counter(), {}
     with Isolated(target) as worker:
-        for number in itertools.count():
-            over = number >= cases if cases is not None else time.monotonic() >= until
-            if over or len(failures) >= MOST_FAILURES:
-                return counts, failures
+        while len(failures) < MOST_FAILURES and (
+            counts.total() < cases if cases is not None else time.monotonic() < until
+        ):
             data = mutator.case(TARGETS[target].changed)
             outcome = worker.run(data)
             counts[outcome.kind] += 1
             if outcome.kind == "broke":
                 failures.setdefault(outcome.detail, data)
                 failures[outcome.detail] = min(data, failures[outcome.detail], key=len)
+    return counts, failures
 
 
 def keep(target, data):
@@ -64,11 +63,8 @@ def main():
         began = time.monotonic()
         until = began + 60 * options.minutes / len(options.target)
         counts, failures = attack(target, options.seed, options.cases, until)
-        print(
-            f"{target:12} {counts.total():8} cases in {time.monotonic() - began:6.1f} s: {counts['accepted']} accepted, "
-            f"{counts['refused']} refused, {counts['broke']} broke it",
-            flush=True,
-        )
+        kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("accepted", "refused", "broke"))
+        print(f"{target:12} {counts.total():8} cases in {time.monotonic() - began:6.1f} s: {kinds}", flush=True)
         for detail, data in failures.items():
             print(f"    {detail}\n    seed {options.seed}, {len(data)} bytes: {data[:120]!r}")
             if options.keep:

@@ -3,29 +3,7 @@
 import json
 import random
 
-NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    15,
-    16,
-    127,
-    128,
-    255,
-    256,
-    2**15,
-    2**16,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**48,
-    2**53,
-    2**63,
-    2**64,
-)
+NUMBERS = (0, 1, 2, 3, 7, 8, 15, 16, 127, 128, 255, 256, *(2**n for n in (15, 16, 31, 32, 48, 53, 63, 64)), 2**31 - 1)
 LENGTHS = (1, 2, 3, 16, 17, 33, 64, 65, 300, 5000, 60000)  # of what is repeated
 
 
@@ -39,49 +17,14 @@ class Pairs(list):
 
 VALUES = (
     *(None, True, False, -1, 1.0, 0.5, -0.0, 1e300, 10**400, *NUMBERS),
-    *(
-        "",
-        " ",
-        "x",
-        "\0",
-        "\x1b[31mred\x1b[0m",
-        "\u202e",
-        "\n",
-        "F64",
-        "F6_E2M3",
-        "BF16",
-        "I32",
-        "re:(a+)+$",
-        "../../etc",
-        "/",
-    ),
+    *("", " ", "x", "\0", "\x1b[31mred\x1b[0m", "\u202e", "\n", "../../etc", "/", "re:(a+)+$"),
+    *("F64", "F6_E2M3", "BF16", "I32"),
     *("٣", "²", "layers.٣.weight", "1" * 5000, "a" * 70000, "model.layers.0", "model.layers." + "9" * 5000, "weight"),
-    *(
-        [],
-        [0],
-        [-1],
-        [2, 3],
-        [1.0],
-        ["1"],
-        [True],
-        [2**62] * 20,
-        [2**32, 2**32],
-        [1] * 65,
-        [1] * 100000,
-        [0, 24],
-        [None],
-    ),
+    *([], [0], [-1], [2, 3], [1.0], ["1"], [True], [None], [0, 24]),
+    *([2**62] * 20, [2**32, 2**32], [1] * 65, [1] * 100000),
     *(Pairs(), Pairs([("a", 1)]), Pairs([("a", 1), ("a", 2)]), Pairs([("name", "w4a16")])),
-    *(
-        Raw("NaN"),
-        Raw("Infinity"),
-        Raw("1e999"),
-        Raw("01"),
-        Raw('"\\ud800"'),
-        Raw("[" * 100000),
-        Raw("[" * 900 + "]" * 900),
-    ),
-    *(Raw('{"a":' * 50000), Raw("1" * 6000), Raw("")),
+    *map(Raw, ("NaN", "Infinity", "1e999", "01", '"\\ud800"', "", "1" * 6000)),
+    *map(Raw, ("[" * 100000, "[" * 900 + "]" * 900, '{"a":' * 50000)),
 )
 
 
@@ -172,9 +115,7 @@ class Mutator:
         elif how < 0.85:
             changed.extend([tree[at]] * self.random.choice(LENGTHS))
         elif how < 0.95 and isinstance(tree, Pairs):
-            name = self.random.choice(
-                [value for value in VALUES if isinstance(value, str) and not isinstance(value, Raw)]
-            )
+            name = self.random.choice([value for value in VALUES if type(value) is str])
             changed[at] = (self.random.choice((name, tree[at][0] + name)), tree[at][1])
         elif isinstance(tree, Pairs):
             changed += [(f"{tree[at][0]}{n}", tree[at][1]) for n in range(self.random.choice(LENGTHS))]

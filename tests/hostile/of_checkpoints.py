@@ -1,7 +1,9 @@
 """Hostile checkpoints: headers, indices, configs and weights."""
 
 import json
+import pathlib
 import shutil
+import tempfile
 
 import ml_dtypes
 import numpy as np
@@ -64,9 +66,6 @@ def file_of(tensors, folder):
 
 def made_in(make):
     """A seed that needs a folder to be made."""
-    import pathlib
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         return make(pathlib.Path(folder) / "made")
 

@@ -3,52 +3,17 @@
 import contextlib
 import io
 import os
+import pathlib
 
 from jaxlowprec.cli.main import main
 from tests.hostile.of_checkpoints import checkpoint
 from tests.hostile.target import Target
 
 WORDS = (
-    *(
-        "convert",
-        "dequantize",
-        "inspect",
-        "info",
-        "plain",
-        "DST",
-        "--scheme",
-        "w4a16",
-        "nvfp4",
-        "gptq",
-        "--group-size",
-        "32",
-    ),
-    *(
-        "0",
-        "-1",
-        "9" * 5000,
-        "1e9",
-        "--dry-run",
-        "--json",
-        "--verify",
-        "--workers",
-        "--ignore",
-        "--include",
-        "--preset",
-    ),
-    *(
-        "re:(a+)+$",
-        "re:[",
-        "re:",
-        "",
-        "\x1b[31m",
-        "../plain",
-        "/dev/null",
-        "/proc/self/mem",
-        "loop",
-        "--reference",
-        "--plot",
-    ),
+    *("convert", "dequantize", "inspect", "info", "plain", "DST", "w4a16", "nvfp4", "gptq", "32", "0", "-1", "1e9"),
+    *("--scheme", "--group-size", "--dry-run", "--json", "--verify", "--workers", "--ignore", "--include"),
+    *("--no-defaults", "--leave-unfit", "--reference", "--plot", "9" * 5000, "re:(a+)+$", "re:[", "re:", ""),
+    *("../plain", "/dev/null", "/proc/self/mem", "loop", "\x1b[31m"),
     *("--dtype", "float16", "bfloat16", "float128", "--", "-h", "\udcff", "a\nb", "٣"),
 )
 
@@ -60,7 +25,7 @@ def command(data, folder):
         (folder / "loop").symlink_to("loop")
     arguments = data.decode(errors="surrogateescape").split("\0")
     said = io.StringIO()
-    before = os.getcwd()
+    before = pathlib.Path.cwd()
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):

@@ -17,6 +17,7 @@ from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.pulling import pull
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.record import RECORD_FILE
+from jaxlowprec.weight_sync.record import _checksum as checksum_of_record
 from jaxlowprec.weight_sync.serving import Serving, Slot
 from jaxlowprec.weight_sync.sockets import Deadline
 from jaxlowprec.weight_sync.stream import Channel, Kind
@@ -155,10 +156,9 @@ def texts(data, folder):
 
 def text_seeds():
     begin = messages.write_begin(2, packed(model(2), 2)[0])
-    said = [
-        messages.write(**fields) for fields in ({"version": 2}, {"timeout": 2.5}, {"version": 2, "manifest_hash": "ab"})
-    ]
-    said += [messages.write(reason="the trainer stops"), begin, messages.write_error(OSError("no space left"))]
+    fields = ({"version": 2}, {"timeout": 2.5}, {"version": 2, "manifest_hash": "ab"}, {"reason": "the trainer stops"})
+    said = [messages.write(**of_one) for of_one in fields]
+    said += [begin, messages.write_error(OSError("no space left"))]
     return [bytes([i]) + text for i, text in enumerate(said)]
 
 
@@ -198,13 +198,11 @@ def from_folder(version, file):
 
 def change_record(mutator, data):
     """A record's JSON, with the checksum that belongs to it."""
-    from jaxlowprec.weight_sync import record
-
     changed = mutator.document(data)
     try:
         content = json.loads(changed)
         content.pop("checksum")
-        return json.dumps({**content, "checksum": record._checksum(content)}).encode()
+        return json.dumps({**content, "checksum": checksum_of_record(content)}).encode()
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
         return changed
 
