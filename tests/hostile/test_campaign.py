@@ -1,0 +1,53 @@
+"""The campaign: it finds what is planted, what once broke holds, and a few minutes of new cases find nothing."""
+
+import pytest
+
+from tests.hostile.campaign import attack, kept
+from tests.hostile.limits import Isolated
+from tests.hostile.mutation import Mutator
+from tests.hostile.targets import TARGETS
+
+CASES = {"convert": 60, "dequantize": 150}  # others: 400
+
+
+def test_it_finds_every_planted_fault_and_goes_on():
+    found = {
+        b"error": "raised KeyError: \"'missing'\" at ?",
+        b"signal": "was ended by SIGSEGV",
+        b"end": "ended with status 3",
+        b"slow": "took 1.3 s for 4 bytes; allowed 1.0 s",
+        b"memory": "raised MemoryError",
+        b"long": "refused by a Refused of 7000 characters",
+        b"escape": "refused by a Refused with characters that no terminal should get",
+        b"riddle": "refused by a Refused without a sentence",
+    }
+    with Isolated("planted") as worker:
+        for data, detail in found.items():
+            outcome = worker.run(data)
+            assert outcome.kind == "broke" and detail in outcome.detail
+            assert worker.run(b"accepted").kind == "accepted"
+            assert worker.run(b"refused").kind == "refused"
+
+
+def test_the_same_seed_gives_the_same_cases():
+    drawn = [[Mutator(seed, [b'{"a": [1, 2]}']).case() for _ in range(1)] for seed in ("x", "x", "y")]
+    assert drawn[0] == drawn[1] != drawn[2]
+    mutator = Mutator("x", [b'{"a": [1, 2]}'])
+    assert len({mutator.case() for _ in range(100)}) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_once_broke_is_refused_or_read(target):
+    with Isolated(target) as worker:
+        for path, data in kept(target):
+            outcome = worker.run(data)
+            assert outcome.kind != "broke", f"{path.name}: {outcome.detail}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_new_cases_break_nothing(target):
+    counts, failures = attack(target, "continuous integration", CASES.get(target, 400))
+    assert not failures, f"{counts}; python -m tests.hostile --seed 'continuous integration' --target {target}"
+    assert counts["accepted"] and counts.total() == CASES.get(target, 400)
