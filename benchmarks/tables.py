@@ -16,8 +16,8 @@ import speed_tables
 from charts import CHARTS
 from recorded import ROOT
 
-DOCUMENTS = ("docs/speed.md", "docs/training.md", "docs/scaling.md", "docs/weight_sync.md")
-PICTURES = "docs/pictures"
+DOCUMENTS = ROOT / "docs"
+PICTURES = DOCUMENTS / "pictures"
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES = {
     f.__name__: f
@@ -31,12 +31,20 @@ TABLES = {
 
 
 def wanted() -> dict[pathlib.Path, str]:
-    """What each generated file has to hold."""
-    files = {}
-    for name in DOCUMENTS:
-        path = ROOT / name
-        files[path] = _PLACE.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], path.read_text())
-    return files | {ROOT / PICTURES / f"{name}.svg": chart().drawn() for name, chart in CHARTS.items()}
+    """What each generated file, and each document with a generated table, has to hold.
+
+    Raises:
+        ValueError: a table stands in no document.
+    """
+    files = {PICTURES / f"{name}.svg": chart().drawn() for name, chart in CHARTS.items()}
+    placed = set()
+    for path in sorted(DOCUMENTS.rglob("*.md")):
+        text = path.read_text()
+        placed |= {name for _, name, _ in _PLACE.findall(text)}
+        files[path] = _PLACE.sub(lambda m: m[1] + TABLES[m[2]]() + "\n" + m[3], text)
+    if missing := TABLES.keys() - placed:
+        raise ValueError(f"no document has a place for the tables {', '.join(sorted(missing))}")
+    return files
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class BarChart:
 
     def drawn(self) -> str:
         """The SVG file's text."""
-        card = Card(self.title, f"{self.about} The figures are in the tables of docs/speed.md. {self.measured_on}")
+        card = Card(self.title, f"{self.about} {self.measured_on}")
         card.paragraph(self.about)
         _legend(card, self.series, any(b and b.target for p in self.panels for r in p.rows for b in r.bars))
         for panel in self.panels:

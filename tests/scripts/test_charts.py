@@ -60,6 +60,12 @@ def test_a_chart_whose_case_was_not_measured_is_an_error(copy):
     assert done.returncode == 1 and "the results have 0 cases 'w4a16 on the way" in done.stderr
 
 
+def test_a_table_that_no_document_shows_is_an_error(copy):
+    document = next(p for p in (copy / "docs").rglob("*.md") if "<!-- table: scaling -->" in p.read_text())
+    document.write_text(document.read_text().replace("<!-- table: scaling -->", ""))
+    assert "no document has a place for the tables scaling" in check(copy).stderr
+
+
 class TestChart:
     @pytest.fixture(autouse=True, params=CHARTS, ids=[p.stem for p in CHARTS])
     def _chart(self, request):
