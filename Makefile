@@ -2,9 +2,9 @@
 #   make demo      train the example in bf16 and under the NVFP4 recipe: runs/demo/loss.png, runs/demo/report.json
 #   make test      all tests but the slow ones; `make test ARGS=--slow` for those too
 #   make test-cpp  the C++ tests, with sanitizers
-#   make lint      ruff, mypy, clang-format, tables in the documents up to date
+#   make lint      ruff, mypy, clang-format, tables and charts in the documents up to date
 #   make format    what lint wants, where a tool can do it
-#   make bench     the tables of the README anew, on this machine
+#   make bench     measure the tables and charts of docs/benchmarks/speed.md anew, on this machine
 #   make gpu       for NVIDIA GPUs: JAX with CUDA, a CUDA compiler from PyPI if there is none, and this library's kernels
 #   make gpu-check tests, benchmarks, sanitizer and profiles on a GPU, in phases that continue; runs/gpu_check
 
