@@ -12,6 +12,7 @@ import re
 import sys
 
 import mesh_tables
+import recipe_table
 import speed_tables
 from charts import CHARTS
 from recorded import ROOT
@@ -26,6 +27,7 @@ TABLES = {
         *(speed_tables.convert, speed_tables.weight_sync, speed_tables.best_speed, speed_tables.train_step),
         *(speed_tables.scaling, speed_tables.study, speed_tables.gpu),
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
+        recipe_table.recipes,
     )
 }
 
