@@ -136,7 +136,8 @@ def ragged_dot(
         group_offset: not supported, as in JAX.
 
     Raises:
-        As `grouped_matmul`; NotImplementedError for a group_offset.
+        NotImplementedError: a group_offset.
+        TypeError, ValueError: see `grouped_matmul`.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> with jlp.autocast(jlp.MXFP8BlockScaling()):

@@ -149,7 +149,7 @@ def quantize_both(
         The rowwise and the columnwise QuantizedArray.
 
     Raises:
-        As `quantize`.
+        TypeError, ValueError, NotImplementedError: see `quantize`.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> row, column = jlp.quantize_both(jnp.ones((32, 64), jnp.bfloat16), jlp.NVFP4(), hadamard_columnwise=True)
