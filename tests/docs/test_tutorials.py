@@ -1,0 +1,29 @@
+"""Every program of the front page and the tutorials runs as it stands, and prints what the page shows."""
+
+import pytest
+
+from tests.docs.pages import differs, pieces, printed_by
+from tests.test_readme import ROOT
+
+TUTORIALS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = ["docs/index.md", *(page for page in TUTORIALS if pieces(page))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_prints_what_it_shows(page):
+    names = {}
+    for piece in pieces(page):
+        printed = printed_by(piece, page, names)
+        assert not differs(printed, piece.shown), f"{page}:{piece.line}: shows\n{piece.shown}\nbut prints\n{printed}"
+
+
+def test_every_tutorial_has_programs():
+    assert len(PAGES) == len(TUTORIALS)  # all tutorials but their index, and the front page
+
+
+def test_only_the_last_digits_of_fractions_may_differ():
+    assert not differs("loss 0.31 of 3\n", "loss 0.32 of 3\n")
+    assert differs("loss 0.31 of 3\n", "loss 0.35 of 3\n")
+    assert differs("loss 0.31 of 3\n", "loss 0.31 of 4\n")
+    assert differs("True\n", "False\n")
+    assert differs("", "True\n")
