@@ -3,6 +3,7 @@
 #   make test      all tests but the slow ones; `make test ARGS=--slow` for those too
 #   make test-cpp  the C++ tests, with sanitizers
 #   make lint      ruff, mypy, clang-format, tables and charts in the documents up to date
+#   make docs      the documentation site, strictly: build/site/index.html, which needs no network
 #   make format    what lint wants, where a tool can do it
 #   make bench     measure the tables and charts of docs/benchmarks/speed.md anew, on this machine
 #   make gpu       for NVIDIA GPUs: JAX with CUDA, a CUDA compiler from PyPI if there is none, and this library's kernels
@@ -18,7 +19,7 @@ export JAX_PLATFORMS ?= cpu
 test: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax_cache
 test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
-.PHONY: demo test test-cpp lint format bench gpu gpu-check clean
+.PHONY: demo test test-cpp lint docs format bench gpu gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo --resume $(ARGS)
@@ -36,6 +37,9 @@ lint: .venv/linters
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/python benchmarks/tables.py --check
+
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: .venv/linters
 	$(BIN)/ruff check --fix
@@ -69,6 +73,12 @@ gpu-check:
 
 .venv/linters: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# Docstrings are read, not imported: the site needs neither JAX nor the kernels.
+.venv/docs: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python scripts/site/requirements.py | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	touch $@
 
 clean:
