@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the built pages load nothing from elsewhere, and every link within the site leads somewhere."""
+"""A hook of MkDocs: the built pages load nothing from elsewhere, their links lead somewhere, and no list stands as text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+_CODE = re.compile(r"<pre>.*?</pre>", re.DOTALL)
+_LIST = re.compile(r"^\* .*", re.MULTILINE)  # Python-Markdown wants a blank line before a list, and 4 spaces within
 _IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?((?:https?:)?//[^\"')\s]+)")
 
 
@@ -20,6 +22,7 @@ class Page(html.parser.HTMLParser):
         self.loaded: set[str] = set()
         self.links: set[str] = set()
         self.anchors: set[str] = set()
+        self.lists = _LIST.findall(_CODE.sub("", text))
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -50,6 +53,7 @@ def problems(site: pathlib.Path) -> list[str]:
                 found.append(f"{name}: loads {address}; bundle it")
             elif not urlsplit(address).scheme and not _target(path, address, site).exists():
                 found.append(f"{name}: loads {address}, which is not in the site")
+        found += [f"{name}: a list stands as text: {line}" for line in page.lists]
         for link in sorted(page.links):
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:

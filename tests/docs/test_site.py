@@ -35,6 +35,7 @@ class TestSelfContained:
             ('<img src="//images.example/x.png">', "loads //images.example/x.png; bundle it"),
             ('<img src="lost.png">', "loads lost.png, which is not in the site"),
             ('<a href="lost.html">x</a>', "leads to lost.html, which is not in the site"),
+            ("<p>Items:\n* one</p>", "a list stands as text: * one</p>"),
             ('<a href="other.html#lost">x</a>', "leads to other.html#lost; there is no such heading"),
         ],
     )
