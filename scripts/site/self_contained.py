@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the built pages load nothing from elsewhere, their links lead somewhere, and no list stands as text."""
+"""A hook of MkDocs: built pages load nothing from elsewhere, their links lead somewhere, and no list stands as text."""
 
 from __future__ import annotations
 
