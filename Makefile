@@ -4,6 +4,7 @@
 #   make test-cpp  the C++ tests, with sanitizers
 #   make lint      ruff, mypy, clang-format, tables and charts in the documents up to date
 #   make docs      the documentation site, strictly: build/site/index.html, which needs no network
+#   make wheel     sdist and wheel in dist, checked, installed into an empty environment and run there (Python 3.12 or newer)
 #   make format    what lint wants, where a tool can do it
 #   make bench     measure the tables and charts of docs/benchmarks/speed.md anew, on this machine
 #   make gpu       for NVIDIA GPUs: JAX with CUDA, a CUDA compiler from PyPI if there is none, and this library's kernels
@@ -19,7 +20,7 @@ export JAX_PLATFORMS ?= cpu
 test: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax_cache
 test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
-.PHONY: demo test test-cpp lint docs format bench gpu gpu-check clean
+.PHONY: demo test test-cpp lint docs format wheel bench gpu gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo --resume $(ARGS)
@@ -46,6 +47,9 @@ format: .venv/linters
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 	$(BIN)/python benchmarks/tables.py
+
+wheel:
+	scripts/build_wheel.sh $(PYTHON)
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/cpu_kernels.py --save
