@@ -99,7 +99,7 @@ class Format:
             raise ValueError(f"{type(self).__name__}: {field}={value!r}; needs {needs}")
 
     def _check_float32_scale(self) -> None:
-        """The fields of section 5's scale rule."""
+        """The fields of the scale rule in numerics.md 5."""
         if not isinstance(self.power_of_two, bool):
             raise TypeError(f"{type(self).__name__}: power_of_two={self.power_of_two!r}; needs True or False")
         check_amax_epsilon(type(self).__name__, self.amax_epsilon)

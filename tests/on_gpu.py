@@ -5,6 +5,7 @@ ABOUT_PROCESSES = (
     "tests/test_build.py",
     "tests/test_package.py",
     "tests/test_readme.py",
+    "tests/test_spec.py",
     "tests/cli",
     "tests/scripts",
 )
