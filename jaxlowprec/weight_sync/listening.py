@@ -23,6 +23,7 @@ MOST_STRANGERS = 32
 MOST_TRAINERS = 8
 """Connections that have; one more is closed. Only one of them can have a session."""
 
+_PAUSE_MS = 100  # after a connection that could not be taken
 _LOG = logging.getLogger(__name__)
 
 
@@ -58,9 +59,12 @@ class Listening:
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._listener = listener
-        self._wake, self._woken = socket.socketpair()
         self._accepting = threading.Thread(target=self._accept, name="weight sync, listening", daemon=True)
-        self._accepting.start()
+        with contextlib.ExitStack() as unless_listening:
+            unless_listening.enter_context(listener)
+            self._wake, self._woken = map(unless_listening.enter_context, socket.socketpair())
+            self._accepting.start()
+            unless_listening.pop_all()
 
     def _payloads(self, connection: socket.socket) -> contextlib.AbstractContextManager[Payloads]:
         """How buckets travel on a connection that was let in."""
@@ -72,14 +76,17 @@ class Listening:
             if self._closed:
                 return
             self._closed = True
-            self._wake.close()  # wakes the listening thread
             for connection in (*self._strangers.values(), *self._trainers.values()):
                 _shut(connection)
-            threads = list(self._threads.values())
-        for thread in (self._accepting, *threads):
-            thread.join(self._timeout)
-        self._listener.close()
-        self._woken.close()
+            threads = [self._accepting, *self._threads.values()]
+        self._wake.close()  # wakes the listening thread
+        try:
+            for thread in threads:
+                if thread is not threading.current_thread():  # an engine may close it when it is paused or resumed
+                    thread.join(self._timeout)
+        finally:
+            self._listener.close()
+            self._woken.close()
 
     def __enter__(self) -> Self:
         return self
@@ -88,26 +95,35 @@ class Listening:
         self.close()
 
     def _accept(self) -> None:
-        while self._woken not in select.select([self._listener, self._woken], [], [])[0]:
+        coming, woken = select.poll(), select.poll()  # select() takes no descriptor from 1024 on, and engines have many
+        coming.register(self._listener, select.POLLIN)
+        for waiting in (coming, woken):
+            waiting.register(self._woken, select.POLLIN)
+        while self._woken.fileno() not in dict(coming.poll()):
             try:
-                connection, address = self._listener.accept()
-            except OSError as error:  # it went away again, or there are no descriptors left
+                self._take()
+            except (OSError, RuntimeError, MemoryError) as error:
+                # It went away again, or there are no descriptors, threads or memory left: others may give some back.
                 _LOG.warning("weight sync: a connection could not be taken: %s", error)
-                select.select([self._woken], [], [], 0.1)
-                continue
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                if len(self._strangers) >= MOST_STRANGERS:
-                    _shut(self._strangers.pop(next(iter(self._strangers))))
-                number = next(self._numbers)
-                name = str(address[0] if address else "a process of this machine")
-                thread = threading.Thread(
-                    target=self._meet, args=(number, connection, name), name="weight sync", daemon=True
-                )
-                self._strangers[number], self._threads[number] = connection, thread
-            thread.start()
+                woken.poll(_PAUSE_MS)
+
+    def _take(self) -> None:
+        """Takes the next connection, and starts a thread for it."""
+        connection, address = self._listener.accept()
+        name = str(address[0] if address else "a process of this machine")
+        with contextlib.ExitStack() as unless_met, self._lock:
+            unless_met.enter_context(connection)
+            if self._closed:
+                return
+            if len(self._strangers) >= MOST_STRANGERS:
+                _shut(self._strangers.pop(next(iter(self._strangers))))
+            number = next(self._numbers)
+            thread = threading.Thread(
+                target=self._meet, args=(number, connection, name), name="weight sync", daemon=True
+            )
+            thread.start()  # before the lock is given back: `close` joins those that have started
+            self._strangers[number], self._threads[number] = connection, thread
+            unless_met.pop_all()
 
     def _meet(self, number: int, connection: socket.socket, name: str) -> None:
         try:
