@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import pathlib
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from jaxlowprec.checkpoints.safetensors_header import layout_header
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is at work."""
+
+_COMPARED_AT_ONCE = 1 << 22
 
 
 class Counter:
@@ -105,10 +108,9 @@ def compare_shards(
         raise CheckpointError(f"{destination.path}: does not hold the tensors that were written")
 
     def compare(job: Job) -> None:
-        made = job.make() if job.make else {job.module: source.file_of(job.module).raw(job.module)}
-        for name, array in made.items():
-            given = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            if destination.spec(name) != job.outputs[name] or not same(given, destination.file_of(name).raw(name)):
+        for name, given in _expected(job, source).items():
+            written = destination.file_of(name).pieces(name, _COMPARED_AT_ONCE)
+            if destination.spec(name) != job.outputs[name] or not same(given, written):
                 raise CheckpointError(f"{destination.path}: tensor {name!r} differs from the source's; convert again")
         counter.add(job.source_bytes)
 
@@ -116,9 +118,21 @@ def compare_shards(
     return len(plan.shard_of)
 
 
-def same(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 22) -> bool:
-    """Whether two byte arrays are equal; in pieces, so that it takes no memory."""
-    return a.size == b.size and all(np.array_equal(a[i : i + chunk], b[i : i + chunk]) for i in range(0, a.size, chunk))
+def _expected(job: Job, source: CheckpointFolder) -> dict[str, Iterator[np.ndarray]]:
+    """The bytes of a job's tensors, a few at a time."""
+    if job.make is None:
+        return {job.module: source.file_of(job.module).pieces(job.module, _COMPARED_AT_ONCE)}
+    return {name: _pieces(array) for name, array in job.make().items()}
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return (data[begin : begin + _COMPARED_AT_ONCE] for begin in range(0, data.size, _COMPARED_AT_ONCE))
+
+
+def same(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> bool:
+    """Whether bytes that come in pieces are equal; both in pieces of one size, the last one aside."""
+    return all(x is not None and y is not None and np.array_equal(x, y) for x, y in itertools.zip_longest(a, b))
 
 
 def in_parallel(work: Callable[[Any], None], items: Iterable[Any], workers: int) -> None:

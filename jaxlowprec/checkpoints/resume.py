@@ -40,6 +40,16 @@ def fingerprint(source: CheckpointFolder, options: dict[str, Any]) -> dict[str, 
     return {"version": _VERSION, "options": options, "source_files": files}
 
 
+def check_unchanged(source: CheckpointFolder, wanted: dict[str, Any]) -> None:
+    """Raises CheckpointError if a source is not what it was when its fingerprint was taken."""
+    now = fingerprint(source, wanted["options"])
+    if now != wanted:
+        raise CheckpointError(
+            f"{source.path}: changed while it was converted ({_difference(wanted, now)}); remove what was written, and "
+            "convert again when nothing writes to the source"
+        )
+
+
 def check_apart(source: pathlib.Path, destination: pathlib.Path) -> None:
     """Raises CheckpointError if one folder is, or lies in, the other."""
     a, b = source.resolve(), destination.resolve()
