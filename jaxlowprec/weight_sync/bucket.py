@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from jaxlowprec.checkpoints.dtypes import file_dtype, numpy_dtype
+from jaxlowprec.checkpoints.file_bytes import memory
 from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Entry, parse
 
 ALIGNMENT = 16
@@ -200,17 +201,6 @@ def entry_of(name: str, array: Any) -> Entry:
     return Entry(name, file_dtype(array.dtype), tuple(int(size) for size in array.shape))
 
 
-def empty(nbytes: int) -> np.ndarray:
-    """An uninitialised buffer, uint8 [nbytes], that begins at a multiple of 64 bytes, as XLA wants its arrays to.
-
-    >>> empty(5).ctypes.data % 64
-    0
-    """
-    buffer = np.empty(nbytes + 63, np.uint8)
-    begin = -buffer.ctypes.data % 64
-    return buffer[begin : begin + nbytes]
-
-
 def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: np.ndarray) -> None:
     """Writes arrays to their places in a payload, and zeros between them.
 
@@ -256,7 +246,7 @@ def pack(version: int, index: int, last: bool, arrays: dict[str, np.ndarray]) ->
     3
     """
     placed = place([entry_of(name, array) for name, array in arrays.items()])
-    payload = empty(placed[-1].end if placed else 0)
+    payload = memory(placed[-1].end if placed else 0)
     fill(placed, arrays.items(), payload)
     return Bucket(Header(version, index, last, placed, payload.nbytes, checksum(payload)), payload)
 

@@ -114,10 +114,10 @@ class Changes:
     def apply(self, name: str, tensor: np.ndarray) -> None:
         """Makes a tensor's bytes, uint8 [nbytes], this version's. Raises ValueError for changes that do not fit."""
         if whole := self._file_of.get(f"whole:{name}"):
-            new = whole.raw(f"whole:{name}")
-            if new.size != tensor.size:
-                raise ValueError(f"tensor {name!r}: {new.size} bytes; needs {tensor.size}")
-            tensor[:] = new
+            size = whole.header.tensors[f"whole:{name}"].spec.nbytes
+            if size != tensor.size:
+                raise ValueError(f"tensor {name!r}: {size} bytes; needs {tensor.size}")
+            whole.read_into(f"whole:{name}", tensor)
         elif file := self._file_of.get(f"runs:{name}"):
             runs = file.read(f"runs:{name}")
             if runs.dtype != np.uint16 or runs.ndim != 2 or runs.shape[1] != 2:

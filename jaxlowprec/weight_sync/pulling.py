@@ -142,8 +142,7 @@ def _from_files(folder: pathlib.Path, record: Record, opened: contextlib.ExitSta
 
     def read(name: str, destination: np.ndarray) -> None:
         with refusing(folder):
-            data = checkpoint.file_of(name).raw(name)
-            np.copyto(destination, data)
+            checkpoint.file_of(name).read_into(name, destination)
             if checksum(destination) != record.after.get(name):
                 raise ValueError(f"tensor {name!r} is damaged: its checksum is wrong")
 
