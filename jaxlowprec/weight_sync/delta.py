@@ -54,7 +54,11 @@ class DeltaTransport(DirectoryTransport):
 
     def _next(self, version: int, manifest: Manifest) -> WrittenVersion:
         base = self._base
-        fits = base is not None and base.version == self.version(0) and base.manifest.hash == manifest.hash
+        fits = (
+            base is not None
+            and base.version == max(folders.versions(self.path), default=0)
+            and base.manifest.hash == manifest.hash
+        )
         if base is None or not fits or base.deltas + 1 >= self._full_every:
             return super()._next(version, manifest)
         folder = self.path / folders.folder_name(version, delta=True)

@@ -18,6 +18,7 @@ from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.record import RECORD_FILE
+from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.written_version import CompleteWriter, WrittenVersion
 
 SHARD_BYTES = 5 << 30
@@ -83,16 +84,21 @@ class DirectoryTransport:
                 )
         self._lock: int | None = None
         self._open: WrittenVersion | None = None
+        self._newest = 0  # that this transport published
 
     def version(self, timeout: float) -> int:
-        """The newest that is published; 0: none yet."""
-        return max(folders.versions(self.path), default=0)
+        """The newest that is published; 0: none yet. It counts on where somebody empties the folder."""
+        return max((self._newest, *folders.versions(self.path)))
 
     def pause(self, timeout: float) -> None:
         """Takes the folder for this trainer, and removes what a killed one left."""
         if self._lock is not None:
             raise Refused(f"pause: {self.path}: a session is open already; resume it first")
-        self.path.mkdir(parents=True, exist_ok=True)
+        check_timeout("pause", timeout)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise Refused(f"pause: {self.path}: Not a directory; needs the folder of versions") from error
         self._lock = _lock(self.path / folders.LOCK, timeout)
         folders.remove_unfinished(self.path)
 
@@ -121,7 +127,7 @@ class DirectoryTransport:
                 f"{staging.manifest.hash!r} is being written"
             )
         opened.finish([] if folders.is_delta(opened.folder) else self._files)
-        self._open = None
+        self._open, self._newest = None, version
         self._published(opened)
         folders.prune(self.path, self._keep)
 
@@ -160,8 +166,11 @@ class DirectoryTransport:
 
 
 def _lock(path: pathlib.Path, timeout: float) -> int:
-    """An open descriptor that holds the trainers' lock. Raises Refused if another has it all the time."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    """An open descriptor that holds the trainers' lock. Raises Refused where another has it, or none can."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise Refused(f"pause: {path}: {error.strerror}; needs a file that trainers can lock, and no link") from error
     until = time.monotonic() + timeout
     while True:
         try:

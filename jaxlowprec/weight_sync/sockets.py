@@ -12,6 +12,9 @@ from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
 LEAST_RATE = 1 << 20
 """Bytes a second below which a peer that sends a payload counts as dead."""
 
+MOST_SECONDS = 2_000_000
+"""Of a wait: the system's clocks of sockets and locks end a little later, with an OverflowError."""
+
 _MOST_AT_ONCE = 1 << 30  # macOS refuses more in one call
 _MOST_BUFFERS = 64  # of one sendmsg or recvmsg_into; systems allow 1024
 
@@ -31,6 +34,8 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, what: str):
+        if not 0 <= seconds <= MOST_SECONDS:
+            raise ValueError(f"{what}: timeout is {seconds!r}; needs seconds, from 0 to {MOST_SECONDS}")
         self.seconds, self.what = seconds, what
         self._at = time.monotonic() + seconds
 
@@ -55,6 +60,8 @@ def check_timeout(who: str, timeout: float) -> float:
     """
     if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
         raise ValueError(f"{who}: timeout is {timeout!r}; needs seconds, more than 0 and finite")
+    if timeout > MOST_SECONDS:
+        raise ValueError(f"{who}: timeout is {timeout!r}; needs at most {MOST_SECONDS} seconds")
     return float(timeout)
 
 

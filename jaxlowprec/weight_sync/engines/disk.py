@@ -111,7 +111,7 @@ class DiskEngine:
         Returns:
             the version; 0: none is published, and the engine is left alone.
         """
-        newest = self._folders.version(timeout)
+        newest = max(folders.versions(self._folders.path), default=0)
         if newest:
             self.pause(timeout)
             try:
