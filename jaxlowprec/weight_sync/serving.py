@@ -15,7 +15,7 @@ from jaxlowprec.weight_sync import messages
 from jaxlowprec.weight_sync.bucket import Header
 from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.sockets import Deadline
+from jaxlowprec.weight_sync.sockets import Deadline, Silence
 from jaxlowprec.weight_sync.stream import BadFrame, Channel, Frame, Inline, Kind, Payloads
 
 _LOG = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Serving:
     Arguments:
         channel: to the trainer; closed when `run` returns.
         receiver: that is told what to do.
-        timeout: seconds of silence within a frame or between two, after which the trainer counts as dead; also the
-            most that a pause may take.
+        timeout: seconds of silence within a frame or between two, after which the trainer counts as dead, however much
+            it has still to send; also the most that a pause may take.
         slot: shared by all connections to the receiver.
         name: of the trainer, for messages.
         payloads: how buckets travel.
@@ -91,7 +91,7 @@ class Serving:
         reason = "the trainer's connection ended"
         try:
             while True:
-                self._answer(self._channel.receive(Deadline(self._timeout, "frame from the trainer")))
+                self._answer(self._channel.receive(Silence(self._timeout, "frame from the trainer")))
         except BadFrame as error:
             reason = str(error)
             _LOG.warning("weight sync: %s: %s", self._name, error)
