@@ -30,6 +30,7 @@ class DeltaTransport(DirectoryTransport):
         full_every: every so many versions a complete one.
 
     >>> import tempfile
+    >>> import numpy as np
     >>> from jaxlowprec.weight_sync.bucket import pack
     >>> with tempfile.TemporaryDirectory() as path:
     ...     transport = DeltaTransport(path, full_every=3)
