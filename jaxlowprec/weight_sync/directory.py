@@ -19,6 +19,7 @@ from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.record import RECORD_FILE
 from jaxlowprec.weight_sync.sockets import check_timeout
+from jaxlowprec.weight_sync.versions import newer
 from jaxlowprec.weight_sync.written_version import CompleteWriter, WrittenVersion
 
 SHARD_BYTES = 5 << 30
@@ -108,10 +109,7 @@ class DirectoryTransport:
             raise Refused("begin: no session is open; pause first")
         if self._open is not None:
             raise Refused(f"begin: version {self._open.staging.version} is being written; abort it first")
-        newest = self.version(timeout)
-        if type(version) is not int or version <= newest:
-            raise Refused(f"begin: version {version!r} is stale; {newest} is published, and versions increase")
-        self._open = self._next(version, manifest)
+        self._open = self._next(newer(version, self.version(timeout), "published"), manifest)
 
     def send(self, bucket: Bucket, timeout: float) -> None:
         """Writes the next bucket's tensors."""
@@ -127,7 +125,7 @@ class DirectoryTransport:
                 f"{staging.manifest.hash!r} is being written"
             )
         opened.finish([] if folders.is_delta(opened.folder) else self._files)
-        self._open, self._newest = None, version
+        self._open, self._newest = None, staging.version
         self._published(opened)
         folders.prune(self.path, self._keep)
 

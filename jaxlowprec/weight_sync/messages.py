@@ -10,6 +10,7 @@ from collections.abc import Callable
 from jaxlowprec.weight_sync.bucket import MAX_VERSION
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest, parse
+from jaxlowprec.weight_sync.versions import newer, whole_number
 
 MAX_BYTES = 1 << 16
 """Of each but BEGIN, which holds a manifest."""
@@ -60,6 +61,15 @@ def read_timeout(header: bytes) -> float:
     return float(timeout)
 
 
+def write_commit(version: int, manifest_hash: str) -> bytes:
+    """What `read_commit` reads.
+
+    >>> read_commit(write_commit(3, "ab"))
+    (3, 'ab')
+    """
+    return write(version=whole_number(version), manifest_hash=str(manifest_hash))
+
+
 def read_commit(header: bytes) -> tuple[int, str]:
     """The version and manifest hash of a commit; the receiver compares them with its own.
 
@@ -85,9 +95,8 @@ def write_begin(version: int, manifest: Manifest) -> bytes:
     >>> read_begin(write_begin(3, Manifest(())))
     (3, Manifest(entries=(), scheme=None))
     """
-    if type(version) is not int or not 0 <= version <= MAX_VERSION:
-        raise Refused(f"begin: version {version!r}; needs a whole number from 1")
-    return _VERSION.pack(version) + manifest.to_json()
+    number = 0 if whole_number(version) == 0 else newer(version, 0)  # the receiver says what is stale
+    return _VERSION.pack(number) + manifest.to_json()
 
 
 def read_begin(header: bytes) -> tuple[int, Manifest]:

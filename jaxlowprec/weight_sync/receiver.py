@@ -18,13 +18,14 @@ import jax
 import numpy as np
 
 from jaxlowprec.weight_sync import forms
-from jaxlowprec.weight_sync.bucket import MAX_VERSION, Bucket, Header
+from jaxlowprec.weight_sync.bucket import Bucket, Header
 from jaxlowprec.weight_sync.copies import own_copy, placed
 from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.memory import Memory
 from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.staging import Staging
+from jaxlowprec.weight_sync.versions import newer
 from jaxlowprec.weight_sync.weights import NOTHING, Weights
 
 _LOG = logging.getLogger(__name__)
@@ -132,8 +133,7 @@ class Receiver:
                 raise Refused(f"begin: version {self._staging.version} is being received; abort it first")
             if not self._paused:
                 raise Refused("begin: the receiver is serving; pause it first")
-            if type(version) is not int or not self.version < version <= MAX_VERSION:
-                raise Refused(f"begin: version {version!r} is stale; {self.version} is served, and versions increase")
+            version = newer(version, self.version)
             if self._max_bytes is not None and manifest.nbytes > self._max_bytes:
                 raise Refused(f"begin: the version has {manifest.nbytes} bytes; at most {self._max_bytes} are taken")
             try:

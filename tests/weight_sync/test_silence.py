@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec.weight_sync.handshake import introduce
-from jaxlowprec.weight_sync.messages import write, write_begin
+from jaxlowprec.weight_sync.messages import write, write_begin, write_commit
 from jaxlowprec.weight_sync.sockets import Deadline
 from jaxlowprec.weight_sync.stream import Channel, Kind
 from jaxlowprec.weight_sync.tcp import TcpTransport
@@ -82,7 +82,7 @@ def test_a_trainer_that_is_slow_and_steady_is_not_given_up():
         assert ask(channel, Kind.PAUSE, write(timeout=1)) is Kind.DONE
         assert ask(channel, Kind.BEGIN, write_begin(1, manifest), **steadily) is Kind.DONE
         assert ask(channel, Kind.BUCKET, bucket.header.to_json(), [bucket.payload], **steadily) is Kind.DONE
-        assert ask(channel, Kind.COMMIT, write(version=1, manifest_hash=manifest.hash)) is Kind.DONE
+        assert ask(channel, Kind.COMMIT, write_commit(1, manifest.hash)) is Kind.DONE
         assert ask(channel, Kind.RESUME, b"") is Kind.DONE
         assert time.monotonic() - started > 2 * TIMEOUT + 0.1
         assert receiver.version == 1 and engine.paused == 0
