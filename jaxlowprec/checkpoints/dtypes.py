@@ -34,6 +34,12 @@ BITS = {
 }
 """Bits of an element, of every dtype that safetensors defines."""
 
+MAX_RANK = 64
+"""Dimensions of a tensor: as many as numpy's arrays have."""
+
+MAX_BITS = 2**63 - 1
+"""Of a tensor, its dimensions of 0 left aside: what numpy and the format's own library can address."""
+
 _NUMPY = {
     "BOOL": np.bool_,
     "U8": np.uint8,

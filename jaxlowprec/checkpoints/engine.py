@@ -47,8 +47,9 @@ def write_shards(
 
     At most `workers` tensors are in memory at a time: what a worker has computed goes to its place in the file at once.
     """
-    finished = [shard for shard in plan.shards if is_finished(plan, shard, destination)]
-    missing = [shard for shard in plan.shards if shard not in finished]
+    there = {shard: is_finished(plan, shard, destination) for shard in plan.shards}
+    finished = [shard for shard in plan.shards if there[shard]]
+    missing = [shard for shard in plan.shards if not there[shard]]
     _require_space(plan, missing, destination)
     counter = Counter(plan.source_bytes, "converting", progress)
     counter.add(sum(job.source_bytes for shard in finished for job in plan.shards[shard]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.safetensors_header import load_json
+from jaxlowprec.checkpoints.strict_json import load_json
 
 TEMPORARY_PREFIX = ".jaxlowprec-writing-"
 _MAX_JSON_BYTES = 1 << 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 from collections import Counter
@@ -156,12 +157,29 @@ def _module(name: str) -> str:
 def _ignore(rules: Rules, left: set[str], quantised: set[str]) -> list[str]:
     """The config's entry. It also names the head of a model that ties it to the embeddings: no tensor, but a module."""
     ignore = config_ignore(rules, left, quantised)
-    for experts in sorted({found[1] for m in left if (found := _FUSED_EXPERTS.fullmatch(m))}):
-        if not matching(f"{experts}.0.gate_proj", ignore):
-            ignore = [*(r for r in ignore if not r.startswith(f"{experts}.")), rf"re:{re.escape(experts)}(\.|$)"]
+    experts = _experts_to_ignore(left, ignore)
+    ignore = [rule for rule in ignore if not _lies_in(rule, experts)]
+    ignore += [rf"re:{re.escape(parent)}(\.|$)" for parent in sorted(experts)]
     if rules.why_left_alone("lm_head") and not matching("lm_head", ignore):
         ignore.append("lm_head")
     return ignore
+
+
+def _experts_to_ignore(left: set[str], ignore: list[str]) -> list[str]:
+    """Parents of experts that are held in one array and that no rule names yet; none lies in another."""
+    names, expressions = set(ignore), [rule for rule in ignore if rule.startswith("re:")]
+    found: list[str] = []
+    for parent in sorted({f[1] for m in left if (f := _FUSED_EXPERTS.fullmatch(m))}, key=lambda name: f"{name}."):
+        asked = f"{parent}.0.gate_proj"
+        if asked not in names and not _lies_in(asked, found) and not matching(asked, expressions):
+            found.append(parent)
+    return found
+
+
+def _lies_in(module: str, parents: list[str]) -> bool:
+    """Whether a module lies in one of these, which are sorted as `_experts_to_ignore` does: only one can hold it."""
+    at = bisect.bisect_right(parents, module, key=lambda parent: f"{parent}.")
+    return at > 0 and module.startswith(f"{parents[at - 1]}.")
 
 
 def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
@@ -207,7 +225,8 @@ def _warnings(rules: Rules, ignore: list[str], modules: Mapping[str, str], left:
         for rule in (*rules.ignore, *rules.include)
         if not any(matching(module, [rule]) for module in modules)
     ]
-    found += disagreements(ignore, modules)
+    asked = {*rules.ignore, *rules.defaults}  # an expression that names experts' arrays is read alike everywhere
+    found += disagreements([rule for rule in ignore if rule in asked or not rule.startswith("re:")], modules)
     if fused := [entry.module for entry in left if entry.reason.startswith("all experts")]:
         found.append(
             f"{len(fused)} arrays that hold all experts of a layer are left alone, such as {fused[0]}: only weights of "
