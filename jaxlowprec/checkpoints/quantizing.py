@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxlowprec.checkpoints.config import quantization_of, with_quantization
+from jaxlowprec.checkpoints.dtypes import HIGH_PRECISION, QUANTISED, numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
+from jaxlowprec.checkpoints.magnitudes import amax
 from jaxlowprec.checkpoints.modules import naming
 from jaxlowprec.checkpoints.plan import Arrays, Job, Left, Plan, copy_job, output_specs
 from jaxlowprec.checkpoints.presets import KINDS
@@ -20,7 +22,6 @@ from jaxlowprec.checkpoints.rules import Rules, config_ignore, disagreements, fu
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
 
-_FLOATS = ("BF16", "F16", "F32")
 _QUANTISED_NAMES = re.compile(
     r".*(\.(weight_packed|weight_scale|weight_scale_inv|weight_scale_2|weight_zero_point|qweight|qzeros)|_blocks|_scale_inv)"
 )
@@ -77,7 +78,8 @@ def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, st
         if module is None:
             return copy_job(name, spec)
         make = functools.partial(_compress, source, scheme, module, name, amaxes)
-        return Job(module, output_specs(scheme, module, spec), spec.nbytes, make)
+        decode = functools.partial(_decompress, scheme, module, numpy_dtype(spec.dtype))
+        return Job(module, output_specs(scheme, module, spec), spec.nbytes, make, decode)
 
     return {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
 
@@ -93,6 +95,11 @@ def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, 
         amaxes.own(module)  # says so if the weight is not finite, which no scale can hold
         raise
     return {f"{module}.{suffix}": array for suffix, array in made.items()}
+
+
+def _decompress(scheme: Scheme, module: str, dtype: np.dtype, tensors: Arrays) -> np.ndarray:
+    suffixed = {name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items()}
+    return scheme.decompress(suffixed, scheme.compute_dtype(dtype))
 
 
 class _Amaxes:
@@ -119,21 +126,6 @@ class _Amaxes:
         return max(self.own(sibling) for sibling in fused_siblings(module, self._quantised))
 
 
-def amax(array: np.ndarray) -> float:
-    """The largest magnitude of a bfloat16, float16 or float32 array; NaN or infinity where it holds one.
-
-    Magnitudes order as the bits without the sign do, NaN above infinity above all others: integers are compared.
-    """
-    if not array.size:
-        return 0.0
-    bits = np.dtype(f"u{array.dtype.itemsize}")
-    sign = 1 << (8 * bits.itemsize - 1)
-    unsigned = array.view(bits)
-    negative = int(unsigned.max()) & (sign - 1) if int(unsigned.max()) & sign else 0
-    largest = max(int(array.view(f"i{bits.itemsize}").max()), negative)
-    return float(np.array(largest, bits).view(array.dtype))
-
-
 def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
     """Why a tensor is left alone; "" for what is no matrix; None if it is to be quantised."""
     if len(spec.shape) < 2:
@@ -146,7 +138,7 @@ def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
         return f"default: {KINDS[rule]}" if rule in KINDS else f"rule {rule}"
     if len(spec.shape) > 2:
         return f"{len(spec.shape)} dimensions"
-    return None if spec.dtype in _FLOATS else f"dtype {spec.dtype}"
+    return None if spec.dtype in HIGH_PRECISION else f"dtype {spec.dtype}"
 
 
 def _module(name: str) -> str:
@@ -189,7 +181,7 @@ def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
         raise CheckpointError(f"{source.path}: is quantised already: its config says {method!r}{remedy}")
     for name in source.shard_of:
         dtype = source.spec(name).dtype
-        if _QUANTISED_NAMES.fullmatch(name) or dtype.startswith(("F4", "F6", "F8")):
+        if _QUANTISED_NAMES.fullmatch(name) or dtype in QUANTISED:
             raise CheckpointError(f"{source.path}: is quantised already: it holds {name!r} of {dtype}{remedy}")
 
 
