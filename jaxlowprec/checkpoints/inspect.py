@@ -19,6 +19,7 @@ from jaxlowprec.checkpoints.modules import QuantisedModule, quantised_modules, s
 from jaxlowprec.checkpoints.schemes.base import Scheme
 
 _CHUNK = 1 << 20
+_DIGITS = 9  # of a layer's number: other digits are a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +182,20 @@ def error_of(decoded: np.ndarray, reference: np.ndarray) -> Error:
         return Error(float(10 * np.log10(signal / noise)), float(largest))
 
 
+def is_number(part: str) -> bool:
+    """Whether a part of a module's name is the number of a layer or expert: some ASCII digits.
+
+    >>> [is_number(part) for part in ("12", "w1", "²", "9" * 5000)]
+    [True, False, False, False]
+    """
+    return part.isascii() and part.isdigit() and len(part) <= _DIGITS
+
+
 def layer_of(name: str) -> int | None:
     """The first number in a module's name: its layer."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+    return next((int(part) for part in name.split(".") if is_number(part)), None)
 
 
 def _layer_order(name: str) -> list[tuple[int, int, str]]:
     """Sorts numbers in names as numbers."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in name.split(".")]
