@@ -191,9 +191,10 @@ def _carry_out(
             with CheckpointFolder(destination) as made:
                 verified = compare_shards(plan, source, made, run.workers, run.progress)
         check_unchanged(source, wanted)
+    finished_before = set(kept)
     return dataclasses.replace(
         report,
-        written=[shard for shard in plan.shards if shard not in kept],
+        written=[shard for shard in plan.shards if shard not in finished_before],
         kept=kept,
         verified=verified,
         seconds=time.perf_counter() - started,

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
+from jaxlowprec.checkpoints.magnitudes import all_finite
 from jaxlowprec.checkpoints.plan import Job, Plan
 from jaxlowprec.checkpoints.safetensors_file import METADATA, SafetensorsFile, SafetensorsWriter
 from jaxlowprec.checkpoints.safetensors_header import layout_header
@@ -47,8 +48,9 @@ def write_shards(
 
     At most `workers` tensors are in memory at a time: what a worker has computed goes to its place in the file at once.
     """
-    finished = [shard for shard in plan.shards if is_finished(plan, shard, destination)]
-    missing = [shard for shard in plan.shards if shard not in finished]
+    there = {shard: is_finished(plan, shard, destination) for shard in plan.shards}
+    finished = [shard for shard in plan.shards if there[shard]]
+    missing = [shard for shard in plan.shards if not there[shard]]
     _require_space(plan, missing, destination)
     counter = Counter(plan.source_bytes, "converting", progress)
     counter.add(sum(job.source_bytes for shard in finished for job in plan.shards[shard]))
@@ -101,7 +103,7 @@ def compare_shards(
     """Computes every tensor of a plan again and compares it with what is in the files; returns how many.
 
     Raises:
-        CheckpointError: one differs in a bit, or is missing.
+        CheckpointError: one differs in a bit, is missing, or stands for infinity or NaN, as its source does not.
     """
     counter = Counter(plan.source_bytes, "verifying", progress)
     if destination.shard_of != plan.shard_of:
@@ -112,10 +114,21 @@ def compare_shards(
             written = destination.file_of(name).pieces(name, _COMPARED_AT_ONCE)
             if destination.spec(name) != job.outputs[name] or not same(given, written):
                 raise CheckpointError(f"{destination.path}: tensor {name!r} differs from the source's; convert again")
+        _require_finite(job, destination)
         counter.add(job.source_bytes)
 
     in_parallel(compare, [job for jobs in plan.shards.values() for job in jobs], workers)
     return len(plan.shard_of)
+
+
+def _require_finite(job: Job, destination: CheckpointFolder) -> None:
+    """Raises CheckpointError if what was written for a finite weight stands for infinity or NaN."""
+    if job.decode is None:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        decoded = job.decode({name: destination.read(name) for name in job.outputs})
+    if not all_finite(decoded):
+        raise CheckpointError(f"{destination.path}: module {job.module!r} is infinite or NaN there, not in the source")
 
 
 def _expected(job: Job, source: CheckpointFolder) -> dict[str, Iterator[np.ndarray]]:

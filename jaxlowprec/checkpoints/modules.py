@@ -12,6 +12,7 @@ import numpy as np
 from jaxlowprec.checkpoints.dtypes import numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.magnitudes import all_finite, amax, limit
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 
 _PLAIN = ("weight", "bias")
@@ -42,9 +43,26 @@ class QuantisedModule:
             return self.scheme.shape_of({last: _announced(source, name) for last, name in self.tensors.items()})
 
     def decode(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
-        """Its weight [N, K]. Raises CheckpointError as `shape`, and for scales that no weight can have."""
-        with naming(source, self.name):
+        """Its weight [N, K], infinite where its codes and scales say so in this dtype.
+
+        Raises:
+            CheckpointError: as `shape`, and for scales that no weight can have.
+        """
+        with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):
             return self.scheme.decompress(self.read(source), dtype)
+
+    def decode_finite(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
+        """The same. Raises CheckpointError where it is not finite."""
+        decoded = self.decode(source, dtype)
+        if not all_finite(decoded):
+            where, largest = f"{source.path}: module {self.name!r}", amax(self.decode(source, "float32"))
+            if not np.isfinite(largest):
+                raise CheckpointError(f"{where}: its codes and scales stand for infinity or NaN where engines compute")
+            raise CheckpointError(
+                f"{where}: its numbers reach {largest:.6g}, but {dtype} ends at {limit(decoded.dtype):.6g}; "
+                "choose a dtype of larger numbers (--dtype float32)"
+            )
+        return decoded
 
     def nbytes(self, source: CheckpointFolder) -> int:
         """Of all its tensors."""

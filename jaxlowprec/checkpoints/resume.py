@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files import TEMPORARY_PREFIX, read_json_object, remove_temporaries, write_json
+from jaxlowprec.checkpoints.files import read_json_object, write_json
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.plain_folders import is_leftover, remove_temporaries, require_plain
 
 MANIFEST = ".jaxlowprec-conversion.json"
 _VERSION = 1
@@ -65,7 +66,7 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
     manifest is removed when the block ends, and stays when it raises.
 
     Raises:
-        CheckpointError: the folder holds anything else, or another process is at work in it.
+        CheckpointError: the folder holds anything else or links, also at the end, or another process is at work in it.
     """
     check_claim(destination, wanted)
     destination.mkdir(parents=True, exist_ok=True)
@@ -77,9 +78,12 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
             raise CheckpointError(f"{destination}: another conversion is at work in this folder") from None
         resumed = check_claim(destination, wanted)
         remove_temporaries(destination)
+        require_plain(destination)
         if not resumed:
             write_json(destination / MANIFEST, wanted)
         yield resumed
+        remove_temporaries(destination)
+        require_plain(destination)
         (destination / MANIFEST).unlink()
         os.fsync(descriptor)
     finally:
@@ -93,7 +97,7 @@ def check_claim(destination: pathlib.Path, wanted: dict[str, Any]) -> bool:
     if not destination.is_dir():
         raise CheckpointError(f"{destination}: is no folder")
     if not (destination / MANIFEST).exists():
-        if any(not path.name.startswith(TEMPORARY_PREFIX) for path in destination.iterdir()):
+        if any(not is_leftover(path, path.lstat()) for path in destination.iterdir()):
             raise CheckpointError(
                 f"{destination}: is not empty, and holds no unfinished conversion; choose another folder"
             )

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlowprec.checkpoints.dtypes import file_dtype, numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.file_bytes import OpenFile, about, copy_range, memory
-from jaxlowprec.checkpoints.files import publish, temporary_path
+from jaxlowprec.checkpoints.files import NewFile, publish
 from jaxlowprec.checkpoints.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -157,7 +157,7 @@ class SafetensorsWriter:
         prefix, self.header = layout_header(str(path), specs, metadata)
         self._missing = set(specs)
         self._lock = threading.Lock()
-        self._file = OpenFile(path, os.open(temporary_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
+        self._file = NewFile(path)
         try:
             with about(path):
                 os.truncate(self._file.descriptor, self.header.size)
@@ -188,16 +188,14 @@ class SafetensorsWriter:
             if self._missing:
                 missing = f"{len(self._missing)} tensors were not written: {min(self._missing)}"
                 raise CheckpointError(f"{self.path}: {missing}")
-            with about(self.path):
-                os.fsync(self._file.descriptor)
+            self._file.put_on_disk()
             publish(self.path)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """Closes the file, and removes it if it has not got its name."""
-        self._file.close()
-        temporary_path(self.path).unlink(missing_ok=True)
+        self._file.abandon()
 
     def _claim(self, name: str) -> TensorEntry:
         with self._lock:

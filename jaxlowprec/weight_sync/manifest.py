@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxlowprec.checkpoints.dtypes import BITS, bits_of, numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.safetensors_header import load_json
+from jaxlowprec.checkpoints.strict_json import load_json
 
 MAX_JSON_BYTES = 64 << 20
 """Of a manifest: a longer one is a damaged message, or one made to exhaust memory."""
