@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync.bucket import MAX_VERSION
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest, parse
@@ -42,7 +43,7 @@ def read_version(header: bytes) -> int:
     """
     version = parse("version", header, MAX_BYTES, {"version"})["version"]
     if type(version) is not int or not 0 <= version <= MAX_VERSION:
-        raise ValueError(f"version: is {version!r}; needs a whole number from 0")
+        raise ValueError(f"version: is {brief(version)}; needs a whole number from 0")
     return version
 
 
@@ -57,7 +58,7 @@ def read_timeout(header: bytes) -> float:
     """
     timeout = parse("pause", header, MAX_BYTES, {"timeout"})["timeout"]
     if type(timeout) not in (int, float) or not timeout > 0 or not math.isfinite(timeout):
-        raise ValueError(f"pause: timeout is {timeout!r}; needs seconds, more than 0 and finite")
+        raise ValueError(f"pause: timeout is {brief(timeout)}; needs seconds, more than 0 and finite")
     return float(timeout)
 
 
@@ -86,7 +87,7 @@ def read_reason(header: bytes) -> str:
     >>> read_reason(write(reason="the trainer stops"))
     'the trainer stops'
     """
-    return str(parse("abort", header, MAX_BYTES, {"reason"})["reason"])
+    return str(parse("abort", header, MAX_BYTES, {"reason"})["reason"])[:_MAX_REASON]
 
 
 def write_begin(version: int, manifest: Manifest) -> bytes:
@@ -99,8 +100,8 @@ def write_begin(version: int, manifest: Manifest) -> bytes:
     return _VERSION.pack(number) + manifest.to_json()
 
 
-def read_begin(header: bytes) -> tuple[int, Manifest]:
-    """The inverse. Raises ValueError for anything else.
+def read_begin(header: bytes, check: Callable[[], None] | None = None) -> tuple[int, Manifest]:
+    """The inverse. Raises ValueError for anything else. `check`: see `manifest.checked`.
 
     >>> read_begin(b"")
     Traceback (most recent call last):
@@ -108,7 +109,7 @@ def read_begin(header: bytes) -> tuple[int, Manifest]:
     """
     if len(header) < _VERSION.size:
         raise ValueError(f"begin: {len(header)} bytes; needs a version and a manifest")
-    return _VERSION.unpack_from(header)[0], Manifest.from_json(header[_VERSION.size :])
+    return _VERSION.unpack_from(header)[0], Manifest.from_json(header[_VERSION.size :], check)
 
 
 def write_error(error: Exception) -> bytes:

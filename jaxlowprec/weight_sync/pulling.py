@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.bucket import checksum
@@ -168,13 +169,13 @@ def _from_files(folder: pathlib.Path, record: Record, opened: contextlib.ExitSta
         for entry in record.manifest.entries:
             spec = checkpoint.spec(entry.name)
             if (spec.dtype, spec.shape) != (entry.dtype, entry.shape):
-                raise ValueError(f"tensor {entry.name!r} is {spec}; its manifest says {entry}")
+                raise ValueError(f"tensor {brief(entry.name)} is {spec}; its manifest says {entry.dtype} {entry.shape}")
 
     def read(name: str, destination: np.ndarray) -> None:
         with refusing(folder):
             checkpoint.file_of(name).read_into(name, destination)
             if checksum(destination) != record.after.get(name):
-                raise ValueError(f"tensor {name!r} is damaged: its checksum is wrong")
+                raise ValueError(f"tensor {brief(name)} is damaged: its checksum is wrong")
 
     return read
 

@@ -8,7 +8,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files import read_json_object, write_json
 from jaxlowprec.weight_sync.bucket import MAX_VERSION, Header, checksum
 from jaxlowprec.weight_sync.errors import Refused
@@ -65,7 +65,7 @@ class Record:
         """The inverse. Raises ValueError for anything else than what `to_json` gives."""
         if set(content) != _FIELDS or type(content["format"]) is not int or content["format"] != _FORMAT:
             raise ValueError(
-                f"it has {sorted(content)}, format {content.get('format')!r}; this version reads {_FORMAT}"
+                f"it has {brief(sorted(content))}, format {brief(content.get('format'))}; this version reads {_FORMAT}"
             )
         if _checksum({name: value for name, value in content.items() if name != "checksum"}) != content["checksum"]:
             raise ValueError("it is damaged: its checksum is wrong")

@@ -139,7 +139,7 @@ class Serving:
                 self._pause(messages.read_timeout(header))
             elif kind is Kind.BEGIN:
                 self._need_session(kind)
-                receiver.begin(*messages.read_begin(header))
+                receiver.begin(*messages.read_begin(header, self._channel.check_peer))
             elif kind is Kind.COMMIT:
                 self._need_session(kind)
                 receiver.commit(*messages.read_commit(header))
@@ -166,7 +166,7 @@ class Serving:
         try:
             with _failing():
                 self._need_session(frame.kind)
-                header = Header.from_json(frame.header)
+                header = Header.from_json(frame.header, self._channel.check_peer)
                 destination = self._receiver.destination(header)
         except _Failed:
             if frame.payload_bytes > _MOST_SKIPPED:

@@ -142,6 +142,18 @@ class Channel:
             receive_into(self.connection, [memoryview(scratch)[:count]], deadline)
             count -= min(count, len(scratch))
 
+    def check_peer(self) -> None:
+        """Raises PeerLost if the peer has ended the connection. Takes nothing of what has come from it."""
+        try:
+            self.connection.settimeout(0)
+            if self.connection.recv(1, socket.MSG_PEEK):
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerLost(f"the peer went away: {error.strerror or error}") from None
+        raise PeerLost("the peer went away: the connection was closed")
+
     def close(self) -> None:
         """Ends the connection. May be called more than once, and from any thread."""
         close(self.connection)
