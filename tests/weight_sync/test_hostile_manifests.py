@@ -55,10 +55,10 @@ def test_a_name_that_comes_twice_is_found_in_time_proportional_to_the_manifest()
 
 
 def test_a_tensor_that_is_missing_is_found_in_time_proportional_to_the_manifest():
-    entries = tuple(Entry(name, "U8", (0,)) for name in names(5000))
+    entries = tuple(Entry(name, "U8", (0,)) for name in names(20_000))
     staging = Staging(1, Manifest(entries))
-    arrays = {name: np.zeros(0, np.uint8) for name in names(4999)}
-    refused_quickly(staging.check, pack(1, 0, True, arrays).header, match="1 tensors are missing: 't4999'")
+    arrays = {name: np.zeros(0, np.uint8) for name in names(19_999)}
+    refused_quickly(staging.check, pack(1, 0, True, arrays).header, match="1 tensors are missing: 't19999'")
 
 
 def test_a_version_of_many_buckets_is_committed_in_time_proportional_to_them():
