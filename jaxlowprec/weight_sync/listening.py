@@ -13,7 +13,7 @@ from typing import Self
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.handshake import Keys, NotAuthenticated, admit, check_secret
 from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.serving import Serving, Slot
+from jaxlowprec.weight_sync.serving import Serving, Slot, turn_away
 from jaxlowprec.weight_sync.sockets import close
 from jaxlowprec.weight_sync.stream import Channel, Inline, Payloads
 
@@ -21,9 +21,10 @@ MOST_STRANGERS = 32
 """Connections that have not proved themselves yet; one more closes the oldest."""
 
 MOST_TRAINERS = 8
-"""Connections that have; one more is closed. Only one of them can have a session."""
+"""Connections that have; one more is told so and closed. Only one of them can have a session."""
 
 _PAUSE_MS = 100  # after a connection that could not be taken
+_NO_ROOM = f"{MOST_TRAINERS} trainers are connected already; let one end, or stop it"
 _LOG = logging.getLogger(__name__)
 
 
@@ -55,7 +56,8 @@ class Listening:
         self._handshake_timeout = handshake_timeout
         self._slot, self._lock, self._numbers = Slot(), threading.Lock(), itertools.count()
         self._strangers: dict[int, socket.socket] = {}  # in the order in which they came
-        self._trainers: dict[int, socket.socket] = {}
+        self._admitted: dict[int, socket.socket] = {}
+        self._trainers: set[int] = set()  # those of the admitted that are served
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._listener = listener
@@ -76,7 +78,7 @@ class Listening:
             if self._closed:
                 return
             self._closed = True
-            for connection in (*self._strangers.values(), *self._trainers.values()):
+            for connection in (*self._strangers.values(), *self._admitted.values()):
                 _shut(connection)
             threads = [self._accepting, *self._threads.values()]
         self._wake.close()  # wakes the listening thread
@@ -131,7 +133,10 @@ class Listening:
             if keys is not None:
                 channel = Channel(connection, keys)
                 with self._payloads(connection) as payloads:
-                    Serving(channel, self._receiver, self._timeout, self._slot, name, payloads).run()
+                    if self._enlist(number):
+                        Serving(channel, self._receiver, self._timeout, self._slot, name, payloads).run()
+                    else:
+                        turn_away(channel, _NO_ROOM, self._handshake_timeout)
         except SyncError as error:
             _LOG.warning("weight sync: %s: %s", name, error)
         except Exception:  # what the engine raised when it was resumed: it is the engine's, not the next trainer's
@@ -139,7 +144,8 @@ class Listening:
         finally:
             with self._lock:
                 self._strangers.pop(number, None)
-                self._trainers.pop(number, None)
+                self._admitted.pop(number, None)
+                self._trainers.discard(number)
                 self._threads.pop(number, None)
             close(connection)
 
@@ -152,10 +158,18 @@ class Listening:
             return None
         with self._lock:
             self._strangers.pop(number, None)
-            if self._closed or len(self._trainers) >= MOST_TRAINERS:
+            if self._closed or len(self._admitted) >= 2 * MOST_TRAINERS:  # so many are not even turned away
                 return None
-            self._trainers[number] = connection
+            self._admitted[number] = connection
         return keys
+
+    def _enlist(self, number: int) -> bool:
+        """Whether there is room for another trainer; then it is one of them."""
+        with self._lock:
+            room = len(self._trainers) < MOST_TRAINERS
+            if room:
+                self._trainers.add(number)
+        return room
 
 
 def _shut(connection: socket.socket) -> None:

@@ -189,6 +189,20 @@ class Serving:
         self._channel.send(kind, header, deadline=Deadline(self._timeout, "room for an answer"))
 
 
+def turn_away(channel: Channel, reason: str, timeout: float) -> None:
+    """Refuses what a trainer asks first, so that it learns why, and ends the connection.
+
+    Arguments:
+        channel: to the trainer.
+        reason: what it is told.
+        timeout: seconds that it may take to ask.
+    """
+    with contextlib.closing(channel):
+        asked = channel.receive(Deadline(timeout, "frame from the trainer"))
+        refusal = messages.write_error(Refused(f"{asked.kind.name.lower()}: {reason}"))
+        channel.send(Kind.FAILED, refusal, deadline=Deadline(timeout, "room for an answer"))
+
+
 class _Failed(Exception):
     """What a receiver's verb raised, as opposed to what the stream raised."""
 

@@ -10,8 +10,11 @@ import time
 import pytest
 
 from jaxlowprec.weight_sync import listening as listening_module
+from jaxlowprec.weight_sync.errors import Refused
+from jaxlowprec.weight_sync.handshake import introduce
+from jaxlowprec.weight_sync.listening import MOST_TRAINERS
 from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver
+from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
 from tests.weight_sync.syncing import SECRET, is_whole, over_tcp, sync
 
@@ -133,3 +136,51 @@ def test_an_engine_may_close_its_listener_while_it_is_resumed():
     transport.pause(3)
     transport.close()
     assert closed.wait(5) and receiver.state == "serving"
+
+
+def transports(kind, folder):
+    """(listening, what makes transports to it) of a receiver."""
+    if kind == "tcp":
+        listening = TcpReceiver(Receiver(), SECRET)
+        return listening, lambda: TcpTransport(*listening.address, SECRET)
+    listening = SharedMemoryReceiver(Receiver(), SECRET, folder / "socket")
+    return listening, lambda: SharedMemoryTransport(folder / "socket", SECRET)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shared"])
+def test_one_trainer_too_many_is_told_so_and_may_come_when_another_has_ended(kind, tmp_path):
+    listening, transport = transports(kind, tmp_path)
+    with listening, contextlib.ExitStack() as stack:
+        connected = [stack.enter_context(contextlib.closing(transport())) for _ in range(MOST_TRAINERS)]
+        connected[0].pause(5)
+        for one in connected[1:]:
+            one._channel = one._connect(5)
+            one.version(5)
+        late = stack.enter_context(contextlib.closing(transport()))
+        for call in (late.version, late.pause):
+            with pytest.raises(Refused, match="8 trainers are connected already; let one end"):
+                call(5)
+        connected[0].resume(5)
+        until = time.monotonic() + 5
+        while len(listening._trainers) == MOST_TRAINERS and time.monotonic() < until:
+            time.sleep(0.005)
+        sync(late, 1, timeout=5)
+
+
+def test_trainers_beyond_all_room_take_no_threads():
+    with over_tcp() as (receiver, listening, transport, _):
+        admitted = []
+        for _ in range(4 * MOST_TRAINERS):
+            connection = socket.create_connection(listening.address)
+            introduce(connection, SECRET)
+            admitted.append(connection)
+        until = time.monotonic() + 5
+        while len(listening._threads) > 2 * MOST_TRAINERS and time.monotonic() < until:
+            time.sleep(0.005)
+        assert len(listening._threads) <= 2 * MOST_TRAINERS
+        for connection in admitted:
+            connection.close()
+        while listening._threads and time.monotonic() < until:
+            time.sleep(0.005)
+        sync(transport, 1, timeout=5)
+        assert is_whole(receiver.weights, 1)
