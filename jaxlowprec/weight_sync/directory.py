@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.folder import INDEX_FILE
+from jaxlowprec.checkpoints.strict_json import repeated
 from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.errors import Refused
@@ -83,6 +84,9 @@ class DirectoryTransport:
                 raise ValueError(
                     f"{type(self).__name__}: files has {file}; needs files beside the weights, as config.json"
                 )
+        if name := repeated(file.name for file in self._files):
+            twice = " and ".join(str(file) for file in self._files if file.name == name)
+            raise ValueError(f"{type(self).__name__}: files has {twice}; needs files with names of their own")
         self._lock: int | None = None
         self._open: WrittenVersion | None = None
         self._newest = 0  # that this transport published
