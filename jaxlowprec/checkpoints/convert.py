@@ -19,7 +19,7 @@ from jaxlowprec.checkpoints.other_files import copy_files, other_files
 from jaxlowprec.checkpoints.plan import Left, Plan
 from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.checkpoints.quantizing import plan_quantization
-from jaxlowprec.checkpoints.resume import check_apart, check_claim, claimed, fingerprint
+from jaxlowprec.checkpoints.resume import check_apart, check_claim, check_unchanged, claimed, fingerprint
 from jaxlowprec.checkpoints.rules import Rules
 from jaxlowprec.checkpoints.schemes import Scheme, by_name
 
@@ -190,9 +190,11 @@ def _carry_out(
         if run.verify:
             with CheckpointFolder(destination) as made:
                 verified = compare_shards(plan, source, made, run.workers, run.progress)
+        check_unchanged(source, wanted)
+    finished_before = set(kept)
     return dataclasses.replace(
         report,
-        written=[shard for shard in plan.shards if shard not in kept],
+        written=[shard for shard in plan.shards if shard not in finished_before],
         kept=kept,
         verified=verified,
         seconds=time.perf_counter() - started,

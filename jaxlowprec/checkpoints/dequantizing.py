@@ -22,7 +22,8 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     A weight goes to the file that holds the first of its tensors; all other tensors stay as they are.
 
     Raises:
-        CheckpointError: no module is quantised, or a module's tensors are not what the scheme has.
+        CheckpointError: no module is quantised, or a module's tensors are not what the scheme has. When it is carried
+            out: a weight is not finite in that dtype.
     """
     modules = quantised_modules(source, scheme)
     if not modules:
@@ -53,8 +54,8 @@ def _job(source: CheckpointFolder, held: QuantisedModule, dtype: str) -> Job:
         raise CheckpointError(f"{source.path}: module {held.name!r} has a weight, and quantised tensors as well")
     spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source))
     make = functools.partial(_decompress, source, held, name, dtype)
-    return Job(held.name, {name: spec}, held.nbytes(source), make)
+    return Job(held.name, {name: spec}, held.nbytes(source), make, lambda tensors: tensors[name])
 
 
 def _decompress(source: CheckpointFolder, held: QuantisedModule, name: str, dtype: str) -> Arrays:
-    return {name: held.decode(source, dtype)}
+    return {name: held.decode_finite(source, dtype)}

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from jaxlowprec.checkpoints.files import copy_whole
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.plain_folders import make_folder_in
 
 _OTHER_WEIGHTS = re.compile(
     r"(.*\.safetensors(\.index\.json)?|(pytorch|tf|flax)_model.*|consolidated.*|.*\.(pth|gguf))", re.IGNORECASE
@@ -44,5 +45,5 @@ def other_files(source: CheckpointFolder, drop: Collection[str] = ()) -> tuple[l
 def copy_files(source: pathlib.Path, destination: pathlib.Path, paths: Collection[pathlib.Path]) -> None:
     """Copies files by their relative paths."""
     for path in paths:
-        (destination / path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder_in(destination, path.parent)
         copy_whole(source / path, destination / path)

@@ -24,12 +24,14 @@ class Job:
         outputs: what is written.
         source_bytes: that it reads.
         make: computes them; None: the one tensor is copied, byte for byte, from the tensor of its name.
+        decode: the weight that tensors of the outputs' names stand for, where a finite weight must stay finite.
     """
 
     module: str
     outputs: Mapping[str, TensorSpec]
     source_bytes: int
     make: Callable[[], Arrays] | None = None
+    decode: Callable[[Arrays], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.inspect import Inspection, layer_of
+from jaxlowprec.checkpoints.inspect import Inspection, is_number, layer_of
 
 _LEAST_RANGE = 2.0  # dB: tenths are no difference between layers
 
@@ -73,7 +73,7 @@ def sqnr_by_kind(inspection: Inspection) -> dict[str, dict[int | None, list[floa
             parts = module.name.split(".")
             layer = layer_of(module.name)
             after = (
-                parts[next(i for i, part in enumerate(parts) if part.isdigit()) + 1 :] if layer is not None else parts
+                parts[next(i for i, part in enumerate(parts) if is_number(part)) + 1 :] if layer is not None else parts
             )
-            found[".".join(part for part in after if not part.isdigit())][layer].append(module.error.sqnr_db)
+            found[".".join(part for part in after if not is_number(part))][layer].append(module.error.sqnr_db)
     return found

@@ -12,6 +12,8 @@ from jaxlowprec.checkpoints.inspect import Inspection, Module, inspect
 from jaxlowprec.checkpoints.plot import plot_sqnr
 from jaxlowprec.cli.progress import bar, readable
 
+_WIDEST = 120  # what is longer stands out of its column: one name of a megabyte must not widen every line
+
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
@@ -42,7 +44,7 @@ def render(found: Inspection) -> str:
     compared = any(module.error for module in found.modules)
     heads = ("module", "format", "shape", "size", "bits/element", *(("SQNR / dB", "max error") if compared else ()))
     rows = [heads, *(_row(module, compared) for module in found.modules)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    widths = [min(max(len(row[i]) for row in rows), _WIDEST) for i in range(len(heads))]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = sum(module.nbytes for module in found.modules)
     formats = [f"  {name}: {count}, {readable(nbytes)}" for name, (count, nbytes) in sorted(found.by_format.items())]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, Header, checksum, empty, fill, place
+from jaxlowprec.checkpoints.file_bytes import memory
+from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, Header, checksum, fill, place
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.source import Group, WeightSource
 
@@ -146,7 +147,7 @@ class _Ahead:
 
 
 def _numpys(count: int, nbytes: int) -> list[np.ndarray]:
-    return [empty(nbytes) for _ in range(count)]
+    return [memory(nbytes) for _ in range(count)]
 
 
 def _end(group: Group, begin: int) -> int:

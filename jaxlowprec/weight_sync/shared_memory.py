@@ -70,11 +70,20 @@ class SharedMemoryReceiver(Listening):
         self.path = pathlib.Path(path)
         listener = _listen(self.path)
         self._inode = self.path.stat().st_ino
-        super().__init__(receiver, secret, listener, timeout, handshake_timeout)
+        try:
+            super().__init__(receiver, secret, listener, timeout, handshake_timeout)
+        except BaseException:
+            self._remove_name()
+            raise
 
     def close(self) -> None:
         """Stops listening and ends every connection; an open session is aborted. May be called again."""
-        super().close()
+        try:
+            super().close()
+        finally:
+            self._remove_name()
+
+    def _remove_name(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_ino == self._inode:  # not another receiver's
                 self.path.unlink()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import socket
+import tempfile
 
 import numpy as np
 import pytest
@@ -166,12 +167,52 @@ def test_a_trainer_without_shared_memory_is_dropped(path):
 
 
 def test_a_file_that_is_cut_short_is_an_error_and_no_crash():
-    shared, destination = SharedFile(), bytearray(100)
+    with tempfile.TemporaryFile() as file:  # a peer may give any file
+        shared, destination = SharedFile(os.dup(file.fileno())), bytearray(100)
     note = shared.outgoing(shared.buffers(1, 100)[0])[0]
     os.ftruncate(shared.descriptor, 50)
     with pytest.raises(PeerLost, match="the shared memory ends 50 bytes before the bucket does"):
         shared.read(note, memoryview(destination))
     shared.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files of other systems cannot be sealed")
+def test_what_a_trainer_gave_to_an_engine_cannot_be_cut_short_under_it():
+    shared = SharedFile()
+    (payload,) = shared.buffers(1, 100)
+    payload[:] = 7
+    given = os.dup(shared.descriptor)
+    with pytest.raises(PermissionError):
+        os.ftruncate(given, 0)
+    assert (payload == 7).all()  # a mapped file that became shorter would end this process here
+    (larger,) = shared.buffers(1, 5 << 20)
+    assert larger.nbytes == 5 << 20
+    os.close(given)
+    shared.close()
+
+
+def no_file():
+    reading, writing = os.pipe()
+    os.write(writing, bytes(100))
+    os.close(writing)
+    return reading
+
+
+def write_only():
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(100)
+        return os.open(file.name, os.O_WRONLY)
+
+
+@pytest.mark.parametrize(("given", "reason"), [(no_file, "is not a file"), (write_only, "cannot be read")])
+def test_a_descriptor_of_anything_but_a_readable_file_is_refused(path, given, reason):
+    with connected(path) as (receiver, _, transport):
+        shared = SharedFile(given())
+        answer = session_with_a_bucket(path, shared, np.asarray([0, 100], ">u8").tobytes())
+        assert answer.kind is Kind.FAILED and reason.encode() in answer.header
+        shared.close()
+        sync(transport, 1, timeout=10)
+        assert is_whole(receiver.weights, 1)
 
 
 def test_a_trainer_that_overwrites_a_bucket_after_it_was_checked_changes_nothing(path):
