@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import Any
 
 _ERROR, _INTERRUPTED = 2, 130
