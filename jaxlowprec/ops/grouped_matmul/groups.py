@@ -89,6 +89,8 @@ class Slots:
 
     def take(self, x: jax.Array, block: int) -> jax.Array:
         """x [T, C] -> [S, block, C], zeros where a slot has no row."""
+        if x.shape[0] == 0:
+            return jnp.zeros((self.row.shape[0], block, x.shape[1]), x.dtype)
         offset = jnp.arange(block, dtype=jnp.int32)
         rows = jnp.minimum(self.row[:, None] + offset, x.shape[0] - 1)
         there = (offset < self.valid[:, None])[..., None]
