@@ -80,6 +80,14 @@ def _lowering(body: Callable):
     return rule
 
 
+def _unless_empty(native: Callable, reference: Callable) -> Callable:
+    """A native body; of a first operand without elements the reference makes the results that have some.
+
+    Kernels write what follows from elements, and would leave such a result, the scale of a tensor, as it was found.
+    """
+    return lambda *args: (native if args[0].size else reference)(*args)
+
+
 def as_bytes(x: jax.Array) -> jax.Array:
     """An array of 8-bit floats as uint8: XLA's collectives on CPUs would carry them as float16."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype.kind in "fV" else x
@@ -162,7 +170,7 @@ def define(
     if native:
         for platform in platforms:
             body = native[platform] if isinstance(native, Mapping) else native
-            mlir.register_lowering(primitive, _lowering(body), platform=platform)
+            mlir.register_lowering(primitive, _lowering(_unless_empty(body, reference)), platform=platform)
 
     def bind(*args):
         return tuple(primitive.bind(*align_varying(*args)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,8 @@ def overlap(a: RoutingTape, b: RoutingTape) -> Overlap:
         raise ValueError(
             f"overlap: tapes of shapes {a.experts.shape} and {b.experts.shape}; needs the same layers, tokens and k"
         )
-    layers, *_, k = a.experts.shape
-    first, second = (tape.experts.reshape(layers, -1, k) for tape in (a, b))
+    layers, *tokens_axes, k = a.experts.shape
+    first, second = (tape.experts.reshape(layers, math.prod(tokens_axes), k) for tape in (a, b))
     compared = jnp.all(first != AFRESH, axis=-1) & jnp.all(second != AFRESH, axis=-1)
     common = jnp.sum(first[..., :, None] == second[..., None, :], axis=(-2, -1))
     same_order = jnp.all(first == second, axis=-1)
