@@ -28,6 +28,17 @@ def brief(value: object) -> str:
     return _cut(repr(value), _SHOWN)
 
 
+def escaped(text: str) -> str:
+    r"""Text that a terminal may show: what is not printable as an escape sequence of Python's.
+
+    >>> escaped("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _cut(text: str, length: int) -> str:
     """Both ends of a text that is too long."""
     if len(text) <= length:

@@ -18,6 +18,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
+_LONGEST_NAME = 255  # bytes: what file systems take
+
 
 class CheckpointFolder:
     """A checkpoint, open for reading: every header is read and checked, no tensor yet.
@@ -155,4 +157,5 @@ def write_index(folder: pathlib.Path, shard_of: Mapping[str, str], total_size: i
 
 def _plain_file_name(name: str) -> bool:
     """Whether it is the name of a safetensors file and no path: nothing that leads out of its folder, on any system."""
-    return name.endswith(".safetensors") and not name.startswith(".") and not set(name) & set("/\\:\0")
+    plain = not name.startswith(".") and not set(name) & set("/\\:\0")
+    return name.endswith(".safetensors") and plain and len(os.fsencode(name)) <= _LONGEST_NAME

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.errors import CheckpointError, escaped
 
 
 def printable(text: str, stream: Any = None) -> str:
@@ -19,10 +19,8 @@ def printable(text: str, stream: Any = None) -> str:
     >>> printable("a\x1b[31mb\nc")
     'a\\x1b[31mb\\nc'
     """
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return escaped(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def emit(lines: Iterable[str]) -> None:

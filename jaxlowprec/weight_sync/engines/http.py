@@ -9,6 +9,7 @@ import socket
 import urllib.parse
 from typing import Any
 
+from jaxlowprec.checkpoints.errors import escaped
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.sockets import Deadline
 
@@ -72,7 +73,7 @@ class HttpEngine:
         said = content if isinstance(content, dict) else {}
         if status != 200 or said.get("success", True) is not True:
             reason = said.get("message") or said.get("error") or said.get("detail") or answer.decode(errors="replace")
-            raise Refused(f"{self._where}{path}: status {status}: {str(reason)[:_MAX_REASON]}")
+            raise Refused(f"{self._where}{path}: status {status}: {escaped(str(reason)[:_MAX_REASON])}")
         if content is None and answer.lstrip().startswith((b"{", b"[")):
             raise self._incomplete(path, f"its JSON breaks off after {len(answer)} bytes")
         if needs is not None and needs not in said:
@@ -98,7 +99,7 @@ class HttpEngine:
         except http.client.IncompleteRead:
             raise self._incomplete(path, "its last chunk is missing") from None
         except (OSError, http.client.HTTPException) as error:
-            fault = str(error) or type(error).__name__
+            fault = escaped(str(error)[:_MAX_REASON].strip()) or type(error).__name__
             raise PeerLost(f"{self._where}{path}: {fault}; is the engine up?") from None
         finally:
             connection.close()
