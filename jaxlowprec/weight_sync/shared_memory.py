@@ -15,13 +15,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
+from jaxlowprec.weight_sync.errors import PeerTimeout
 from jaxlowprec.weight_sync.handshake import TIMEOUT, check_secret, introduce
 from jaxlowprec.weight_sync.listening import MOST_STRANGERS, Listening
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.remote import RemoteTransport
 from jaxlowprec.weight_sync.shared_file import SharedFile, receive_descriptor, send_descriptor
-from jaxlowprec.weight_sync.sockets import Deadline, check_timeout, close
+from jaxlowprec.weight_sync.sockets import Deadline, check_timeout, close, no_connection
 from jaxlowprec.weight_sync.stream import Channel, Payloads
 from jaxlowprec.weight_sync.unix_sockets import listen_at, unix_socket
 
@@ -137,18 +137,17 @@ class SharedMemoryTransport(RemoteTransport):
 
     def _dial(self, timeout: float) -> Channel:
         deadline = Deadline(min(timeout, self._connecting), "connection")
-        connection = unix_socket()
-        try:
-            connection.settimeout(deadline.left())
-            connection.connect(self._path)
+        with contextlib.ExitStack() as unless_connected:
+            try:
+                connection = unix_socket()
+                unless_connected.callback(close, connection)
+                connection.settimeout(deadline.left())
+                connection.connect(self._path)
+            except TimeoutError:
+                raise PeerTimeout(f"{self._path}: no connection within {deadline.seconds:g} s") from None
+            except OSError as error:
+                raise no_connection(self._path, error, "a SharedMemoryReceiver") from None
             keys = introduce(connection, self._secret, deadline.left())
             send_descriptor(connection, self._shared.descriptor, deadline)
-            return Channel(connection, keys)
-        except BaseException as error:
-            close(connection)
-            if isinstance(error, TimeoutError):
-                raise PeerTimeout(f"{self._path}: no connection within {deadline.seconds:g} s") from None
-            if isinstance(error, OSError):
-                fault = error.strerror or error
-                raise PeerLost(f"{self._path}: {fault}; needs a SharedMemoryReceiver that listens there") from None
-            raise
+            unless_connected.pop_all()
+        return Channel(connection, keys)
