@@ -75,7 +75,7 @@ class Bucketizer:
             timeout: seconds to wait for a bucket.
 
         Raises:
-            SyncError: a bucket took longer. What making a bucket raises is raised here.
+            SyncError: a bucket took longer, or no thread could be started. What making a bucket raises is raised here.
 
         >>> import numpy as np
         >>> source = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"})
@@ -104,7 +104,10 @@ class _Ahead:
         for _ in range(2):
             self._free.put(None)
         self._thread = threading.Thread(target=self._run, name="weight-sync-buckets", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SyncError(f"the thread that makes buckets did not start: {error}; let other threads end") from error
 
     def taken(self, timeout: float) -> Iterator[Bucket]:
         for _ in self._plan:

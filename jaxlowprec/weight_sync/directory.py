@@ -6,10 +6,8 @@ is nothing but the file system: a version appears whole, by one rename, after al
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pathlib
-import time
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.folder import INDEX_FILE
@@ -17,6 +15,7 @@ from jaxlowprec.checkpoints.strict_json import repeated
 from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.errors import Refused
+from jaxlowprec.weight_sync.locks import locked
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.record import RECORD_FILE
 from jaxlowprec.weight_sync.sockets import check_timeout
@@ -173,18 +172,12 @@ def _lock(path: pathlib.Path, timeout: float) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise Refused(f"pause: {path}: {error.strerror}; needs a file that trainers can lock, and no link") from error
-    until = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                os.close(descriptor)
-                raise Refused(
-                    f"pause: {path.parent}: another trainer has been writing for {timeout:g} s; let it end, or stop it"
-                ) from None
-            time.sleep(min(0.02, timeout))
-        except BaseException:
-            os.close(descriptor)
-            raise
+    try:
+        if not locked(descriptor, timeout):
+            raise Refused(
+                f"pause: {path.parent}: another trainer has been writing for {timeout:g} s; let it end, or stop it"
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

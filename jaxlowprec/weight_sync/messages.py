@@ -52,9 +52,9 @@ def read_timeout(header: bytes) -> float:
 
     >>> read_timeout(write(timeout=2.5))
     2.5
-    >>> read_timeout(b'{"timeout": 1e999}')
+    >>> read_timeout(b'{"timeout": -1}')
     Traceback (most recent call last):
-    ValueError: pause: timeout is inf; needs seconds, more than 0 and finite
+    ValueError: pause: timeout is -1; needs seconds, more than 0 and finite
     """
     timeout = parse("pause", header, MAX_BYTES, {"timeout"})["timeout"]
     if type(timeout) not in (int, float) or not timeout > 0 or not math.isfinite(timeout):

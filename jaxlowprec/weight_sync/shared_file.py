@@ -123,7 +123,7 @@ def receive_descriptor(connection: socket.socket, deadline: Deadline) -> int:
     """The file that the other process gives. Raises PeerLost where it gives none."""
     connection.settimeout(deadline.left())
     try:
-        greeting, descriptors, _, _ = socket.recv_fds(connection, len(_GREETING), 1)
+        greeting, descriptors, flags, _ = socket.recv_fds(connection, len(_GREETING), 1)
     except TimeoutError:
         raise deadline.missed() from None
     except OSError as error:
@@ -131,6 +131,8 @@ def receive_descriptor(connection: socket.socket, deadline: Deadline) -> int:
     if greeting != _GREETING or len(descriptors) != 1:
         for descriptor in descriptors:
             os.close(descriptor)
+        if flags & socket.MSG_CTRUNC and not descriptors:
+            raise PeerLost("the peer's shared memory could not be taken: this process has too many open files")
         raise PeerLost("the peer gave no shared memory: it went away, or speaks another protocol")
     return descriptors[0]
 

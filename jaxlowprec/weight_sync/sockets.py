@@ -7,6 +7,7 @@ what an authenticated peer sends, however much that is and however slow its netw
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterable
@@ -175,6 +176,18 @@ def receive(connection: socket.socket, count: int, deadline: Deadline) -> bytear
         receive_into(connection, [piece], deadline)
         found += piece
     return found
+
+
+def no_connection(where: str, error: OSError, needs: str) -> PeerLost:
+    """The error of a connection that could not be made.
+
+    >>> no_connection("engine:5000", ConnectionRefusedError(111, "Connection refused"), "a TcpReceiver")
+    PeerLost('engine:5000: Connection refused; needs a TcpReceiver that listens there')
+    """
+    fault = error.strerror or error
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return PeerLost(f"{where}: {fault}: no connection can be made before some are closed")
+    return PeerLost(f"{where}: {fault}; needs {needs} that listens there")
 
 
 def close(connection: socket.socket) -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxlowprec.weight_sync import listening as listening_module
-from jaxlowprec.weight_sync.errors import Refused
+from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.handshake import introduce
 from jaxlowprec.weight_sync.listening import MOST_TRAINERS
 from jaxlowprec.weight_sync.receiver import Receiver
@@ -121,6 +121,22 @@ def test_a_listener_that_cannot_start_gives_back_what_it_took(monkeypatch, tmp_p
             SharedMemoryReceiver(Receiver(), SECRET, tmp_path / "socket")
     assert sorted(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shared"])
+def test_a_trainer_without_descriptors_is_told_that(kind, tmp_path):
+    listening, transport = transports(kind, tmp_path)
+    with listening, contextlib.closing(transport()) as trainer:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unused = os.dup(0)
+        os.close(unused)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+            with pytest.raises(PeerLost, match="Too many open files: no connection can be made before some are closed"):
+                trainer.version(5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        sync(trainer, 1, timeout=5)
 
 
 def test_an_engine_may_close_its_listener_while_it_is_resumed():

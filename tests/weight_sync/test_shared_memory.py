@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import resource
 import socket
 import tempfile
 
@@ -13,7 +14,7 @@ from jaxlowprec.weight_sync import Receiver, Refused, WeightSource, differences,
 from jaxlowprec.weight_sync.bucket import pack
 from jaxlowprec.weight_sync.errors import PeerLost
 from jaxlowprec.weight_sync.handshake import NotAuthenticated, introduce
-from jaxlowprec.weight_sync.shared_file import SharedFile, send_descriptor
+from jaxlowprec.weight_sync.shared_file import SharedFile, receive_descriptor, send_descriptor
 from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.sockets import Deadline
 from jaxlowprec.weight_sync.stream import Channel, Kind
@@ -213,6 +214,23 @@ def test_a_descriptor_of_anything_but_a_readable_file_is_refused(path, given, re
         shared.close()
         sync(transport, 1, timeout=10)
         assert is_whole(receiver.weights, 1)
+
+
+def test_a_descriptor_for_which_there_is_no_room_is_an_error_that_says_so():
+    a, b = socket.socketpair()
+    shared = SharedFile()
+    send_descriptor(a, shared.descriptor, Deadline(1, "room"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unused = os.dup(0)
+    os.close(unused)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+        with pytest.raises(PeerLost, match="this process has too many open files"):
+            receive_descriptor(b, Deadline(1, "a file"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for one in (a, b, shared):
+        one.close()
 
 
 def test_a_trainer_that_overwrites_a_bucket_after_it_was_checked_changes_nothing(path):
