@@ -130,6 +130,12 @@ def why_not(platform: str) -> str | None:
     )
 
 
+def why_no_platform(error: BaseException) -> str:
+    """What one of `NO_PLATFORM` means to who chose the platforms."""
+    wanted = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return f"JAX cannot use JAX_PLATFORMS={wanted}: {error or 'it finds none of them'}"
+
+
 def compute_capability() -> float | None:
     """The least of this process's GPUs, such as 9.0; None where there are none."""
     try:

@@ -128,7 +128,7 @@ def _devices() -> tuple[list[Any], str | None]:
     try:
         return jax.devices(), None
     except native.NO_PLATFORM as error:
-        return [], f"JAX cannot use JAX_PLATFORMS={jax.config.jax_platforms}: {error or 'it finds none of them'}"
+        return [], native.why_no_platform(error)
 
 
 def _version(package: str) -> str | None:

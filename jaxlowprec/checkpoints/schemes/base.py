@@ -275,8 +275,6 @@ def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
             return contextlib.nullcontext()
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except native.NO_PLATFORM as error:
-        reason = str(error) or "it finds none of them"
         raise CheckpointError(
-            f"weights are quantised on the CPU, which JAX cannot use with JAX_PLATFORMS={jax.config.jax_platforms} "
-            f"({reason}); unset that, or add cpu to it"
+            f"weights are quantised on the CPU: {native.why_no_platform(error)}; unset that, or add cpu to it"
         ) from None
