@@ -2,9 +2,10 @@
 #   make demo      train the example in bf16 and under the NVFP4 recipe: runs/demo/loss.png, runs/demo/report.json
 #   make test      all tests but the slow ones; `make test ARGS=--slow` for those too
 #   make test-cpp  the C++ tests, with sanitizers
-#   make lint      ruff, mypy, clang-format, tables in the documents up to date
+#   make lint      ruff, mypy, clang-format, tables and charts in the documents up to date
+#   make wheel     sdist and wheel in dist, checked, installed into an empty environment and run there (Python 3.12 or newer)
 #   make format    what lint wants, where a tool can do it
-#   make bench     the tables of the README anew, on this machine
+#   make bench     measure the tables and charts of docs/speed.md anew, on this machine
 #   make gpu       for NVIDIA GPUs: JAX with CUDA, a CUDA compiler from PyPI if there is none, and this library's kernels
 #   make gpu-check tests, benchmarks, sanitizer and profiles on a GPU, in phases that continue; runs/gpu_check
 
@@ -18,7 +19,7 @@ export JAX_PLATFORMS ?= cpu
 test: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax_cache
 test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
-.PHONY: demo test test-cpp lint format bench gpu gpu-check clean
+.PHONY: demo test test-cpp lint format wheel bench gpu gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo --resume $(ARGS)
@@ -42,6 +43,9 @@ format: .venv/linters
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 	$(BIN)/python benchmarks/tables.py
+
+wheel:
+	scripts/build_wheel.sh $(PYTHON)
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/cpu_kernels.py --save

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# A wheel with GPU kernels is for any Python and any machine: check_wheel.sh WHEEL
-# It has the stable ABI, needs no library of CUDA's to be imported, and shows none of its own copy's symbols.
+# A wheel is for any Python and any machine: check_wheel.sh WHEEL [--without-gpu-kernels]
+# It has the stable ABI, GPU kernels (unless it may be without), needs no library of CUDA's to be imported, and shows none of
+# its own copy's symbols.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m zipfile -e "$1" "$folder"
 module=("$folder"/jaxlowprec/_native*.so)
 [[ $1 == *-abi3-* && $module == *.abi3.so ]] || { echo "not built for the stable ABI: $1" >&2; exit 1; }
-readelf --sections --wide "$module" | grep -q nv_fatbin || { echo "no GPU kernels in $1" >&2; exit 1; }
+if [[ ${2:-} != --without-gpu-kernels ]]; then
+  readelf --sections --wide "$module" | grep -q nv_fatbin || { echo "no GPU kernels in $1" >&2; exit 1; }
+fi
 ! readelf --dynamic "$module" | grep -E 'NEEDED.*(libcuda|libcublas|libnv)' || { echo "needs CUDA to be imported" >&2; exit 1; }
 ! nm --dynamic --defined-only "$module" | grep -E ' (cu|nv)[A-Za-z]|__cuda' || { echo "CUDA's symbols are visible" >&2; exit 1; }

@@ -17,22 +17,29 @@ def programs(document):
 
 
 PROGRAMS = programs("README.md")
-NAMES = ("quantise-and-multiply", "train-a-flax-model", "mesh", "int4", "experts")
+NAMES = ("quantise-and-multiply", "train-a-flax-model")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
 def test_a_program_of_the_readme_runs(program):
     names = {}
     exec(program, names)
-    result = next(names[name] for name in ("y", "loss", "trained", "x") if name in names)
+    result = next(names[name] for name in ("y", "loss") if name in names)
     assert jax.numpy.isfinite(result).all()
 
 
-def test_the_mesh_program_of_the_readme_prints_what_it_says(capsys):
-    exec(PROGRAMS[2], {})
-    said = capsys.readouterr().out
-    assert re.search(r"all-gather among 8: u8\[", said)
-    assert re.search(r"reduce-scatter among 8: f32\[64, 1024\]", said)
+def test_the_readme_is_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_the_front_pages_lead_somewhere(document):
+    if not (ROOT / "CMakeLists.txt").exists():
+        pytest.skip("not in the source tree")
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", text)
+    files = [link or picture for link, picture in links if "://" not in (link or picture)]
+    assert not [file for file in files if not (ROOT / file).exists()]
 
 
 def test_the_scaling_programs_of_the_documents_run(capsys):
@@ -40,7 +47,7 @@ def test_the_scaling_programs_of_the_documents_run(capsys):
     for program in programs("docs/scaling.md"):
         exec(program, names)
     said = capsys.readouterr().out
-    assert "all-gather among 8: u8[" in said and "reduce-scatter among 8: f32[" in said
+    assert "all-gather among 8: u8[" in said and "reduce-scatter among 8: f32[64, 1024]" in said
     x, kernel = (jax.device_get(names[name]) for name in ("x", "kernel"))
     expected = jlp.scaled_matmul(jlp.quantize(x, jlp.NVFP4()), jlp.quantize(kernel, jlp.NVFP4((16, 16)), axis=-2).mT)
     assert (names["y"] == expected).all() and names["y"].shape == (1024, 1024)

@@ -1,0 +1,18 @@
+"""Charts of the results as SVG files: the same bytes from the same results, whatever is installed."""
+
+from charts import growth, kernels, overview, programs, training
+
+CHARTS = {
+    "speed": overview.overview,
+    "quantizers": kernels.quantizers,
+    "matmuls": kernels.matmuls,
+    "weight_only": kernels.weight_only,
+    "experts": kernels.experts,
+    "conversion": programs.conversion,
+    "training_step": programs.training_step,
+    "weight_sync": programs.weight_sync,
+    "mesh": programs.mesh,
+    "growth": growth.growth,
+    "training_gap": training.every_length,
+    "training_gap_longest": training.longest,
+}  # the name of a file in docs/pictures -> what draws it

@@ -1,0 +1,179 @@
+"""Tables of speed and of the training study."""
+
+from __future__ import annotations
+
+from cells import markdown, mebibytes, milliseconds
+from recorded import RESULTS, load, where
+
+
+def speed(kind: str = "cpu_kernels", operands: str = "4096x4096 bf16, ") -> str:
+    """The kernels, one table per instruction set."""
+    parts = []
+    for file in sorted(RESULTS.glob(f"{kind}_*.json")):
+        result = load(file.stem)
+        for isa, cases in result["cases"].items():
+            rows = [(operands + isa, "against", "speed", "target", "ours, ms", "theirs, ms")]
+            for c in cases:
+                rows.append(
+                    (
+                        c["case"],
+                        c["against"],
+                        f"{c['ratio']['median']:.2f}x",
+                        "" if c["target"] is None else f"{c['target']}x",
+                        milliseconds(c["ours"]["median"]),
+                        milliseconds(c["theirs"]["median"]),
+                    )
+                )
+            parts.append(markdown(rows))
+        parts.append(where(result))
+    return "\n\n".join(parts)
+
+
+def formats() -> str:
+    """The kernels of all other formats."""
+    return speed("formats")
+
+
+def weight_only() -> str:
+    """Activations in high precision by a quantised weight."""
+    return speed("weight_only_matmul", "")
+
+
+def grouped() -> str:
+    """Groups of rows, each group by its own weight."""
+    return speed("grouped_matmul", "")
+
+
+def int4() -> str:
+    """Int4 to decoded values, to codes and back."""
+    return speed("int4", "4096x4096, ")
+
+
+def convert() -> str:
+    """A checkpoint's conversion."""
+    result = load("convert")
+    rows = [("scheme", "MiB", "ours, s", "`cp -r`, s", "speed", "target", "`cp -r` and `sync`, s", "speed")]
+    for c in result["cases"]:
+        sides = (c["ours"], c["copy"], c["ratio_to_copy"], c["target"], c["copy_to_disk"], c["ratio_to_copy_to_disk"])
+        ours, copy, ratio, target, disk, ratio_disk = (f"{number:.2f}" for number in sides)
+        mebibytes = f"{c['source_bytes'] / 2**20:.0f}"
+        rows.append((c["scheme"], mebibytes, ours, copy, f"{ratio}x", f"{target}x", disk, f"{ratio_disk}x"))
+    return markdown(rows) + "\n\n" + where(result)
+
+
+def weight_sync() -> str:
+    """New versions of the weights, each transport against copying the same bytes."""
+    parts = []
+    for file in sorted(RESULTS.glob("weight_sync*.json")):
+        result = load(file.stem)
+        rows = [("a sync", "against", "speed", "target", "ours, ms", "theirs, ms")]
+        for c in result["cases"]:
+            rows.append(
+                (
+                    f"{c['case']}, {mebibytes(c['bytes'])} MiB",
+                    c["against"],
+                    f"{c['ratio']['median']:.2f}x",
+                    "" if c["target"] is None else f"{c['target']}x",
+                    milliseconds(c["ours"]["median"]),
+                    milliseconds(c["theirs"]["median"]),
+                )
+            )
+        parts += [markdown(rows), where(result)]
+    return "\n\n".join(parts)
+
+
+def brief(case: dict) -> tuple[str, str, str]:
+    """A measured case as a row of three columns."""
+    return case["case"], case["against"], f"{case['ratio']['median']:.2f}x"
+
+
+_SHOWN = ("Int4 1x128 of bfloat16, axis -1", "bfloat16 by Int4 1x128")  # the cases of INT4
+
+
+def best_speed() -> str:
+    """One row per family, of the best instruction set."""
+    isas = ("avx512_bf16", "avx512")  # the best first
+    file = min(RESULTS.glob("cpu_kernels_*.json"), key=lambda f: [not f.stem.endswith(isa) for isa in isas])
+    result = load(file.stem)
+    isa, cases = next(iter(result["cases"].items()))
+    rows = [("4096x4096 bf16", "against", "speed")]
+    rows += map(brief, cases)
+    other = load(f"formats_{isa}")["cases"][isa]
+    rows += [brief(c) for c in other if "matmul" in c["case"]]
+    for kind in ("int4", "weight_only_matmul"):
+        shown = load(f"{kind}_{isa}")["cases"][isa]
+        rows += [brief(c) for c in shown if c["case"].endswith(_SHOWN)]
+    rows += [
+        (f"converting a checkpoint, {c['scheme']}", "`cp -r` of it", f"{c['ratio_to_copy']:.2f}x")
+        for c in load("convert")["cases"]
+    ]
+    rows += [
+        (f"a training step of the {c['size']} example, {c['recipe']}", c["against"], f"{c['ratio']['median']:.2f}x")
+        for c in load("train_step")["cases"]
+        if "bfloat16" in c["against"]
+    ]
+    rows.append(
+        (
+            "activations that `linear` keeps for its backward",
+            "its bf16 input",
+            f"{result['saved_by_linear']:.2f} of the bytes",
+        )
+    )
+    about = f"{where(result)} Conversion was measured on the machine with AVX2."
+    return markdown(rows) + f"\n\n{about} Instruction set: {isa}."
+
+
+def train_step() -> str:
+    """The example's training step."""
+    result = load("train_step")
+    rows = [("model", "recipe", "against", "speed", "ours, ms", "theirs, ms")]
+    for c in result["cases"]:
+        ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
+        rows.append((c["size"], c["recipe"], c["against"], f"{c['ratio']['median']:.2f}x", ours, theirs))
+    return markdown(rows) + "\n\n" + where(result)
+
+
+def scaling() -> str:
+    """Time per element and memory, from the smallest to the largest array."""
+    result = load("scaling")
+    sizes = sorted({c["elements"] for c in result["cases"]})
+    rows = [("ns per element (MiB beyond inputs and results)", *(f"{n >> 20} M elements" for n in sizes))]
+    for name in dict.fromkeys(c["operation"] for c in result["cases"]):
+        mine = {c["elements"]: c for c in result["cases"] if c["operation"] == name}
+        times = (mine[n]["nanoseconds_per_element"] for n in sizes)
+        held = (max(0, mine[n]["bytes_beyond_inputs_and_results"]) / 2**20 for n in sizes)
+        cells = (f"{ns:.2f} ({mib:.1f})" for ns, mib in zip(times, held, strict=True))
+        rows.append((name, *cells))
+    return markdown(rows) + "\n\n" + where(result)
+
+
+def study() -> str:
+    """Gaps against bf16, per seed."""
+    result = load("training_study")
+    rows = [("steps", "run", "loss gap, mean", "by seed", "validation gap, mean", "by seed")]
+    for s in result["summary"]:
+        cells = []
+        for key in ("loss_gap_percent", "validation_loss_gap_percent"):
+            cells += [f"{s[key]['mean']:+.2f} %", ", ".join(f"{g:+.2f}" for g in s[key]["by_seed"])]
+        rows.append((str(s["steps"]), s["run"], *cells))
+    settings = result["settings"]
+    step_bytes = settings["batch"] * settings["config"]["context"]
+    about = (
+        f"{settings['parameters']:,} parameters, {step_bytes} bytes per step, peak learning "
+        f"rate {settings['learning_rate']}, {settings['seeds']} seeds, last block in bf16; "
+        f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}."
+    )
+    return markdown(rows) + "\n\n" + about
+
+
+def gpu() -> str:
+    """What was measured on a GPU, if anything was."""
+    if not (RESULTS / "gpu.json").exists():
+        return "No benchmark and no test has run on a GPU yet: every statement about GPUs is unverified."
+    result = load("gpu")
+    rows = [("on the GPU", "against", "speed", "target")]
+    for c in result["cases"]:
+        speed_up = "failed" if "error" in c else f"{c['ratio']['median']:.2f}x"
+        rows.append((c["case"], c["against"], speed_up, "" if c["target"] is None else f"{c['target']}x"))
+    e = result["environment"]
+    return markdown(rows) + f"\n\nDriver {e['driver']}, {e['cuda']}, {where(result)}"
