@@ -22,6 +22,7 @@ from jaxlowprec.checkpoints.quantizing import plan_quantization
 from jaxlowprec.checkpoints.resume import check_apart, check_claim, check_unchanged, claimed, fingerprint
 from jaxlowprec.checkpoints.rules import Rules
 from jaxlowprec.checkpoints.schemes import Scheme, by_name
+from jaxlowprec.checkpoints.schemes.base import on_the_cpu
 
 Path = str | pathlib.Path
 
@@ -126,6 +127,8 @@ def convert(
         CheckpointError: the source, the destination or the rules do not allow it; see `plan_quantization`.
     """
     rules = Rules(tuple(ignore), tuple(include), tuple(defaults))
+    if not run.dry_run:
+        on_the_cpu()  # says at once where JAX cannot use it
     with CheckpointFolder(source) as opened:
         plan = plan_quantization(opened, scheme, rules, leave_unfit)
         options = {

@@ -58,7 +58,11 @@ def write_shards(
         closed: concurrent.futures.Future[None] | None = None
         for shard in missing:
             writer = _written(plan, shard, source, destination, workers, counter)
-            before, closed = closed, closer.submit(writer.commit)
+            try:
+                before, closed = closed, _submitted(closer, writer.commit)
+            except CheckpointError:
+                writer.abandon()
+                raise
             if before:
                 before.result()
         if closed:
@@ -149,14 +153,27 @@ def same(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> bool:
 
 
 def in_parallel(work: Callable[[Any], None], items: Iterable[Any], workers: int) -> None:
-    """Does some work for each item, by several threads. The first error ends it, and is raised."""
+    """Does some work for each item, by several threads. The first error ends it, and is raised.
+
+    Raises:
+        CheckpointError: the system starts no more threads.
+    """
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
-            for future in concurrent.futures.as_completed([pool.submit(work, item) for item in items]):
+            for future in concurrent.futures.as_completed([_submitted(pool, work, item) for item in items]):
                 future.result()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _submitted(
+    pool: concurrent.futures.Executor, work: Callable[..., Any], *given: Any
+) -> concurrent.futures.Future[Any]:
+    try:
+        return pool.submit(work, *given)
+    except RuntimeError as error:  # of threading
+        raise CheckpointError(f"{error}; give fewer workers, or raise the limit of processes (ulimit -u)") from None
 
 
 def _require_space(plan: Plan, shards: list[str], destination: pathlib.Path) -> None:

@@ -28,7 +28,8 @@ def publish(path: pathlib.Path) -> None:
     temporary_path(path).replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with about(path.parent):
+            os.fsync(folder)
     finally:
         os.close(folder)
 
@@ -91,7 +92,7 @@ def read_json(path: pathlib.Path) -> Any:
         raise CheckpointError(f"{path}: no such file")
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: {path.stat().st_size} bytes; needs at most {_MAX_JSON_BYTES} of a JSON file")
-    return load_json(str(path), path.read_bytes())
+    return load_json(str(path), path.read_bytes(), finite=True)
 
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:

@@ -169,7 +169,9 @@ def _compared(
 def error_of(decoded: np.ndarray, reference: np.ndarray) -> Error:
     """Compares two arrays of one shape, sums in float64, piece by piece. NaN and infinity stay what they are."""
     decoded, reference = decoded.reshape(-1), reference.reshape(-1)
-    signal = noise = largest = np.float64(0)
+    signal: Any = np.float64(0)
+    noise: Any = np.float64(0)
+    largest = np.float64(0)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for begin in range(0, reference.size, _CHUNK):
             w = reference[begin : begin + _CHUNK].astype(np.float64)

@@ -78,7 +78,7 @@ def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, st
         if module is None:
             return copy_job(name, spec)
         make = functools.partial(_compress, source, scheme, module, name, amaxes)
-        decode = functools.partial(_decompress, scheme, module, numpy_dtype(spec.dtype))
+        decode = functools.partial(_decompress, scheme, module, spec.dtype)
         return Job(module, output_specs(scheme, module, spec), spec.nbytes, make, decode)
 
     return {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
@@ -97,9 +97,9 @@ def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, 
     return {f"{module}.{suffix}": array for suffix, array in made.items()}
 
 
-def _decompress(scheme: Scheme, module: str, dtype: np.dtype, tensors: Arrays) -> np.ndarray:
+def _decompress(scheme: Scheme, module: str, dtype: str, tensors: Arrays) -> np.ndarray:
     suffixed = {name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items()}
-    return scheme.decompress(suffixed, scheme.compute_dtype(dtype))
+    return scheme.decompress(suffixed, scheme.compute_dtype(np.dtype(numpy_dtype(dtype))))
 
 
 class _Amaxes:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.file_bytes import about
 from jaxlowprec.checkpoints.files import read_json_object, write_json
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder
 from jaxlowprec.checkpoints.plain_folders import is_leftover, remove_temporaries, require_plain
@@ -53,7 +54,8 @@ def check_unchanged(source: CheckpointFolder, wanted: dict[str, Any]) -> None:
 
 def check_apart(source: pathlib.Path, destination: pathlib.Path) -> None:
     """Raises CheckpointError if one folder is, or lies in, the other."""
-    a, b = source.resolve(), destination.resolve()
+    with about(destination):
+        a, b = (pathlib.Path(os.path.realpath(path)) for path in (source, destination))  # links may be circular
     if a == b or a in b.parents or b in a.parents:
         raise CheckpointError(f"{destination}: is, holds, or lies in the source {source}; needs a folder of its own")
 
@@ -73,7 +75,8 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
     descriptor = os.open(destination, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with about(destination):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{destination}: another conversion is at work in this folder") from None
         resumed = check_claim(destination, wanted)
@@ -85,7 +88,8 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
         remove_temporaries(destination)
         require_plain(destination)
         (destination / MANIFEST).unlink()
-        os.fsync(descriptor)
+        with about(destination):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)  # and with it the lock
 

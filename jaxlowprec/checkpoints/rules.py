@@ -57,6 +57,10 @@ def check_rule(rule: str) -> None:
     """Raises CheckpointError unless it is a rule."""
     if not rule or rule == "re:":
         raise CheckpointError(f'rule {rule!r} is empty; needs the name of a module, or "re:" and a regular expression')
+    try:
+        rule.encode()  # into the config
+    except UnicodeEncodeError:
+        raise CheckpointError(f"rule {rule!r} is not text in UTF-8, as the names of modules are") from None
     if rule.startswith("re:"):
         try:
             _pattern(rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import threading
@@ -45,7 +46,8 @@ class SafetensorsFile:
         try:
             self._file = OpenFile(self.path, os.open(self.path, os.O_RDONLY))
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}{remedy}") from None
         try:
             self.header = read_header(self._file)
         except BaseException:

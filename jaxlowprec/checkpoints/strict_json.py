@@ -15,8 +15,13 @@ MAX_DEPTH = 100
 _NESTED = (list, dict)
 
 
-def load_json(where: str, text: bytes) -> Any:
-    """JSON of UTF-8 text, with no name given twice, no numbers that JSON or float64 lacks, and no deep nesting.
+def load_json(where: str, text: bytes, *, finite: bool = False) -> Any:
+    """JSON of UTF-8 text, with no name given twice, no numbers that JSON lacks, and no deep nesting.
+
+    Arguments:
+        where: for errors.
+        text: of the whole.
+        finite: refuse numbers beyond float64, which else are infinite.
 
     Raises:
         CheckpointError: it is not that.
@@ -32,7 +37,7 @@ def load_json(where: str, text: bytes) -> Any:
         raise CheckpointError(f"{where}: {name} is no JSON")
 
     def number(digits: str) -> float:
-        if math.isinf(value := float(digits)):
+        if math.isinf(value := float(digits)) and finite:
             raise CheckpointError(f"{where}: the number {brief(digits)} is larger than float64 holds")
         return value
 

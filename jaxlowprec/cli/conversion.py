@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.convert import Report, Run
 from jaxlowprec.cli.progress import bar, readable
+from jaxlowprec.cli.streams import emit, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +34,12 @@ def run_of(options: argparse.Namespace) -> Run:
 def show(report: Report, options: argparse.Namespace) -> int:
     """Prints a report; returns the exit status."""
     if options.json:
-        print(json.dumps({"command": options.command, "dry_run": options.dry_run, **report.as_json()}, indent=2))
+        content = {"command": options.command, "dry_run": options.dry_run, **report.as_json()}
+        emit(json.dumps(content, indent=2).split("\n"))
         return 0
     for warning in report.warnings:
-        print(f"jaxlowprec {options.command}: warning: {warning}", file=sys.stderr)
-    print("\n".join(render(report, options)))
+        say(f"jaxlowprec {options.command}: warning: {warning}")
+    emit(render(report, options))
     return 0
 
 

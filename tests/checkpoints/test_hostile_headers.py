@@ -88,7 +88,7 @@ def test_experts_that_lie_in_experts_are_ignored_once(tmp_path):
 def test_one_long_name_does_not_widen_every_line(tmp_path):
     names = ["x" * 1_000_000, *(f"t{i}" for i in range(1000))]
     found = inspect(checkpoint(tmp_path / "x", names, [(1,)] * 1001))
-    text = render(found)
+    text = "".join(render(found))
     assert names[0] in text and len(text) < 2_000_000
 
 
@@ -115,9 +115,9 @@ def test_a_deep_config_is_an_error_of_one_sentence(tmp_path):
 
 
 def test_a_number_beyond_float64_does_not_become_infinite():
-    assert load_json("x", b"[1e308, 1e-999]") == [1e308, 0.0]
+    assert load_json("x", b"[1e308, 1e-999]", finite=True) == [1e308, 0.0]
     with pytest.raises(CheckpointError, match=r"the number '-1e309' is larger than float64 holds"):
-        load_json("x", b'{"rope_theta": -1e309}')
+        load_json("x", b'{"rope_theta": -1e309}', finite=True)
 
 
 @pytest.mark.parametrize(

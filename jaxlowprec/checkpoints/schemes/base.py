@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec import native
+from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.magnitudes import all_finite, amax, limit
 from jaxlowprec.formats import Format, Int4
 from jaxlowprec.ops.quantize.api import quantize
@@ -263,7 +265,16 @@ def _all_finite(scale: np.ndarray) -> bool:
 
 
 def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Within it JAX puts arrays and work on the CPU, where it has one beside an accelerator."""
-    if jax.default_backend() == "cpu":
-        return contextlib.nullcontext()
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
+    """Within it JAX puts arrays and work on the CPU, where it has one beside an accelerator.
+
+    Raises:
+        CheckpointError: the platforms that JAX is told to use cannot be started, or the CPU is not among them.
+    """
+    try:
+        if jax.default_backend() == "cpu":
+            return contextlib.nullcontext()
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except native.NO_PLATFORM as error:
+        raise CheckpointError(
+            f"weights are quantised on the CPU: {native.why_no_platform(error)}; unset that, or add cpu to it"
+        ) from None
