@@ -101,7 +101,7 @@ class Listening:
         coming.register(self._listener, select.POLLIN)
         for waiting in (coming, woken):
             waiting.register(self._woken, select.POLLIN)
-        while self._woken.fileno() not in dict(coming.poll()):
+        while self._woken.fileno() not in dict(coming.poll()) and not self._closed:
             try:
                 self._take()
             except (OSError, RuntimeError, MemoryError) as error:

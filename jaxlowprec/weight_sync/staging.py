@@ -113,7 +113,10 @@ class Staging:
         for placed, array in zip(bucket.entries, bucket.payload, strict=True):
             given = entry_of(placed.entry.name, array)
             if given != placed.entry:
-                raise Refused(f"bucket {bucket.index} announces {placed.entry}; its array is {given}")
+                raise Refused(
+                    f"bucket {bucket.index} announces {brief(given.name)} as {placed.entry.dtype} {placed.entry.shape}; "
+                    f"its array is {given.dtype} {given.shape}"
+                )
         named = zip((placed.entry.name for placed in bucket.entries), bucket.payload, strict=True)
         try:
             copies = {name: copy(name, array) for name, array in named}
