@@ -17,7 +17,7 @@ from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.formats import BLOCK
 from jaxlowprec.grouped_products import Plan, WeightOnlyPlan, biased, quantized_groups, weight_only_groups
 from jaxlowprec.linear import rounds_stochastically
-from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.ops.precision import checked_precision
@@ -148,10 +148,10 @@ def ragged_dot(
         raise NotImplementedError("ragged_dot: group_offset is not supported; leave it out and slice the groups")
     out_dtype = preferred_element_type
     if out_dtype is None:
-        out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else jnp.promote_types(lhs.dtype, rhs.dtype)
+        out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
     if isinstance(rhs, QuantizedArray) or resolve("ragged_dot", FROM_CONTEXT, "") is not None:
         return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
-    wide = jnp.promote_types(lhs.dtype, rhs.dtype)
+    wide = wider_dtype(lhs.dtype, rhs.dtype)
     return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
 
 

@@ -153,7 +153,7 @@ def linear(
         dims = (((x.ndim - 1,), (0,)), ((), ()))
         with in_profiles(name):
             y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, precision, out_sharding=out_sharding)
-            y = y if bias is None else y + bias.astype(x.dtype)
+            y = y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
         if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)

@@ -60,6 +60,6 @@ def overlap(a: RoutingTape, b: RoutingTape) -> Overlap:
     tokens = jnp.sum(compared, axis=-1, dtype=jnp.int32)
 
     def share(values: Array) -> Array:
-        return jnp.sum(jnp.where(compared, values, 0).astype(jnp.float32), axis=-1) / tokens
+        return jnp.sum(jnp.where(compared, values.astype(jnp.float32), 0.0), axis=-1) / tokens.astype(jnp.float32)
 
     return Overlap(tokens, share(common == k), share(same_order), share(common) / k)

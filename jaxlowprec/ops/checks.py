@@ -30,6 +30,12 @@ def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
     return dtype
 
 
+def wider_dtype(a: Any, b: Any) -> jnp.dtype:
+    """What two operands of a product are promoted to, also where the caller's own code may not promote."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
 def axis_from_the_front(who: str, axis: Any, ndim: int, of: str = "") -> int:
     """0 or more, from any spelling of an axis that there is; `of`: what the axis is one of, for the message."""
     try:
