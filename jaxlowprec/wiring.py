@@ -182,8 +182,8 @@ def define(
 
     @primitive.def_impl
     def _(*args):
-        # The implementation is chosen in lowering, which jax.disable_jit would skip. Compiled as a whole: of a body that
-        # calls other ops JAX must see a partitioned op when it lowers, or it lowers without devices.
+        # The implementation is chosen in lowering, which jax.disable_jit would skip. Compiled as a whole: of a body
+        # that calls other ops JAX must see a partitioned op when it lowers, or it lowers without devices.
         with jax.disable_jit(False):
             return compiled(*args)
 

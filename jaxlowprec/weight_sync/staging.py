@@ -114,8 +114,8 @@ class Staging:
             given = entry_of(placed.entry.name, array)
             if given != placed.entry:
                 raise Refused(
-                    f"bucket {bucket.index} announces {brief(given.name)} as {placed.entry.dtype} {placed.entry.shape}; "
-                    f"its array is {given.dtype} {given.shape}"
+                    f"bucket {bucket.index} announces {brief(given.name)} as {placed.entry.dtype} "
+                    f"{placed.entry.shape}; its array is {given.dtype} {given.shape}"
                 )
         named = zip((placed.entry.name for placed in bucket.entries), bucket.payload, strict=True)
         try:
