@@ -15,7 +15,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files import read_json_object, write_json
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder, write_index
 from jaxlowprec.checkpoints.modules import scheme_of
-from jaxlowprec.checkpoints.other_files import copy_files, other_files
+from jaxlowprec.checkpoints.other_files import copy_files, other_files, own_files
 from jaxlowprec.checkpoints.plan import Left, Plan
 from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.checkpoints.quantizing import plan_quantization
@@ -23,6 +23,7 @@ from jaxlowprec.checkpoints.resume import check_apart, check_claim, check_unchan
 from jaxlowprec.checkpoints.rules import Rules
 from jaxlowprec.checkpoints.schemes import Scheme, by_name
 from jaxlowprec.checkpoints.schemes.base import on_the_cpu
+from jaxlowprec.checkpoints.source_links import real_path
 
 Path = str | pathlib.Path
 
@@ -72,16 +73,18 @@ class Run:
         dry_run: plan, and write nothing.
         verify: compute everything again at the end, and compare it with the files.
         progress: see `engine.Progress`.
+        follow_links: also copy what links in the source point to outside of it.
     """
 
     workers: int = 2
     dry_run: bool = False
     verify: bool = False
     progress: Progress | None = None
+    follow_links: bool = False
 
     def __post_init__(self):
-        if self.workers < 1:
-            raise CheckpointError(f"workers={self.workers}; needs 1 or more")
+        if type(self.workers) is not int or self.workers < 1:
+            raise CheckpointError(f"workers={self.workers!r}; needs 1 or more")
 
 
 def scheme_for(source: Path, name: str, *, group_size: int | None = None) -> Scheme:
@@ -168,6 +171,8 @@ def _carry_out(
     started = time.perf_counter()
     check_apart(source.path, destination)
     copied, left_out = other_files(source, plan.drop_files)
+    for path in [*map(pathlib.Path, own_files(source)), *copied]:
+        real_path(source.path, path, run.follow_links)
     report = Report(
         scheme=scheme.name,
         changed=plan.changed,
@@ -188,7 +193,7 @@ def _carry_out(
         kept = write_shards(plan, source, destination, run.workers, run.progress)
         if source.indexed:
             write_index(destination, plan.shard_of, plan.output_bytes)
-        copy_files(source.path, destination, copied)
+        copy_files(source.path, destination, copied, run.follow_links)
         write_json(destination / CONFIG_FILE, plan.config)
         if run.verify:
             with CheckpointFolder(destination) as made:

@@ -9,7 +9,7 @@ from jaxlowprec.checkpoints.dtypes import file_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.checkpoints.modules import QuantisedModule, quantised_modules
-from jaxlowprec.checkpoints.plan import Arrays, Job, Plan, copy_job
+from jaxlowprec.checkpoints.plan import Arrays, Job, Plan, copy_job, require_distinct
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 
@@ -40,6 +40,7 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
         ]
         if held:  # a file of scales alone has nothing left to hold
             shards[shard] = held
+    require_distinct(source.path, shards)
     return Plan(
         shards=shards,
         config=without_quantization(source.config()),

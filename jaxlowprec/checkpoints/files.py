@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
@@ -12,15 +13,20 @@ from typing import Any
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.file_bytes import OpenFile, about, copy_range
+from jaxlowprec.checkpoints.safetensors_header import MAX_HEADER_BYTES
 from jaxlowprec.checkpoints.strict_json import load_json
 
 TEMPORARY_PREFIX = ".jaxlowprec-writing-"
-_MAX_JSON_BYTES = 1 << 30
+_MAX_JSON_BYTES = MAX_HEADER_BYTES  # an index names the tensors that headers do
+_LONGEST_NAME = 255  # bytes that file systems take
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:
     """Where a file is written before it gets its name: in the same folder, so that renaming is atomic."""
-    return path.with_name(TEMPORARY_PREFIX + path.name)
+    name = TEMPORARY_PREFIX + path.name
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = TEMPORARY_PREFIX + hashlib.sha256(os.fsencode(path.name)).hexdigest()
+    return path.with_name(name)
 
 
 def publish(path: pathlib.Path) -> None:
@@ -86,7 +92,7 @@ def read_json(path: pathlib.Path) -> Any:
     """A JSON file's content.
 
     Raises:
-        CheckpointError: it is missing, not a file, larger than 1 GiB, or no JSON.
+        CheckpointError: it is missing, not a file, larger than 100 MB, or no JSON.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")

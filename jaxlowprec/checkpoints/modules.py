@@ -91,7 +91,7 @@ def scheme_of(source: CheckpointFolder) -> Scheme:
     """The scheme that a checkpoint's config names. Raises CheckpointError where it names none that is supported."""
     try:
         return from_config(source.config())
-    except (AttributeError, TypeError, ValueError) as error:  # entries of any type may stand there
+    except ValueError as error:
         raise CheckpointError(f"{source.path / CONFIG_FILE}: {error}") from None
 
 
@@ -111,6 +111,9 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
     for module, tensors in found.items():
         if not set(tensors) - set(_PLAIN):
             continue  # in high precision
+        if not module:
+            listed = ", ".join(repr(name) for name in tensors.values())
+            raise CheckpointError(f"{source.path}: {listed} belong to a module without a name, which no model has")
         if missing := [last for last in scheme.required if last not in tensors]:
             raise CheckpointError(
                 f"{source.path}: module {module!r} has {', '.join(sorted(tensors))}; {scheme.name} also needs "

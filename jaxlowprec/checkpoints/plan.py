@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.dtypes import file_dtype
+from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 
@@ -82,6 +83,20 @@ class Plan:
     def output_bytes(self) -> int:
         """Of all tensors written."""
         return sum(spec.nbytes for shard in self.shards for spec in self.specs(shard).values())
+
+
+def require_distinct(where: object, shards: Mapping[str, Sequence[Job]]) -> None:
+    """Raises CheckpointError if two jobs write a tensor of one name, such as a copy and what a module is changed to."""
+    module_of: dict[str, str] = {}
+    for job in (job for jobs in shards.values() for job in jobs):
+        for name in job.outputs:
+            if name in module_of:
+                modules = " and for ".join(sorted({repr(job.module), repr(module_of[name])}))
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} would be written twice, for {modules}; leave the module alone, or take "
+                    "the tensor out of the source"
+                )
+            module_of[name] = job.module
 
 
 def copy_job(name: str, spec: TensorSpec) -> Job:

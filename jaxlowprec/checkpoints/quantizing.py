@@ -16,7 +16,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.checkpoints.magnitudes import amax
 from jaxlowprec.checkpoints.modules import naming
-from jaxlowprec.checkpoints.plan import Arrays, Job, Left, Plan, copy_job, output_specs
+from jaxlowprec.checkpoints.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
 from jaxlowprec.checkpoints.presets import KINDS
 from jaxlowprec.checkpoints.rules import Rules, config_ignore, disagreements, fused_siblings, matching, splits
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
@@ -40,8 +40,9 @@ def plan_quantization(source: CheckpointFolder, scheme: Scheme, rules: Rules, le
         leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
 
     Raises:
-        CheckpointError: the source is quantised already, a weight does not fit, nothing is left to quantise, or a
-            projection that engines fuse with others is left alone without them.
+        CheckpointError: the source is quantised already, a weight does not fit, nothing is left to quantise, a
+            projection that engines fuse with others is left alone without them, or a tensor has the name of another's
+            codes or scales.
     """
     config = source.config()
     _require_high_precision(source, config)
@@ -81,7 +82,9 @@ def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, st
         decode = functools.partial(_decompress, scheme, module, spec.dtype)
         return Job(module, output_specs(scheme, module, spec), spec.nbytes, make, decode)
 
-    return {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
+    shards = {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
+    require_distinct(source.path, shards)
+    return shards
 
 
 def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, amaxes: _Amaxes) -> Arrays:

@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="at the end compute all again and compare it with the files"
     )
+    parser.add_argument(
+        "--follow-links", action="store_true", help="also copy what links in SRC point to outside of it"
+    )
     parser.add_argument("--json", action="store_true", help="report for machines, and no progress bar")
     parser.add_argument(
         "--workers", type=int, default=2, metavar="N", help="tensors at work, and in memory (default 2)"
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_of(options: argparse.Namespace) -> Run:
     """How the conversion is carried out."""
-    return Run(options.workers, options.dry_run, options.verify, bar(options.json))
+    return Run(options.workers, options.dry_run, options.verify, bar(options.json), options.follow_links)
 
 
 def show(report: Report, options: argparse.Namespace) -> int:

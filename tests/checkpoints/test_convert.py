@@ -219,6 +219,16 @@ def test_a_quantised_source_is_refused(tmp_path, entry, place):
         convert(source, tmp_path / "low", MXFP4)
 
 
+@pytest.mark.parametrize("entry", ["fp8", ["fp8"], 8, True])
+@pytest.mark.parametrize("place", [None, "text_config"])
+def test_a_quantization_config_of_another_type_is_not_overlooked(tmp_path, entry, place):
+    said = {"quantization_config": entry}
+    config = {**CONFIG, **({place: said} if place else said)}
+    source = write_checkpoint(tmp_path / "source", llama(1), config=config)
+    with pytest.raises(CheckpointError, match="quantization_config is .*; needs an object"):
+        convert(source, tmp_path / "low", MXFP4)
+
+
 @pytest.mark.parametrize(
     "name", ["x.weight_packed", "x.weight_scale_inv", "x.qweight", "mlp.experts.gate_up_proj_blocks"]
 )
