@@ -9,6 +9,7 @@ from collections.abc import Hashable
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.ops.checks import axis_from_the_front
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.wiring import as_bytes, from_bytes, varying_axes
@@ -53,13 +54,11 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
     who = "all_gather_quantized"
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray: quantise the shard first")
-    if not -q.ndim <= axis < q.ndim:
-        raise ValueError(f"{who}: axis={axis} is out of range for a QuantizedArray of shape {q.shape}")
-    from_the_end = axis % q.ndim - q.ndim
+    from_the_end = axis_from_the_front(who, axis, q.ndim, f"a QuantizedArray of shape {q.shape}") - q.ndim
     if from_the_end < -len(q.matrix):
 
         def together(leaf: jax.Array) -> jax.Array:
-            return _gathered(leaf, axis_name, axis % q.ndim)
+            return _gathered(leaf, axis_name, from_the_end + q.ndim)
 
         return jax.tree.map(together, q)
     along_blocks = len(q.matrix) == 1 or from_the_end == q.axis

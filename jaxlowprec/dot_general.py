@@ -24,7 +24,7 @@ from jaxlowprec.linear import (
     operands_and_recipe,
     recorded,
 )
-from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.ops.checks import axis_from_the_front, dimension_numbers, float_array, float_dtype
 from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_array import QuantizedArray
@@ -57,7 +57,7 @@ def dot_general(
         lhs: in the input's role.
         rhs: in the weight's role; None with `quantized_kernel`, for inference. Or a loaded QuantizedArray, which stands
             for the matrices [batch..., K, N] and is seen as such (see `linear`).
-        dimension_numbers, out_sharding: as for `jax.lax.dot_general`.
+        dimension_numbers, out_sharding: as for `jax.lax.dot_general`: axes are counted from the front.
         precision: of the three GEMMs, as for `jax.lax.dot_general`; quantised ones see `scaled_matmul`.
         preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can
             be passed uncast.
@@ -65,7 +65,8 @@ def dot_general(
         quantized_kernel: `quantize_kernel` of rhs seen as [batch..., K, N], its dimensions in that order.
 
     Raises:
-        TypeError, ValueError: as `linear`; a product without contracted dimensions under a recipe.
+        TypeError, ValueError: as `linear` and `jax.lax.dot_general`; a product without contracted dimensions under a
+            recipe.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> x, w = jnp.ones((4, 8, 32)), jnp.ones((4, 32, 16))
@@ -86,7 +87,7 @@ def _dot_general(
     who: str,
     lhs: jax.Array,
     rhs: jax.Array | None,
-    dimension_numbers: DimensionNumbers,
+    given: DimensionNumbers,
     options: dict[str, Any],
     recipe: Recipe | None,
     key: jax.Array | None,
@@ -100,29 +101,28 @@ def _dot_general(
     if recipe is None and in_high_precision(recipe, rhs, quantized_kernel):
         rhs = high_precision_weight(who, rhs, quantized_kernel)
         with in_profiles(name):
-            return jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), state
+            return jax.lax.dot_general(lhs, rhs, given, **options), state
     lhs = float_array(who, "lhs", lhs)
     rhs = None if rhs is None else float_array(who, "rhs", rhs)
     if isinstance(recipe, Calibrating):
         rhs = high_precision_weight(who, rhs, quantized_kernel)
-        y = jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), dimension_numbers, **options)
+        y = jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options)
         return recorded(who, recipe, lhs, rhs, y, state)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    dims = dimension_numbers(who, given, lhs.ndim, None if rhs is None else rhs.ndim)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     if not lhs_contract:
-        raise ValueError(f"{who}: {dimension_numbers} contracts nothing: no GEMM to quantise; pass recipe=None")
+        raise ValueError(f"{who}: {dims} contracts nothing: no GEMM to quantise; pass recipe=None")
     batch, lhs_free, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
     w: jax.Array | None = None
     rhs_free: tuple[int, ...] = ()
     if rhs is not None:
         rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
-        if rhs_batch_shape != batch or w.shape[-2] != x.shape[-1]:
-            raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dimension_numbers}")
+        if rhs_batch_shape != batch or [lhs.shape[a] for a in lhs_contract] != [rhs.shape[a] for a in rhs_contract]:
+            raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dims}")
     elif quantized_kernel is not None:
         rhs_free = quantized_kernel.shape[len(batch) + 1 :]
         if quantized_kernel.shape[: len(batch) + 1] != (*batch, x.shape[-1]):
-            raise ValueError(
-                f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dimension_numbers}"
-            )
+            raise ValueError(f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dims}")
     out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
     slices = x.ndim > len(batch) + 2
     precision = checked_precision(who, options["precision"])
@@ -131,7 +131,13 @@ def _dot_general(
     return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
 
 
+def axes_in_order(who: str, ndim: int, axes: Iterable[int]) -> tuple[int, ...]:
+    """Axes from 0 on, ascending: the order in which Flax's layers lay out a kernel, however they were listed."""
+    return tuple(sorted(axis_from_the_front(who, axis, ndim) for axis in axes))
+
+
 def linear_general(
+    who: str,
     inputs: Float[Array, "..."],
     kernel: Float[Array, "..."] | QuantizedArray | None,
     bias: Float[Array, "..."] | None,
@@ -147,10 +153,10 @@ def linear_general(
     A kernel that is quantised or None (`quantized_kernel=` alone) stands for matrices [batch..., K, N].
 
     Arguments:
-        axis, batch: contracted and batch axes of the inputs; negative ones count from the end.
+        axis, batch: contracted and batch axes of the inputs, in any order; negative ones count from the end.
         state, options: of `dot_general`, which also says what is returned.
     """
-    contract_dims, batch_dims = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
+    contract_dims, batch_dims = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
     kernel_batch = tuple(range(len(batch_dims)))
     kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
     dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
@@ -170,7 +176,6 @@ def _as_matrices(
 
     Of several free axes that come first, the last one stays by itself: [batch..., S, free, contracted] in slices.
     """
-    batch, contract = ([d % x.ndim for d in dims] for dims in (batch, contract))
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
     order = [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
     batch_shape, free_shape, contract_shape = (tuple(x.shape[d] for d in dims) for dims in (batch, free, contract))

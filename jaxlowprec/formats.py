@@ -26,8 +26,12 @@ Int4Rule = Literal["deploy", "slime", "compressed-tensors"]
 
 def check_amax_epsilon(who: str, value: Any) -> None:
     """Raises unless it is one."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{who}: amax_epsilon={value!r}; needs a finite number, 0 or more")
+    float32 = np.finfo(np.float32)
+    a_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not a_number or not (value == 0 or float(float32.tiny) <= value <= float(float32.max)):
+        raise ValueError(
+            f"{who}: amax_epsilon={value!r}; needs a finite number, 0 or more, that is 0 or normal in float32"
+        )
 
 
 class Format:
@@ -273,8 +277,8 @@ class Int4(Format):
 
     def __post_init__(self):
         size = self.group_size
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"Int4: group_size={size!r}; needs a whole number, 1 or more")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
+            raise ValueError(f"Int4: group_size={size!r}; needs a whole number, 1 or more and below 2^31")
         for field in ("symmetric", "pad"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"Int4: {field}={getattr(self, field)!r}; needs True or False")

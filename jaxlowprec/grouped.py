@@ -17,7 +17,8 @@ from jaxlowprec.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.formats import BLOCK
 from jaxlowprec.grouped_products import Plan, WeightOnlyPlan, biased, quantized_groups, weight_only_groups
 from jaxlowprec.linear import rounds_stochastically
-from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
+from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.keys import key_words, slice_words
@@ -49,8 +50,9 @@ def grouped_matmul(
         x: bfloat16, float16 or float32: the dtype of the result.
         kernels: any of those dtypes, quantised from its own; a float32 master weight gets a float32 gradient. Or a
             loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`.
-        group_sizes: integers, on the device: they may differ from call to call without a new compilation. Below 0
-            counts as 0, and the last groups end with the rows.
+        group_sizes: integers of any width, on the device: they may differ from call to call without a new compilation.
+            Below 0 counts as 0, and the last groups end with the rows. Of sizes that are known (numbers of Python or
+            NumPy) it is an error if they sum up to more.
         bias: one for each group, added in float32.
         recipe: default: the context's (`autocast`). None: high precision, the kernels cast to x's dtype.
         key: for recipes that round gradients stochastically. Group e's bits are those of a batch of E slices: of
@@ -75,15 +77,13 @@ def grouped_matmul(
     who = "grouped_matmul"
     x = float_array(who, "x", x)
     kernels = kernels if isinstance(kernels, QuantizedArray) else float_array(who, "kernels", kernels)
-    sizes = _checked_sizes(who, group_sizes)
+    sizes = _checked_sizes(who, group_sizes, x.shape[0] if x.ndim == 2 else 0)
     experts = sizes.shape[0]
     if x.ndim != 2 or kernels.ndim != 3 or kernels.shape[:2] != (experts, x.shape[1]) or experts == 0:
         raise ValueError(
             f"{who}: x {x.shape}, kernels {kernels.shape} and group_sizes {sizes.shape}: needs x [T, K], kernels "
             "[E, K, N] and group_sizes [E], E at least 1; use jax.vmap for further axes"
         )
-    if isinstance(group_sizes, np.ndarray) and np.sum(group_sizes) > x.shape[0]:
-        raise ValueError(f"{who}: group_sizes sum up to {np.sum(group_sizes)}, and x has {x.shape[0]} rows")
     features = kernels.shape[2]
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(experts, features)}")
@@ -149,10 +149,10 @@ def ragged_dot(
         raise NotImplementedError("ragged_dot: group_offset is not supported; leave it out and slice the groups")
     out_dtype = preferred_element_type
     if out_dtype is None:
-        out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else jnp.promote_types(lhs.dtype, rhs.dtype)
+        out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
     if isinstance(rhs, QuantizedArray) or resolve("ragged_dot", FROM_CONTEXT, "") is not None:
         return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
-    wide = jnp.promote_types(lhs.dtype, rhs.dtype)
+    wide = wider_dtype(lhs.dtype, rhs.dtype)
     return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
 
 
@@ -160,13 +160,20 @@ def _aligned(*operands: Any) -> tuple[Any, ...]:
     return wiring.align_varying(*operands)
 
 
-def _checked_sizes(who: str, group_sizes: Any) -> jax.Array:
-    sizes = jnp.asarray(group_sizes)
+def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
+    """int32 [E], cut to the rows. Sizes that are known are checked whole, before JAX narrows them."""
+    sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim != 1:
         raise TypeError(
             f"{who}: group_sizes has dtype {sizes.dtype} and shape {sizes.shape}; needs integers [E], one a group"
         )
-    return sizes.astype(jnp.int32)
+    if rows >= LEAST_TOO_LARGE:
+        raise ValueError(f"{who}: x has {rows} rows; needs fewer than 2^31: split them into several calls")
+    if isinstance(sizes, np.ndarray):
+        if (total := sum(map(int, sizes))) > rows:
+            raise ValueError(f"{who}: group_sizes sum up to {total}, and x has {rows} rows")
+        sizes = jnp.asarray(np.clip(sizes, 0, min(rows, np.iinfo(sizes.dtype).max)).astype(np.int32))
+    return cut_to_rows(sizes, rows)
 
 
 def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:

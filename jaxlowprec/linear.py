@@ -153,11 +153,12 @@ def linear(
         dims = (((x.ndim - 1,), (0,)), ((), ()))
         with in_profiles(name):
             y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, precision, out_sharding=out_sharding)
-            y = y if bias is None else y + bias.astype(x.dtype)
+            y = y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
         if isinstance(recipe, Calibrating):
             y, state = recorded(who, recipe, x, kernel, y, state)
         return y if state is None else (y, state)
-    tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) if x.ndim > 2 else x.reshape(-1, x.shape[-1])
+    lines = [math.prod(x.shape[:-2]), x.shape[-2]] if x.ndim > 2 else [math.prod(x.shape[:-1])]
+    tokens = x.reshape(*lines, shape[0])
     fits = out_sharding if x.ndim in (2, 3) else None
     options = (quantized_kernel, name, x.dtype, state, precision, fits, x.ndim > 2)
     y, out_state = matmul(who, tokens, kernel, bias, recipe, key, *options)
@@ -206,7 +207,7 @@ def matmul(
     """
     if slices and _must_merge(who, x, w if w is not None else quantized, recipe, name):
         merged = matmul(who, merged_rows(x), w, bias, recipe, key, quantized, name, out_dtype, state, precision)
-        return resharded(sliced_rows(merged[0], x.shape[-3]), out_sharding), merged[1]
+        return resharded(sliced_rows(merged[0], *x.shape[-3:-1]), out_sharding), merged[1]
     if out_sharding is None and sharding_of(x):  # the same type whatever is kept for the backward pass
         loaded: Any = quantized
         features = dimensions_of(w)[-1] if w is not None else dimensions_of(loaded.columnwise.data)[-2]

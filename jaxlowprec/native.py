@@ -20,6 +20,13 @@ import jax
 
 _CUDA_PLUGINS = (12, 13)
 
+NO_PLATFORM = (RuntimeError, AssertionError)
+"""What JAX raises where it cannot start a platform; it asserts that one of $JAX_PLATFORMS was found."""
+
+
+class NotAvailable(ValueError):
+    """The environment asks for what this machine, or this build, does not have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Library:
@@ -60,12 +67,22 @@ def _load() -> Library:
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     except Exception as error:  # a library of another version, or a header that is gone: say so, run the reference
         return Library(None, f"the compiled library is not usable: {type(error).__name__}: {error}", ())
+    _require_isa(module, os.environ.get("JAXLOWPREC_ISA"))
     why_no_cuda = _why_no_cuda(module) or _register_cuda(module)
     return (
         Library(module, None, ("cpu",), {"cuda": why_no_cuda})
         if why_no_cuda
         else Library(module, None, ("cpu", "cuda"))
     )
+
+
+def _require_isa(module: Any, wanted: str | None) -> None:
+    """The library takes the best instruction set where the wanted one is not there: that must not go unnoticed."""
+    if wanted and wanted not in (there := tuple(module.available_isas())):
+        raise NotAvailable(
+            f"JAXLOWPREC_ISA={wanted!r} is not available here; set it to one of {', '.join(there)}, or leave it unset, "
+            "which takes the best"
+        )
 
 
 def _why_no_cuda(module: Any) -> str | None:
@@ -92,7 +109,7 @@ def _register_cuda(module: Any) -> str | None:
 
 @functools.cache
 def library() -> Library:
-    """The library, loaded and registered on first use."""
+    """The library, loaded and registered on first use. Raises NotAvailable for a JAXLOWPREC_ISA that is not here."""
     return _load()
 
 
@@ -113,11 +130,17 @@ def why_not(platform: str) -> str | None:
     )
 
 
+def why_no_platform(error: BaseException) -> str:
+    """What one of `NO_PLATFORM` means to who chose the platforms."""
+    wanted = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return f"JAX cannot use JAX_PLATFORMS={wanted}: {error or 'it finds none of them'}"
+
+
 def compute_capability() -> float | None:
     """The least of this process's GPUs, such as 9.0; None where there are none."""
     try:
         devices = jax.local_devices(backend="cuda")
-    except RuntimeError:  # no such backend
+    except NO_PLATFORM:
         return None
     return min(float(device.compute_capability) for device in devices)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.formats import Hadamard
 
+_PLACE = "_empty"  # None, but for trees of other things than arrays
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("data", "scale", "amax", "zero_point"))
 
 
@@ -59,21 +60,27 @@ class QuantizedArray:
 
     # By hand: jax.tree_util.register_dataclass takes 3 us longer, a sixth of an eager call on a small array.
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Arrays, and what is static."""
-        arrays = (self.data, self.scale, self.amax, self.zero_point)
-        return arrays, (self.format, self.matrix, self.dtype, self.axis, self.hadamard)
+        """Arrays and an empty place, and what is static."""
+        children = (self.data, self.scale, self.amax, self.zero_point, self.__dict__.get(_PLACE))
+        return children, (self.format, self.matrix, self.dtype, self.axis, self.hadamard)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The same, each array with its name."""
-        arrays, static = self.tree_flatten()
-        return tuple(zip(_KEYS, arrays, strict=True)), static
+        """The same, each with its name; the empty place's name says what is static.
+
+        Orbax keeps a tree's arrays and the names of its parts, empty ones too, and compares the names when it restores:
+        codes never get another format, axis, rotation or shape than they were saved with.
+        """
+        children, static = self.tree_flatten()
+        rotation = "" if self.hadamard is None else f", rotated by {_without_defaults(self.hadamard)}"
+        told = f"{_without_defaults(self.format)} along axis {self.axis} of {self.matrix}{rotation}"
+        return tuple(zip((*_KEYS, jax.tree_util.GetAttrKey(told)), children, strict=True)), static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> QuantizedArray:
+    def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
         """The inverse."""
         self = object.__new__(cls)
         fields = self.__dict__
-        fields["data"], fields["scale"], fields["amax"], fields["zero_point"] = arrays
+        fields["data"], fields["scale"], fields["amax"], fields["zero_point"], fields[_PLACE] = children
         fields["format"], fields["matrix"], fields["dtype"], fields["axis"], fields["hadamard"] = static
         return self
 
@@ -124,6 +131,20 @@ class QuantizedArray:
             )
         except (AttributeError, TypeError):  # leaves that are not arrays, as transformations put there
             return f"QuantizedArray({self.format}, data={self.data}, scale={self.scale}, amax={self.amax})"
+
+
+def _without_defaults(value: Any) -> str:
+    """What `repr` says without the fields that are as by default: the same when fields are added.
+
+    >>> from jaxlowprec.formats import MXFP8
+    >>> _without_defaults(MXFP8("e5m2"))
+    "MXFP8(element='e5m2')"
+    """
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    changed = (f"{field.name}={found!r}" for field, found in given if found != field.default)
+    return f"{type(value).__name__}({', '.join(changed)})"
 
 
 def _readable(nbytes: int) -> str:

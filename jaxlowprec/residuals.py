@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlowprec.ops.checks import wider_dtype
 from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.out_sharding import resharded
 from jaxlowprec.quantized_array import QuantizedArray
@@ -47,7 +48,7 @@ def plain_matmul(
     a: jax.Array, b: jax.Array, out_dtype: Any, out_sharding: Any = None, precision: Any = None
 ) -> jax.Array:
     """a [..., M, K] @ b [..., K, N] in high precision, accumulated in float32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = wider_dtype(a.dtype, b.dtype)
     options: Any = {"precision": precision, "preferred_element_type": jnp.float32, "out_sharding": out_sharding}
     return jnp.matmul(a.astype(dtype), b.astype(dtype), **options).astype(out_dtype)
 
@@ -56,7 +57,7 @@ def plain_wgrad(
     x: jax.Array, dy: jax.Array, slices: bool, out_dtype: Any, out_sharding: Any = None, precision: Any = None
 ) -> jax.Array:
     """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `slices`: the axis before T is summed over too."""
-    dtype = jnp.promote_types(x.dtype, dy.dtype)
+    dtype = wider_dtype(x.dtype, dy.dtype)
     terms = "...stk,...stn->...kn" if slices else "...tk,...tn->...kn"
     options: Any = {"precision": precision, "preferred_element_type": jnp.float32, "out_sharding": out_sharding}
     return jnp.einsum(terms, x.astype(dtype), dy.astype(dtype), **options).astype(out_dtype)

@@ -99,10 +99,10 @@ def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
 def through_estimator(
     dw: jax.Array, w: jax.Array, fmt: Format, ste: StraightThrough, served_dtype: str | None
 ) -> jax.Array:
-    """The gradient of the master weight w from that of its quantised form."""
+    """The gradient of the master weight w from that of its quantised form, whose dtype it keeps."""
     as_served = rounded_to(w, served_dtype).astype(jnp.float32)
     _, estimator = jax.vjp(lambda w: fake_quantize(w, fmt, -2, ste), as_served)
-    return estimator(dw.astype(jnp.float32))[0]
+    return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
 
 
 def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:

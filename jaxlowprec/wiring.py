@@ -11,10 +11,11 @@ platform is known and types its results without a device. All four read the same
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,9 +63,13 @@ def _spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> list[tuple[st
     return spec
 
 
-def _no_mesh():
-    """Bodies see plain shapes: the caller's mesh would leak its types into them."""
-    return use_abstract_mesh(AbstractMesh((), ()))
+@contextlib.contextmanager
+def _as_by_default() -> Iterator[None]:
+    """Bodies see plain shapes and NumPy's promotion: the caller's mesh would leak its types into them, and strict rules
+    are for his own code."""
+    no_mesh, any_ranks = use_abstract_mesh(AbstractMesh((), ())), jax.numpy_rank_promotion("allow")
+    with no_mesh, any_ranks, jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def _lowering(body: Callable):
@@ -74,10 +79,18 @@ def _lowering(body: Callable):
         avals_in, avals_out = (
             [jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)
         )
-        with _no_mesh():
+        with _as_by_default():
             return lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args)
 
     return rule
+
+
+def _unless_empty(native: Callable, reference: Callable) -> Callable:
+    """A native body; of a first operand without elements the reference makes the results that have some.
+
+    Kernels write what follows from elements, and would leave such a result, the scale of a tensor, as it was found.
+    """
+    return lambda *args: (native if args[0].size else reference)(*args)
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
@@ -162,16 +175,16 @@ def define(
     if native:
         for platform in platforms:
             body = native[platform] if isinstance(native, Mapping) else native
-            mlir.register_lowering(primitive, _lowering(body), platform=platform)
+            mlir.register_lowering(primitive, _lowering(_unless_empty(body, reference)), platform=platform)
 
     def bind(*args):
         return tuple(primitive.bind(*align_varying(*args)))
 
-    compiled = jax.jit(lambda *args: primitive.bind(*args))
-
     @primitive.def_impl
     def _(*args):
-        with jax.disable_jit(False):  # the implementation is chosen in lowering, which jax.disable_jit would skip
+        # The implementation is chosen in lowering, which jax.disable_jit would skip. Compiled as a whole: of a body
+        # that calls other ops JAX must see a partitioned op when it lowers, or it lowers without devices.
+        with jax.disable_jit(False):
             return compiled(*args)
 
     def partition(dtypes, mesh, args, results):
@@ -198,7 +211,7 @@ def define(
             return jax.lax.psum(partial, tuple(a for a in reduced if a in axes)) if axes else partial
 
         def compute(*local_args):
-            with _no_mesh():  # the collective's own scalar computation too
+            with _as_by_default():  # the collective's own scalar computation too
                 if reduced and when_reduced:
                     return tuple(when_reduced(add_up, *local_args))
                 outs = bind(*local_args)
@@ -243,7 +256,8 @@ def define(
         results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(as_bytes, args))
         return from_bytes(results, [dtype for _, dtype in outputs(*args)])
 
-    return jax.jit(op)
+    compiled = jax.jit(op)
+    return compiled
 
 
 def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:

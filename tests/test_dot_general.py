@@ -283,3 +283,43 @@ class TestErrors:
     def test_name_the_mistake(self, error, message, call):
         with pytest.raises(error, match=message):
             call(self.x, self.w, self.plain)
+
+    @pytest.mark.parametrize(
+        "dims",
+        [
+            (((3,), (0,)), ((), ())),  # modulo the rank it is axis 1
+            (((-1,), (0,)), ((), ())),
+            (((1,), (2,)), ((), ())),
+            (((1,), (-2,)), ((), ())),
+            (((1, 1), (0, 0)), ((), ())),
+            (((1,), (0,)), ((1,), (0,))),
+            (((1,), (0,)), ((2,), (0,))),
+            (((1,), (0, 1)), ((), ())),
+            (((1,), (0,)), ((0,), ())),
+            (((1.0,), (0,)), ((), ())),
+            ((("1",), (0,)), ((), ())),
+            (((1,), (0,)),),
+            "1001",
+        ],
+        ids=str,
+    )
+    def test_axes_that_jax_refuses_are_refused(self, dims):
+        with pytest.raises((TypeError, ValueError)):
+            jax.lax.dot_general(self.x, self.w, dims)
+        for recipe in (FULL, jlp.Int4QAT(32)):
+            with pytest.raises(TypeError, match="dot_general: dimension_numbers.*needs"):
+                jlp.dot_general(self.x, self.w, dims, recipe=recipe)
+
+    def test_contracted_axes_fit_one_by_one(self):
+        x, w = operands((4, 8, 32), (32, 8, 16))
+        with pytest.raises(ValueError, match="do not fit"):
+            jlp.dot_general(x, w, (((1, 2), (0, 1)), ((), ())), recipe=FULL)
+
+    def test_axes_count_for_a_quantised_kernel_too(self):
+        for dims in ((((3,), (0,)), ((), ())), (((-1,), (0,)), ((), ())), (((1,), (-1,)), ((), ()))):
+            with pytest.raises(TypeError, match="counted from 0 on"):
+                with_quantized(self.x, None, self.w, dims)
+
+    def test_numpy_ints_and_lists_are_axes(self):
+        dims = (([np.int64(1)], np.array([0])), ([], ()))
+        assert_same_bytes(jlp.dot_general(self.x, self.w, dims, recipe=FULL), jlp.linear(self.x, self.w, recipe=FULL))

@@ -51,7 +51,7 @@ class TestValidation:
         for power_of_two in (1, None, "yes"):
             with pytest.raises(TypeError, match=f"{make.__name__}: power_of_two=.*; needs True or False"):
                 make(power_of_two=power_of_two)
-        for epsilon in (-1.0, float("inf"), float("nan"), True, "0", None):
+        for epsilon in (-1.0, float("inf"), float("nan"), True, "0", None, 1e39, 1e-39):
             with pytest.raises(ValueError, match=f"{make.__name__}: amax_epsilon=.*; needs a finite number, 0 or more"):
                 make(amax_epsilon=epsilon)
         assert make(amax_epsilon=1).amax_epsilon == 1

@@ -159,6 +159,30 @@ class TestGroups:
         cut = (150, 0, 0, 0, 0) if sizes[0] == 200 else (0, 40, 0, 0, 110)
         assert_same_bytes(y, jlp.grouped_matmul(x, w, jnp.asarray(cut), recipe=RECIPES["mxfp8"]))
 
+    @pytest.mark.parametrize(
+        "dtype, sizes, cut",
+        [
+            ("int64", (2**32 + 5, 1, 1, 1, 1), (150, 0, 0, 0, 0)),
+            ("int64", (40, -(2**32) + 7, 2**40, 0, 3), (40, 0, 110, 0, 0)),
+            ("uint32", (3_000_000_000, 1, 0, 0, 0), (150, 0, 0, 0, 0)),
+            ("uint64", (0, 2**63 + 3, 1, 0, 0), (0, 150, 0, 0, 0)),
+            ("int8", (100, -128, 30, 127, 0), (100, 0, 30, 20, 0)),
+            ("uint8", (40, 0, 1, 200, 0), (40, 0, 1, 109, 0)),
+        ],
+    )
+    def test_sizes_of_any_width_are_cut_not_wrapped(self, dtype, sizes, cut):
+        x, w, *_ = operands()
+        with jax.enable_x64(True):
+            run = jax.jit(lambda sizes: jlp.grouped_matmul(x, w, sizes, recipe=None))
+            assert_same_bytes(run(jnp.asarray(np.asarray(sizes, dtype))), run(jnp.asarray(cut, dtype)))
+
+    @pytest.mark.parametrize("make", [np.asarray, tuple, list])
+    def test_sizes_that_are_known_are_checked_before_they_are_narrowed(self, make):
+        x, w, *_ = operands()
+        for sizes in ((2**32 + 5, 0, 0, 0, 0), (2**62, 2**62, 2**62, 2**62, 1)):
+            with pytest.raises(ValueError, match=f"group_sizes sum up to {sum(sizes)}, and x has 150 rows"):
+                jlp.grouped_matmul(x, w, make(sizes), recipe=None)
+
 
 class TestKeys:
     def test_keys_and_no_key_give_different_bits_each_reproducibly(self):

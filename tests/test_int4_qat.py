@@ -250,6 +250,16 @@ class TestBackward:
         assert dw.dtype == w.dtype
         assert_near(dw, product(x.T, dy), ROUNDING[kernel_dtype])
 
+    @pytest.mark.parametrize("kernel_dtype", ["bfloat16", "float16"])
+    def test_clipped_wgrad_has_the_dtype_of_the_kernel_too(self, kernel_dtype):
+        x, w, _ = operands(kernel_dtype=kernel_dtype)
+        recipe = jlp.Int4QAT(group_size=16, symmetric=False, ste="clipped")
+        for loss in (
+            lambda w: jlp.linear(x, w, recipe=recipe).sum(),
+            lambda w: jlp.grouped_matmul(x, w[None], jnp.array([len(x)]), recipe=recipe).sum(),
+        ):
+            assert jax.eval_shape(jax.grad(loss), w).dtype == w.dtype
+
     def test_wgrad_is_that_of_a_linear_without_a_recipe(self):
         x, w, dy = operands(dtype="float32")
         assert_near(self.gradients(INT4, x, w, dy)[1], self.gradients(None, x, w, dy)[1], 1e-6)

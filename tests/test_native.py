@@ -83,14 +83,28 @@ def test_a_package_whose_library_is(broken, tmp_path):
     assert_only_the_reference(report_of(tmp_path), "the compiled library could not be loaded: ")
 
 
-@pytest.mark.parametrize("wanted", ["portable", "unheard-of"])
+@pytest.mark.parametrize("wanted", ["portable", ""])
 def test_the_environment_chooses_among_the_instruction_sets_there_are(wanted):
     report, isas = report_of(JAXLOWPREC_ISA=wanted, JAXLOWPREC_DISABLE_NATIVE="0"), list(native.available_isas())
-    assert report["isa"] == (wanted if wanted in isas else isas[0])
+    assert report["isa"] == (wanted or isas[0])
     assert report["isas"] == isas
     assert report["digests"] == digests("ffi")
     assert report["reason"] is None
     assert "error" not in report
+
+
+def test_an_instruction_set_of_the_environment_that_is_not_here_is_an_error():
+    code = """if True:
+    import jax, jaxlowprec as jlp
+    for implementation in (None, "ffi"):
+        try:
+            jlp.quantize(jax.numpy.ones((16, 16)), jlp.NVFP4(), implementation=implementation)
+        except ValueError as error:
+            print(error)
+    """
+    said = run_python("-c", code, JAXLOWPREC_ISA="unheard-of").stdout.splitlines()
+    message = rf"JAXLOWPREC_ISA='unheard-of' is not available here; set it to one of .*{native.available_isas()[-1]}"
+    assert len(said) == 2 and all(re.match(message, line) for line in said)
 
 
 def stand_in(monkeypatch, **attributes):

@@ -294,3 +294,23 @@ class TestCheckpoints:
                 restored = saver.restore(tmp_path / "state", ocp.args.PyTreeRestore(target))
         assert_same(restored, tree)
         assert_same_bytes(restored["column"].dequantize(), tree["column"].dequantize())
+
+    @pytest.mark.filterwarnings("ignore:Sharding info not provided")
+    def test_orbax_does_not_restore_codes_under_another_label(self, tmp_path):
+        q = jlp.quantize(random_array((64, 64)), jlp.MXFP8())
+        others = {
+            r"MXFP8\(scale_rule='floor'\) along axis -1": dataclasses.replace(q, format=jlp.MXFP8(scale_rule="floor")),
+            r"along axis -2 of \(64, 64\)": q.mT,
+            r"axis -1 of \(64, 61\)": dataclasses.replace(q, matrix=(64, 61)),
+            r"rotated by Hadamard\(\)": dataclasses.replace(q, hadamard=jlp.Hadamard()),
+            r"rotated by Hadamard\(signs=None\)": dataclasses.replace(q, hadamard=jlp.Hadamard(signs=None)),
+        }
+        with ocp.StandardCheckpointer() as saver:
+            saver.save(tmp_path / "state", {"w": q})
+            saver.wait_until_finished()
+            for said, other in others.items():
+                with pytest.raises(ValueError, match=said):
+                    saver.restore(tmp_path / "state", jax.eval_shape(lambda other=other: {"w": other}))
+            again = dataclasses.replace(q, dtype=jnp.dtype("float32"))  # what dequantize gives by default
+            restored = saver.restore(tmp_path / "state", jax.eval_shape(lambda: {"w": again}))
+        assert_same_bytes(restored, {"w": q})

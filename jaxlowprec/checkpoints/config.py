@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from jaxlowprec.checkpoints.errors import CheckpointError, brief
+
 _KEYS = ("quantization_config", "compression_config")
 _TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where the configs of models for text and more keep that of their text model."""
@@ -32,9 +34,19 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """What a config says of how weights are quantised; None where it says nothing."""
-    found = (place.get(key) for place in _places(config) for key in _KEYS)
-    return next((entry for entry in found if isinstance(entry, dict) and entry), None)
+    """What a config says of how weights are quantised; None where it says nothing.
+
+    Raises:
+        CheckpointError: it says that in something else than an object.
+    """
+    for place in _places(config):
+        for key in _KEYS:
+            entry = place.get(key)
+            if entry is not None and not isinstance(entry, dict):
+                raise CheckpointError(f"config: {key} is {brief(entry)}; needs an object")
+            if entry:
+                return entry
+    return None
 
 
 def deployment_dtype(config: dict[str, Any]) -> str:

@@ -15,13 +15,15 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files import read_json_object, write_json
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder, write_index
 from jaxlowprec.checkpoints.modules import scheme_of
-from jaxlowprec.checkpoints.other_files import copy_files, other_files
+from jaxlowprec.checkpoints.other_files import copy_files, other_files, own_files
 from jaxlowprec.checkpoints.plan import Left, Plan
 from jaxlowprec.checkpoints.presets import DEFAULTS
 from jaxlowprec.checkpoints.quantizing import plan_quantization
-from jaxlowprec.checkpoints.resume import check_apart, check_claim, claimed, fingerprint
+from jaxlowprec.checkpoints.resume import check_apart, check_claim, check_unchanged, claimed, fingerprint
 from jaxlowprec.checkpoints.rules import Rules
 from jaxlowprec.checkpoints.schemes import Scheme, by_name
+from jaxlowprec.checkpoints.schemes.base import on_the_cpu
+from jaxlowprec.checkpoints.source_links import real_path
 
 Path = str | pathlib.Path
 
@@ -71,16 +73,18 @@ class Run:
         dry_run: plan, and write nothing.
         verify: compute everything again at the end, and compare it with the files.
         progress: see `engine.Progress`.
+        follow_links: also copy what links in the source point to outside of it.
     """
 
     workers: int = 2
     dry_run: bool = False
     verify: bool = False
     progress: Progress | None = None
+    follow_links: bool = False
 
     def __post_init__(self):
-        if self.workers < 1:
-            raise CheckpointError(f"workers={self.workers}; needs 1 or more")
+        if type(self.workers) is not int or self.workers < 1:
+            raise CheckpointError(f"workers={self.workers!r}; needs 1 or more")
 
 
 def scheme_for(source: Path, name: str, *, group_size: int | None = None) -> Scheme:
@@ -126,6 +130,8 @@ def convert(
         CheckpointError: the source, the destination or the rules do not allow it; see `plan_quantization`.
     """
     rules = Rules(tuple(ignore), tuple(include), tuple(defaults))
+    if not run.dry_run:
+        on_the_cpu()  # says at once where JAX cannot use it
     with CheckpointFolder(source) as opened:
         plan = plan_quantization(opened, scheme, rules, leave_unfit)
         options = {
@@ -165,6 +171,8 @@ def _carry_out(
     started = time.perf_counter()
     check_apart(source.path, destination)
     copied, left_out = other_files(source, plan.drop_files)
+    for path in [*map(pathlib.Path, own_files(source)), *copied]:
+        real_path(source.path, path, run.follow_links)
     report = Report(
         scheme=scheme.name,
         changed=plan.changed,
@@ -185,14 +193,16 @@ def _carry_out(
         kept = write_shards(plan, source, destination, run.workers, run.progress)
         if source.indexed:
             write_index(destination, plan.shard_of, plan.output_bytes)
-        copy_files(source.path, destination, copied)
+        copy_files(source.path, destination, copied, run.follow_links)
         write_json(destination / CONFIG_FILE, plan.config)
         if run.verify:
             with CheckpointFolder(destination) as made:
                 verified = compare_shards(plan, source, made, run.workers, run.progress)
+        check_unchanged(source, wanted)
+    finished_before = set(kept)
     return dataclasses.replace(
         report,
-        written=[shard for shard in plan.shards if shard not in kept],
+        written=[shard for shard in plan.shards if shard not in finished_before],
         kept=kept,
         verified=verified,
         seconds=time.perf_counter() - started,

@@ -9,7 +9,7 @@ from jaxlowprec.checkpoints.dtypes import file_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.checkpoints.modules import QuantisedModule, quantised_modules
-from jaxlowprec.checkpoints.plan import Arrays, Job, Plan, copy_job
+from jaxlowprec.checkpoints.plan import Arrays, Job, Plan, copy_job, require_distinct
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 
@@ -22,7 +22,8 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
     A weight goes to the file that holds the first of its tensors; all other tensors stay as they are.
 
     Raises:
-        CheckpointError: no module is quantised, or a module's tensors are not what the scheme has.
+        CheckpointError: no module is quantised, or a module's tensors are not what the scheme has. When it is carried
+            out: a weight is not finite in that dtype.
     """
     modules = quantised_modules(source, scheme)
     if not modules:
@@ -39,6 +40,7 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
         ]
         if held:  # a file of scales alone has nothing left to hold
             shards[shard] = held
+    require_distinct(source.path, shards)
     return Plan(
         shards=shards,
         config=without_quantization(source.config()),
@@ -53,8 +55,8 @@ def _job(source: CheckpointFolder, held: QuantisedModule, dtype: str) -> Job:
         raise CheckpointError(f"{source.path}: module {held.name!r} has a weight, and quantised tensors as well")
     spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source))
     make = functools.partial(_decompress, source, held, name, dtype)
-    return Job(held.name, {name: spec}, held.nbytes(source), make)
+    return Job(held.name, {name: spec}, held.nbytes(source), make, lambda tensors: tensors[name])
 
 
 def _decompress(source: CheckpointFolder, held: QuantisedModule, name: str, dtype: str) -> Arrays:
-    return {name: held.decode(source, dtype)}
+    return {name: held.decode_finite(source, dtype)}

@@ -34,6 +34,18 @@ BITS = {
 }
 """Bits of an element, of every dtype that safetensors defines."""
 
+HIGH_PRECISION = ("BF16", "F16", "F32")
+"""Dtypes of weights that are quantised, and compared with quantised ones."""
+
+QUANTISED = frozenset(name for name, bits in BITS.items() if name.startswith("F") and bits <= 8)
+"""Floats that are codes of a quantised weight."""
+
+MAX_RANK = 64
+"""Dimensions of a tensor: as many as numpy's arrays have."""
+
+MAX_BITS = 2**63 - 1
+"""Of a tensor, its dimensions of 0 left aside: what numpy and the format's own library can address."""
+
 _NUMPY = {
     "BOOL": np.bool_,
     "U8": np.uint8,

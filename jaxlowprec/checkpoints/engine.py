@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import pathlib
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
+from jaxlowprec.checkpoints.magnitudes import all_finite
 from jaxlowprec.checkpoints.plan import Job, Plan
 from jaxlowprec.checkpoints.safetensors_file import METADATA, SafetensorsFile, SafetensorsWriter
 from jaxlowprec.checkpoints.safetensors_header import layout_header
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all, and what is at work."""
+
+_COMPARED_AT_ONCE = 1 << 22
 
 
 class Counter:
@@ -44,8 +48,9 @@ def write_shards(
 
     At most `workers` tensors are in memory at a time: what a worker has computed goes to its place in the file at once.
     """
-    finished = [shard for shard in plan.shards if is_finished(plan, shard, destination)]
-    missing = [shard for shard in plan.shards if shard not in finished]
+    there = {shard: is_finished(plan, shard, destination) for shard in plan.shards}
+    finished = [shard for shard in plan.shards if there[shard]]
+    missing = [shard for shard in plan.shards if not there[shard]]
     _require_space(plan, missing, destination)
     counter = Counter(plan.source_bytes, "converting", progress)
     counter.add(sum(job.source_bytes for shard in finished for job in plan.shards[shard]))
@@ -53,7 +58,11 @@ def write_shards(
         closed: concurrent.futures.Future[None] | None = None
         for shard in missing:
             writer = _written(plan, shard, source, destination, workers, counter)
-            before, closed = closed, closer.submit(writer.commit)
+            try:
+                before, closed = closed, _submitted(closer, writer.commit)
+            except CheckpointError:
+                writer.abandon()
+                raise
             if before:
                 before.result()
         if closed:
@@ -98,38 +107,73 @@ def compare_shards(
     """Computes every tensor of a plan again and compares it with what is in the files; returns how many.
 
     Raises:
-        CheckpointError: one differs in a bit, or is missing.
+        CheckpointError: one differs in a bit, is missing, or stands for infinity or NaN, as its source does not.
     """
     counter = Counter(plan.source_bytes, "verifying", progress)
     if destination.shard_of != plan.shard_of:
         raise CheckpointError(f"{destination.path}: does not hold the tensors that were written")
 
     def compare(job: Job) -> None:
-        made = job.make() if job.make else {job.module: source.file_of(job.module).raw(job.module)}
-        for name, array in made.items():
-            given = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            if destination.spec(name) != job.outputs[name] or not same(given, destination.file_of(name).raw(name)):
+        for name, given in _expected(job, source).items():
+            written = destination.file_of(name).pieces(name, _COMPARED_AT_ONCE)
+            if destination.spec(name) != job.outputs[name] or not same(given, written):
                 raise CheckpointError(f"{destination.path}: tensor {name!r} differs from the source's; convert again")
+        _require_finite(job, destination)
         counter.add(job.source_bytes)
 
     in_parallel(compare, [job for jobs in plan.shards.values() for job in jobs], workers)
     return len(plan.shard_of)
 
 
-def same(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 22) -> bool:
-    """Whether two byte arrays are equal; in pieces, so that it takes no memory."""
-    return a.size == b.size and all(np.array_equal(a[i : i + chunk], b[i : i + chunk]) for i in range(0, a.size, chunk))
+def _require_finite(job: Job, destination: CheckpointFolder) -> None:
+    """Raises CheckpointError if what was written for a finite weight stands for infinity or NaN."""
+    if job.decode is None:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        decoded = job.decode({name: destination.read(name) for name in job.outputs})
+    if not all_finite(decoded):
+        raise CheckpointError(f"{destination.path}: module {job.module!r} is infinite or NaN there, not in the source")
+
+
+def _expected(job: Job, source: CheckpointFolder) -> dict[str, Iterator[np.ndarray]]:
+    """The bytes of a job's tensors, a few at a time."""
+    if job.make is None:
+        return {job.module: source.file_of(job.module).pieces(job.module, _COMPARED_AT_ONCE)}
+    return {name: _pieces(array) for name, array in job.make().items()}
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return (data[begin : begin + _COMPARED_AT_ONCE] for begin in range(0, data.size, _COMPARED_AT_ONCE))
+
+
+def same(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> bool:
+    """Whether bytes that come in pieces are equal; both in pieces of one size, the last one aside."""
+    return all(x is not None and y is not None and np.array_equal(x, y) for x, y in itertools.zip_longest(a, b))
 
 
 def in_parallel(work: Callable[[Any], None], items: Iterable[Any], workers: int) -> None:
-    """Does some work for each item, by several threads. The first error ends it, and is raised."""
+    """Does some work for each item, by several threads. The first error ends it, and is raised.
+
+    Raises:
+        CheckpointError: the system starts no more threads.
+    """
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
-            for future in concurrent.futures.as_completed([pool.submit(work, item) for item in items]):
+            for future in concurrent.futures.as_completed([_submitted(pool, work, item) for item in items]):
                 future.result()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _submitted(
+    pool: concurrent.futures.Executor, work: Callable[..., Any], *given: Any
+) -> concurrent.futures.Future[Any]:
+    try:
+        return pool.submit(work, *given)
+    except RuntimeError as error:  # of threading
+        raise CheckpointError(f"{error}; give fewer workers, or raise the limit of processes (ulimit -u)") from None
 
 
 def _require_space(plan: Plan, shards: list[str], destination: pathlib.Path) -> None:

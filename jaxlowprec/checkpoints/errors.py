@@ -1,7 +1,47 @@
-"""The error of everything that reads or writes checkpoints."""
+"""The error of everything that reads or writes checkpoints, and how messages show what stands in files."""
 
 from __future__ import annotations
 
+_LONGEST = 1200  # of a message: names in files may have megabytes
+_SHOWN = 80  # of a value in a message
+
 
 class CheckpointError(ValueError):
-    """A checkpoint, or what was asked of it, is wrong: the message says where, what, and what to do."""
+    """A checkpoint, or what was asked of it, is wrong: the message says where, what, and what to do.
+
+    >>> len(str(CheckpointError("x" * 5000))) < 1300
+    True
+    """
+
+    def __init__(self, message: str):
+        super().__init__(_cut(message, _LONGEST))
+
+
+def brief(value: object) -> str:
+    """A value as messages show it: `repr`, cut short.
+
+    >>> brief("F99")
+    "'F99'"
+    >>> brief([1] * 1000)
+    '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ... 2920 characters left out ... 1, 1, 1, 1, 1, 1, 1]'
+    """
+    return _cut(repr(value), _SHOWN)
+
+
+def escaped(text: str) -> str:
+    r"""Text that a terminal may show: what is not printable as an escape sequence of Python's.
+
+    >>> escaped("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _cut(text: str, length: int) -> str:
+    """Both ends of a text that is too long."""
+    if len(text) <= length:
+        return text
+    end = length // 4
+    return f"{text[: length - end]} ... {len(text) - length} characters left out ... {text[-end:]}"

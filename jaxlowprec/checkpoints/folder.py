@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+
+_LONGEST_NAME = 255  # bytes: what file systems take
 
 
 class CheckpointFolder:
@@ -89,7 +91,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path}: no tensor {name!r}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, as a view of its file."""
+        """A tensor."""
         return self.file_of(name).read(name)
 
     @property
@@ -107,6 +109,27 @@ class CheckpointFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class LazyTensors(Mapping[str, np.ndarray]):
+    """A checkpoint's tensors by their names, each read when it is asked for, and again when it is asked for again."""
+
+    def __init__(self, folder: CheckpointFolder):
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._folder.shard_of:
+            raise KeyError(name)
+        return self._folder.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._folder.shard_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folder.shard_of)
+
+    def __len__(self) -> int:
+        return len(self._folder.shard_of)
 
 
 def read_index(path: pathlib.Path) -> dict[str, str]:
@@ -134,4 +157,5 @@ def write_index(folder: pathlib.Path, shard_of: Mapping[str, str], total_size: i
 
 def _plain_file_name(name: str) -> bool:
     """Whether it is the name of a safetensors file and no path: nothing that leads out of its folder, on any system."""
-    return name.endswith(".safetensors") and not name.startswith(".") and not set(name) & set("/\\:\0")
+    plain = not name.startswith(".") and not set(name) & set("/\\:\0")
+    return name.endswith(".safetensors") and plain and len(os.fsencode(name)) <= _LONGEST_NAME

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.config import quantization_of
+from jaxlowprec.checkpoints.dtypes import HIGH_PRECISION
 from jaxlowprec.checkpoints.engine import Counter, Progress, in_parallel
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder
 from jaxlowprec.checkpoints.modules import QuantisedModule, quantised_modules, scheme_of
 from jaxlowprec.checkpoints.schemes.base import Scheme
 
-_FLOATS = ("BF16", "F16", "F32")
 _CHUNK = 1 << 20
+_DIGITS = 9  # of a layer's number: other digits are a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Error:
     """How far decoded weights are from the reference.
 
     Attributes:
-        sqnr_db: signal-to-quantisation-noise ratio, 10 log10(sum w^2 / sum (w - decoded)^2); None if there is no noise.
-        max_abs: the largest |w - decoded|.
+        sqnr_db: signal-to-quantisation-noise ratio, 10 log10(sum w^2 / sum (w - decoded)^2); None if there is no noise,
+            -infinity where decoded weights are infinite, NaN where either is NaN.
+        max_abs: the largest |w - decoded|, infinity and NaN included.
     """
 
     sqnr_db: float | None
@@ -152,7 +154,7 @@ def _compared(
             )
         if module.name in held:
             decoded = held[module.name].decode(folder, "float32")
-        elif other.dtype in _FLOATS and folder.spec(name).dtype in _FLOATS:
+        elif other.dtype in HIGH_PRECISION and folder.spec(name).dtype in HIGH_PRECISION:
             decoded = folder.read(name)
         else:
             decoded = None
@@ -165,25 +167,37 @@ def _compared(
 
 
 def error_of(decoded: np.ndarray, reference: np.ndarray) -> Error:
-    """Compares two arrays of one shape, sums in float64, piece by piece."""
+    """Compares two arrays of one shape, sums in float64, piece by piece. NaN and infinity stay what they are."""
     decoded, reference = decoded.reshape(-1), reference.reshape(-1)
-    signal = noise = largest = 0.0
-    for begin in range(0, reference.size, _CHUNK):
-        w = reference[begin : begin + _CHUNK].astype(np.float64)
-        difference = w - decoded[begin : begin + _CHUNK].astype(np.float64)
-        signal += float(w @ w)
-        noise += float(difference @ difference)
-        largest = max(largest, float(np.abs(difference).max()))
-    if noise == 0.0:
-        return Error(None, largest)
-    return Error(10 * math.log10(signal / noise) if signal else -math.inf, largest)
+    signal: Any = np.float64(0)
+    noise: Any = np.float64(0)
+    largest = np.float64(0)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for begin in range(0, reference.size, _CHUNK):
+            w = reference[begin : begin + _CHUNK].astype(np.float64)
+            difference = w - decoded[begin : begin + _CHUNK].astype(np.float64)
+            signal += w @ w
+            noise += difference @ difference
+            largest = np.maximum(largest, np.abs(difference).max())
+        if noise == 0:
+            return Error(None, float(largest))
+        return Error(float(10 * np.log10(signal / noise)), float(largest))
+
+
+def is_number(part: str) -> bool:
+    """Whether a part of a module's name is the number of a layer or expert: some ASCII digits.
+
+    >>> [is_number(part) for part in ("12", "w1", "²", "9" * 5000)]
+    [True, False, False, False]
+    """
+    return part.isascii() and part.isdigit() and len(part) <= _DIGITS
 
 
 def layer_of(name: str) -> int | None:
     """The first number in a module's name: its layer."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+    return next((int(part) for part in name.split(".") if is_number(part)), None)
 
 
 def _layer_order(name: str) -> list[tuple[int, int, str]]:
     """Sorts numbers in names as numbers."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in name.split(".")]

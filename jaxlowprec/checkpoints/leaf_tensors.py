@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from jaxlowprec.checkpoints.dtypes import file_dtype
+from jaxlowprec.checkpoints.magnitudes import amax, limit
 from jaxlowprec.checkpoints.plan import output_specs
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
-from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
+from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
 from jaxlowprec.checkpoints.tree_paths import on_host
 from jaxlowprec.quantized_array import QuantizedArray
 
@@ -90,7 +91,7 @@ class LeafTensors:
             return {f"{self.module}.{part}": tensor for part, tensor in stored.items()}
         array = self.taken() if on_device else self.on_host()
         if self.dtype is not None:
-            array = array.astype(as_dtype(self.dtype), copy=False)
+            array = rounded(self.path, array, as_dtype(self.dtype))
         if self.is_kernel:
             array = transposed(self.path, array)
         if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
@@ -122,6 +123,25 @@ def transposed(path: str, array: Any) -> Any:
     if array.ndim != 2:
         raise ValueError(f"{path} has shape {array.shape}; a kernel's needs two axes")
     return array.T
+
+
+def rounded(path: str, array: Any, dtype: np.dtype) -> Any:
+    """A float array in a dtype. Raises ValueError if a number of numpy's becomes infinite; JAX's are not looked at.
+
+    >>> rounded("up.bias", np.ones(2, np.float32), np.dtype("float16"))
+    array([1., 1.], dtype=float16)
+    """
+    if not isinstance(array, np.ndarray) or array.dtype.name not in FLOATS or amax(array) <= limit(dtype):
+        return array.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):
+        made = array.astype(dtype, copy=False)
+    finite = np.isfinite(array)
+    if not np.array_equal(np.isfinite(made), finite):
+        raise ValueError(
+            f"{path}: its numbers reach {np.abs(array[finite]).max():.6g}, but {dtype.name} ends at "
+            f"{limit(dtype):.6g}; choose a dtype of larger numbers"
+        )
+    return made
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:

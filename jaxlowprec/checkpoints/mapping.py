@@ -202,16 +202,17 @@ def _read(
     tensors: Arrays, scheme: Scheme | None, used: set[str], path: str, name: str, is_kernel: bool, dtype: Any
 ) -> Any:
     """A leaf, or one expert's part of it, from its tensors, which are added to `used`; None where there are none."""
-    parts = _quantized_parts(tensors, name, scheme) if is_kernel else {}
-    if parts and scheme is not None:
-        suffixed = {part: tensors[full] for part, full in parts.items()}
+    array = tensors.get(name)
+    quantized = is_kernel and (array is None or array.dtype.name not in FLOATS)
+    if quantized and scheme is not None and (parts := _quantized_parts(tensors, name, scheme)):
+        read = {} if array is None else {name: array}
+        suffixed = {part: read[full] if full in read else tensors[full] for part, full in parts.items()}
         used |= set(parts.values())
         stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
         return about(path, functools.partial(stored.load, suffixed, dtype)).mT
-    if name not in tensors:
+    if array is None:
         return None
     used.add(name)
-    array = tensors[name]
     return _widened(path, transposed(path, array) if is_kernel else array, dtype)
 
 
@@ -219,11 +220,8 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _quantized_parts(tensors: Arrays, name: str, scheme: Scheme | None) -> dict[str, str]:
-    """A module's tensors of a scheme, the full name of each; none where its weight is a float tensor."""
-    weight = tensors.get(name)
-    if scheme is None or (weight is not None and weight.dtype.name in FLOATS):
-        return {}
+def _quantized_parts(tensors: Arrays, name: str, scheme: Scheme) -> dict[str, str]:
+    """A module's tensors of a scheme that are there, the full name of each."""
     parts = {part: f"{_module(name)}.{part}" for part in (*scheme.required, *scheme.optional)}
     return {part: full for part, full in parts.items() if full in tensors}
 

@@ -12,9 +12,11 @@ import numpy as np
 from jaxlowprec.checkpoints.dtypes import numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.magnitudes import all_finite, amax, limit
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 
 _PLAIN = ("weight", "bias")
+_SHAPE_BYTES = 64  # at most, of a tensor that holds a shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +34,48 @@ class QuantisedModule:
     tensors: Mapping[str, str]
 
     def read(self, source: CheckpointFolder) -> dict[str, np.ndarray]:
-        """Views of its tensors, by the last parts of their names."""
+        """Its tensors, by the last parts of their names."""
         return {last: source.read(name) for last, name in self.tensors.items()}
 
     def shape(self, source: CheckpointFolder) -> tuple[int, int]:
         """[N, K] of its weight. Raises CheckpointError unless its tensors are what the scheme has."""
         with naming(source, self.name):
-            return self.scheme.shape_of(self.read(source))
+            return self.scheme.shape_of({last: _announced(source, name) for last, name in self.tensors.items()})
 
     def decode(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
-        """Its weight [N, K]. Raises CheckpointError as `shape`, and for scales that no weight can have."""
-        with naming(source, self.name):
+        """Its weight [N, K], infinite where its codes and scales say so in this dtype.
+
+        Raises:
+            CheckpointError: as `shape`, and for scales that no weight can have.
+        """
+        with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):
             return self.scheme.decompress(self.read(source), dtype)
+
+    def decode_finite(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
+        """The same. Raises CheckpointError where it is not finite."""
+        decoded = self.decode(source, dtype)
+        if not all_finite(decoded):
+            where, largest = f"{source.path}: module {self.name!r}", amax(self.decode(source, "float32"))
+            if not np.isfinite(largest):
+                raise CheckpointError(f"{where}: its codes and scales stand for infinity or NaN where engines compute")
+            raise CheckpointError(
+                f"{where}: its numbers reach {largest:.6g}, but {dtype} ends at {limit(decoded.dtype):.6g}; "
+                "choose a dtype of larger numbers (--dtype float32)"
+            )
+        return decoded
 
     def nbytes(self, source: CheckpointFolder) -> int:
         """Of all its tensors."""
         return sum(source.spec(name).nbytes for name in self.tensors.values())
+
+
+def _announced(source: CheckpointFolder, name: str) -> np.ndarray:
+    """A tensor of the same dtype and shape, read only where it is as short as one that holds a shape."""
+    spec = source.spec(name)
+    dtype = numpy_dtype(spec.dtype)
+    if dtype is None or spec.nbytes <= _SHAPE_BYTES:
+        return source.read(name)
+    return np.broadcast_to(np.zeros((), dtype), spec.shape)
 
 
 @contextlib.contextmanager
@@ -63,7 +91,7 @@ def scheme_of(source: CheckpointFolder) -> Scheme:
     """The scheme that a checkpoint's config names. Raises CheckpointError where it names none that is supported."""
     try:
         return from_config(source.config())
-    except (AttributeError, TypeError, ValueError) as error:  # entries of any type may stand there
+    except ValueError as error:
         raise CheckpointError(f"{source.path / CONFIG_FILE}: {error}") from None
 
 
@@ -83,6 +111,9 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
     for module, tensors in found.items():
         if not set(tensors) - set(_PLAIN):
             continue  # in high precision
+        if not module:
+            listed = ", ".join(repr(name) for name in tensors.values())
+            raise CheckpointError(f"{source.path}: {listed} belong to a module without a name, which no model has")
         if missing := [last for last in scheme.required if last not in tensors]:
             raise CheckpointError(
                 f"{source.path}: module {module!r} has {', '.join(sorted(tensors))}; {scheme.name} also needs "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
+import stat
 from collections.abc import Collection
 
-from jaxlowprec.checkpoints.files import copy_whole
+from jaxlowprec.checkpoints.files import TEMPORARY_PREFIX, copy_whole
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.plain_folders import entries, make_folder_in
+from jaxlowprec.checkpoints.resume import MANIFEST
+from jaxlowprec.checkpoints.source_links import real_path
 
 _OTHER_WEIGHTS = re.compile(
     r"(.*\.safetensors(\.index\.json)?|(pytorch|tf|flax)_model.*|consolidated.*|.*\.(pth|gguf))", re.IGNORECASE
@@ -20,29 +23,34 @@ def other_files(source: CheckpointFolder, drop: Collection[str] = ()) -> tuple[l
     """Relative paths of the files to copy, and of those to leave out.
 
     Left out are the same weights in other files, which would be wrong beside the new ones, what `drop` names, and the
-    bookkeeping of git and of download caches. Subfolders are copied whole; links to files count as files.
+    bookkeeping of git, of download caches and of conversions. Subfolders are copied whole; links to files are files.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
-    taken = {pathlib.Path(name) for name in (*source.shards, CONFIG_FILE, INDEX_FILE)}
+    taken = {pathlib.Path(name) for name in own_files(source)}
     copied: list[pathlib.Path] = []
     left_out: list[pathlib.Path] = []
-    for folder, folders, files in os.walk(source.path):
-        here = pathlib.Path(folder).relative_to(source.path)
-        for name in sorted(folders):
-            if name in _NOT_CONTENT or (source.path / here / name).is_symlink():
-                folders.remove(name)
-                left_out.append(here / name)
-        for name in files:
-            path = here / name
-            if path in taken:
-                continue
-            other = here == pathlib.Path() and (_OTHER_WEIGHTS.fullmatch(name) or name in drop)
-            unusual = name in _NOT_CONTENT or not (source.path / path).is_file()
-            (left_out if other or unusual else copied).append(path)
+    for full, status in entries(source.path, enter=lambda folder: folder.name not in _NOT_CONTENT):
+        path = full.relative_to(source.path)
+        if path in taken or (stat.S_ISDIR(status.st_mode) and path.name not in _NOT_CONTENT):
+            continue
+        at_top = path.parent == pathlib.Path()
+        other = at_top and (_OTHER_WEIGHTS.fullmatch(path.name) or path.name in drop or path.name == MANIFEST)
+        unusual = path.name in _NOT_CONTENT or path.name.startswith(TEMPORARY_PREFIX) or not full.is_file()
+        (left_out if other or unusual else copied).append(path)
     return sorted(copied), sorted(left_out)
 
 
-def copy_files(source: pathlib.Path, destination: pathlib.Path, paths: Collection[pathlib.Path]) -> None:
-    """Copies files by their relative paths."""
+def own_files(source: CheckpointFolder) -> list[str]:
+    """Names of the files that a checkpoint consists of, as far as they are there."""
+    return [*source.shards, *(name for name in (CONFIG_FILE, INDEX_FILE) if (source.path / name).is_file())]
+
+
+def copy_files(
+    source: pathlib.Path, destination: pathlib.Path, paths: Collection[pathlib.Path], follow_links: bool = False
+) -> None:
+    """Copies files by their relative paths. Raises CheckpointError as `real_path`."""
     for path in paths:
-        (destination / path).parent.mkdir(parents=True, exist_ok=True)
-        copy_whole(source / path, destination / path)
+        make_folder_in(destination, path.parent)
+        copy_whole(real_path(source, path, follow_links), destination / path)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.dtypes import file_dtype
+from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 
@@ -24,12 +25,14 @@ class Job:
         outputs: what is written.
         source_bytes: that it reads.
         make: computes them; None: the one tensor is copied, byte for byte, from the tensor of its name.
+        decode: the weight that tensors of the outputs' names stand for, where a finite weight must stay finite.
     """
 
     module: str
     outputs: Mapping[str, TensorSpec]
     source_bytes: int
     make: Callable[[], Arrays] | None = None
+    decode: Callable[[Arrays], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,20 @@ class Plan:
     def output_bytes(self) -> int:
         """Of all tensors written."""
         return sum(spec.nbytes for shard in self.shards for spec in self.specs(shard).values())
+
+
+def require_distinct(where: object, shards: Mapping[str, Sequence[Job]]) -> None:
+    """Raises CheckpointError if two jobs write a tensor of one name, such as a copy and what a module is changed to."""
+    module_of: dict[str, str] = {}
+    for job in (job for jobs in shards.values() for job in jobs):
+        for name in job.outputs:
+            if name in module_of:
+                modules = " and for ".join(sorted({repr(job.module), repr(module_of[name])}))
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} would be written twice, for {modules}; leave the module alone, or take "
+                    "the tensor out of the source"
+                )
+            module_of[name] = job.module
 
 
 def copy_job(name: str, spec: TensorSpec) -> Job:

@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.inspect import Inspection, layer_of
+from jaxlowprec.checkpoints.inspect import Inspection, is_number, layer_of
 
 _LEAST_RANGE = 2.0  # dB: tenths are no difference between layers
 
@@ -47,7 +47,8 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     axes.set_xlabel("layer")
     axes.set_ylabel("SQNR / dB")
-    axes.set_title(f"{pathlib.Path(inspection.path).name}: {inspection.scheme or 'weights'} against the reference")
+    title = f"{pathlib.Path(inspection.path).name}: {inspection.scheme or 'weights'} against the reference"
+    axes.set_title(title, parse_math=False)  # names are no formulas
     ticks = [int(t) for t in MaxNLocator(integer=True).tick_values(0, max(outside - 1, 1)) if 0 <= t < outside]
     labels = [str(tick) for tick in ticks]
     if any(None in points for points in series.values()):
@@ -58,7 +59,9 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
     margin = max(0.0, _LEAST_RANGE - (top - bottom)) / 2
     axes.set_ylim(bottom - margin, top + margin)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
+    legend = axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -73,7 +76,7 @@ def sqnr_by_kind(inspection: Inspection) -> dict[str, dict[int | None, list[floa
             parts = module.name.split(".")
             layer = layer_of(module.name)
             after = (
-                parts[next(i for i, part in enumerate(parts) if part.isdigit()) + 1 :] if layer is not None else parts
+                parts[next(i for i, part in enumerate(parts) if is_number(part)) + 1 :] if layer is not None else parts
             )
-            found[".".join(part for part in after if not part.isdigit())][layer].append(module.error.sqnr_db)
+            found[".".join(part for part in after if not is_number(part))][layer].append(module.error.sqnr_db)
     return found

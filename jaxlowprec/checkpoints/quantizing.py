@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 from collections import Counter
@@ -10,16 +11,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxlowprec.checkpoints.config import quantization_of, with_quantization
+from jaxlowprec.checkpoints.dtypes import HIGH_PRECISION, QUANTISED, numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
+from jaxlowprec.checkpoints.magnitudes import amax
 from jaxlowprec.checkpoints.modules import naming
-from jaxlowprec.checkpoints.plan import Arrays, Job, Left, Plan, copy_job, output_specs
+from jaxlowprec.checkpoints.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
 from jaxlowprec.checkpoints.presets import KINDS
 from jaxlowprec.checkpoints.rules import Rules, config_ignore, disagreements, fused_siblings, matching, splits
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
 
-_FLOATS = ("BF16", "F16", "F32")
 _QUANTISED_NAMES = re.compile(
     r".*(\.(weight_packed|weight_scale|weight_scale_inv|weight_scale_2|weight_zero_point|qweight|qzeros)|_blocks|_scale_inv)"
 )
@@ -38,8 +40,9 @@ def plan_quantization(source: CheckpointFolder, scheme: Scheme, rules: Rules, le
         leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
 
     Raises:
-        CheckpointError: the source is quantised already, a weight does not fit, nothing is left to quantise, or a
-            projection that engines fuse with others is left alone without them.
+        CheckpointError: the source is quantised already, a weight does not fit, nothing is left to quantise, a
+            projection that engines fuse with others is left alone without them, or a tensor has the name of another's
+            codes or scales.
     """
     config = source.config()
     _require_high_precision(source, config)
@@ -76,9 +79,12 @@ def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, st
         if module is None:
             return copy_job(name, spec)
         make = functools.partial(_compress, source, scheme, module, name, amaxes)
-        return Job(module, output_specs(scheme, module, spec), spec.nbytes, make)
+        decode = functools.partial(_decompress, scheme, module, spec.dtype)
+        return Job(module, output_specs(scheme, module, spec), spec.nbytes, make, decode)
 
-    return {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
+    shards = {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
+    require_distinct(source.path, shards)
+    return shards
 
 
 def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, amaxes: _Amaxes) -> Arrays:
@@ -92,6 +98,11 @@ def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, 
         amaxes.own(module)  # says so if the weight is not finite, which no scale can hold
         raise
     return {f"{module}.{suffix}": array for suffix, array in made.items()}
+
+
+def _decompress(scheme: Scheme, module: str, dtype: str, tensors: Arrays) -> np.ndarray:
+    suffixed = {name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items()}
+    return scheme.decompress(suffixed, scheme.compute_dtype(np.dtype(numpy_dtype(dtype))))
 
 
 class _Amaxes:
@@ -118,21 +129,6 @@ class _Amaxes:
         return max(self.own(sibling) for sibling in fused_siblings(module, self._quantised))
 
 
-def amax(array: np.ndarray) -> float:
-    """The largest magnitude of a bfloat16, float16 or float32 array; NaN or infinity where it holds one.
-
-    Magnitudes order as the bits without the sign do, NaN above infinity above all others: integers are compared.
-    """
-    if not array.size:
-        return 0.0
-    bits = np.dtype(f"u{array.dtype.itemsize}")
-    sign = 1 << (8 * bits.itemsize - 1)
-    unsigned = array.view(bits)
-    negative = int(unsigned.max()) & (sign - 1) if int(unsigned.max()) & sign else 0
-    largest = max(int(array.view(f"i{bits.itemsize}").max()), negative)
-    return float(np.array(largest, bits).view(array.dtype))
-
-
 def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
     """Why a tensor is left alone; "" for what is no matrix; None if it is to be quantised."""
     if len(spec.shape) < 2:
@@ -145,7 +141,7 @@ def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
         return f"default: {KINDS[rule]}" if rule in KINDS else f"rule {rule}"
     if len(spec.shape) > 2:
         return f"{len(spec.shape)} dimensions"
-    return None if spec.dtype in _FLOATS else f"dtype {spec.dtype}"
+    return None if spec.dtype in HIGH_PRECISION else f"dtype {spec.dtype}"
 
 
 def _module(name: str) -> str:
@@ -156,12 +152,29 @@ def _module(name: str) -> str:
 def _ignore(rules: Rules, left: set[str], quantised: set[str]) -> list[str]:
     """The config's entry. It also names the head of a model that ties it to the embeddings: no tensor, but a module."""
     ignore = config_ignore(rules, left, quantised)
-    for experts in sorted({found[1] for m in left if (found := _FUSED_EXPERTS.fullmatch(m))}):
-        if not matching(f"{experts}.0.gate_proj", ignore):
-            ignore = [*(r for r in ignore if not r.startswith(f"{experts}.")), rf"re:{re.escape(experts)}(\.|$)"]
+    experts = _experts_to_ignore(left, ignore)
+    ignore = [rule for rule in ignore if not _lies_in(rule, experts)]
+    ignore += [rf"re:{re.escape(parent)}(\.|$)" for parent in sorted(experts)]
     if rules.why_left_alone("lm_head") and not matching("lm_head", ignore):
         ignore.append("lm_head")
     return ignore
+
+
+def _experts_to_ignore(left: set[str], ignore: list[str]) -> list[str]:
+    """Parents of experts that are held in one array and that no rule names yet; none lies in another."""
+    names, expressions = set(ignore), [rule for rule in ignore if rule.startswith("re:")]
+    found: list[str] = []
+    for parent in sorted({f[1] for m in left if (f := _FUSED_EXPERTS.fullmatch(m))}, key=lambda name: f"{name}."):
+        asked = f"{parent}.0.gate_proj"
+        if asked not in names and not _lies_in(asked, found) and not matching(asked, expressions):
+            found.append(parent)
+    return found
+
+
+def _lies_in(module: str, parents: list[str]) -> bool:
+    """Whether a module lies in one of these, which are sorted as `_experts_to_ignore` does: only one can hold it."""
+    at = bisect.bisect_right(parents, module, key=lambda parent: f"{parent}.")
+    return at > 0 and module.startswith(f"{parents[at - 1]}.")
 
 
 def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
@@ -171,7 +184,7 @@ def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
         raise CheckpointError(f"{source.path}: is quantised already: its config says {method!r}{remedy}")
     for name in source.shard_of:
         dtype = source.spec(name).dtype
-        if _QUANTISED_NAMES.fullmatch(name) or dtype.startswith(("F4", "F6", "F8")):
+        if _QUANTISED_NAMES.fullmatch(name) or dtype in QUANTISED:
             raise CheckpointError(f"{source.path}: is quantised already: it holds {name!r} of {dtype}{remedy}")
 
 
@@ -207,7 +220,8 @@ def _warnings(rules: Rules, ignore: list[str], modules: Mapping[str, str], left:
         for rule in (*rules.ignore, *rules.include)
         if not any(matching(module, [rule]) for module in modules)
     ]
-    found += disagreements(ignore, modules)
+    asked = {*rules.ignore, *rules.defaults}  # an expression that names experts' arrays is read alike everywhere
+    found += disagreements([rule for rule in ignore if rule in asked or not rule.startswith("re:")], modules)
     if fused := [entry.module for entry in left if entry.reason.startswith("all experts")]:
         found.append(
             f"{len(fused)} arrays that hold all experts of a layer are left alone, such as {fused[0]}: only weights of "

@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files import TEMPORARY_PREFIX, read_json_object, remove_temporaries, write_json
+from jaxlowprec.checkpoints.file_bytes import about
+from jaxlowprec.checkpoints.files import read_json_object, write_json
 from jaxlowprec.checkpoints.folder import CONFIG_FILE, INDEX_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.plain_folders import is_leftover, remove_temporaries, require_plain
 
 MANIFEST = ".jaxlowprec-conversion.json"
 _VERSION = 1
@@ -40,9 +42,20 @@ def fingerprint(source: CheckpointFolder, options: dict[str, Any]) -> dict[str, 
     return {"version": _VERSION, "options": options, "source_files": files}
 
 
+def check_unchanged(source: CheckpointFolder, wanted: dict[str, Any]) -> None:
+    """Raises CheckpointError if a source is not what it was when its fingerprint was taken."""
+    now = fingerprint(source, wanted["options"])
+    if now != wanted:
+        raise CheckpointError(
+            f"{source.path}: changed while it was converted ({_difference(wanted, now)}); remove what was written, and "
+            "convert again when nothing writes to the source"
+        )
+
+
 def check_apart(source: pathlib.Path, destination: pathlib.Path) -> None:
     """Raises CheckpointError if one folder is, or lies in, the other."""
-    a, b = source.resolve(), destination.resolve()
+    with about(destination):
+        a, b = (pathlib.Path(os.path.realpath(path)) for path in (source, destination))  # links may be circular
     if a == b or a in b.parents or b in a.parents:
         raise CheckpointError(f"{destination}: is, holds, or lies in the source {source}; needs a folder of its own")
 
@@ -55,23 +68,28 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
     manifest is removed when the block ends, and stays when it raises.
 
     Raises:
-        CheckpointError: the folder holds anything else, or another process is at work in it.
+        CheckpointError: the folder holds anything else or links, also at the end, or another process is at work in it.
     """
     check_claim(destination, wanted)
     destination.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(destination, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with about(destination):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{destination}: another conversion is at work in this folder") from None
         resumed = check_claim(destination, wanted)
         remove_temporaries(destination)
+        require_plain(destination)
         if not resumed:
             write_json(destination / MANIFEST, wanted)
         yield resumed
+        remove_temporaries(destination)
+        require_plain(destination)
         (destination / MANIFEST).unlink()
-        os.fsync(descriptor)
+        with about(destination):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)  # and with it the lock
 
@@ -83,7 +101,7 @@ def check_claim(destination: pathlib.Path, wanted: dict[str, Any]) -> bool:
     if not destination.is_dir():
         raise CheckpointError(f"{destination}: is no folder")
     if not (destination / MANIFEST).exists():
-        if any(not path.name.startswith(TEMPORARY_PREFIX) for path in destination.iterdir()):
+        if any(not is_leftover(path, path.lstat()) for path in destination.iterdir()):
             raise CheckpointError(
                 f"{destination}: is not empty, and holds no unfinished conversion; choose another folder"
             )

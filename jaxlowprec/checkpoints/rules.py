@@ -7,6 +7,7 @@ same entries with tensor names, where a plain name is a prefix: `disagreements` 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import re
@@ -24,7 +25,7 @@ FUSED = {
 """Projections that engines hold as one matrix, by that matrix's name: all of them are quantised, or none."""
 
 _FUSED_OF = {part: parts for parts in FUSED.values() for part in parts}
-_EXPERT = re.compile(r"(.*\.experts)\.\d+(\..+)")
+_EXPERT = re.compile(r"(.*\.experts)\.[0-9]+(\..+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,10 @@ def check_rule(rule: str) -> None:
     """Raises CheckpointError unless it is a rule."""
     if not rule or rule == "re:":
         raise CheckpointError(f'rule {rule!r} is empty; needs the name of a module, or "re:" and a regular expression')
+    try:
+        rule.encode()  # into the config
+    except UnicodeEncodeError:
+        raise CheckpointError(f"rule {rule!r} is not text in UTF-8, as the names of modules are") from None
     if rule.startswith("re:"):
         try:
             _pattern(rule)
@@ -132,21 +137,51 @@ def disagreements(ignore: Sequence[str], modules: Mapping[str, str]) -> list[str
         modules: name of each module with a weight, to the name of its weight's tensor.
     """
     found = []
+    slime = _SlimesReading(modules)
     for rule in ignore:
-        here = {m for m in modules if matching(m, [rule])}
-        slime = {m for m, tensor in modules.items() if slime_matches(tensor, rule)}
-        for modules_apart, verb in ((slime - here, "leaves alone"), (here - slime, "quantises")):
-            if modules_apart:
-                more = f" and {len(modules_apart) - 1} more" if len(modules_apart) > 1 else ""
-                found.append(
-                    f"rule {rule!r}: slime, which compares it with tensor names, {verb} {min(modules_apart)}{more}, "
-                    "against the rule's meaning for modules"
-                )
+        for named, verb in slime.differs(rule):
+            more = f" and {named[1] - 1} more" if named[1] > 1 else ""
+            found.append(
+                f"rule {rule!r}: slime, which compares it with tensor names, {verb} {named[0]}{more}, "
+                "against the rule's meaning for modules"
+            )
         if (last := rule.rpartition(".")[2]) in FUSED and rule not in modules:
             found.append(
                 f"rule {rule!r}: vLLM leaves the fused {last} alone; the checkpoint has its parts, which are not"
             )
     return found
+
+
+class _SlimesReading:
+    """Where slime takes a rule for another (`slime_matches`).
+
+    A config may name every module: those whose tensors begin with a name are neighbours among the sorted ones, which
+    saves looking at all for each.
+    """
+
+    def __init__(self, modules: Mapping[str, str]):
+        self._modules = modules
+        self._sorted = sorted((tensor, module) for module, tensor in modules.items())
+
+    def differs(self, rule: str) -> list[tuple[tuple[str, int], str]]:
+        """Of the modules that slime leaves alone or quantises against the rule: the first, how many, and which."""
+        if not rule.startswith("re:"):
+            apart = self._begin_with(rule)
+            return [(apart, "leaves alone")] if apart else []
+        here = {m for m in self._modules if matching(m, [rule])}
+        there = {m for m, tensor in self._modules.items() if slime_matches(tensor, rule)}
+        both = ((there - here, "leaves alone"), (here - there, "quantises"))
+        return [((min(apart), len(apart)), verb) for apart, verb in both if apart]
+
+    def _begin_with(self, name: str) -> tuple[str, int] | None:
+        """The modules, `name` aside, whose tensors' names begin with it: the first, and how many there are."""
+        begin = bisect.bisect_left(self._sorted, (name, ""))
+        end = bisect.bisect_left(self._sorted, True, begin, key=lambda pair: not pair[0].startswith(name))
+        count = end - begin - (name in self._modules)
+        if not count:
+            return None
+        first = next(module for _, module in self._sorted[begin : begin + 2] if module != name)
+        return first, count
 
 
 def slime_matches(tensor: str, rule: str) -> bool:

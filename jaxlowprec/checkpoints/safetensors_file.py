@@ -1,23 +1,25 @@
-"""Safetensors files: a reader that maps the file and trusts nothing, and a writer that takes tensors one by one."""
+"""Safetensors files: a reader that trusts nothing, and a writer that takes tensors one by one."""
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import pathlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 import numpy as np
 
 from jaxlowprec.checkpoints.dtypes import file_dtype, numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files import publish, temporary_path
+from jaxlowprec.checkpoints.file_bytes import OpenFile, about, copy_range, memory
+from jaxlowprec.checkpoints.files import NewFile, publish
 from jaxlowprec.checkpoints.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     Header,
+    TensorEntry,
     TensorSpec,
     layout_header,
     parse_header,
@@ -30,8 +32,8 @@ METADATA = {"format": "pt"}
 class SafetensorsFile:
     """A file, open for reading.
 
-    Its tensors are views of the mapped file: they cost no memory of their own, cannot be written to, and stay valid
-    after `close`.
+    Its tensors are read when they are asked for; they cannot be written to, and stay valid after `close`. A file that
+    becomes shorter, or a disk that fails, is an error of the tensor that was asked for.
 
     Raises:
         CheckpointError: the file is missing, truncated, or its header is wrong in any way; see `parse_header`.
@@ -42,16 +44,15 @@ class SafetensorsFile:
         if not self.path.is_file():
             raise CheckpointError(f"{self.path}: no such file")
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self._file = OpenFile(self.path, os.open(self.path, os.O_RDONLY))
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}{remedy}") from None
         try:
-            self.header = read_header(self.path, self._descriptor)
-            self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            self.header = read_header(self._file)
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
-        self._bytes = np.frombuffer(self._map, np.uint8)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -60,8 +61,36 @@ class SafetensorsFile:
 
     def raw(self, name: str) -> np.ndarray:
         """A tensor's bytes, uint8 [nbytes]."""
+        data = memory(self._entry(name).spec.nbytes)
+        self.read_into(name, data)
+        data.flags.writeable = False
+        return data
+
+    def read_into(self, name: str, destination: np.ndarray, begin: int = 0) -> None:
+        """Fills contiguous memory with a tensor's bytes.
+
+        Arguments:
+            name: of the tensor.
+            destination: not longer than what is left of the tensor.
+            begin: the first byte, counted from the tensor's.
+
+        Raises:
+            CheckpointError: there is no such tensor, it has fewer bytes, or the file became shorter.
+        """
         entry = self._entry(name)
-        return self._bytes[entry.offset : entry.offset + entry.spec.nbytes]
+        if begin + destination.nbytes > entry.spec.nbytes:
+            wanted = f"{destination.nbytes} at {begin} are asked for"
+            raise CheckpointError(f"{self.path}: tensor {name!r} has {entry.spec.nbytes} bytes; {wanted}")
+        self._file.read(entry.offset + begin, destination)
+
+    def pieces(self, name: str, nbytes: int) -> Iterator[np.ndarray]:
+        """A tensor's bytes, so many at a time, in memory that each piece takes from the one before."""
+        total = self._entry(name).spec.nbytes
+        buffer = memory(min(nbytes, total))
+        for begin in range(0, total, nbytes):
+            piece = buffer[: total - begin]
+            self.read_into(name, piece, begin)
+            yield piece
 
     def read(self, name: str) -> np.ndarray:
         """A tensor. Raises CheckpointError for elements of 4 or 6 bits, which no numpy array holds: see `raw`."""
@@ -69,17 +98,14 @@ class SafetensorsFile:
         dtype = numpy_dtype(spec.dtype)
         if dtype is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} is {spec.dtype}, packed bits that no array holds")
-        raw = self.raw(name)
-        if raw.ctypes.data % dtype.itemsize:  # other writers may begin a tensor anywhere
-            raw = raw.copy()
-        return raw.view(dtype).reshape(spec.shape)
+        return self.raw(name).view(dtype).reshape(spec.shape)
 
-    def copy_to(self, name: str, descriptor: int, offset: int) -> None:
+    def copy_to(self, name: str, destination: OpenFile, offset: int) -> None:
         """Copies a tensor's bytes into another file, inside the kernel where it can."""
         entry = self._entry(name)
-        copy_range(self._descriptor, entry.offset, descriptor, offset, entry.spec.nbytes)
+        copy_range(self._file, entry.offset, destination, offset, entry.spec.nbytes)
 
-    def _entry(self, name: str):
+    def _entry(self, name: str) -> TensorEntry:
         try:
             return self.header.tensors[name]
         except KeyError:
@@ -87,9 +113,7 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Closes the file; arrays that were read stay valid."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> SafetensorsFile:
         return self
@@ -98,34 +122,21 @@ class SafetensorsFile:
         self.close()
 
 
-def read_header(path: pathlib.Path, descriptor: int) -> Header:
+def read_header(file: OpenFile) -> Header:
     """The checked header of an open file. Reads the header alone."""
-    size = os.fstat(descriptor).st_size
+    path, size = file.path, os.fstat(file.descriptor).st_size
     if size < LENGTH_BYTES:
         raise CheckpointError(f"{path}: the file is truncated: {size} bytes hold no safetensors header")
-    length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
+    prefix = memory(LENGTH_BYTES)
+    file.read(0, prefix)
+    length = int.from_bytes(prefix.tobytes(), "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: a header of {length} bytes; safetensors allows {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + length > size:
         raise CheckpointError(f"{path}: the file is truncated: a header of {length} bytes in a file of {size}")
-    return parse_header(str(path), os.pread(descriptor, length, LENGTH_BYTES), size)
-
-
-def copy_range(source: int, begin: int, destination: int, offset: int, count: int) -> None:
-    """Copies bytes between two open files, inside the kernel where it can."""
-    in_kernel = hasattr(os, "copy_file_range")
-    while count:
-        if in_kernel:
-            try:
-                copied = os.copy_file_range(source, destination, count, begin, offset)
-            except OSError:  # between two file systems, or on one that has no such call
-                in_kernel = False
-                continue
-        else:
-            copied = os.pwrite(destination, os.pread(source, min(count, 1 << 22), begin), offset)
-        if not copied:
-            raise CheckpointError("safetensors: a file became shorter while it was copied")
-        begin, offset, count = begin + copied, offset + copied, count - copied
+    text = memory(length)
+    file.read(LENGTH_BYTES, text)
+    return parse_header(str(path), text.tobytes(), size)
 
 
 class SafetensorsWriter:
@@ -148,10 +159,11 @@ class SafetensorsWriter:
         prefix, self.header = layout_header(str(path), specs, metadata)
         self._missing = set(specs)
         self._lock = threading.Lock()
-        self._descriptor = os.open(temporary_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = NewFile(path)
         try:
-            os.truncate(self._descriptor, self.header.size)
-            _write_all(self._descriptor, memoryview(prefix), 0)
+            with about(path):
+                os.truncate(self._file.descriptor, self.header.size)
+            self._file.write(0, memoryview(prefix))
         except BaseException:
             self.abandon()
             raise
@@ -163,14 +175,14 @@ class SafetensorsWriter:
         if given != entry.spec:
             raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}, given as {given}")
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        _write_all(self._descriptor, data.data, entry.offset)
+        self._file.write(entry.offset, data.data)
 
     def copy(self, name: str, source: SafetensorsFile, source_name: str) -> None:
         """Copies a tensor from another file."""
         entry = self._claim(name)
         if source.header.tensors[source_name].spec != entry.spec:
             raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}, the source's differs")
-        source.copy_to(source_name, self._descriptor, entry.offset)
+        source.copy_to(source_name, self._file, entry.offset)
 
     def commit(self) -> None:
         """Puts the file on the disk and gives it its name; removes it where that fails."""
@@ -178,17 +190,16 @@ class SafetensorsWriter:
             if self._missing:
                 missing = f"{len(self._missing)} tensors were not written: {min(self._missing)}"
                 raise CheckpointError(f"{self.path}: {missing}")
-            os.fsync(self._descriptor)
+            self._file.put_on_disk()
             publish(self.path)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """Closes the file, and removes it if it has not got its name."""
-        os.close(self._descriptor)
-        temporary_path(self.path).unlink(missing_ok=True)
+        self._file.abandon()
 
-    def _claim(self, name: str):
+    def _claim(self, name: str) -> TensorEntry:
         with self._lock:
             if name not in self._missing:
                 fault = "was written before" if name in self.header.tensors else "was not announced"
@@ -206,10 +217,3 @@ class SafetensorsWriter:
             self.commit()
         else:
             self.abandon()
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """pwrite takes at most 2 GiB at once, and may take less."""
-    while data.nbytes:
-        written = os.pwrite(descriptor, data[: 1 << 30], offset)
-        data, offset = data[written:], offset + written

@@ -12,8 +12,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlowprec.checkpoints.dtypes import BITS, bits_of
-from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.dtypes import BITS, MAX_BITS, MAX_RANK, bits_of
+from jaxlowprec.checkpoints.errors import CheckpointError, brief
+from jaxlowprec.checkpoints.strict_json import load_json
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -59,7 +60,8 @@ def parse_header(where: str, text: bytes, file_size: int) -> Header:
 
     Raises:
         CheckpointError: it is not JSON, a field is missing, unknown or of a wrong type, a name comes twice, a dtype is
-            unknown, a tensor's bytes do not fit its shape, lie outside the file, overlap, or leave a gap.
+            unknown, a tensor has more than `MAX_RANK` dimensions, its bytes do not fit its shape, lie outside the file,
+            overlap, or leave a gap.
     """
     content = load_json(where, text)
     if not isinstance(content, dict) or not text.startswith(b"{"):
@@ -74,7 +76,9 @@ def parse_header(where: str, text: bytes, file_size: int) -> Header:
     for name, begin, stop, spec in spans:
         if begin != end:
             fault = "overlaps the one before it" if begin < end else f"leaves a gap of {begin - end} bytes before it"
-            raise CheckpointError(f"{where}: tensor {name!r} {fault} (it begins at {begin}, the last ended at {end})")
+            raise CheckpointError(
+                f"{where}: tensor {brief(name)} {fault} (it begins at {begin}, the last ended at {end})"
+            )
         end = stop
         tensors[name] = TensorEntry(spec, data_start + begin)
     if data_start + end != file_size:
@@ -114,55 +118,29 @@ def layout_header(where: str, specs: Mapping[str, TensorSpec], metadata: Mapping
     return prefix, parse_header(where, text, len(prefix) + begin)
 
 
-def load_json(where: str, text: bytes) -> Any:
-    """JSON of UTF-8 text, with no name given twice and no numbers that JSON lacks.
-
-    Raises:
-        CheckpointError: it is not that.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{where}: {twice!r} is given twice")
-        return found
-
-    def no_constant(name: str) -> None:
-        raise CheckpointError(f"{where}: {name} is no JSON")
-
-    try:
-        decoded = text.decode("utf-8")
-        loaded = json.loads(decoded, object_pairs_hook=unique, parse_constant=no_constant)
-        json.dumps(loaded, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not JSON in UTF-8 ({type(error).__name__}: {error})") from None
-    return loaded
-
-
 def _span(where: str, name: str, info: Any) -> tuple[str, int, int, TensorSpec]:
     """A tensor's name, first byte, end and spec, from its entry in the header."""
+    tensor = f"{where}: tensor {brief(name)}"
     if not isinstance(info, dict) or set(info) != _FIELDS:
-        raise CheckpointError(f"{where}: tensor {name!r} must have exactly dtype, shape and data_offsets")
+        raise CheckpointError(f"{tensor} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise CheckpointError(f"{where}: tensor {name!r} has dtype {dtype!r}, which safetensors does not define")
-    if not _whole_numbers(shape):
-        raise CheckpointError(f"{where}: tensor {name!r} has shape {shape!r}; needs a list of whole numbers")
-    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: tensor {name!r} has data_offsets {offsets!r}; needs [begin, end]")
-    spec = TensorSpec(dtype, tuple(shape))
-    bits = bits_of(dtype, shape)
-    if bits != 8 * (offsets[1] - offsets[0]):
-        raise CheckpointError(
-            f"{where}: tensor {name!r} has {offsets[1] - offsets[0]} bytes; {dtype} of shape {shape} takes {bits / 8:g}"
-        )
-    return name, offsets[0], offsets[1], spec
+        raise CheckpointError(f"{tensor} has dtype {brief(dtype)}, which safetensors does not define")
+    if not isinstance(shape, list) or not _whole_numbers(shape[: MAX_RANK + 1]):
+        raise CheckpointError(f"{tensor} has shape {brief(shape)}; needs a list of whole numbers")
+    if len(shape) > MAX_RANK:
+        raise CheckpointError(f"{tensor} has {len(shape)} dimensions; at most {MAX_RANK} are read")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _whole_numbers(offsets) or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{tensor} has data_offsets {brief(offsets)}; needs [begin, end]")
+    bits, given = bits_of(dtype, shape), offsets[1] - offsets[0]
+    if bits != 8 * given:
+        takes = f"{bits / 8:g}" if bits <= MAX_BITS else "more than 2**60"
+        raise CheckpointError(f"{tensor} has {given} bytes; {dtype} of shape {brief(shape)} takes {takes}")
+    if bits_of(dtype, [size for size in shape if size]) > MAX_BITS:  # no array is so large, be it empty
+        raise CheckpointError(f"{tensor} has shape {brief(shape)}, which no array can have")
+    return name, offsets[0], offsets[1], TensorSpec(dtype, tuple(shape))
 
 
-def _whole_numbers(values: Any) -> bool:
-    """Whether it is a list of integers from 0 to 2**63 - 1; true and false are none."""
-    return isinstance(values, list) and all(type(v) is int and 0 <= v <= _MAX_DIMENSION for v in values)
+def _whole_numbers(values: list[Any]) -> bool:
+    """Whether all are integers from 0 to 2**63 - 1; true and false are none."""
+    return all(type(v) is int and 0 <= v <= _MAX_DIMENSION for v in values)

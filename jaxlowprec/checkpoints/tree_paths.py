@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.strict_json import repeated
 from jaxlowprec.nnx import Quantized
 from jaxlowprec.quantized_array import QuantizedArray
 
@@ -19,11 +21,18 @@ def leaves(tree: Any) -> dict[str, Any]:
     Arguments:
         tree: an NNX module or state, Linen's variables or parameters, or any pytree.
 
+    Raises:
+        ValueError: two leaves have the same path, as of {"a.b": x, "a": {"b": y}}.
+
     >>> leaves({"params": {"layers": [np.ones(1), np.zeros(1)]}})
     {'layers.0': array([1.]), 'layers.1': array([0.])}
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(_as_tree(tree), is_leaf=_is_leaf)
-    return {_path(keys): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for keys, leaf in flat}
+    found = {_path(keys): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for keys, leaf in flat}
+    if len(found) < len(flat):
+        twice = brief(repeated(_path(keys) for keys, _ in flat))
+        raise ValueError(f"two leaves of the tree have the path {twice}; needs other names, without dots")
+    return found
 
 
 def rebuilt(like: Any, found: Mapping[str, Any]) -> Any:

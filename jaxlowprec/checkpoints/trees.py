@@ -13,7 +13,7 @@ from jaxlowprec.checkpoints.config import quantization_of, with_quantization
 from jaxlowprec.checkpoints.dtypes import file_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files import write_json
-from jaxlowprec.checkpoints.folder import CONFIG_FILE, SINGLE_FILE, CheckpointFolder, write_index
+from jaxlowprec.checkpoints.folder import CONFIG_FILE, SINGLE_FILE, CheckpointFolder, LazyTensors, write_index
 from jaxlowprec.checkpoints.mapping import TreeMapping
 from jaxlowprec.checkpoints.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
@@ -79,7 +79,7 @@ def load(folder: Folder, like: Any, mapping: TreeMapping, *, scheme: Scheme | No
     with CheckpointFolder(folder) as source:
         if scheme is None and (quantization := quantization_of(source.config())):
             scheme = from_config(quantization)
-        return mapping.from_tensors({name: source.read(name) for name in source.shard_of}, like, scheme)
+        return mapping.from_tensors(LazyTensors(source), like, scheme)
 
 
 def _spec(tensor: np.ndarray) -> TensorSpec:

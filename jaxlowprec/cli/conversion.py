@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.convert import Report, Run
 from jaxlowprec.cli.progress import bar, readable
+from jaxlowprec.cli.streams import emit, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="at the end compute all again and compare it with the files"
     )
+    parser.add_argument(
+        "--follow-links", action="store_true", help="also copy what links in SRC point to outside of it"
+    )
     parser.add_argument("--json", action="store_true", help="report for machines, and no progress bar")
     parser.add_argument(
         "--workers", type=int, default=2, metavar="N", help="tensors at work, and in memory (default 2)"
@@ -28,17 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_of(options: argparse.Namespace) -> Run:
     """How the conversion is carried out."""
-    return Run(options.workers, options.dry_run, options.verify, bar(options.json))
+    return Run(options.workers, options.dry_run, options.verify, bar(options.json), options.follow_links)
 
 
 def show(report: Report, options: argparse.Namespace) -> int:
     """Prints a report; returns the exit status."""
     if options.json:
-        print(json.dumps({"command": options.command, "dry_run": options.dry_run, **report.as_json()}, indent=2))
+        content = {"command": options.command, "dry_run": options.dry_run, **report.as_json()}
+        emit(json.dumps(content, indent=2).split("\n"))
         return 0
     for warning in report.warnings:
-        print(f"jaxlowprec {options.command}: warning: {warning}", file=sys.stderr)
-    print("\n".join(render(report, options)))
+        say(f"jaxlowprec {options.command}: warning: {warning}")
+    emit(render(report, options))
     return 0
 
 

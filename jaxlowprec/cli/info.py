@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxlowprec import native
+from jaxlowprec.cli.streams import emit
 from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from jaxlowprec.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor
 from jaxlowprec.ops.scaled_matmul.cuda import route
@@ -72,7 +73,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Carries it out."""
     found = collect()
-    print(json.dumps(found, indent=2) if options.json else render(found))
+    emit(json.dumps(found, indent=2).split("\n") if options.json else render(found))
     return 0
 
 
@@ -122,6 +123,14 @@ def _how_on_cuda(operation: str, capability: float | None) -> str:
     return "; ".join(parts) + ("" if capability else " (on the newest GPUs)")
 
 
+def _devices() -> tuple[list[Any], str | None]:
+    """What JAX finds; none, and why, where the platforms that it is told to use cannot be started."""
+    try:
+        return jax.devices(), None
+    except native.NO_PLATFORM as error:
+        return [], native.why_no_platform(error)
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -137,7 +146,8 @@ def collect() -> dict[str, Any]:
     if library.module:
         targets["cpu"], targets["cuda"] = set(library.module.cpu_handlers()), set(library.module.cuda_handlers())
     names = {"gpu": "cuda" if cuda["compute_capability"] else "rocm"}  # JAX says "gpu" of both
-    present = {names.get(device.platform, device.platform) for device in jax.devices()} | {"cpu"}
+    devices, why_no_devices = _devices()
+    present = {names.get(device.platform, device.platform) for device in devices} | {"cpu"}
     platforms = sorted(present if cuda["reason"] else present | {"cuda"})
     unverified = "" if cuda["verified_on"] else "; never verified on a GPU"
     operations = []
@@ -158,7 +168,8 @@ def collect() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         "machine": f"{platform.system()} {platform.machine()}",
-        "devices": [str(device) for device in jax.devices()],
+        "devices": [str(device) for device in devices],
+        "why_no_devices": why_no_devices,
         "native_library": {
             "loaded": library.module is not None,
             "reason": library.reason,
@@ -185,14 +196,14 @@ def _cuda_facts(cuda: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def render(found: dict[str, Any]) -> str:
-    """The same as text."""
+def render(found: dict[str, Any]) -> list[str]:
+    """The same as lines of text."""
     library = found["native_library"]
     lines = ["jaxlowprec " + str(found["versions"]["jaxlowprec"] or "(not installed)")]
     facts = [
         ("versions", ", ".join(f"{p} {v}" for p, v in found["versions"].items() if v and p != "jaxlowprec")),
         ("machine", found["machine"]),
-        ("devices", ", ".join(found["devices"])),
+        ("devices", ", ".join(found["devices"]) or f"none: {found['why_no_devices']}"),
     ]
     if library["loaded"]:
         others = ", ".join(library["instruction_sets_available"])
@@ -209,4 +220,4 @@ def render(found: dict[str, Any]) -> str:
             rows.append((operation["operation"], p, how["runs"], how["why"], operation["covers"]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", table[0], "-" * len(table[0]), *table[1:]])
+    return [*lines, "", table[0], "-" * len(table[0]), *table[1:]]

@@ -11,6 +11,9 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.inspect import Inspection, Module, inspect
 from jaxlowprec.checkpoints.plot import plot_sqnr
 from jaxlowprec.cli.progress import bar, readable
+from jaxlowprec.cli.streams import emit, printable
+
+_WIDEST = 120  # what is longer stands out of its column: one name of a megabyte must not widen every line
 
 
 def add_parser(commands: Any) -> None:
@@ -33,26 +36,26 @@ def run(options: argparse.Namespace) -> int:
     found = inspect(options.path, options.reference, workers=options.workers, progress=bar(options.json))
     if options.plot:
         plot_sqnr(found, options.plot)
-    print(json.dumps(_finite(found.as_json()), indent=2) if options.json else render(found))
+    emit(json.dumps(_finite(found.as_json()), indent=2).split("\n") if options.json else render(found))
     return 0
 
 
-def render(found: Inspection) -> str:
-    """The same as text."""
+def render(found: Inspection) -> list[str]:
+    """The same as lines of text."""
     compared = any(module.error for module in found.modules)
     heads = ("module", "format", "shape", "size", "bits/element", *(("SQNR / dB", "max error") if compared else ()))
     rows = [heads, *(_row(module, compared) for module in found.modules)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    widths = [min(max(len(row[i]) for row in rows), _WIDEST) for i in range(len(heads))]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = sum(module.nbytes for module in found.modules)
     formats = [f"  {name}: {count}, {readable(nbytes)}" for name, (count, nbytes) in sorted(found.by_format.items())]
     head = f"{found.path}: {found.scheme or 'not quantised'}, {len(found.modules)} modules, {readable(total)}"
-    return "\n".join([head, *formats, "", table[0], "-" * len(table[0]), *table[1:]])
+    return [head, *formats, "", table[0], "-" * len(table[0]), *table[1:]]
 
 
 def _row(module: Module, compared: bool) -> tuple[str, ...]:
     shape = " x ".join(map(str, module.shape)) or "scalar"
-    row = (module.name, module.format, shape, readable(module.nbytes), f"{module.bits:.2f}")
+    row = (printable(module.name), module.format, shape, readable(module.nbytes), f"{module.bits:.2f}")
     if not compared:
         return row
     if module.error is None:

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from typing import Any, NoReturn
 
+from jaxlowprec import native
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli import convert, dequantize, info, inspect
+from jaxlowprec.cli.streams import printable, say
+from jaxlowprec_command import occupy_standard_descriptors
 
 _COMMANDS = (info, convert, dequantize, inspect)
-_INTERRUPTED = 130
+_ERROR, _INTERRUPTED = 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows arguments that it does not know as any terminal may show them."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, sys.stderr))
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command's entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="jaxlowprec", description="Low-precision training and serving for JAX.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    name = "jaxlowprec"
+    try:
+        occupy_standard_descriptors()
+        options = _parsed(argv)
+        name = f"jaxlowprec {options.command}"
+        if sys.stdout is None:
+            raise CheckpointError("standard output is closed, and the report has no other place; send it to a file")
+        native.library()  # says whether the environment asks for what is not there
+        return options.run(options)
+    except (CheckpointError, OSError, native.NotAvailable) as error:
+        say(f"{name}: {' '.join(str(error).split())}")
+        return _ERROR
+    except MemoryError as error:
+        say(f"{name}: out of memory ({error}); give fewer --workers, or use a machine with more")
+        return _ERROR
+    except KeyboardInterrupt:
+        say(f"{name}: interrupted")
+        return _INTERRUPTED
+
+
+def _parsed(argv: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="jaxlowprec", description="Low-precision training and serving for JAX.")
+    commands: Any = parser.add_subparsers(dest="command", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
-    options = parser.parse_args(argv)
-    try:
-        status = options.run(options)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the reader of a pipe had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (CheckpointError, OSError) as error:
-        print(f"jaxlowprec {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"jaxlowprec {options.command}: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

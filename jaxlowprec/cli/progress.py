@@ -6,6 +6,7 @@ import sys
 import time
 
 from jaxlowprec.checkpoints.engine import Progress
+from jaxlowprec.cli.streams import show
 
 _WIDTH = 30
 _LEAST_SECONDS = 0.1
@@ -26,17 +27,12 @@ class Bar:
         share = done / total if total else 1.0
         filled = "#" * int(_WIDTH * share)
         end = "\n" if done >= total else ""
-        print(
-            f"\r{label} [{filled:{_WIDTH}}] {100 * share:3.0f} %  {readable(done)} of {readable(total)} ",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
+        show(f"\r{label} [{filled:{_WIDTH}}] {100 * share:3.0f} %  {readable(done)} of {readable(total)} {end}")
 
 
 def bar(quiet: bool) -> Progress | None:
     """A bar where somebody watches."""
-    return None if quiet or not sys.stderr.isatty() else Bar()
+    return None if quiet or sys.stderr is None or not sys.stderr.isatty() else Bar()
 
 
 def readable(nbytes: float) -> str:

@@ -32,7 +32,7 @@ from jaxlowprec.delayed_scaling import (
     is_added_up,
     used_in_a_transformation,
 )
-from jaxlowprec.dot_general import einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.quantized_array import QuantizedArray
 from jaxlowprec.recipes import DelayedScaling, Recipe
@@ -206,11 +206,12 @@ class DenseGeneral(nn.DenseGeneral):
         axis, batch, features = (
             (v,) if isinstance(v, int) else tuple(v) for v in (self.axis, self.batch_dims, self.features)
         )
-        axis, batch = (tuple(a % inputs.ndim for a in axes) for axes in (axis, batch))
+        who = type(self).__name__
+        axis, batch = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
         inputs, kernel, bias = _operands(self, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
         quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
         options = _options(self, recipe)
-        y = linear_general(inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
+        y = linear_general(who, inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
         return _handed_on(self, y, options["state"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -65,16 +66,17 @@ def mixture(
             "layer of a RoutingTape that was recorded for these tokens"
         )
     k, lead = settings.top_k, x.shape[:-1]
-    logits = router(x.astype(jnp.float32)).reshape(-1, settings.num_experts)
+    tokens = math.prod(lead)
+    logits = router(x.astype(jnp.float32)).reshape(tokens, settings.num_experts)
     routing = route(
         logits,
         k,
-        tape=None if tape is None else tape.reshape(-1, k),
+        tape=None if tape is None else tape.reshape(tokens, k),
         normalise=k > 1 if settings.normalise is None else settings.normalise,
         scoring=settings.scoring,
     )
     rows_of = _sharded_experts if settings.expert_axis is not None else _experts
-    y, dtype = rows_of(x.reshape(-1, x.shape[-1]), routing, experts, settings)
+    y, dtype = rows_of(x.reshape(tokens, x.shape[-1]), routing, experts, settings)
     y = y.reshape(*lead, y.shape[-1])
     if shared is not None:
         y = y + shared(x).astype(jnp.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +52,14 @@ def overlap(a: RoutingTape, b: RoutingTape) -> Overlap:
         raise ValueError(
             f"overlap: tapes of shapes {a.experts.shape} and {b.experts.shape}; needs the same layers, tokens and k"
         )
-    layers, *_, k = a.experts.shape
-    first, second = (tape.experts.reshape(layers, -1, k) for tape in (a, b))
+    layers, *tokens_axes, k = a.experts.shape
+    first, second = (tape.experts.reshape(layers, math.prod(tokens_axes), k) for tape in (a, b))
     compared = jnp.all(first != AFRESH, axis=-1) & jnp.all(second != AFRESH, axis=-1)
     common = jnp.sum(first[..., :, None] == second[..., None, :], axis=(-2, -1))
     same_order = jnp.all(first == second, axis=-1)
     tokens = jnp.sum(compared, axis=-1, dtype=jnp.int32)
 
     def share(values: Array) -> Array:
-        return jnp.sum(jnp.where(compared, values, 0).astype(jnp.float32), axis=-1) / tokens
+        return jnp.sum(jnp.where(compared, values.astype(jnp.float32), 0.0), axis=-1) / tokens.astype(jnp.float32)
 
     return Overlap(tokens, share(common == k), share(same_order), share(common) / k)

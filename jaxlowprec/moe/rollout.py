@@ -33,13 +33,20 @@ def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Se
         if not fits or array.size % (num_layers * k):
             needed = f"[tokens - 1, {num_layers}, {k}]"
             raise ValueError(f"{who} has shape {array.shape}; needs {needed}, or as many numbers flat")
-        array = array.reshape(-1, num_layers, k)[:, with_experts].astype(np.int32)
+        array = _as_int32(who, array.reshape(-1, num_layers, k)[:, with_experts])
         if k > 1:  # two zeros are no choice; a single one may be
             _check_captured(who, array, with_experts)
         decoded.append(array)
     if k == 1 and decoded:
         _check_captured("routed_experts", np.concatenate(decoded), with_experts)
     return decoded
+
+
+def _as_int32(who: str, experts: np.ndarray) -> np.ndarray:
+    for number in (experts.min(), experts.max()) if experts.size else ():
+        if not -(2**31) <= number < 2**31:
+            raise ValueError(f"{who} has {number}; needs ids of experts, int32")
+    return experts.astype(np.int32)
 
 
 def _check_captured(who: str, experts: np.ndarray, layers: list[int]) -> None:

@@ -211,6 +211,7 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         inputs, kernel, bias = self._operands(inputs)
         options = self._options(recipe)
         y = linear_general(
+            type(self).__name__,
             inputs,
             kernel,
             bias,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -29,16 +30,65 @@ def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
     return dtype
 
 
-def last_axis(who: str, axis: int, ndim: int) -> int:
+def wider_dtype(a: Any, b: Any) -> jnp.dtype:
+    """What two operands of a product are promoted to, also where the caller's own code may not promote."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
+def axis_from_the_front(who: str, axis: Any, ndim: int, of: str = "") -> int:
+    """0 or more, from any spelling of an axis that there is; `of`: what the axis is one of, for the message."""
+    try:
+        number = _an_int(axis)
+    except TypeError:
+        raise TypeError(f"{who}: axis={axis!r}; needs an int") from None
+    if not -ndim <= number < ndim:
+        raise ValueError(f"{who}: axis={axis} is out of range for {of or f'an array of {ndim} dimensions'}")
+    return number % ndim
+
+
+def last_axis(who: str, axis: Any, ndim: int) -> int:
     """-1 or -2, from any spelling of the last or second last axis."""
-    if not isinstance(axis, int) or isinstance(axis, bool):
-        raise TypeError(f"{who}: axis={axis!r}; needs an int")
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"{who}: axis={axis} is out of range for an array of {ndim} dimensions")
-    normal = axis - ndim if axis >= 0 else axis
+    normal = axis_from_the_front(who, axis, ndim) - ndim
     if normal < -2:
         raise ValueError(
             f"{who}: axis={axis} of {ndim} dimensions is a batch axis; needs the last or second last: "
             "move it there with jnp.moveaxis"
         )
     return normal
+
+
+Axes = tuple[int, ...]
+
+
+def dimension_numbers(who: str, given: Any, *ndims: int | None) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """What `jax.lax.dot_general` takes as `dimension_numbers`, for operands of that many dimensions (None: not known).
+
+    Raises TypeError where JAX does: an axis counts from the front, exists, and is named once.
+    """
+    try:
+        contract, batch = (tuple(tuple(map(_an_int, axes)) for axes in pair) for pair in given)
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = contract, batch
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{who}: dimension_numbers={given!r}; needs ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), each a "
+            "sequence of ints"
+        ) from None
+    for name, contracted, mapped, ndim in zip(("lhs", "rhs"), contract, batch, ndims, strict=True):
+        axes = (*contracted, *mapped)
+        if len(set(axes)) != len(axes) or any(a < 0 or (ndim is not None and a >= ndim) for a in axes):
+            raise TypeError(
+                f"{who}: dimension_numbers contract {list(contracted)} of {name} and batch {list(mapped)}; needs "
+                f"different axes, counted from 0 on{'' if ndim is None else f' and below {ndim}'}"
+            )
+    if len(lhs_contract) != len(rhs_contract) or len(lhs_batch) != len(rhs_batch):
+        raise TypeError(
+            f"{who}: dimension_numbers={given!r}; needs as many contracted axes of lhs as of rhs, and batch axes too"
+        )
+    return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+
+
+def _an_int(axis: Any) -> int:
+    if isinstance(axis, bool):
+        raise TypeError
+    return operator.index(axis)

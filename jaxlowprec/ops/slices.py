@@ -16,10 +16,10 @@ def merged_rows(x: jax.Array) -> jax.Array:
     return x.reshape(*batch, s * r, c)
 
 
-def sliced_rows(x: jax.Array, slices: int) -> jax.Array:
-    """The inverse."""
-    *batch, rows, c = x.shape
-    return x.reshape(*batch, slices, rows // slices, c)
+def sliced_rows(x: jax.Array, slices: int, rows: int) -> jax.Array:
+    """The inverse: of that many slices, each of that many rows, which slices without elements do not tell."""
+    *batch, _, c = x.shape
+    return x.reshape(*batch, slices, rows, c)
 
 
 def merged_columns(x: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def merged_columns(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, -3, -2).reshape(*batch, c, s * r)
 
 
-def sliced_columns(x: jax.Array, slices: int) -> jax.Array:
-    """The inverse."""
-    *batch, c, columns = x.shape
-    return jnp.moveaxis(x.reshape(*batch, c, slices, columns // slices), -2, -3)
+def sliced_columns(x: jax.Array, slices: int, columns: int) -> jax.Array:
+    """The inverse: of that many slices, each of that many columns."""
+    *batch, c, _ = x.shape
+    return jnp.moveaxis(x.reshape(*batch, c, slices, columns), -2, -3)

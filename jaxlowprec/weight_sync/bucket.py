@@ -10,14 +10,17 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from jaxlowprec.checkpoints.dtypes import file_dtype, numpy_dtype
-from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Entry, parse
+from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.file_bytes import memory
+from jaxlowprec.checkpoints.strict_json import repeated
+from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Entry, checked, parse
 
 ALIGNMENT = 16
 """Of the offsets of tensors in a payload, in bytes."""
@@ -77,25 +80,25 @@ class Header:
         for name, least in (("version", 1), ("index", 0), ("nbytes", 0)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MAX_VERSION:
-                raise ValueError(f"Header: {name} is {value!r}; needs a whole number from {least}")
+                raise ValueError(f"Header: {name} is {brief(value)}; needs a whole number from {least}")
         if type(self.last) is not bool:
-            raise ValueError(f"Header: last is {self.last!r}; needs true or false")
+            raise ValueError(f"Header: last is {brief(self.last)}; needs true or false")
         if not isinstance(self.checksum, str) or (self.checksum and not _CHECKSUM.fullmatch(self.checksum)):
-            raise ValueError(f"Header: checksum is {self.checksum!r}; needs 32 hexadecimal digits")
+            raise ValueError(f"Header: checksum is {brief(self.checksum)}; needs 32 hexadecimal digits")
         end = 0
         for placed in self.entries:
             name, offset = placed.entry.name, placed.offset
             if type(offset) is not int or offset < 0 or offset % ALIGNMENT:
-                raise ValueError(f"Header: {name!r} lies at {offset!r}; needs a multiple of {ALIGNMENT}")
-            if offset < end:
-                raise ValueError(f"Header: {name!r} lies at {offset}, within the one before it, which ends at {end}")
-            if offset >= end + ALIGNMENT:
-                raise ValueError(f"Header: {name!r} lies at {offset}, after a gap that begins at {end}")
+                raise ValueError(f"Header: {brief(name)} lies at {brief(offset)}; needs a multiple of {ALIGNMENT}")
+            if not end <= offset < end + ALIGNMENT:
+                where = "within the one before it, which ends" if offset < end else "after a gap that begins"
+                raise ValueError(f"Header: {brief(name)} lies at {brief(offset)}, {where} at {end}")
             end = placed.end
         if self.nbytes != end:
             raise ValueError(f"Header: the payload has {self.nbytes} bytes; its tensors end at {end}")
         if len({placed.entry.name for placed in self.entries}) < len(self.entries):
-            raise ValueError("Header: a tensor is there twice")
+            twice = brief(repeated(placed.entry.name for placed in self.entries))
+            raise ValueError(f"Header: a tensor is there twice: {twice}")
 
     def to_json(self) -> bytes:
         """For `from_json`."""
@@ -104,8 +107,12 @@ class Header:
         return json.dumps(content, separators=(",", ":"), sort_keys=True, ensure_ascii=False).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Header:
+    def from_json(cls, text: bytes, check: Callable[[], None] | None = None) -> Header:
         """The header of a bucket of bytes.
+
+        Arguments:
+            text: at most `MAX_JSON_BYTES`.
+            check: called now and then, see `checked`.
 
         Raises:
             ValueError: anything else than what `to_json` gives, or no checksum.
@@ -116,7 +123,8 @@ class Header:
             raise ValueError("Header.from_json: entries must be a list of [name, dtype, shape, offset]")
         if not content["checksum"]:
             raise ValueError("Header.from_json: no checksum")
-        placed = (Placed(Entry(n, d, tuple(s) if isinstance(s, list) else s), at) for n, d, s, at in entries)
+        one_by_one = checked(entries, check)
+        placed = (Placed(Entry(n, d, tuple(s) if isinstance(s, list) else s), at) for n, d, s, at in one_by_one)
         return cls(entries=tuple(placed), **content)
 
 
@@ -200,17 +208,6 @@ def entry_of(name: str, array: Any) -> Entry:
     return Entry(name, file_dtype(array.dtype), tuple(int(size) for size in array.shape))
 
 
-def empty(nbytes: int) -> np.ndarray:
-    """An uninitialised buffer, uint8 [nbytes], that begins at a multiple of 64 bytes, as XLA wants its arrays to.
-
-    >>> empty(5).ctypes.data % 64
-    0
-    """
-    buffer = np.empty(nbytes + 63, np.uint8)
-    begin = -buffer.ctypes.data % 64
-    return buffer[begin : begin + nbytes]
-
-
 def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: np.ndarray) -> None:
     """Writes arrays to their places in a payload, and zeros between them.
 
@@ -234,10 +231,10 @@ def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: n
         one = missing.pop(name, None)
         given = entry_of(name, array)
         if one is None or given != one.entry:
-            raise ValueError(f"fill: {name!r} is {given}; announced was {one and one.entry}")
+            raise ValueError(f"fill: {brief(name)} is {given}; announced was {one and one.entry}")
         np.copyto(as_bits(_view(one, payload)), as_bits(np.asarray(array)))
     if missing:
-        raise ValueError(f"fill: {next(iter(missing))!r} was announced and not made")
+        raise ValueError(f"fill: {brief(next(iter(missing)))} was announced and not made")
 
 
 def as_bits(array: np.ndarray) -> np.ndarray:
@@ -256,7 +253,7 @@ def pack(version: int, index: int, last: bool, arrays: dict[str, np.ndarray]) ->
     3
     """
     placed = place([entry_of(name, array) for name, array in arrays.items()])
-    payload = empty(placed[-1].end if placed else 0)
+    payload = memory(placed[-1].end if placed else 0)
     fill(placed, arrays.items(), payload)
     return Bucket(Header(version, index, last, placed, payload.nbytes, checksum(payload)), payload)
 

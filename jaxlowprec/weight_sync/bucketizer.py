@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, Header, checksum, empty, fill, place
+from jaxlowprec.checkpoints.file_bytes import memory
+from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, Header, checksum, fill, place
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.source import Group, WeightSource
 
@@ -74,7 +75,7 @@ class Bucketizer:
             timeout: seconds to wait for a bucket.
 
         Raises:
-            SyncError: a bucket took longer. What making a bucket raises is raised here.
+            SyncError: a bucket took longer, or no thread could be started. What making a bucket raises is raised here.
 
         >>> import numpy as np
         >>> source = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"})
@@ -103,7 +104,10 @@ class _Ahead:
         for _ in range(2):
             self._free.put(None)
         self._thread = threading.Thread(target=self._run, name="weight-sync-buckets", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SyncError(f"the thread that makes buckets did not start: {error}; let other threads end") from error
 
     def taken(self, timeout: float) -> Iterator[Bucket]:
         for _ in self._plan:
@@ -146,7 +150,7 @@ class _Ahead:
 
 
 def _numpys(count: int, nbytes: int) -> list[np.ndarray]:
-    return [empty(nbytes) for _ in range(count)]
+    return [memory(nbytes) for _ in range(count)]
 
 
 def _end(group: Group, begin: int) -> int:

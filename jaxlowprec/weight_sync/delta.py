@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
-
+from jaxlowprec.checkpoints.file_bytes import memory
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.delta_files import Base, Changes, ChangesWriter, count_files
@@ -31,6 +30,7 @@ class DeltaTransport(DirectoryTransport):
         full_every: every so many versions a complete one.
 
     >>> import tempfile
+    >>> import numpy as np
     >>> from jaxlowprec.weight_sync.bucket import pack
     >>> with tempfile.TemporaryDirectory() as path:
     ...     transport = DeltaTransport(path, full_every=3)
@@ -55,7 +55,11 @@ class DeltaTransport(DirectoryTransport):
 
     def _next(self, version: int, manifest: Manifest) -> WrittenVersion:
         base = self._base
-        fits = base is not None and base.version == self.version(0) and base.manifest.hash == manifest.hash
+        fits = (
+            base is not None
+            and base.version == max(folders.versions(self.path), default=0)
+            and base.manifest.hash == manifest.hash
+        )
         if base is None or not fits or base.deltas + 1 >= self._full_every:
             return super()._next(version, manifest)
         folder = self.path / folders.folder_name(version, delta=True)
@@ -80,12 +84,10 @@ def _advanced(base: Base | None, written: WrittenVersion) -> Base:
         base.deltas += 1
     else:
         with CheckpointFolder(written.folder) as opened:
-            raw = {name: opened.file_of(name).raw(name) for name in opened.shard_of}
             if base is None or base.manifest.hash != staging.manifest.hash:
-                base = Base(0, staging.manifest, {name: data.copy() for name, data in raw.items()}, {})
-            else:
-                for name, data in raw.items():
-                    np.copyto(base.tensors[name], data)
+                base = Base(0, staging.manifest, {n: memory(e.nbytes) for n, e in staging.manifest.by_name.items()}, {})
+            for name, tensor in base.tensors.items():
+                opened.file_of(name).read_into(name, tensor)
         base.deltas = 0
     base.version, base.checksums = staging.version, written.checksums
     return base

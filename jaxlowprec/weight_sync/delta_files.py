@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.safetensors_file import SafetensorsFile, SafetensorsWriter
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.weight_sync import folders
@@ -114,14 +115,14 @@ class Changes:
     def apply(self, name: str, tensor: np.ndarray) -> None:
         """Makes a tensor's bytes, uint8 [nbytes], this version's. Raises ValueError for changes that do not fit."""
         if whole := self._file_of.get(f"whole:{name}"):
-            new = whole.raw(f"whole:{name}")
-            if new.size != tensor.size:
-                raise ValueError(f"tensor {name!r}: {new.size} bytes; needs {tensor.size}")
-            tensor[:] = new
+            size = whole.header.tensors[f"whole:{name}"].spec.nbytes
+            if size != tensor.size:
+                raise ValueError(f"tensor {brief(name)}: {size} bytes; needs {tensor.size}")
+            whole.read_into(f"whole:{name}", tensor)
         elif file := self._file_of.get(f"runs:{name}"):
             runs = file.read(f"runs:{name}")
             if runs.dtype != np.uint16 or runs.ndim != 2 or runs.shape[1] != 2:
-                raise ValueError(f"tensor {name!r}: runs are {runs.dtype} {runs.shape}; needs uint16 [n, 2]")
+                raise ValueError(f"tensor {brief(name)}: runs are {runs.dtype} {runs.shape}; needs uint16 [n, 2]")
             apply_runs(tensor, runs, file.raw(f"bytes:{name}"))
 
     def close(self) -> None:
@@ -154,7 +155,7 @@ def apply_delta(name: str, tensor: np.ndarray, digest: str, changes: Changes, re
     before, after = record.before.get(name), record.after.get(name)
     if digest == after:
         return digest
-    where = f"delta {record.version}: tensor {name!r}"
+    where = f"delta {record.version}: tensor {brief(name)}"
     if digest != before:
         raise Refused(
             f"{where} has checksum {digest}; it applies to version {record.base_version}'s, {before}; "

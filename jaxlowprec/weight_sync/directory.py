@@ -6,18 +6,20 @@ is nothing but the file system: a version appears whole, by one rename, after al
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pathlib
-import time
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.folder import INDEX_FILE
+from jaxlowprec.checkpoints.strict_json import repeated
 from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.errors import Refused
+from jaxlowprec.weight_sync.locks import locked
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.record import RECORD_FILE
+from jaxlowprec.weight_sync.sockets import check_timeout
+from jaxlowprec.weight_sync.versions import newer
 from jaxlowprec.weight_sync.written_version import CompleteWriter, WrittenVersion
 
 SHARD_BYTES = 5 << 30
@@ -81,18 +83,26 @@ class DirectoryTransport:
                 raise ValueError(
                     f"{type(self).__name__}: files has {file}; needs files beside the weights, as config.json"
                 )
+        if name := repeated(file.name for file in self._files):
+            twice = " and ".join(str(file) for file in self._files if file.name == name)
+            raise ValueError(f"{type(self).__name__}: files has {twice}; needs files with names of their own")
         self._lock: int | None = None
         self._open: WrittenVersion | None = None
+        self._newest = 0  # that this transport published
 
     def version(self, timeout: float) -> int:
-        """The newest that is published; 0: none yet."""
-        return max(folders.versions(self.path), default=0)
+        """The newest that is published; 0: none yet. It counts on where somebody empties the folder."""
+        return max((self._newest, *folders.versions(self.path)))
 
     def pause(self, timeout: float) -> None:
         """Takes the folder for this trainer, and removes what a killed one left."""
         if self._lock is not None:
             raise Refused(f"pause: {self.path}: a session is open already; resume it first")
-        self.path.mkdir(parents=True, exist_ok=True)
+        check_timeout("pause", timeout)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise Refused(f"pause: {self.path}: Not a directory; needs the folder of versions") from error
         self._lock = _lock(self.path / folders.LOCK, timeout)
         folders.remove_unfinished(self.path)
 
@@ -102,10 +112,7 @@ class DirectoryTransport:
             raise Refused("begin: no session is open; pause first")
         if self._open is not None:
             raise Refused(f"begin: version {self._open.staging.version} is being written; abort it first")
-        newest = self.version(timeout)
-        if type(version) is not int or version <= newest:
-            raise Refused(f"begin: version {version!r} is stale; {newest} is published, and versions increase")
-        self._open = self._next(version, manifest)
+        self._open = self._next(newer(version, self.version(timeout), "published"), manifest)
 
     def send(self, bucket: Bucket, timeout: float) -> None:
         """Writes the next bucket's tensors."""
@@ -121,7 +128,7 @@ class DirectoryTransport:
                 f"{staging.manifest.hash!r} is being written"
             )
         opened.finish([] if folders.is_delta(opened.folder) else self._files)
-        self._open = None
+        self._open, self._newest = None, staging.version
         self._published(opened)
         folders.prune(self.path, self._keep)
 
@@ -160,20 +167,17 @@ class DirectoryTransport:
 
 
 def _lock(path: pathlib.Path, timeout: float) -> int:
-    """An open descriptor that holds the trainers' lock. Raises Refused if another has it all the time."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    until = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                os.close(descriptor)
-                raise Refused(
-                    f"pause: {path.parent}: another trainer has been writing for {timeout:g} s; let it end, or stop it"
-                ) from None
-            time.sleep(min(0.02, timeout))
-        except BaseException:
-            os.close(descriptor)
-            raise
+    """An open descriptor that holds the trainers' lock. Raises Refused where another has it, or none can."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise Refused(f"pause: {path}: {error.strerror}; needs a file that trainers can lock, and no link") from error
+    try:
+        if not locked(descriptor, timeout):
+            raise Refused(
+                f"pause: {path.parent}: another trainer has been writing for {timeout:g} s; let it end, or stop it"
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

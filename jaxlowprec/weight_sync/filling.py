@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.checkpoints.tree_paths import leaves, rebuilt
 from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.weight_sync.source import PARTS
+from jaxlowprec.weight_sync.source import PARTS, check_arrays
 
 
 def to_tree(weights: Mapping[str, Any], like: Any) -> Any:
@@ -28,7 +28,8 @@ def to_tree(weights: Mapping[str, Any], like: Any) -> Any:
         As `like`, of JAX arrays; for an NNX module the state of its parameters and quantised kernels, for `nnx.update`.
 
     Raises:
-        ValueError: weights that are missing or left over, or of another dtype or shape.
+        TypeError: leaves of `like` that are not arrays. ValueError: weights that are missing or left over, or of
+            another dtype or shape.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
@@ -40,6 +41,7 @@ def to_tree(weights: Mapping[str, Any], like: Any) -> Any:
     >>> to_tree(receiver.weights, jax.eval_shape(lambda: tree))["up"].dequantize().shape
     (32, 64)
     """
+    check_arrays("to_tree", "`like`", like)
     left, missing = dict(weights), []
 
     def taken(name: str, leaf: Any) -> Any:

@@ -4,24 +4,31 @@
     v000008-delta/   what changed since the version before
     .lock            held by the trainer that writes
 
-A version gets its name when all of it is on the disk, and never changes afterwards: what has a name is complete.
+A version gets its name when all of it is on the disk, and never changes afterwards: what has a name is complete. A
+version is a folder: a link or a file of such a name is none. No link within the folder of versions is followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import pathlib
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 
 from jaxlowprec.checkpoints.files import TEMPORARY_PREFIX, temporary_path
+from jaxlowprec.weight_sync.bucket import MAX_VERSION
+from jaxlowprec.weight_sync.errors import Refused
 
 LOCK = ".lock"
 
-_NAME = re.compile(r"v(\d{6,19})(-delta)?")
+_NAME = re.compile(r"v([0-9]{6,19})(-delta)?")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_LOG = logging.getLogger(__name__)
 
 
 def folder_name(version: int, delta: bool = False) -> str:
@@ -36,15 +43,30 @@ def folder_name(version: int, delta: bool = False) -> str:
 def versions(path: pathlib.Path) -> dict[int, pathlib.Path]:
     """The versions that a folder holds, oldest first; a complete one goes before a delta of the same number.
 
+    Raises:
+        Refused: it cannot be listed; one that is missing holds nothing.
+
     >>> versions(pathlib.Path("/nowhere"))
     {}
     """
-    found: dict[int, pathlib.Path] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for entry in sorted(path.iterdir(), reverse=True):
-            if match := _NAME.fullmatch(entry.name):
-                found[int(match[1])] = entry
+    try:
+        with os.scandir(path) as entries:
+            names = sorted((entry.name for entry in entries if _is_version(entry)), reverse=True)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}; needs the folder of versions") from error
+    found = {int(name[1:].removesuffix("-delta")): path / name for name in names}
     return dict(sorted(found.items()))
+
+
+def _is_version(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder with the name that `folder_name` gives."""
+    match = _NAME.fullmatch(entry.name)
+    if match is None or not entry.is_dir(follow_symlinks=False):
+        return False
+    number = int(match[1])
+    return 1 <= number <= MAX_VERSION and entry.name == folder_name(number, match[2] is not None)
 
 
 def is_delta(folder: pathlib.Path) -> bool:
@@ -56,20 +78,43 @@ def is_delta(folder: pathlib.Path) -> bool:
     return folder.name.endswith("-delta")
 
 
-def publish(folder: pathlib.Path) -> None:
-    """Gives a version, written in full under its temporary name, its name.
+def unfinished(folder: pathlib.Path) -> pathlib.Path:
+    """A new folder, in which a version is written before it gets its name.
+
+    Arguments:
+        folder: of the version to be. The new one lies beside it.
+
+    Raises:
+        Refused: something has the version's name that is not a version. OSError: it cannot be made.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
     ...     folder = pathlib.Path(path, folder_name(7))
-    ...     temporary_path(folder).mkdir()
-    ...     publish(folder)
+    ...     publish(unfinished(folder), folder)
     ...     versions(folder.parent) == {7: folder}
     True
     """
-    sync_folder(temporary_path(folder))
-    temporary_path(folder).rename(folder)
+    if folder.is_symlink() or folder.exists():
+        raise Refused(f"{folder}: is there already, and is not a version; remove it")
+    try:
+        temporary_path(folder).mkdir()
+    except FileExistsError:  # a killed trainer left it, or somebody put it there, and it could not be removed
+        other = _unlikely(folder)
+        other.mkdir()
+        return other
+    return temporary_path(folder)
+
+
+def publish(written: pathlib.Path, folder: pathlib.Path) -> None:
+    """Gives a version, written in full in an `unfinished` folder, its name."""
+    sync_folder(written)
+    written.rename(folder)
     sync_folder(folder.parent)
+
+
+def _unlikely(folder: pathlib.Path) -> pathlib.Path:
+    """A temporary path that nothing has."""
+    return temporary_path(folder).with_name(f"{temporary_path(folder).name}.{secrets.token_hex(8)}")
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -77,7 +122,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
     >>> sync_folder(pathlib.Path("."))
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -93,11 +138,11 @@ def being_read(folder: pathlib.Path) -> Iterator[None]:
     Traceback (most recent call last):
     FileNotFoundError: [Errno 2] No such file or directory: 'v000001'
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, _FOLDER)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: an unlinked file stays readable
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if folder.stat().st_ino != os.fstat(descriptor).st_ino:
+        if not os.path.samestat(folder.lstat(), os.fstat(descriptor)):
             raise FileNotFoundError(f"{folder}: was pruned")
         yield
     finally:
@@ -126,24 +171,30 @@ def prune(path: pathlib.Path, keep: int) -> list[pathlib.Path]:
 
 def _remove(folder: pathlib.Path) -> bool:
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, _FOLDER)
     except OSError:  # somebody else removed it
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.rename(temporary_path(folder))  # nobody sees half of it
+        condemned = folder.rename(_unlikely(folder))  # nobody sees half of it
     except OSError:  # it is being read
         return False
     finally:
         os.close(descriptor)
-    shutil.rmtree(temporary_path(folder), ignore_errors=True)
+    shutil.rmtree(condemned, ignore_errors=True)
     return True
 
 
 def remove_unfinished(path: pathlib.Path) -> None:
-    """Removes what trainers that were killed have left.
+    """Removes what trainers that were killed have left, and whatever else has such a name; no link is followed.
 
     >>> remove_unfinished(pathlib.Path("/nowhere"))
     """
     for entry in path.glob(TEMPORARY_PREFIX + "v*"):
-        shutil.rmtree(entry, ignore_errors=True)
+        try:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        except OSError as error:
+            _LOG.warning("weight sync: %s is left over and cannot be removed: %s", entry, error.strerror)

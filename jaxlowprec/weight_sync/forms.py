@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxlowprec.checkpoints import marlin
 from jaxlowprec.checkpoints.codes import pack_words, unpack_words
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
@@ -146,7 +147,7 @@ def check(described: Mapping[str, Any] | None, form: str) -> None:
     try:
         scheme = by_name(**described)
     except TypeError as error:
-        raise ValueError(f"no scheme is described by {dict(described)}: {error}") from None
+        raise ValueError(f"no scheme is described by {brief(dict(described))}: {error}") from None
     if form != "plain":
         _as_gptq(scheme)
 

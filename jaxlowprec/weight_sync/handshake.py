@@ -3,11 +3,14 @@
 The engine's side speaks first. Lengths are fixed, and nothing is parsed:
 
     engine -> trainer   magic [8], engine's nonce [32]
-    trainer -> engine   magic [8], trainer's nonce [32], HMAC-SHA256(secret, "trainer", both nonces) [32]
-    engine -> trainer   verdict [1]: 1, then HMAC-SHA256(secret, "engine", both nonces) [32]; 0, then zeros
+    trainer -> engine   magic [8], trainer's nonce [32], HMAC-SHA256(key, "trainer", both nonces) [32]
+    engine -> trainer   verdict [1]: 1, then HMAC-SHA256(key, "engine", both nonces) [32]; 0, then zeros
 
-Fresh nonces of both sides make a recorded proof worthless; the roles' labels keep a peer from answering a challenge
-with the other's own answer. From the same secret and nonces come the two keys, one a direction, that sign the frames.
+The magic ends in the protocol's version: sides of two versions refuse each other before they prove anything. The key is
+SHA-256 of a label, the secret's length and the secret: HMAC by itself takes a secret that ends in zeros, or a long one
+and its hash, for the same. Fresh nonces of both sides make a recorded proof worthless; the roles' labels keep a peer
+from answering a challenge with the other's own answer. From the same key and nonces come the two keys, one a direction,
+that sign the frames.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ LEAST_SECRET_BYTES = 16
 TIMEOUT = 5.0
 """Seconds that a peer has to prove itself."""
 
-_MAGIC = b"JLPSYNC\x01"
+PROTOCOL = 2
+"""Its version: 1 had HMAC take the secret as it was."""
+
+_NAME = b"JLPSYNC"
+_MAGIC = _NAME + bytes([PROTOCOL])
 _NONCE, _PROOF = 32, 32
 
 
@@ -92,11 +99,12 @@ def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT) ->
     _expect_magic(connection, deadline)
     theirs = bytes(receive(connection, _NONCE, deadline))
     proof = receive(connection, _PROOF, deadline)
-    if not hmac.compare_digest(proof, _sign(secret, b"trainer", mine, theirs)):
+    key = _key(secret)
+    if not hmac.compare_digest(proof, _sign(key, b"trainer", mine, theirs)):
         send_all(connection, [bytes(1 + _PROOF)], deadline)
         raise NotAuthenticated("the trainer does not hold this receiver's secret")
-    send_all(connection, [b"\x01", _sign(secret, b"engine", mine, theirs)], deadline)
-    to_trainer, to_engine = _sign(secret, b"to trainer", mine, theirs), _sign(secret, b"to engine", mine, theirs)
+    send_all(connection, [b"\x01", _sign(key, b"engine", mine, theirs)], deadline)
+    to_trainer, to_engine = _sign(key, b"to trainer", mine, theirs), _sign(key, b"to engine", mine, theirs)
     return Keys(outgoing=to_trainer, incoming=to_engine)
 
 
@@ -115,25 +123,35 @@ def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT
     """
     deadline = Deadline(timeout, "an answer to the handshake")
     _expect_magic(connection, deadline)
-    theirs, mine = bytes(receive(connection, _NONCE, deadline)), os.urandom(_NONCE)
-    send_all(connection, [_MAGIC, mine, _sign(secret, b"trainer", theirs, mine)], deadline)
+    theirs, mine, key = bytes(receive(connection, _NONCE, deadline)), os.urandom(_NONCE), _key(secret)
+    send_all(connection, [_MAGIC, mine, _sign(key, b"trainer", theirs, mine)], deadline)
     verdict = receive(connection, 1, deadline)
     proof = receive(connection, _PROOF, deadline)
     if verdict != b"\x01":
         raise NotAuthenticated("the receiver refused the secret; both sides need the same one")
-    if not hmac.compare_digest(proof, _sign(secret, b"engine", theirs, mine)):
+    if not hmac.compare_digest(proof, _sign(key, b"engine", theirs, mine)):
         raise NotAuthenticated("the receiver could not prove that it holds the secret; is it the right one?")
-    to_trainer, to_engine = _sign(secret, b"to trainer", theirs, mine), _sign(secret, b"to engine", theirs, mine)
+    to_trainer, to_engine = _sign(key, b"to trainer", theirs, mine), _sign(key, b"to engine", theirs, mine)
     return Keys(outgoing=to_engine, incoming=to_trainer)
 
 
 def _expect_magic(connection: socket.socket, deadline: Deadline) -> None:
     magic = bytes(receive(connection, len(_MAGIC), deadline))
+    if magic[:-1] == _NAME and magic != _MAGIC:
+        raise PeerLost(
+            f"the peer speaks version {magic[-1]} of the protocol, this side {PROTOCOL}; install the same jaxlowprec "
+            "on both sides"
+        )
     if magic != _MAGIC:
         raise PeerLost(f"the peer speaks another protocol: it began with {magic!r}")
 
 
-def _sign(secret: bytes, role: bytes, engine_nonce: bytes, trainer_nonce: bytes) -> bytes:
+def _key(secret: bytes) -> bytes:
+    """HMAC's key: 32 bytes, others for every other secret."""
+    return hashlib.sha256(b"jaxlowprec weight sync secret " + len(secret).to_bytes(8, "big") + secret).digest()
+
+
+def _sign(key: bytes, role: bytes, engine_nonce: bytes, trainer_nonce: bytes) -> bytes:
     """All parts but the role have fixed lengths, so no two inputs give the same message."""
-    message = b"jaxlowprec weight sync 1 " + role + b"\0" + engine_nonce + trainer_nonce
-    return hmac.digest(secret, message, hashlib.sha256)
+    message = b"jaxlowprec weight sync %d " % PROTOCOL + role + b"\0" + engine_nonce + trainer_nonce
+    return hmac.digest(key, message, hashlib.sha256)

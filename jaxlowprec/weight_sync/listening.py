@@ -13,7 +13,7 @@ from typing import Self
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.handshake import Keys, NotAuthenticated, admit, check_secret
 from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.serving import Serving, Slot
+from jaxlowprec.weight_sync.serving import Serving, Slot, turn_away
 from jaxlowprec.weight_sync.sockets import close
 from jaxlowprec.weight_sync.stream import Channel, Inline, Payloads
 
@@ -21,8 +21,10 @@ MOST_STRANGERS = 32
 """Connections that have not proved themselves yet; one more closes the oldest."""
 
 MOST_TRAINERS = 8
-"""Connections that have; one more is closed. Only one of them can have a session."""
+"""Connections that have; one more is told so and closed. Only one of them can have a session."""
 
+_PAUSE_MS = 100  # after a connection that could not be taken
+_NO_ROOM = f"{MOST_TRAINERS} trainers are connected already; let one end, or stop it"
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,13 +56,17 @@ class Listening:
         self._handshake_timeout = handshake_timeout
         self._slot, self._lock, self._numbers = Slot(), threading.Lock(), itertools.count()
         self._strangers: dict[int, socket.socket] = {}  # in the order in which they came
-        self._trainers: dict[int, socket.socket] = {}
+        self._admitted: dict[int, socket.socket] = {}
+        self._trainers: set[int] = set()  # those of the admitted that are served
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._listener = listener
-        self._wake, self._woken = socket.socketpair()
         self._accepting = threading.Thread(target=self._accept, name="weight sync, listening", daemon=True)
-        self._accepting.start()
+        with contextlib.ExitStack() as unless_listening:
+            unless_listening.enter_context(listener)
+            self._wake, self._woken = map(unless_listening.enter_context, socket.socketpair())
+            self._accepting.start()
+            unless_listening.pop_all()
 
     def _payloads(self, connection: socket.socket) -> contextlib.AbstractContextManager[Payloads]:
         """How buckets travel on a connection that was let in."""
@@ -72,14 +78,17 @@ class Listening:
             if self._closed:
                 return
             self._closed = True
-            self._wake.close()  # wakes the listening thread
-            for connection in (*self._strangers.values(), *self._trainers.values()):
+            for connection in (*self._strangers.values(), *self._admitted.values()):
                 _shut(connection)
-            threads = list(self._threads.values())
-        for thread in (self._accepting, *threads):
-            thread.join(self._timeout)
-        self._listener.close()
-        self._woken.close()
+            threads = [self._accepting, *self._threads.values()]
+        self._wake.close()  # wakes the listening thread
+        try:
+            for thread in threads:
+                if thread is not threading.current_thread():  # an engine may close it when it is paused or resumed
+                    thread.join(self._timeout)
+        finally:
+            self._listener.close()
+            self._woken.close()
 
     def __enter__(self) -> Self:
         return self
@@ -88,26 +97,35 @@ class Listening:
         self.close()
 
     def _accept(self) -> None:
-        while self._woken not in select.select([self._listener, self._woken], [], [])[0]:
+        coming, woken = select.poll(), select.poll()  # select() takes no descriptor from 1024 on, and engines have many
+        coming.register(self._listener, select.POLLIN)
+        for waiting in (coming, woken):
+            waiting.register(self._woken, select.POLLIN)
+        while self._woken.fileno() not in dict(coming.poll()) and not self._closed:
             try:
-                connection, address = self._listener.accept()
-            except OSError as error:  # it went away again, or there are no descriptors left
+                self._take()
+            except (OSError, RuntimeError, MemoryError) as error:
+                # It went away again, or there are no descriptors, threads or memory left: others may give some back.
                 _LOG.warning("weight sync: a connection could not be taken: %s", error)
-                select.select([self._woken], [], [], 0.1)
-                continue
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                if len(self._strangers) >= MOST_STRANGERS:
-                    _shut(self._strangers.pop(next(iter(self._strangers))))
-                number = next(self._numbers)
-                name = str(address[0] if address else "a process of this machine")
-                thread = threading.Thread(
-                    target=self._meet, args=(number, connection, name), name="weight sync", daemon=True
-                )
-                self._strangers[number], self._threads[number] = connection, thread
-            thread.start()
+                woken.poll(_PAUSE_MS)
+
+    def _take(self) -> None:
+        """Takes the next connection, and starts a thread for it."""
+        connection, address = self._listener.accept()
+        name = str(address[0] if address else "a process of this machine")
+        with contextlib.ExitStack() as unless_met, self._lock:
+            unless_met.enter_context(connection)
+            if self._closed:
+                return
+            if len(self._strangers) >= MOST_STRANGERS:
+                _shut(self._strangers.pop(next(iter(self._strangers))))
+            number = next(self._numbers)
+            thread = threading.Thread(
+                target=self._meet, args=(number, connection, name), name="weight sync", daemon=True
+            )
+            thread.start()  # before the lock is given back: `close` joins those that have started
+            self._strangers[number], self._threads[number] = connection, thread
+            unless_met.pop_all()
 
     def _meet(self, number: int, connection: socket.socket, name: str) -> None:
         try:
@@ -115,7 +133,10 @@ class Listening:
             if keys is not None:
                 channel = Channel(connection, keys)
                 with self._payloads(connection) as payloads:
-                    Serving(channel, self._receiver, self._timeout, self._slot, name, payloads).run()
+                    if self._enlist(number):
+                        Serving(channel, self._receiver, self._timeout, self._slot, name, payloads).run()
+                    else:
+                        turn_away(channel, _NO_ROOM, self._handshake_timeout)
         except SyncError as error:
             _LOG.warning("weight sync: %s: %s", name, error)
         except Exception:  # what the engine raised when it was resumed: it is the engine's, not the next trainer's
@@ -123,7 +144,8 @@ class Listening:
         finally:
             with self._lock:
                 self._strangers.pop(number, None)
-                self._trainers.pop(number, None)
+                self._admitted.pop(number, None)
+                self._trainers.discard(number)
                 self._threads.pop(number, None)
             close(connection)
 
@@ -136,10 +158,18 @@ class Listening:
             return None
         with self._lock:
             self._strangers.pop(number, None)
-            if self._closed or len(self._trainers) >= MOST_TRAINERS:
+            if self._closed or len(self._admitted) >= 2 * MOST_TRAINERS:  # so many are not even turned away
                 return None
-            self._trainers[number] = connection
+            self._admitted[number] = connection
         return keys
+
+    def _enlist(self, number: int) -> bool:
+        """Whether there is room for another trainer; then it is one of them."""
+        with self._lock:
+            room = len(self._trainers) < MOST_TRAINERS
+            if room:
+                self._trainers.add(number)
+        return room
 
 
 def _shut(connection: socket.socket) -> None:

@@ -6,29 +6,35 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from jaxlowprec.checkpoints.dtypes import BITS, bits_of, numpy_dtype
-from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.safetensors_header import load_json
+from jaxlowprec.checkpoints.dtypes import BITS, MAX_RANK, numpy_dtype
+from jaxlowprec.checkpoints.errors import CheckpointError, brief
+from jaxlowprec.checkpoints.strict_json import load_json, repeated
+
+T = TypeVar("T")
 
 MAX_JSON_BYTES = 64 << 20
 """Of a manifest: a longer one is a damaged message, or one made to exhaust memory."""
 
-_MAX_RANK = 32
+MAX_TENSORS = 1_000_000
+"""Of a version. The largest models of 2026, with a tensor for each part of each expert, have a fifth of that."""
+
+_CHECKED_AT_ONCE = 10_000
 _MAX_BYTES = 2**48
 _FORMAT = 1
+_WIDTH = {name: bits // 8 for name, bits in BITS.items() if numpy_dtype(name) is not None}  # bytes of an element
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor.
 
     Attributes:
         name: not empty.
         dtype: safetensors' name of one that arrays have, such as "BF16" or "I32".
-        shape: its sizes.
+        shape: its sizes, at most `dtypes.MAX_RANK` of them.
         nbytes: that its elements take; computed where it is not given.
 
     Raises:
@@ -44,20 +50,38 @@ class Entry:
     nbytes: int = -1
 
     def __post_init__(self):
+        dtype, shape = self.dtype, self.shape
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"Entry: name is {self.name!r}; needs the name of a tensor")
-        if not isinstance(self.dtype, str) or self.dtype not in BITS or numpy_dtype(self.dtype) is None:
-            raise ValueError(f"Entry: {self.name!r} has dtype {self.dtype!r}; needs a safetensors dtype of whole bytes")
-        shape = self.shape
-        if not isinstance(shape, tuple) or len(shape) > _MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"Entry: {self.name!r} has shape {shape!r}; needs a tuple of whole numbers")
-        nbytes = bits_of(self.dtype, shape) // 8
-        if max(nbytes, *shape, 0) > _MAX_BYTES:
-            raise ValueError(f"Entry: {self.name!r} has shape {shape!r}, more than {_MAX_BYTES} bytes")
+            raise ValueError(f"Entry: name is {brief(self.name)}; needs the name of a tensor")
+        if not isinstance(dtype, str) or dtype not in _WIDTH:
+            raise self._wrong(f"dtype {brief(dtype)}; needs a safetensors dtype of whole bytes")
+        if not isinstance(shape, tuple):
+            raise self._wrong(f"shape {brief(shape)}; needs a tuple of whole numbers")
+        if len(shape) > MAX_RANK:
+            raise self._wrong(f"{len(shape)} dimensions; needs at most {MAX_RANK}")
+        for size in shape:
+            if type(size) is not int or size < 0:
+                raise self._wrong(f"shape {brief(shape)}; needs a tuple of whole numbers")
+        nbytes = _bytes_of(_WIDTH[dtype], shape)
+        if nbytes is None:
+            raise self._wrong(f"shape {brief(shape)}, more than {_MAX_BYTES} bytes")
         if self.nbytes == -1:
             object.__setattr__(self, "nbytes", nbytes)
         elif self.nbytes != nbytes or type(self.nbytes) is not int:
-            raise ValueError(f"Entry: {self.name!r} has nbytes={self.nbytes!r}; {self.dtype} {shape} takes {nbytes}")
+            raise self._wrong(f"nbytes={brief(self.nbytes)}; {dtype} {brief(shape)} takes {nbytes}")
+
+    def _wrong(self, fault: str) -> ValueError:
+        return ValueError(f"Entry: {brief(self.name)} has {fault}")
+
+
+def _bytes_of(width: int, shape: tuple[int, ...]) -> int | None:
+    """Bytes of an array; None for more than one may have, where sizes of 0 count as 1, as they do to numpy."""
+    extent = width
+    for size in shape:
+        extent *= size or 1
+        if extent > _MAX_BYTES:
+            return None
+    return 0 if 0 in shape else extent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +108,13 @@ class Manifest:
     scheme: Mapping[str, Any] | None = None
 
     def __post_init__(self):
+        if len(self.entries) > MAX_TENSORS:
+            raise ValueError(f"Manifest: {len(self.entries)} tensors; needs at most {MAX_TENSORS}")
         if len(self.by_name) < len(self.entries):
-            names = [entry.name for entry in self.entries]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"Manifest: {twice!r} is there twice; each tensor needs a name of its own")
+            twice = brief(repeated(entry.name for entry in self.entries))
+            raise ValueError(f"Manifest: {twice} is there twice; each tensor needs a name of its own")
         if self.scheme is not None and not isinstance(self.scheme.get("name"), str):
-            raise ValueError(f"Manifest: scheme is {dict(self.scheme)!r}; needs a 'name'")
+            raise ValueError(f"Manifest: scheme is {brief(dict(self.scheme))}; needs a 'name'")
 
     def __hash__(self) -> int:
         return hash(self.hash)
@@ -119,8 +144,12 @@ class Manifest:
         return json.dumps(content, separators=(",", ":"), sort_keys=True, ensure_ascii=False).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Manifest:
+    def from_json(cls, text: bytes, check: Callable[[], None] | None = None) -> Manifest:
         """The inverse.
+
+        Arguments:
+            text: at most `MAX_JSON_BYTES`.
+            check: called now and then, see `checked`.
 
         Raises:
             ValueError: anything else than what `to_json` gives.
@@ -128,12 +157,28 @@ class Manifest:
         content = parse("Manifest.from_json", text, MAX_JSON_BYTES, {"format", "entries", "scheme"})
         entries, scheme = content["entries"], content["scheme"]
         if content["format"] != _FORMAT:
-            raise ValueError(f"Manifest.from_json: format {content['format']!r}; this version reads {_FORMAT}")
+            raise ValueError(f"Manifest.from_json: format {brief(content['format'])}; this version reads {_FORMAT}")
         if not isinstance(entries, list) or not all(isinstance(e, list) and len(e) == 3 for e in entries):
             raise ValueError("Manifest.from_json: entries must be a list of [name, dtype, shape]")
+        if len(entries) > MAX_TENSORS:
+            raise ValueError(f"Manifest.from_json: {len(entries)} tensors; needs at most {MAX_TENSORS}")
         if scheme is not None and not isinstance(scheme, dict):
-            raise ValueError(f"Manifest.from_json: scheme is {scheme!r}; needs an object or null")
-        return cls(tuple(Entry(n, d, tuple(s) if isinstance(s, list) else s) for n, d, s in entries), scheme)
+            raise ValueError(f"Manifest.from_json: scheme is {brief(scheme)}; needs an object or null")
+        made = (Entry(n, d, tuple(s) if isinstance(s, list) else s) for n, d, s in checked(entries, check))
+        return cls(tuple(made), scheme)
+
+
+def checked(items: Sequence[T], check: Callable[[], None] | None) -> Iterator[T]:
+    """The same items. Every so many of them something is checked, such as that whoever sent them is still there.
+
+    >>> list(checked("ab", lambda: print("still there")))
+    still there
+    ['a', 'b']
+    """
+    for begin in range(0, len(items), _CHECKED_AT_ONCE):
+        if check is not None:
+            check()
+        yield from items[begin : begin + _CHECKED_AT_ONCE]
 
 
 def parse(who: str, text: bytes, limit: int, fields: set[str]) -> dict[str, Any]:

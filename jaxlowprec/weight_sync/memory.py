@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.weight_sync.bucket import empty
+from jaxlowprec.checkpoints.file_bytes import memory
 
 _LEAST_BYTES = 1 << 16
 """Smaller buffers come from the allocator, which keeps such memory itself."""
@@ -45,12 +45,12 @@ class Memory:
     def take(self, nbytes: int) -> np.ndarray:
         """A buffer, uint8 [nbytes], that begins at a multiple of 64 bytes. Its content is anything."""
         if not self._keep or nbytes < _LEAST_BYTES:
-            return empty(nbytes)
+            return memory(nbytes)
         free = self._free.setdefault(nbytes, [])
         try:
             buffer = free.pop()
         except IndexError:
-            buffer = empty(nbytes)
+            buffer = memory(nbytes)
         lent = _Lent(buffer)
         weakref.finalize(lent, free.append, buffer).atexit = False
         return np.asarray(lent)

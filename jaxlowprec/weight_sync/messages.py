@@ -7,9 +7,11 @@ import math
 import struct
 from collections.abc import Callable
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync.bucket import MAX_VERSION
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest, parse
+from jaxlowprec.weight_sync.versions import newer, whole_number
 
 MAX_BYTES = 1 << 16
 """Of each but BEGIN, which holds a manifest."""
@@ -41,7 +43,7 @@ def read_version(header: bytes) -> int:
     """
     version = parse("version", header, MAX_BYTES, {"version"})["version"]
     if type(version) is not int or not 0 <= version <= MAX_VERSION:
-        raise ValueError(f"version: is {version!r}; needs a whole number from 0")
+        raise ValueError(f"version: is {brief(version)}; needs a whole number from 0")
     return version
 
 
@@ -50,14 +52,23 @@ def read_timeout(header: bytes) -> float:
 
     >>> read_timeout(write(timeout=2.5))
     2.5
-    >>> read_timeout(b'{"timeout": 1e999}')
+    >>> read_timeout(b'{"timeout": -1}')
     Traceback (most recent call last):
-    ValueError: pause: timeout is inf; needs seconds, more than 0 and finite
+    ValueError: pause: timeout is -1; needs seconds, more than 0 and finite
     """
     timeout = parse("pause", header, MAX_BYTES, {"timeout"})["timeout"]
     if type(timeout) not in (int, float) or not timeout > 0 or not math.isfinite(timeout):
-        raise ValueError(f"pause: timeout is {timeout!r}; needs seconds, more than 0 and finite")
+        raise ValueError(f"pause: timeout is {brief(timeout)}; needs seconds, more than 0 and finite")
     return float(timeout)
+
+
+def write_commit(version: int, manifest_hash: str) -> bytes:
+    """What `read_commit` reads.
+
+    >>> read_commit(write_commit(3, "ab"))
+    (3, 'ab')
+    """
+    return write(version=whole_number(version), manifest_hash=str(manifest_hash))
 
 
 def read_commit(header: bytes) -> tuple[int, str]:
@@ -76,7 +87,7 @@ def read_reason(header: bytes) -> str:
     >>> read_reason(write(reason="the trainer stops"))
     'the trainer stops'
     """
-    return str(parse("abort", header, MAX_BYTES, {"reason"})["reason"])
+    return str(parse("abort", header, MAX_BYTES, {"reason"})["reason"])[:_MAX_REASON]
 
 
 def write_begin(version: int, manifest: Manifest) -> bytes:
@@ -85,13 +96,12 @@ def write_begin(version: int, manifest: Manifest) -> bytes:
     >>> read_begin(write_begin(3, Manifest(())))
     (3, Manifest(entries=(), scheme=None))
     """
-    if type(version) is not int or not 0 <= version <= MAX_VERSION:
-        raise Refused(f"begin: version {version!r}; needs a whole number from 1")
-    return _VERSION.pack(version) + manifest.to_json()
+    number = 0 if whole_number(version) == 0 else newer(version, 0)  # the receiver says what is stale
+    return _VERSION.pack(number) + manifest.to_json()
 
 
-def read_begin(header: bytes) -> tuple[int, Manifest]:
-    """The inverse. Raises ValueError for anything else.
+def read_begin(header: bytes, check: Callable[[], None] | None = None) -> tuple[int, Manifest]:
+    """The inverse. Raises ValueError for anything else. `check`: see `manifest.checked`.
 
     >>> read_begin(b"")
     Traceback (most recent call last):
@@ -99,7 +109,7 @@ def read_begin(header: bytes) -> tuple[int, Manifest]:
     """
     if len(header) < _VERSION.size:
         raise ValueError(f"begin: {len(header)} bytes; needs a version and a manifest")
-    return _VERSION.unpack_from(header)[0], Manifest.from_json(header[_VERSION.size :])
+    return _VERSION.unpack_from(header)[0], Manifest.from_json(header[_VERSION.size :], check)
 
 
 def write_error(error: Exception) -> bytes:

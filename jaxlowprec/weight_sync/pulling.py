@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.bucket import checksum
@@ -17,6 +19,7 @@ from jaxlowprec.weight_sync.delta_files import Changes, apply_delta
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.record import Record, read_record, refusing
+from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.written_version import as_bytes
 
 _LOOK = 0.1  # seconds between two looks for a version
@@ -32,35 +35,59 @@ def pull(path: str | os.PathLike[str], receiver: Receiver, *, wait: float = 0.0,
     Arguments:
         path: of the folder.
         receiver: that serves published bytes (form "published") or whatever it makes of complete versions.
-        wait: seconds to wait for a newer version, if there is none.
+        wait: seconds to wait for a newer version, if there is none; 0: look once.
         timeout: seconds that the engine may take to pause.
 
     Returns:
         the version that is served now.
 
     Raises:
-        Refused: the newest version is damaged, or its chain of deltas is broken. The receiver serves its old version.
+        ValueError: a wait or timeout that never ends.
+        Refused: the newest version is damaged or cannot be opened, or its chain of deltas is broken; the path is not a
+            folder of versions; or its newest version is older than the one that is served. The receiver serves its old
+            version.
 
     >>> pull("/nowhere", Receiver())
     0
     """
+    if not isinstance(wait, int | float) or not 0 <= wait < math.inf:
+        raise ValueError(f"pull: wait is {wait!r}; needs seconds, 0 or more and finite")
+    check_timeout("pull", timeout)
     folder, until = pathlib.Path(path), time.monotonic() + wait
+    vanished: dict[int, FileNotFoundError] = {}
     while True:
-        newest = max(folders.versions(folder), default=0)
-        if newest > receiver.version and _feed(folder, newest, receiver, timeout):
+        listed = folders.versions(folder)
+        newest = max((v for v in listed if v > receiver.version and v not in vanished), default=0)
+        if newest:
+            try:
+                _feed(folder, newest, receiver, timeout)
+                return receiver.version
+            except FileNotFoundError as error:  # it was pruned: then there is a newer one. Or it never can be opened
+                vanished[newest] = error
+        elif time.monotonic() >= until:
+            _check_newest(folder, max(listed, default=0), receiver.version, vanished)
             return receiver.version
-        if newest <= receiver.version and time.monotonic() >= until:
-            return receiver.version
-        time.sleep(max(0.001, min(_LOOK, until - time.monotonic())))
+        else:
+            time.sleep(max(0.001, min(_LOOK, until - time.monotonic())))
 
 
-def _feed(path: pathlib.Path, newest: int, receiver: Receiver, timeout: float) -> bool:
-    """Whether it could; not if the version was pruned before it was open, since then there is a newer one."""
+def _check_newest(path: pathlib.Path, newest: int, served: int, vanished: dict[int, FileNotFoundError]) -> None:
+    """Raises Refused where a folder has something to say, and no version that could be taken."""
+    if newest in vanished:
+        raise Refused(
+            f"{path}: version {newest} is listed and cannot be opened: {vanished[newest]}; publish a complete version"
+        ) from vanished[newest]
+    if 0 < newest < served:
+        raise Refused(
+            f"{path}: the newest version is {newest}, and {served} is served: the folder was emptied, or is another "
+            f"trainer's; versions increase: publish version {served + 1}, or make a new Receiver"
+        )
+
+
+def _feed(path: pathlib.Path, newest: int, receiver: Receiver, timeout: float) -> None:
+    """Brings a version to a receiver. Raises FileNotFoundError if it was pruned before it was open."""
     with contextlib.ExitStack() as opened:
-        try:
-            record, read = _chain(path, newest, receiver, opened)
-        except FileNotFoundError:
-            return False
+        record, read = _chain(path, newest, receiver, opened)
         receiver.pause(timeout)
         try:
             receiver.begin(record.version, record.manifest)
@@ -78,7 +105,6 @@ def _feed(path: pathlib.Path, newest: int, receiver: Receiver, timeout: float) -
             raise
         finally:
             receiver.resume()
-    return True
 
 
 Read = Callable[[str, np.ndarray], None]
@@ -97,13 +123,18 @@ def _chain(path: pathlib.Path, newest: int, receiver: Receiver, opened: contextl
             raise Refused(
                 f"{path}: version {newest} is a change of {version}, which is not there; publish a complete version"
             )
-        opened.enter_context(folders.being_read(folder))
+        try:
+            opened.enter_context(folders.being_read(folder))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise Refused(f"{folder}: cannot be opened: {error.strerror}") from error
         record = read_record(folder)
         last = last or record
+        if record.manifest.hash != last.manifest.hash:
+            raise Refused(f"{folder}: has other tensors than version {newest}, which is a change of it")
         if record.base_version is None:
             return last, _reading(_from_files(folder, record, opened), links)
-        if record.base_version >= version:
-            raise Refused(f"{folder}: is a change of version {record.base_version}, which is newer")
         with refusing(folder):
             links.append((record, opened.enter_context(Changes(folder, record.files))))
         version = record.base_version
@@ -138,14 +169,13 @@ def _from_files(folder: pathlib.Path, record: Record, opened: contextlib.ExitSta
         for entry in record.manifest.entries:
             spec = checkpoint.spec(entry.name)
             if (spec.dtype, spec.shape) != (entry.dtype, entry.shape):
-                raise ValueError(f"tensor {entry.name!r} is {spec}; its manifest says {entry}")
+                raise ValueError(f"tensor {brief(entry.name)} is {spec}; its manifest says {entry.dtype} {entry.shape}")
 
     def read(name: str, destination: np.ndarray) -> None:
         with refusing(folder):
-            data = checkpoint.file_of(name).raw(name)
-            np.copyto(destination, data)
+            checkpoint.file_of(name).read_into(name, destination)
             if checksum(destination) != record.after.get(name):
-                raise ValueError(f"tensor {name!r} is damaged: its checksum is wrong")
+                raise ValueError(f"tensor {brief(name)} is damaged: its checksum is wrong")
 
     return read
 

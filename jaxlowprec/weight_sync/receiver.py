@@ -17,14 +17,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync import forms
-from jaxlowprec.weight_sync.bucket import MAX_VERSION, Bucket, Header
+from jaxlowprec.weight_sync.bucket import Bucket, Header
 from jaxlowprec.weight_sync.copies import own_copy, placed
 from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.memory import Memory
 from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.staging import Staging
+from jaxlowprec.weight_sync.versions import newer
 from jaxlowprec.weight_sync.weights import NOTHING, Weights
 
 _LOG = logging.getLogger(__name__)
@@ -132,8 +134,7 @@ class Receiver:
                 raise Refused(f"begin: version {self._staging.version} is being received; abort it first")
             if not self._paused:
                 raise Refused("begin: the receiver is serving; pause it first")
-            if type(version) is not int or not self.version < version <= MAX_VERSION:
-                raise Refused(f"begin: version {version!r} is stale; {self.version} is served, and versions increase")
+            version = newer(version, self.version)
             if self._max_bytes is not None and manifest.nbytes > self._max_bytes:
                 raise Refused(f"begin: the version has {manifest.nbytes} bytes; at most {self._max_bytes} are taken")
             try:
@@ -177,9 +178,9 @@ class Receiver:
         with self._alone("commit"):
             staging = self._receiving("commit")
             if version != staging.version:
-                raise Refused(f"commit: version {version!r}; {staging.version} is being received")
+                raise Refused(f"commit: version {brief(version)}; {staging.version} is being received")
             if manifest_hash != staging.manifest.hash:
-                raise Refused(f"commit: manifest {manifest_hash!r}; {staging.manifest.hash!r} is being received")
+                raise Refused(f"commit: manifest {brief(manifest_hash)}; {staging.manifest.hash!r} is being received")
             staging.complete()
             self._staging = None
             self._memory.trim()  # what this version had no use for; the old one's memory comes back after this
@@ -218,8 +219,9 @@ class Receiver:
         modules: dict[str, forms.Module] = {}
         scheme = staging.manifest.scheme
         try:
+            staging.buckets.reverse()
             while staging.buckets:  # what one bucket held is freed before the next is decoded
-                arrays, found = forms.decoded(staging.buckets.pop(0), scheme, self._form, self._dtype)
+                arrays, found = forms.decoded(staging.buckets.pop(), scheme, self._form, self._dtype)
                 live |= {name: self._placed(name, arrays.pop(name)) for name in list(arrays)}
                 modules |= found
             jax.block_until_ready([array for array in live.values() if isinstance(array, jax.Array)])

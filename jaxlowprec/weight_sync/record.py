@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files import read_json_object, write_json
-from jaxlowprec.weight_sync.bucket import Header, checksum
+from jaxlowprec.weight_sync.bucket import MAX_VERSION, Header, checksum
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.folders import folder_name
 from jaxlowprec.weight_sync.manifest import Manifest
@@ -63,20 +63,36 @@ class Record:
     @classmethod
     def from_json(cls, content: dict[str, object]) -> Record:
         """The inverse. Raises ValueError for anything else than what `to_json` gives."""
-        if set(content) != _FIELDS or content["format"] != _FORMAT:
+        if set(content) != _FIELDS or type(content["format"]) is not int or content["format"] != _FORMAT:
             raise ValueError(
-                f"it has {sorted(content)}, format {content.get('format')!r}; this version reads {_FORMAT}"
+                f"it has {brief(sorted(content))}, format {brief(content.get('format'))}; this version reads {_FORMAT}"
             )
         if _checksum({name: value for name, value in content.items() if name != "checksum"}) != content["checksum"]:
             raise ValueError("it is damaged: its checksum is wrong")
-        fields = {name: content[name] for name in ("version", "base_version", "files", "before", "after")}
-        if not all(isinstance(fields[name], dict) for name in ("before", "after")):
-            raise ValueError("before and after must map tensors to checksums")
-        if not all(type(fields[name]) is int for name in ("version", "files")):
-            raise ValueError("version and files must be whole numbers")
+        version, base, files = (content[name] for name in ("version", "base_version", "files"))
+        if type(version) is not int or not 1 <= version <= MAX_VERSION:
+            raise ValueError("version must be a whole number from 1")
+        if base is not None and (type(base) is not int or not 1 <= base < version):
+            raise ValueError("base_version must be null, or an earlier version's number")
         manifest = Manifest.from_json(json.dumps(content["manifest"]).encode())
-        headers = tuple(Header.from_json(json.dumps(header).encode()) for header in content["buckets"])  # type: ignore[attr-defined]
-        return cls(**fields, manifest=manifest, buckets=headers)  # type: ignore[arg-type]
+        before = _checksums(content["before"], {} if base is None else manifest.by_name)
+        after = _checksums(content["after"], manifest.by_name)
+        if not isinstance(content["buckets"], list):
+            raise ValueError("buckets must be a list of headers")
+        headers = tuple(Header.from_json(json.dumps(header).encode()) for header in content["buckets"])
+        held = [placed.entry.name for header in headers for placed in header.entries]
+        if len(held) != len(manifest.entries) or set(held) != manifest.by_name.keys():
+            raise ValueError("buckets must hold each tensor of the manifest once")
+        if type(files) is not int or not 0 <= files <= (0 if base is None else len(headers)):
+            raise ValueError("files must be how many of a delta's buckets changed, and 0 of a complete version")
+        return cls(version, base, files, manifest, headers, before, after)
+
+
+def _checksums(given: object, of: Mapping[str, object]) -> dict[str, str]:
+    """Given checksums, if there is one for each of some tensors."""
+    if not isinstance(given, dict) or given.keys() != of.keys() or not all(isinstance(c, str) for c in given.values()):
+        raise ValueError("before and after must map tensors to checksums")
+    return given
 
 
 def _checksum(content: dict[str, object]) -> str:

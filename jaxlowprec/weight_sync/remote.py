@@ -65,7 +65,7 @@ class RemoteTransport:
 
     def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
         """From here on the receiver serves the new version. After PeerLost ask `version` which it is."""
-        self._ask(Kind.COMMIT, messages.write(version=version, manifest_hash=manifest_hash), timeout=timeout)
+        self._ask(Kind.COMMIT, messages.write_commit(version, manifest_hash), timeout=timeout)
 
     def abort(self, reason: str, timeout: float) -> None:
         """The receiver forgets what it was sent since `begin`."""

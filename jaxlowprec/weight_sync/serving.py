@@ -15,7 +15,7 @@ from jaxlowprec.weight_sync import messages
 from jaxlowprec.weight_sync.bucket import Header
 from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.sockets import Deadline
+from jaxlowprec.weight_sync.sockets import Deadline, Silence
 from jaxlowprec.weight_sync.stream import BadFrame, Channel, Frame, Inline, Kind, Payloads
 
 _LOG = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Serving:
     Arguments:
         channel: to the trainer; closed when `run` returns.
         receiver: that is told what to do.
-        timeout: seconds of silence within a frame or between two, after which the trainer counts as dead; also the
-            most that a pause may take.
+        timeout: seconds of silence within a frame or between two, after which the trainer counts as dead, however much
+            it has still to send; also the most that a pause may take.
         slot: shared by all connections to the receiver.
         name: of the trainer, for messages.
         payloads: how buckets travel.
@@ -91,7 +91,7 @@ class Serving:
         reason = "the trainer's connection ended"
         try:
             while True:
-                self._answer(self._channel.receive(Deadline(self._timeout, "frame from the trainer")))
+                self._answer(self._channel.receive(Silence(self._timeout, "frame from the trainer")))
         except BadFrame as error:
             reason = str(error)
             _LOG.warning("weight sync: %s: %s", self._name, error)
@@ -139,7 +139,7 @@ class Serving:
                 self._pause(messages.read_timeout(header))
             elif kind is Kind.BEGIN:
                 self._need_session(kind)
-                receiver.begin(*messages.read_begin(header))
+                receiver.begin(*messages.read_begin(header, self._channel.check_peer))
             elif kind is Kind.COMMIT:
                 self._need_session(kind)
                 receiver.commit(*messages.read_commit(header))
@@ -166,7 +166,7 @@ class Serving:
         try:
             with _failing():
                 self._need_session(frame.kind)
-                header = Header.from_json(frame.header)
+                header = Header.from_json(frame.header, self._channel.check_peer)
                 destination = self._receiver.destination(header)
         except _Failed:
             if frame.payload_bytes > _MOST_SKIPPED:
@@ -187,6 +187,20 @@ class Serving:
 
     def _send(self, kind: Kind, header: bytes) -> None:
         self._channel.send(kind, header, deadline=Deadline(self._timeout, "room for an answer"))
+
+
+def turn_away(channel: Channel, reason: str, timeout: float) -> None:
+    """Refuses what a trainer asks first, so that it learns why, and ends the connection.
+
+    Arguments:
+        channel: to the trainer.
+        reason: what it is told.
+        timeout: seconds that it may take to ask.
+    """
+    with contextlib.closing(channel):
+        asked = channel.receive(Deadline(timeout, "frame from the trainer"))
+        refusal = messages.write_error(Refused(f"{asked.kind.name.lower()}: {reason}"))
+        channel.send(Kind.FAILED, refusal, deadline=Deadline(timeout, "room for an answer"))
 
 
 class _Failed(Exception):

@@ -9,6 +9,7 @@ from jaxlowprec.weight_sync.errors import Aborted, Refused, SyncError
 from jaxlowprec.weight_sync.sockets import check_timeout
 from jaxlowprec.weight_sync.source import WeightSource
 from jaxlowprec.weight_sync.transport import Transport
+from jaxlowprec.weight_sync.versions import whole_number
 
 
 class Session:
@@ -47,7 +48,9 @@ class Session:
         self._transport, self._timeout = transport, check_timeout("Session", timeout)
         self._bucketizer = Bucketizer(max_bytes)
         self._manifest_hash: str | None = None
-        self.version = version
+        self.version = None if version is None else whole_number(version)
+        if version is not None and self.version is None:
+            raise ValueError(f"Session: version is {version!r}; needs a whole number, or None for one more")
 
     def __enter__(self) -> Session:
         if self.version is None:

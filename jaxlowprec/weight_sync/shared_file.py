@@ -6,9 +6,11 @@ at whichever moment.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -77,11 +79,16 @@ class SharedFile:
     def read(self, note: bytes | bytearray, destination: memoryview) -> None:
         """Copies a payload to where it belongs. The file is read, not mapped: a file cut short is an error only."""
         begin, nbytes = _NOTE.unpack(note)
-        left = as_bytes(destination)
-        if nbytes != left.nbytes or begin > os.fstat(self.descriptor).st_size:
+        left, found = as_bytes(destination), os.fstat(self.descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadFrame("what was given as shared memory is not a file")
+        if nbytes != left.nbytes or begin > found.st_size:
             raise BadFrame(f"a note of {nbytes} bytes at {begin}; the bucket has {left.nbytes}")
         while left.nbytes:
-            got = os.preadv(self.descriptor, [left[: 1 << 30]], begin)
+            try:
+                got = os.preadv(self.descriptor, [left[: 1 << 30]], begin)
+            except OSError as error:  # it may be opened for writing only, or lie on a disk that fails
+                raise BadFrame(f"the shared memory cannot be read: {error.strerror}") from None
             if not got:
                 raise BadFrame(f"the shared memory ends {left.nbytes} bytes before the bucket does")
             left, begin = left[got:], begin + got
@@ -116,7 +123,7 @@ def receive_descriptor(connection: socket.socket, deadline: Deadline) -> int:
     """The file that the other process gives. Raises PeerLost where it gives none."""
     connection.settimeout(deadline.left())
     try:
-        greeting, descriptors, _, _ = socket.recv_fds(connection, len(_GREETING), 1)
+        greeting, descriptors, flags, _ = socket.recv_fds(connection, len(_GREETING), 1)
     except TimeoutError:
         raise deadline.missed() from None
     except OSError as error:
@@ -124,12 +131,17 @@ def receive_descriptor(connection: socket.socket, deadline: Deadline) -> int:
     if greeting != _GREETING or len(descriptors) != 1:
         for descriptor in descriptors:
             os.close(descriptor)
+        if flags & socket.MSG_CTRUNC and not descriptors:
+            raise PeerLost("the peer's shared memory could not be taken: this process has too many open files")
         raise PeerLost("the peer gave no shared memory: it went away, or speaks another protocol")
     return descriptors[0]
 
 
 def _anonymous() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("jaxlowprec weight sync")
+        descriptor = os.memfd_create("jaxlowprec weight sync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # The trainer maps it: cut short by a process that it was given to, it would end the trainer with SIGBUS.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return descriptor
     with tempfile.TemporaryFile() as file:  # has lost its name already
         return os.dup(file.fileno())

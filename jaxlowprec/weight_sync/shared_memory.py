@@ -15,14 +15,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
+from jaxlowprec.weight_sync.errors import PeerTimeout
 from jaxlowprec.weight_sync.handshake import TIMEOUT, check_secret, introduce
 from jaxlowprec.weight_sync.listening import MOST_STRANGERS, Listening
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.remote import RemoteTransport
 from jaxlowprec.weight_sync.shared_file import SharedFile, receive_descriptor, send_descriptor
-from jaxlowprec.weight_sync.sockets import Deadline, check_timeout, close
+from jaxlowprec.weight_sync.sockets import Deadline, check_timeout, close, no_connection
 from jaxlowprec.weight_sync.stream import Channel, Payloads
+from jaxlowprec.weight_sync.unix_sockets import listen_at, unix_socket
 
 Path = str | os.PathLike[str]
 
@@ -33,7 +34,8 @@ class SharedMemoryReceiver(Listening):
     Arguments:
         receiver: to feed.
         secret: that trainers have to hold too, at least 16 bytes that nobody can guess.
-        path: of the socket, which its owner alone may open; what a killed receiver left there is replaced.
+        path: of the socket, which its owner alone may open, in a folder that others cannot write to. What a killed
+            receiver left there is replaced; a socket that a process has is not, even if it does not listen yet.
         timeout: seconds of silence in a session, which has to cover the making of a bucket; also the most that a pause
             may take.
         handshake_timeout: seconds.
@@ -68,15 +70,24 @@ class SharedMemoryReceiver(Listening):
         check_timeout("SharedMemoryReceiver", timeout)
         check_timeout("SharedMemoryReceiver", handshake_timeout)
         self.path = pathlib.Path(path)
-        listener = _listen(self.path)
-        self._inode = self.path.stat().st_ino
-        super().__init__(receiver, secret, listener, timeout, handshake_timeout)
+        listener = listen_at(self.path, 4 * MOST_STRANGERS)
+        self._name = self.path.lstat()
+        try:
+            super().__init__(receiver, secret, listener, timeout, handshake_timeout)
+        except BaseException:
+            self._remove_name()
+            raise
 
     def close(self) -> None:
         """Stops listening and ends every connection; an open session is aborted. May be called again."""
-        super().close()
+        try:
+            super().close()
+        finally:
+            self._remove_name()
+
+    def _remove_name(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if self.path.stat().st_ino == self._inode:  # not another receiver's
+            if os.path.samestat(self.path.lstat(), self._name):  # not another receiver's
                 self.path.unlink()
 
     @contextlib.contextmanager
@@ -126,50 +137,17 @@ class SharedMemoryTransport(RemoteTransport):
 
     def _dial(self, timeout: float) -> Channel:
         deadline = Deadline(min(timeout, self._connecting), "connection")
-        connection = _unix_socket()
-        try:
-            connection.settimeout(deadline.left())
-            connection.connect(self._path)
+        with contextlib.ExitStack() as unless_connected:
+            try:
+                connection = unix_socket()
+                unless_connected.callback(close, connection)
+                connection.settimeout(deadline.left())
+                connection.connect(self._path)
+            except TimeoutError:
+                raise PeerTimeout(f"{self._path}: no connection within {deadline.seconds:g} s") from None
+            except OSError as error:
+                raise no_connection(self._path, error, "a SharedMemoryReceiver") from None
             keys = introduce(connection, self._secret, deadline.left())
             send_descriptor(connection, self._shared.descriptor, deadline)
-            return Channel(connection, keys)
-        except BaseException as error:
-            close(connection)
-            if isinstance(error, TimeoutError):
-                raise PeerTimeout(f"{self._path}: no connection within {deadline.seconds:g} s") from None
-            if isinstance(error, OSError):
-                fault = error.strerror or error
-                raise PeerLost(f"{self._path}: {fault}; needs a SharedMemoryReceiver that listens there") from None
-            raise
-
-
-def _unix_socket() -> socket.socket:
-    if not hasattr(socket, "AF_UNIX"):
-        raise OSError("shared memory: this system has no Unix sockets; use TcpReceiver on loopback")
-    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-
-
-def _listen(path: pathlib.Path) -> socket.socket:
-    listener = _unix_socket()
-    try:
-        if path.is_socket() and not _answers(path):
-            path.unlink(missing_ok=True)  # of a receiver that was killed
-        listener.bind(os.fspath(path))
-        path.chmod(0o600)  # before anybody can connect
-        listener.listen(4 * MOST_STRANGERS)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _answers(path: pathlib.Path) -> bool:
-    with _unix_socket() as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True
-        return True
+            unless_connected.pop_all()
+        return Channel(connection, keys)

@@ -1,16 +1,21 @@
-"""Bytes over a connected socket, whole or not at all, and never later than a deadline."""
+"""Bytes over a connected socket, whole or not at all, and never later than a deadline.
+
+A `Deadline` is of all that is waited for: of a stranger's proof, of a trainer's call. `Silence` is of each read: of
+what an authenticated peer sends, however much that is and however slow its network.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterable
 
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
 
-LEAST_RATE = 1 << 20
-"""Bytes a second below which a peer that sends a payload counts as dead."""
+MOST_SECONDS = 2_000_000
+"""Of a wait: the system's clocks of sockets and locks end a little later, with an OverflowError."""
 
 _MOST_AT_ONCE = 1 << 30  # macOS refuses more in one call
 _MOST_BUFFERS = 64  # of one sendmsg or recvmsg_into; systems allow 1024
@@ -31,6 +36,8 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, what: str):
+        if not 0 <= seconds <= MOST_SECONDS:
+            raise ValueError(f"{what}: timeout is {seconds!r}; needs seconds, from 0 to {MOST_SECONDS}")
         self.seconds, self.what = seconds, what
         self._at = time.monotonic() + seconds
 
@@ -41,9 +48,28 @@ class Deadline:
             raise self.missed()
         return left
 
+    def came(self) -> None:
+        """Some bytes came or went, and more are waited for."""
+
     def missed(self) -> PeerTimeout:
         """The error of a deadline that has passed."""
         return PeerTimeout(f"no {self.what.removeprefix('an ').removeprefix('a ')} within {self.seconds:g} s")
+
+
+class Silence(Deadline):
+    """A deadline that begins anew with every byte: it passes when nothing comes for so many seconds.
+
+    A peer that sends a byte now and then is waited for without an end.
+
+    >>> silence = Silence(5.0, "more of the payload")
+    >>> silence.came()
+    >>> silence.left() <= 5.0
+    True
+    """
+
+    def came(self) -> None:
+        """Some bytes came or went: from now on as long again."""
+        self._at = time.monotonic() + self.seconds
 
 
 def check_timeout(who: str, timeout: float) -> float:
@@ -55,6 +81,8 @@ def check_timeout(who: str, timeout: float) -> float:
     """
     if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
         raise ValueError(f"{who}: timeout is {timeout!r}; needs seconds, more than 0 and finite")
+    if timeout > MOST_SECONDS:
+        raise ValueError(f"{who}: timeout is {timeout!r}; needs at most {MOST_SECONDS} seconds")
     return float(timeout)
 
 
@@ -91,6 +119,7 @@ def send_all(connection: socket.socket, buffers: Iterable[object], deadline: Dea
             raise deadline.missed() from None
         except OSError as error:
             raise PeerLost(f"the peer went away: {error.strerror or error}") from None
+        deadline.came()
         waiting = _rest(waiting, sent)
 
 
@@ -127,6 +156,7 @@ def receive_into(connection: socket.socket, buffers: Iterable[object], deadline:
             raise PeerLost(f"the peer went away: {error.strerror or error}") from None
         if not got:
             raise PeerLost("the peer went away: the connection was closed")
+        deadline.came()
         missing = _rest(missing, got)
 
 
@@ -146,6 +176,18 @@ def receive(connection: socket.socket, count: int, deadline: Deadline) -> bytear
         receive_into(connection, [piece], deadline)
         found += piece
     return found
+
+
+def no_connection(where: str, error: OSError, needs: str) -> PeerLost:
+    """The error of a connection that could not be made.
+
+    >>> no_connection("engine:5000", ConnectionRefusedError(111, "Connection refused"), "a TcpReceiver")
+    PeerLost('engine:5000: Connection refused; needs a TcpReceiver that listens there')
+    """
+    fault = error.strerror or error
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return PeerLost(f"{where}: {fault}: no connection can be made before some are closed")
+    return PeerLost(f"{where}: {fault}; needs {needs} that listens there")
 
 
 def close(connection: socket.socket) -> None:

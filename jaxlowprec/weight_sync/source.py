@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.leaf_tensors import LeafTensors, about
 from jaxlowprec.checkpoints.mapping import TreeMapping
 from jaxlowprec.checkpoints.plan import output_specs
@@ -96,6 +99,7 @@ class WeightSource:
         groups: the tensors, what belongs together together.
 
     Raises:
+        TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent as.
         ValueError: leaves that no rule is about; a scheme without a mapping or that cannot hold a kernel; some
             projections of a fused matrix would be quantised and others not.
 
@@ -120,6 +124,7 @@ class WeightSource:
             raise ValueError("WeightSource: scheme= and quantize= are about modules; pass mapping= to name them")
         if quantize is not None and scheme is None:
             raise ValueError("WeightSource: quantize= needs scheme=, the format to quantise to")
+        check_arrays("WeightSource", "the tree", tree)
         stored = _by_path(tree, dtype) if mapping is None else mapping.stored(tree, scheme, dtype)
         compressed = _compressed(stored, quantize)
         grouped: dict[str, list[LeafTensors]] = {}
@@ -141,6 +146,23 @@ class WeightSource:
             yield from group.arrays(on_device)
 
 
+def check_arrays(who: str, what: str, tree: Any) -> None:
+    """Raises TypeError for a tree with leaves that have no shape and dtype.
+
+    >>> check_arrays("example", "the tree", {"lr": 0.1})
+    Traceback (most recent call last):
+    TypeError: example: the tree has 0.1 at lr, a float; needs arrays, such as numpy.float32(...), which say their dtype
+    """
+    for path, leaf in leaves(tree).items():
+        if not isinstance(leaf, QuantizedArray) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"{who}: {what} has {brief(leaf)} at {path or 'its root'}, a {type(leaf).__name__}; needs arrays, such "
+                "as numpy.float32(...), which say their dtype"
+            )
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(f"{who}: {what} has {leaf.dtype} at {path}; needs its numbers: jax.random.key_data(...)")
+
+
 def described(scheme: Scheme) -> dict[str, Any]:
     """A scheme as a manifest holds it; `schemes.by_name(**described(scheme))` is the scheme.
 
@@ -157,8 +179,10 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     >>> sorted(["layers.10", "layers.9", "embed"], key=natural)
     ['embed', 'layers.9', 'layers.10']
     """
-    parts = re.split(r"(\d+)", name)
-    return [(1, int(part), "") if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
+    parts = re.split(r"([0-9]+)", name)
+    digits = [part.lstrip("0") for part in parts]  # compared by their count first: int() takes 4300 at most
+    key = [(1, len(digits[i]), digits[i]) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
+    return [*key, (-1, 0, name)]  # which decides between 1 and 01
 
 
 def group_of(member: LeafTensors) -> str:
@@ -218,7 +242,7 @@ def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozen
 def _entries(members: Sequence[LeafTensors], compressed: frozenset[str]) -> tuple[Entry, ...]:
     found = []
     for member in members:
-        specs: Mapping[str, TensorSpec] = dataclasses.replace(member, dtype=None).specs()
+        specs: Mapping[str, TensorSpec] = about(member.path, dataclasses.replace(member, dtype=None).specs)
         if member.path in compressed:
             assert member.scheme is not None
             specs = output_specs(member.scheme, member.module, next(iter(specs.values())))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, entry_of, views
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Manifest
@@ -55,8 +56,9 @@ class Staging:
         for placed in header.entries:
             self._check_entry(placed.entry, header.index)
         if header.last and (late := len(self._missing) - len(header.entries)):
-            absent = next(name for name in self._missing if name not in {p.entry.name for p in header.entries})
-            raise Refused(f"bucket {header.index} is called the last; {late} tensors are missing: {absent!r}")
+            there = {placed.entry.name for placed in header.entries}
+            absent = brief(next(name for name in self._missing if name not in there))
+            raise Refused(f"bucket {header.index} is called the last; {late} tensors are missing: {absent}")
 
     def destination(self, header: Header) -> memoryview:
         """Where the payload of the next bucket has to be written, [nbytes]; `received` follows.
@@ -68,7 +70,12 @@ class Staging:
             raise Refused(f"bucket {header.index} of version {self.version} has no checksum")
         if self._pending is None or self._pending[0].nbytes != header.nbytes:
             self._pending = None  # frees the other buffer first
-            self._pending = (header, self._memory.take(header.nbytes))
+            try:
+                self._pending = (header, self._memory.take(header.nbytes))
+            except (MemoryError, ValueError) as error:  # numpy's ValueError: more than it can count
+                raise Refused(
+                    f"bucket {header.index} of version {self.version} has {header.nbytes} bytes: {error}"
+                ) from error
         self._pending = (header, self._pending[1])
         return self._pending[1].data
 
@@ -106,7 +113,10 @@ class Staging:
         for placed, array in zip(bucket.entries, bucket.payload, strict=True):
             given = entry_of(placed.entry.name, array)
             if given != placed.entry:
-                raise Refused(f"bucket {bucket.index} announces {placed.entry}; its array is {given}")
+                raise Refused(
+                    f"bucket {bucket.index} announces {brief(given.name)} as {placed.entry.dtype} "
+                    f"{placed.entry.shape}; its array is {given.dtype} {given.shape}"
+                )
         named = zip((placed.entry.name for placed in bucket.entries), bucket.payload, strict=True)
         try:
             copies = {name: copy(name, array) for name, array in named}
@@ -118,7 +128,9 @@ class Staging:
         """Raises Refused unless everything arrived."""
         if self._missing or (self.manifest.entries and not self._ended):
             what = (
-                f"{len(self._missing)} tensors: {next(iter(self._missing))!r}" if self._missing else "the last bucket"
+                f"{len(self._missing)} tensors: {brief(next(iter(self._missing)))}"
+                if self._missing
+                else "the last bucket"
             )
             raise Refused(f"version {self.version} is incomplete; it lacks {what}")
 
@@ -131,11 +143,11 @@ class Staging:
     def _check_entry(self, entry: Any, index: int) -> None:
         announced = self.manifest.by_name.get(entry.name)
         if announced is None:
-            raise Refused(f"bucket {index} holds {entry.name!r}, which the manifest does not name")
+            raise Refused(f"bucket {index} holds {brief(entry.name)}, which the manifest does not name")
         if entry.name not in self._missing:
-            raise Refused(f"bucket {index} holds {entry.name!r}, which came before")
+            raise Refused(f"bucket {index} holds {brief(entry.name)}, which came before")
         if announced != entry:
             raise Refused(
-                f"bucket {index} holds {entry.name!r} as {entry.dtype} {entry.shape}; "
-                f"the manifest says {announced.dtype} {announced.shape}"
+                f"bucket {index} holds {brief(entry.name)} as {entry.dtype} {brief(entry.shape)}; "
+                f"the manifest says {announced.dtype} {brief(announced.shape)}"
             )

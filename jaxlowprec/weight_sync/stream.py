@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from jaxlowprec.weight_sync.errors import PeerLost
 from jaxlowprec.weight_sync.handshake import Keys
 from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES
-from jaxlowprec.weight_sync.sockets import LEAST_RATE, Deadline, as_bytes, close, receive, receive_into, send_all
+from jaxlowprec.weight_sync.sockets import Deadline, Silence, as_bytes, close, receive, receive_into, send_all
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES + 8
 MAX_PAYLOAD_BYTES = 1 << 48
@@ -131,20 +131,28 @@ class Channel:
         return Frame(Kind(kind), header, payload_bytes)
 
     def receive_payload(self, destination: object, timeout: float) -> None:
-        """Receives a payload to where it belongs, which has its length.
-
-        It has `timeout` seconds, and one more for each MiB.
-        """
-        count = as_bytes(destination).nbytes
-        receive_into(self.connection, [destination], Deadline(timeout + count / LEAST_RATE, "whole payload"))
+        """Receives a payload to where it belongs, which has its length. `timeout`: seconds of silence."""
+        receive_into(self.connection, [destination], Silence(timeout, "more of the payload"))
 
     def skip_payload(self, count: int, timeout: float) -> None:
-        """Receives a payload that nobody wants, so that the next frame can be read."""
+        """Receives a payload that nobody wants, so that the next frame can be read. `timeout`: seconds of silence."""
         scratch = bytearray(min(count, _SCRATCH))
-        deadline = Deadline(timeout + count / LEAST_RATE, "whole payload")
+        deadline = Silence(timeout, "more of the payload")
         while count:
             receive_into(self.connection, [memoryview(scratch)[:count]], deadline)
             count -= min(count, len(scratch))
+
+    def check_peer(self) -> None:
+        """Raises PeerLost if the peer has ended the connection. Takes nothing of what has come from it."""
+        try:
+            self.connection.settimeout(0)
+            if self.connection.recv(1, socket.MSG_PEEK):
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerLost(f"the peer went away: {error.strerror or error}") from None
+        raise PeerLost("the peer went away: the connection was closed")
 
     def close(self) -> None:
         """Ends the connection. May be called more than once, and from any thread."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import socket
 
-from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
+from jaxlowprec.weight_sync.errors import PeerTimeout
 from jaxlowprec.weight_sync.handshake import TIMEOUT, check_secret, introduce
 from jaxlowprec.weight_sync.listening import MOST_STRANGERS, Listening
 from jaxlowprec.weight_sync.receiver import Receiver
 from jaxlowprec.weight_sync.remote import RemoteTransport
-from jaxlowprec.weight_sync.sockets import Deadline, check_timeout, close
+from jaxlowprec.weight_sync.sockets import Deadline, check_timeout, close, no_connection
 from jaxlowprec.weight_sync.stream import Channel
 
 
@@ -105,8 +105,7 @@ class TcpTransport(RemoteTransport):
         except TimeoutError:
             raise PeerTimeout(f"{where}: no connection within {deadline.seconds:g} s") from None
         except OSError as error:
-            fault = error.strerror or error
-            raise PeerLost(f"{where}: {fault}; needs a TcpReceiver that listens there") from None
+            raise no_connection(where, error, "a TcpReceiver") from None
         try:
             return Channel(connection, introduce(connection, self._secret, deadline.left()))
         except BaseException:

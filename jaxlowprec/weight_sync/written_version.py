@@ -9,13 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxlowprec.checkpoints.files import copy_whole, temporary_path
+from jaxlowprec.checkpoints.files import copy_whole
 from jaxlowprec.checkpoints.folder import SINGLE_FILE, write_index
 from jaxlowprec.checkpoints.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.safetensors_header import TensorSpec
 from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, views
 from jaxlowprec.weight_sync.errors import Refused
-from jaxlowprec.weight_sync.folders import publish
+from jaxlowprec.weight_sync.folders import publish, unfinished
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.record import Record, write_record
 from jaxlowprec.weight_sync.staging import Staging
@@ -126,8 +126,7 @@ class WrittenVersion:
         self.checksums: dict[str, str] = {}
         self.staging = Staging(version, manifest)
         self._headers: list[Header] = []
-        self._temporary = temporary_path(folder)
-        self._temporary.mkdir()
+        self._temporary = unfinished(folder)
         try:
             self._writer = writer(self._temporary)
         except BaseException:
@@ -156,7 +155,7 @@ class WrittenVersion:
         version, manifest = self.staging.version, self.staging.manifest
         record = Record(version, base_version, count, manifest, tuple(self._headers), before, self.checksums)
         write_record(self._temporary, record)
-        publish(self.folder)
+        publish(self._temporary, self.folder)
 
     def abandon(self) -> None:
         """Removes what was written."""

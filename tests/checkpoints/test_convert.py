@@ -10,6 +10,7 @@ import pytest
 
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.convert import Run, convert, dequantize, scheme_for
+from jaxlowprec.checkpoints.dtypes import BITS, QUANTISED, file_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.folder import CheckpointFolder
 from jaxlowprec.checkpoints.plan import Left
@@ -218,6 +219,16 @@ def test_a_quantised_source_is_refused(tmp_path, entry, place):
         convert(source, tmp_path / "low", MXFP4)
 
 
+@pytest.mark.parametrize("entry", ["fp8", ["fp8"], 8, True])
+@pytest.mark.parametrize("place", [None, "text_config"])
+def test_a_quantization_config_of_another_type_is_not_overlooked(tmp_path, entry, place):
+    said = {"quantization_config": entry}
+    config = {**CONFIG, **({place: said} if place else said)}
+    source = write_checkpoint(tmp_path / "source", llama(1), config=config)
+    with pytest.raises(CheckpointError, match="quantization_config is .*; needs an object"):
+        convert(source, tmp_path / "low", MXFP4)
+
+
 @pytest.mark.parametrize(
     "name", ["x.weight_packed", "x.weight_scale_inv", "x.qweight", "mlp.experts.gate_up_proj_blocks"]
 )
@@ -228,6 +239,20 @@ def test_quantised_tensors_are_refused_whatever_the_config_says(tmp_path, name):
     tensors = llama(1) | {"x.weight": np.zeros((2, 32), ml_dtypes.float8_e4m3fn)}
     with pytest.raises(CheckpointError, match="it holds 'x.weight' of F8_E4M3"):
         convert(write_checkpoint(tmp_path / "eight", tensors), tmp_path / "low", MXFP4)
+
+
+def test_every_dtype_of_eight_bits_or_less_is_a_quantised_one_and_no_other():
+    eight = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+    assert {"F4", "F6_E2M3", "F6_E3M2", *eight} == QUANTISED and set(BITS) > QUANTISED
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex64, np.int64, np.bool_, np.uint16])
+def test_tensors_of_other_dtypes_are_copied_and_listed(tmp_path, dtype):
+    tensors = llama(1) | {"x.weight": np.ones((2, 32), dtype), "model.inv_freq": np.ones(4, dtype)}
+    report = convert(write_checkpoint(tmp_path / "source", tensors), tmp_path / "low", MXFP4, run=Run(verify=True))
+    assert Left("x", f"dtype {file_dtype(dtype)}") in report.left
+    low = read_tensors(tmp_path / "low")
+    assert all(same(low[name], tensors[name]) for name in ("x.weight", "model.inv_freq"))
 
 
 def test_a_plain_checkpoint_is_not_dequantised(source, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.convert import convert
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.inspect import Error, Inspection, Module, error_of, inspect
+from jaxlowprec.checkpoints.inspect import Error, Inspection, Module, error_of, inspect, layer_of
 from jaxlowprec.checkpoints.plot import plot_sqnr, sqnr_by_kind
 from tests.checkpoints.small_models import llama, read_tensors, write_checkpoint
 
@@ -69,6 +69,23 @@ def test_layers_are_in_their_order(tmp_path):
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((1, 32), np.float32) for i in (10, 9, 2)}
     found = inspect(write_checkpoint(tmp_path / "x", tensors))
     assert [m.name.split(".")[2] for m in found.modules] == ["2", "9", "10"]
+
+
+def test_digits_that_are_no_numbers_are_names(tmp_path):
+    odd = ["²", "٣", "௧", "9" * 5000, "1" * 10]
+    tensors = {f"m.{part}.up.weight": np.ones((1, 32), np.float32) for part in (*odd, "007", "8")}
+    found = inspect(write_checkpoint(tmp_path / "x", tensors, shards=1))
+    parts = [m.name.split(".")[1] for m in found.modules]
+    assert parts == ["007", "8", *sorted(odd)]
+    assert [layer_of(m.name) for m in found.modules] == [7, 8] + [None] * 5
+
+
+def test_a_picture_of_names_with_such_digits():
+    assert sqnr_by_kind(modules("m.².up", "m." + "9" * 5000 + ".up", "m.3.²")) == {
+        "m.².up": {None: [20.0]},
+        "m." + "9" * 5000 + ".up": {None: [21.0]},
+        "²": {3: [22.0]},
+    }
 
 
 def test_json_holds_the_same(folders):

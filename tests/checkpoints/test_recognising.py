@@ -90,6 +90,48 @@ class TestFromConfig:
         with pytest.raises(ValueError, match=message):
             schemes.from_config(config)
 
+    @pytest.mark.parametrize(
+        ("scheme", "key", "values"),
+        [
+            ("w4a16", "symmetric", ("false", "true", 0, 1, None, [], {})),
+            ("gptq", "sym", ("false", 0, None, [True])),
+            ("awq", "zero_point", ("false", 1, None, {})),
+            ("w4a16", "group_size", ("128", 128.0, 64.5, True, 0, -2, 10**30, [128])),
+            ("gptq", "group_size", ("128", None, 0, {})),
+        ],
+    )
+    def test_values_of_other_types_are_no_values(self, scheme, key, values):
+        for value in values:
+            entry = schemes.by_name(scheme).quantization_config([])
+            holder = entry["config_groups"]["group_0"]["weights"] if scheme == "w4a16" else entry
+            holder[key] = value
+            needed = "group_size is .*; needs a whole number" if key == "group_size" else "needs true or false"
+            with pytest.raises(ValueError, match=needed):
+                schemes.from_config(entry)
+
+    @over_schemes
+    def test_any_value_of_another_type_is_an_error_of_ours_or_read_as_before(self, scheme):
+        read = schemes.from_config(scheme.quantization_config([]))
+        for value in (None, True, False, 0, -1, 0.5, "", "false", "x", [], [[]], [1, "a"], {}, {"a": 1}, 10**400):
+            for entry in changed_everywhere(scheme.quantization_config([]), value):
+                try:
+                    found = schemes.from_config(entry)
+                except ValueError as error:
+                    assert str(error).startswith("schemes.")
+                else:
+                    assert found == read or found.name in ("w4a16", "w4a16_asym", "gptq", "awq", "deepseek_fp8")
+
+
+def changed_everywhere(content, value):
+    """A JSON value with each of its parts replaced, one at a time."""
+    yield value
+    if isinstance(content, dict | list):
+        for key in content if isinstance(content, dict) else range(len(content)):
+            for part in changed_everywhere(content[key], value):
+                changed = content.copy()
+                changed[key] = part
+                yield changed
+
 
 class TestDetect:
     @over_schemes

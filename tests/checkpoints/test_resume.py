@@ -179,6 +179,20 @@ def test_a_source_that_changed_is_seen(source, unfinished):
     convert(source, unfinished, NVFP4)
 
 
+@pytest.mark.parametrize("name", [SHARDS[0], "config.json"])
+def test_a_source_that_changes_during_the_conversion_is_seen(tmp_path, monkeypatch, name):
+    source = write_checkpoint(tmp_path / "source", llama(1), shards=2)
+    name = name.replace("00003", "00002")
+
+    def written_meanwhile(folder, content):
+        (source / name).write_bytes((source / name).read_bytes() + b" " * name.endswith("json"))
+
+    monkeypatch.setattr("jaxlowprec.checkpoints.convert.write_json", written_meanwhile)
+    with pytest.raises(CheckpointError, match=f"changed while it was converted .{name}"):
+        convert(source, tmp_path / "low", NVFP4)
+    assert MANIFEST in contents(tmp_path / "low")
+
+
 def test_a_finished_file_that_is_another_is_made_again(source, unfinished, uninterrupted):
     (unfinished / SHARDS[0]).write_bytes((source / SHARDS[0]).read_bytes())
     assert convert(source, unfinished, NVFP4).kept == [SHARDS[1]]

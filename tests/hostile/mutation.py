@@ -4,6 +4,7 @@ import json
 import random
 
 NUMBERS = (0, 1, 2, 3, 7, 8, 15, 16, 127, 128, 255, 256, *(2**n for n in (15, 16, 31, 32, 48, 53, 63, 64)), 2**31 - 1)
+LARGEST = 1 << 20  # bytes that one change adds
 LENGTHS = (1, 2, 3, 16, 17, 33, 64, 65, 300, 5000, 60000)  # of what is repeated
 
 
@@ -37,6 +38,11 @@ def dump(node):
     if isinstance(node, list):
         return "[" + ",".join(map(dump, node)) + "]"
     return json.dumps(node)
+
+
+def dump_one(tree, at):
+    """JSON text of one of a list's or an object's values."""
+    return dump(tree[at][1] if isinstance(tree, Pairs) else tree[at])
 
 
 def load(text):
@@ -113,7 +119,7 @@ class Mutator:
         elif how < 0.8:
             changed.insert(self.random.randrange(len(tree) + 1), tree[at])
         elif how < 0.85:
-            changed.extend([tree[at]] * self.random.choice(LENGTHS))
+            changed.extend([tree[at]] * min(self.random.choice(LENGTHS), LARGEST // len(dump_one(tree, at)) + 1))
         elif how < 0.95 and isinstance(tree, Pairs):
             name = self.random.choice([value for value in VALUES if type(value) is str])
             changed[at] = (self.random.choice((name, tree[at][0] + name)), tree[at][1])

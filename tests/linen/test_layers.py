@@ -144,6 +144,15 @@ def test_quantised_kernels_serve_without_the_master_weights(kind):
     assert_same_bytes(layer.apply(served, x), y)
 
 
+def test_contracted_axes_are_taken_in_flaxs_order_and_must_exist():
+    x = random_array((4, 8, 8))
+    layers = [jlp.linen.DenseGeneral(16, axis=axis, recipe=FULL) for axis in ((-2, -1), (-1, -2), (-2, 3))]
+    variables = layers[0].init(jax.random.key(0), x)
+    assert_same_bytes(*(layer.apply(variables, x) for layer in layers[:2]))
+    with pytest.raises(ValueError, match="DenseGeneral: axis=3 is out of range for an array of 3 dimensions"):
+        layers[2].apply(variables, x)
+
+
 class TestMasterWeight:
     """A float32 kernel beside bfloat16 activations: its gradient is rounded once, to float32."""
 

@@ -136,6 +136,7 @@ class TestFromRoutedExperts:
             (captured(6).tobytes()[:-1], {}, ValueError, "119 bytes"),
             ("no base64!", {}, ValueError, "no base64"),
             (captured(6).astype(np.float32), {}, TypeError, "float32; needs int32"),
+            (captured(6) + np.int64(2**32), {}, ValueError, "has 42949672.*; needs ids of experts, int32"),
             (captured(6), {"dense_layers": [3]}, ValueError, "dense_layers has 3; needs 0 to 2"),
             (captured(6), {"k": 0}, ValueError, "num_layers=3, k=0; needs 1 or more"),
             (captured(6), {"num_experts": 3}, ValueError, "ids below 3"),

@@ -281,3 +281,14 @@ def test_an_operation_that_would_silently_win_over_the_recipe_raises(kind, args,
     (name,) = options
     with jlp.autocast(FULL), pytest.raises(ValueError, match=f"{kind}: {name}= is set, so the recipe"):
         layer(jnp.ones((8, 32)))
+
+
+def test_contracted_axes_are_taken_in_flaxs_order_and_must_exist():
+    x = random_array((4, 8, 8))
+    layers = [
+        jlp.nnx.LinearGeneral((8, 8), 16, axis=axis, rngs=nnx.Rngs(0), recipe=jlp.NVFP4BlockScaling())
+        for axis in ((-2, -1), (-1, -2), (-2, 3))
+    ]
+    assert_same_bytes(layers[0](x), layers[1](x))
+    with pytest.raises(ValueError, match="LinearGeneral: axis=3 is out of range for an array of 3 dimensions"):
+        layers[2](x)

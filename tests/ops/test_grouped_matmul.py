@@ -181,6 +181,18 @@ by_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " by ".join(ma
 WITH_ROWS = [case for case in SIZES if case != "no rows"]
 
 
+def test_sizes_whose_sum_is_no_int32_end_with_the_rows():
+    rows = 2**30
+    for sizes, ends in (
+        ([rows] * 4, [rows] * 4),
+        ([1, rows, rows, rows, rows], [1, rows, rows, rows, rows]),
+        ([rows - 1, -5, 2**31 - 1, 7], [rows - 1, rows - 1, rows, rows]),
+    ):
+        groups = Groups.of(jnp.asarray(sizes, jnp.int32), rows)
+        assert groups.ends.tolist() == ends
+        assert groups.count.tolist() == np.diff([0, *ends]).tolist()
+
+
 class TestProducts:
     @by_pair
     @pytest.mark.parametrize("case", WITH_ROWS)

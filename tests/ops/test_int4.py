@@ -357,6 +357,11 @@ class TestErrors:
         ("options", "error", "message"),
         [
             ({"group_size": 0}, ValueError, "group_size=0; needs a whole number, 1 or more"),
+            (
+                {"group_size": 2**31},
+                ValueError,
+                "group_size=2147483648; needs a whole number, 1 or more and below 2^31",
+            ),
             ({"group_size": True}, ValueError, "group_size=True"),
             ({"group_size": 32.0}, ValueError, "group_size=32.0"),
             ({"symmetric": 1}, TypeError, "symmetric=1; needs True or False"),

@@ -82,6 +82,7 @@ FAULTS = [
     ((503, "<html>busy</html>"), Refused, "status 503: <html>busy"),
     (("closed", ""), PeerLost, "is the engine up"),
     (("silent", ""), PeerTimeout, "no answer within 0.5 s"),
+    (("cut", {"success": False, "message": "it could not"}), PeerLost, "an incomplete answer, 22 of 45 bytes"),
     (("slow", {"message": "a long, long answer"}), PeerTimeout, "no answer within 0.5 s"),
 ]
 

@@ -183,6 +183,19 @@ def test_a_tensor_that_cannot_be_made_aborts(transport):
 
 
 @both
+def test_a_thread_that_cannot_be_started_aborts(transport, monkeypatch):
+    def none(_):
+        raise RuntimeError("can't start new thread")
+
+    receiver = synced(numbered(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        with pytest.raises(SyncError, match="the thread that makes buckets did not start: can't start new thread"):
+            push(WeightSource(numbered(2)), transport(receiver))
+    assert (receiver.state, receiver.version) == ("serving", 1)
+
+
+@both
 def test_a_tensor_that_takes_too_long_aborts(transport):
     receiver = synced(numbered(1))
     with pytest.raises(SyncError, match=r"no bucket was made within 0.05 s"):

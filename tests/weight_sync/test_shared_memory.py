@@ -3,7 +3,9 @@
 import contextlib
 import os
 import pathlib
+import resource
 import socket
+import tempfile
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from jaxlowprec.weight_sync import Receiver, Refused, WeightSource, differences,
 from jaxlowprec.weight_sync.bucket import pack
 from jaxlowprec.weight_sync.errors import PeerLost
 from jaxlowprec.weight_sync.handshake import NotAuthenticated, introduce
-from jaxlowprec.weight_sync.shared_file import SharedFile, send_descriptor
+from jaxlowprec.weight_sync.shared_file import SharedFile, receive_descriptor, send_descriptor
 from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.sockets import Deadline
 from jaxlowprec.weight_sync.stream import Channel, Kind
@@ -166,12 +168,69 @@ def test_a_trainer_without_shared_memory_is_dropped(path):
 
 
 def test_a_file_that_is_cut_short_is_an_error_and_no_crash():
-    shared, destination = SharedFile(), bytearray(100)
+    with tempfile.TemporaryFile() as file:  # a peer may give any file
+        shared, destination = SharedFile(os.dup(file.fileno())), bytearray(100)
     note = shared.outgoing(shared.buffers(1, 100)[0])[0]
     os.ftruncate(shared.descriptor, 50)
     with pytest.raises(PeerLost, match="the shared memory ends 50 bytes before the bucket does"):
         shared.read(note, memoryview(destination))
     shared.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files of other systems cannot be sealed")
+def test_what_a_trainer_gave_to_an_engine_cannot_be_cut_short_under_it():
+    shared = SharedFile()
+    (payload,) = shared.buffers(1, 100)
+    payload[:] = 7
+    given = os.dup(shared.descriptor)
+    with pytest.raises(PermissionError):
+        os.ftruncate(given, 0)
+    assert (payload == 7).all()  # a mapped file that became shorter would end this process here
+    (larger,) = shared.buffers(1, 5 << 20)
+    assert larger.nbytes == 5 << 20
+    os.close(given)
+    shared.close()
+
+
+def no_file():
+    reading, writing = os.pipe()
+    os.write(writing, bytes(100))
+    os.close(writing)
+    return reading
+
+
+def write_only():
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(100)
+        return os.open(file.name, os.O_WRONLY)
+
+
+@pytest.mark.parametrize(("given", "reason"), [(no_file, "is not a file"), (write_only, "cannot be read")])
+def test_a_descriptor_of_anything_but_a_readable_file_is_refused(path, given, reason):
+    with connected(path) as (receiver, _, transport):
+        shared = SharedFile(given())
+        answer = session_with_a_bucket(path, shared, np.asarray([0, 100], ">u8").tobytes())
+        assert answer.kind is Kind.FAILED and reason.encode() in answer.header
+        shared.close()
+        sync(transport, 1, timeout=10)
+        assert is_whole(receiver.weights, 1)
+
+
+def test_a_descriptor_for_which_there_is_no_room_is_an_error_that_says_so():
+    a, b = socket.socketpair()
+    shared = SharedFile()
+    send_descriptor(a, shared.descriptor, Deadline(1, "room"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unused = os.dup(0)
+    os.close(unused)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+        with pytest.raises(PeerLost, match="this process has too many open files"):
+            receive_descriptor(b, Deadline(1, "a file"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for one in (a, b, shared):
+        one.close()
 
 
 def test_a_trainer_that_overwrites_a_bucket_after_it_was_checked_changes_nothing(path):

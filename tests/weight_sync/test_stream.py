@@ -1,5 +1,6 @@
 """Frames: what is not the next frame of this connection is refused, and no length that a peer claims takes memory."""
 
+import hashlib
 import socket
 import struct
 import threading
@@ -206,11 +207,40 @@ def test_another_secret_is_refused_at_both_ends():
     assert "refused the secret" in str(trainer)
 
 
+LONG = SECRET * 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (SECRET, SECRET + b"\0"),
+        (SECRET, SECRET + bytes(32)),
+        (LONG, hashlib.sha256(LONG).digest()),
+        (LONG, hashlib.sha256(LONG).digest() + bytes(32)),
+    ],
+    ids=["a zero more", "zeros up to HMAC's block", "a long one and its hash", "a long one and its padded hash"],
+)
+def test_secrets_that_are_the_same_to_hmac_are_two_to_the_handshake(one, other):
+    for engine, trainer in ((one, other), (other, one)):
+        assert all(isinstance(end, NotAuthenticated) for end in shake(engine, trainer))
+    for secret in (one, other):
+        engine, trainer = shake(secret, secret)
+        assert engine.outgoing == trainer.incoming
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, 255])
+@pytest.mark.parametrize("part", [admit, introduce])
+def test_sides_of_two_versions_of_the_protocol_refuse_each_other_and_say_which(pair, part, version):
+    pair[0].sendall(b"JLPSYNC" + bytes([version]) + bytes(64))
+    with pytest.raises(PeerLost, match=f"the peer speaks version {version} of the protocol, this side 2; install"):
+        part(pair[1], SECRET, 1.0)
+
+
 def test_an_engine_that_lets_everybody_in_must_still_prove_itself(pair):
     a, b = pair
 
     def impostor():
-        a.sendall(b"JLPSYNC\x01" + bytes(32))
+        a.sendall(b"JLPSYNC\x02" + bytes(32))
         a.recv(72, socket.MSG_WAITALL)
         a.sendall(b"\x01" + bytes(32))
 
@@ -225,7 +255,7 @@ def test_a_trainers_own_proof_sent_back_to_it_proves_nothing(pair):
     a, b = pair
 
     def mirror():  # the engine's challenge is the trainer's own answer, as far as lengths allow
-        a.sendall(b"JLPSYNC\x01" + b"n" * 32)
+        a.sendall(b"JLPSYNC\x02" + b"n" * 32)
         answer = a.recv(72, socket.MSG_WAITALL)
         a.sendall(b"\x01" + answer[40:])
 

@@ -79,6 +79,13 @@ def test_disable_jit_still_runs_the_native_body():
         assert_right(block_sums(*args), args, (4, 2))
 
 
+def test_disable_jit_runs_ops_whose_bodies_call_other_ops():
+    outer = define("block_sums_outside", rule=RULE, outputs=outputs, reference=lambda *args: list(block_sums(*args)))
+    args = operands((4, 8))
+    with jax.disable_jit():
+        assert_right(outer(*args), args, (4, 2))
+
+
 def test_a_derivative_is_refused_not_wrong():
     x, gain, rows = operands((4, 8))
     with pytest.raises((NotImplementedError, ValueError, TypeError)):

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.formats import Format
+from jaxlowprec import native
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.magnitudes import all_finite, amax, limit
+from jaxlowprec.formats import Format, Int4
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.quantized_array import QuantizedArray
 
@@ -24,6 +27,8 @@ Spec = tuple[str, tuple[int, ...]]
 """Name of a dtype, and a shape."""
 
 FLOATS = ("bfloat16", "float16", "float32")
+
+_MOST_THAT_ROUNDING_ADDS = 4  # times: a group's range is at most twice its amax, a scale at most doubled by rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +114,8 @@ class Scheme(abc.ABC):
 
         Raises:
             TypeError: a dtype that is none of those.
-            ValueError: a shape that cannot be held (`check`), NaN or infinity.
+            ValueError: a shape that cannot be held (`check`), NaN or infinity, or numbers so close to the largest of
+                their dtype that what they are rounded to is infinite.
         """
         weight = np.asarray(weight)
         if weight.dtype.name not in FLOATS:
@@ -118,7 +124,9 @@ class Scheme(abc.ABC):
         with on_the_cpu():
             given = None if amax is None else jnp.float32(amax)
             x = jax.device_put(weight)  # the same memory, where it is aligned; jnp.asarray copies it
-            return self.store(quantize(x, self.format, amax=given))
+            made = self.store(quantize(x, self.format, amax=given))
+        self._require_finite(made, weight)
+        return made
 
     def shape_of(self, tensors: Tensors) -> tuple[int, int]:
         """[N, K] of the weight that tensors stand for, which are checked. Raises ValueError as `decompress`."""
@@ -186,6 +194,25 @@ class Scheme(abc.ABC):
         own = self.format
         return type(fmt) is type(own) and (fmt.element, fmt.block) == (own.element, own.block)
 
+    def compute_dtype(self, dtype: np.dtype) -> np.dtype:
+        """What engines decode a weight of some dtype to: INT4 to that of its scales, other formats to the weight's."""
+        fmt = self.format
+        return as_dtype(fmt.scale_dtype) if isinstance(fmt, Int4) else dtype
+
+    def _require_finite(self, made: Tensors, weight: np.ndarray) -> None:
+        """Raises ValueError if a finite weight's tensors decode to infinity in the dtype that engines compute in."""
+        dtype, largest = self.compute_dtype(weight.dtype), amax(weight)
+        if largest <= limit(dtype) / _MOST_THAT_ROUNDING_ADDS:
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            decoded = self.decompress(made, dtype)
+        if not all_finite(decoded):
+            raise ValueError(
+                f"{self.name}.compress: the weight's largest magnitude, {largest:.6g}, is rounded to infinity in "
+                f"{dtype.name}, which ends at {limit(dtype):.6g}; leave it in high precision, or choose a scheme or "
+                "scale_dtype of larger numbers"
+            )
+
     def _refuse_regexes(self, ignore: Sequence[str]) -> None:
         if regexes := [rule for rule in ignore if rule.startswith("re:")]:
             raise ValueError(
@@ -238,7 +265,16 @@ def _all_finite(scale: np.ndarray) -> bool:
 
 
 def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Within it JAX puts arrays and work on the CPU, where it has one beside an accelerator."""
-    if jax.default_backend() == "cpu":
-        return contextlib.nullcontext()
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
+    """Within it JAX puts arrays and work on the CPU, where it has one beside an accelerator.
+
+    Raises:
+        CheckpointError: the platforms that JAX is told to use cannot be started, or the CPU is not among them.
+    """
+    try:
+        if jax.default_backend() == "cpu":
+            return contextlib.nullcontext()
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except native.NO_PLATFORM as error:
+        raise CheckpointError(
+            f"weights are quantised on the CPU: {native.why_no_platform(error)}; unset that, or add cpu to it"
+        ) from None

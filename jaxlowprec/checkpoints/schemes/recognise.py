@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.registry import by_name
 
 _WHO = "schemes.from_config"
+_LARGEST_GROUP = 1 << 30
 
 
 def from_config(config: Mapping[str, Any]) -> Scheme:
@@ -22,7 +24,7 @@ def from_config(config: Mapping[str, Any]) -> Scheme:
         ValueError: none, one that is not supported, or groups of modules in different formats (mixed precision):
             `detect` tells these apart by each module's tensors.
     """
-    entry = _entry(config)
+    entry = _entry(_object(config, "the configuration"))
     method = entry.get("quant_method")
     readers = {
         "compressed-tensors": _compressed_tensors,
@@ -32,8 +34,8 @@ def from_config(config: Mapping[str, Any]) -> Scheme:
         "gptq": _gptq,
         "awq": _awq,
     }
-    if method not in readers:
-        raise ValueError(f"{_WHO}: quant_method is {method!r}; supported are {', '.join(readers)}")
+    if not isinstance(method, str) or method not in readers:
+        raise ValueError(f"{_WHO}: quant_method is {brief(method)}; supported are {', '.join(readers)}")
     return readers[method](entry)
 
 
@@ -97,50 +99,73 @@ def _words_along_columns(specs: Mapping[str, Any]) -> Scheme:
 
 
 def _entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for holder in (config, config.get("text_config") or {}):
-        if "quantization_config" in holder:
-            return holder["quantization_config"]
+    for holder in (config, config.get("text_config")):
+        if isinstance(holder, Mapping) and "quantization_config" in holder:
+            return _object(holder["quantization_config"], "quantization_config")
     if "quantization" in config:
-        return {"quant_method": "modelopt", **config["quantization"]}
+        return {"quant_method": "modelopt", **_object(config["quantization"], "quantization")}
     if "quant_method" in config:
         return config
     raise ValueError(f"{_WHO}: the configuration has no quantization_config")
 
 
-def _need(entry: Mapping[str, Any], key: str, *allowed: Any) -> Any:
-    value = entry.get(key)
-    if value not in allowed:
-        raise ValueError(f"{_WHO}: {key} is {value!r}; supported is {' or '.join(repr(a) for a in allowed)}")
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{_WHO}: {what} is {brief(value)}; needs an object")
     return value
 
 
+def _need(entry: Mapping[str, Any], key: str, *allowed: Any) -> Any:
+    value = entry.get(key)
+    if value not in allowed:
+        raise ValueError(f"{_WHO}: {key} is {brief(value)}; supported is {' or '.join(repr(a) for a in allowed)}")
+    return value
+
+
+def _flag(entry: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = entry.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{_WHO}: {key} is {brief(value)}; needs true or false")
+    return value
+
+
+def _group_size(entry: Mapping[str, Any], default: int | None) -> int | None:
+    size = entry.get("group_size", default)
+    if size == -1:
+        raise ValueError(f"{_WHO}: group_size is -1 (one scale a row); supported are groups")
+    if size != default and (type(size) is not int or not 0 < size <= _LARGEST_GROUP):
+        raise ValueError(f"{_WHO}: group_size is {brief(size)}; needs a whole number of 1 to {_LARGEST_GROUP}")
+    return size
+
+
 def _compressed_tensors(entry: Mapping[str, Any]) -> Scheme:
-    groups = entry.get("config_groups")
+    groups = _object(entry.get("config_groups"), "config_groups")
     if not groups:
-        raise ValueError(f"{_WHO}: config_groups is {groups!r}; needs one group or more")
-    found = {name: _group(group.get("format") or entry.get("format"), group) for name, group in groups.items()}
+        raise ValueError(f"{_WHO}: config_groups is {{}}; needs one group or more")
+    found = {name: _group(entry, _object(group, f"group {brief(name)}")) for name, group in groups.items()}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{name}: {scheme.name}" for name, scheme in found.items())
         raise ValueError(f"{_WHO}: groups are in different formats ({listed}); use schemes.detect on each module")
     return next(iter(found.values()))
 
 
-def _group(format: Any, group: Mapping[str, Any]) -> Scheme:
-    weights = group.get("weights") or {}
+def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
+    format = group.get("format") or entry.get("format")
+    weights = _object(group.get("weights") or {}, "weights")
     if format == "pack-quantized":
         _need(weights, "num_bits", 4)
         _need(weights, "strategy", "group")
         _need(weights, "actorder", None, "weight", "static")
-        symmetric = weights.get("symmetric", True)
-        return by_name("w4a16" if symmetric else "w4a16_asym", group_size=weights.get("group_size"))
+        name = "w4a16" if _flag(weights, "symmetric", True) else "w4a16_asym"
+        return by_name(name, group_size=_group_size(weights, None))
     if format == "float-quantized":
         _need(weights, "strategy", "block")
         _need(weights, "block_structure", [128, 128])
         return by_name("fp8_block")
     names = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
-    if format not in names:
+    if not isinstance(format, str) or format not in names:
         supported = ", ".join(["pack-quantized", "float-quantized", *names])
-        raise ValueError(f"{_WHO}: format is {format!r}; supported are {supported}")
+        raise ValueError(f"{_WHO}: format is {brief(format)}; supported are {supported}")
     return by_name(names[format])
 
 
@@ -162,17 +187,12 @@ def _mxfp8(entry: Mapping[str, Any]) -> Scheme:
 def _gptq(entry: Mapping[str, Any]) -> Scheme:
     _need(entry, "bits", 4)
     version = 2 if _need(entry, "checkpoint_format", None, "gptq", "gptq_v2") == "gptq_v2" else 1
-    return by_name("gptq", group_size=_size(entry), symmetric=entry.get("sym", True), version=version)
+    symmetric = _flag(entry, "sym", True)
+    return by_name("gptq", group_size=_group_size(entry, 128), symmetric=symmetric, version=version)
 
 
 def _awq(entry: Mapping[str, Any]) -> Scheme:
     _need(entry, "bits", 4)
     _need(entry, "version", None, "gemm", "GEMM")
-    return by_name("awq", group_size=_size(entry), symmetric=not entry.get("zero_point", True))
-
-
-def _size(entry: Mapping[str, Any]) -> int:
-    size = entry.get("group_size", 128)
-    if size == -1:
-        raise ValueError(f"{_WHO}: group_size is -1 (one scale a row); supported are groups")
-    return size
+    symmetric = not _flag(entry, "zero_point", True)
+    return by_name("awq", group_size=_group_size(entry, 128), symmetric=symmetric)

@@ -14,6 +14,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+LEAST_TOO_LARGE = 2**31
+"""The first number that is no int32."""
+
+
+def cut_to_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """int32 sizes from 0 to `rows`, from integers of any width: a cast would take them modulo 2^32."""
+    least, most = (jnp.asarray(n, sizes.dtype) for n in (0, min(rows, jnp.iinfo(sizes.dtype).max)))
+    return jnp.clip(sizes, least, most).astype(jnp.int32)
+
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -31,7 +40,11 @@ class Groups:
     @classmethod
     def of(cls, sizes: jax.Array, rows: int) -> Groups:
         """Sizes [E] and the number of rows, T."""
-        ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes.astype(jnp.int32), 0, rows)), rows)
+        cut = cut_to_rows(sizes, rows)
+        if sizes.shape[0] * rows < LEAST_TOO_LARGE:
+            ends = jnp.minimum(jnp.cumsum(cut), rows)
+        else:  # the sum of sizes that make no sense may be no int32
+            ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, rows - a), cut)
         start = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
         return cls(start, ends - start, rows)
 
@@ -89,6 +102,8 @@ class Slots:
 
     def take(self, x: jax.Array, block: int) -> jax.Array:
         """x [T, C] -> [S, block, C], zeros where a slot has no row."""
+        if x.shape[0] == 0:
+            return jnp.zeros((self.row.shape[0], block, x.shape[1]), x.dtype)
         offset = jnp.arange(block, dtype=jnp.int32)
         rows = jnp.minimum(self.row[:, None] + offset, x.shape[0] - 1)
         there = (offset < self.valid[:, None])[..., None]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
+from jaxlowprec.ops.checks import wider_dtype
 from jaxlowprec.ops.grouped_matmul.cuda import chunk_rows
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
@@ -22,13 +23,13 @@ from jaxlowprec.ops.grouped_matmul.reference import CHUNK, by_chunks, chunk_of
 
 def plain_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
     """x [..., T, K], w [..., E, K, N], sizes int32 [..., E] -> [..., T, N]; rows in no group give zeros."""
-    dtype = jnp.promote_types(x.dtype, w.dtype)
+    dtype = wider_dtype(x.dtype, w.dtype)
     return _rows_op(jnp.dtype(out_dtype), precision)(x.astype(dtype), w.astype(dtype), sizes)[0]
 
 
 def plain_wgrad(x: jax.Array, dy: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
     """x [..., T, K], dy [..., T, N], sizes int32 [..., E] -> [..., E, K, N], each group's x transposed @ dy."""
-    dtype = jnp.promote_types(x.dtype, dy.dtype)
+    dtype = wider_dtype(x.dtype, dy.dtype)
     return _wgrad_op(jnp.dtype(out_dtype), precision)(x.astype(dtype), dy.astype(dtype), sizes)[0]
 
 

@@ -82,7 +82,8 @@ def quantize_columnwise(
     data, scale = quantize_rows(values, fmt, None if tensor is None else tensor[slots.group], False, *random)
     used = (slots.valid > 0)[:, None, None]
     if fmt.packed:
-        data = jnp.moveaxis(where_else_zero(used, data), 0, -2).reshape(x.shape[1], -1)
+        data = jnp.moveaxis(where_else_zero(used, data), 0, -2)
+        data = data.reshape(x.shape[1], data.shape[-2] * data.shape[-1])
     else:
         group = groups.of_rows()
         there, group = (group < sizes.shape[0])[:, None], jnp.minimum(group, sizes.shape[0] - 1)
@@ -143,7 +144,8 @@ def wgrad_terms(
     def by_slot(data, scale, fmt):
         values = code_values(data, fmt)
         if fmt.packed:
-            values = jnp.moveaxis(values.reshape(values.shape[0], -1, block), 1, 0)  # [S, M, block]
+            lines, length = values.shape
+            values = jnp.moveaxis(values.reshape(lines, length // block, block), 1, 0)  # [S, M, block]
         else:
             values = jnp.swapaxes(slots.take(values.T, block), -1, -2)
         scales = jnp.zeros(values.shape[:2]) if fmt.scaling == "tensor" else scale_values(scale, fmt, 0).T

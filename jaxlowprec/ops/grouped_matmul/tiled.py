@@ -90,11 +90,12 @@ def _columns(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> lis
     slot = jnp.minimum(groups.first_slots(TILE)[blocks.group] + blocks.within // in_slot, data.shape[0] - 1)
 
     def of_blocks(a):  # [S, C, in_slot * n] -> [C, blocks, n]
-        pieces = a.reshape(*a.shape[:2], in_slot, -1)[slot, :, blocks.within % in_slot]
+        pieces = a.reshape(*a.shape[:2], in_slot, a.shape[-1] // in_slot)[slot, :, blocks.within % in_slot]
         return jnp.swapaxes(where_else_zero(used[:, None, None], pieces), 0, 1)
 
     if fmt.packed:
-        codes = of_blocks(data).reshape(data.shape[1], -1)
+        codes = of_blocks(data)
+        codes = codes.reshape(data.shape[1], codes.shape[-2] * codes.shape[-1])
     else:
         slot_of_row, row, there = _places_of_rows(groups)
         codes = where_else_zero(there[:, None], data[slot_of_row, :, row]).T

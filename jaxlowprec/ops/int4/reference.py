@@ -78,12 +78,18 @@ def quantize_groups(x: jax.Array, fmt: Int4) -> Groups:
     dtype, size = jnp.dtype(fmt.scale_dtype), fmt.group_size
     x = flush(x.astype(jnp.float32))
     x = jnp.pad(narrowed(x, dtype), [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
-    groups = x.reshape(*x.shape[:-1], -1, size)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     rule = {"deploy": deploy, "slime": published.slime, "compressed-tensors": published.compressed_tensors}[fmt.rule]
     raw, zero, scale = rule(groups, fmt)
     bad = (magnitude_bits(groups).max(axis=-1) >= INFINITY_BITS) | ~jnp.isfinite(scale)
     zero = jnp.where(bad, MIDDLE if fmt.symmetric else 0, zero)
     return Groups(jnp.where(bad[..., None], zero[..., None], raw), zero, jnp.where(bad, jnp.nan, scale))
+
+
+def _line_by_line(groups: jax.Array) -> jax.Array:
+    """[..., G, g] -> [..., G * g]."""
+    *lines, count, size = groups.shape
+    return groups.reshape(*lines, count * size)
 
 
 def codes(groups: Groups, fmt: Int4) -> jax.Array:
@@ -95,7 +101,7 @@ def clipped(x: jax.Array, fmt: Int4) -> jax.Array:
     """Which elements of x [..., C] round to codes that do not fit."""
     groups = quantize_groups(x, fmt)
     outside = groups.raw != codes(groups, fmt)
-    return outside.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return _line_by_line(outside)[..., : x.shape[-1]]
 
 
 def decode(steps: jax.Array, scale: jax.Array, fmt: Int4) -> jax.Array:
@@ -108,14 +114,13 @@ def fake_quantize(x: jax.Array, fmt: Int4) -> jax.Array:
     """x [..., C] -> what its codes decode to, of its dtype."""
     groups = quantize_groups(x, fmt)
     values = decode(codes(groups, fmt) - groups.zero[..., None], groups.scale, fmt)
-    return values.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]].astype(x.dtype)
+    return _line_by_line(values)[..., : x.shape[-1]].astype(x.dtype)
 
 
 def quantize(x: jax.Array, fmt: Int4) -> tuple[jax.Array, ...]:
     """x [..., C] -> bytes of two codes, scales and, where asymmetric, zero points."""
     groups = quantize_groups(x, fmt)
-    code = codes(groups, fmt).astype(jnp.uint8)
-    code = code.reshape(*x.shape[:-1], -1)
+    code = _line_by_line(codes(groups, fmt).astype(jnp.uint8))
     zero = groups.zero.astype(jnp.uint8)
     if code.shape[-1] % 2:
         code = jnp.concatenate([code, zero[..., -1:]], axis=-1)
@@ -128,9 +133,9 @@ def dequantize(
     data: jax.Array, scale: jax.Array, zero: jax.Array | None, fmt: Int4, columns: int, dtype: jnp.dtype
 ) -> jax.Array:
     """The inverse: [..., columns] of `dtype`."""
-    code = jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
+    code = _line_by_line(jnp.stack([data & 15, data >> 4], axis=-1))
     code = code[..., : scale.shape[-1] * fmt.group_size].reshape(*scale.shape, fmt.group_size).astype(jnp.int32)
     middle = MIDDLE if zero is None else zero[..., None].astype(jnp.int32)
     scale = flush(scale.astype(jnp.float32))
     values = decode(code - middle, jnp.where(jnp.isfinite(scale), scale, jnp.nan), fmt)
-    return values.reshape(*data.shape[:-1], -1)[..., :columns].astype(dtype)
+    return _line_by_line(values)[..., :columns].astype(dtype)

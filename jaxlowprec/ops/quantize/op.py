@@ -192,15 +192,16 @@ def _of_slices(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
             for i, (shape, dtype) in enumerate(shapes)
         ]
 
-    cuts = [sliced_rows] * spec.rowwise + [sliced_columns] * spec.columnwise
+    cuts = [(sliced_rows, -2)] * spec.rowwise + [(sliced_columns, -1)] * spec.columnwise  # along which of its axes
 
     def of_slices(body):
         def run(x, *operands):
             slices, indices = x.shape[-3], len(operands) - 2 * spec.directions * spec.stochastic
             merged = body(merged_rows(x), *operands[:indices], *(ids.reshape(-1) for ids in operands[indices:]))
-            out = []
-            for cut, data, scale in zip(cuts, merged[0::2], merged[1::2], strict=True):
-                out += [cut(data, slices), scale if per_tensor else cut(scale, slices)]
+            shapes, out = sliced_outputs(x), []
+            for i, value in enumerate(merged):
+                (cut, axis), (shape, _) = cuts[i // 2], shapes[i]
+                out.append(value if per_tensor and i % 2 else cut(value, slices, shape[axis]))
             return out
 
         return run

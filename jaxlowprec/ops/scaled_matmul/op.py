@@ -90,7 +90,7 @@ def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
         if spec.slices == "both":
             return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest)
         rest = (*rest[:amaxes], *_merged_extras(spec, rest[amaxes:]))
-        return [sliced_rows(y, a_data.shape[-3]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
+        return [sliced_rows(y, *a_data.shape[-3:-1]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
 
     return multiply_slices if spec.slices else multiply
 
@@ -147,7 +147,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         if spec.slices != "a":
             return spec.epilogue.finish(total, extras)
         results = spec.epilogue.finish(merged_rows(total), _merged_extras(spec, extras))
-        return [sliced_rows(y, total.shape[-3]) for y in results]
+        return [sliced_rows(y, *total.shape[-3:-1]) for y in results]
 
     merging = functools.partial(_merging, spec)
     return wiring.define(

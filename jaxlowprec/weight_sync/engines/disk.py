@@ -12,6 +12,7 @@ from jaxlowprec.weight_sync.directory import SHARD_BYTES, DirectoryTransport
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.versions import said_version
 
 
 class DiskEngine:
@@ -60,8 +61,7 @@ class DiskEngine:
 
     def version(self, timeout: float) -> int:
         """The newest that is published or that the engine says it serves; what is no number counts as 0."""
-        said = self._served(timeout)
-        return max(self._folders.version(timeout), int(said) if said.isascii() and said.isdigit() else 0)
+        return max(self._folders.version(timeout), said_version(self._served(timeout)))
 
     def pause(self, timeout: float) -> None:
         """Takes the folder. The engine goes on until the version is written."""
@@ -111,7 +111,7 @@ class DiskEngine:
         Returns:
             the version; 0: none is published, and the engine is left alone.
         """
-        newest = self._folders.version(timeout)
+        newest = max(folders.versions(self._folders.path), default=0)
         if newest:
             self.pause(timeout)
             try:

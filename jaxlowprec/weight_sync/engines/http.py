@@ -1,15 +1,15 @@
-"""JSON over HTTP with a deadline for each call and a bound on what is read."""
+"""JSON over HTTP with a deadline for each call and a bound on what is read. An answer counts if all of it is there."""
 
 from __future__ import annotations
 
-import contextlib
 import http.client
+import io
 import json
 import socket
-import threading
 import urllib.parse
 from typing import Any
 
+from jaxlowprec.checkpoints.errors import escaped
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.sockets import Deadline
 
@@ -44,13 +44,26 @@ class HttpEngine:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float, query: str = ""
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout: float,
+        query: str = "",
+        needs: str | None = None,
     ) -> dict[str, Any]:
-        """Sends a request, and gives the answer's object; {} for one that is no JSON object.
+        """Sends a request, and gives the answer's object; {} for one that is text or nothing.
+
+        Arguments:
+            method, path, query, body: of the request.
+            timeout: seconds that it may take in all.
+            needs: a field without which an answer of status 200 does not say that the call took effect.
 
         Raises:
-            Refused: another status than 200, or `"success": false`; with what the engine says.
-            PeerTimeout: no answer in time: whether the call took effect is unknown. PeerLost: no connection.
+            Refused: another status than 200, or a `success` that is not true; with what the engine says.
+            PeerTimeout: no answer in time. PeerLost: no connection, or an answer that is cut off or lacks what it
+                needs. Whether the call took effect is unknown then.
         """
         status, answer = self._exchange(method, path + (f"?{query}" if query else ""), body, timeout)
         try:
@@ -58,42 +71,79 @@ class HttpEngine:
         except (ValueError, RecursionError):
             content = None
         said = content if isinstance(content, dict) else {}
-        if status != 200 or said.get("success") is False:
+        if status != 200 or said.get("success", True) is not True:
             reason = said.get("message") or said.get("error") or said.get("detail") or answer.decode(errors="replace")
-            raise Refused(f"{self._where}{path}: status {status}: {str(reason)[:_MAX_REASON]}")
+            raise Refused(f"{self._where}{path}: status {status}: {escaped(str(reason)[:_MAX_REASON])}")
+        if content is None and answer.lstrip().startswith((b"{", b"[")):
+            raise self._incomplete(path, f"its JSON breaks off after {len(answer)} bytes")
+        if needs is not None and needs not in said:
+            raise self._incomplete(path, f"it has no {needs!r}")
         return said
+
+    def _incomplete(self, path: str, fault: str) -> PeerLost:
+        return PeerLost(f"{self._where}{path}: an incomplete answer, {fault}: the engine may have done it or not")
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
         connect = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = connect(self._parts.hostname or "", self._parts.port, timeout=timeout)
         deadline = Deadline(timeout, "answer")
-        late = threading.Event()
-        timer: threading.Timer | None = None
         try:
             connection.connect()
-            timer = threading.Timer(deadline.left(), _cut, (connection.sock, late))
-            timer.daemon = True
-            timer.start()  # the socket's own timeout is for each byte: a slow answer would have no end
+            connection.sock = _Timed(connection.sock, deadline)  # type: ignore[assignment]
             data = json.dumps(body).encode() if body is not None else b""
             connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
             response = connection.getresponse()
-            answer = response.read(MAX_BYTES)
-            if late.is_set():
-                raise TimeoutError
-            return response.status, answer
-        except (OSError, http.client.HTTPException, PeerTimeout) as error:
-            if late.is_set() or isinstance(error, TimeoutError | PeerTimeout):
-                raise PeerTimeout(f"{self._where}{path}: no answer within {timeout:g} s") from None
-            fault = str(error) or type(error).__name__
+            announced, answer = response.length, response.read(MAX_BYTES)
+        except (TimeoutError, PeerTimeout):
+            raise PeerTimeout(f"{self._where}{path}: no answer within {timeout:g} s") from None
+        except http.client.IncompleteRead:
+            raise self._incomplete(path, "its last chunk is missing") from None
+        except (OSError, http.client.HTTPException) as error:
+            fault = escaped(str(error)[:_MAX_REASON].strip()) or type(error).__name__
             raise PeerLost(f"{self._where}{path}: {fault}; is the engine up?") from None
         finally:
-            if timer is not None:
-                timer.cancel()
             connection.close()
+        if len(answer) < min(announced or 0, MAX_BYTES):
+            raise self._incomplete(path, f"{len(answer)} of {announced} bytes")
+        if announced is None and not response.chunked and not answer:
+            raise self._incomplete(path, "it ends where it begins, without a length")
+        return response.status, answer
 
 
-def _cut(connection: socket.socket, late: threading.Event) -> None:
-    """Ends a connection whose time is over, which wakes whoever reads it."""
-    late.set()
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+class _Timed:
+    """What `http.client` uses of a socket. All reads and writes count down to one deadline.
+
+    A socket's own timeout is for each of them: an answer of a byte now and then would have no end.
+    """
+
+    def __init__(self, connection: socket.socket, deadline: Deadline):
+        self._connection, self._deadline = connection, deadline
+
+    def sendall(self, data: Any) -> None:
+        left = memoryview(data)
+        while left:
+            self._connection.settimeout(self._deadline.left())
+            left = left[self._connection.send(left) :]
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_TimedReads(self._connection, self._deadline))
+
+    def close(self) -> None:
+        self._connection.close()  # what `makefile` gave reads on until it is closed too
+
+
+class _TimedReads(io.RawIOBase):
+    def __init__(self, connection: socket.socket, deadline: Deadline):
+        self._connection, self._deadline = connection, deadline
+        self._raw: Any = connection.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(self._deadline.left())
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

@@ -54,7 +54,7 @@ class SGLang(DiskEngine):
             "abort_all_requests": False,
             "flush_cache": self._mode != "in_place",
         }
-        self._engine.call("POST", "/update_weights_from_disk", body, timeout=timeout)
+        self._engine.call("POST", "/update_weights_from_disk", body, timeout=timeout, needs="success")
 
     def _go_on(self, timeout: float) -> None:
         self._engine.call("POST", "/continue_generation", {}, timeout=timeout)

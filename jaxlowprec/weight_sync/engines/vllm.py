@@ -47,7 +47,7 @@ class VLLM(DiskEngine):
 
     def _load(self, folder: str, version: int, timeout: float) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": timeout}
-        self._engine.call("POST", "/collective_rpc", body, timeout=timeout)
+        self._engine.call("POST", "/collective_rpc", body, timeout=timeout, needs="results")
         if self._mode != "keep":  # prefixes that were computed with the old weights
             self._engine.call("POST", "/reset_prefix_cache", timeout=timeout)
         self._engine.call("POST", "/update_weight_version", {"new_version": str(version)}, timeout=timeout)

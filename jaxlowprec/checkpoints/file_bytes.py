@@ -1,0 +1,121 @@
+"""Bytes of open files by their place: all that were asked for, or an error that names the file.
+
+Files are read and never mapped. The bytes of a mapped file that becomes shorter are gone: touching them ends the
+process with SIGBUS, which no Python code can catch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxlowprec.checkpoints.errors import CheckpointError
+
+_ALIGNMENT = 64  # of memory for tensors: JAX takes such arrays over without a copy
+_AT_ONCE = 1 << 30  # the system reads and writes at most 2 GiB in one call
+_COPIED_AT_ONCE = 1 << 22
+
+
+def memory(nbytes: int) -> np.ndarray:
+    """Uninitialised uint8 [nbytes], aligned to 64 bytes.
+
+    >>> memory(5).shape, memory(5).ctypes.data % 64
+    ((5,), 0)
+    """
+    room = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % _ALIGNMENT
+    return room[begin : begin + nbytes]
+
+
+class OpenFile:
+    """An open file and its name, which the system's errors about an open file lack.
+
+    Arguments:
+        path: for errors.
+        descriptor: of the file, which is closed with this.
+    """
+
+    def __init__(self, path: pathlib.Path, descriptor: int):
+        self.path, self.descriptor = path, descriptor
+
+    def read(self, begin: int, destination: np.ndarray) -> None:
+        """Fills contiguous memory from a place in the file.
+
+        Raises:
+            CheckpointError: the file ends before that.
+            OSError: the disk fails.
+        """
+        left = destination.reshape(-1).view(np.uint8).data
+        end = begin + left.nbytes
+        with about(self.path):
+            while left.nbytes:
+                got = os.preadv(self.descriptor, [left[:_AT_ONCE]], begin)
+                if not got:
+                    raise CheckpointError(
+                        f"{self.path}: became shorter while it was read: {end} bytes are needed, "
+                        f"{os.fstat(self.descriptor).st_size} are left; start again when nothing writes to it"
+                    )
+                left, begin = left[got:], begin + got
+
+    def write(self, begin: int, data: memoryview) -> None:
+        """Writes all of it to a place in the file. Raises OSError where the disk fails or is full."""
+        with about(self.path):
+            while data.nbytes:
+                written = os.pwrite(self.descriptor, data[:_AT_ONCE], begin)
+                data, begin = data[written:], begin + written
+
+    def close(self) -> None:
+        """Closes the file. May be called again."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def copy_range(source: OpenFile, begin: int, destination: OpenFile, offset: int, count: int) -> None:
+    """Copies bytes between two open files, inside the kernel where it can.
+
+    Raises:
+        CheckpointError: the source ends before that.
+        OSError: a disk fails or is full.
+    """
+    done = _copied_in_kernel(source, begin, destination, offset, count)
+    buffer = memory(min(count - done, _COPIED_AT_ONCE))
+    while done < count:
+        piece = buffer[: count - done]
+        source.read(begin + done, piece)
+        destination.write(offset + done, piece.data)
+        done += piece.size
+
+
+def _copied_in_kernel(source: OpenFile, begin: int, destination: OpenFile, offset: int, count: int) -> int:
+    """Copies as far as the kernel can; returns how many bytes. What stopped it, if anything is wrong, comes again."""
+    done = 0
+    with contextlib.suppress(AttributeError, OSError):  # no such call; between two file systems
+        while done < count:
+            left = min(count - done, _AT_ONCE)
+            copied = os.copy_file_range(source.descriptor, destination.descriptor, left, begin + done, offset + done)
+            if not copied:
+                break
+            done += copied
+    return done
+
+
+@contextlib.contextmanager
+def about(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Gives the system's errors the name of the file where they have none.
+
+    >>> with about("model.safetensors"):
+    ...     raise OSError(27, "File too large")
+    Traceback (most recent call last):
+    OSError: [Errno 27] File too large: 'model.safetensors'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise

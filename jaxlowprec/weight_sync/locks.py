@@ -1,0 +1,30 @@
+"""Locks of open files and folders, which the system gives back with the process that holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+
+_LOOK = 0.02  # seconds between two tries
+
+
+def locked(descriptor: int, timeout: float) -> bool:
+    """Whether an exclusive lock could be had within some seconds; it is given back when the descriptor is closed.
+
+    Raises:
+        OSError: what is open cannot be locked.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryFile() as file:
+    ...     locked(file.fileno(), timeout=1.0)
+    True
+    """
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(min(_LOOK, timeout))

@@ -1,0 +1,193 @@
+"""Arrays without elements: every op gives what jnp would, nothing or zeros, natively and by reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.grouped_matmul.plain import rows_product
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name
+from tests.low_precision import ALL, state_for, without_state
+
+RECIPES = {
+    "nvfp4": jlp.NVFP4BlockScaling(),
+    **ALL,
+    "int4 qat": jlp.Int4QAT(group_size=4),
+    "int4 qat clipped": jlp.Int4QAT(group_size=4, symmetric=False, ste="clipped"),
+    "weight qat": jlp.WeightQAT(jlp.NVFP4((16, 16))),
+    "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),
+    "dequantized backward": jlp.MXFP8BlockScaling(backward_override="dequantized"),
+}
+
+
+def some_often(*often):
+    """Every recipe, these always and the others in slow runs: each is compiled for every shape."""
+    return pytest.mark.parametrize(
+        "recipe",
+        [pytest.param(r, id=n, marks=[] if n in often else pytest.mark.slow) for n, r in RECIPES.items()],
+    )
+
+
+IMPLEMENTATIONS = ("ffi", "reference")
+
+
+def assert_as_in_jnp(ours, theirs, *operands):
+    """A result and its gradients have the shapes that jnp's have, the operands' dtypes, and zeros where those have."""
+
+    @jax.jit
+    def both(*operands):
+        results = []
+        for function in (ours, theirs):
+            y, vjp = jax.vjp(function, *operands)
+            results.append([y, *vjp(jnp.ones_like(y))])
+        return results
+
+    got, wanted = both(*operands)
+    assert [g.dtype for g in got[1:]] == [o.dtype for o in operands]
+    for g, w in zip(got, wanted, strict=True):
+        assert g.shape == w.shape
+        np.testing.assert_array_equal(np.float32(g) != 0, np.float32(w) != 0)
+
+
+class TestProducts:
+    @some_often("nvfp4", "fp8_block")
+    @pytest.mark.parametrize("shape", [(0, 4, 32), (0, 0, 32), (2, 0, 4, 32), (2, 4, 0, 32), (4, 0), (0, 0)], ids=str)
+    def test_linear(self, recipe, shape):
+        x, w, bias = jnp.ones(shape, jnp.bfloat16), jnp.ones((shape[-1], 8)), jnp.ones(8)
+        state = None if recipe is None else state_for(recipe)
+
+        def ours(x, w, bias):
+            return without_state(jlp.linear(x, w, bias, recipe=recipe, state=state), state)
+
+        assert_as_in_jnp(ours, lambda x, w, bias: x @ w.astype(x.dtype) + bias.astype(x.dtype), x, w, bias)
+
+    @some_often("nvfp4")
+    @pytest.mark.parametrize(
+        "lhs, rhs, dims",
+        [
+            ((2, 0, 4, 32), (2, 32, 8), (((3,), (1,)), ((0,), (0,)))),
+            ((0, 3, 4, 32), (0, 32, 8), (((3,), (1,)), ((0,), (0,)))),
+            ((32, 0), (32, 8), (((0,), (0,)), ((), ()))),
+        ],
+        ids=str,
+    )
+    def test_dot_general(self, recipe, lhs, rhs, dims):
+        if isinstance(recipe, jlp.Int4QAT) and rhs[0] == 0:
+            pytest.skip("no weights at all")
+        x, w = jnp.ones(lhs, jnp.bfloat16), jnp.ones(rhs, jnp.bfloat16)
+        state = None if recipe is None else state_for(recipe)
+
+        def ours(x, w):
+            return without_state(jlp.dot_general(x, w, dims, recipe=recipe, state=state), state)
+
+        assert_as_in_jnp(ours, lambda x, w: jax.lax.dot_general(x, w, dims), x, w)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "mxfp8",
+            *(pytest.param(n, marks=pytest.mark.slow) for n in ("nvfp4", "fp8_block", "fp8_current", "int4 qat")),
+        ],
+    )
+    @pytest.mark.parametrize("rows, depth, features", [(0, 32, 8), (6, 0, 8), (6, 32, 0), (0, 0, 8)])
+    def test_grouped_matmul(self, name, rows, depth, features):
+        x, w = jnp.ones((rows, depth), jnp.bfloat16), jnp.ones((3, depth, features))
+        sizes = jnp.asarray([2, 0, 4], jnp.int32)
+
+        def ours(x, w):
+            return jlp.grouped_matmul(x, w, sizes, recipe=RECIPES[name])
+
+        assert_as_in_jnp(ours, lambda x, w: rows_product(x, w.astype(x.dtype), sizes, x.dtype), x, w)
+
+    @pytest.mark.parametrize("fmt", [*ONE_OF_EACH, jlp.Int4(16)], ids=format_name)
+    @pytest.mark.parametrize("sizes", [(0, 32, 8), (6, 0, 8), (6, 32, 0)], ids=str)
+    def test_scaled_matmul_is_the_bias_where_there_is_nothing_to_add_up(self, fmt, sizes):
+        m, k, n = sizes
+
+        @jax.jit
+        def products(x, w, bias):
+            q = jlp.quantize(w, fmt)
+            return [jlp.scaled_matmul(x, q, bias, implementation=i) for i in IMPLEMENTATIONS]
+
+        for y in products(jnp.ones((2, m, k)), jnp.ones((2, n, k)), jnp.ones(n)):
+            assert y.shape == (2, m, n)
+            assert k or (y == 1).all()
+
+
+SHAPES = [
+    (0, 32),
+    (2, 128, 0),
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ((0,), (32, 0), (2, 0, 32), (0, 0, 128, 32))),
+]
+
+
+class TestArrays:
+    @pytest.mark.parametrize("fmt", [*ONE_OF_EACH, jlp.Int4(16), jlp.Int4(3, False, pad=True)], ids=format_name)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_quantise_and_dequantise(self, fmt, shape):
+        if len(shape) == 1 and fmt.tiles:
+            pytest.skip("vectors have no tiles")
+        axes = (-1, -2)[: len(shape)]
+
+        @jax.jit
+        def run(x):
+            gradient = jax.grad(lambda x: jlp.fake_quantize(x, fmt, ste="clipped").sum())(x)
+            found = [[jlp.quantize(x, fmt, axis, implementation=i) for axis in axes] for i in IMPLEMENTATIONS]
+            decoded = [jlp.dequantize(q, implementation=i) for i in IMPLEMENTATIONS for q in found[0]]
+            return found, [gradient, *decoded]
+
+        (native, reference), arrays = run(jnp.ones(shape))
+        assert {a.shape for a in (*native, *arrays)} == {shape}
+        assert_same_bytes(native, reference)
+
+    @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
+    @pytest.mark.parametrize("shape", [(0, 128, 32), pytest.param((2, 0, 32), marks=pytest.mark.slow)], ids=str)
+    def test_slices(self, fmt, shape):
+        x = jnp.ones(shape)
+        both = jax.jit(lambda x: [jlp.quantize_both(x, fmt, slices=True, implementation=i) for i in IMPLEMENTATIONS])
+        results = both(x)
+        assert_same_bytes(*results)
+        assert [q.shape for q in results[0]] == [shape] * 2
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_the_scale_of_a_tensor_without_elements_is_one(self, implementation):
+        q = jlp.quantize(jnp.ones((3, 0, 32)), jlp.Float8Tensor(), implementation=implementation)
+        np.testing.assert_array_equal(q.scale, 1)
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", ["fp8_block", pytest.param("nvfp4", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("lead", [(0,), (2, 0), pytest.param((0, 3), marks=pytest.mark.slow)], ids=str)
+    def test_nnx(self, name, lead):
+        layers = [
+            jlp.nnx.Linear(32, 8, rngs=nnx.Rngs(0)),
+            jlp.nnx.LinearGeneral(32, (2, 4), rngs=nnx.Rngs(0)),
+            jlp.nnx.Einsum("...d,dh->...h", (32, 8), (8,), rngs=nnx.Rngs(0)),
+        ]
+
+        @nnx.jit
+        def gradients(layers, x):
+            return nnx.grad(lambda layers: sum(layer(x).astype(jnp.float32).sum() for layer in layers))(layers)
+
+        with jlp.autocast(RECIPES[name]):
+            found = gradients(nnx.List(layers), jnp.ones((*lead, 32), jnp.bfloat16))
+        assert not any(leaf.any() for leaf in jax.tree.leaves(found))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
+    def test_experts_without_tokens(self, name):
+        moe = jlp.nnx.MoE(2, 32, 16, top_k=2, shared_hidden_features=8, rngs=nnx.Rngs(0))
+        x = jnp.ones((2, 0, 32), jnp.bfloat16)
+        with jlp.autocast(RECIPES[name]):
+            y, aux = moe(x)
+            replayed, _ = moe(x, tape=aux.tape)
+        assert y.shape == replayed.shape == x.shape
+        assert aux.tape.shape == (2, 0, 2) and not aux.group_sizes.any()
+
+    def test_tapes_without_tokens(self):
+        tape = jlp.moe.RoutingTape.afresh(3, (2, 0), k=2)
+        tape.check(num_experts=4)
+        assert jlp.moe.overlap(tape, tape).tokens.tolist() == [0, 0, 0]
+        assert jlp.moe.RoutingTape.afresh(0, 8, k=2).experts.shape == (0, 8, 2)
