@@ -7,9 +7,10 @@ from tests.test_readme import ROOT
 
 TUTORIALS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES = ["docs/index.md", *(page for page in TUTORIALS if pieces(page))]
+LONG = "docs/tutorials/experts_and_rl.md"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow) if p == LONG else p for p in PAGES])
 def test_a_page_prints_what_it_shows(page):
     names = {}
     for piece in pieces(page):
