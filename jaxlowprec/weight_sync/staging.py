@@ -112,9 +112,10 @@ class Staging:
             raise Refused(f"bucket {bucket.index} announces {len(bucket.entries)} arrays; it has {len(bucket.payload)}")
         for placed, array in zip(bucket.entries, bucket.payload, strict=True):
             given = entry_of(placed.entry.name, array)
-            if given != placed.entry:
+            announced = placed.entry
+            if given != announced:
                 raise Refused(
-                    f"bucket {bucket.index} announces {brief(given.name)} as {placed.entry.dtype} {placed.entry.shape}; "
+                    f"bucket {bucket.index} announces {brief(given.name)} as {announced.dtype} {announced.shape}; "
                     f"its array is {given.dtype} {given.shape}"
                 )
         named = zip((placed.entry.name for placed in bucket.entries), bucket.payload, strict=True)
