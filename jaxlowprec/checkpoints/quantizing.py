@@ -152,12 +152,10 @@ def _module(name: str) -> str:
 def _ignore(rules: Rules, left: set[str], quantised: set[str]) -> list[str]:
     """The config's entry. It also names the head of a model that ties it to the embeddings: no tensor, but a module."""
     ignore = config_ignore(rules, left, quantised)
+    head = ["lm_head"] if rules.why_left_alone("lm_head") and not matching("lm_head", ignore) else []
     experts = _experts_to_ignore(left, ignore)
     ignore = [rule for rule in ignore if not _lies_in(rule, experts)]
-    ignore += [rf"re:{re.escape(parent)}(\.|$)" for parent in sorted(experts)]
-    if rules.why_left_alone("lm_head") and not matching("lm_head", ignore):
-        ignore.append("lm_head")
-    return ignore
+    return ignore + [rf"re:{re.escape(parent)}(\.|$)" for parent in sorted(experts)] + head
 
 
 def _experts_to_ignore(left: set[str], ignore: list[str]) -> list[str]:

@@ -158,14 +158,16 @@ def apply_delta(name: str, tensor: np.ndarray, digest: str, changes: Changes, re
     where = f"delta {record.version}: tensor {brief(name)}"
     if digest != before:
         raise Refused(
-            f"{where} has checksum {digest}; it applies to version {record.base_version}'s, {before}; "
+            f"{where} has checksum {digest}; it applies to version {record.base_version}'s, {brief(before)}; "
             "publish a complete version"
         )
     with refusing(pathlib.Path(folders.folder_name(record.version, delta=True))):
         changes.apply(name, tensor)
     found = checksum(tensor)
     if found != after:
-        raise Refused(f"{where} is damaged: applied, it has checksum {found}, not {after}; publish a complete version")
+        raise Refused(
+            f"{where} is damaged: applied, it has checksum {found}, not {brief(after)}; publish a complete version"
+        )
     return found
 
 

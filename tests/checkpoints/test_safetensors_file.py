@@ -95,6 +95,18 @@ def test_arrays_are_views_that_outlive_the_file_and_cannot_be_written(tmp_path):
         x[0] = 1
 
 
+def test_a_part_of_a_tensor_is_read_to_where_it_belongs(tmp_path):
+    write(tmp_path / "a.safetensors", {"x": np.arange(9, dtype=np.uint8), "y": np.arange(5, dtype=np.float32)})
+    with SafetensorsFile(tmp_path / "a.safetensors") as file:
+        part, numbers = np.zeros(4, np.uint8), np.zeros((1, 5), np.float32)
+        file.read_into("x", part, 5)
+        file.read_into("y", numbers)
+        assert part.tolist() == [5, 6, 7, 8] and numbers.tolist() == [[0, 1, 2, 3, 4]]
+        assert [piece.tolist() for piece in map(np.copy, file.pieces("x", 4))] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+        with pytest.raises(CheckpointError, match="tensor 'x' has 9 bytes; 4 at 6 are asked for"):
+            file.read_into("x", part, 6)
+
+
 def refused(*_):
     raise OSError("not on this file system")
 

@@ -109,6 +109,9 @@ def test_an_interruption_while_modules_are_imported_is_one_line(tmp_path):
         env=importing(tmp_path, code),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # what a shell starts in the background ignores it
     )
     process.stdout.read(1)
     os.kill(process.pid, signal.SIGINT)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import shutil
 import socket
 import threading
@@ -27,8 +26,6 @@ from tests.weight_sync.syncing import SECRET, is_whole, model, packed, sync
 
 SILENCE = 0.2  # seconds
 SERVED = 1  # the version that receivers have before a case
-
-logging.getLogger("jaxlowprec").setLevel(logging.CRITICAL)  # refusals are logged, and cases are many
 
 
 def served():

@@ -1,6 +1,7 @@
 """The process in which a target's cases run: `python -m tests.hostile.worker TARGET MEMORY`. See `limits.py`."""
 
 import json
+import logging
 import os
 import pathlib
 import resource
@@ -62,6 +63,7 @@ def limit_memory(beyond):
 
 def main(name, memory):
     """Answers cases until standard input ends."""
+    logging.getLogger("jaxlowprec").setLevel(logging.CRITICAL)  # refusals are logged, and cases are many
     target, cases = (TARGETS | PLANTED)[name], sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDWR)

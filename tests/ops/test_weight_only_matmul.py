@@ -106,6 +106,14 @@ class TestBytes:
     def test_native_bytes_are_the_rules(self, isa, fmt, sizes):
         assert_multiplies(*operands(sizes, fmt), "ffi", out_dtype=jnp.float32)
 
+    @pytest.mark.parametrize("symmetric", [True, False])
+    def test_a_row_reads_no_scale_of_the_next(self, isa, symmetric):
+        """An odd number of codes ends in half a byte, which has no scale."""
+        x, q = operands((2, 15, 3), jlp.Int4(1, symmetric=symmetric, pad=True))
+        q = dataclasses.replace(q, scale=q.scale.at[1:, 0].set(jnp.nan))
+        y = np.asarray(jlp.scaled_matmul(x, q, implementation="ffi"))
+        assert np.isfinite(y[:, 0]).all() and np.isnan(y[:, 1:]).all()
+
     @pytest.mark.parametrize("dtype", ["float16", "float32"])
     @over_formats
     def test_of_every_type_of_activations(self, isa, fmt, dtype):

@@ -62,7 +62,9 @@ struct Int4Row : WeightRow {
 template <class E>
 struct Int4AnyGroupRow : Int4Row<E> {
   static constexpr bool kInRegisters = false;
-  using Int4Row<E>::Int4Row;
+  int64_t depth;
+
+  Int4AnyGroupRow(const WeightOnlyProblem& p, int64_t batch, int64_t row) : Int4Row<E>(p, batch, row), depth(p.depth) {}
   int64_t run_length() const { return INT64_MAX; }
 
   struct Run {
@@ -70,9 +72,8 @@ struct Int4AnyGroupRow : Int4Row<E> {
     void unpack(int64_t k, Sixteen (&w)[2]) const {
       for (int half = 0; half < 2; ++half, k += kSums) {
         F32 numbers[kParts] = {};
-        for (int i = 0; i < kSums && (k + i) / 2 < row.bytes; ++i) {
-          const int64_t group = (k + i) / row.block, groups = 2 * row.bytes / row.block;
-          if (group >= groups) break;  // the nibble after the last of an odd number
+        for (int i = 0; i < kSums && k + i < row.depth; ++i) {  // bytes may hold one nibble more, which has no scale
+          const int64_t group = (k + i) / row.block;
           const float step = static_cast<float>(row.codes[(k + i) / 2] >> (k + i) % 2 * 4 & 15);
           const float scale = int4_decode_scale<float, Int4DeployOf<E>>(load<uint16_t>(row.scales + 2 * group));
           numbers[i / kLanes][i % kLanes] = (step - (row.zeros ? row.zeros[group] : kInt4Middle)) * scale;
