@@ -25,11 +25,11 @@ import ml_dtypes
 import numpy as np
 from timing import save
 
-from jaxlowprec.checkpoints.convert import Run, convert
-from jaxlowprec.checkpoints.dtypes import file_dtype
-from jaxlowprec.checkpoints.folder import CONFIG_FILE, CheckpointFolder, write_index
-from jaxlowprec.checkpoints.safetensors_file import SafetensorsWriter
-from jaxlowprec.checkpoints.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.conversion.convert import Run, convert
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder, write_index
+from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes import by_name
 
 HIDDEN, INNER, VOCABULARY = 2048, 8192, 8192

@@ -16,7 +16,7 @@ from baselines import Copies, fastest_dot
 from timing import Cases, environment, keep_memory, save
 
 import jaxlowprec as jlp
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 
 ROWS, COLUMNS = 4096, 4096
 

@@ -17,9 +17,9 @@ import numpy as np
 from timing import Cases, keep_memory, save
 
 import jaxlowprec as jlp
-from jaxlowprec import native
 from jaxlowprec.ops.grouped_matmul.api import multiply_groups, multiply_within_groups, quantize_groups
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
+from jaxlowprec.wiring import native
 
 DEPTH, FEATURES = 2048, 2048
 SHAPES = ((32, 64), (16, 256))  # groups, rows in each

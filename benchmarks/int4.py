@@ -15,7 +15,7 @@ from baselines import Copies
 from timing import Cases, environment, keep_memory, save
 
 import jaxlowprec as jlp
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 
 ROWS, COLUMNS = 4096, 4096
 CASES = (  # format, dtype of the weight, axis

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import sources
 
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

@@ -20,7 +20,7 @@ from timing import save
 
 import jaxlowprec as jlp
 from jaxlowprec import traffic
-from tests.described_gpu import devices_of
+from tests.cuda_without_gpu.described_gpu import devices_of
 
 BATCH, TIME, WIDTH, HIDDEN = 8, 4096, 4096, 14336  # of Llama 3 8B
 RECIPES = {

@@ -17,7 +17,7 @@ from baselines import Copies, fastest_dot
 from timing import Cases, environment, keep_memory, save
 
 import jaxlowprec as jlp
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 
 SIZE, ROWS = 4096, 1024
 WEIGHTS = 16  # 128 MiB of 4-bit codes

@@ -23,11 +23,11 @@ import ml_dtypes
 import numpy as np
 from timing import alternate, save
 
-from jaxlowprec.checkpoints.mapping import Rule, TreeMapping
-from jaxlowprec.checkpoints.rules import Rules
+from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.schemes import by_name
+from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
-from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
+from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 
 HIDDEN, INNER, VOCABULARY = 2048, 8192, 8192
 BUCKET_BYTES = 64 << 20

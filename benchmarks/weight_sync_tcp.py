@@ -22,10 +22,10 @@ from timing import save
 
 from jaxlowprec.weight_sync.bucket import Bucket, pack
 from jaxlowprec.weight_sync.manifest import Manifest
-from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.session import push
-from jaxlowprec.weight_sync.source import WeightSource
-from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.sending.session import push
+from jaxlowprec.weight_sync.sending.source import WeightSource
+from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 
 TARGET = 0.5
 SECRET = b"a secret for one machine, of a benchmark"

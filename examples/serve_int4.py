@@ -21,9 +21,9 @@ from flax import nnx
 from lm.model import Config, LanguageModel
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import trees
-from jaxlowprec.checkpoints.mapping import DEMO
 from jaxlowprec.checkpoints.schemes import by_name
+from jaxlowprec.checkpoints.trees import trees
+from jaxlowprec.checkpoints.trees.mapping import DEMO
 
 RUN = "int4_qat"
 

@@ -5,40 +5,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import delayed_scaling, layouts, moe, traffic
-from jaxlowprec.autocast import autocast, current_recipe
-from jaxlowprec.collectives import all_gather_quantized
-from jaxlowprec.dot_general import dot_general, einsum
-from jaxlowprec.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
-from jaxlowprec.grouped import grouped_matmul, ragged_dot
-from jaxlowprec.linear import linear, quantize_kernel
+from jaxlowprec import moe
+from jaxlowprec.arrays import layouts
+from jaxlowprec.arrays.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.diagnostics import traffic
+from jaxlowprec.linears import delayed_scaling
+from jaxlowprec.linears.collectives import all_gather_quantized
+from jaxlowprec.linears.dot_general import dot_general, einsum
+from jaxlowprec.linears.grouped import grouped_matmul, ragged_dot
+from jaxlowprec.linears.linear import linear, quantize_kernel
+from jaxlowprec.linears.quantized_matmul import QuantizedKernel
+from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
-from jaxlowprec.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
-from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.quantized_matmul import QuantizedKernel
-from jaxlowprec.recipes import (
-    Custom,
+from jaxlowprec.recipes.autocast import autocast, current_recipe
+from jaxlowprec.recipes.custom import Custom, QuantizerRole
+from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
+from jaxlowprec.recipes.roles import MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    MMParams,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
-    QParams,
-    QuantizerRole,
-    Recipe,
-    Role,
-    Roles,
 )
-from jaxlowprec.residuals import CHECKPOINT_NAMES
 
 if TYPE_CHECKING:
     from jaxlowprec import linen, nnx, weight_sync
-    from jaxlowprec.policy import explain, quantize_params
+    from jaxlowprec.models.explain import explain, quantize_params
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -98,5 +96,5 @@ def __getattr__(name: str) -> Any:
     if name in ("linen", "nnx", "weight_sync"):  # they load Flax, or sockets and files
         return importlib.import_module(f"jaxlowprec.{name}")
     if name in ("explain", "quantize_params"):
-        return getattr(importlib.import_module("jaxlowprec.policy"), name)
+        return getattr(importlib.import_module("jaxlowprec.models.explain"), name)
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 
 library = native.library()
 assert library.module, f"the native library was not loaded: {library.reason}"

@@ -9,5 +9,5 @@ cp -r tests examples pyproject.toml "$folder"
 cd "$folder"
 export JAX_PLATFORMS=cpu
 "$python" -m jaxlowprec.cli.main info
-"$python" -c 'from jaxlowprec import native; assert native.library().module, native.library().reason'
+"$python" -c 'from jaxlowprec.wiring import native; assert native.library().module, native.library().reason'
 "$python" -m pytest -n 2 --dist worksteal "${@:2}"

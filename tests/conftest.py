@@ -4,7 +4,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 from tests.on_gpu import why_only_on_the_cpu
 
 ON_GPU = os.environ.get("JAXLOWPREC_TESTS_ON") == "cuda"  # the whole suite, as far as it is not about the CPU

@@ -1,11 +1,11 @@
 """What of the suite says something about a GPU, when all of it is run on one (JAXLOWPREC_TESTS_ON=cuda)."""
 
 ABOUT_PROCESSES = (
-    "tests/test_native.py",
-    "tests/test_build.py",
-    "tests/test_package.py",
-    "tests/test_readme.py",
-    "tests/test_spec.py",
+    "tests/wiring/test_native.py",
+    "tests/package/test_build.py",
+    "tests/package/test_package.py",
+    "tests/package/test_readme.py",
+    "tests/package/test_spec.py",
     "tests/cli",
     "tests/scripts",
 )

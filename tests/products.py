@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec import native
 from jaxlowprec.ops.scaled_matmul import cuda
+from jaxlowprec.wiring import native
 
 
 def decoded(q):

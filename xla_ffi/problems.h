@@ -1,4 +1,4 @@
-// What the kernels are asked to do: formats as jaxlowprec/formats.py describes them, and one struct an operation. The CPU's
+// What the kernels are asked to do: formats as jaxlowprec/arrays/formats.py describes them, and one struct an operation. The CPU's
 // and the GPU's kernels take the same ones, with pointers into their own memory.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace jaxlowprec {
 enum class ElementType : int32_t { kBF16, kF16, kF32 };
 constexpr int element_bytes(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
 
-// --- formats, as jaxlowprec/formats.py describes them
+// --- formats, as jaxlowprec/arrays/formats.py describes them
 
 enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2, kInt4 };
 

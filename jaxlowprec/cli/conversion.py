@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxlowprec.checkpoints.convert import Report, Run
+from jaxlowprec.checkpoints.conversion.convert import Report, Run
 from jaxlowprec.cli.progress import bar, readable
 from jaxlowprec.cli.streams import emit, say
 

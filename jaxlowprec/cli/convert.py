@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jaxlowprec.checkpoints import convert, schemes
-from jaxlowprec.checkpoints.presets import DEFAULTS
+from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.conversion import convert
+from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.cli import conversion
 
 _RULE = "a module's name, or \"re:\" and a regular expression matched from the name's start"

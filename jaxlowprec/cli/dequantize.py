@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jaxlowprec.checkpoints import convert
+from jaxlowprec.checkpoints.conversion import convert
 from jaxlowprec.cli import conversion
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
-from jaxlowprec import native
+from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor
 from jaxlowprec.cli.streams import emit
 from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
-from jaxlowprec.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor
 from jaxlowprec.ops.scaled_matmul.cuda import route
+from jaxlowprec.wiring import native
 
 _PACKAGES = ("jaxlowprec", "jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 

@@ -7,9 +7,9 @@ import json
 import math
 from typing import Any
 
+from jaxlowprec.checkpoints.conversion.inspect import Inspection, Module, inspect
+from jaxlowprec.checkpoints.conversion.plot import plot_sqnr
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.inspect import Inspection, Module, inspect
-from jaxlowprec.checkpoints.plot import plot_sqnr
 from jaxlowprec.cli.progress import bar, readable
 from jaxlowprec.cli.streams import emit, printable
 

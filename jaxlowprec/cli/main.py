@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from jaxlowprec import native
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli import convert, dequantize, info, inspect
 from jaxlowprec.cli.streams import printable, say
+from jaxlowprec.wiring import native
 from jaxlowprec_command import occupy_standard_descriptors
 
 _COMMANDS = (info, convert, dequantize, inspect)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from jaxlowprec.checkpoints.engine import Progress
+from jaxlowprec.checkpoints.conversion.engine import Progress
 from jaxlowprec.cli.streams import show
 
 _WIDTH = 30

@@ -9,10 +9,10 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.linear import rounds_stochastically
+from jaxlowprec.linears.linear import rounds_stochastically
 from jaxlowprec.linen.layers import _loaded, _operands
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
 """Each expert's kernel as a linear's of its size."""

@@ -24,18 +24,19 @@ from flax.core.tracers import current_trace
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 
-from jaxlowprec.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.delayed_scaling import (
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
     State,
     init_state,
     is_added_up,
     used_in_a_transformation,
 )
-from jaxlowprec.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel, rounds_stochastically
-from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.recipes import DelayedScaling, Recipe
+from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel, rounds_stochastically
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
 def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None) -> tuple[Any, Any, Any]:

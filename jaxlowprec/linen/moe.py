@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.autocast import FROM_CONTEXT
 from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense
 from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router import Scoring
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
 class Experts(nn.Module):

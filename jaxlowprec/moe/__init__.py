@@ -1,8 +1,8 @@
 """Mixture of experts without Flax: routing and its replay, dispatch by sorting."""
 
-from jaxlowprec.moe.dispatch import Dispatch, combine, dispatch, scatter_to_experts
+from jaxlowprec.moe.dispatching import Dispatch, combine, dispatch, scatter_to_experts
 from jaxlowprec.moe.mixture import MoEAux
-from jaxlowprec.moe.overlap import Overlap, overlap
+from jaxlowprec.moe.overlapping import Overlap, overlap
 from jaxlowprec.moe.router import AFRESH, Routing, route
 from jaxlowprec.moe.tape import RoutingTape
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.grouped import grouped_matmul
-from jaxlowprec.recipes import Recipe
+from jaxlowprec.linears.grouped import grouped_matmul
+from jaxlowprec.recipes.roles import Recipe
 
 MODULE_TYPE = "grouped_linear"
 """What recipes call these layers, see `QuantizerRole`."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.moe.dispatch import combine, dispatch, scatter_to_experts
+from jaxlowprec.moe.dispatching import combine, dispatch, scatter_to_experts
 from jaxlowprec.moe.router import Scoring, route
 
 

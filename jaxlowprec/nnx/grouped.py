@@ -11,11 +11,11 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.autocast import FROM_CONTEXT
-from jaxlowprec.linear import rounds_stochastically
+from jaxlowprec.linears.linear import rounds_stochastically
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.nnx.layers import _Quantizing
-from jaxlowprec.recipes import DelayedScaling
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
+from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 default_kernel_init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
 """Each expert's kernel as a linear's of its size."""

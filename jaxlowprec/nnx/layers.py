@@ -12,19 +12,20 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from jaxlowprec.autocast import FROM_CONTEXT, current_recipe, resolve
-from jaxlowprec.delayed_scaling import (
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
     State,
     init_state,
     is_added_up,
     used_in_a_transformation,
 )
-from jaxlowprec.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linear import kernel_matrices, linear, quantize_kernel, rounds_stochastically
+from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel, rounds_stochastically
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
-from jaxlowprec.quantized_array import QuantizedArray
-from jaxlowprec.recipes import DelayedScaling, Recipe
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, current_recipe, resolve
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
 def keep_kernel_dtype(operands: tuple[Any, Any, Any], /, *, dtype: Any = None) -> tuple[Any, Any, Any]:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.autocast import FROM_CONTEXT
 from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router import Scoring
 from jaxlowprec.nnx import grouped
 from jaxlowprec.nnx.layers import Linear
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 _default_init = nnx.initializers.lecun_normal()
 

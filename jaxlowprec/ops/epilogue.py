@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.ops.rounding import flush, rounded
-from jaxlowprec.out_sharding import spec_of
+from jaxlowprec.wiring.out_sharding import spec_of
 
 Activation = Literal["gelu", "dgelu"] | None
 

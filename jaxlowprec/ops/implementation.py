@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 
 Implementation = Literal["ffi", "reference"] | None
 

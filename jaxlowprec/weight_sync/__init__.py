@@ -8,24 +8,24 @@
 (1, array([1., 1.], dtype=float32))
 """
 
-from jaxlowprec.weight_sync.bucketizer import Bucketizer
-from jaxlowprec.weight_sync.comparison import differences
-from jaxlowprec.weight_sync.delta import DeltaTransport
-from jaxlowprec.weight_sync.directory import DirectoryTransport
 from jaxlowprec.weight_sync.engines.sglang import SGLang
 from jaxlowprec.weight_sync.engines.vllm import VLLM
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
-from jaxlowprec.weight_sync.filling import to_tree
-from jaxlowprec.weight_sync.in_process import InProcess
+from jaxlowprec.weight_sync.folders.delta import DeltaTransport
+from jaxlowprec.weight_sync.folders.directory import DirectoryTransport
+from jaxlowprec.weight_sync.folders.pulling import pull
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
-from jaxlowprec.weight_sync.pulling import pull
-from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.session import Session, push
-from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
-from jaxlowprec.weight_sync.source import WeightSource
-from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
-from jaxlowprec.weight_sync.transport import Transport
-from jaxlowprec.weight_sync.weights import Weights
+from jaxlowprec.weight_sync.receiving.comparison import differences
+from jaxlowprec.weight_sync.receiving.filling import to_tree
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.receiving.weights import Weights
+from jaxlowprec.weight_sync.sending.bucketizer import Bucketizer
+from jaxlowprec.weight_sync.sending.session import Session, push
+from jaxlowprec.weight_sync.sending.source import WeightSource
+from jaxlowprec.weight_sync.transports.in_process import InProcess
+from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
+from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
+from jaxlowprec.weight_sync.transports.transport import Transport
 
 __all__ = [
     "Aborted",

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from jaxlowprec.checkpoints.dtypes import file_dtype, numpy_dtype
 from jaxlowprec.checkpoints.errors import brief
-from jaxlowprec.checkpoints.file_bytes import memory
-from jaxlowprec.checkpoints.strict_json import repeated
+from jaxlowprec.checkpoints.files.dtypes import file_dtype, numpy_dtype
+from jaxlowprec.checkpoints.files.file_bytes import memory
+from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Entry, checked, parse
 
 ALIGNMENT = 16

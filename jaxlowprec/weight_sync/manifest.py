@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxlowprec.checkpoints.dtypes import BITS, MAX_RANK, numpy_dtype
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
-from jaxlowprec.checkpoints.strict_json import load_json, repeated
+from jaxlowprec.checkpoints.files.dtypes import BITS, MAX_RANK, numpy_dtype
+from jaxlowprec.checkpoints.files.strict_json import load_json, repeated
 
 T = TypeVar("T")
 

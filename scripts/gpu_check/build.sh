@@ -8,9 +8,9 @@ set -euo pipefail
 work=$1 kept=$2
 python=${PYTHON:-python3}
 
-is_here='import sys, jaxlowprec, jaxlowprec.native as n; m = n.library().module
+is_here='import sys, jaxlowprec, jaxlowprec.wiring.native as n; m = n.library().module
 sys.exit(not (jaxlowprec.__file__.startswith(sys.argv[1] + "/jaxlowprec/") and m and not m.no_cuda))'
-has_gpu='import jax, jaxlowprec.native as n
+has_gpu='import jax, jaxlowprec.wiring.native as n
 why = n.why_not("cuda")
 if why: raise SystemExit(f"the GPU kernels cannot be used: {why}")
 print(*jax.devices("cuda"))'

@@ -24,7 +24,7 @@ def anchors(page: str) -> dict[str, str]:
 
 
 def rendered(text: str, sections: dict[str, dict[str, str]]) -> str:
-    """A docstring as Markdown. Sections that do not exist stay as they are: tests/test_spec.py finds them."""
+    """A docstring as Markdown. Sections that do not exist stay as they are: tests/package/test_spec.py finds them."""
 
     def link(match: re.Match[str]) -> str:
         anchor = sections.get(match[1], {}).get(match[2])

@@ -7,10 +7,10 @@ import pathlib
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.checkpoints.dtypes import file_dtype
-from jaxlowprec.checkpoints.folder import INDEX_FILE, CheckpointFolder, write_index
-from jaxlowprec.checkpoints.safetensors_file import SafetensorsWriter
-from jaxlowprec.checkpoints.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.folder import INDEX_FILE, CheckpointFolder, write_index
+from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 
 HIDDEN, INNER, VOCABULARY = 128, 256, 40
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN}

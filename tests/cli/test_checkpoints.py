@@ -116,7 +116,7 @@ def test_interrupted_and_resumed(capsys, source, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxlowprec.checkpoints.convert.write_index", interrupt)
+    monkeypatch.setattr("jaxlowprec.checkpoints.conversion.convert.write_index", interrupt)
     _, err = command(capsys, *arguments, status=130)
     assert err == "jaxlowprec convert: interrupted\n"
     monkeypatch.undo()

@@ -8,10 +8,10 @@ import subprocess
 import jax
 import pytest
 
-from jaxlowprec import native
 from jaxlowprec.cli import info as info_module
 from jaxlowprec.cli.main import main
 from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
+from jaxlowprec.wiring import native
 from tests.helpers import run_python
 
 EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit"}

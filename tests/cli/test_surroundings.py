@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jaxlowprec import native
 from jaxlowprec.cli.main import main
+from jaxlowprec.wiring import native
 from tests.checkpoints.small_models import llama, write_checkpoint
 from tests.cli.processes import ENTRY, command, one_line
 from tests.helpers import python_environment
@@ -90,7 +90,7 @@ def test_memory_that_is_not_there(capsys, source, monkeypatch):
     def refused(*_):
         raise MemoryError("Unable to allocate 1 TiB")
 
-    monkeypatch.setattr("jaxlowprec.checkpoints.safetensors_file.memory", refused)
+    monkeypatch.setattr("jaxlowprec.checkpoints.files.safetensors_file.memory", refused)
     err = one_line(main(["inspect", str(source)]), *capsys.readouterr())
     assert "out of memory (Unable to allocate 1 TiB)" in err
 

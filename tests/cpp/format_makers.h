@@ -1,4 +1,4 @@
-// The formats of jaxlowprec/formats.py as the kernels get them.
+// The formats of jaxlowprec/arrays/formats.py as the kernels get them.
 #pragma once
 
 #include "../../xla_ffi/problems.h"

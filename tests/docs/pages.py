@@ -7,7 +7,7 @@ import io
 import re
 from typing import Any, NamedTuple
 
-from tests.test_readme import ROOT
+from tests.package.test_readme import ROOT
 
 _PIECE = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)
 _NUMBER = re.compile(r"(-?\d+\.\d*)")

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from jaxlowprec.cli.main import main
-from tests.test_readme import ROOT
+from tests.package.test_readme import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
 MODULES = ("", ".nnx", ".linen", ".moe", ".layouts", ".delayed_scaling", ".traffic", ".checkpoints", ".weight_sync")

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tests.test_readme import ROOT
+from tests.package.test_readme import ROOT
 
 
 def script(name):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.docs.pages import differs, pieces, printed_by
-from tests.test_readme import ROOT
+from tests.package.test_readme import ROOT
 
 TUTORIALS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES = ["docs/index.md", *(page for page in TUTORIALS if pieces(page))]

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import trees
-from jaxlowprec.checkpoints.folder import CheckpointFolder
-from jaxlowprec.checkpoints.mapping import DEMO
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes import by_name
+from jaxlowprec.checkpoints.trees import trees
+from jaxlowprec.checkpoints.trees.mapping import DEMO
 from jaxlowprec.cli.main import main
 from tests.helpers import as_bytes, run_python
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.helpers import run_python
-from tests.meshes import collectives
+from tests.sharding.meshes import collectives
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -9,7 +9,7 @@ import pathlib
 import jax
 import pytest
 
-from jaxlowprec import native
+from jaxlowprec.wiring import native
 
 DEVICE = os.environ.get("JAXLOWPREC_GPU_TESTS_ON", "cuda")
 

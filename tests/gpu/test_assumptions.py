@@ -10,7 +10,7 @@ import pytest
 import jaxlowprec as jlp
 from tests.gpu.sides import ON_A_GPU, environment, run_on
 from tests.helpers import format_name, random_array, run_python
-from tests.ops.test_scaled_matmul_formats import ONE_OF_EACH_KIND
+from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND
 from tests.products import assert_is_product, decoded, sum_error
 
 KINDS = [(jlp.NVFP4(), jlp.NVFP4((16, 16))), *ONE_OF_EACH_KIND]

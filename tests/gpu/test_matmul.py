@@ -10,7 +10,7 @@ import pytest
 import jaxlowprec as jlp
 from tests.gpu.sides import run_on
 from tests.helpers import FLOATS, as_bytes, format_name, quantized_from_bytes, random_array
-from tests.ops.test_scaled_matmul_formats import ONE_OF_EACH_KIND, PAIRS
+from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, PAIRS
 from tests.products import assert_is_product, decoded, sum_error
 
 NVFP4 = list(itertools.product((jlp.NVFP4(), jlp.NVFP4((16, 16))), repeat=2))

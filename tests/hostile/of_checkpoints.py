@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 
 from jaxlowprec.checkpoints import schemes
-from jaxlowprec.checkpoints.config import with_quantization
-from jaxlowprec.checkpoints.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.folder import CheckpointFolder
-from jaxlowprec.checkpoints.inspect import inspect
-from jaxlowprec.checkpoints.safetensors_file import SafetensorsFile
-from jaxlowprec.checkpoints.safetensors_header import LENGTH_BYTES
+from jaxlowprec.checkpoints.files.config import with_quantization
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile
+from jaxlowprec.checkpoints.files.safetensors_header import LENGTH_BYTES
 from jaxlowprec.cli.inspect import render
 from tests.checkpoints.small_models import CONFIG, write_checkpoint
 from tests.hostile.target import Target

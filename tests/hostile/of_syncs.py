@@ -6,20 +6,20 @@ import shutil
 import socket
 import threading
 
-from jaxlowprec.weight_sync import messages
 from jaxlowprec.weight_sync.bucket import Header
-from jaxlowprec.weight_sync.delta import DeltaTransport
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.errors import SyncError
-from jaxlowprec.weight_sync.handshake import Keys, admit
+from jaxlowprec.weight_sync.folders.delta import DeltaTransport
+from jaxlowprec.weight_sync.folders.pulling import pull
+from jaxlowprec.weight_sync.folders.record import RECORD_FILE
+from jaxlowprec.weight_sync.folders.record import _checksum as checksum_of_record
 from jaxlowprec.weight_sync.manifest import Manifest
-from jaxlowprec.weight_sync.pulling import pull
-from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.record import RECORD_FILE
-from jaxlowprec.weight_sync.record import _checksum as checksum_of_record
-from jaxlowprec.weight_sync.serving import Serving, Slot
-from jaxlowprec.weight_sync.sockets import Deadline
-from jaxlowprec.weight_sync.stream import Channel, Kind
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.transports import messages
+from jaxlowprec.weight_sync.transports.handshake import Keys, admit
+from jaxlowprec.weight_sync.transports.serving import Serving, Slot
+from jaxlowprec.weight_sync.transports.sockets import Deadline
+from jaxlowprec.weight_sync.transports.stream import Channel, Kind
 from tests.hostile.of_checkpoints import change_file, made_in
 from tests.hostile.target import Target
 from tests.weight_sync.syncing import SECRET, is_whole, model, packed, sync

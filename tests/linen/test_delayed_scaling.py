@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 
 import jaxlowprec as jlp
-from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max
+from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max
 from tests.helpers import assert_same_bytes, random_array
 
 RECIPE = jlp.DelayedScaling(amax_history_len=3)

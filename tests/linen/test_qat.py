@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
-from tests.meshes import mesh_of, place
+from tests.sharding.meshes import mesh_of, place
 
 RECIPE = jlp.Int4QAT(group_size=16)
 FORMAT = jlp.Int4(16)

@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
-from tests.meshes import mesh_of, place
 from tests.moe import stack
 from tests.moe.stack import OFTEN, RECIPES, block, each_recipe, step
+from tests.sharding.meshes import mesh_of, place
 
 PARAMS, X = stack.parameters(), stack.tokens()
 AFRESH = jlp.moe.RoutingTape.afresh(stack.LAYERS, stack.TOKENS, stack.K)

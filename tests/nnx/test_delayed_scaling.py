@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max, overwrite_with_gradient
+from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max, overwrite_with_gradient
 from tests.helpers import assert_same_bytes, random_array
 
 RECIPE = jlp.DelayedScaling(amax_history_len=3)

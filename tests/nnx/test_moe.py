@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
-from tests.meshes import collectives, mesh_of, place
 from tests.moe.stack import RECIPES, each_recipe
+from tests.sharding.meshes import collectives, mesh_of, place
 
 EXPERTS, WIDTH, HIDDEN, K = 8, 64, 32, 2
 X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH), jnp.bfloat16)

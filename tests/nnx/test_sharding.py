@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
-from tests.meshes import assert_same_to_rounding, collectives, mesh_of, place
+from tests.sharding.meshes import assert_same_to_rounding, collectives, mesh_of, place
 
 RULES = (("embed", "a"), ("mlp", "b"), ("heads", "b"), ("experts", "b"))
 INIT = nnx.initializers.lecun_normal()

@@ -16,7 +16,7 @@ from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.ops.weight_only_matmul import cuda as weight_only_cuda
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
-from tests.claiming_cuda import claiming_cuda, custom_calls
+from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.helpers import ONE_OF_EACH, assert_same_numbers, random_array
 
 GEMM_WORKSPACE = (32 << 20) + 256  # cuBLASLt's own, and room to align it

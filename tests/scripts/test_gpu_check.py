@@ -315,10 +315,10 @@ esac""",
 
 
 READ_DOCUMENTS = (
-    "tests/test_readme.py",
+    "tests/package/test_readme.py",
     "tests/weight_sync/test_documents.py",
     "tests/weight_sync/test_transports_document.py",
-    "tests/checkpoints/test_mapping.py",
+    "tests/checkpoints/trees/test_mapping.py",
 )
 
 

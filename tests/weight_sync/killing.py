@@ -17,8 +17,8 @@ import time
 import numpy as np
 
 from jaxlowprec.weight_sync import Receiver, SyncError, WeightSource, push
-from jaxlowprec.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
-from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
+from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
+from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 
 SECRET = b"a secret of the tests, of 32 B .."
 SIZE, ARRAYS = 30_000, 6

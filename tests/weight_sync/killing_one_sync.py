@@ -20,12 +20,12 @@ import time
 
 import numpy as np
 
-from jaxlowprec.weight_sync.delta import DeltaTransport
-from jaxlowprec.weight_sync.directory import DirectoryTransport
 from jaxlowprec.weight_sync.errors import SyncError
-from jaxlowprec.weight_sync.pulling import pull
-from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
+from jaxlowprec.weight_sync.folders.delta import DeltaTransport
+from jaxlowprec.weight_sync.folders.directory import DirectoryTransport
+from jaxlowprec.weight_sync.folders.pulling import pull
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 from tests.weight_sync.syncing import SECRET, Engine, sync
 
 TIMEOUT = 10.0

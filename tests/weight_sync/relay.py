@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 
-from jaxlowprec.weight_sync.sockets import close
+from jaxlowprec.weight_sync.transports.sockets import close
 
 
 def flip(data, at, bit):

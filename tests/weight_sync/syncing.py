@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxlowprec.weight_sync.bucket import pack
 from jaxlowprec.weight_sync.manifest import Manifest
-from jaxlowprec.weight_sync.receiver import Receiver
-from jaxlowprec.weight_sync.tcp import TcpReceiver, TcpTransport
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
 
 SECRET = b"a secret of the tests, of 32 B .."
 SHAPES = {"embed": (64, 16), "layer.0.q": (31, 7), "layer.0.k": (5,), "norm": (), "empty": (0, 3), "head": (128, 33)}

@@ -3,8 +3,8 @@
 import importlib
 import re
 
-from jaxlowprec.weight_sync import forms
-from tests.test_readme import ROOT, programs
+from jaxlowprec.weight_sync.receiving import forms
+from tests.package.test_readme import ROOT, programs
 
 
 def test_the_programs_of_the_document_run():

@@ -7,15 +7,15 @@ import time
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints.dtypes import MAX_RANK
+from jaxlowprec.checkpoints.files.dtypes import MAX_RANK
 from jaxlowprec.weight_sync import Entry, Manifest, PeerLost, Receiver, Refused
 from jaxlowprec.weight_sync import manifest as manifest_module
 from jaxlowprec.weight_sync.bucket import Header, checksum, pack, place
-from jaxlowprec.weight_sync.handshake import Keys, introduce
-from jaxlowprec.weight_sync.messages import write
-from jaxlowprec.weight_sync.sockets import Deadline
-from jaxlowprec.weight_sync.staging import Staging
-from jaxlowprec.weight_sync.stream import Channel, Kind
+from jaxlowprec.weight_sync.receiving.staging import Staging
+from jaxlowprec.weight_sync.transports.handshake import Keys, introduce
+from jaxlowprec.weight_sync.transports.messages import write
+from jaxlowprec.weight_sync.transports.sockets import Deadline
+from jaxlowprec.weight_sync.transports.stream import Channel, Kind
 from tests.weight_sync.syncing import SECRET, is_whole, over_tcp, sync
 
 LONGEST = 500  # characters of a message

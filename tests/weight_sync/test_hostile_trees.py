@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints.mapping import LLAMA
+from jaxlowprec.checkpoints.trees.mapping import LLAMA
 from jaxlowprec.weight_sync import DirectoryTransport, WeightSource, differences, to_tree
 from jaxlowprec.weight_sync.engines.vllm import VLLM
-from jaxlowprec.weight_sync.source import natural
+from jaxlowprec.weight_sync.sending.source import natural
 from tests.weight_sync.trees import llama, synced
 
 

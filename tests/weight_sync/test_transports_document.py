@@ -1,6 +1,6 @@
 """The programs of docs/how-to/weight_sync_transports.md run as they stand."""
 
-from tests.test_readme import programs
+from tests.package.test_readme import programs
 
 
 def test_the_programs_of_the_document_run(capsys):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.wiring import Rule, define
+from jaxlowprec.wiring.defining import Rule, define
 
 BLOCK = 4
 RULE = Rule("... r (c k), ..., r -> ... r c, ... r c", k=BLOCK)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import ONE_OF_EACH, assert_same_bytes, golden_input
-from tests.meshes import mesh_of, name_of, place
+from tests.sharding.meshes import mesh_of, name_of, place
 from tests.wiring.small_ops import assert_right, block_sums, operands
 
 TARGETS = ("amax", "quantize", "dequantize", "hadamard", "scaled_matmul")

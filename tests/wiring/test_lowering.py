@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.wiring import Rule, define
-from tests.meshes import mesh_of, place
+from jaxlowprec.wiring.defining import Rule, define
+from tests.sharding.meshes import mesh_of, place
 from tests.wiring.small_ops import BLOCK, RULE, assert_right, block_sums, body, operands, outputs, reference_only
 
 

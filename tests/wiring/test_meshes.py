@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.meshes import PLACEMENTS, by_axis_type, collectives, lengthened, mesh_of, name_of, place
+from tests.sharding.meshes import PLACEMENTS, by_axis_type, collectives, lengthened, mesh_of, name_of, place
 from tests.wiring.small_ops import assert_right, block_sums, integers, operands, piece_of, sums_of_tiles, tiles
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.meshes import by_axis_type, collectives, mesh_of, name_of, place, unless_refused
+from tests.sharding.meshes import by_axis_type, collectives, mesh_of, name_of, place, unless_refused
 from tests.wiring.small_ops import biased_total, integers, maximum, total
 
 SPLITS = [((1,), P("a")), ((4,), P("a")), ((2,), P(None, "a")), ((2, 4), P("b", "a")), ((2, 4), P(None, ("b", "a")))]

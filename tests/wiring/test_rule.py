@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.sharding_rule import Placed, Rule
+from jaxlowprec.wiring.sharding_rule import Placed, Rule
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
 BLOCKS = Rule("r (c k), r -> r c", k=4)

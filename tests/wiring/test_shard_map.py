@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec import wiring
-from jaxlowprec.wiring import Rule
-from tests.meshes import by_axis_type, mesh_of, name_of, place, unless_refused
+from jaxlowprec.wiring import defining as wiring
+from jaxlowprec.wiring.defining import Rule
+from tests.sharding.meshes import by_axis_type, mesh_of, name_of, place, unless_refused
 from tests.wiring.small_ops import RULE, assert_right, block_sums, operands, piece_of
 
 

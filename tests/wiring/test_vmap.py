@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.meshes import by_axis_type, collectives, mesh_of, place
+from tests.sharding.meshes import by_axis_type, collectives, mesh_of, place
 from tests.wiring.small_ops import assert_right, block_sums, operands
 
 ARGS = operands((3, 5, 8, 16))

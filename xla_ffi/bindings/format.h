@@ -1,4 +1,4 @@
-// Decoding the dictionary attribute that describes a format: the counterpart of Format.attributes in jaxlowprec/formats.py.
+// Decoding the dictionary attribute that describes a format: the counterpart of Format.attributes in jaxlowprec/arrays/formats.py.
 #pragma once
 
 #include <array>

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
 from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
-from jaxlowprec.formats import Format, Int4
-from jaxlowprec.quantized_array import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)

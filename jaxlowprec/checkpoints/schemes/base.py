@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec import native
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.magnitudes import all_finite, amax, limit
-from jaxlowprec.formats import Format, Int4
+from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.quantized_array import QuantizedArray
+from jaxlowprec.wiring import native
 
 Tensors = Mapping[str, np.ndarray]
 """The tensors of one module by the last part of their names: "weight_packed", "weight_scale" and so on."""

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.codes import E4M3
+from jaxlowprec.arrays.formats import Float8Block, Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.codes import E4M3
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-from jaxlowprec.formats import Float8Block, Format
-from jaxlowprec.quantized_array import QuantizedArray
 
 TILE = 128
 

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
 from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
-from jaxlowprec.formats import Format, Int4
-from jaxlowprec.quantized_array import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,17 +14,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.codes import (
-    AWQ_ORDER,
-    bytes_of_words,
-    pack_words,
-    unpack_words,
-    words_of_bytes,
-)
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors, as_dtype
+from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, bytes_of_words, pack_words, unpack_words, words_of_bytes
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-from jaxlowprec.formats import Format, Int4
-from jaxlowprec.quantized_array import QuantizedArray
 
 SYMMETRIC_ZERO = 8
 """The code of zero without zero points."""

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.checkpoints.codes import E2M1, E4M3, unpack_bytes
+from jaxlowprec.arrays.formats import MXFP4, MXFP8, Format, ScaleRule
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.codes import E2M1, E4M3, unpack_bytes
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-from jaxlowprec.formats import MXFP4, MXFP8, Format, ScaleRule
-from jaxlowprec.quantized_array import QuantizedArray
 
 BLOCK = 32
 

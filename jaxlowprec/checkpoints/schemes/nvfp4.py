@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.codes import E2M1, unpack_bytes
+from jaxlowprec.arrays.formats import BLOCK, NVFP4, Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.codes import E2M1, unpack_bytes
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-from jaxlowprec.formats import BLOCK, NVFP4, Format
-from jaxlowprec.quantized_array import QuantizedArray
 
 LARGEST = np.float32(2688)
 """6 * 448: the largest code times the largest block scale."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK, Hadamard
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.implementation import Implementation
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK, Int4
+from jaxlowprec.arrays.formats import BLOCK, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4.api import dequantize_int4
-from jaxlowprec.quantized_array import QuantizedArray
 
 
 def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implementation = None) -> Float[Array, "..."]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import Format, Hadamard
+from jaxlowprec.arrays.formats import Format, Hadamard
 from jaxlowprec.ops.dequantize import reference
 from jaxlowprec.ops.implementation import Implementation, choose
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Format, Hadamard
+from jaxlowprec.arrays.formats import Format, Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_float32
 from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN
 from jaxlowprec.ops.rounding import flush, from_bits

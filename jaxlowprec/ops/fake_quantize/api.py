@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import Format, Int4
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import last_axis
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4.api import check_holds, check_length, clipped_int4, fake_quantize_int4
 from jaxlowprec.ops.quantize.api import matrix, quantize
-from jaxlowprec.quantized_array import QuantizedArray
 
 StraightThrough = Literal["identity", "clipped"]
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import BLOCK, Format
+from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.reference import by_chunks, chunk_of, where_else_zero

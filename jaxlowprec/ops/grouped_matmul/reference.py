@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import BLOCK, Format, Hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
 from jaxlowprec.ops.amax.reference import amax as matrix_amax
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import Format
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.grouped_matmul import cuda
 from jaxlowprec.ops.grouped_matmul import reference as grouped
 from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
@@ -18,7 +19,6 @@ from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.weight_only_matmul import reference
 from jaxlowprec.ops.weight_only_matmul.op import weight_factors
-from jaxlowprec.quantized_array import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)

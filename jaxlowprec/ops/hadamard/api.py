@@ -7,7 +7,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import DEFAULT_SIGNS, Hadamard
+from jaxlowprec.arrays.formats import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.op import hadamard_op
 from jaxlowprec.ops.implementation import Implementation

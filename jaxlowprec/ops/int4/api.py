@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Int4
+from jaxlowprec.arrays.formats import Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4 import reference
 from jaxlowprec.ops.int4.op import dequantize_op, fake_quantize_op, quantize_op
-from jaxlowprec.quantized_array import QuantizedArray
 
 
 def check_length(who: str, x: jax.Array, fmt: Int4, axis: int) -> None:

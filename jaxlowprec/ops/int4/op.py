@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import Int4
+from jaxlowprec.arrays.formats import Int4
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.int4 import reference
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Int4
+from jaxlowprec.arrays.formats import Int4
 from jaxlowprec.ops.rounding import narrowed, quotient, rounded_quotient
 
 MIDDLE = 8

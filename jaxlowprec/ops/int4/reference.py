@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Int4
+from jaxlowprec.arrays.formats import Int4
 from jaxlowprec.ops.int4 import published
 from jaxlowprec.ops.rounding import INFINITY_BITS, flush, magnitude_bits, narrowed, rounded_quotient
 

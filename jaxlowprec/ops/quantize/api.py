@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import BLOCK, Format, Hadamard, Int4, as_hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4, as_hadamard
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import float_array, last_axis
@@ -22,7 +23,6 @@ from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4.api import check_length, quantize_int4
 from jaxlowprec.ops.quantize.keys import random_words
 from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op, unit
-from jaxlowprec.quantized_array import QuantizedArray
 
 Rounding = Literal["nearest", "stochastic"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Format
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.quantize.philox import random_bytes
 from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, from_bits, magnitude_bits
 

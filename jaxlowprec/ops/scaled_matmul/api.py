@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxlowprec.formats import Format
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
-from jaxlowprec.out_sharding import resharded
-from jaxlowprec.quantized_array import QuantizedArray
+from jaxlowprec.wiring.out_sharding import resharded
 
 
 def scaled_matmul(

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec import native
-from jaxlowprec.formats import MXFP8, Format
-from jaxlowprec.layouts import pad_to_multiples
+from jaxlowprec.arrays.formats import MXFP8, Format
+from jaxlowprec.arrays.layouts import pad_to_multiples
 from jaxlowprec.ops.scaled_matmul import reference
+from jaxlowprec.wiring import native
 
 # Sizes that cuBLASLt multiplies: rows of codes and of the result of whole 16 bytes, whole blocks of 32, and for float32
 # block scales rows of scales of whole 16 bytes.

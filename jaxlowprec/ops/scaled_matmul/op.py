@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import Format
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.scaled_matmul import cuda, reference

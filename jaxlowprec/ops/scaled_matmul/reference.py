@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Format
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.rounding import flush, rounded
 

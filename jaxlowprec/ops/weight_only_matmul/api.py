@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.epilogue import checked_epilogue
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
-from jaxlowprec.quantized_array import QuantizedArray
 
 
 def weight_only_matmul(

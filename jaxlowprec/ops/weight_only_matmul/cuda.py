@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec import native
 from jaxlowprec.ops.weight_only_matmul import reference
+from jaxlowprec.wiring import native
 
 _CAPABILITIES = (80, 90, 100)  # what a program may meet that is exported where there is no GPU
 

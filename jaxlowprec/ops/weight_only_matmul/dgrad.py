@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import Format
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.weight_only_matmul.op import weight_factors
-from jaxlowprec.out_sharding import resharded, spec_of
-from jaxlowprec.quantized_array import QuantizedArray
+from jaxlowprec.wiring.out_sharding import resharded, spec_of
 
 
 def weight_only_dgrad(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxlowprec import wiring
-from jaxlowprec.formats import Format
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.weight_only_matmul import cuda, reference

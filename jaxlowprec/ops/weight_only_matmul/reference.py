@@ -11,8 +11,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.formats import Format, Int4
-from jaxlowprec.layouts import pad_to_multiples
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.layouts import pad_to_multiples
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.int4 import reference as int4
 from jaxlowprec.ops.rounding import flush, rounded

@@ -6,11 +6,11 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from jaxlowprec.weight_sync import folders
 from jaxlowprec.weight_sync.bucket import Bucket
-from jaxlowprec.weight_sync.directory import SHARD_BYTES, DirectoryTransport
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.errors import SyncError
+from jaxlowprec.weight_sync.folders import layout as folders
+from jaxlowprec.weight_sync.folders.directory import SHARD_BYTES, DirectoryTransport
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.versions import said_version
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxlowprec.checkpoints.errors import escaped
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
-from jaxlowprec.weight_sync.sockets import Deadline
+from jaxlowprec.weight_sync.transports.sockets import Deadline
 
 MAX_BYTES = 1 << 20
 """Of an answer."""

@@ -5,8 +5,8 @@ import pathlib
 import random
 import time
 
-from jaxlowprec.checkpoints.files import TEMPORARY_PREFIX
-from jaxlowprec.weight_sync import folders
+from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX
+from jaxlowprec.weight_sync.folders import layout as folders
 from tests.hostile.soak import faults
 from tests.hostile.soak.workers import DISKS, KINDS, PATIENCE, EngineProcess, TrainerProcess, Violation, Worker
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 
-from jaxlowprec.weight_sync.tcp import TcpTransport
+from jaxlowprec.weight_sync.transports.tcp import TcpTransport
 from tests.weight_sync.relay import Relay
 from tests.weight_sync.syncing import SECRET
 

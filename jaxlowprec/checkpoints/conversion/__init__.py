@@ -1,0 +1,1 @@
+"""Whole checkpoints: converted, decoded again, inspected."""

@@ -1,0 +1,209 @@
+"""Quantised checkpoints from plain ones, and back: streamed, resumable, whole or not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlowprec.checkpoints.conversion.dequantizing import plan_dequantization
+from jaxlowprec.checkpoints.conversion.engine import Progress, compare_shards, write_shards
+from jaxlowprec.checkpoints.conversion.modules import scheme_of
+from jaxlowprec.checkpoints.conversion.plan import Left, Plan
+from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
+from jaxlowprec.checkpoints.conversion.quantizing import plan_quantization
+from jaxlowprec.checkpoints.conversion.resume import check_apart, check_claim, check_unchanged, claimed, fingerprint
+from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.config import deployment_dtype
+from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder, write_index
+from jaxlowprec.checkpoints.files.other_files import copy_files, other_files, own_files
+from jaxlowprec.checkpoints.files.source_links import real_path
+from jaxlowprec.checkpoints.files.written_whole import read_json_object, write_json
+from jaxlowprec.checkpoints.schemes import Scheme, by_name
+from jaxlowprec.checkpoints.schemes.base import on_the_cpu
+
+Path = str | pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a conversion did, or would do.
+
+    Attributes:
+        scheme: the format that weights came to, or from.
+        changed: modules whose format changed.
+        left: matrices that stayed as they were, with the reasons.
+        ignore: of the new config.
+        warnings: sentences.
+        source_bytes, output_bytes: of all tensors.
+        written, kept: files of weights: written now, and found finished.
+        copied, left_out: other files.
+        verified: tensors compared with the source, None where that was not asked for.
+        seconds: it took.
+    """
+
+    scheme: str
+    changed: Sequence[str]
+    left: Sequence[Left]
+    ignore: Sequence[str]
+    warnings: Sequence[str]
+    source_bytes: int
+    output_bytes: int
+    written: Sequence[str] = ()
+    kept: Sequence[str] = ()
+    copied: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    verified: int | None = None
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The same, for machines."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a conversion is carried out.
+
+    Attributes:
+        workers: tensors at work at a time, which is also how many are in memory.
+        dry_run: plan, and write nothing.
+        verify: compute everything again at the end, and compare it with the files.
+        progress: see `engine.Progress`.
+        follow_links: also copy what links in the source point to outside of it.
+    """
+
+    workers: int = 2
+    dry_run: bool = False
+    verify: bool = False
+    progress: Progress | None = None
+    follow_links: bool = False
+
+    def __post_init__(self):
+        if type(self.workers) is not int or self.workers < 1:
+            raise CheckpointError(f"workers={self.workers!r}; needs 1 or more")
+
+
+def scheme_for(source: Path, name: str, *, group_size: int | None = None) -> Scheme:
+    """A scheme for a checkpoint: INT4 scales are of the dtype that its config says engines compute in.
+
+    Arguments:
+        source: folder of the checkpoint.
+        name, group_size: see `schemes.by_name`.
+
+    Raises:
+        CheckpointError: the scheme has no such group size, or the folder no config.
+    """
+    config = read_json_object(pathlib.Path(source) / CONFIG_FILE)
+    options = {"scale_dtype": deployment_dtype(config)} if name.startswith("w4a16") else {}
+    try:
+        return by_name(name, group_size=group_size, **options)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(str(error)) from None
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    scheme: Scheme,
+    *,
+    ignore: Sequence[str] = (),
+    include: Sequence[str] = (),
+    defaults: Sequence[str] = DEFAULTS,
+    leave_unfit: bool = False,
+    run: Run = Run(),  # noqa: B008 (frozen)
+) -> Report:
+    """Quantises a checkpoint.
+
+    Arguments:
+        source: folder of a Hugging Face checkpoint in bfloat16, float16 or float32.
+        destination: folder that does not exist or is empty, or one that the same conversion left unfinished.
+        scheme: of the new weights.
+        ignore, include, defaults: what is left alone; see `Rules`.
+        leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
+        run: how.
+
+    Raises:
+        CheckpointError: the source, the destination or the rules do not allow it; see `plan_quantization`.
+    """
+    rules = Rules(tuple(ignore), tuple(include), tuple(defaults))
+    if not run.dry_run:
+        on_the_cpu()  # says at once where JAX cannot use it
+    with CheckpointFolder(source) as opened:
+        plan = plan_quantization(opened, scheme, rules, leave_unfit)
+        options = {
+            "command": "convert",
+            "scheme": repr(scheme),
+            "ignore": list(rules.ignore),
+            "include": list(rules.include),
+            "defaults": list(rules.defaults),
+            "leave_unfit": leave_unfit,
+        }
+        return _carry_out(plan, opened, pathlib.Path(destination), scheme, options, run)
+
+
+def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run: Run = Run()) -> Report:  # noqa: B008
+    """The inverse: a plain checkpoint from a quantised one, every weight as an engine decodes it.
+
+    Arguments:
+        source: folder of a checkpoint in one of the formats of `schemes`.
+        destination: as of `convert`.
+        dtype: of the weights: "bfloat16", "float16" or "float32".
+        run: how.
+
+    Raises:
+        CheckpointError: the source is not quantised, its tensors are not what its config says, or the destination is
+            not allowed.
+    """
+    with CheckpointFolder(source) as opened:
+        scheme = scheme_of(opened)
+        plan = plan_dequantization(opened, scheme, dtype)
+        options = {"command": "dequantize", "scheme": repr(scheme), "dtype": dtype}
+        return _carry_out(plan, opened, pathlib.Path(destination), scheme, options, run)
+
+
+def _carry_out(
+    plan: Plan, source: CheckpointFolder, destination: pathlib.Path, scheme: Scheme, options: dict[str, Any], run: Run
+) -> Report:
+    started = time.perf_counter()
+    check_apart(source.path, destination)
+    copied, left_out = other_files(source, plan.drop_files)
+    for path in [*map(pathlib.Path, own_files(source)), *copied]:
+        real_path(source.path, path, run.follow_links)
+    report = Report(
+        scheme=scheme.name,
+        changed=plan.changed,
+        left=plan.left,
+        ignore=plan.ignore,
+        warnings=plan.warnings,
+        source_bytes=plan.source_bytes,
+        output_bytes=plan.output_bytes,
+        copied=[str(path) for path in copied],
+        left_out=[str(path) for path in left_out],
+    )
+    wanted = fingerprint(source, options)
+    if run.dry_run:
+        check_claim(destination, wanted)
+        return report
+    verified = None
+    with claimed(destination, wanted):
+        kept = write_shards(plan, source, destination, run.workers, run.progress)
+        if source.indexed:
+            write_index(destination, plan.shard_of, plan.output_bytes)
+        copy_files(source.path, destination, copied, run.follow_links)
+        write_json(destination / CONFIG_FILE, plan.config)
+        if run.verify:
+            with CheckpointFolder(destination) as made:
+                verified = compare_shards(plan, source, made, run.workers, run.progress)
+        check_unchanged(source, wanted)
+    finished_before = set(kept)
+    return dataclasses.replace(
+        report,
+        written=[shard for shard in plan.shards if shard not in finished_before],
+        kept=kept,
+        verified=verified,
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,62 @@
+"""The plan that brings a quantised checkpoint back to high precision."""
+
+from __future__ import annotations
+
+import functools
+
+from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, quantised_modules
+from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan, copy_job, require_distinct
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.config import without_quantization
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
+
+_OTHER_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+
+
+def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) -> Plan:
+    """What decoding every quantised weight of a checkpoint writes: `<module>.weight` in the given dtype.
+
+    A weight goes to the file that holds the first of its tensors; all other tensors stay as they are.
+
+    Raises:
+        CheckpointError: no module is quantised, or a module's tensors are not what the scheme has. When it is carried
+            out: a weight is not finite in that dtype.
+    """
+    modules = quantised_modules(source, scheme)
+    if not modules:
+        raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
+    consumed = {name: module for module, held in modules.items() for name in held.tensors.values()}
+    jobs = {module: _job(source, held, dtype) for module, held in modules.items()}
+    first = {held.tensors[scheme.required[0]]: module for module, held in modules.items()}
+    shards: dict[str, list[Job]] = {}
+    for shard, file in source.shards.items():
+        held = [
+            jobs[first[name]] if name in first else copy_job(name, source.spec(name))
+            for name in file.header.tensors
+            if name in first or name not in consumed
+        ]
+        if held:  # a file of scales alone has nothing left to hold
+            shards[shard] = held
+    require_distinct(source.path, shards)
+    return Plan(
+        shards=shards,
+        config=without_quantization(source.config()),
+        changed=sorted(modules),
+        drop_files=_OTHER_CONFIGS,
+    )
+
+
+def _job(source: CheckpointFolder, held: QuantisedModule, dtype: str) -> Job:
+    name = f"{held.name}.weight"
+    if name in source.shard_of and name not in held.tensors.values():
+        raise CheckpointError(f"{source.path}: module {held.name!r} has a weight, and quantised tensors as well")
+    spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source))
+    make = functools.partial(_decompress, source, held, name, dtype)
+    return Job(held.name, {name: spec}, held.nbytes(source), make, lambda tensors: tensors[name])
+
+
+def _decompress(source: CheckpointFolder, held: QuantisedModule, name: str, dtype: str) -> Arrays:
+    return {name: held.decode_finite(source, dtype)}

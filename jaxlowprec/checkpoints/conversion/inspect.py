@@ -1,0 +1,203 @@
+"""What a checkpoint holds: the format and size of each module, and its error against a copy in high precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlowprec.checkpoints.conversion.engine import Counter, Progress, in_parallel
+from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, quantised_modules, scheme_of
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.config import quantization_of
+from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION
+from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.schemes.base import Scheme
+
+_CHUNK = 1 << 20
+_DIGITS = 9  # of a layer's number: other digits are a name
+
+
+@dataclasses.dataclass(frozen=True)
+class Error:
+    """How far decoded weights are from the reference.
+
+    Attributes:
+        sqnr_db: signal-to-quantisation-noise ratio, 10 log10(sum w^2 / sum (w - decoded)^2); None if there is no noise,
+            -infinity where decoded weights are infinite, NaN where either is NaN.
+        max_abs: the largest |w - decoded|, infinity and NaN included.
+    """
+
+    sqnr_db: float | None
+    max_abs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A module's weight, or a tensor that belongs to none.
+
+    Attributes:
+        name: of the module, or tensor.
+        format: a scheme's name, or the dtype that the file says.
+        shape: of the weight.
+        nbytes: of all its tensors.
+        error: against the reference; None where there is none to compare with.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    error: Error | None = None
+
+    @property
+    def bits(self) -> float:
+        """Of an element, scales included."""
+        return 8 * self.nbytes / max(math.prod(self.shape), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """A checkpoint's modules, in the order of their layers."""
+
+    path: str
+    scheme: str | None
+    modules: tuple[Module, ...]
+
+    @property
+    def by_format(self) -> dict[str, tuple[int, int]]:
+        """Format to the number of modules and their bytes."""
+        found: dict[str, tuple[int, int]] = {}
+        for module in self.modules:
+            count, nbytes = found.get(module.format, (0, 0))
+            found[module.format] = (count + 1, nbytes + module.nbytes)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The same, for machines."""
+        formats = {name: {"modules": count, "bytes": nbytes} for name, (count, nbytes) in self.by_format.items()}
+        modules = [{**dataclasses.asdict(m), "bits_per_element": m.bits} for m in self.modules]
+        return {"path": self.path, "scheme": self.scheme, "formats": formats, "modules": modules}
+
+
+def inspect(
+    path: str | pathlib.Path,
+    reference: str | pathlib.Path | None = None,
+    *,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Lists a checkpoint's modules.
+
+    Arguments:
+        path: folder of a checkpoint, plain or quantised.
+        reference: folder of the same checkpoint in high precision: each module is compared with it.
+        workers: modules compared, and in memory, at a time.
+        progress: see `engine.Progress`.
+
+    Raises:
+        CheckpointError: a folder is no checkpoint, the config's format is unknown, or the reference lacks a weight or
+            has another shape of it.
+    """
+    with CheckpointFolder(path) as opened:
+        scheme = _scheme_of(opened)
+        held = quantised_modules(opened, scheme) if scheme else {}
+        modules = _modules(opened, held)
+        if reference is not None:
+            with CheckpointFolder(reference) as against:
+                modules = _compared(modules, opened, against, held, workers, progress)
+    ordered = sorted(modules, key=lambda module: _layer_order(module.name))
+    return Inspection(str(path), scheme.name if scheme else None, tuple(ordered))
+
+
+def _scheme_of(folder: CheckpointFolder) -> Scheme | None:
+    if not (folder.path / CONFIG_FILE).exists():
+        return None
+    return scheme_of(folder) if quantization_of(folder.config()) else None
+
+
+def _modules(folder: CheckpointFolder, held: Mapping[str, QuantisedModule]) -> list[Module]:
+    found = [
+        Module(name, module.scheme.name, module.shape(folder), module.nbytes(folder)) for name, module in held.items()
+    ]
+    tensors = {name for module in held.values() for name in module.tensors.values()}
+    for name in folder.shard_of:
+        if name not in tensors:
+            spec = folder.spec(name)
+            found.append(Module(name.removesuffix(".weight"), spec.dtype, spec.shape, spec.nbytes))
+    return found
+
+
+def _compared(
+    modules: list[Module],
+    folder: CheckpointFolder,
+    reference: CheckpointFolder,
+    held: Mapping[str, QuantisedModule],
+    workers: int,
+    progress: Progress | None,
+) -> list[Module]:
+    counter = Counter(sum(module.nbytes for module in modules), "comparing", progress)
+    found: list[Module] = []
+
+    def compare(module: Module) -> None:
+        name = module.name if module.name in folder.shard_of else f"{module.name}.weight"
+        if name not in reference.shard_of:
+            raise CheckpointError(f"{reference.path}: has no {name!r} to compare with")
+        other = reference.spec(name)
+        if other.shape != module.shape:
+            raise CheckpointError(
+                f"{reference.path}: {name!r} is {list(other.shape)}, in {folder.path} it is {list(module.shape)}"
+            )
+        if module.name in held:
+            decoded = held[module.name].decode(folder, "float32")
+        elif other.dtype in HIGH_PRECISION and folder.spec(name).dtype in HIGH_PRECISION:
+            decoded = folder.read(name)
+        else:
+            decoded = None
+        error = None if decoded is None else error_of(decoded, reference.read(name))
+        found.append(dataclasses.replace(module, error=error))
+        counter.add(module.nbytes)
+
+    in_parallel(compare, modules, workers)
+    return found
+
+
+def error_of(decoded: np.ndarray, reference: np.ndarray) -> Error:
+    """Compares two arrays of one shape, sums in float64, piece by piece. NaN and infinity stay what they are."""
+    decoded, reference = decoded.reshape(-1), reference.reshape(-1)
+    signal: Any = np.float64(0)
+    noise: Any = np.float64(0)
+    largest = np.float64(0)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for begin in range(0, reference.size, _CHUNK):
+            w = reference[begin : begin + _CHUNK].astype(np.float64)
+            difference = w - decoded[begin : begin + _CHUNK].astype(np.float64)
+            signal += w @ w
+            noise += difference @ difference
+            largest = np.maximum(largest, np.abs(difference).max())
+        if noise == 0:
+            return Error(None, float(largest))
+        return Error(float(10 * np.log10(signal / noise)), float(largest))
+
+
+def is_number(part: str) -> bool:
+    """Whether a part of a module's name is the number of a layer or expert: some ASCII digits.
+
+    >>> [is_number(part) for part in ("12", "w1", "²", "9" * 5000)]
+    [True, False, False, False]
+    """
+    return part.isascii() and part.isdigit() and len(part) <= _DIGITS
+
+
+def layer_of(name: str) -> int | None:
+    """The first number in a module's name: its layer."""
+    return next((int(part) for part in name.split(".") if is_number(part)), None)
+
+
+def _layer_order(name: str) -> list[tuple[int, int, str]]:
+    """Sorts numbers in names as numbers."""
+    return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in name.split(".")]

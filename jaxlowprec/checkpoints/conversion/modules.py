@@ -1,0 +1,125 @@
+"""The modules of a quantised checkpoint: which tensors belong together, by their names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.dtypes import numpy_dtype
+from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.schemes import Scheme, from_config
+from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
+
+_PLAIN = ("weight", "bias")
+_SHAPE_BYTES = 64  # at most, of a tensor that holds a shape
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedModule:
+    """A module held in a scheme's format.
+
+    Attributes:
+        name: of the module.
+        scheme: with the dtype of its scales, which no config says.
+        tensors: the names of its tensors, by their last parts.
+    """
+
+    name: str
+    scheme: Scheme
+    tensors: Mapping[str, str]
+
+    def read(self, source: CheckpointFolder) -> dict[str, np.ndarray]:
+        """Its tensors, by the last parts of their names."""
+        return {last: source.read(name) for last, name in self.tensors.items()}
+
+    def shape(self, source: CheckpointFolder) -> tuple[int, int]:
+        """[N, K] of its weight. Raises CheckpointError unless its tensors are what the scheme has."""
+        with naming(source, self.name):
+            return self.scheme.shape_of({last: _announced(source, name) for last, name in self.tensors.items()})
+
+    def decode(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
+        """Its weight [N, K], infinite where its codes and scales say so in this dtype.
+
+        Raises:
+            CheckpointError: as `shape`, and for scales that no weight can have.
+        """
+        with naming(source, self.name), np.errstate(over="ignore", invalid="ignore"):
+            return self.scheme.decompress(self.read(source), dtype)
+
+    def decode_finite(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
+        """The same. Raises CheckpointError where it is not finite."""
+        decoded = self.decode(source, dtype)
+        if not all_finite(decoded):
+            where, largest = f"{source.path}: module {self.name!r}", amax(self.decode(source, "float32"))
+            if not np.isfinite(largest):
+                raise CheckpointError(f"{where}: its codes and scales stand for infinity or NaN where engines compute")
+            raise CheckpointError(
+                f"{where}: its numbers reach {largest:.6g}, but {dtype} ends at {limit(decoded.dtype):.6g}; "
+                "choose a dtype of larger numbers (--dtype float32)"
+            )
+        return decoded
+
+    def nbytes(self, source: CheckpointFolder) -> int:
+        """Of all its tensors."""
+        return sum(source.spec(name).nbytes for name in self.tensors.values())
+
+
+def _announced(source: CheckpointFolder, name: str) -> np.ndarray:
+    """A tensor of the same dtype and shape, read only where it is as short as one that holds a shape."""
+    spec = source.spec(name)
+    dtype = numpy_dtype(spec.dtype)
+    if dtype is None or spec.nbytes <= _SHAPE_BYTES:
+        return source.read(name)
+    return np.broadcast_to(np.zeros((), dtype), spec.shape)
+
+
+@contextlib.contextmanager
+def naming(source: CheckpointFolder, module: str) -> Iterator[None]:
+    """Says of which module a scheme's error is."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: module {module!r}: {error}") from None
+
+
+def scheme_of(source: CheckpointFolder) -> Scheme:
+    """The scheme that a checkpoint's config names. Raises CheckpointError where it names none that is supported."""
+    try:
+        return from_config(source.config())
+    except ValueError as error:
+        raise CheckpointError(f"{source.path / CONFIG_FILE}: {error}") from None
+
+
+def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, QuantisedModule]:
+    """The modules held in a scheme's format, by their names.
+
+    Raises:
+        CheckpointError: a module has some of the format's tensors, and lacks others.
+    """
+    known = {*scheme.required, *scheme.optional}
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in source.shard_of:
+        module, _, last = name.rpartition(".")
+        if last in known:
+            found[module][last] = name
+    modules = {}
+    for module, tensors in found.items():
+        if not set(tensors) - set(_PLAIN):
+            continue  # in high precision
+        if not module:
+            listed = ", ".join(repr(name) for name in tensors.values())
+            raise CheckpointError(f"{source.path}: {listed} belong to a module without a name, which no model has")
+        if missing := [last for last in scheme.required if last not in tensors]:
+            raise CheckpointError(
+                f"{source.path}: module {module!r} has {', '.join(sorted(tensors))}; {scheme.name} also needs "
+                f"{', '.join(missing)}"
+            )
+        dtypes = {last: numpy_dtype(source.spec(name).dtype) for last, name in tensors.items()}
+        stored = scheme.as_stored({last: dtype.name for last, dtype in dtypes.items() if dtype})
+        modules[module] = QuantisedModule(module, stored, tensors)
+    return modules

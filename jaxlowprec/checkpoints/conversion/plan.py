@@ -1,0 +1,114 @@
+"""What a conversion will write: every file, tensor and byte of it, known before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Tensors of an output file that are made together.
+
+    Attributes:
+        module: whose they are; for a copy the tensor's name.
+        outputs: what is written.
+        source_bytes: that it reads.
+        make: computes them; None: the one tensor is copied, byte for byte, from the tensor of its name.
+        decode: the weight that tensors of the outputs' names stand for, where a finite weight must stay finite.
+    """
+
+    module: str
+    outputs: Mapping[str, TensorSpec]
+    source_bytes: int
+    make: Callable[[], Arrays] | None = None
+    decode: Callable[[Arrays], np.ndarray] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A matrix of the source that stays as it is, and why."""
+
+    module: str
+    reason: str
+
+
+@dataclasses.dataclass
+class Plan:
+    """A whole conversion.
+
+    Attributes:
+        shards: file name to the jobs whose tensors it holds.
+        config: of the new checkpoint.
+        changed: modules whose format changes.
+        left: matrices that stay as they are. Vectors and scalars stay too, and are not listed.
+        warnings: sentences.
+        ignore: the entry of the new config.
+        drop_files: other files of the source that would be wrong beside the new weights.
+    """
+
+    shards: Mapping[str, Sequence[Job]]
+    config: dict[str, Any]
+    changed: Sequence[str]
+    left: Sequence[Left] = ()
+    warnings: Sequence[str] = ()
+    ignore: Sequence[str] = ()
+    drop_files: Sequence[str] = ()
+
+    def specs(self, shard: str) -> dict[str, TensorSpec]:
+        """What each tensor of a file is."""
+        return {name: spec for job in self.shards[shard] for name, spec in job.outputs.items()}
+
+    @property
+    def shard_of(self) -> dict[str, str]:
+        """The index: where each tensor will be."""
+        return {name: shard for shard in self.shards for name in self.specs(shard)}
+
+    @property
+    def source_bytes(self) -> int:
+        """Of all tensors read."""
+        return sum(job.source_bytes for jobs in self.shards.values() for job in jobs)
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all tensors written."""
+        return sum(spec.nbytes for shard in self.shards for spec in self.specs(shard).values())
+
+
+def require_distinct(where: object, shards: Mapping[str, Sequence[Job]]) -> None:
+    """Raises CheckpointError if two jobs write a tensor of one name, such as a copy and what a module is changed to."""
+    module_of: dict[str, str] = {}
+    for job in (job for jobs in shards.values() for job in jobs):
+        for name in job.outputs:
+            if name in module_of:
+                modules = " and for ".join(sorted({repr(job.module), repr(module_of[name])}))
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} would be written twice, for {modules}; leave the module alone, or take "
+                    "the tensor out of the source"
+                )
+            module_of[name] = job.module
+
+
+def copy_job(name: str, spec: TensorSpec) -> Job:
+    """A tensor that stays as it is."""
+    return Job(name, {name: spec}, spec.nbytes)
+
+
+def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, TensorSpec]:
+    """What a module's tensors will be, under their full names."""
+    dtype = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[spec.dtype]
+    announced = scheme.output_specs(spec.shape, dtype).items()
+    return {
+        f"{module}.{suffix}": TensorSpec(file_dtype(as_dtype(name)), tuple(shape))
+        for suffix, (name, shape) in announced
+    }

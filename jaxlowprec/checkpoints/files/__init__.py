@@ -1,0 +1,1 @@
+"""Files and folders of checkpoints: read with every check, written whole."""

@@ -1,0 +1,161 @@
+"""A checkpoint's folder: its config, and its tensors over one safetensors file or several with an index."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.files.written_whole import read_json_object, write_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+
+_LONGEST_NAME = 255  # bytes: what file systems take
+
+
+class CheckpointFolder:
+    """A checkpoint, open for reading: every header is read and checked, no tensor yet.
+
+    Attributes:
+        path: of the folder.
+        indexed: whether it has an index file.
+        shards: file name to open file, in the order of their names.
+        shard_of: tensor name to the name of the file that holds it.
+
+    Raises:
+        CheckpointError: no checkpoint is there, a file is missing or wrong, or index and files disagree.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: no such folder; needs one with {SINGLE_FILE} or {INDEX_FILE}")
+        self.indexed = (self.path / INDEX_FILE).exists()
+        weight_map = read_index(self.path / INDEX_FILE) if self.indexed else None
+        names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
+        for name in names:
+            if not (self.path / name).is_file():
+                listed = f"{INDEX_FILE} names it" if self.indexed else "and the folder has no index"
+                raise CheckpointError(f"{self.path / name}: no such file ({listed})")
+        self.shards: dict[str, SafetensorsFile] = {}
+        try:
+            for name in names:
+                self.shards[name] = SafetensorsFile(self.path / name)
+            self.shard_of = self._shard_of(weight_map)
+        except BaseException:
+            self.close()
+            raise
+
+    def _shard_of(self, weight_map: Mapping[str, str] | None) -> dict[str, str]:
+        """Where each tensor is, after what the files hold; index and files must say the same."""
+        found: dict[str, str] = {}
+        for shard, file in self.shards.items():
+            for name in file.header.tensors:
+                if name in found:
+                    raise CheckpointError(f"{self.path}: tensor {name!r} is in {found[name]} and in {shard}")
+                found[name] = shard
+        if weight_map is None:
+            return found
+        for name, shard in weight_map.items():
+            if found.get(name) != shard:
+                place = f"it is in {found[name]}" if name in found else "it is in no file"
+                raise CheckpointError(f"{self.path / INDEX_FILE}: tensor {name!r} should be in {shard}; {place}")
+        if unlisted := sorted(set(found) - set(weight_map)):
+            raise CheckpointError(
+                f"{self.path / INDEX_FILE}: does not list {len(unlisted)} tensors of its files, such as "
+                f"{unlisted[0]!r} in {found[unlisted[0]]}"
+            )
+        return found
+
+    def config(self) -> dict[str, Any]:
+        """What config.json holds."""
+        return read_json_object(self.path / CONFIG_FILE)
+
+    def spec(self, name: str) -> TensorSpec:
+        """What a tensor is."""
+        return self.file_of(name).header.tensors[name].spec
+
+    def file_of(self, name: str) -> SafetensorsFile:
+        """The open file that holds a tensor."""
+        try:
+            return self.shards[self.shard_of[name]]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}") from None
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor."""
+        return self.file_of(name).read(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.spec.nbytes for file in self.shards.values() for entry in file.header.tensors.values())
+
+    def close(self) -> None:
+        """Closes its files."""
+        for file in self.shards.values():
+            file.close()
+
+    def __enter__(self) -> CheckpointFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LazyTensors(Mapping[str, np.ndarray]):
+    """A checkpoint's tensors by their names, each read when it is asked for, and again when it is asked for again."""
+
+    def __init__(self, folder: CheckpointFolder):
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._folder.shard_of:
+            raise KeyError(name)
+        return self._folder.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._folder.shard_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folder.shard_of)
+
+    def __len__(self) -> int:
+        return len(self._folder.shard_of)
+
+
+def read_index(path: pathlib.Path) -> dict[str, str]:
+    """An index file's map from tensors to files, whose names are safe to join with the folder's.
+
+    Raises:
+        CheckpointError: it is no index, or names a file that is not in its own folder.
+    """
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: needs a weight_map of tensor names and file names")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _plain_file_name(shard):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is said to be in {shard!r}; needs the plain name of a .safetensors file"
+            )
+    return weight_map
+
+
+def write_index(folder: pathlib.Path, shard_of: Mapping[str, str], total_size: int) -> None:
+    """Writes the index of a folder. `total_size`: bytes of all tensors."""
+    weight_map = {name: shard_of[name] for name in sorted(shard_of)}
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _plain_file_name(name: str) -> bool:
+    """Whether it is the name of a safetensors file and no path: nothing that leads out of its folder, on any system."""
+    plain = not name.startswith(".") and not set(name) & set("/\\:\0")
+    return name.endswith(".safetensors") and plain and len(os.fsencode(name)) <= _LONGEST_NAME

@@ -1,0 +1,219 @@
+"""Safetensors files: a reader that trusts nothing, and a writer that takes tensors one by one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import threading
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+import numpy as np
+
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.dtypes import file_dtype, numpy_dtype
+from jaxlowprec.checkpoints.files.file_bytes import OpenFile, about, copy_range, memory
+from jaxlowprec.checkpoints.files.safetensors_header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    TensorEntry,
+    TensorSpec,
+    layout_header,
+    parse_header,
+)
+from jaxlowprec.checkpoints.files.written_whole import NewFile, publish
+
+METADATA = {"format": "pt"}
+"""What Hugging Face's loaders ask of a file."""
+
+
+class SafetensorsFile:
+    """A file, open for reading.
+
+    Its tensors are read when they are asked for; they cannot be written to, and stay valid after `close`. A file that
+    becomes shorter, or a disk that fails, is an error of the tensor that was asked for.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or its header is wrong in any way; see `parse_header`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        if not self.path.is_file():
+            raise CheckpointError(f"{self.path}: no such file")
+        try:
+            self._file = OpenFile(self.path, os.open(self.path, os.O_RDONLY))
+        except OSError as error:
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}{remedy}") from None
+        try:
+            self.header = read_header(self._file)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """What each tensor is."""
+        return {name: entry.spec for name, entry in self.header.tensors.items()}
+
+    def raw(self, name: str) -> np.ndarray:
+        """A tensor's bytes, uint8 [nbytes]."""
+        data = memory(self._entry(name).spec.nbytes)
+        self.read_into(name, data)
+        data.flags.writeable = False
+        return data
+
+    def read_into(self, name: str, destination: np.ndarray, begin: int = 0) -> None:
+        """Fills contiguous memory with a tensor's bytes.
+
+        Arguments:
+            name: of the tensor.
+            destination: not longer than what is left of the tensor.
+            begin: the first byte, counted from the tensor's.
+
+        Raises:
+            CheckpointError: there is no such tensor, it has fewer bytes, or the file became shorter.
+        """
+        entry = self._entry(name)
+        if begin + destination.nbytes > entry.spec.nbytes:
+            wanted = f"{destination.nbytes} at {begin} are asked for"
+            raise CheckpointError(f"{self.path}: tensor {name!r} has {entry.spec.nbytes} bytes; {wanted}")
+        self._file.read(entry.offset + begin, destination)
+
+    def pieces(self, name: str, nbytes: int) -> Iterator[np.ndarray]:
+        """A tensor's bytes, so many at a time, in memory that each piece takes from the one before."""
+        total = self._entry(name).spec.nbytes
+        buffer = memory(min(nbytes, total))
+        for begin in range(0, total, nbytes):
+            piece = buffer[: total - begin]
+            self.read_into(name, piece, begin)
+            yield piece
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor. Raises CheckpointError for elements of 4 or 6 bits, which no numpy array holds: see `raw`."""
+        spec = self._entry(name).spec
+        dtype = numpy_dtype(spec.dtype)
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is {spec.dtype}, packed bits that no array holds")
+        return self.raw(name).view(dtype).reshape(spec.shape)
+
+    def copy_to(self, name: str, destination: OpenFile, offset: int) -> None:
+        """Copies a tensor's bytes into another file, inside the kernel where it can."""
+        entry = self._entry(name)
+        copy_range(self._file, entry.offset, destination, offset, entry.spec.nbytes)
+
+    def _entry(self, name: str) -> TensorEntry:
+        try:
+            return self.header.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}") from None
+
+    def close(self) -> None:
+        """Closes the file; arrays that were read stay valid."""
+        self._file.close()
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_header(file: OpenFile) -> Header:
+    """The checked header of an open file. Reads the header alone."""
+    path, size = file.path, os.fstat(file.descriptor).st_size
+    if size < LENGTH_BYTES:
+        raise CheckpointError(f"{path}: the file is truncated: {size} bytes hold no safetensors header")
+    prefix = memory(LENGTH_BYTES)
+    file.read(0, prefix)
+    length = int.from_bytes(prefix.tobytes(), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: a header of {length} bytes; safetensors allows {MAX_HEADER_BYTES}")
+    if LENGTH_BYTES + length > size:
+        raise CheckpointError(f"{path}: the file is truncated: a header of {length} bytes in a file of {size}")
+    text = memory(length)
+    file.read(LENGTH_BYTES, text)
+    return parse_header(str(path), text.tobytes(), size)
+
+
+class SafetensorsWriter:
+    """Writes a file whose tensors are all known beforehand; they come in any order, from any thread.
+
+    Use it as a context: the file gets its name when the block ends and every tensor was written, and leaves nothing
+    behind when the block raises. Until then it lies beside its place, under a temporary name.
+
+    Arguments:
+        path: of the file to be.
+        specs: of every tensor.
+        metadata: of the file.
+
+    Raises:
+        CheckpointError: a tensor is unknown, written twice, not what was announced, or missing at the end.
+    """
+
+    def __init__(self, path: pathlib.Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] = METADATA):
+        self.path = path
+        prefix, self.header = layout_header(str(path), specs, metadata)
+        self._missing = set(specs)
+        self._lock = threading.Lock()
+        self._file = NewFile(path)
+        try:
+            with about(path):
+                os.truncate(self._file.descriptor, self.header.size)
+            self._file.write(0, memoryview(prefix))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Writes a tensor."""
+        entry = self._claim(name)
+        given = TensorSpec(file_dtype(array.dtype), tuple(array.shape))
+        if given != entry.spec:
+            raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}, given as {given}")
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._file.write(entry.offset, data.data)
+
+    def copy(self, name: str, source: SafetensorsFile, source_name: str) -> None:
+        """Copies a tensor from another file."""
+        entry = self._claim(name)
+        if source.header.tensors[source_name].spec != entry.spec:
+            raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}, the source's differs")
+        source.copy_to(source_name, self._file, entry.offset)
+
+    def commit(self) -> None:
+        """Puts the file on the disk and gives it its name; removes it where that fails."""
+        try:
+            if self._missing:
+                missing = f"{len(self._missing)} tensors were not written: {min(self._missing)}"
+                raise CheckpointError(f"{self.path}: {missing}")
+            self._file.put_on_disk()
+            publish(self.path)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the file, and removes it if it has not got its name."""
+        self._file.abandon()
+
+    def _claim(self, name: str) -> TensorEntry:
+        with self._lock:
+            if name not in self._missing:
+                fault = "was written before" if name in self.header.tensors else "was not announced"
+                raise CheckpointError(f"{self.path}: tensor {name!r} {fault}")
+            self._missing.remove(name)
+        return self.header.tensors[name]
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abandon()

@@ -1,0 +1,1 @@
+"""Parameter trees, and the names and tensors under which checkpoints have them."""

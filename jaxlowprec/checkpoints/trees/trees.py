@@ -1,0 +1,102 @@
+"""Whole parameter trees as checkpoint folders, and back."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, SINGLE_FILE, CheckpointFolder, LazyTensors, write_index
+from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.files.written_whole import write_json
+from jaxlowprec.checkpoints.schemes import Scheme, from_config
+from jaxlowprec.checkpoints.trees.mapping import TreeMapping
+
+Folder = str | os.PathLike[str]
+
+
+def save(
+    folder: Folder,
+    tree: Any,
+    mapping: TreeMapping,
+    config: Mapping[str, Any],
+    *,
+    scheme: Scheme | None = None,
+    dtype: Any = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a tree as a Hugging Face checkpoint.
+
+    Arguments:
+        folder: a new or empty one.
+        tree, mapping, scheme, dtype: see `TreeMapping.to_tensors`.
+        config: of config.json; what it says of quantisation is replaced by the scheme's, with every kernel that is not
+            quantised ignored by name.
+        shard_bytes: tensors are spread over files of this size, at least one tensor in each.
+
+    Raises:
+        CheckpointError: the folder holds something.
+        ValueError: see `TreeMapping.to_tensors`.
+    """
+    path = pathlib.Path(folder)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path}: holds something already; save to a new or empty folder")
+    tensors = mapping.to_tensors(tree, scheme, dtype)
+    content = dict(config)
+    if scheme is not None:
+        content = with_quantization(content, scheme.quantization_config(mapping.float_modules(tree)))
+    path.mkdir(parents=True, exist_ok=True)
+    files = _files(tensors, shard_bytes)
+    for file, names in files.items():
+        with SafetensorsWriter(path / file, {name: _spec(tensors[name]) for name in names}) as writer:
+            for name in names:
+                writer.write(name, tensors[name])
+    if len(files) > 1:
+        shard_of = {name: file for file, names in files.items() for name in names}
+        write_index(path, shard_of, sum(tensor.nbytes for tensor in tensors.values()))
+    write_json(path / CONFIG_FILE, content)
+
+
+def load(folder: Folder, like: Any, mapping: TreeMapping, *, scheme: Scheme | None = None) -> Any:
+    """Reads a tree from a Hugging Face checkpoint.
+
+    Arguments:
+        folder: of the checkpoint.
+        like, mapping: see `TreeMapping.from_tensors`.
+        scheme: the format of quantised weights. None: what the checkpoint's config says.
+
+    Raises:
+        CheckpointError: files that are missing or wrong.
+        ValueError: see `TreeMapping.from_tensors` and `schemes.from_config`.
+    """
+    with CheckpointFolder(folder) as source:
+        if scheme is None and (quantization := quantization_of(source.config())):
+            scheme = from_config(quantization)
+        return mapping.from_tensors(LazyTensors(source), like, scheme)
+
+
+def _spec(tensor: np.ndarray) -> TensorSpec:
+    return TensorSpec(file_dtype(tensor.dtype), tensor.shape)
+
+
+def _files(tensors: Mapping[str, np.ndarray], shard_bytes: int) -> dict[str, list[str]]:
+    """Names of files, and of the tensors in each."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    count = len(shards)
+    return {f"model-{i:05}-of-{count:05}.safetensors": names for i, names in enumerate(shards, 1)}

@@ -1,0 +1,278 @@
+"""Delayed scaling: per-tensor FP8 scaled by the amaxes of earlier steps, and the state that remembers them.
+
+The state of a layer is six float32 arrays, named as Flax's `fp8_ops` names them: for `input`, `kernel` and
+`output_grad` a `<name>_amax_history` [L] and a `<name>_scale` [1]. Slot 0 of a history is the latest step's amax. As in
+Flax, the state travels with the parameters: **its gradient is its new value**, which replaces the old one. So one
+backward pass rolls every history once, and what a layer saw in several places is combined by max on the way back.
+
+* In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's own `TrainState` overwrites by itself.
+* Adding up the gradients of microbatches: `add_gradients(a, b)`.
+* A layer reached more than once through transformations that broadcast its state (`nn.scan`, `nn.remat` twice,
+  `jax.lax.scan` over a closure) or through several `apply`: differentiate `combined_by_max(loss)`, or autodiff adds
+  the new values up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jaxlowprec.ops.amax.op import largest_over
+from jaxlowprec.recipes.transformer_engine import DelayedScaling
+from jaxlowprec.wiring.defining import varying_axes
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+"""The Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
+
+TENSORS = ("input", "kernel", "output_grad")
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # they keep reciprocals normal
+
+State = dict[str, Any]
+
+
+def init_state(recipe: DelayedScaling) -> State:
+    """A layer's state before its first step: empty histories and scales of 1.
+
+    >>> import jaxlowprec as jlp
+    >>> state = jlp.delayed_scaling.init_state(jlp.DelayedScaling(amax_history_len=16))
+    >>> state["input_amax_history"].shape, state["input_scale"].shape
+    ((16,), (1,))
+    """
+    state = {}
+    for tensor in TENSORS:
+        state[f"{tensor}_amax_history"] = jnp.zeros(recipe.amax_history_len, jnp.float32)
+        state[f"{tensor}_scale"] = jnp.ones(1, jnp.float32)
+    return state
+
+
+def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
+    """The state, if it is one for this recipe."""
+    if state is None:
+        raise ValueError(
+            f"{who}: DelayedScaling needs the layer's amax histories and there are none: initialise the model within "
+            "autocast(recipe), call jaxlowprec.nnx.add_delayed_scaling(model, recipe), or pass "
+            "state=jaxlowprec.delayed_scaling.init_state(recipe)"
+        )
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{who}: state is a {type(state).__name__}; needs what jaxlowprec.delayed_scaling.init_state(recipe) makes"
+        )
+    for tensor in TENSORS:
+        for name, shape in ((f"{tensor}_amax_history", (recipe.amax_history_len,)), (f"{tensor}_scale", (1,))):
+            found = getattr(state.get(name), "shape", None)
+            if found != shape:
+                raise ValueError(
+                    f"{who}: state[{name!r}] has shape {found}; {recipe} needs {shape}: make it anew for this recipe"
+                )
+    return dict(state)
+
+
+# --- one step
+
+
+def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: float) -> jax.Array:
+    """What to multiply a tensor by in this step: maximum * 2^-margin / amax of the history.
+
+    It stays what it was while the amax is zero or not finite.
+
+    Arguments:
+        tensor: "input", "kernel" or "output_grad".
+        maximum: the largest element of its format.
+    """
+    history = _as_float32(state[f"{tensor}_amax_history"])
+    stored = _as_float32(state[f"{tensor}_scale"])[0]
+    amax = history[0] if recipe.amax_compute_algo == "most_recent" else history.max()
+    stored = jnp.where((stored > 0) & jnp.isfinite(stored), stored, 1.0)
+    known = (amax > 0) & jnp.isfinite(amax)
+    scale = jnp.float32(maximum * 2.0**-recipe.margin) / jnp.where(known, amax, 1.0)
+    return jnp.clip(jnp.where(known, scale, 1.0 / stored), SMALLEST_SCALE, LARGEST_SCALE)
+
+
+def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, amaxes: jax.Array) -> State:
+    """The new history and scale of a tensor whose slices had these amaxes."""
+    name = f"{tensor}_amax_history"
+    amax = _largest(amaxes, state[name])
+    history = jnp.roll(_as_float32(state[name]), -1).at[0].set(amax)
+    scale = 1.0 / encode_scale(recipe, state, tensor, maximum)
+    new = {name: history, f"{tensor}_scale": scale[None]}
+    return {k: jax.lax.convert_element_type(v, state[k].dtype) for k, v in new.items()}
+
+
+def _as_float32(leaf: jax.Array) -> jax.Array:
+    """Flax's fp8_ops.fm32, float32 that autodiff adds by max, as float32."""
+    return jax.lax.convert_element_type(leaf, jnp.float32)
+
+
+def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
+    """The largest amax that shares a history: over batch axes, and mesh axes that the history is not split over."""
+    amax = amaxes.max(initial=0.0)
+    varying, own = (varying_axes(v) for v in (amax, history))
+    if any(axis not in varying_axes(jax.lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            "DelayedScaling: within jax.shard_map(check_vma=False) JAX does not know which amaxes differ between "
+            "shards, and may add them up; leave check_vma=True"
+        )
+    if axes := tuple(sorted(varying - own)):
+        amax = largest_over(amax, axes)
+    return _largest_mapped(amax, _as_float32(history)[0])
+
+
+@custom_vmap
+def _largest_mapped(amax: jax.Array, slot: jax.Array) -> jax.Array:
+    """amax; where vmap maps over the tensor but not over its history, the largest, for autodiff would add them up."""
+    del slot
+    return amax
+
+
+@_largest_mapped.def_vmap
+def _(size, batched, amax, slot):
+    mapped, own = batched
+    if own:
+        amax = amax if mapped else jnp.broadcast_to(amax, (size, *amax.shape))
+        return _largest_mapped(amax, slot), True
+    return _largest_mapped(amax.max(axis=0) if mapped else amax, slot), False
+
+
+# --- layers used more than once
+
+
+@jax.custom_vjp
+def used_and_handed_on(state: State) -> tuple[State, State]:
+    """The state twice: for one call and for the next. The new values that come back are combined by max.
+
+    Apart from the product, whose gradients vmap adds up over what examples share: this one must stay one for all.
+    """
+    return state, state
+
+
+def _combined(_: None, cotangents: tuple[State, State]) -> tuple[State]:
+    return (jax.tree.map(_larger, *cotangents),)
+
+
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.convert_element_type(jnp.maximum(_as_float32(a), _as_float32(b)), b.dtype)
+
+
+used_and_handed_on.defvjp(lambda state: ((state, state), None), _combined)
+
+
+def is_added_up(leaf: jax.Array) -> bool:
+    """Whether autodiff may see this leaf of a state, and would add up what several uses make of it."""
+    return isinstance(leaf, jax.core.Tracer) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def used_in_a_transformation(layer: str, counterparts: str) -> ValueError:
+    """The error of a layer whose state cannot be handed on to its next use."""
+    return ValueError(
+        f"{layer}: its delayed-scaling state is used within a JAX transformation that does not hand it on, where "
+        f"autodiff would add up amaxes: use Flax's counterpart ({counterparts}, ...), or differentiate "
+        "jaxlowprec.delayed_scaling.combined_by_max(loss)"
+    )
+
+
+# --- trees that hold parameters and states
+
+
+def is_state(path: tuple[Any, ...]) -> bool:
+    """Whether a leaf with this key path is part of a delayed-scaling state."""
+    return any(OVERWRITE_WITH_GRADIENT in (getattr(k, "key", None), getattr(k, "name", None)) for k in path)
+
+
+def add_gradients(a: Any, b: Any) -> Any:
+    """The sum of two gradient trees, for microbatches: new states are combined by max, everything else is added.
+
+    >>> import jaxlowprec as jlp
+    >>> key = jlp.delayed_scaling.OVERWRITE_WITH_GRADIENT
+    >>> jlp.delayed_scaling.add_gradients({"w": 1.0, key: {"s": 2.0}}, {"w": 3.0, key: {"s": 1.5}})[key]["s"].item()
+    2.0
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, x, y: jnp.maximum(x, y) if is_state(path) else x + y, a, b)
+
+
+def combined_by_max(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, the states in its first argument typed so that autodiff combines their new values by max.
+
+    For `jax.grad` and `jax.value_and_grad`, within `jax.jit`, of what reaches a layer more than once; gradients keep
+    their dtype. Flax's trick: a dtype that is added by max, which JAX knows in traced functions alone.
+
+    Arguments:
+        function: of a tree of variables, and more.
+
+    >>> import jax, jaxlowprec as jlp
+    >>> loss = jlp.delayed_scaling.combined_by_max(lambda variables: variables["w"] ** 2)
+    >>> jax.grad(loss)({"w": 3.0})["w"].item()
+    6.0
+    """
+    from flax.linen.fp8_ops import fm32  # Flax's type; a gradient of it is added by max
+
+    def typed(path, leaf):
+        return jax.lax.convert_element_type(leaf, fm32) if is_state(path) else leaf
+
+    def call(variables, *args, **kwargs):
+        return function(jax.tree_util.tree_map_with_path(typed, variables), *args, **kwargs)
+
+    return call
+
+
+@jax.tree_util.register_pytree_node_class
+class Overwrite:
+    """An update that replaces what `optax.apply_updates` adds it to.
+
+    A sum could not: the difference of two float32 numbers, added back, is not the second number.
+    """
+
+    __array_ufunc__ = None  # numpy leaves `array + Overwrite` to __radd__
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __radd__(self, old: Any) -> Any:
+        return self.value
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        """The new value."""
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Overwrite:
+        """The inverse."""
+        return cls(*children)
+
+
+def overwrite_with_gradient(inner: Any) -> Any:
+    """An optax transformation for parameters and delayed-scaling states in one tree.
+
+    Parameters go through `inner`; states take their gradient as their new value, and neither clipping nor weight decay
+    nor moments see them. Make it the outermost transformation, and apply its updates with `optax.apply_updates`, as
+    Flax does.
+
+    Arguments:
+        inner: an `optax.GradientTransformation`.
+
+    >>> import jax.numpy as jnp, optax, jaxlowprec as jlp
+    >>> key = jlp.delayed_scaling.OVERWRITE_WITH_GRADIENT
+    >>> params = {"w": jnp.ones(2), key: {"scale": jnp.ones(1)}}
+    >>> transformation = jlp.delayed_scaling.overwrite_with_gradient(optax.sgd(0.5))
+    >>> gradients = {"w": jnp.ones(2), key: {"scale": jnp.full(1, 8.0)}}
+    >>> updates, _ = transformation.update(gradients, transformation.init(params), params)
+    >>> new = optax.apply_updates(params, updates)
+    >>> new["w"][0].item(), new[key]["scale"][0].item()
+    (0.5, 8.0)
+    """
+    import optax  # an example's and a trainer's dependency, not this library's
+
+    def parameters(tree):
+        return jax.tree_util.tree_map_with_path(lambda path, _: not is_state(path), tree)
+
+    masked = optax.masked(inner, parameters)
+
+    def update(gradients, state, params=None, **extra):
+        updates, state = masked.update(gradients, state, params, **extra)
+        wrapped = jax.tree_util.tree_map_with_path(lambda path, u: Overwrite(u) if is_state(path) else u, updates)
+        return wrapped, state
+
+    return optax.GradientTransformationExtraArgs(masked.init, update)

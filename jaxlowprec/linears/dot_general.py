@@ -1,0 +1,344 @@
+"""dot_general and einsum under a recipe: drop-in replacements that come down to `linear`'s three GEMMs.
+
+The left operand takes the input's role, the right one the weight's: `nn.Dense(dot_general=jlp.dot_general)` calls them
+so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears.delayed_scaling import State
+from jaxlowprec.linears.linear import (
+    QuantizedKernel,
+    high_precision_weight,
+    in_high_precision,
+    matmul,
+    operands_and_recipe,
+    recorded,
+)
+from jaxlowprec.linears.residuals import in_profiles
+from jaxlowprec.ops.checks import axis_from_the_front, dimension_numbers, float_array, float_dtype
+from jaxlowprec.ops.precision import checked_precision
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.transformer_engine import Calibrating
+from jaxlowprec.wiring.out_sharding import resharded
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | QuantizedArray | None,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    quantized_kernel: QuantizedKernel | None = None,
+    name: str = "",
+    state: State | None = None,
+) -> Any:
+    """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
+
+    Any contraction and batch dimensions. Each slice of the batch dimensions is quantised with its own amax and random
+    bits.
+
+    Arguments:
+        lhs: in the input's role.
+        rhs: in the weight's role; None with `quantized_kernel`, for inference. Or a loaded QuantizedArray, which stands
+            for the matrices [batch..., K, N] and is seen as such (see `linear`).
+        dimension_numbers, out_sharding: as for `jax.lax.dot_general`: axes are counted from the front.
+        precision: of the three GEMMs, as for `jax.lax.dot_general`; quantised ones see `scaled_matmul`.
+        preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can
+            be passed uncast.
+        recipe, key, name, state: see `linear`.
+        quantized_kernel: `quantize_kernel` of rhs seen as [batch..., K, N], its dimensions in that order.
+
+    Raises:
+        TypeError, ValueError: as `linear` and `jax.lax.dot_general`; a product without contracted dimensions under a
+            recipe.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> x, w = jnp.ones((4, 8, 32)), jnp.ones((4, 32, 16))
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     jlp.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).shape
+    (4, 8, 16)
+    """
+    who = "dot_general"
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    rhs, quantized_kernel, recipe = operands_and_recipe(who, rhs, quantized_kernel, recipe, name)
+    follow: dict[str, Any] = {"recipe": recipe, "key": key, "name": name}
+    follow |= {"quantized_kernel": quantized_kernel, "state": state}
+    y, out_state = _dot_general(who, lhs, rhs, dimension_numbers, options, **follow)
+    return y if state is None else (y, out_state)
+
+
+def _dot_general(
+    who: str,
+    lhs: jax.Array,
+    rhs: jax.Array | None,
+    given: DimensionNumbers,
+    options: dict[str, Any],
+    recipe: Recipe | None,
+    key: jax.Array | None,
+    quantized_kernel: QuantizedKernel | None,
+    name: str,
+    state: State | None,
+) -> tuple[jax.Array, State | None]:
+    """The product, and the state of delayed scaling where there is one."""
+    if rhs is None and quantized_kernel is None:
+        raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
+    if recipe is None and in_high_precision(recipe, rhs, quantized_kernel):
+        rhs = high_precision_weight(who, rhs, quantized_kernel)
+        with in_profiles(name):
+            return jax.lax.dot_general(lhs, rhs, given, **options), state
+    lhs = float_array(who, "lhs", lhs)
+    rhs = None if rhs is None else float_array(who, "rhs", rhs)
+    if isinstance(recipe, Calibrating):
+        rhs = high_precision_weight(who, rhs, quantized_kernel)
+        y = jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options)
+        return recorded(who, recipe, lhs, rhs, y, state)
+    dims = dimension_numbers(who, given, lhs.ndim, None if rhs is None else rhs.ndim)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    if not lhs_contract:
+        raise ValueError(f"{who}: {dims} contracts nothing: no GEMM to quantise; pass recipe=None")
+    batch, lhs_free, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
+    w: jax.Array | None = None
+    rhs_free: tuple[int, ...] = ()
+    if rhs is not None:
+        rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
+        if rhs_batch_shape != batch or [lhs.shape[a] for a in lhs_contract] != [rhs.shape[a] for a in rhs_contract]:
+            raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dims}")
+    elif quantized_kernel is not None:
+        rhs_free = quantized_kernel.shape[len(batch) + 1 :]
+        if quantized_kernel.shape[: len(batch) + 1] != (*batch, x.shape[-1]):
+            raise ValueError(f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dims}")
+    out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
+    slices = x.ndim > len(batch) + 2
+    precision = checked_precision(who, options["precision"])
+    follow = (recipe, key, quantized_kernel, name, out_dtype, state, precision)
+    y, out_state = matmul(who, x, w, None, *follow, slices=slices)
+    return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
+
+
+def axes_in_order(who: str, ndim: int, axes: Iterable[int]) -> tuple[int, ...]:
+    """Axes from 0 on, ascending: the order in which Flax's layers lay out a kernel, however they were listed."""
+    return tuple(sorted(axis_from_the_front(who, axis, ndim) for axis in axes))
+
+
+def linear_general(
+    who: str,
+    inputs: Float[Array, "..."],
+    kernel: Float[Array, "..."] | QuantizedArray | None,
+    bias: Float[Array, "..."] | None,
+    axis: Iterable[int],
+    batch: Iterable[int],
+    features: Sequence[int],
+    *,
+    state: State | None = None,
+    **options: Any,
+) -> Any:
+    """Flax's linear over several axes of the inputs: kernel [batch..., contracted..., features...].
+
+    A kernel that is quantised or None (`quantized_kernel=` alone) stands for matrices [batch..., K, N].
+
+    Arguments:
+        axis, batch: contracted and batch axes of the inputs, in any order; negative ones count from the end.
+        state, options: of `dot_general`, which also says what is returned.
+    """
+    contract_dims, batch_dims = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
+    kernel_batch = tuple(range(len(batch_dims)))
+    kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
+    dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
+    y = dot_general(inputs, kernel, dims, state=state, **options)
+    y, out_state = (y, None) if state is None else y
+    y = y.reshape(*y.shape[: inputs.ndim - len(contract_dims)], *features)
+    if bias is not None:
+        kept = [inputs.shape[a] if a in batch_dims else 1 for a in range(inputs.ndim) if a not in contract_dims]
+        y = y + bias.reshape(*kept, *features)
+    return y if state is None else (y, out_state)
+
+
+def _as_matrices(
+    x: jax.Array, batch: Sequence[int], contract: Sequence[int], contracted_last: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], jax.Array]:
+    """The batch and free shapes, and x as [batch..., free, contracted] or [batch..., contracted, free].
+
+    Of several free axes that come first, the last one stays by itself: [batch..., S, free, contracted] in slices.
+    """
+    free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
+    order = [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
+    batch_shape, free_shape, contract_shape = (tuple(x.shape[d] for d in dims) for dims in (batch, free, contract))
+    contracted = math.prod(contract_shape)
+    if not contracted_last:
+        sizes = [contracted, math.prod(free_shape)]
+    elif len(free_shape) > 1:
+        sizes = [math.prod(free_shape[:-1]), free_shape[-1], contracted]
+    else:
+        sizes = [math.prod(free_shape), contracted]
+    x = x if order == list(range(x.ndim)) else x.transpose(order)
+    return batch_shape, free_shape, x.reshape(*batch_shape, *sizes)
+
+
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, "..."] | QuantizedArray,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    name: str = "",
+    state: State | None = None,
+) -> Any:
+    """`jnp.einsum` of two operands, its three GEMMs quantised as the recipe says; without a recipe it is that function.
+
+    A product that contracts nothing is no GEMM and stays in high precision.
+
+    Arguments:
+        subscripts: as for `jnp.einsum`, "..." and the implicit form included.
+        operands: under a recipe two: the first in the input's role, the second in the weight's. The second may be a
+            loaded QuantizedArray [batch..., K, N] (see `linear`), its axes in this order.
+        precision, preferred_element_type, out_sharding, recipe, key, name, state: see `dot_general`.
+
+    Raises:
+        ValueError: other than two operands under a recipe, subscripts that do not fit.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     jlp.einsum("btd,dhk->bthk", jnp.ones((2, 8, 32)), jnp.ones((32, 4, 16))).shape
+    (2, 8, 4, 16)
+    """
+    who = "einsum"
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    follow = {"recipe": recipe, "key": key, "quantized_kernel": None, "name": name}
+    if len(operands) == 2 and isinstance(loaded := operands[1], QuantizedArray):
+        y = _einsum_of_loaded(who, subscripts, operands[0], loaded, options, follow)
+        return y if state is None else (y, state)
+    follow["recipe"] = resolve(who, recipe, name)
+    y, out_state = _einsum(who, subscripts, operands, options, follow, state)
+    return y if state is None else (y, out_state)
+
+
+def _einsum(
+    who: str,
+    subscripts: str,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+    follow: dict[str, Any],
+    state: State | None,
+) -> tuple[jax.Array, State | None]:
+    """The product, and the state of delayed scaling where there is one."""
+    if follow["recipe"] is None:
+        with in_profiles(follow["name"]):
+            return jnp.einsum(subscripts, *operands, **options), state
+    if len(operands) != 2:
+        raise ValueError(
+            f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"
+        )
+    x, w = float_array(who, "operand 0", operands[0]), float_array(who, "operand 1", operands[1])
+    (x_names, w_names), out = _parse(who, subscripts, x.ndim, w.ndim)
+    shared = [n for n in dict.fromkeys(x_names) if n in w_names]
+    batch, contract = [n for n in shared if n in out], [n for n in shared if n not in out]
+    if not contract:
+        return jnp.einsum(subscripts, x, w, **options), state
+    if isinstance(follow["recipe"], Calibrating):
+        y = jnp.einsum(subscripts, x, w.astype(x.dtype), **options)
+        return recorded(who, follow["recipe"], x, w, y, state)
+    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
+    contract_dims, batch_dims = (
+        ([x_names.index(n) for n in group], [w_names.index(n) for n in group]) for group in (contract, batch)
+    )
+    dims = (contract_dims, batch_dims)
+    y, out_state = _dot_general(who, x, w, dims, options | {"out_sharding": None}, **follow, state=state)
+    names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
+    return resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
+
+
+def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
+    """Whether an einsum's second operand is [batch..., K, N], K being all that is contracted."""
+    (x_names, (*batch, contracted, free)), out = _parse("einsum", subscripts, x_ndim, w_ndim)
+    return (
+        contracted in x_names
+        and contracted not in out
+        and free not in x_names
+        and free in out
+        and set(batch) <= set(x_names) & set(out)
+    )
+
+
+def _einsum_of_loaded(
+    who: str, subscripts: str, x: Any, q: QuantizedArray, options: dict[str, Any], follow: dict[str, Any]
+) -> jax.Array:
+    """The product with a weight that is quantised along its second last axis."""
+    x = float_array(who, "operand 0", x)
+    (x_names, w_names), out = _parse(who, subscripts, x.ndim, q.ndim)
+    *batch, contracted, free = w_names
+    if not contracts_second_last(subscripts, x.ndim, q.ndim):
+        raise ValueError(
+            f"{who}: {subscripts!r} with a quantised second operand of shape {q.shape}; it is quantised along its "
+            "second last axis, which alone can be contracted, its last being free and the others batch axes"
+        )
+    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])
+    dims = ((lhs_dims[0], [len(batch)]), (lhs_dims[1], list(range(len(batch)))))
+    wanted, options = options["out_sharding"], options | {"out_sharding": None}
+    y = dot_general(x, q, dims, **options, **follow)
+    names = batch + [n for n in x_names if n not in w_names] + [free]
+    return resharded(y.transpose([names.index(n) for n in out]), wanted)
+
+
+def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a bias over the kernel's remaining axes broadcasts against an einsum's result."""
+    (_, names), out = _parse("einsum", subscripts, x_ndim, len(kernel_shape))
+    sizes = dict(zip(names, kernel_shape, strict=True))
+    return tuple(sizes.get(n, 1) for n in out)
+
+
+def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], list[str]]:
+    """Axis names of each operand and of the result; those of "..." are numbered from the right, as broadcasting is."""
+    text = subscripts.replace(" ", "")
+    inputs, arrow, out = text.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(ndims):
+        raise ValueError(f"{who}: {subscripts!r} names {len(terms)} operands, given {len(ndims)}")
+    named, widest = [], 0
+    for term, ndim in zip(terms, ndims, strict=True):
+        before, dots, after = term.partition("...")
+        spare = ndim - len(before) - len(after)
+        if spare < 0 or (spare and not dots):
+            raise ValueError(f"{who}: {term!r} of {subscripts!r} does not fit an operand of {ndim} dimensions")
+        named.append([*before, *[f"...{i}" for i in reversed(range(spare))], *after])
+        widest = max(widest, spare)
+    ellipsis = [f"...{i}" for i in reversed(range(widest))]
+    if arrow:
+        before, dots, after = out.partition("...")
+        result = [*before, *(ellipsis if dots else []), *after]
+    else:
+        letters = inputs.replace(",", "").replace(".", "")
+        result = ellipsis + sorted(n for n in set(letters) if letters.count(n) == 1)
+    unknown = [n for n in result if not any(n in names for names in named)]
+    if unknown or len(set(result)) != len(result):
+        raise ValueError(f"{who}: the result of {subscripts!r} names an axis twice or one that no operand has")
+    return named, result
+
+
+def _reduce_alone(x: jax.Array, names: list[str], keep: set[str]) -> tuple[jax.Array, list[str]]:
+    """x with repeated axes taken along their diagonal and axes that nobody else names summed."""
+    left = [n for n in dict.fromkeys(names) if n in keep]
+    if left == names:
+        return x, names
+    index = {n: i for i, n in enumerate(dict.fromkeys(names))}
+    return jnp.einsum(x, [index[n] for n in names], [index[n] for n in left]), left

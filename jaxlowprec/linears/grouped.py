@@ -1,0 +1,203 @@
+"""Rows in groups by a weight for each group, under a recipe: the products of a mixture of experts.
+
+Each group is a tensor of its own, with its own amax, blocks and random bits: what `linear` would make of it alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears import weight_only
+from jaxlowprec.linears.grouped_products import Plan, WeightOnlyPlan, biased, quantized_groups, weight_only_groups
+from jaxlowprec.linears.linear import rounds_stochastically
+from jaxlowprec.linears.residuals import in_profiles
+from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
+from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
+from jaxlowprec.ops.grouped_matmul.plain import rows_product
+from jaxlowprec.ops.precision import checked_precision
+from jaxlowprec.ops.quantize.keys import key_words, slice_words
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.recipes.transformer_engine import Calibrating
+from jaxlowprec.wiring.out_sharding import sharding_of
+
+
+def grouped_matmul(
+    x: Float[Array, "T K"],
+    kernels: Float[Array, "E K N"] | QuantizedArray,
+    group_sizes: Int[Array, "E"],
+    bias: Float[Array, "E N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    *,
+    name: str = "",
+    out_dtype: Any = None,
+    precision: Any = None,
+) -> Float[Array, "T N"]:
+    """Each group of rows by its own kernel, the three GEMMs on operands quantised as the recipe says.
+
+    The groups' rows lie one after the other, without padding; a group may have none. What becomes of a group depends on
+    its rows and its kernel alone: it is, quantised bytes included, what `linear(x_e, kernels[e])` makes of it. Rows
+    past the last group give zeros and get zero gradients.
+
+    Arguments:
+        x: bfloat16, float16 or float32: the dtype of the result.
+        kernels: any of those dtypes, quantised from its own; a float32 master weight gets a float32 gradient. Or a
+            loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`.
+        group_sizes: integers of any width, on the device: they may differ from call to call without a new compilation.
+            Below 0 counts as 0, and the last groups end with the rows. Of sizes that are known (numbers of Python or
+            NumPy) it is an error if they sum up to more.
+        bias: one for each group, added in float32.
+        recipe: default: the context's (`autocast`). None: high precision, the kernels cast to x's dtype.
+        key: for recipes that round gradients stochastically. Group e's bits are those of a batch of E slices: of
+            `linear` with the e-th words of that batch. None: the bits come from each group's gradient, see `linear`.
+        name: the layer's, for the keyless bits and recipes that treat layers differently.
+        out_dtype: of the result; default: x's.
+        precision: of the three GEMMs, as for `jax.lax.dot`; quantised ones see `scaled_matmul`.
+
+    Raises:
+        TypeError: dtypes that do not fit, a recipe that is none.
+        ValueError: shapes that do not fit; recipes that activations in groups have no place for: delayed scaling, whose
+            state is one layer's, square tiles for activations, rotations other than NVFP4's of size 16.
+
+    Source: numerics.md 3, 4 and 9 for each group.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> x, kernels = jnp.ones((5, 32), jnp.bfloat16), jnp.ones((3, 32, 16))
+    >>> y = jlp.grouped_matmul(x, kernels, jnp.array([2, 0, 3]), recipe=jlp.NVFP4BlockScaling())
+    >>> y.shape, y.dtype, float(y[0, 0])
+    ((5, 16), dtype(bfloat16), 32.0)
+    """
+    who = "grouped_matmul"
+    x = float_array(who, "x", x)
+    kernels = kernels if isinstance(kernels, QuantizedArray) else float_array(who, "kernels", kernels)
+    sizes = _checked_sizes(who, group_sizes, x.shape[0] if x.ndim == 2 else 0)
+    experts = sizes.shape[0]
+    if x.ndim != 2 or kernels.ndim != 3 or kernels.shape[:2] != (experts, x.shape[1]) or experts == 0:
+        raise ValueError(
+            f"{who}: x {x.shape}, kernels {kernels.shape} and group_sizes {sizes.shape}: needs x [T, K], kernels "
+            "[E, K, N] and group_sizes [E], E at least 1; use jax.vmap for further axes"
+        )
+    features = kernels.shape[2]
+    if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
+        raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(experts, features)}")
+    dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
+    precision = checked_precision(who, precision)
+
+    if isinstance(kernels, QuantizedArray):
+        weight_only.check_loaded(who, name, kernels, resolve(who, recipe))
+        loaded = (sharding_of(x), None, sharding_of(bias))
+        plan = WeightOnlyPlan(kernels.format, "identity", None, dtype, loaded, precision)
+        operands = _aligned(x, None, bias, kernels, sizes)
+        with in_profiles(name):
+            return weight_only_groups(plan, *operands)
+    recipe = resolve(who, recipe, name)
+    if recipe is None:
+        x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
+        wide = dtype if bias is None else jnp.dtype("float32")
+        with in_profiles(name):
+            y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
+            return biased(y, bias, sizes).astype(dtype)
+    roles = _checked_roles(who, recipe, name)
+    shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
+    if roles.ste is not None and roles.weight is not None:
+        weight_only.check_whole_groups(who, name, kernels, roles.weight.format)
+        served = WeightOnlyPlan(roles.weight.format, roles.ste, roles.served_dtype, dtype, shardings, precision)
+        operands = _aligned(x, kernels, bias, None, sizes)
+        with in_profiles(name):
+            return weight_only_groups(served, *operands)
+    words = None
+    if key is not None and rounds_stochastically(roles):
+        words = slice_words(key_words(who, key, ()), (experts,))
+    quantized = Plan(roles, recipe.backward_override, name, dtype, shardings, precision)
+    return quantized_groups(quantized, *_aligned(x, kernels, bias, words, sizes))
+
+
+def ragged_dot(
+    lhs: Float[Array, "T K"],
+    rhs: Float[Array, "E K N"] | QuantizedArray,
+    group_sizes: Int[Array, "E"],
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+) -> Float[Array, "T N"]:
+    """Drop-in for `jax.lax.ragged_dot`: `grouped_matmul` under the context's recipe.
+
+    Arguments:
+        lhs, rhs, group_sizes: x, kernels and group_sizes of `grouped_matmul`.
+        precision: of `grouped_matmul`.
+        preferred_element_type: the dtype of the result; default: what lhs and rhs promote to.
+        group_offset: not supported, as in JAX.
+
+    Raises:
+        NotImplementedError: a group_offset.
+        TypeError, ValueError: see `grouped_matmul`.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.MXFP8BlockScaling()):
+    ...     y = jlp.ragged_dot(jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([1, 3]))
+    >>> y.shape
+    (4, 8)
+    """
+    if group_offset is not None:
+        raise NotImplementedError("ragged_dot: group_offset is not supported; leave it out and slice the groups")
+    out_dtype = preferred_element_type
+    if out_dtype is None:
+        out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
+    if isinstance(rhs, QuantizedArray) or resolve("ragged_dot", FROM_CONTEXT, "") is not None:
+        return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
+    wide = wider_dtype(lhs.dtype, rhs.dtype)
+    return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
+
+
+def _aligned(*operands: Any) -> tuple[Any, ...]:
+    return wiring.align_varying(*operands)
+
+
+def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
+    """int32 [E], cut to the rows. Sizes that are known are checked whole, before JAX narrows them."""
+    sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim != 1:
+        raise TypeError(
+            f"{who}: group_sizes has dtype {sizes.dtype} and shape {sizes.shape}; needs integers [E], one a group"
+        )
+    if rows >= LEAST_TOO_LARGE:
+        raise ValueError(f"{who}: x has {rows} rows; needs fewer than 2^31: split them into several calls")
+    if isinstance(sizes, np.ndarray):
+        if (total := sum(map(int, sizes))) > rows:
+            raise ValueError(f"{who}: group_sizes sum up to {total}, and x has {rows} rows")
+        sizes = jnp.asarray(np.clip(sizes, 0, min(rows, np.iinfo(sizes.dtype).max)).astype(np.int32))
+    return cut_to_rows(sizes, rows)
+
+
+def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
+    """What the recipe wants of the layer, where rows in groups can have it."""
+    if recipe.delayed is not None or isinstance(recipe, Calibrating):
+        raise ValueError(
+            f"{who}: {recipe} has a state for each layer, but groups are tensors of their own; use current scaling "
+            "(Float8CurrentScaling) for layers of experts, or leave them out by exclude= or a policy"
+        )
+    roles = recipe.roles("grouped_linear", name)
+    for tensor, role in (("input", roles.input), ("gradient", roles.gradient)):
+        if role is None:
+            continue
+        if role.format.tiles:
+            raise ValueError(
+                f"{who}: the recipe quantises the {tensor} to {role.format}, in square tiles, which would lie on two "
+                "groups; use blocks of one row"
+            )
+        rotation = role.hadamard
+        if rotation is not None and (role.format.scaling != "two_level" or rotation.size != BLOCK):
+            raise ValueError(
+                f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups have NVFP4's "
+                f"rotation of size {BLOCK} alone"
+            )
+    return roles

@@ -1,0 +1,263 @@
+"""Products of rows in groups by a weight for each, quantised, and their custom_vjp: the core of `grouped_matmul`.
+
+    fprop   y_e  = x_e row-quantised            @ w_e
+    dgrad   dx_e = dy_e row-quantised           @ w_e transposed
+    wgrad   dw_e = x_e column-quantised, transposed @ dy_e column-quantised
+
+As `quantized_matmul` and `weight_only`, which have the rules, for each group. Residuals carry the same checkpoint
+names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.linears.quantized_matmul import Gemms
+from jaxlowprec.linears.residuals import (
+    CHECKPOINT_NAMES,
+    decoded,
+    differentiated_once,
+    dtype_marker,
+    in_profiles,
+    named,
+)
+from jaxlowprec.linears.weight_only import quantize_weight, through_estimator
+from jaxlowprec.ops.dequantize.reference import dequantize_rows
+from jaxlowprec.ops.grouped_matmul.api import (
+    GroupedQuantizedArray,
+    group_amaxes,
+    multiply_groups,
+    multiply_within_groups,
+    quantize_groups,
+)
+from jaxlowprec.ops.grouped_matmul.groups import Groups
+from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
+from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
+from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
+from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
+from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.ops.quantize.keys import keyless_words
+from jaxlowprec.recipes.roles import StraightThrough
+from jaxlowprec.wiring.out_sharding import resharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Gemms):
+    """What a product is traced with; see `quantized_matmul.Plan`.
+
+    Attributes:
+        name: of the layer, for the keyless bits and for profiles.
+        out_dtype: of the result.
+        shardings: of x, w and bias and of their gradients.
+        precision: of all three GEMMs, checked.
+    """
+
+    name: str
+    out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    precision: Any
+
+
+def _weight_ways(w, role, rowwise: bool, columnwise: bool):
+    """The weights quantised in the wanted directions, None for the other."""
+    if role is None:
+        return None, None
+    if rowwise and columnwise:
+        return quantize_both(w, role.format)
+    row = quantize(w, role.format, -1) if rowwise else None
+    return row, quantize(w, role.format, -2) if columnwise else None
+
+
+def _row_ways(x, sizes, role, rowwise: bool, columnwise: bool, words=None, amaxes=None):
+    if role is None or not (rowwise or columnwise):
+        return None, None
+    return quantize_groups(
+        x,
+        sizes,
+        role.format,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        hadamard=role.hadamard,
+        words=words,
+        amaxes=amaxes,
+    )
+
+
+def _fprop(plan: Plan, x, w, bias, sizes, keep_column: bool, keep_row: bool):
+    """The result, x row- and columnwise, and the weights, each quantised as far as it is needed now or kept."""
+    roles = plan.roles
+    with in_profiles(plan.name, "quantize input"):
+        x_row, x_column = _row_ways(x, sizes, roles.input, plan.fprop, keep_column)
+    with in_profiles(plan.name, "quantize weight"):
+        w_row, w_column = _weight_ways(w, roles.weight, keep_row, plan.fprop)
+    with in_profiles(plan.name, "fprop"):
+        if plan.fprop:
+            y = multiply_groups(x_row, w_column.mT, bias, plan.out_dtype, precision=plan.precision)
+        else:
+            y = plain_rows(x, w.astype(x.dtype), sizes, jnp.float32, plan.precision)
+            y = biased(y, bias, sizes).astype(plan.out_dtype)
+    return y, (x_row, x_column), (w_row, w_column)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(plan: Plan, x, w, bias, words, sizes):
+    return _fprop(plan, x, w, bias, sizes, False, False)[0]
+
+
+def _forward(plan: Plan, x, w, bias, words, sizes):
+    x, w, bias = differentiated_once((x, w, bias))
+    y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, sizes, plan.wgrad, plan.dgrad)
+    dequantized = plan.backward_override == "dequantized" and plan.fprop
+    kept_x = x_column if plan.wgrad else x_row if dequantized else x
+    kept_w = w_row if plan.dgrad else w_column if dequantized else w
+    kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
+    return y, (kept, tuple(dtype_marker(a) for a in (x, w, bias)), words, sizes)
+
+
+def _quantized_gradient(plan: Plan, dy, words, sizes):
+    """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+    role, amaxes = plan.roles.gradient, None
+    if role.format.has_tensor_scale:
+        found = group_amaxes(dy, sizes, True, role.hadamard)
+        amaxes = found[0], found[-1]
+    if role.rounding == "stochastic" and words is None:
+        (amax,) = amaxes[:1] if amaxes else group_amaxes(dy, sizes, True, None)
+        words = keyless_words(amax, (0, dy.shape[-1]), plan.name)
+    words = words if role.rounding == "stochastic" else None
+    return _row_ways(dy, sizes, role, plan.dgrad, plan.wgrad, words, amaxes)
+
+
+def _backward(plan: Plan, residuals, dy):
+    (x, w), (like_x, like_w, like_bias), words, sizes = residuals
+    x_sharding, w_sharding, bias_sharding = plan.shardings
+    dy = differentiated_once(dy)
+    dy_row: Any = None
+    dy_column: Any = None
+    if plan.dgrad or plan.wgrad:
+        with in_profiles(plan.name, "quantize gradient"):
+            dy_row, dy_column = _quantized_gradient(plan, dy, words, sizes)
+    # JAX does not check these dtypes: they must be those of the primals.
+    with in_profiles(plan.name, "dgrad"):
+        if plan.dgrad:
+            dx = multiply_groups(dy_row, w, None, like_x.dtype, precision=plan.precision)
+        else:
+            transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
+            dx = plain_rows(dy, transposed, sizes, like_x.dtype, plan.precision)
+    with in_profiles(plan.name, "wgrad"):
+        if plan.wgrad:
+            dw = multiply_within_groups(x, dy_column, like_w.dtype, precision=plan.precision)
+        else:
+            rows = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
+            dw = plain_wgrad(rows, dy, sizes, like_w.dtype, plan.precision)
+    dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
+    return resharded(dx, x_sharding), resharded(dw, w_sharding), dbias, None, None
+
+
+_matmul.defvjp(_forward, _backward)
+quantized_groups = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once
+"""Plan, x [..., T, K], w [..., E, K, N], bias [..., E, N] or None, random words [..., E, 2] or None, sizes [..., E] ->
+[..., T, N]."""
+
+
+# --- the weights alone
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightOnlyPlan:
+    """What a product by weights that alone are quantised is traced with; see `weight_only`.
+
+    Attributes:
+        format, ste, served_dtype: of the recipe.
+        out_dtype, shardings: see `Plan`.
+        precision: of the backward GEMMs, checked; the forward one always has float32 sums.
+    """
+
+    format: Format
+    ste: StraightThrough
+    served_dtype: str | None
+    out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    precision: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weight_only(plan: WeightOnlyPlan, x, w, bias, q, sizes):
+    return _weight_only_fprop(plan, x, w, bias, q, sizes)[0]
+
+
+def _weight_only_fprop(plan: WeightOnlyPlan, x, w, bias, q, sizes):
+    if q is None:
+        with in_profiles("quantize weight"):
+            q = quantize_weight(w, plan.format, plan.served_dtype)
+    added = None if bias is None else bias.astype(jnp.float32)
+    with in_profiles("fprop"):
+        return grouped_weight_only(x, q.mT, sizes, added, plan.out_dtype), q
+
+
+def _weight_only_forward(plan: WeightOnlyPlan, x, w, bias, q, sizes):
+    x, w, bias = differentiated_once((x, w, bias))
+    y, q = _weight_only_fprop(plan, x, w, bias, q, sizes)
+    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    kept = None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if plan.ste == "clipped" else None
+    return y, (kept, like, sizes)
+
+
+def _weight_only_backward(plan: WeightOnlyPlan, residuals, dy):
+    (x, q, clipped), (like_x, like_w, like_bias), sizes = residuals
+    x_sharding, w_sharding, bias_sharding = plan.shardings
+    dy = differentiated_once(dy)
+    with in_profiles("dgrad"):
+        dx = plain_rows(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), sizes, like_x.dtype, plan.precision)
+    dw: Any = None
+    if like_w is not None:
+        with in_profiles("wgrad"):
+            dw = plain_wgrad(x, dy, sizes, like_w.dtype, plan.precision)
+        if clipped is not None:
+            dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
+        dw = resharded(dw, w_sharding)
+    dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
+    return resharded(dx, x_sharding), dw, dbias, None, None
+
+
+_weight_only.defvjp(_weight_only_forward, _weight_only_backward)
+weight_only_groups = jax.jit(_weight_only, static_argnums=0)
+"""Plan, x [..., T, K], w [..., E, K, N] or None, bias or None, QuantizedArray [..., E, K, N] or None, sizes ->
+[..., T, N]."""
+
+
+# --- what both share
+
+
+def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:
+    """A rowwise array [..., T, C] as `dtype`; rows in no group are zeros."""
+
+    def one_batch(data, sizes, scale, amax):
+        group = jnp.minimum(Groups.of(sizes, x.rows).of_rows(), sizes.shape[0] - 1)
+        scales = scale[group] if x.format.scaling == "tensor" else scale[:, None]
+        amaxes = None if amax is None else amax[group]
+        return dequantize_rows(data[:, None], scales, amaxes, x.format, x.columns, None, dtype)[:, 0]
+
+    return over_batches(one_batch)(x.data, x.sizes, x.scale, x.amax)
+
+
+def biased(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
+    """y [..., T, N] float32 plus the bias [..., E, N] of each row's group."""
+    return y if bias is None else y + bias_of_rows(bias.astype(jnp.float32), sizes, y.shape[-2])
+
+
+def bias_gradient(dy: jax.Array, like: jax.Array | None, sizes: jax.Array, sharding: Any) -> jax.Array | None:
+    """[..., E, N]: the sum over each group's rows, in float32."""
+    if like is None:
+        return None
+
+    def one_batch(dy, sizes):
+        group = Groups.of(sizes, dy.shape[0]).of_rows()
+        return jax.ops.segment_sum(dy.astype(jnp.float32), group, sizes.shape[0] + 1)[: sizes.shape[0]]
+
+    return resharded(over_batches(one_batch)(dy, sizes).astype(like.dtype), sharding)

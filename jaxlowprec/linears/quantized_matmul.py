@@ -1,0 +1,264 @@
+"""A product of quantised operands, its custom_vjp, and what that keeps: the core of `linear`.
+
+    fprop   y  = x row-quantised            @ w            contracted over K
+    dgrad   dx = dy row-quantised           @ w transposed contracted over N
+    wgrad   dw = x column-quantised, transposed @ dy column-quantised   contracted over tokens
+
+Each GEMM has its own pair of operands (numerics.md 3). The backward pass keeps x columnwise and w, quantised, instead
+of x and w: they carry the checkpoint names of `residuals`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears import delayed_scaling
+from jaxlowprec.linears.residuals import (
+    CHECKPOINT_NAMES,
+    bias_gradient,
+    decoded,
+    differentiated_once,
+    dtype_marker,
+    in_profiles,
+    named,
+    plain_matmul,
+    plain_wgrad,
+)
+from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.ops.quantize.keys import keyless_words
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_slices
+from jaxlowprec.recipes.transformer_engine import DelayedScaling
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("rowwise", "columnwise"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class QuantizedKernel:
+    """A kernel [..., K, N] quantised once, for every GEMM that reads it.
+
+    Attributes:
+        rowwise: blocks along N, for dgrad; None where the weight alone is quantised, and dgrad decodes the other.
+        columnwise: blocks along K, for fprop.
+    """
+
+    rowwise: QuantizedArray | None
+    columnwise: QuantizedArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., K, N]."""
+        return self.columnwise.shape
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether it is multiplied by inputs in high precision."""
+        return self.rowwise is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemms:
+    """Which of a product's three GEMMs are quantised.
+
+    Attributes:
+        roles, backward_override: of the recipe.
+    """
+
+    roles: Any
+    backward_override: str | None
+
+    @property
+    def fprop(self) -> bool:
+        """Whether this GEMM is quantised."""
+        return self.roles.input is not None and self.roles.weight is not None
+
+    @property
+    def dgrad(self) -> bool:
+        """The same."""
+        return self.backward_override is None and self.roles.gradient is not None and self.roles.weight is not None
+
+    @property
+    def wgrad(self) -> bool:
+        """The same."""
+        return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Gemms):
+    """What a product is traced with: captured in the forward pass, so that the backward pass never reads the context.
+
+    Attributes:
+        delayed: of the recipe.
+        name: of the layer, for the keyless bits and for profiles.
+        out_dtype: of the result.
+        shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
+        out_sharding: of the result, in explicit mode.
+        slices: x is [..., S, T, K] for a weight without S.
+        precision: of all three GEMMs, checked.
+    """
+
+    delayed: Any
+    name: str
+    out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    out_sharding: Any
+    slices: bool
+    precision: Any = None
+
+
+def _both_ways(
+    x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None, slices=False
+) -> tuple[Any, Any]:
+    """x quantised in the wanted directions, None for the other; one pass for both."""
+    if role is None:
+        return None, None
+    rotation, options = role.hadamard or False, {"encode_scale": encode, "slices": slices}
+    if rowwise and columnwise:
+        return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax, **options)
+    row_amax, column_amax = amax or (None, None)
+    row = column = None
+    if rowwise:
+        row = quantize(x, role.format, -1, False, role.rounding, words, row_amax, **options)
+    if columnwise:
+        column = quantize(x, role.format, -2, rotation, role.rounding, words, column_amax, **options)
+    return row, column
+
+
+def _multiply(plan: Plan, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
+    if plan.slices:
+        return scaled_matmul_of_slices(a, b, bias, out_dtype, out_sharding, plan.precision)
+    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding, precision=plan.precision)
+
+
+def _encode_scale(plan: Plan, state, tensor: str):
+    """Of delayed scaling, if that is the plan."""
+    if plan.delayed is None:
+        return None
+    return delayed_scaling.encode_scale(plan.delayed, state, tensor, _maximum(plan.delayed, tensor))
+
+
+def _recorded(delayed: DelayedScaling, state, tensor: str, x, slices=False):
+    """The state with the tensor's new history and scale."""
+    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, slices=slices)
+    return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
+
+
+def _maximum(delayed: DelayedScaling, tensor: str) -> float:
+    roles: Any = delayed.roles()
+    return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(plan: Plan, x, w, bias, words, quantized, state):
+    return _fprop(plan, x, w, bias, quantized, state, False, False)[0]
+
+
+def _fprop(plan: Plan, x, w, bias, quantized: QuantizedKernel | None, state, keep_column: bool, keep_row: bool):
+    """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
+    roles = plan.roles
+    with in_profiles(plan.name, "quantize input"):
+        encode = _encode_scale(plan, state, "input")
+        x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode, slices=plan.slices)
+    if quantized is not None:
+        w_row, w_column = quantized.rowwise, quantized.columnwise
+    else:
+        with in_profiles(plan.name, "quantize weight"):
+            encode = _encode_scale(plan, state, "kernel")
+            w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
+    with in_profiles(plan.name, "fprop"):
+        if plan.fprop:
+            y = _multiply(plan, x_row, w_column.mT, bias, plan.out_dtype, plan.out_sharding)
+        else:
+            w = (w if w is not None else w_column.dequantize()).astype(x.dtype)
+            y = plain_matmul(x, w, jnp.float32, plan.out_sharding, plan.precision)
+            y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
+    return y, (x_row, x_column), (w_row, w_column)
+
+
+def _forward(plan: Plan, x, w, bias, words, quantized, state):
+    x, w, bias = differentiated_once((x, w, bias))
+    y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, state, plan.wgrad, plan.dgrad)
+    dequantized = plan.backward_override == "dequantized" and plan.fprop
+    kept_x = x_column if plan.wgrad else x_row if dequantized else x
+    kept_w = w_row if plan.dgrad else w_column if dequantized or w is None else w
+    kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
+    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    new_state = state
+    if plan.delayed is not None:
+        new_state = _recorded(plan.delayed, state, "input", x, plan.slices)
+        new_state = new_state if w is None else _recorded(plan.delayed, new_state, "kernel", w)
+    return y, (kept, like, words, new_state)
+
+
+def _quantized_gradient(plan: Plan, dy, weight_learns: bool, words, state):
+    """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+    role, amaxes = plan.roles.gradient, None
+    if plan.delayed is None and role.format.has_tensor_scale and (role.hadamard is None or role.hadamard.size == BLOCK):
+        found = tensor_amax(dy, True, role.hadamard, slices=plan.slices)
+        amaxes = found[0], found[-1]
+    if role.rounding == "stochastic" and words is None:
+        (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None, slices=plan.slices)
+        words = keyless_words(amax, (math.prod(dy.shape[-3 if plan.slices else -2 : -1]), dy.shape[-1]), plan.name)
+    encode = _encode_scale(plan, state, "output_grad")
+    return _both_ways(dy, role, plan.dgrad, plan.wgrad and weight_learns, words, amaxes, encode, plan.slices)
+
+
+def _backward(plan: Plan, residuals, dy):
+    (x, w), (like_x, like_w, like_bias), words, state = residuals
+    x_sharding, w_sharding, bias_sharding = plan.shardings
+    dy = differentiated_once(dy)
+    dy_row: Any = None
+    dy_column: Any = None
+    if plan.dgrad or plan.wgrad:
+        with in_profiles(plan.name, "quantize gradient"):
+            dy_row, dy_column = _quantized_gradient(plan, dy, like_w is not None, words, state)
+    # JAX does not check these dtypes: they must be those of the primals.
+    with in_profiles(plan.name, "dgrad"):
+        if plan.dgrad:
+            dx = _multiply(plan, dy_row, w, None, like_x.dtype, x_sharding)
+        else:
+            transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
+            dx = plain_matmul(dy, transposed, like_x.dtype, x_sharding, plan.precision)
+    dw = None
+    with in_profiles(plan.name, "wgrad"):
+        if like_w is not None and plan.wgrad:
+            dw = _multiply(plan, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
+        elif like_w is not None:
+            dw = plain_wgrad(decoded(x, dy.dtype), dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
+    if plan.delayed is not None:
+        state = _recorded(plan.delayed, state, "output_grad", dy, plan.slices)
+    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state
+
+
+_matmul.defvjp(_forward, _backward)
+quantized_matmul = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once
+"""Plan, x [..., T, K], w [..., K, N], bias, random words, QuantizedKernel, state of delayed scaling -> [..., T, N]; all
+but the first two may be None, w where there is a QuantizedKernel."""
+
+
+# --- calibrating
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recording(delayed: DelayedScaling, x, w, y, state):
+    """y, for calibrating: the state's gradient is what x, w and the gradient of y make of it."""
+    del delayed, x, w, state
+    return y
+
+
+def _recording_forward(delayed: DelayedScaling, x, w, y, state):
+    return y, _recorded(delayed, _recorded(delayed, state, "input", x), "kernel", w)
+
+
+def _recording_backward(delayed: DelayedScaling, state, dy):
+    return None, None, dy, _recorded(delayed, state, "output_grad", dy)
+
+
+recording.defvjp(_recording_forward, _recording_backward)

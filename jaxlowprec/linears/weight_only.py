@@ -1,0 +1,195 @@
+"""The linear whose weight alone is quantised: in quantisation-aware training, and with a weight that was loaded.
+
+    fprop   y  = x @ q            the weight-only product that serves, same bits
+    dgrad   dx = dy @ q decoded   in high precision
+    wgrad   dw = x transposed @ dy, through the straight-through estimator to the master weight
+
+The backward pass keeps x and the quantised weight, whose arrays carry `CHECKPOINT_NAMES[1]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears.residuals import (
+    CHECKPOINT_NAMES,
+    bias_gradient,
+    differentiated_once,
+    dtype_marker,
+    in_profiles,
+    named,
+    plain_wgrad,
+)
+from jaxlowprec.ops.fake_quantize.api import fake_quantize
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.ops.rounding import narrowed
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.ops.weight_only_matmul.dgrad import weight_only_dgrad
+from jaxlowprec.recipes.roles import Recipe, StraightThrough
+from jaxlowprec.wiring.out_sharding import sharding_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a product is traced with. The layer's name is no part of it: equal layers are traced once.
+
+    Attributes:
+        shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
+        out_sharding: of the result, in explicit mode.
+        slices: x is [..., S, T, K] for a weight without S.
+        precision: of the backward GEMMs, checked; the forward one always has float32 sums.
+    """
+
+    format: Format
+    ste: StraightThrough
+    served_dtype: str | None
+    out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    out_sharding: Any
+    slices: bool
+    precision: Any
+
+
+def matmul(
+    who: str,
+    name: str,
+    x: Float[Array, "*B T K"],
+    w: Float[Array, "*B K N"] | None,
+    bias: Float[Array, "N"] | None,
+    q: QuantizedArray | None,
+    fmt: Format,
+    ste: StraightThrough,
+    served_dtype: str | None,
+    out_dtype: Any,
+    out_sharding: Any,
+    slices: bool,
+    precision: Any,
+) -> Float[Array, "*B T N"]:
+    """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
+    if q is None:
+        check_whole_groups(who, name, w, fmt)
+    shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
+    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding, slices, precision)
+    operands = wiring.align_varying(x, w, bias, q)
+    with in_profiles(name):
+        return _matmul_jit(plan, *operands)
+
+
+def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
+    """A weight as it is served: rounded to the served model's dtype, then quantised along K."""
+    return dataclasses.replace(quantize(rounded_to(w, served_dtype), fmt, axis=-2), dtype=w.dtype)
+
+
+def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
+    """w in that dtype, or as it is."""
+    return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
+
+
+def through_estimator(
+    dw: jax.Array, w: jax.Array, fmt: Format, ste: StraightThrough, served_dtype: str | None
+) -> jax.Array:
+    """The gradient of the master weight w from that of its quantised form, whose dtype it keeps."""
+    as_served = rounded_to(w, served_dtype).astype(jnp.float32)
+    _, estimator = jax.vjp(lambda w: fake_quantize(w, fmt, -2, ste), as_served)
+    return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
+
+
+def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
+    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole group.
+
+    A group on two shards would be another group than the one that is served. Shards are checked as far as they are
+    known here: local arrays of shard_map, arrays outside jit, axes in explicit mode. In automatic mode the op gathers
+    what does not divide.
+    """
+    length, shard, group = kernel.shape[-2], _shard_of_k(kernel), fmt.length
+    given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
+    if isinstance(fmt, Int4) and not fmt.pad and length % group:
+        raise ValueError(
+            f"{given}, which is no multiple of the group of {group} of {fmt}: use a group_size that divides it, or "
+            "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"
+        )
+    if shard != length and shard % group:
+        raise ValueError(
+            f"{given}, in shards of {shard}, which is no multiple of the group of {group} of {fmt}: a group would lie "
+            "on two shards; use a group_size that divides it, or shard N instead"
+        )
+
+
+def _shard_of_k(kernel: Any) -> int:
+    sharding = jax.typeof(kernel).sharding if isinstance(kernel, jax.core.Tracer) else kernel.sharding
+    if not isinstance(sharding, NamedSharding):
+        return kernel.shape[-2]
+    axes = [*sharding.spec, *[None] * kernel.ndim][kernel.ndim - 2] or ()
+    return kernel.shape[-2] // math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,)))
+
+
+def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
+    """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in what a recipe wants if there is one."""
+    if len(q.matrix) != 2 or q.axis != -2:
+        remedy = "pass kernel.mT" if len(q.matrix) == 2 else "needs two dimensions"
+        raise ValueError(
+            f"{who}: layer {name!r} has a quantised kernel of shape {q.shape}, quantised along axis {q.axis}; needs "
+            f"[K, N] quantised along K (axis=-2): {remedy}"
+        )
+    if recipe is None:
+        return
+    roles = recipe.roles("linear", name)
+    wants = "high precision" if roles.weight is None else str(roles.weight.format)
+    if roles.ste is None and roles.weight is not None:
+        wants += " with quantised activations"
+    if roles.ste is None or roles.weight is None or roles.weight.format != q.format:
+        raise ValueError(
+            f"{who}: layer {name!r} has a kernel in {q.format}, but the recipe wants {wants}; a loaded kernel needs no "
+            "recipe: pass recipe=None or use autocast(enabled=False), or load what the recipe wants"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(plan: _Plan, x, w, bias, q):
+    return _fprop(plan, x, w, bias, q)[0]
+
+
+def _fprop(plan: _Plan, x, w, bias, q):
+    if q is None:
+        with in_profiles("quantize weight"):
+            q = quantize_weight(w, plan.format, plan.served_dtype)
+    with in_profiles("fprop"):
+        return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding), q
+
+
+def _forward(plan: _Plan, x, w, bias, q):
+    x, w, bias = differentiated_once((x, w, bias))
+    y, q = _fprop(plan, x, w, bias, q)
+    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    return y, (None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if plan.ste == "clipped" else None, like)
+
+
+def _backward(plan: _Plan, residuals, dy):
+    x, q, clipped, (like_x, like_w, like_bias) = residuals
+    x_sharding, w_sharding, bias_sharding = plan.shardings
+    dy = differentiated_once(dy)
+    # JAX does not check these dtypes: they must be those of the primals.
+    with in_profiles("dgrad"):
+        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding, plan.precision)
+    dw: Any = None
+    if like_w is not None:
+        with in_profiles("wgrad"):
+            dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
+    if clipped is not None:
+        dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
+    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
+
+
+_matmul.defvjp(_forward, _backward)
+_matmul_jit = jax.jit(_matmul, static_argnums=0)

@@ -1,0 +1,287 @@
+"""Which recipe where: what applies to each layer of a model, and the export of what was trained.
+
+A Linen module is traced without computing anything, so that what scopes and layers say of their own is seen as it acts.
+An NNX module is walked; scopes within its `__call__` are not seen: give such layers a recipe of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+import jaxlowprec.linen
+import jaxlowprec.nnx
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears.dot_general import contracts_second_last
+from jaxlowprec.linears.linear import kernel_matrices
+from jaxlowprec.linears.weight_only import check_whole_groups, quantize_weight
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
+from jaxlowprec.recipes.roles import Recipe, Role, Roles
+
+_HIGH_PRECISION = Roles(None, None, None)
+_GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
+_OUR_LINEN = (jaxlowprec.linen.Dense, jaxlowprec.linen.DenseGeneral, jaxlowprec.linen.Einsum, _GROUPED[0])
+_OURS = (*_OUR_LINEN, jaxlowprec.nnx.Linear, jaxlowprec.nnx.LinearGeneral, jaxlowprec.nnx.Einsum, _GROUPED[1])
+_LINEN = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed, _GROUPED[0])
+_NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, _GROUPED[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class AppliedRecipe:
+    """What applies to one layer.
+
+    Attributes:
+        path: of the layer in the model.
+        kernel: the shape of its kernel or embedding; of a loaded one that of its matrices [batch..., K, N].
+        roles: of its operands; None stays in high precision.
+        note: why it does, or what to mind.
+        axes: how many axes of the kernel are batch axes, and how many come next to be contracted; None where the kernel
+            is no such matrices.
+    """
+
+    path: str
+    kernel: tuple[int, ...]
+    roles: Roles = _HIGH_PRECISION
+    note: str = ""
+    axes: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What applies to each layer of a model; str() is a table.
+
+    Attributes:
+        layers: in the order of their calls (Linen) or of the model's attributes (NNX).
+    """
+
+    layers: tuple[AppliedRecipe, ...]
+
+    @property
+    def formats(self) -> dict[str, Any]:
+        """By path, the format of the kernel; None in high precision."""
+        return {layer.path: layer.roles.weight and layer.roles.weight.format for layer in self.layers}
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("layer", "kernel", "weight", "input", "gradient", "")]
+        for layer in self.layers:
+            roles = (layer.roles.weight, layer.roles.input, layer.roles.gradient)
+            shape = "x".join(map(str, layer.kernel))
+            rows.append((layer.path or "(model)", shape, *(str(r.format) if r else "-" for r in roles), layer.note))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def explain(
+    model: nn.Module | nnx.Module, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any
+) -> Explanation:
+    """What a recipe does to each layer of a model, without computing anything.
+
+    Arguments:
+        model: an NNX module. Or a Linen module; then the arguments of `model.apply` follow, the variables first, arrays
+            or their shapes (`jax.eval_shape`).
+        recipe: default: the context's.
+
+    Returns:
+        A table when printed; `.formats` maps paths to formats.
+
+    Raises:
+        TypeError: a model that is neither.
+
+    >>> import jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> model = nnx.Dict(up=jlp.nnx.Linear(256, 512, rngs=nnx.Rngs(0)), head=nnx.Linear(512, 8, rngs=nnx.Rngs(0)))
+    >>> print(jlp.explain(model, jlp.Int4QAT()))
+    layer  kernel   weight      input  gradient
+    head   512x8    -           -      -         no jaxlowprec layer
+    up     256x512  Int4 1x128  -      -
+    """
+    resolved = resolve("explain", recipe)
+    with autocast(resolved, enabled=resolved is not None):
+        if isinstance(model, nnx.Module):
+            return Explanation(tuple(_nnx_layers(model).values()))
+        if isinstance(model, nn.Module):
+            return Explanation(tuple(_linen_layers(model, *args, **kwargs).values()))
+    raise TypeError(f"explain: model is a {type(model).__name__}; needs a Flax Linen or NNX module")
+
+
+def quantize_params(
+    model: nn.Module | nnx.Module, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any
+) -> Any:
+    """The parameters as they are served: each kernel that was trained quantised as a QuantizedArray.
+
+    Exactly those that the recipe applies to, to the bit what training multiplied by; nothing else changes. The layers
+    take them as they are, without a recipe. A kernel of several axes becomes the matrices [batch..., K, N].
+
+    Arguments:
+        model: an NNX module, of which a copy is returned, with kernels in `jaxlowprec.nnx.Quantized` variables. Or a
+            Linen module; then the arguments of `model.apply` follow, the variables first, of which a copy is returned.
+        recipe: `Int4QAT` or `WeightQAT`; default: the context's. Layers with a recipe of their own follow that.
+
+    Raises:
+        TypeError: a model that is neither.
+        ValueError: no layer that was trained for such a weight, or one without a form to be served in.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> trained, recipe = jlp.nnx.Linear(256, 64, rngs=nnx.Rngs(0)), jlp.Int4QAT(group_size=64)
+    >>> served = jlp.quantize_params(trained, recipe)
+    >>> served.kernel.get_value()
+    QuantizedArray(Int4 1x64, shape=(256, 64), dtype=float32, axis=-2, 8.5 KiB, 7.53x smaller)
+    >>> x = jnp.ones((4, 256), jnp.bfloat16)
+    >>> with jlp.autocast(recipe):
+    ...     bool((trained(x) == served(x)).all())
+    True
+    """
+    who = "quantize_params"
+    chosen = [layer for layer in explain(model, recipe, *args, **kwargs).layers if layer.roles.ste is not None]
+    if not chosen:
+        raise ValueError(
+            f"{who}: no layer follows a recipe of quantisation-aware training; pass the Int4QAT or WeightQAT that the "
+            "model was trained with, and see what jaxlowprec.explain says"
+        )
+    if isinstance(model, nnx.Module):
+        served = nnx.merge(*nnx.split(model))
+        layers: dict[str, Any] = {_joined(path): module for path, module in nnx.iter_modules(served)}
+        for applied in chosen:
+            layer = layers[applied.path]
+            layer.kernel = jaxlowprec.nnx.Quantized(_served(who, applied, layer.kernel.get_value()))
+        return served
+    variables = args[0]
+    params = variables["params"]
+    for applied in chosen:
+        params = _replaced(params, (*applied.path.split("/"), "kernel") if applied.path else ("kernel",), applied)
+    return {**variables, "params": params}
+
+
+def _replaced(tree: Mapping[str, Any], path: tuple[str, ...], applied: AppliedRecipe) -> dict[str, Any]:
+    """A tree of parameters whose kernel at that path is quantised."""
+    key, *rest = path
+    new = _replaced(tree[key], tuple(rest), applied) if rest else _served("quantize_params", applied, tree[key])
+    return {**tree, key: new}
+
+
+def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray:
+    if applied.axes is None or applied.roles.weight is None:
+        raise ValueError(
+            f"{who}: layer {applied.path!r} has a kernel of shape {applied.kernel} that is no [batch..., K, N]; leave "
+            "it out with exclude= when training"
+        )
+    matrices = kernel_matrices(nn.meta.unbox(kernel), *applied.axes)
+    check_whole_groups(who, applied.path, matrices, applied.roles.weight.format)
+    return quantize_weight(matrices, applied.roles.weight.format, applied.roles.served_dtype)
+
+
+def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None) -> AppliedRecipe:
+    """To a layer that calls itself `name`, in the scope of now."""
+    if isinstance(kernel, QuantizedArray):
+        return AppliedRecipe(path, kernel.shape, Roles(None, Role(kernel.format), None), "loaded")
+    if not isinstance(layer, _OURS):
+        return AppliedRecipe(path, kernel.shape, note="no jaxlowprec layer")
+    recipe = resolve("explain", layer.recipe)
+    if recipe is None:
+        return AppliedRecipe(path, kernel.shape, note="no recipe")
+    note = "" if recipe.applies_to(name) else "left out by the recipe"
+    if not name and recipe.applies_to(name) != recipe.applies_to(path):
+        note = f"nameless; by its path {'left out' if not note else 'chosen'}: see jaxlowprec.nnx.name_layers"
+    roles = recipe.roles(MODULE_TYPE if isinstance(layer, _GROUPED) else "linear", name)
+    if roles.ste is not None and roles.weight is not None and axes is not None:
+        try:
+            check_whole_groups("explain", path, _matrices_type(kernel, *axes), roles.weight.format)
+        except ValueError as error:
+            note = str(error)
+    return AppliedRecipe(path, kernel.shape, roles, note, axes)
+
+
+def _matrices_type(kernel: Any, batch: int, contracted: int) -> Any:
+    """Shape and, where it is one of matrices already, sharding of a kernel as matrices."""
+    if kernel.ndim == batch + 2 and contracted == 1:
+        return kernel
+    return jax.eval_shape(lambda k: kernel_matrices(k, batch, contracted), kernel)
+
+
+def _joined(path: Any) -> str:
+    return "/".join(map(str, path))
+
+
+def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
+    """By path."""
+    found = {}
+    for path, layer in nnx.iter_modules(model):
+        if isinstance(layer, _NNX):
+            kernel = (layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel).get_value()
+            name = getattr(layer, "name", "")
+            found[_joined(path)] = _applied(_joined(path), name, layer, kernel, _nnx_axes(layer, kernel))
+    return found
+
+
+def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
+    """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
+    if isinstance(layer, nnx.Linear | jaxlowprec.nnx.GroupedLinear):
+        return kernel.ndim - 2, 1
+    if isinstance(layer, nnx.LinearGeneral):
+        own = len(layer.batch_axis) + len(layer.axis) + len(layer.out_features)
+        return kernel.ndim - own + len(layer.batch_axis), len(layer.axis)
+    if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
+        x_ndim = sum(letter.isalpha() for letter in layer.einsum_str.partition(",")[0])
+        return _einsum_axes(layer.einsum_str, x_ndim, kernel.ndim, len(layer.kernel_shape))
+    return None
+
+
+def _einsum_axes(subscripts: str, x_ndim: int, kernel_ndim: int, own_ndim: int) -> tuple[int, int] | None:
+    """Of an einsum's kernel, whose own axes may follow some of transformations."""
+    return (kernel_ndim - 2, 1) if contracts_second_last(subscripts, x_ndim, own_ndim) else None
+
+
+def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[str, AppliedRecipe]:
+    """By path."""
+    found: dict[str, AppliedRecipe] = {}
+
+    def look(call: Any, call_args: Any, call_kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        layer = context.module
+        if isinstance(layer, _LINEN) and context.method_name == "__call__" and _joined(layer.path) not in found:
+            name = "embedding" if isinstance(layer, nn.Embed) else "kernel"
+            kernel = variables["params"]
+            for key in (*layer.path, name):
+                kernel = kernel[key]
+            kernel = nn.meta.unbox(kernel)
+            axes = _linen_axes(layer, kernel, *call_args, **call_kwargs) if name == "kernel" else None
+            found[_joined(layer.path)] = _applied(_joined(layer.path), _joined(layer.path), layer, kernel, axes)
+            if not isinstance(
+                kernel, QuantizedArray
+            ):  # in high precision, so that a layer that cannot follow is seen too
+                ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
+                call = call if ours is None else super(ours, layer).__call__
+        return call(*call_args, **call_kwargs)
+
+    leaves, structure = jax.tree.flatten((variables, args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+
+    def apply(arrays: dict[int, Any]) -> Any:
+        traced = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        variables, args, kwargs = jax.tree.unflatten(structure, traced)
+        return model.apply(variables, *args, **kwargs)
+
+    with nn.intercept_methods(look):
+        jax.eval_shape(apply, arrays)
+    return found
+
+
+def _linen_axes(
+    layer: nn.Module, kernel: Any, inputs: Any, einsum_str: Any = None, **others: Any
+) -> tuple[int, int] | None:
+    """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
+    if isinstance(layer, nn.Dense | jaxlowprec.linen.GroupedDense):
+        return kernel.ndim - 2, 1
+    if isinstance(layer, nn.DenseGeneral):
+        axis, features = (1 if isinstance(v, int) else len(v) for v in (layer.axis, layer.features))
+        return kernel.ndim - axis - features, axis
+    if isinstance(layer, nn.Einsum):
+        return _einsum_axes(layer.einsum_str or einsum_str or "", inputs.ndim, kernel.ndim, len(layer.shape))
+    return None

@@ -1,0 +1,259 @@
+"""The scoped recipe: what `linear`, `dot_general`, `einsum` and the layers use when none is passed to them.
+
+JAX keeps the recipe by thread, as part of jit's cache key, and reads it without calling anything here. So a recipe that
+an asyncio task left behind while it waits would be that of every other task: such a task is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import functools
+import inspect
+import threading
+import types
+from typing import Any
+
+import jax
+
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
+
+FROM_CONTEXT: Any = ...
+"""The default of every `recipe=`: the context's. `recipe=None` is no recipe: high precision."""
+
+_context = jax.make_user_context(None)
+_REMEDY = (
+    "leave the block before awaiting, pass recipe=, or decorate the async function with @jaxlowprec.autocast(recipe), "
+    "which holds across its awaits"
+)
+
+
+class _Scope:
+    """A block that was entered and not left yet.
+
+    Attributes:
+        owner: the `autocast` that was entered.
+        task: the asyncio task that entered it, or None.
+        cancels: it has to take back the cancellation that told its task that it waits within the block.
+    """
+
+    def __init__(self, owner: autocast, task: asyncio.Task[Any] | None):
+        self.owner, self.task, self.cancels = owner, task, False
+
+
+class _Here(threading.local):
+    """What is entered in this thread.
+
+    Attributes:
+        scopes: the innermost last.
+        waited: scopes whose task began to wait within them: no longer in force, but to be left yet.
+        watching: the event loop that is going to look whether a task left one open.
+    """
+
+    def __init__(self):
+        self.scopes: list[_Scope] = []
+        self.waited: list[_Scope] = []
+        self.watching: asyncio.AbstractEventLoop | None = None
+
+
+_here = _Here()
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
+
+
+def _refuse_anothers_scope(who: str) -> None:
+    """Raises RuntimeError in a task, or a callback, that runs while another one waits within its scope."""
+    task = _here.scopes[-1].task if _here.scopes else None
+    if task is not None and task is not _current_task():
+        raise RuntimeError(
+            f"{who}: the recipe is that of another asyncio task, {task!r}, which awaits within its autocast block; "
+            f"there, {_REMEDY}"
+        )
+
+
+def _set_innermost() -> None:
+    """Makes JAX's value that of the innermost scope."""
+    _context(_here.scopes[-1].owner.recipe if _here.scopes else None).__enter__()
+
+
+def _take_back_what_waits() -> None:
+    """Run by the event loop, between the steps of its tasks: a task's open scope is one that it waits in.
+
+    The task gets to know by a cancellation, the one way to raise where it waits; leaving the block makes it an error
+    that says why.
+    """
+    _here.watching = None
+    waiting = [scope for scope in _here.scopes if scope.task is not None]
+    _here.scopes = [scope for scope in _here.scopes if scope.task is None]
+    _here.waited += waiting
+    _set_innermost()
+    innermost = {scope.task: scope for scope in waiting}
+    for task, scope in innermost.items():
+        scope.cancels = task is not None and task.cancel("it awaits within a jaxlowprec.autocast block")
+
+
+class autocast:
+    """Within the context, layers that are not told otherwise follow `recipe`.
+
+        with jaxlowprec.autocast(recipe): ...
+
+    Contexts nest and are restored after exceptions. The recipe is part of jit's cache key: under another recipe a
+    jitted function is traced anew, and returning to the first hits the cache. It is read when a function is traced and
+    kept for its backward pass, wherever that runs.
+
+    It also decorates functions: each call runs within it.
+
+    * Threads: each has its own recipe; one that is started within a context has none.
+    * asyncio tasks: a block holds for the task that entered it as long as it does not wait. If it awaits within the
+      block, the await raises RuntimeError (in another task that got there first too, if it asks for the recipe), for
+      every task of the thread would run under that recipe. An async function that is decorated follows the recipe
+      across its awaits, and nobody else does: not the tasks that it starts, either.
+    * Generators: a block that yields stays in force for whoever resumes the generator, until it goes on; so
+      `contextlib.contextmanager` works, and generators that are finished in another order than begun leave the right
+      recipe behind. A generator function that is decorated follows the recipe only while it runs itself.
+
+    Arguments:
+        recipe: such as `NVFP4BlockScaling()`.
+        enabled: False switches to high precision, whatever the outer context says.
+        calibrating: for `DelayedScaling`: compute in high precision, and record amaxes so that scales are known when
+            quantisation is switched on.
+
+    Raises:
+        TypeError: no recipe, or something that is none.
+        ValueError: `calibrating` with a recipe that keeps no amaxes.
+        RuntimeError: on leaving: the task awaited within the block, or another thread had entered it.
+
+    >>> import jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     with jlp.autocast(enabled=False):
+    ...         print(jlp.current_recipe())
+    None
+    """
+
+    def __init__(self, recipe: Recipe | None = None, *, enabled: bool = True, calibrating: bool = False):
+        for name, flag in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"autocast: {name}={flag!r}; needs True or False")
+        if enabled and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"autocast: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or enabled=False"
+            )
+        if not enabled and recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"autocast: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or none")
+        if calibrating:
+            if not isinstance(recipe, DelayedScaling):
+                raise ValueError(
+                    f"autocast: calibrating=True with recipe={recipe!r}; it is for DelayedScaling's amax histories"
+                )
+            recipe, enabled = Calibrating(recipe), True
+        self.recipe = recipe if enabled else None
+
+    def __enter__(self) -> None:
+        _refuse_anothers_scope("autocast")
+        task = _current_task()
+        _here.scopes.append(_Scope(self, task))
+        _set_innermost()
+        if task is not None and _here.watching is not (loop := asyncio.get_running_loop()):
+            _here.watching = loop
+            loop.call_soon(_take_back_what_waits)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        entered = [scope for scope in (*_here.scopes, *_here.waited) if scope.owner is self]
+        if not entered:
+            raise RuntimeError(
+                "autocast: a block is left in another thread than it was entered in, which keeps its recipe; finish a "
+                "generator in the thread that began it"
+            )
+        task = _current_task()
+        scope = next((s for s in reversed(entered) if s.task is task), entered[-1])  # another may finish a generator
+        if scope in _here.waited:
+            _here.waited.remove(scope)
+            _raise_awaited(scope, error)
+        else:
+            _here.scopes.remove(scope)
+            _set_innermost()
+
+    def __call__(self, function: Any) -> Any:
+        """The function, each of whose calls runs within the context; a coroutine or generator while it is running."""
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"autocast: {function!r} is an async generator function; needs a function, a generator function or an "
+                "async function: decorate what it calls"
+            )
+
+        async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await _Steps(self, function(*args, **kwargs))
+
+        def run_generator(*args: Any, **kwargs: Any) -> Any:
+            return (yield from _Steps(self, function(*args, **kwargs)))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        if inspect.iscoroutinefunction(function):
+            return functools.wraps(function)(run_coroutine)
+        return functools.wraps(function)(run_generator if inspect.isgeneratorfunction(function) else run)
+
+
+def _raise_awaited(scope: _Scope, error: BaseException | None) -> None:
+    """Raises the error of a block within which its task waited, unless another one is on its way already."""
+    others = scope.task.uncancel() if scope.cancels and scope.task is not None else 0
+    if isinstance(error, GeneratorExit) or (error is not None and (others or not scope.cancels)):
+        return
+    raise RuntimeError(f"autocast: its asyncio task awaits within the block, where other tasks run; {_REMEDY}") from (
+        None if isinstance(error, asyncio.CancelledError) else error
+    )
+
+
+class _Steps(collections.abc.Generator):
+    """A coroutine or generator, each step of which, up to where it waits, runs within a context."""
+
+    def __init__(self, context: autocast, inner: Any):
+        self.context, self.inner = context, inner
+
+    def __await__(self) -> _Steps:
+        return self
+
+    def send(self, value: Any) -> Any:
+        """The next step."""
+        with self.context:
+            return self.inner.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """The next step, which begins with an exception."""
+        with self.context:
+            return self.inner.throw(*error)
+
+    def close(self) -> None:
+        """Ends it where it waits."""
+        with self.context:
+            self.inner.close()
+
+
+def current_recipe() -> Recipe | None:
+    """The recipe of the innermost `autocast`; None outside of any and where it is disabled.
+
+    Raises:
+        RuntimeError: it is that of another asyncio task, see `autocast`.
+    """
+    _refuse_anothers_scope("current_recipe")
+    return _context.value
+
+
+def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
+    """What a `recipe=` argument means here and now; with a name, for the layer of that name."""
+    if isinstance(recipe, types.EllipsisType):
+        _refuse_anothers_scope(who)
+        recipe = _context.value
+    if recipe is None or (isinstance(recipe, Recipe) and (name is None or recipe.applies_to(name))):
+        return recipe
+    if isinstance(recipe, Recipe):
+        return None
+    raise TypeError(f"{who}: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or None for high precision")

@@ -1,0 +1,75 @@
+"""A recipe from a function of the layer and the tensor, as Transformer Engine's CustomRecipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
+
+from jaxlowprec.arrays.formats import (
+    Format,
+)
+from jaxlowprec.recipes.fields import backward_override
+from jaxlowprec.recipes.roles import BackwardOverride, Recipe, Role, Roles
+from jaxlowprec.recipes.transformer_engine import check_common
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerRole:
+    """Which tensor a `Custom` recipe is asked about.
+
+    Attributes:
+        module_type: the kind of layer: "linear", for Dense, Linear, their general forms, einsum and dot_general, or
+            "grouped_linear", for `grouped_matmul` and its layers.
+        tensor_type: "input", "weight" or "grad_output".
+        name: of the layer, or "".
+    """
+
+    module_type: str
+    tensor_type: Literal["input", "weight", "grad_output"]
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom(Recipe):
+    """A recipe of your own: a function from role to format.
+
+    Arguments:
+        factory: `QuantizerRole` -> a format, a `Role`, or None to keep that operand, and the GEMMs it is in, in high
+            precision. It must be hashable and always give the same answer: it is called whenever a function is traced.
+            Two lambdas are two recipes.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError: a factory that is no hashable function, or an answer that is none of those.
+
+    >>> import jaxlowprec as jlp
+    >>> def mixed(role):
+    ...     return jlp.MXFP4() if role.tensor_type == "weight" else jlp.MXFP8()
+    >>> jlp.Custom(mixed).roles("linear", "up").weight.format
+    MXFP4(block=(1, 32), scale_rule='up')
+    """
+
+    factory: Callable[[QuantizerRole], Format | Role | None]
+    backward_override: BackwardOverride = backward_override()
+
+    def __post_init__(self):
+        check_common(self)
+        if not callable(self.factory) or not isinstance(self.factory, Hashable):
+            raise TypeError(f"Custom: factory={self.factory!r}; needs a hashable function of a QuantizerRole")
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """What the factory answers."""
+
+        def role(tensor_type: Any) -> Role | None:
+            asked = QuantizerRole(module_type, tensor_type, name)
+            answer = self.factory(asked)
+            if isinstance(answer, Format):
+                return Role(answer)
+            if answer is not None and not isinstance(answer, Role):
+                raise TypeError(f"Custom: the factory answered {answer!r} to {asked}; needs a format, a Role or None")
+            if answer is not None and answer.rounding != "nearest" and tensor_type != "grad_output":
+                raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is for grad_output alone")
+            return answer
+
+        return Roles(role("input"), role("weight"), role("grad_output"))

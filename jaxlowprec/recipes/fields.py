@@ -1,0 +1,43 @@
+"""What fields of recipes have in common: defaults from the environment, and checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+
+def environment_flag(variable: str, default: bool = False) -> bool:
+    """What the environment says for a yes or no; the default where it says nothing.
+
+    Raises:
+        ValueError: a value that is neither.
+    """
+    value = os.environ.get(variable, "").strip().lower()
+    if not value:
+        return default
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{variable}={value!r}; needs 0 or 1")
+
+
+def flag(variable: str) -> Any:
+    """A boolean field whose default an environment variable, JAXLOWPREC_ and this name, sets."""
+    return dataclasses.field(default_factory=lambda: environment_flag(f"JAXLOWPREC_{variable}"))
+
+
+def backward_override() -> Any:
+    """A field whose default JAXLOWPREC_BACKWARD_OVERRIDE sets."""
+    return dataclasses.field(default_factory=lambda: os.environ.get("JAXLOWPREC_BACKWARD_OVERRIDE") or None)
+
+
+def check_field(recipe: Any, field: str, allowed: tuple[Any, ...]) -> None:
+    """Raises ValueError for a field whose value, or its type, is not among those allowed."""
+    value = getattr(recipe, field)
+    if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+        needs = " or ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in allowed)
+        raise (TypeError if all(isinstance(a, bool) for a in allowed) else ValueError)(
+            f"{type(recipe).__name__}: {field}={value!r}; needs {needs}"
+        )

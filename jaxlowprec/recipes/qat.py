@@ -1,0 +1,181 @@
+"""Recipes of quantisation-aware training: the forward pass with the weight that will be served.
+
+The weight alone is quantised, as it is for serving, and multiplied by the weight-only product that serves it: a trained
+model and its export give the same bits. dgrad reads the same weight, and wgrad reaches the master weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from typing import Any
+
+from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.recipes.fields import environment_flag
+from jaxlowprec.recipes.roles import Recipe, Role, Roles, StraightThrough
+
+DEFAULT_EXCLUDE = (
+    r"(?i)embed",
+    r"(?i)(^|[/.])w[tp]e($|[/.])",
+    r"(?i)norm",
+    r"(?i)(^|[/.])ln(_\w+)?($|[/.])",
+    r"(?i)router",
+    r"(?i)(^|[/.])(\w+_)?gate($|[/.])",
+    r"(?i)(^|[/.])(\w+_)?head($|[/.])",
+)
+"""Embeddings, norms, routers and gates of experts (`gate`, not `gate_proj`), output heads: what stays as it is."""
+
+
+class QAT(Recipe):
+    """What the recipes of quantisation-aware training share.
+
+    Attributes:
+        weight_format: what kernels are quantised to, along K.
+        ste: how the gradient passes that rounding to the master weight, see `fake_quantize`.
+        dtype: what the master weight is rounded to first; None: not at all, or the format does.
+        include, exclude: regular expressions, searched for in a layer's name: in Linen its path ("block_0/mlp/up"), in
+            NNX what it was called (see `jaxlowprec.nnx.name_layers`). A layer follows the recipe that some pattern of
+            `include` matches and none of `exclude`; another is computed as without a recipe.
+    """
+
+    weight_format: Any
+    ste: StraightThrough
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    dtype: str | None = None
+    backward_override = None
+
+    def applies_to(self, name: str) -> bool:
+        """Whether some pattern of `include` matches and none of `exclude`."""
+        found = (any(re.search(pattern, name) for pattern in patterns) for patterns in (self.include, self.exclude))
+        return next(found) and not next(found)
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """The weight alone, in layers that the patterns choose."""
+        if not self.applies_to(name):
+            return Roles(None, None, None)
+        return Roles(None, Role(self.weight_format), None, self.ste, self.dtype)
+
+    def _check(self) -> None:
+        name = type(self).__name__
+        if self.ste not in ("identity", "clipped"):
+            raise ValueError(f'{name}: ste={self.ste!r}; needs "identity" or "clipped"')
+        for field in ("include", "exclude"):
+            object.__setattr__(self, field, _patterns(name, field, getattr(self, field)))
+
+
+def _patterns(recipe: str, field: str, given: Any) -> tuple[str, ...]:
+    """Regular expressions as a tuple, each of which compiles."""
+    patterns = tuple(given) if isinstance(given, list | tuple) else None
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f'{recipe}: {field}={given!r}; needs a tuple of regular expressions, such as ("mlp/", "out$")')
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{recipe}: {field} has {pattern!r}, which is no regular expression: {error}") from None
+    return patterns
+
+
+def _setting(variable: str, default: str) -> str:
+    return os.environ.get(f"JAXLOWPREC_{variable}", "").strip() or default
+
+
+def _group_size() -> int:
+    text = _setting("INT4_QAT_GROUP_SIZE", "128")
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"JAXLOWPREC_INT4_QAT_GROUP_SIZE={text!r}; needs a whole number, 1 or more")
+    return int(text)
+
+
+def _choice(variable: str, *allowed: str) -> Any:
+    """A field whose default, the first of those, the environment may change."""
+
+    def read() -> str:
+        if (value := _setting(variable, allowed[0])) not in allowed:
+            raise ValueError(f"JAXLOWPREC_{variable}={value!r}; needs {' or '.join(allowed)}")
+        return value
+
+    return dataclasses.field(default_factory=read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4QAT(QAT):
+    """Training for weights served as 4-bit integers (W4A16): bit for bit with the weights that are served.
+
+    Arguments:
+        group_size: elements along K that share a scale; default 128, or JAXLOWPREC_INT4_QAT_GROUP_SIZE.
+        symmetric: False for a zero point a group; default True, or JAXLOWPREC_INT4_QAT_SYMMETRIC.
+        scale_dtype: "bfloat16" or "float16": that of the served model, which the master weight is first rounded to;
+            default "bfloat16", or JAXLOWPREC_INT4_QAT_SCALE_DTYPE.
+        ste: "identity" or "clipped", see `fake_quantize`; default "identity", or JAXLOWPREC_QAT_STE.
+        include, exclude: which layers, see `QAT`; by default all but `DEFAULT_EXCLUDE`. To leave out more:
+            `exclude=(*jaxlowprec.DEFAULT_EXCLUDE, "attention/")`.
+
+    Defaults are read from the environment when the recipe is made. `jaxlowprec.explain` shows what applies where, and
+    `jaxlowprec.quantize_params` exports what was trained.
+
+    Raises:
+        TypeError, ValueError: a field or an environment variable that is none of those.
+
+    Source: int4_qat.md 1.4.
+
+    >>> import jaxlowprec as jlp
+    >>> recipe = jlp.Int4QAT(group_size=32)
+    >>> str(recipe.weight_format), recipe.applies_to("layers_0/mlp/up"), recipe.applies_to("lm_head")
+    ('Int4 1x32', True, False)
+    """
+
+    group_size: int = dataclasses.field(default_factory=_group_size)
+    symmetric: bool = dataclasses.field(
+        default_factory=lambda: environment_flag("JAXLOWPREC_INT4_QAT_SYMMETRIC", default=True)
+    )
+    scale_dtype: str = _choice("INT4_QAT_SCALE_DTYPE", "bfloat16", "float16")
+    ste: StraightThrough = _choice("QAT_STE", "identity", "clipped")
+    include: tuple[str, ...] = (".*",)
+    exclude: tuple[str, ...] = DEFAULT_EXCLUDE
+
+    def __post_init__(self):
+        object.__setattr__(self, "scale_dtype", self.weight_format.scale_dtype)
+        self._check()
+
+    @property
+    def weight_format(self) -> Int4:
+        """`Int4` of these settings, by the rule that deploys."""
+        return Int4(self.group_size, self.symmetric, self.scale_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightQAT(QAT):
+    """Training for weights served in any format, activations in high precision.
+
+    Arguments:
+        weight_format: NVFP4, MXFP4, MXFP8, Float8Block, Float8Tensor or Int4, for all chosen layers.
+        ste, include, exclude: see `Int4QAT`.
+        dtype: "bfloat16" or "float16": that of the checkpoint whose weights will be quantised; the master weight is
+            rounded to it first. None: the master weight itself is quantised. Int4 rounds to its own `scale_dtype`.
+
+    Raises:
+        TypeError, ValueError: a field that is none of those.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.WeightQAT(jlp.NVFP4())):
+    ...     jlp.linear(jnp.ones((8, 64)), jnp.ones((64, 32))).shape
+    (8, 32)
+    """
+
+    weight_format: Format
+    ste: StraightThrough = _choice("QAT_STE", "identity", "clipped")
+    include: tuple[str, ...] = (".*",)
+    exclude: tuple[str, ...] = DEFAULT_EXCLUDE
+    dtype: str | None = "bfloat16"
+
+    def __post_init__(self):
+        if not isinstance(self.weight_format, Format):
+            raise TypeError(f"WeightQAT: weight_format={self.weight_format!r}; needs a format such as NVFP4()")
+        if self.dtype not in ("bfloat16", "float16", None):
+            raise ValueError(f'WeightQAT: dtype={self.dtype!r}; needs "bfloat16", "float16" or None')
+        if isinstance(self.weight_format, Int4):
+            object.__setattr__(self, "dtype", None)
+        self._check()

@@ -1,0 +1,131 @@
+"""Recipes: what a linear layer quantises, and how.
+
+A recipe is a frozen, hashable description. Its `roles` say for each operand (input, weight, gradient) the format, the
+rounding and the rotation, as data: `linear` reads nothing else, so a new recipe is a new set of roles. Being hashable,
+it is part of jit's cache key, and a changed recipe is never ignored. Field names and defaults are Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxlowprec.arrays.formats import (
+    Format,
+    Hadamard,
+    check_amax_epsilon,
+)
+from jaxlowprec.recipes.fields import check_field
+
+if TYPE_CHECKING:
+    from jaxlowprec.recipes.transformer_engine import DelayedScaling
+
+
+BackwardOverride = Literal["high_precision", "dequantized"] | None
+
+
+StraightThrough = Literal["identity", "clipped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """How the tensors of one role are quantised.
+
+    Attributes:
+        format: what to.
+        rounding: of the codes; "stochastic" for gradients alone.
+        hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
+    """
+
+    format: Format
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    hadamard: Hadamard | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The three operands of a linear. None stays in high precision, and so do the GEMMs it is in.
+
+    A linear has three GEMMs, each with its own pair of operands: fprop: input rowwise x weight; dgrad: gradient rowwise
+    x weight transposed; wgrad: input columnwise x gradient columnwise.
+
+    Attributes:
+        input, weight, gradient: the operands.
+        ste: None, or with a weight alone, quantisation-aware training: fprop and dgrad see the quantised weight, and
+            this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
+        served_dtype: what the master weight is rounded to before that, as its exported copy is; None: not at all, or
+            the format itself rounds (`Int4`).
+    """
+
+    input: Role | None
+    weight: Role | None
+    gradient: Role | None
+    ste: StraightThrough | None = None
+    served_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MMParams:
+    """Settings of one GEMM.
+
+    Attributes:
+        use_split_accumulator: True: every product is accumulated in float32. False lets a GPU's tensor cores use their
+            faster, less precise accumulator where they have one; a GEMM without one (all on the CPU) is unchanged.
+    """
+
+    use_split_accumulator: bool = True
+
+    def __post_init__(self):
+        check_field(self, "use_split_accumulator", (True, False))
+
+
+@dataclasses.dataclass(frozen=True)
+class QParams:
+    """How one operand is quantised, where it differs from the recipe's default.
+
+    Attributes:
+        power_2_scale: scales are powers of two.
+        amax_epsilon: the least amax that is scaled by.
+        random_hadamard_transform: rotate the columnwise form.
+        stochastic_rounding: of the codes.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+
+    def __post_init__(self):
+        for field in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding"):
+            check_field(self, field, (True, False))
+        check_amax_epsilon("QParams", self.amax_epsilon)
+
+    def role(self, fmt: Any) -> Role:
+        """The role of an operand of this format."""
+        fmt = dataclasses.replace(fmt, power_of_two=self.power_2_scale, amax_epsilon=self.amax_epsilon)
+        rounding: Literal["nearest", "stochastic"] = "stochastic" if self.stochastic_rounding else "nearest"
+        return Role(fmt, rounding, Hadamard() if self.random_hadamard_transform else None)
+
+
+class Recipe:
+    """Base of all recipes.
+
+    Attributes:
+        backward_override: None: the backward GEMMs are quantised as the roles say. "high_precision": they are not, and
+            read the original input and weight. "dequantized": they are not, and read what the forward pass saw.
+    """
+
+    backward_override: BackwardOverride
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """Whose amax histories the layers keep; None for recipes without state."""
+        return None
+
+    def applies_to(self, name: str) -> bool:
+        """Whether a layer of this name follows the recipe; another is computed as without any."""
+        return True
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """The roles of a layer, by what computes it (see `QuantizerRole`) and its name."""
+        raise NotImplementedError

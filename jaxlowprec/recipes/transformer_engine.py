@@ -1,0 +1,341 @@
+"""The recipes of Transformer Engine, by its names and with its fields and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxlowprec.arrays.formats import (
+    MXFP8,
+    NVFP4,
+    Float8,
+    Float8Block,
+    Float8Tensor,
+    Hadamard,
+)
+from jaxlowprec.recipes.fields import backward_override, check_field, flag
+from jaxlowprec.recipes.roles import BackwardOverride, MMParams, QParams, Recipe, Role, Roles
+
+Fp8Format = Literal["E4M3", "HYBRID"]
+
+
+def check_common(recipe: Any) -> None:
+    """The fields that several recipes share."""
+    fields = {f.name for f in dataclasses.fields(recipe)}
+    name = type(recipe).__name__
+    check_field(recipe, "backward_override", (None, "high_precision", "dequantized"))
+    if "fp8_format" in fields:
+        if recipe.fp8_format == "E5M2":
+            raise ValueError(
+                f'{name}: fp8_format="E5M2"; no GEMM takes E5M2 x E5M2: use "E4M3", or "HYBRID" for gradients'
+            )
+        check_field(recipe, "fp8_format", ("E4M3", "HYBRID"))
+    for field in ("fp8_dpa", "fp8_mha"):
+        if field in fields:
+            check_field(recipe, field, (True, False))
+            if getattr(recipe, field):
+                raise NotImplementedError(f"{name}: {field}=True; attention is not quantised here: leave it False")
+    for field in fields:
+        value = getattr(recipe, field)
+        if field.startswith("fp8_gemm_") and not isinstance(value, MMParams):
+            raise TypeError(f"{name}: {field}={value!r}; needs a jaxlowprec.MMParams")
+        if field.startswith("fp8_quant_") and value is not None and not isinstance(value, QParams):
+            raise TypeError(f"{name}: {field}={value!r}; needs a jaxlowprec.QParams or None")
+    for field in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight"):
+        if field in fields and (given := getattr(recipe, field)) is not None and given.stochastic_rounding:
+            raise ValueError(f"{name}: {field} has stochastic_rounding=True; it is for gradients alone")
+    if "fp8_quant_fwd_inp" in fields:
+        rotated = [getattr(recipe, f"fp8_quant_{r}") or QParams() for r in ("fwd_inp", "fwd_weight", "bwd_grad")]
+        x, w, dy = (q.random_hadamard_transform for q in rotated)
+        if w or x != dy:
+            raise ValueError(
+                f"{name}: random_hadamard_transform of input, weight and gradient is {x}, {w}, {dy}; it cancels in "
+                "wgrad: set it for input and gradient, or for none"
+            )
+
+
+def _elements(fp8_format: Fp8Format) -> tuple[Float8, Float8]:
+    """Of the forward operands, and of gradients."""
+    return "e4m3", "e5m2" if fp8_format == "HYBRID" else "e4m3"
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """NVIDIA's NVFP4 training recipe: all three GEMMs of a linear on 4-bit operands.
+
+    | role | blocks | rounding | rotated in wgrad |
+    |---|---|---|---|
+    | input | 1x16 | nearest | yes |
+    | weight | 16x16 | nearest | no |
+    | gradient | 1x16 | stochastic | yes |
+
+    Arguments:
+        disable_rht: no random Hadamard transform of the wgrad operands.
+        disable_stochastic_rounding: gradients round to nearest.
+        disable_2d_quantization: weights in 1x16 blocks, quantised apart for fprop and dgrad.
+        backward_override: see `Recipe`.
+
+    A default is 0, or what the environment says when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
+    JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION,
+    JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError: a field that is not listed here, or is no bool.
+        ValueError: an environment variable that is neither 0 nor 1.
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
+    """
+
+    disable_rht: bool = flag("NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = flag("NVFP4_DISABLE_2D_QUANTIZATION")
+    backward_override: BackwardOverride = backward_override()
+
+    def __post_init__(self):
+        check_common(self)
+        for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
+            check_field(self, field, (True, False))
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """The table above, alike for all layers."""
+        rotation = None if self.disable_rht else Hadamard()
+        return Roles(
+            Role(NVFP4(), hadamard=rotation),
+            Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16))),
+            Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", rotation),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: 8-bit floats with a power of two for each 32 elements, in all three GEMMs.
+
+    Arguments:
+        fp8_format: "E4M3" for all operands, or "HYBRID": gradients are E5M2.
+        enable_2d_quantization: weights in 32x32 blocks, so that fprop and dgrad see the same weight.
+        margin, fp8_dpa, fp8_mha: there for Transformer Engine's signature; other values than the defaults raise.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "Recipes for Pre-training LLMs with MXFP8", arXiv 2506.08027.
+    """
+
+    margin: int = 0
+    fp8_format: Fp8Format = "E4M3"
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    enable_2d_quantization: bool = False
+    backward_override: BackwardOverride = backward_override()
+
+    def __post_init__(self):
+        check_common(self)
+        check_field(self, "enable_2d_quantization", (True, False))
+        if self.margin != 0:
+            raise ValueError(f"MXFP8BlockScaling: margin={self.margin!r}; block scales have no margin: leave it 0")
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Blocks of 1x32, alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+        weight = MXFP8(forward, (32, 32) if self.enable_2d_quantization else (1, 32))
+        return Roles(Role(MXFP8(forward)), Role(weight), Role(MXFP8(gradient)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """Blockwise FP8, as DeepSeek-V3 trains: a float32 scale for 1x128 or 128x128 elements, in all three GEMMs.
+
+    Arguments:
+        use_f32_scales: scales are any float32, not powers of two; default: JAXLOWPREC_FP8_BLOCK_SCALING_FP32_SCALES.
+        fp8_format: "E4M3" for all operands, or "HYBRID": gradients are E5M2.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128 blocks, 2 for 128x128; no GEMM
+            takes 128x128 on both sides.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: the split accumulator is always on.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of an operand; None: the recipe's scales.
+            Both operands of a GEMM must agree in power_2_scale.
+        fp8_dpa, fp8_mha: True raises.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.
+    """
+
+    use_f32_scales: bool = flag("FP8_BLOCK_SCALING_FP32_SCALES")
+    fp8_format: Fp8Format = "E4M3"
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = backward_override()
+
+    def __post_init__(self):
+        check_common(self)
+        check_field(self, "use_f32_scales", (True, False))
+        dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        for dim in dims:
+            check_field(self, dim, (1, 2))
+        two = [dim for dim in dims if getattr(self, dim) == 2]
+        if len(two) > 1:
+            raise ValueError(
+                f"Float8BlockScaling: {' and '.join(two)} are 2; no GEMM takes 128x128 blocks on both sides: use 1"
+            )
+        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not getattr(self, gemm).use_split_accumulator:
+                raise ValueError(f"Float8BlockScaling: {gemm} has use_split_accumulator=False; it is always on here")
+        scales = {self._quantization(role).power_2_scale for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
+        if len(scales) > 1:
+            raise ValueError(
+                "Float8BlockScaling: fp8_quant_* differ in power_2_scale; operands of a GEMM must agree in it"
+            )
+
+    def _quantization(self, role: str) -> QParams:
+        return getattr(self, f"fp8_quant_{role}") or QParams(power_2_scale=not self.use_f32_scales)
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+
+        def role(role: str, element: Float8, dim: int) -> Role:
+            return self._quantization(role).role(Float8Block(element, (128, 128) if dim == 2 else (1, 128)))
+
+        return Roles(
+            role("fwd_inp", forward, self.x_block_scaling_dim),
+            role("fwd_weight", forward, self.w_block_scaling_dim),
+            role("bwd_grad", gradient, self.grad_block_scaling_dim),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Per-tensor FP8, each tensor scaled by its own amax, in all three GEMMs.
+
+    Arguments:
+        use_power_2_scales: scales are powers of two; default: JAXLOWPREC_FP8_CURRENT_SCALING_POWER_2_SCALES.
+        fp8_format: "HYBRID": gradients are E5M2; "E4M3" for all operands.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `MMParams`.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of an operand; None: the recipe's scales.
+        fp8_dpa, fp8_mha: True raises.
+        backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "FP8 Formats for Deep Learning", arXiv 2209.05433.
+    """
+
+    use_power_2_scales: bool = flag("FP8_CURRENT_SCALING_POWER_2_SCALES")
+    fp8_format: Fp8Format = "HYBRID"
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = backward_override()
+
+    def __post_init__(self):
+        check_common(self)
+        check_field(self, "use_power_2_scales", (True, False))
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+
+        def role(given: QParams | None, element: Float8) -> Role:
+            return (given or QParams(power_2_scale=self.use_power_2_scales)).role(Float8Tensor(element))
+
+        return Roles(
+            role(self.fp8_quant_fwd_inp, forward),
+            role(self.fp8_quant_fwd_weight, forward),
+            role(self.fp8_quant_bwd_grad, gradient),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Per-tensor FP8, each tensor scaled by the amaxes of earlier steps, in all three GEMMs.
+
+    It needs state: see `jaxlowprec.delayed_scaling`.
+
+    Arguments:
+        margin: scales are 2**-margin of what would make the amax the largest element.
+        fp8_format: "HYBRID": gradients are E5M2; "E4M3" for all operands.
+        amax_history_len: steps that are remembered.
+        amax_compute_algo: "max" of the history, or "most_recent".
+        scaling_factor_compute_algo: None; a function of your own raises.
+        reduce_amax: True: the amax is that of the whole array, however it is sharded; False raises.
+        fp8_dpa, fp8_mha: True raises.
+        backward_override: None; delayed scaling has no other backward pass.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a field that cannot act.
+
+    Source: "FP8 Formats for Deep Learning", arXiv 2209.05433; numerics.md 7.
+    """
+
+    margin: int = 0
+    fp8_format: Fp8Format = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    scaling_factor_compute_algo: None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+
+    def __post_init__(self):
+        check_common(self)
+        check_field(self, "amax_compute_algo", ("max", "most_recent"))
+        if self.backward_override is not None:
+            raise ValueError(f"DelayedScaling: backward_override={self.backward_override!r}; needs None")
+        if self.scaling_factor_compute_algo is not None:
+            raise NotImplementedError("DelayedScaling: scaling_factor_compute_algo is fixed here; needs None")
+        if self.reduce_amax is not True:
+            raise NotImplementedError(
+                f"DelayedScaling: reduce_amax={self.reduce_amax!r}; amaxes are of whole arrays: True"
+            )
+        for field, least in (("margin", None), ("amax_history_len", 1)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+                raise ValueError(
+                    f"DelayedScaling: {field}={value!r}; needs an int{f' from {least} on' if least else ''}"
+                )
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Alike for all layers."""
+        forward, gradient = _elements(self.fp8_format)
+        return Roles(Role(Float8Tensor(forward)), Role(Float8Tensor(forward)), Role(Float8Tensor(gradient)))
+
+    @property
+    def delayed(self) -> DelayedScaling:
+        """Itself."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrating(Recipe):
+    """High precision that records amaxes for delayed scaling: what `autocast(recipe, calibrating=True)` makes of it."""
+
+    recipe: DelayedScaling
+    backward_override: BackwardOverride = None
+
+    def roles(self, module_type: str = "linear", name: str = "") -> Roles:
+        """Nothing is quantised."""
+        return Roles(None, None, None)
+
+    @property
+    def delayed(self) -> DelayedScaling:
+        """Whose histories are recorded."""
+        return self.recipe

@@ -1,0 +1,1 @@
+"""By a shared folder of versions, complete or as changes."""

@@ -1,0 +1,200 @@
+"""A folder of versions on a disk that trainer and engines share: names, locks, and what a version says of itself.
+
+    v000007/         a complete version: safetensors files as Hugging Face has them, and manifest.json
+    v000008-delta/   what changed since the version before
+    .lock            held by the trainer that writes
+
+A version gets its name when all of it is on the disk, and never changes afterwards: what has a name is complete. A
+version is a folder: a link or a file of such a name is none. No link within the folder of versions is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pathlib
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+
+from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX, temporary_path
+from jaxlowprec.weight_sync.bucket import MAX_VERSION
+from jaxlowprec.weight_sync.errors import Refused
+
+LOCK = ".lock"
+
+_NAME = re.compile(r"v([0-9]{6,19})(-delta)?")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_LOG = logging.getLogger(__name__)
+
+
+def folder_name(version: int, delta: bool = False) -> str:
+    """A version's name.
+
+    >>> folder_name(7), folder_name(8, delta=True)
+    ('v000007', 'v000008-delta')
+    """
+    return f"v{version:06}" + "-delta" * delta
+
+
+def versions(path: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The versions that a folder holds, oldest first; a complete one goes before a delta of the same number.
+
+    Raises:
+        Refused: it cannot be listed; one that is missing holds nothing.
+
+    >>> versions(pathlib.Path("/nowhere"))
+    {}
+    """
+    try:
+        with os.scandir(path) as entries:
+            names = sorted((entry.name for entry in entries if _is_version(entry)), reverse=True)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}; needs the folder of versions") from error
+    found = {int(name[1:].removesuffix("-delta")): path / name for name in names}
+    return dict(sorted(found.items()))
+
+
+def _is_version(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder with the name that `folder_name` gives."""
+    match = _NAME.fullmatch(entry.name)
+    if match is None or not entry.is_dir(follow_symlinks=False):
+        return False
+    number = int(match[1])
+    return 1 <= number <= MAX_VERSION and entry.name == folder_name(number, match[2] is not None)
+
+
+def is_delta(folder: pathlib.Path) -> bool:
+    """Whether a version is what changed, after its name.
+
+    >>> is_delta(pathlib.Path("v000008-delta"))
+    True
+    """
+    return folder.name.endswith("-delta")
+
+
+def unfinished(folder: pathlib.Path) -> pathlib.Path:
+    """A new folder, in which a version is written before it gets its name.
+
+    Arguments:
+        folder: of the version to be. The new one lies beside it.
+
+    Raises:
+        Refused: something has the version's name that is not a version. OSError: it cannot be made.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     folder = pathlib.Path(path, folder_name(7))
+    ...     publish(unfinished(folder), folder)
+    ...     versions(folder.parent) == {7: folder}
+    True
+    """
+    if folder.is_symlink() or folder.exists():
+        raise Refused(f"{folder}: is there already, and is not a version; remove it")
+    try:
+        temporary_path(folder).mkdir()
+    except FileExistsError:  # a killed trainer left it, or somebody put it there, and it could not be removed
+        other = _unlikely(folder)
+        other.mkdir()
+        return other
+    return temporary_path(folder)
+
+
+def publish(written: pathlib.Path, folder: pathlib.Path) -> None:
+    """Gives a version, written in full in an `unfinished` folder, its name."""
+    sync_folder(written)
+    written.rename(folder)
+    sync_folder(folder.parent)
+
+
+def _unlikely(folder: pathlib.Path) -> pathlib.Path:
+    """A temporary path that nothing has."""
+    return temporary_path(folder).with_name(f"{temporary_path(folder).name}.{secrets.token_hex(8)}")
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Puts a folder's list of files on the disk.
+
+    >>> sync_folder(pathlib.Path("."))
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def being_read(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps a version from being pruned. Raises FileNotFoundError if it is gone.
+
+    >>> with being_read(pathlib.Path("v000001")):
+    ...     pass
+    Traceback (most recent call last):
+    FileNotFoundError: [Errno 2] No such file or directory: 'v000001'
+    """
+    descriptor = os.open(folder, _FOLDER)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: an unlinked file stays readable
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if not os.path.samestat(folder.lstat(), os.fstat(descriptor)):
+            raise FileNotFoundError(f"{folder}: was pruned")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def prune(path: pathlib.Path, keep: int) -> list[pathlib.Path]:
+    """Removes versions older than the `keep`-th newest complete one, but none that is being read.
+
+    Returns what it removed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     for name in ("v000001", "v000002-delta", "v000003", "v000004", "v000005-delta"):
+    ...         pathlib.Path(path, name).mkdir()
+    ...     with being_read(pathlib.Path(path, "v000001")):
+    ...         [folder.name for folder in prune(pathlib.Path(path), keep=2)]
+    ['v000002-delta']
+    """
+    found = versions(path)
+    complete = [number for number, folder in found.items() if not is_delta(folder)]
+    if len(complete) <= keep:
+        return []
+    return [folder for number, folder in found.items() if number < complete[-keep] and _remove(folder)]
+
+
+def _remove(folder: pathlib.Path) -> bool:
+    try:
+        descriptor = os.open(folder, _FOLDER)
+    except OSError:  # somebody else removed it
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        condemned = folder.rename(_unlikely(folder))  # nobody sees half of it
+    except OSError:  # it is being read
+        return False
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(condemned, ignore_errors=True)
+    return True
+
+
+def remove_unfinished(path: pathlib.Path) -> None:
+    """Removes what trainers that were killed have left, and whatever else has such a name; no link is followed.
+
+    >>> remove_unfinished(pathlib.Path("/nowhere"))
+    """
+    for entry in path.glob(TEMPORARY_PREFIX + "v*"):
+        try:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        except OSError as error:
+            _LOG.warning("weight sync: %s is left over and cannot be removed: %s", entry, error.strerror)

@@ -1,0 +1,71 @@
+"""A model made of the weights that came over: the way back from a `WeightSource` without a mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.trees.tree_paths import leaves, rebuilt
+from jaxlowprec.weight_sync.sending.source import PARTS, check_arrays
+
+
+def to_tree(weights: Mapping[str, Any], like: Any) -> Any:
+    """A tree with these weights in its leaves, QuantizedArrays included. No parameter needs to be initialised for it.
+
+    For weights of a `WeightSource` without a mapping, whose names are the leaves' paths; with one, see
+    `TreeMapping.from_tensors`.
+
+    Arguments:
+        weights: by their names, as `Receiver.weights` in published form has them; of a QuantizedArray its parts.
+        like: the tree to fill: structure, shapes and dtypes count. Its leaves may be abstract (`jax.ShapeDtypeStruct`,
+            as `jax.eval_shape` and `nnx.eval_shape` give).
+
+    Returns:
+        As `like`, of JAX arrays; for an NNX module the state of its parameters and quantised kernels, for `nnx.update`.
+
+    Raises:
+        TypeError: leaves of `like` that are not arrays. ValueError: weights that are missing or left over, or of
+            another dtype or shape.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
+    >>> tree = {"up": jlp.quantize(jnp.ones((32, 64)), jlp.Int4(32), axis=-2), "norm": jnp.ones(64)}
+    >>> receiver = Receiver()
+    >>> version = push(WeightSource(tree), InProcess(receiver))
+    >>> sorted(receiver.weights)
+    ['norm', 'up.data', 'up.scale']
+    >>> to_tree(receiver.weights, jax.eval_shape(lambda: tree))["up"].dequantize().shape
+    (32, 64)
+    """
+    check_arrays("to_tree", "`like`", like)
+    left, missing = dict(weights), []
+
+    def taken(name: str, leaf: Any) -> Any:
+        if name not in left:
+            missing.append(name)
+            return None
+        found = left.pop(name)
+        if (tuple(found.shape), found.dtype) != (tuple(leaf.shape), leaf.dtype):
+            given, needed = f"{found.dtype} {tuple(found.shape)}", f"{leaf.dtype} {tuple(leaf.shape)}"
+            raise ValueError(
+                f"to_tree: {name} came as {given}, and `like` has {needed}; needs the tree that was sent: its sizes, "
+                "formats and dtypes"
+            )
+        return jnp.asarray(found)
+
+    found: dict[str, Any] = {}
+    for path, leaf in leaves(like).items():
+        if isinstance(leaf, QuantizedArray):
+            parts = [part for part in PARTS if getattr(leaf, part) is not None]
+            found[path] = dataclasses.replace(leaf, **{p: taken(f"{path}.{p}", getattr(leaf, p)) for p in parts})
+        else:
+            found[path] = taken(path, leaf)
+    problems = [f"did not get {', '.join(missing)}"] * bool(missing)
+    problems += [f"got {', '.join(sorted(left))}, for which `like` has no place"] * bool(left)
+    if problems:
+        raise ValueError(f"to_tree: {', and '.join(problems)}; needs the tree that was sent, without a mapping")
+    return rebuilt(like, found)

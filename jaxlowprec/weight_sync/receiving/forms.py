@@ -1,0 +1,236 @@
+"""Forms in which a receiver holds weights, and the way back to the tensors that were sent.
+
+    published   as they travelled
+    plain       quantised weights decoded: <module>.weight [N, K]
+    gptq        4-bit integers as GPTQ's qweight, qzeros, scales, g_idx; version 1 where symmetric, else version 2
+    marlin      4-bit integers as Marlin's qweight [K/16, 2N], scales [K/g, N], qzeros [K/g, N/8] where asymmetric, and
+                the module's bias, each in the order of its kernel
+
+What is not quantised is the same in every form, but for that bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlowprec.arrays.formats import Int4
+from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.schemes import by_name, marlin
+from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.codes import pack_words, unpack_words
+from jaxlowprec.checkpoints.schemes.gptq import GPTQ
+from jaxlowprec.weight_sync.receiving.given_scales import requantized
+
+Arrays = dict[str, Any]
+
+_EXTREME = 2.0**-60, 2.0**60
+_SMALL_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One form of a module.
+
+    Attributes:
+        decode: (tensors of a module by the last part of their names, scheme, dtype) to (the live ones, what is kept
+            beside them).
+        encode: (live, kept, scheme) to the tensors.
+    """
+
+    decode: Callable[[Arrays, Scheme, Any], tuple[Arrays, Arrays]]
+    encode: Callable[[Arrays, Arrays, Scheme], Arrays]
+
+
+def _to_plain(tensors: Arrays, scheme: Scheme, dtype: Any) -> tuple[Arrays, Arrays]:
+    weight = scheme.decompress(tensors, dtype)
+    codes = scheme.required[0]
+    beside = {name: tensor.copy() for name, tensor in tensors.items() if name != codes}
+    if not _certain(tensors, scheme, weight.dtype):
+        try:
+            again = requantized(weight, beside, codes, scheme)[codes]
+        except ValueError:  # scales that only decode
+            again = None
+        if again is None or again.tobytes() != tensors[codes].tobytes():
+            beside[codes] = tensors[codes].copy()
+    return {"weight": weight}, beside
+
+
+def _certain(tensors: Arrays, scheme: Scheme, dtype: np.dtype) -> bool:
+    """Whether the codes certainly follow from the decoded weight and its scales."""
+    q = scheme.load(tensors, dtype) if isinstance(scheme.format, Int4) else None
+    if q is None or dtype.name == "float16":
+        return False
+    scale = np.abs(np.asarray(q.scale).astype(np.float32))
+    return bool(_EXTREME[0] < scale.min() and scale.max() < _EXTREME[1])
+
+
+def _from_plain(live: Arrays, kept: Arrays, scheme: Scheme) -> Arrays:
+    codes = scheme.required[0]
+    if codes in kept:  # the weight does not say them; it can still differ from what they say
+        decoded = scheme.decompress(kept, live["weight"].dtype)
+        if decoded.tobytes() == live["weight"].tobytes():
+            return kept
+    return {**requantized(live["weight"], {n: t for n, t in kept.items() if n != codes}, codes, scheme), **kept}
+
+
+def _as_gptq(scheme: Scheme) -> GPTQ:
+    fmt = scheme.format
+    if not isinstance(fmt, Int4):
+        raise ValueError(f"{scheme.name} holds no 4-bit integers; needs form='plain' or 'published'")
+    version: Any = 1 if fmt.symmetric else 2
+    return GPTQ(fmt.group_size, fmt.symmetric, fmt.scale_dtype, version)
+
+
+def _to_gptq(tensors: Arrays, scheme: Scheme, dtype: Any) -> tuple[Arrays, Arrays]:
+    stored = _as_gptq(scheme).store(scheme.load(tensors))
+    return stored, {name: tensor.copy() for name, tensor in tensors.items() if tensor.nbytes <= _SMALL_BYTES}
+
+
+def _from_gptq(live: Arrays, kept: Arrays, scheme: Scheme) -> Arrays:
+    return {**scheme.store(_as_gptq(scheme).load(live)), **kept}
+
+
+def _to_marlin(tensors: Arrays, scheme: Scheme, dtype: Any) -> tuple[Arrays, Arrays]:
+    stored, kept = _to_gptq(tensors, scheme, dtype)
+    n, k = scheme.shape_of(tensors)
+    group_size = k if stored["scales"].shape[0] == 1 else _as_gptq(scheme).group_size
+    if reason := marlin.why_not(n, k, -1 if group_size == k else group_size):
+        raise ValueError(f"Marlin's kernel cannot take it: {reason}")
+    live = {
+        "qweight": marlin.repack(stored["qweight"]),
+        "scales": marlin.permute_scale(stored["scales"], group_size, k),
+    }
+    if not _as_gptq(scheme).symmetric:
+        live["qzeros"] = marlin.pack_zero_points(unpack_words(stored["qzeros"], n))
+    return live, kept
+
+
+def _from_marlin(live: Arrays, kept: Arrays, scheme: Scheme) -> Arrays:
+    gptq = _as_gptq(scheme)
+    qweight = marlin.unpack(live["qweight"])
+    k, n = 8 * qweight.shape[0], qweight.shape[1]
+    groups = live["scales"].shape[0]
+    zeros = np.full((groups, n), 7, np.uint8) if gptq.symmetric else marlin.unpack_zero_points(live["qzeros"])
+    stored = {
+        "qweight": qweight,
+        "scales": marlin.permute_scale(live["scales"], k // groups, k),
+        "qzeros": pack_words(zeros),
+        "g_idx": (np.arange(k) // gptq.group_size).astype(np.int32),
+    }
+    return _from_gptq(stored, kept, scheme)
+
+
+_FORMS = {
+    "plain": Form(_to_plain, _from_plain),
+    "gptq": Form(_to_gptq, _from_gptq),
+    "marlin": Form(_to_marlin, _from_marlin),
+}
+
+NAMES = ("published", *_FORMS)
+"""Of all forms."""
+
+
+def check(described: Mapping[str, Any] | None, form: str) -> None:
+    """Raises ValueError for a scheme that nobody knows or that the form cannot hold.
+
+    >>> check({"name": "nvfp4"}, "marlin")
+    Traceback (most recent call last):
+    ValueError: nvfp4 holds no 4-bit integers; needs form='plain' or 'published'
+    """
+    if form == "published" or described is None:
+        return
+    try:
+        scheme = by_name(**described)
+    except TypeError as error:
+        raise ValueError(f"no scheme is described by {brief(dict(described))}: {error}") from None
+    if form != "plain":
+        _as_gptq(scheme)
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A quantised module of a live version: what is needed to tell what was sent.
+
+    Attributes:
+        scheme: its format as it travelled.
+        live: names of the live tensors, by their last parts.
+        kept: tensors that are not live, by their last parts.
+    """
+
+    scheme: Scheme
+    live: Mapping[str, str]
+    kept: Mapping[str, Any]
+
+
+def decoded(
+    arrays: Arrays, described: Mapping[str, Any] | None, form: str, dtype: Any
+) -> tuple[Arrays, dict[str, Module]]:
+    """Tensors of whole modules in a form.
+
+    Arguments:
+        arrays: by their names.
+        described: the manifest's scheme.
+        form: one of `NAMES`.
+        dtype: of plain weights.
+
+    Returns:
+        The live tensors by their names, and the quantised modules.
+
+    Raises:
+        ValueError: a module lacks tensors, or cannot be decoded to the form.
+
+    >>> from jaxlowprec.weight_sync.sending.source import described
+    >>> scheme = by_name("w4a16", group_size=16)
+    >>> stored = scheme.compress(np.eye(8, 16, dtype=np.float32))
+    >>> sent = {f"up.{part}": tensor for part, tensor in stored.items()}
+    >>> live, modules = decoded(sent, described(scheme), "plain", "float32")
+    >>> live["up.weight"].shape, list(modules)
+    ((8, 16), ['up'])
+    >>> sorted(encoded(live, modules, "plain")) == sorted(sent)
+    True
+    """
+    if form == "published" or described is None:
+        return arrays, {}
+    scheme = by_name(**described)
+    live, modules = dict(arrays), {}
+    for module, names in _quantised(arrays, scheme).items():
+        tensors = {part: np.asarray(arrays[name]) for part, name in names.items()}
+        try:
+            stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in tensors.items()})
+            made, kept = _FORMS[form].decode(tensors, stored, dtype)
+            if form == "marlin" and f"{module}.bias" in live:
+                live[f"{module}.bias"] = marlin.permute_bias(np.asarray(live[f"{module}.bias"]))
+        except ValueError as error:
+            raise ValueError(f"{module}: {error}") from error
+        for name in names.values():
+            del live[name]
+        for tensor in made.values():
+            tensor.flags.writeable = False
+        live |= {f"{module}.{part}": tensor for part, tensor in made.items()}
+        modules[module] = Module(stored, {part: f"{module}.{part}" for part in made}, kept)
+    return live, modules
+
+
+def encoded(live: Mapping[str, Any], modules: Mapping[str, Module], form: str) -> Arrays:
+    """The inverse: the tensors that were sent, from the live ones. See `decoded`."""
+    sent = {name: np.asarray(array) for name, array in live.items()}
+    for name, module in modules.items():
+        tensors = {part: sent.pop(full) for part, full in module.live.items()}
+        again = _FORMS[form].encode(tensors, dict(module.kept), module.scheme)
+        sent |= {f"{name}.{part}": tensor for part, tensor in again.items()}
+        if form == "marlin" and f"{name}.bias" in sent:
+            sent[f"{name}.bias"] = marlin.permute_bias(sent[f"{name}.bias"])
+    return sent
+
+
+def _quantised(arrays: Arrays, scheme: Scheme) -> dict[str, dict[str, str]]:
+    """The modules that have the scheme's codes: their tensors' names by the last parts."""
+    codes, parts = scheme.required[0], (*scheme.required, *scheme.optional)
+    own = [name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == codes]
+    if codes == "weight":  # also what a float weight is called
+        own = [m for m in own if any(f"{m}.{part}" in arrays for part in scheme.required[1:])]
+    return {m: {part: f"{m}.{part}" for part in parts if f"{m}.{part}" in arrays} for m in own}

@@ -1,0 +1,79 @@
+"""Codes of weights whose scales are known: the way back from decoded weights to the bytes that they came from.
+
+    w = RNE_dtype((code - zero) * scale)    the code is the nearest to w / scale, plus zero
+
+bfloat16 and float16 round by 2^-9 of w at most, a quarter of what lies between two codes at the least: the nearest code
+is the one that was decoded, except where a scale is zero or a product leaves the range of the dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.schemes.base import Scheme, Tensors
+from jaxlowprec.checkpoints.schemes.codes import pack_bytes
+from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO
+
+_ELEMENTS = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+
+
+def requantized(weight: np.ndarray, beside: Tensors, codes: str, scheme: Scheme) -> dict[str, np.ndarray]:
+    """The tensors of a module again.
+
+    Arguments:
+        weight: [N, K], decoded.
+        beside: the module's tensors without its codes.
+        codes: name of the tensor of codes.
+        scheme: of the module.
+
+    Raises:
+        ValueError: tensors that the scheme does not load.
+
+    >>> from jaxlowprec.checkpoints.schemes import by_name
+    >>> scheme = by_name("w4a16", group_size=16)
+    >>> stored = scheme.compress(np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16))
+    >>> beside = {name: stored[name] for name in ("weight_scale", "weight_shape")}
+    >>> again = requantized(scheme.decompress(stored), beside, "weight_packed", scheme)
+    >>> np.array_equal(again["weight_packed"], stored["weight_packed"])
+    True
+    """
+    dtype, shape = scheme.output_specs(weight.shape, weight.dtype.name)[codes]
+    q = scheme.load({**beside, codes: np.zeros(shape, _numpy(dtype))}, weight.dtype)
+    made = _int4(weight, q) if q.format.element == "int4" else _float(weight, q, scheme)
+    return scheme.store(dataclasses.replace(q, data=jnp.asarray(made)))
+
+
+def _numpy(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _int4(weight: np.ndarray, q: QuantizedArray) -> np.ndarray:
+    """Bytes of two codes."""
+    n, k = weight.shape
+    scale = np.asarray(q.scale).astype(np.float32)[..., None]
+    zero = SYMMETRIC_ZERO if q.zero_point is None else np.asarray(q.zero_point)[..., None].astype(np.int32)
+    groups = weight.astype(np.float32).reshape(n, scale.shape[1], -1)
+    steps = np.divide(groups, scale, out=np.zeros_like(groups), where=scale != 0)
+    found = np.clip(np.rint(steps) + zero, 0, 15).astype(np.uint8)
+    data = pack_bytes(found.reshape(n, k))
+    if k % 2:  # our last nibble holds the code of zero
+        last = SYMMETRIC_ZERO if q.zero_point is None else np.asarray(q.zero_point)[:, -1]
+        data[:, -1] = data[:, -1] & 15 | np.uint8(last) << 4
+    return data
+
+
+def _float(weight: np.ndarray, q: QuantizedArray, scheme: Scheme) -> np.ndarray:
+    """Bytes of two codes, or codes of 8 bits."""
+    element = _ELEMENTS[q.format.element]
+    one = np.ones(1, element).view(np.uint8)[0]
+    packed = q.format.element == "e2m1"
+    ones = np.full(q.data.shape, one | one << 4 if packed else one, np.uint8).view(np.asarray(q.data).dtype)
+    scale = scheme.decompress(scheme.store(dataclasses.replace(q, data=jnp.asarray(ones))), "float32")
+    values = weight.astype(np.float32)
+    found = np.divide(values, scale, out=np.copysign(np.float32(0), values), where=scale != 0).astype(element)
+    return pack_bytes(found.view(np.uint8)) if packed else found

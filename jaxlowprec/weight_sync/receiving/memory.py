@@ -1,0 +1,68 @@
+"""Memory of versions that nobody holds any more, for the next version.
+
+Fresh memory costs as much as the copy into it: the kernel clears every page that it hands out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from jaxlowprec.checkpoints.files.file_bytes import memory
+
+_LEAST_BYTES = 1 << 16
+"""Smaller buffers come from the allocator, which keeps such memory itself."""
+
+
+class Memory:
+    """Lends buffers. One comes back when the last array that is a view of it is gone, whoever held that.
+
+    Arguments:
+        keep: whether to keep what came back.
+
+    >>> memory = Memory()
+    >>> buffer = memory.take(1 << 20)
+    >>> view, address = buffer[:8], buffer.ctypes.data
+    >>> del buffer
+    >>> memory.kept_bytes  # the view still holds it
+    0
+    >>> del view
+    >>> memory.kept_bytes, memory.take(1 << 20).ctypes.data == address
+    (1048576, True)
+    """
+
+    def __init__(self, keep: bool = True):
+        self._keep = keep
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the buffers that nobody holds."""
+        return sum(size * len(buffers) for size, buffers in list(self._free.items()))
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A buffer, uint8 [nbytes], that begins at a multiple of 64 bytes. Its content is anything."""
+        if not self._keep or nbytes < _LEAST_BYTES:
+            return memory(nbytes)
+        free = self._free.setdefault(nbytes, [])
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = memory(nbytes)
+        lent = _Lent(buffer)
+        weakref.finalize(lent, free.append, buffer).atexit = False
+        return np.asarray(lent)
+
+    def trim(self) -> None:
+        """Gives back to the system what nobody holds now."""
+        for free in self._free.values():
+            free.clear()
+
+
+class _Lent:
+    """What all views of a buffer hold; unlike an array's own memory it can be watched."""
+
+    def __init__(self, buffer: np.ndarray):
+        self.__array_interface__: Any = buffer.__array_interface__

@@ -1,0 +1,1 @@
+"""The trainer's side: what is sent, in which pieces, in which session."""

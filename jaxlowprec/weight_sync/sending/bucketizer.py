@@ -1,0 +1,167 @@
+"""Which groups travel together, and the buckets made of them ahead of the transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxlowprec.checkpoints.files.file_bytes import memory
+from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, Header, checksum, fill, place
+from jaxlowprec.weight_sync.errors import SyncError
+from jaxlowprec.weight_sync.sending.source import Group, WeightSource
+
+Buffers = Callable[[int, int], list[np.ndarray]]
+
+DEFAULT_BYTES = 512 << 20
+"""Of a bucket."""
+
+
+class Bucketizer:
+    """Puts groups into buckets, in their order; none is split.
+
+    Arguments:
+        max_bytes: of a bucket. A group of more gets a bucket of its own, which is as large as the group.
+
+    Raises:
+        ValueError: max_bytes is no positive number.
+
+    >>> import numpy as np
+    >>> groups = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"}).groups
+    >>> [[group.key for group in bucket] for bucket in Bucketizer(max_bytes=24).plan(groups)]
+    [['a', 'b'], ['c']]
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES):
+        if type(max_bytes) is not int or max_bytes < 1:
+            raise ValueError(f"Bucketizer: max_bytes={max_bytes!r}; needs a positive whole number")
+        self.max_bytes = max_bytes
+
+    def plan(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """The groups of each bucket; at least one bucket, which may be empty."""
+        buckets: list[list[Group]] = [[]]
+        end = 0
+        for group in groups:
+            end = _end(group, end)
+            if buckets[-1] and end > self.max_bytes:
+                buckets.append([])
+                end = _end(group, 0)
+            buckets[-1].append(group)
+        return buckets
+
+    @contextlib.contextmanager
+    def buckets(
+        self,
+        source: WeightSource,
+        version: int,
+        *,
+        as_arrays: bool = False,
+        buffers: Buffers | None = None,
+        timeout: float = 600.0,
+    ) -> Iterator[Iterator[Bucket]]:
+        """The buckets of a version, each made while the one before it is used.
+
+        Two payloads are alive at a time: that of a bucket is overwritten once the one after it was asked for. Within
+        the block a thread makes them; it has ended when the block ends.
+
+        Arguments:
+            source: what to send.
+            version: of the weights.
+            as_arrays: payloads are arrays where they lie; else bytes.
+            buffers: gives memory for payloads: called with how many and of how many bytes. None: numpy's.
+            timeout: seconds to wait for a bucket.
+
+        Raises:
+            SyncError: a bucket took longer, or no thread could be started. What making a bucket raises is raised here.
+
+        >>> import numpy as np
+        >>> source = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"})
+        >>> with Bucketizer(max_bytes=24).buckets(source, version=1) as buckets:
+        ...     print([(bucket.index, bucket.last, bucket.header.nbytes) for bucket in buckets])
+        [(0, False, 22), (1, True, 6)]
+        """
+        plan = self.plan(source.groups)
+        ahead = _Ahead(plan, version, as_arrays, buffers or _numpys)
+        try:
+            yield ahead.taken(timeout)
+        finally:
+            ahead.stop(timeout)
+
+
+class _Ahead:
+    """A thread that makes buckets, at most one ahead of the one in use."""
+
+    def __init__(self, plan: list[list[Group]], version: int, as_arrays: bool, buffers: Buffers):
+        self._plan, self._version = plan, version
+        sizes = [_size(groups) for groups in plan]
+        self._buffers = None if as_arrays else buffers(min(2, len(plan)), max(sizes))
+        self._stopped = threading.Event()
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[Bucket | BaseException] = queue.SimpleQueue()
+        for _ in range(2):
+            self._free.put(None)
+        self._thread = threading.Thread(target=self._run, name="weight-sync-buckets", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SyncError(f"the thread that makes buckets did not start: {error}; let other threads end") from error
+
+    def taken(self, timeout: float) -> Iterator[Bucket]:
+        for _ in self._plan:
+            try:
+                made = self._made.get(timeout=timeout)
+            except queue.Empty:
+                raise SyncError(f"no bucket was made within {timeout} s; a leaf takes longer to quantise") from None
+            if isinstance(made, BaseException):
+                raise made
+            yield made  # until the next is asked for
+            self._free.put(None)
+
+    def stop(self, timeout: float) -> None:
+        """Ends the thread, after the bucket that it is making."""
+        self._stopped.set()
+        self._free.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            for index, groups in enumerate(self._plan):
+                self._free.get()
+                if self._stopped.is_set():
+                    return
+                buffer = None if self._buffers is None else self._buffers[index % 2]
+                self._made.put(self._bucket(index, groups, buffer))
+        except BaseException as error:
+            self._made.put(error)
+
+    def _bucket(self, index: int, groups: Sequence[Group], buffer: np.ndarray | None) -> Bucket:
+        placed = place([entry for group in groups for entry in group.entries])
+        nbytes, last = placed[-1].end if placed else 0, index == len(self._plan) - 1
+        if buffer is None:
+            arrays = {name: array for group in groups for name, array in group.arrays(on_device=True)}
+            header = Header(self._version, index, last, placed, nbytes)
+            return Bucket(header, tuple(arrays[one.entry.name] for one in placed))
+        payload = buffer[:nbytes]
+        fill(placed, (made for group in groups for made in group.arrays()), payload)
+        return Bucket(Header(self._version, index, last, placed, nbytes, checksum(payload)), payload)
+
+
+def _numpys(count: int, nbytes: int) -> list[np.ndarray]:
+    return [memory(nbytes) for _ in range(count)]
+
+
+def _end(group: Group, begin: int) -> int:
+    """Where a group ends in a payload, after what ends at `begin`."""
+    for entry in group.entries:
+        begin += -begin % ALIGNMENT + entry.nbytes
+    return begin
+
+
+def _size(groups: Sequence[Group]) -> int:
+    end = 0
+    for group in groups:
+        end = _end(group, end)
+    return end

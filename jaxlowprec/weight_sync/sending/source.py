@@ -1,0 +1,252 @@
+"""What a trainer sends: the tensors of a tree in a fixed order, made group by group."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.conversion.plan import output_specs
+from jaxlowprec.checkpoints.conversion.quantizing import amax
+from jaxlowprec.checkpoints.conversion.rules import Rules, fused_units, splits
+from jaxlowprec.checkpoints.errors import brief
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
+from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about
+from jaxlowprec.checkpoints.trees.mapping import TreeMapping
+from jaxlowprec.checkpoints.trees.tree_paths import leaves
+from jaxlowprec.weight_sync.manifest import Entry, Manifest
+
+PARTS = ("data", "scale", "amax", "zero_point")
+"""Of a QuantizedArray, each sent where it is there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tensors that must arrive together: those of one module, or of the modules that an engine fuses.
+
+    Attributes:
+        key: names it, such as "layers.0.mlp.gate_proj+up_proj".
+        entries: its tensors, in the order in which `arrays` makes them.
+        members: the leaves that they are made from.
+        compressed: paths of the float kernels that the scheme quantises.
+
+    >>> import numpy as np
+    >>> source = WeightSource({"mlp": {"up_proj": {"kernel": np.ones((2, 2))}, "gate_proj": {"kernel": np.ones(2)}}})
+    >>> source.groups[0].key, [name for name, _ in source.groups[0].arrays()]
+    ('mlp.gate_proj+up_proj', ['mlp.gate_proj.kernel', 'mlp.up_proj.kernel'])
+    """
+
+    key: str
+    entries: tuple[Entry, ...]
+    members: tuple[LeafTensors, ...]
+    compressed: frozenset[str] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def arrays(self, on_device: bool = False) -> Iterator[tuple[str, Any]]:
+        """The tensors by their names, quantised, packed and gathered one leaf at a time.
+
+        Arguments:
+            on_device: float leaves of JAX's stay JAX arrays where they are; else all are numpy's.
+        """
+        shared = self._shared_amax()
+        for member in self.members:
+            yield from self._made(member, shared, on_device)
+
+    def _made(self, member: LeafTensors, shared: float | None, on_device: bool) -> Iterator[tuple[str, Any]]:
+        if member.path not in self.compressed:
+            yield from member.make(on_device).items()
+            return
+        scheme, (weight,) = member.scheme, dataclasses.replace(member, dtype=None).make().values()
+        assert scheme is not None  # WeightSource compresses with one only
+        largest = shared
+        if scheme.format.has_tensor_scale and not scheme.shares_global_scale:
+            largest = amax(weight)
+        made = about(member.path, lambda: scheme.compress(weight, amax=largest))
+        yield from ((f"{member.module}.{part}", tensor) for part, tensor in made.items())
+
+    def _shared_amax(self) -> float | None:
+        """The largest magnitude of all kernels, where the scheme scales them by one number."""
+        kernels = [member for member in self.members if member.path in self.compressed]
+        scheme = kernels[0].scheme if kernels else None
+        if scheme is None or not (scheme.format.has_tensor_scale and scheme.shares_global_scale):
+            return None
+        return max(amax(kernel.on_host()) for kernel in kernels)
+
+
+class WeightSource:
+    """A tree's tensors: named, in the natural order of their groups' names, made when they are asked for.
+
+    Arguments:
+        tree: an NNX module or state, Linen's variables or parameters, or any pytree of arrays: numpy's, or JAX's of any
+            sharding within the process. Kernels may be QuantizedArrays [K, N].
+        mapping: names of the tensors. None: the leaves' paths; of a QuantizedArray `data`, `scale` and so on.
+        scheme: the format of quantised kernels; needs a mapping.
+        dtype: what float leaves are rounded to that stay float leaves. None: each its own.
+        quantize: which float kernels are quantised on the way, as `jaxlowprec convert` does, from their own dtype:
+            all but those that these rules leave alone. None: none; only what is quantised already is stored so.
+
+    Attributes:
+        manifest: what the tensors are. It is known at once; nothing is computed before `groups` are asked for arrays.
+        groups: the tensors, what belongs together together.
+
+    Raises:
+        TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent as.
+        ValueError: leaves that no rule is about; a scheme without a mapping or that cannot hold a kernel; some
+            projections of a fused matrix would be quantised and others not.
+
+    >>> import numpy as np
+    >>> source = WeightSource({"norm": {"scale": np.ones(4, np.float32)}, "bias": np.zeros(2, np.float32)})
+    >>> [entry.name for entry in source.manifest.entries]
+    ['bias', 'norm.scale']
+    >>> dict(source.arrays())["norm.scale"]
+    array([1., 1., 1., 1.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        mapping: TreeMapping | None = None,
+        scheme: Scheme | None = None,
+        dtype: Any = None,
+        *,
+        quantize: Rules | None = None,
+    ):
+        if mapping is None and (scheme is not None or quantize is not None):
+            raise ValueError("WeightSource: scheme= and quantize= are about modules; pass mapping= to name them")
+        if quantize is not None and scheme is None:
+            raise ValueError("WeightSource: quantize= needs scheme=, the format to quantise to")
+        check_arrays("WeightSource", "the tree", tree)
+        stored = _by_path(tree, dtype) if mapping is None else mapping.stored(tree, scheme, dtype)
+        compressed = _compressed(stored, quantize)
+        grouped: dict[str, list[LeafTensors]] = {}
+        for member in sorted(stored, key=lambda member: natural(member.name)):
+            grouped.setdefault(group_of(member), []).append(member)
+        self.groups = tuple(
+            Group(key, _entries(grouped[key], compressed), tuple(grouped[key]), compressed)
+            for key in sorted(grouped, key=natural)
+        )
+        quantised = compressed or any(member.is_quantized for member in stored)
+        self.manifest = Manifest(
+            tuple(entry for group in self.groups for entry in group.entries),
+            described(scheme) if scheme is not None and quantised else None,
+        )
+
+    def arrays(self, on_device: bool = False) -> Iterator[tuple[str, Any]]:
+        """All tensors in order, one at a time. See `Group.arrays`."""
+        for group in self.groups:
+            yield from group.arrays(on_device)
+
+
+def check_arrays(who: str, what: str, tree: Any) -> None:
+    """Raises TypeError for a tree with leaves that have no shape and dtype.
+
+    >>> check_arrays("example", "the tree", {"lr": 0.1})
+    Traceback (most recent call last):
+    TypeError: example: the tree has 0.1 at lr, a float; needs arrays, such as numpy.float32(...), which say their dtype
+    """
+    for path, leaf in leaves(tree).items():
+        if not isinstance(leaf, QuantizedArray) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"{who}: {what} has {brief(leaf)} at {path or 'its root'}, a {type(leaf).__name__}; needs arrays, such "
+                "as numpy.float32(...), which say their dtype"
+            )
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(f"{who}: {what} has {leaf.dtype} at {path}; needs its numbers: jax.random.key_data(...)")
+
+
+def described(scheme: Scheme) -> dict[str, Any]:
+    """A scheme as a manifest holds it; `schemes.by_name(**described(scheme))` is the scheme.
+
+    >>> from jaxlowprec.checkpoints.schemes import by_name
+    >>> described(by_name("w4a16", group_size=32))
+    {'name': 'w4a16', 'group_size': 32, 'scale_dtype': 'bfloat16'}
+    """
+    return {"name": scheme.name, **dataclasses.asdict(scheme)}
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A key to sort names by, in which numbers count as numbers.
+
+    >>> sorted(["layers.10", "layers.9", "embed"], key=natural)
+    ['embed', 'layers.9', 'layers.10']
+    """
+    parts = re.split(r"([0-9]+)", name)
+    digits = [part.lstrip("0") for part in parts]  # compared by their count first: int() takes 4300 at most
+    key = [(1, len(digits[i]), digits[i]) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
+    return [*key, (-1, 0, name)]  # which decides between 1 and 01
+
+
+def group_of(member: LeafTensors) -> str:
+    """The key of the group that a leaf's tensors belong to.
+
+    >>> group_of(LeafTensors("layers.0.k_proj.kernel", "layers.0.k_proj.weight", None))
+    'layers.0.q_proj+k_proj+v_proj'
+    """
+    module = member.module or member.name
+    if isinstance(member, _Part):
+        module = module.rpartition(".")[0] or module
+    return next((unit.lstrip(".") for unit in fused_units(module) if "+" in unit), module)
+
+
+class _Part(LeafTensors):
+    """An array of a QuantizedArray."""
+
+
+def _by_path(tree: Any, dtype: Any) -> list[LeafTensors]:
+    stored: list[LeafTensors] = []
+    for path, leaf in leaves(tree).items():
+        if not isinstance(leaf, QuantizedArray):
+            stored.append(LeafTensors(path, path, leaf, dtype=dtype if _is_float(leaf) else None))
+            continue
+        arrays = {part: getattr(leaf, part) for part in PARTS}
+        stored += [_Part(f"{path}.{n}", f"{path}.{n}", a) for n, a in arrays.items() if a is not None]
+    return stored
+
+
+def _is_float(leaf: Any) -> bool:
+    return leaf.dtype.name in ("bfloat16", "float16", "float32", "float64")
+
+
+def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozenset[str]:
+    """Paths of the float kernels to be quantised."""
+    if quantize is None:
+        return frozenset()
+    kernels = {member.module: member for member in stored if member.is_kernel}
+    chosen = {m: k for m, k in kernels.items() if not k.is_quantized and quantize.why_left_alone(m) is None}
+    left = {m for m, k in kernels.items() if m not in chosen and not k.is_quantized}
+    if pairs := splits(left, set(kernels) - left):
+        alone, other = pairs[0]
+        raise ValueError(
+            f"WeightSource: {alone} would be left alone and {other} quantised, but engines hold them as one weight; "
+            "let the rules match both or neither"
+        )
+    for module, kernel in chosen.items():
+        assert kernel.scheme is not None
+        if reason := kernel.scheme.check(kernel.shape[::-1]):
+            raise ValueError(
+                f"WeightSource: {kernel.scheme.name} cannot hold {module}: {reason}; leave it alone with "
+                "quantize=Rules(ignore=...)"
+            )
+    return frozenset(kernel.path for kernel in chosen.values())
+
+
+def _entries(members: Sequence[LeafTensors], compressed: frozenset[str]) -> tuple[Entry, ...]:
+    found = []
+    for member in members:
+        specs: Mapping[str, TensorSpec] = about(member.path, dataclasses.replace(member, dtype=None).specs)
+        if member.path in compressed:
+            assert member.scheme is not None
+            specs = output_specs(member.scheme, member.module, next(iter(specs.values())))
+        else:
+            specs = member.specs()
+        found += [Entry(name, spec.dtype, spec.shape) for name, spec in specs.items()]
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Between processes: TCP, shared memory, or a call."""

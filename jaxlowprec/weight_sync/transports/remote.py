@@ -1,0 +1,120 @@
+"""The trainer's side of a channel: a transport, whatever connects it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxlowprec.weight_sync.bucket import Bucket
+from jaxlowprec.weight_sync.errors import PeerLost
+from jaxlowprec.weight_sync.manifest import Manifest
+from jaxlowprec.weight_sync.transports import messages
+from jaxlowprec.weight_sync.transports.sockets import Deadline
+from jaxlowprec.weight_sync.transports.stream import BadFrame, Channel, Inline, Kind, Payloads
+
+
+class RemoteTransport:
+    """The verbs of a receiver at the other end of a channel. See `Transport`; `TcpTransport` is one.
+
+    A session has a connection of its own, from `pause` to `resume`. Once it was lost, or an answer did not come in
+    time, it is given up: the receiver then aborts and resumes by itself, and `abort` and `resume` do nothing more.
+
+    Arguments:
+        connect: gives a new authenticated channel, within the seconds that it is called with.
+        payloads: how buckets travel.
+
+    >>> def connect(timeout):
+    ...     raise PeerLost("nobody listens")
+    >>> RemoteTransport(connect).version(timeout=1.0)
+    Traceback (most recent call last):
+    jaxlowprec.weight_sync.errors.PeerLost: nobody listens
+    """
+
+    takes_arrays = False
+
+    def __init__(self, connect: Callable[[float], Channel], payloads: Payloads | None = None):
+        self._connect = connect
+        self._payloads = Inline() if payloads is None else payloads
+        self._channel: Channel | None = None
+        self._closed = False
+
+    def version(self, timeout: float) -> int:
+        """The version that the receiver serves; 0: none yet."""
+        in_session = self._channel is not None
+        try:
+            return self._ask(Kind.VERSION, timeout=timeout, connect=True)
+        finally:
+            if not in_session:
+                self._disconnect()
+
+    def pause(self, timeout: float) -> None:
+        """Connects, and has the engine stop. Raises Refused while another trainer's session is open."""
+        try:
+            self._ask(Kind.PAUSE, messages.write(timeout=float(timeout)), timeout=timeout, connect=True)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
+        """A new version follows."""
+        self._ask(Kind.BEGIN, messages.write_begin(version, manifest), timeout=timeout)
+
+    def send(self, bucket: Bucket, timeout: float) -> None:
+        """The next bucket, from its own buffer."""
+        deadline = Deadline(timeout, f"answer to bucket {bucket.index}")
+        self._exchange(Kind.BUCKET, bucket.header.to_json(), bucket.payload, deadline)
+
+    def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
+        """From here on the receiver serves the new version. After PeerLost ask `version` which it is."""
+        self._ask(Kind.COMMIT, messages.write_commit(version, manifest_hash), timeout=timeout)
+
+    def abort(self, reason: str, timeout: float) -> None:
+        """The receiver forgets what it was sent since `begin`."""
+        if self._channel is not None:
+            self._ask(Kind.ABORT, messages.write(reason=reason[:1000]), timeout=timeout)
+
+    def resume(self, timeout: float) -> None:
+        """The engine goes on; the connection ends."""
+        if self._channel is not None:
+            try:
+                self._ask(Kind.RESUME, timeout=timeout)
+            finally:
+                self._disconnect()
+
+    def close(self) -> None:
+        """Ends the connection. Nothing else works afterwards."""
+        self._closed = True
+        self._disconnect()
+
+    def _ask(self, kind: Kind, header: bytes = b"", *, timeout: float, connect: bool = False) -> int:
+        deadline = Deadline(timeout, f"answer to {kind.name.lower()}")
+        if connect and self._channel is None:
+            if self._closed:
+                raise ValueError(f"{kind.name.lower()}: the transport is closed; make another")
+            self._channel = self._connect(deadline.left())
+        return self._exchange(kind, header, None, deadline)
+
+    def _exchange(self, kind: Kind, header: bytes, payload: object, deadline: Deadline) -> int:
+        """Sends a frame and takes the answer: the version that is served."""
+        if self._channel is None:
+            raise PeerLost(f"{kind.name.lower()}: no session is open (none was paused for, or its connection was lost)")
+        outgoing = () if payload is None else self._payloads.outgoing(payload)
+        try:
+            self._channel.send(kind, header, outgoing, deadline=deadline)
+            answer = self._channel.receive(deadline)
+            if answer.payload_bytes or answer.kind not in (Kind.DONE, Kind.FAILED):
+                raise BadFrame(f"an answer to {kind.name.lower()} that is none: {answer.kind.name}")
+            error = messages.read_error(answer.header) if answer.kind is Kind.FAILED else None
+            version = messages.read_version(answer.header) if error is None else 0
+        except BaseException as failure:
+            self._disconnect()  # an answer that came later would be taken for the next one's
+            if isinstance(failure, ValueError):
+                raise BadFrame(f"an answer that cannot be read: {failure}") from None
+            raise
+        if error is not None:
+            raise error
+        return version
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()

@@ -1,0 +1,113 @@
+"""Weights over TCP: for trainers and engines on different machines, or in different containers of one.
+
+Both ends prove that they hold one secret, and every frame is signed, but nothing is encrypted and payloads are only
+checked for damage: who can read the network can read the weights, and who can rewrite packets can change them. Outside
+a trusted network use an SSH tunnel, WireGuard or the like, and leave the receiver on loopback, where it listens unless
+told otherwise.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from jaxlowprec.weight_sync.errors import PeerTimeout
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.transports.handshake import TIMEOUT, check_secret, introduce
+from jaxlowprec.weight_sync.transports.listening import MOST_STRANGERS, Listening
+from jaxlowprec.weight_sync.transports.remote import RemoteTransport
+from jaxlowprec.weight_sync.transports.sockets import Deadline, check_timeout, close, no_connection
+from jaxlowprec.weight_sync.transports.stream import Channel
+
+
+class TcpReceiver(Listening):
+    """Listens for trainers and feeds a receiver, from threads of its own. A context manager; `close` ends it.
+
+    A trainer whose connection breaks, or that is silent for `timeout` seconds in its session, counts as dead: its
+    session is aborted, the engine resumes, and the next trainer may come. Peers that do not prove the secret within
+    `handshake_timeout` seconds are dropped; they get no memory and no session, however many they are.
+
+    Arguments:
+        receiver: to feed.
+        secret: that trainers have to hold too, at least 16 bytes that nobody can guess.
+        host, port: to listen at; port 0 is one that is free, see `address`.
+        timeout: seconds of silence, which has to cover the making of a bucket; also the most that a pause may take.
+        handshake_timeout: seconds.
+
+    Attributes:
+        address: (host, port) that it listens at.
+
+    Raises:
+        ValueError: a secret that is too short, or a timeout that never ends. OSError: the address cannot be had.
+
+    >>> from jaxlowprec.weight_sync.bucket import pack
+    >>> from jaxlowprec.weight_sync.manifest import Manifest
+    >>> import numpy as np
+    >>> secret = b"32 bytes of secrets.token_bytes "
+    >>> receiver = Receiver()
+    >>> bucket = pack(1, 0, True, {"a": np.ones(2, np.float32)})
+    >>> manifest = Manifest(tuple(placed.entry for placed in bucket.entries))
+    >>> with TcpReceiver(receiver, secret) as listening:
+    ...     trainer = TcpTransport(*listening.address, secret)
+    ...     trainer.pause(timeout=5)
+    ...     trainer.begin(1, manifest, timeout=5)
+    ...     trainer.send(bucket, timeout=5)
+    ...     trainer.commit(1, manifest.hash, timeout=5)
+    ...     trainer.resume(timeout=5)
+    >>> receiver.version, receiver.weights["a"]
+    (1, array([1., 1.], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        secret: bytes | str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        timeout: float = 60.0,
+        handshake_timeout: float = TIMEOUT,
+    ):
+        check_secret(secret)
+        check_timeout("TcpReceiver", timeout)
+        check_timeout("TcpReceiver", handshake_timeout)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=4 * MOST_STRANGERS)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        super().__init__(receiver, secret, listener, timeout, handshake_timeout)
+
+
+class TcpTransport(RemoteTransport):
+    """A trainer's transport to a `TcpReceiver`. See `Transport`. Each session connects anew.
+
+    Arguments:
+        host, port: of the receiver.
+        secret: the receiver's.
+        timeout: seconds that connecting and the handshake may take together, within those of the call.
+
+    Raises:
+        NotAuthenticated: the secrets differ. PeerLost: nobody listens there, or something else does.
+
+    >>> TcpTransport("127.0.0.1", 1, "0123456789abcdef").version(timeout=5)
+    Traceback (most recent call last):
+    jaxlowprec.weight_sync.errors.PeerLost: 127.0.0.1:1: Connection refused; needs a TcpReceiver that listens there
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes | str, timeout: float = TIMEOUT):
+        self._address, self._secret = (host, port), check_secret(secret)
+        self._connecting = check_timeout("TcpTransport", timeout)
+        super().__init__(self._dial)
+
+    def _dial(self, timeout: float) -> Channel:
+        deadline = Deadline(min(timeout, self._connecting), "connection")
+        where = f"{self._address[0]}:{self._address[1]}"
+        try:
+            connection = socket.create_connection(self._address, deadline.left())
+        except TimeoutError:
+            raise PeerTimeout(f"{where}: no connection within {deadline.seconds:g} s") from None
+        except OSError as error:
+            raise no_connection(where, error, "a TcpReceiver") from None
+        try:
+            return Channel(connection, introduce(connection, self._secret, deadline.left()))
+        except BaseException:
+            close(connection)
+            raise

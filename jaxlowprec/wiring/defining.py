@@ -1,0 +1,328 @@
+"""How an op meets JAX: batching, sharding, result types, lowering per platform and export, in one place for all ops.
+
+`define` composes, from the outside in,
+
+    jit > custom_vmap > custom_partitioning > a Primitive with one lowering rule a platform
+
+jit makes eager calls take its fast path and traces once a shape; custom_vmap turns a mapped axis into one more leading
+batch axis; custom_partitioning keeps sharded operands where they are; the primitive chooses the implementation when the
+platform is known and types its results without a device. All four read the same einops-like rule (`sharding_rule`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from jaxlowprec.wiring.sharding_rule import Placed, Rule, Split
+
+__all__ = ["Rule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
+
+Avals = Sequence[Any]
+
+
+def _primes(n: int) -> list[int]:
+    prime = next((p for p in range(2, n + 1) if n % p == 0), None)
+    return [prime, *_primes(n // prime)] if prime else []
+
+
+def _refine(mesh: Mesh) -> Mesh:
+    """The same devices in the same order with every axis cut into primes: Shardy may use a part of an axis."""
+    primes = [p for n in mesh.devices.shape for p in _primes(n)] or [1]
+    return Mesh(mesh.devices.reshape(primes), tuple(f"_{i}" for i in range(len(primes))))
+
+
+def _spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+    """Any sharding as a spec of a refined mesh, read off from which device holds which slice.
+
+    The shape is scaled by the mesh's size so that it divides however it is split. Along each mesh axis the first step
+    away from the origin shows which dimension moves, and how far; larger steps are major axes.
+    """
+    where = sharding.devices_indices_map(tuple(n * mesh.size for n in shape))
+    steps = []
+    for axis, size in enumerate(mesh.devices.shape):
+        index = tuple(int(k == axis and size > 1) for k in range(mesh.devices.ndim))
+        steps.append([part.start or 0 for part in where[mesh.devices[index]]])
+    spec = []
+    for dim in range(len(shape)):
+        moving = [(-steps[axis][dim], axis) for axis in range(mesh.devices.ndim) if steps[axis][dim]]
+        spec.append(tuple(mesh.axis_names[axis] for _, axis in sorted(moving)))
+    return spec
+
+
+@contextlib.contextmanager
+def _as_by_default() -> Iterator[None]:
+    """Bodies see plain shapes and NumPy's promotion: the caller's mesh would leak its types into them, and strict rules
+    are for his own code."""
+    no_mesh, any_ranks = use_abstract_mesh(AbstractMesh((), ())), jax.numpy_rank_promotion("allow")
+    with no_mesh, any_ranks, jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _lowering(body: Callable):
+    lower = mlir.lower_fun(body, multiple_results=True)
+
+    def rule(ctx, *args):
+        avals_in, avals_out = (
+            [jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)
+        )
+        with _as_by_default():
+            return lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args)
+
+    return rule
+
+
+def _unless_empty(native: Callable, reference: Callable) -> Callable:
+    """A native body; of a first operand without elements the reference makes the results that have some.
+
+    Kernels write what follows from elements, and would leave such a result, the scale of a tensor, as it was found.
+    """
+    return lambda *args: (native if args[0].size else reference)(*args)
+
+
+def as_bytes(x: jax.Array) -> jax.Array:
+    """An array of 8-bit floats as uint8: XLA's collectives on CPUs would carry them as float16."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype.kind in "fV" else x
+
+
+def from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """The inverse, for arrays of these dtypes."""
+    return tuple(
+        v if v.dtype == dtype else jax.lax.bitcast_convert_type(v, dtype)
+        for v, dtype in zip(values, dtypes, strict=True)
+    )
+
+
+def define(
+    name: str,
+    *,
+    rule: Rule,
+    outputs: Callable[..., Sequence[tuple[tuple[int, ...], Any]]],
+    reference: Callable,
+    native: Callable | Mapping[str, Callable] | None = None,
+    platforms: Sequence[str] = (),
+    collective: Callable = jax.lax.psum,
+    when_reduced: Callable | None = None,
+    out_spec: PartitionSpec | None = None,
+    only_native: bool = False,
+    missing: Mapping[str, str] | None = None,
+) -> Callable:
+    """Makes an op: a function of arrays that returns a tuple of arrays, under every transformation but autodiff.
+
+    Arguments:
+        name: of the primitive.
+        rule: how it shards and which operands have batch axes.
+        outputs: operand avals -> [(shape, dtype)] of the results. Pure Python: shapes need no device.
+        reference: arrays -> arrays in pure JAX, for platforms without a native implementation.
+        native: the same by an FFI call; where platforms differ in it, one for each.
+        platforms: where `native` serves.
+        collective: combines results over mesh axes that split a reduction factor.
+        when_reduced: a function that adds up an array laid out as the first result, arrays -> arrays; how to compute
+            when a reduction factor is split, where combining the results is not enough. The sum may stay scattered:
+            operands without a reduction factor are then split as the results are.
+        out_spec: in explicit mode, how the first result is to be split, as far as the rule can.
+        only_native: other platforms raise NotImplementedError instead of running the reference.
+        missing: for the message, why a platform is not among `platforms`.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @primitive.def_abstract_eval
+    def _(*avals):
+        first, shapes = avals[0], outputs(*avals)
+        mesh = first.sharding.mesh
+        split: Split = {}
+        if not mesh.empty:
+            operands = [Placed(a.shape, a.sharding.spec, a.dtype.itemsize) for a in avals]
+            wanted = None
+            if out_spec is not None:
+                (shape, dtype), *_ = shapes
+                wanted = Placed(shape, out_spec, jnp.dtype(dtype).itemsize)
+            split = rule.split(mesh, operands, [wanted] if wanted else [])
+            split, _ = rule.landed(mesh, split, wanted)
+        return [
+            first.update(
+                shape=tuple(shape),
+                dtype=jnp.dtype(dtype),
+                weak_type=False,
+                sharding=first.sharding.update(spec=rule.spec(tokens, len(shape), split)),
+            )
+            for tokens, (shape, dtype) in zip(rule.results, shapes, strict=True)
+        ]
+
+    def unavailable(why: str) -> Callable:
+        def body(*args):
+            raise NotImplementedError(f'{name}: implementation="ffi" has kernels for {tuple(platforms)}, {why}')
+
+        return body
+
+    mlir.register_lowering(primitive, _lowering(unavailable("not for this platform") if only_native else reference))
+    for platform, why in (missing or {}).items() if only_native else ():
+        mlir.register_lowering(primitive, _lowering(unavailable(f"not for {platform}: {why}")), platform=platform)
+    if native:
+        for platform in platforms:
+            body = native[platform] if isinstance(native, Mapping) else native
+            mlir.register_lowering(primitive, _lowering(_unless_empty(body, reference)), platform=platform)
+
+    def bind(*args):
+        return tuple(primitive.bind(*align_varying(*args)))
+
+    @primitive.def_impl
+    def _(*args):
+        # The implementation is chosen in lowering, which jax.disable_jit would skip. Compiled as a whole: of a body
+        # that calls other ops JAX must see a partitioned op when it lowers, or it lowers without devices.
+        with jax.disable_jit(False):
+            return compiled(*args)
+
+    def partition(dtypes, mesh, args, results):
+        """JAX hands out shardings that are neither consistent nor always expressible on its mesh: all are derived anew
+        from the rule."""
+        results = jax.tree.leaves(results)
+        if mesh.empty:
+            _check_pieces(name, rule, args, results)
+            local = _on_bytes(bind, dtypes)
+            return mesh, local, tuple(r.sharding for r in results), tuple(a.sharding for a in args)
+        mesh = _refine(mesh)
+        operands, wanted = ([_placed(mesh, value) for value in values] for values in (args, results))
+        split = rule.split(mesh, operands, wanted, partial=True)
+        landed, scattered = rule.landed(mesh, split, wanted[0] if when_reduced else None)
+        reduced = tuple(axis for factor in rule.reductions for axis in split.get(factor, ()))
+        where = [split if rule.is_reduced(tokens) else landed for tokens in rule.operands]
+
+        def add_up(partial):
+            axes = set(reduced)
+            for dim, (factor, _) in enumerate(rule.dims(rule.results[0], partial.ndim)):
+                if factor in scattered:
+                    axes -= {*scattered[factor]}
+                    partial = jax.lax.psum_scatter(partial, scattered[factor], scatter_dimension=dim, tiled=True)
+            return jax.lax.psum(partial, tuple(a for a in reduced if a in axes)) if axes else partial
+
+        def compute(*local_args):
+            with _as_by_default():  # the collective's own scalar computation too
+                if reduced and when_reduced:
+                    return tuple(when_reduced(add_up, *local_args))
+                outs = bind(*local_args)
+                return tuple(collective(out, reduced) for out in outs) if reduced else outs
+
+        def shardings(tokens, values, splits):
+            specs = [rule.spec(t, len(v.shape), s) for t, v, s in zip(tokens, values, splits, strict=True)]
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        placed_results = shardings(rule.results, results, [landed] * len(results))
+        return mesh, _on_bytes(compute, dtypes), placed_results, shardings(rule.operands, args, where)
+
+    def sharding_rule(dtypes, mesh, operands, results):
+        del dtypes
+        return rule.shardy(mesh, operands, results)
+
+    split = custom_partitioning(lambda dtypes, *args: _on_bytes(bind, dtypes)(*args), static_argnums=(0,))
+    split.def_partition(partition, decode_shardings=False, sharding_rule=sharding_rule)
+
+    @functools.cache
+    def op_of(*dtypes):
+        """The op on these dtypes, its 8-bit floats as bytes."""
+        op = custom_vmap(lambda *args: split(dtypes, *args))
+
+        @op.def_vmap
+        def _(size, batched, *args):
+            for i, (mapped, tokens) in enumerate(zip(batched, rule.operands, strict=True)):
+                if mapped and tokens[:1] != ["..."]:
+                    raise NotImplementedError(
+                        f"{name}: operand {i} has no batch axes and cannot be mapped over by vmap"
+                    )
+            widened = [
+                a if mapped or tokens[:1] != ["..."] else jnp.broadcast_to(a, (size, *a.shape))
+                for a, mapped, tokens in zip(args, batched, rule.operands, strict=True)
+            ]
+            out = op(*widened)
+            return out, (True,) * len(out)
+
+        return op
+
+    def op(*args):
+        results = op_of(*(jnp.dtype(a.dtype) for a in args))(*map(as_bytes, args))
+        return from_bytes(results, [dtype for _, dtype in outputs(*args)])
+
+    compiled = jax.jit(op)
+    return compiled
+
+
+def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:
+    """The function of arrays of these dtypes, taking and giving 8-bit floats as bytes."""
+    return lambda *args: tuple(map(as_bytes, function(*from_bytes(args, dtypes))))
+
+
+def _placed(mesh: Mesh, value: Any) -> Placed:
+    return Placed(tuple(value.shape), _spec_on(mesh, value.sharding, value.shape), value.dtype.itemsize)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes of a shard_map that x differs along."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def align_varying(*trees: Any) -> tuple[Any, ...]:
+    """Under shard_map, the same values typed as varying over the mesh axes that any of them varies over.
+
+    An op's operands must agree in this; so must those of a custom_vjp, whose cotangents otherwise would not (the cast's
+    transpose is the sum over those axes).
+    """
+    leaves, structure = jax.tree.flatten(trees)
+    varying = [varying_axes(leaf) for leaf in leaves]
+    union = frozenset().union(*varying)
+    aligned = [
+        jax.lax.pcast(leaf, tuple(sorted(union - v)), to="varying") if union - v else leaf
+        for leaf, v in zip(leaves, varying, strict=True)
+    ]
+    return jax.tree.unflatten(structure, aligned)
+
+
+_TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,]+)\))?)(?: last_tile_dim_replicate)?}")
+
+
+def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]] | None:
+    """Which tile of each dimension each device holds, () for a dimension that is not split; None if that is not known.
+
+    Read from the printed form: JAX has no public one for the shardings inside a partially manual shard_map.
+    """
+    if sharding.is_fully_replicated:
+        return [()] * ndim
+    found = _TILED.search(str(sharding))
+    if not found:
+        return None
+    sizes, listed, iota, order = ([int(n) for n in (group or "").split(",") if n] for group in found.groups())
+    devices = listed or np.arange(math.prod(iota)).reshape(iota).transpose(order or range(len(iota))).ravel()
+    held = np.unravel_index(np.argsort(devices), sizes)
+    return [tuple(index.tolist()) if n > 1 else () for index, n in zip(held[:ndim], sizes, strict=False)]
+
+
+def _check_pieces(name: str, rule: Rule, args: Avals, results: Avals) -> None:
+    """A shard_map that is manual over some axes only: shardings are passed through, so they must already agree."""
+    pieces: dict[str, tuple[int, ...]] = {}
+
+    def agrees(factor: str, rest: int, size: int, held: tuple[int, ...]) -> bool:
+        count = 1 + max(held, default=0)
+        whole = factor in rule.reductions or factor in rule.whole
+        return size % (count * rest) == 0 and not (held and whole) and pieces.setdefault(factor, held) == held
+
+    for tokens, value in zip(rule.operands + rule.results, [*args, *results], strict=True):
+        dims, tiles = rule.dims(tokens, len(value.shape)), _tiles(value.sharding, len(value.shape))
+        if tiles is None or not all(
+            agrees(*dim, size, held) for dim, size, held in zip(dims, value.shape, tiles, strict=True)
+        ):
+            raise NotImplementedError(
+                f"{name}: operands are split differently in a partially manual shard_map; make all mesh axes manual"
+            )

@@ -1,0 +1,102 @@
+"""Quantised checkpoints whose tensors are not what their config says give errors, never wrong weights."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxlowprec.checkpoints.conversion.convert import dequantize
+from jaxlowprec.checkpoints.conversion.inspect import inspect
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.config import with_quantization
+from tests.checkpoints.conversion.test_convert import SCHEMES
+from tests.checkpoints.small_models import CONFIG, write_checkpoint
+from tests.checkpoints.weights import weight
+
+MODULE = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def stored(request):
+    """A scheme, and the tensors of one module in it."""
+    scheme = SCHEMES[request.param]
+    return scheme, scheme.compress(weight((64, 128)))
+
+
+def write(path, scheme, tensors):
+    config = with_quantization(CONFIG, scheme.quantization_config([]))
+    names = {f"{MODULE}.{suffix}": array for suffix, array in tensors.items()}
+    return write_checkpoint(path, names, shards=1, config=config)
+
+
+def harmed(array):
+    """The same tensor with other dtypes and shapes."""
+    yield array[:-1] if array.ndim else array[None]
+    yield array[..., :-1] if array.ndim else array[None, None]
+    yield np.concatenate([array, array]) if array.ndim else np.stack([array, array])
+    yield array[None]
+    yield array.view({1: np.int8, 2: np.int16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
+    if array.ndim == 2 and array.shape[0] != array.shape[1]:
+        yield np.ascontiguousarray(array.T)
+
+
+def refuses(path, message):
+    with pytest.raises(CheckpointError, match=message):
+        dequantize(path, path.parent / "high")
+    assert not (path.parent / "high").exists()
+    with pytest.raises(CheckpointError, match=message):
+        inspect(path)
+
+
+def test_the_unharmed_module_is_read(stored, tmp_path):
+    scheme, tensors = stored
+    dequantize(write(tmp_path / "low", scheme, tensors), tmp_path / "high")
+
+
+def test_tensors_of_other_dtypes_and_shapes(stored, tmp_path):
+    scheme, tensors = stored
+    count = 0
+    for suffix, array in tensors.items():
+        for changed in harmed(np.asarray(array)):
+            if scheme.format.tiles and changed.dtype == ml_dtypes.float8_e4m3fn and changed.ndim == 2:
+                continue  # one tile holds a matrix of any shape up to 128x128
+            count += 1
+            refuses(
+                write(tmp_path / str(count) / "low", scheme, {**tensors, suffix: np.ascontiguousarray(changed)}), MODULE
+            )
+    assert count > 6
+
+
+def test_missing_tensors(stored, tmp_path):
+    scheme, tensors = stored
+    for suffix in scheme.required:
+        if suffix != "weight" and len(tensors) > 1:
+            rest = {s: a for s, a in tensors.items() if s != suffix}
+            only_weight = set(rest) == {"weight"}  # which may be in high precision: then no module is quantised
+            refused = "no tensor is in that format" if only_weight else f"also needs.*{suffix}"
+            path = write(tmp_path / suffix / "low", scheme, rest)
+            with pytest.raises(CheckpointError, match=refused):
+                dequantize(path, path.parent / "high")
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (64, 129), (128, 64), (1 << 40, 1 << 40), (-64, -128), (-1, 128)])
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_asym"])
+def test_a_false_weight_shape(tmp_path, name, shape):
+    scheme = SCHEMES[name]
+    tensors = {**scheme.compress(weight((64, 128))), "weight_shape": np.int64(shape)}
+    refuses(write(tmp_path / "low", scheme, tensors), MODULE)
+
+
+@pytest.mark.parametrize("value", [0, -1, np.nan, np.inf])
+def test_a_tensor_scale_that_no_weight_has(tmp_path, value):
+    scheme = SCHEMES["nvfp4"]
+    tensors = {**scheme.compress(weight((64, 128))), "weight_global_scale": np.float32([value])}
+    with pytest.raises(CheckpointError, match=f"module '{MODULE}': .*needs a positive number"):
+        dequantize(write(tmp_path / "low", scheme, tensors), tmp_path / "high")
+    assert not (tmp_path / "high" / "model.safetensors").exists()
+
+
+def test_a_weight_beside_its_codes(tmp_path):
+    scheme = SCHEMES["w4a16"]
+    tensors = {**scheme.compress(weight((64, 128))), "weight": weight((64, 128))}
+    with pytest.raises(CheckpointError, match="has a weight, and quantised tensors as well"):
+        dequantize(write(tmp_path / "low", scheme, tensors), tmp_path / "high")

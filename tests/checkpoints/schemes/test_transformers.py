@@ -1,0 +1,81 @@
+"""transformers and compressed-tensors load what is written here: every weight has the bits that were trained."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.files.dtypes import file_dtype
+from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
+from tests.checkpoints.weights import weight
+from tests.helpers import as_bytes
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def write_checkpoint(folder, scheme):
+    """A tiny Llama whose linears, but for the head, are compressed; and the weights that should be served."""
+    config = transformers.LlamaConfig(**SIZES)
+    shapes = {name: tuple(t.shape) for name, t in transformers.LlamaForCausalLM(config).state_dict().items()}
+    tensors, served = {}, {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        module = name.removesuffix(".weight")
+        w = weight(shape, seed=seed) if len(shape) == 2 else np.ones(shape, jnp.bfloat16)
+        if not module.endswith("_proj"):
+            tensors[name] = served[name] = w
+            continue
+        tensors |= {f"{module}.{suffix}": t for suffix, t in scheme.compress(w).items()}
+        served[name] = np.asarray(jlp.quantize(jnp.asarray(w), scheme.format).dequantize(jnp.bfloat16))
+    specs = {name: TensorSpec(file_dtype(t.dtype), t.shape) for name, t in tensors.items()}
+    with SafetensorsWriter(folder / "model.safetensors", specs) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    entry = {"architectures": ["LlamaForCausalLM"], "quantization_config": scheme.quantization_config(["lm_head"])}
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | entry))
+    return served
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("w4a16", {"group_size": 32}),
+        ("w4a16", {}),
+        ("w4a16_asym", {"group_size": 32}),
+        ("nvfp4", {}),
+        ("mxfp4", {}),
+        ("mxfp8", {}),
+        ("fp8_block", {}),
+    ],
+)
+def test_every_weight_is_the_trained_one(name, options, tmp_path):
+    served = write_checkpoint(tmp_path, schemes.by_name(name, **options))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        quantization_config=transformers.CompressedTensorsConfig(run_compressed=False),
+        dtype=torch.bfloat16,
+    )
+    loaded = {n: t for n, t in model.state_dict().items() if n in served}
+    assert set(loaded) == set(served)
+    for tensor_name, tensor in loaded.items():
+        assert tensor.dtype == torch.bfloat16
+        bits = tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+        np.testing.assert_array_equal(bits, as_bytes(served[tensor_name]), tensor_name)
+    logits = model(torch.arange(8)[None]).logits
+    assert torch.isfinite(logits).all()

@@ -1,0 +1,94 @@
+"""What surrounds the GEMM's custom call on NVIDIA GPUs, with the call itself done by the reference.
+
+Padding, the tensors' scales, accumulation, the epilogue and slicing give what the reference gives.
+"""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.epilogue import Epilogue
+from jaxlowprec.ops.scaled_matmul import cuda, reference
+from jaxlowprec.ops.scaled_matmul.op import MatmulSpec
+from jaxlowprec.wiring import native
+from tests.helpers import random_array
+
+FORMATS = {
+    ("two_level", "e2m1"): lambda block: jlp.NVFP4(block),
+    ("e8m0", "e2m1"): lambda block: jlp.MXFP4(block),
+    ("e8m0", "e4m3"): lambda block: jlp.MXFP8("e4m3", block),
+    ("float32", "e4m3"): lambda block: jlp.Float8Block("e4m3", block),
+    ("tensor", "e4m3"): lambda block: jlp.Float8Tensor("e4m3"),
+}
+
+
+def format_of(attributes):
+    length = int(attributes["block"])
+    block = (length if attributes["tiles"] else 1, length)
+    return FORMATS[attributes["scaling"], attributes["element"]](block)
+
+
+def called_by_the_reference(target, results):
+    """As xla_ffi/bindings/scaled_matmul_cuda.cc documents the call."""
+    assert target == "jaxlowprec_scaled_matmul"
+
+    def call(a_data, a_scale, b_data, b_scale, *rest, a_format, b_format, accumulate, float32_sums):
+        a, b = format_of(a_format), format_of(b_format)
+        assert a.scaling != "e8m0" or a_format["element"] == "e2m1" or not float32_sums  # FP8 blocks are not made MX
+        alpha, beta = jnp.float32(1), jnp.float32(accumulate)
+        if a.has_tensor_scale:
+            (alpha, beta), rest = jnp.moveaxis(rest[0], -1, 0), rest[1:]
+            alpha, beta = alpha[..., None, None], beta[..., None, None]
+        if a.scaling == "tensor":
+            a_scale, b_scale = jnp.ones_like(a_scale), jnp.ones_like(b_scale)
+        y = reference.products(a_data, a_scale, a, b_data, b_scale, b) * alpha
+        y = y + beta * rest[0].astype(jnp.float32) if accumulate else y
+        assert accumulate or not np.any(beta)
+        assert y.shape == results[0].shape
+        return y.astype(results[0].dtype), jnp.zeros(results[1].shape, results[1].dtype)
+
+    return call
+
+
+PAIRS = [
+    ((jlp.NVFP4(), jlp.NVFP4((16, 16))), 9.0),
+    ((jlp.MXFP4((32, 32)), jlp.MXFP8()), 9.0),
+    ((jlp.Float8Block(), jlp.Float8Block(block=(128, 128))), 9.0),
+    ((jlp.Float8Block(), jlp.Float8Block(block=(128, 128))), 10.0),
+    ((jlp.Float8Tensor(), jlp.Float8Tensor()), 9.0),
+]
+
+
+@pytest.mark.parametrize("sizes", [(8, 160, 16), (5, 100, 33)], ids=str)
+@pytest.mark.parametrize(("formats", "capability"), PAIRS, ids=str)
+@pytest.mark.parametrize("names", ["", "accumulate", "bias", "bias gelu accumulate", "dgelu", "float32 sums"])
+def test_the_result_is_the_references(names, formats, sizes, capability):
+    m, k, n = sizes
+    a = jlp.quantize(random_array((2, m, k), "float32", 1), formats[0])
+    b = jlp.quantize(random_array((2, n, k), "float32", 2) * 3, formats[1])
+    options, words = {"out_dtype": jnp.float32}, names.split()
+    extras = []
+    if "bias" in words:
+        options["bias"] = random_array((2, n), "float32", 3)
+        extras.append(options["bias"])
+    if "accumulate" in words:
+        options["accumulate"] = random_array((2, m, n), "float32", 4)
+        extras.append(options["accumulate"])
+    activation = next((word for word in words if word in ("gelu", "dgelu")), None)
+    if activation == "dgelu":
+        options["activation_input"] = random_array((2, m, n), "float32", 5)
+        extras.append(options["activation_input"])
+    expected = jlp.scaled_matmul(a, b, activation=activation, implementation="reference", **options)
+
+    bias, accumulate = "bias" in words, "accumulate" in words
+    epilogue = Epilogue(bias, accumulate, activation, False, jnp.dtype("float32"))
+    spec = MatmulSpec(a.format, b.format, False, False, False, epilogue, None, names == "float32 sums")
+    amaxes = (a.amax, b.amax) if spec.two_level else ()
+    gpu = mock.patch.object(native, "compute_capability", lambda: capability)
+    with gpu, mock.patch.object(jax.ffi, "ffi_call", called_by_the_reference):
+        (y,) = cuda.matmul(spec, a.data, a.scale, b.data, b.scale, *amaxes, *extras)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,293 @@
+"""Rows in groups: the bytes of each group are those that its rows alone would have, however the rows are divided."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.ops.grouped_matmul.api import (
+    group_amaxes,
+    multiply_groups,
+    multiply_within_groups,
+    quantize_groups,
+)
+from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
+from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
+from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
+from tests.helpers import as_bytes, assert_same_bytes, format_name, random_array
+
+FORMATS = (
+    jlp.NVFP4(),
+    jlp.MXFP8(),
+    jlp.MXFP4(),
+    jlp.Float8Block(),
+    jlp.Float8Block("e5m2", power_of_two=False),
+    jlp.Float8Tensor(),
+)
+SIZES = {  # of groups; rows; columns
+    "uneven": ([5, 0, 37, 1, 16], 59, 48),
+    "rows in none": ([5, 20], 40, 96),
+    "one takes all": ([0, 0, 64, 0], 64, 33),
+    "single tokens": ([1] * 7, 7, 160),
+    "more than there are": ([30, 100, -4, 400], 140, 130),
+    "all empty": ([0, 0, 0], 20, 32),
+    "no rows": ([0, 0], 0, 32),
+}
+by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
+by_sizes = pytest.mark.parametrize("case", SIZES)
+OFTEN = ("uneven", "more than there are")
+by_rounding = pytest.mark.parametrize(  # every case is a compilation of the reference
+    "case, stochastic",
+    [
+        pytest.param(case, s, marks=[] if case in OFTEN else pytest.mark.slow, id=f"{case}, {name}")
+        for case in SIZES
+        for s, name in ((False, "nearest"), (True, "stochastic"))
+    ],
+)
+IMPLEMENTATIONS = ("reference", "ffi")
+
+
+def groups_of(sizes, rows):
+    """(index, first row, last row + 1) of the groups that have any."""
+    row, found = 0, []
+    for index, size in enumerate(sizes):
+        end = row + max(0, min(size, rows - row))
+        if end > row:
+            found.append((index, row, end))
+        row = end
+    return found
+
+
+def rotation_of(fmt):
+    return Hadamard() if isinstance(fmt, jlp.NVFP4) else None
+
+
+def words_of(groups):
+    return jnp.asarray(np.random.default_rng(7).integers(0, 2**32, (groups, 2), dtype=np.uint32))
+
+
+@functools.cache
+def quantized(fmt, case, stochastic, implementation):
+    """Both ways."""
+    sizes, rows, columns = SIZES[case]
+    x = random_array((rows, columns)) if rows else jnp.zeros((0, columns), jnp.bfloat16)
+    words = words_of(len(sizes)) if stochastic else None
+    return x, quantize_groups(
+        x,
+        jnp.asarray(sizes, jnp.int32),
+        fmt,
+        rowwise=True,
+        columnwise=True,
+        hadamard=rotation_of(fmt),
+        words=words,
+        implementation=implementation,
+    )
+
+
+class TestQuantizing:
+    @by_format
+    @by_rounding
+    def test_both_implementations_give_the_same_bytes(self, fmt, case, stochastic):
+        assert_same_bytes(quantized(fmt, case, stochastic, "ffi")[1], quantized(fmt, case, stochastic, "reference")[1])
+
+    @by_format
+    @by_sizes
+    @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+    def test_a_group_has_the_bytes_of_its_rows_alone(self, fmt, case, stochastic):
+        sizes, rows, _ = SIZES[case]
+        x, (row, column) = quantized(fmt, case, stochastic, "ffi")
+        words = words_of(len(sizes))
+        for index, first, end in groups_of(sizes, rows):
+            how = ("stochastic", words[index]) if stochastic else ("nearest", None)
+            alone, alone_column = jlp.quantize_both(x[first:end], fmt, rotation_of(fmt) or False, *how)
+            slot = first // fmt.length + index
+            slots = slice(slot, slot - (first - end) // fmt.length + 1)
+            bytes_ = slice(slots.start * fmt.length // 2, slots.stop * fmt.length // 2)
+            codes = column.data[:, bytes_ if fmt.packed else slice(first, end)]
+            assert_same_bytes(row.data[first:end], alone.data)
+            assert_same_bytes(codes[:, : alone_column.data.shape[1]], alone_column.data)
+            if fmt.scaling == "tensor":
+                assert_same_bytes((row.scale[index], column.scale[index]), (alone.scale, alone_column.scale))
+                continue
+            assert_same_bytes(row.scale[first:end], alone.scale)
+            assert_same_bytes(column.scale[:, slots][:, : alone_column.scale.shape[1]], alone_column.scale)
+
+    @by_format
+    def test_what_is_in_no_group_is_zero_bytes(self, fmt):
+        _, (row, column) = quantized(fmt, "rows in none", False, "ffi")
+        assert not as_bytes(row.data[25:]).any()
+        if not fmt.packed:
+            assert not as_bytes(column.data[:, 25:]).any()
+        if fmt.scaling != "tensor":
+            assert not as_bytes(row.scale[25:]).any()
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_a_number_that_is_not_finite_spoils_its_own_group_alone(self, implementation, bad):
+        x = random_array((40, 32)).at[12, 3].set(bad)
+        sizes = jnp.array([10, 10, 20], jnp.int32)
+        plain, rotated = group_amaxes(x, sizes, True, Hadamard(), implementation)
+        for amax in (plain, rotated):
+            assert [bool(b) for b in jnp.isfinite(amax)] == [True, False, True]
+        row, _ = quantize_groups(x, sizes, jlp.NVFP4(), rowwise=True, columnwise=False, implementation=implementation)
+        clean, _ = quantize_groups(x.at[12, 3].set(0), sizes, jlp.NVFP4(), rowwise=True, columnwise=False)
+        spoilt = (as_bytes(row.scale) == 0x7F).all(axis=1)
+        assert spoilt.tolist() == [10 <= i < 20 for i in range(40)]
+        assert_same_bytes((row.data[:10], row.data[20:]), (clean.data[:10], clean.data[20:]))
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_amaxes_are_those_of_the_groups(self, implementation):
+        sizes, rows, columns = SIZES["uneven"]
+        x = random_array((rows, columns), "float32")
+        found = group_amaxes(x, jnp.asarray(sizes, jnp.int32), True, Hadamard(), implementation)
+        for index, first, end in groups_of(sizes, rows):
+            row, column = jlp.quantize_both(x[first:end], jlp.NVFP4(), True)
+            assert_same_bytes((found[0][index], found[1][index]), (row.amax, column.amax))
+        assert float(found[0][1]) == float(found[1][1]) == 0  # an empty group
+
+
+class TestSlots:
+    @pytest.mark.parametrize("block", [1, 16, 128])
+    @by_sizes
+    def test_every_row_in_a_group_has_one_place_and_no_slot_two_groups(self, case, block):
+        sizes, rows, _ = SIZES[case]
+        slots = Slots.of(Groups.of(jnp.asarray(sizes, jnp.int32), rows), block)
+        owners = {}
+        for group, row, valid in zip(*(np.asarray(a) for a in (slots.group, slots.row, slots.valid)), strict=True):
+            owners |= {r: int(group) for r in range(row, row + valid)}
+        expected = {r: index for index, first, end in groups_of(sizes, rows) for r in range(first, end)}
+        assert owners == expected
+        assert int(slots.valid.sum()) == len(expected)
+
+
+def weights(fmt, groups, columns, features=24):
+    return jlp.quantize(random_array((groups, columns, features), seed=3), fmt, axis=-2).mT
+
+
+PAIRS = (  # of rows and weights
+    (jlp.NVFP4(), jlp.NVFP4((16, 16))),
+    (jlp.NVFP4(), jlp.NVFP4()),
+    (jlp.MXFP8(), jlp.MXFP8()),
+    (jlp.MXFP4(), jlp.MXFP4()),
+    (jlp.MXFP8(), jlp.MXFP4()),
+    (jlp.Float8Block(), jlp.Float8Block(block=(128, 128))),
+    (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")),
+)
+by_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " by ".join(map(format_name, pair)))
+WITH_ROWS = [case for case in SIZES if case != "no rows"]
+
+
+def test_sizes_whose_sum_is_no_int32_end_with_the_rows():
+    rows = 2**30
+    for sizes, ends in (
+        ([rows] * 4, [rows] * 4),
+        ([1, rows, rows, rows, rows], [1, rows, rows, rows, rows]),
+        ([rows - 1, -5, 2**31 - 1, 7], [rows - 1, rows - 1, rows, rows]),
+    ):
+        groups = Groups.of(jnp.asarray(sizes, jnp.int32), rows)
+        assert groups.ends.tolist() == ends
+        assert groups.count.tolist() == np.diff([0, *ends]).tolist()
+
+
+class TestProducts:
+    @by_pair
+    @pytest.mark.parametrize("case", WITH_ROWS)
+    def test_a_group_has_the_bytes_of_its_product_alone(self, pair, case):
+        sizes, rows, columns = SIZES[case]
+        x, (row, _) = quantized(pair[0], case, False, "ffi")
+        w = weights(pair[1], len(sizes), columns)
+        bias = random_array((len(sizes), 24), "float32", 5)
+        y = multiply_groups(row, w, bias, jnp.float32)
+        expected = jnp.zeros_like(y)
+        for index, first, end in groups_of(sizes, rows):
+            a = jlp.quantize(x[first:end], pair[0])
+            alone = jlp.scaled_matmul(a, jax.tree.map(lambda leaf, i=index: leaf[i], w), bias[index], out_dtype=y.dtype)
+            expected = expected.at[first:end].set(alone)
+        assert_same_bytes(y, expected)
+
+    @by_pair
+    @pytest.mark.parametrize("case", OFTEN)
+    def test_both_implementations_agree(self, pair, case):
+        """Byte for byte where bytes are defined: of 4-bit operands (numerics.md 9)."""
+        sizes, _, columns = SIZES[case]
+        _, (row, _) = quantized(pair[0], case, False, "ffi")
+        w = weights(pair[1], len(sizes), columns)
+        ours, theirs = (multiply_groups(row, w, None, jnp.float32, i) for i in ("ffi", "reference"))
+        if pair[0].packed and pair[1].packed:
+            assert_same_bytes(ours, theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+    @pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
+    @pytest.mark.parametrize("case", WITH_ROWS)
+    def test_wgrad_has_the_bytes_of_each_group_alone(self, fmt, case):
+        sizes, rows, _ = SIZES[case]
+        x, (_, column) = quantized(fmt, case, False, "ffi")
+        dy = random_array((rows, 40), seed=4)
+        options = {"rowwise": False, "columnwise": True, "hadamard": rotation_of(fmt)}
+        _, dy_column = quantize_groups(dy, column.sizes, fmt, **options)
+        if fmt.element == "e5m2":
+            dy_column = quantize_groups(dy, column.sizes, jlp.Float8Block(power_of_two=False), **options)[1]
+        y = multiply_within_groups(column, dy_column, jnp.float32)
+        by_reference = multiply_within_groups(column, dy_column, jnp.float32, "reference")
+        expected = jnp.zeros_like(y)
+        for index, first, end in groups_of(sizes, rows):
+            pair = [
+                jlp.quantize(v[first:end], f, axis=-2, hadamard=rotation_of(fmt) or False)
+                for v, f in ((x, fmt), (dy, dy_column.format))
+            ]
+            expected = expected.at[index].set(jlp.scaled_matmul(pair[0].mT, pair[1].mT, out_dtype=jnp.float32))
+        assert_same_bytes(y, expected)
+        if fmt.packed:
+            assert_same_bytes(by_reference, expected)
+        np.testing.assert_allclose(by_reference, expected, rtol=1e-5, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "fmt",
+        [jlp.Int4(16), jlp.Int4(16, symmetric=False), jlp.NVFP4((16, 16)), jlp.MXFP8(), jlp.Float8Tensor()],
+        ids=format_name,
+    )
+    @pytest.mark.parametrize("case", ["uneven", "rows in none"])
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_weight_only_products_have_the_bytes_of_each_group_alone(self, fmt, case, implementation):
+        sizes, rows, columns = SIZES[case]
+        x, w = random_array((rows, columns)), weights(fmt, len(sizes), columns)
+        bias = random_array((len(sizes), 24), "float32", 5)
+        y = grouped_weight_only(x, w, jnp.asarray(sizes, jnp.int32), bias, jnp.bfloat16, implementation)
+        expected = jnp.zeros_like(y)
+        for index, first, end in groups_of(sizes, rows):
+            alone = jlp.scaled_matmul(x[first:end], jax.tree.map(lambda leaf, i=index: leaf[i], w), bias[index])
+            expected = expected.at[first:end].set(alone)
+        assert_same_bytes(y, expected)
+
+    @pytest.mark.parametrize("case", WITH_ROWS)
+    def test_high_precision_agrees_with_a_loop(self, case):
+        sizes, rows, columns = SIZES[case]
+        x, w = random_array((rows, columns), "float32"), random_array((len(sizes), columns, 24), "float32", 3)
+        dy = random_array((rows, 24), "float32", 4)
+        y, dw = np.zeros((rows, 24)), np.zeros(w.shape)
+        for index, first, end in groups_of(sizes, rows):
+            y[first:end] = np.float64(x[first:end]) @ np.float64(w[index])
+            dw[index] = np.float64(x[first:end]).T @ np.float64(dy[first:end])
+        counts = jnp.asarray(sizes, jnp.int32)
+        np.testing.assert_allclose(plain_rows(x, w, counts, jnp.float32), y, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(plain_wgrad(x, dy, counts, jnp.float32), dw, rtol=1e-5, atol=1e-4)
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_batches_of_groups_are_as_one_after_the_other(self, implementation):
+        sizes = jnp.array([[3, 0, 20], [30, 1, 1]], jnp.int32)
+        x = random_array((2, 32, 48))
+        w = jlp.quantize(random_array((2, 3, 48, 32), seed=1), jlp.NVFP4(), axis=-2).mT
+
+        def layer(x, sizes, w):
+            row, column = quantize_groups(
+                x, sizes, jlp.NVFP4(), rowwise=True, columnwise=True, implementation=implementation
+            )
+            y = multiply_groups(row, w, None, jnp.bfloat16, implementation)
+            return y, multiply_within_groups(column, column, jnp.float32, implementation)
+
+        one_by_one = [layer(x[i], sizes[i], jax.tree.map(lambda leaf, i=i: leaf[i], w)) for i in range(2)]
+        assert_same_bytes(jax.vmap(layer)(x, sizes, w), jax.tree.map(lambda *a: jnp.stack(a), *one_by_one))

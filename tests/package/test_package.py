@@ -1,0 +1,133 @@
+"""The package as a whole: what it imports, what it exports, and that its examples are true."""
+
+import ast
+import doctest
+import importlib
+import pathlib
+import pkgutil
+
+import pytest
+
+import jaxlowprec as jlp
+from tests.helpers import run_python
+
+PACKAGE = pathlib.Path(jlp.__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
+MODULES = [
+    "jaxlowprec",
+    *(m.name for m in pkgutil.walk_packages(jlp.__path__, "jaxlowprec.") if "_native" not in m.name),
+]
+
+# Lowest first; a module imports from its own layer and those below.
+LAYERS = (
+    ("formats", "native", "sharding_rule", "out_sharding", "traffic", "wiring"),
+    ("quantized_array",),
+    ("ops", "layouts", "collectives"),
+    ("recipes", "qat", "autocast", "delayed_scaling", "residuals"),
+    ("quantized_matmul", "weight_only", "linear", "dot_general", "grouped_products", "grouped"),
+    ("moe",),
+    ("linen", "nnx"),
+    ("policy", "checkpoints"),
+    ("weight_sync",),
+    ("cli",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def test_the_public_names_of_the_design_are_there():
+    names = """
+        NVFP4 Hadamard DEFAULT_SIGNS QuantizedArray quantize quantize_both dequantize hadamard_transform scaled_matmul
+        autocast current_recipe linear quantize_kernel dot_general einsum NVFP4BlockScaling linen nnx
+        MXFP8 MXFP4 Float8Block Float8Tensor layouts delayed_scaling
+        MXFP8BlockScaling Float8BlockScaling Float8CurrentScaling DelayedScaling Custom MMParams QParams
+        Int4 Int4QAT WeightQAT fake_quantize explain quantize_params all_gather_quantized traffic moe
+        grouped_matmul ragged_dot weight_sync
+    """.split()  # noqa: SIM905
+    assert set(names) <= set(jlp.__all__)
+    for name in jlp.__all__:
+        assert getattr(jlp, name) is not None
+    assert {"Dense", "DenseGeneral", "Einsum", "GroupedDense", "MoE"} <= set(jlp.linen.__all__)
+    assert {"Linear", "LinearGeneral", "Einsum", "GroupedLinear", "MoE"} <= set(jlp.nnx.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'float3'"):
+        jlp.float3  # noqa: B018
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_importing_takes_no_flax_and_little_time():
+    code = """
+import sys, time
+import jax
+before = time.process_time()  # the clock's time says more about what else the machine does
+import jaxlowprec
+print(time.process_time() - before)
+assert "flax" not in sys.modules
+from jaxlowprec import nnx
+assert "flax" in sys.modules
+assert jaxlowprec.nnx is nnx
+"""
+    fastest = min(float(run_python("-c", code).stdout) for _ in range(4))
+    assert fastest <= 0.3
+
+
+@pytest.mark.parametrize("folder", ["jaxlowprec", "examples", "benchmarks"])
+def test_no_source_uses_jaxs_internals(folder):
+    sources = list((ROOT / folder).rglob("*.py"))
+    assert sources
+    for source in sources:
+        text = source.read_text()
+        assert "jax._src" not in text and "jaxlib.xla" not in text, source
+
+
+def imported(tree, package):
+    """The modules of this package that a syntax tree imports, within functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{package}: relative import"
+            for alias in node.names:
+                yield node.module if node.module != "jaxlowprec" else f"jaxlowprec.{alias.name}"
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("name", MODULES[1:])
+def test_imports_point_one_way(name):
+    source = pathlib.Path(importlib.import_module(name).__file__)
+    below = RANK[name.split(".")[1]]
+    upwards = {
+        module
+        for module in imported(ast.parse(source.read_text()), name)
+        if module.startswith("jaxlowprec.") and RANK.get(module.split(".")[1], -1) > below
+    }
+    # QuantizedArray.dequantize() is the op's shorthand, looked up when it is called.
+    allowed = {"jaxlowprec.ops.dequantize.api"} if name == "jaxlowprec.arrays.quantized_array" else set()
+    assert upwards == allowed
+
+
+def test_every_module_has_its_layer():
+    assert {name.split(".")[1] for name in MODULES[1:]} == set(RANK)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_true(name):
+    failures, _ = doctest.testmod(importlib.import_module(name))
+    assert failures == 0
+
+
+@pytest.mark.parametrize("name", jlp.moe.__all__)
+def test_every_public_function_of_moe_has_an_example(name):
+    value = getattr(jlp.moe, name)
+    if callable(value) and not isinstance(value, type):
+        assert doctest.DocTestFinder(recurse=False).find(value)[0].examples
+
+
+@pytest.mark.parametrize("name", [n for n in jlp.__all__ if n not in ("linen", "nnx")])
+def test_every_public_function_has_an_example(name):
+    value = getattr(jlp, name)
+    if callable(value) and not isinstance(value, type):
+        assert doctest.DocTestFinder(recurse=False).find(value)[0].examples or name == "current_recipe"

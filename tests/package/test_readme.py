@@ -1,0 +1,101 @@
+"""The programs of the README and the documents run as they stand."""
+
+import pathlib
+import re
+
+import jax
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def programs(document):
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+PROGRAMS = programs("README.md")
+NAMES = ("quantise-and-multiply", "train-a-flax-model")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
+def test_a_program_of_the_readme_runs(program):
+    names = {}
+    exec(program, names)
+    result = next(names[name] for name in ("y", "loss") if name in names)
+    assert jax.numpy.isfinite(result).all()
+
+
+def test_the_readme_is_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_the_front_pages_lead_somewhere(document):
+    if not (ROOT / "CMakeLists.txt").exists():
+        pytest.skip("not in the source tree")
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", text)
+    files = [link or picture for link, picture in links if "://" not in (link or picture)]
+    assert not [file for file in files if not (ROOT / file).exists()]
+
+
+def test_the_scaling_programs_of_the_documents_run(capsys):
+    names = {}
+    for program in programs("docs/explanation/scaling.md"):
+        exec(program, names)
+    said = capsys.readouterr().out
+    assert "all-gather among 8: u8[" in said and "reduce-scatter among 8: f32[64, 1024]" in said
+    x, kernel = (jax.device_get(names[name]) for name in ("x", "kernel"))
+    expected = jlp.scaled_matmul(jlp.quantize(x, jlp.NVFP4()), jlp.quantize(kernel, jlp.NVFP4((16, 16)), axis=-2).mT)
+    assert (names["y"] == expected).all() and names["y"].shape == (1024, 1024)
+
+
+def test_the_recipe_of_the_documents_answers_by_role():
+    names = {}
+    exec(programs("docs/how-to/recipes.md")[0], names)
+    recipe = names["recipe"]
+    assert recipe.roles("linear", "up").weight.format == jlp.MXFP4()
+    assert recipe.roles("linear", "model/head").weight is None
+
+
+def test_the_delayed_scaling_program_of_the_documents_records_and_quantises():
+    names = {}
+    exec(programs("docs/how-to/recipes.md")[2], names)
+    history = getattr(names["model"], OVERWRITE_WITH_GRADIENT)["input_amax_history"][...]
+    amax = abs(names["x"]).max()
+    assert history[0] == history[-1] == amax and history.sum() == 2 * amax
+
+
+def test_the_recipe_of_the_documents_leaves_out_what_it_says():
+    names = {"jlp": jlp}
+    exec(programs("docs/how-to/recipes.md")[1], names)
+    applies = [names["recipe"].applies_to(name) for name in ("attention/qkv", "attention/out", "lm_head")]
+    assert applies == [True, False, False]
+
+
+def test_the_int4_programs_of_the_documents_train_export_and_serve():
+    names = {}
+    for program in programs("docs/how-to/int4.md"):
+        exec(program, names)
+    assert names["served"].layers[0].kernel.get_value().format == jlp.Int4()
+    assert jax.numpy.any(names["model"](names["x"]) != names["trained"])
+
+
+def test_the_programs_of_experts_of_the_documents_record_replay_and_split():
+    names = {}
+    for program in programs("docs/how-to/moe.md"):
+        exec(program, names)
+    assert names["aux"].group_sizes.sum() == 4 * 32 * 2 and jax.numpy.isfinite(names["value"])
+    assert names["tape"].experts.shape == (1, 1, 3, 2) and names["used"].shape == (4, 32, 2)
+    found = names["found"]
+    assert (found.tokens == 128).all() and (found.same_order <= found.same_set).all() and (found.same_set > 0.5).all()
+
+
+def test_the_error_that_the_readme_computes_is_that_of_4_bits():
+    names = {}
+    exec(PROGRAMS[0], names)
+    assert 0.05 < names["error"] < 0.15
+    assert names["row"].shape == names["col"].shape == (1024, 4096)

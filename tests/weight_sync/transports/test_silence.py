@@ -1,0 +1,115 @@
+"""Deadlines are of silence: a peer that falls silent is given up in time, one that is slow and steady is not."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxlowprec.weight_sync.transports.handshake import introduce
+from jaxlowprec.weight_sync.transports.messages import write, write_begin, write_commit
+from jaxlowprec.weight_sync.transports.sockets import Deadline
+from jaxlowprec.weight_sync.transports.stream import Channel, Kind
+from jaxlowprec.weight_sync.transports.tcp import TcpTransport
+from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
+
+TIMEOUT = 0.4
+MIB = 1 << 20
+
+
+class Pieces:
+    """A connection that sends what it is given in pieces, with a pause before each; or only a part of it."""
+
+    def __init__(self, connection, nbytes, pause, most=None):
+        self._connection, self._nbytes, self._pause, self._left = connection, nbytes, pause, most
+
+    def settimeout(self, seconds):
+        self._connection.settimeout(5)
+
+    def sendmsg(self, buffers):
+        whole = b"".join(buffers)
+        for begin in range(0, len(whole) if self._left is None else self._left, self._nbytes):
+            time.sleep(self._pause)
+            self._connection.sendall(whole[begin : begin + self._nbytes])
+        return len(whole)
+
+
+def connected(listening):
+    connection = socket.create_connection(listening.address)
+    return connection, Channel(connection, introduce(connection, SECRET))
+
+
+def ask(channel, kind, header, payload=(), through=None):
+    """Sends a frame, through something else if given; the answer's kind."""
+    connection = channel.connection
+    channel.connection = connection if through is None else through
+    channel.send(kind, header, payload, deadline=Deadline(5, "room"))
+    channel.connection = connection
+    return channel.receive(Deadline(5, "answer")).kind
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["a bucket", "a refused bucket"])
+def test_a_trainer_that_falls_silent_inside_a_bucket_is_given_up_in_time_whatever_its_size(refused):
+    arrays = {"a": np.zeros(20 * MIB, np.uint8)}
+    with over_tcp(timeout=TIMEOUT) as (receiver, listening, transport, engine):
+        sync(transport, 1)
+        manifest, (bucket,) = packed(arrays, 2, buckets=1)
+        _, channel = connected(listening)
+        assert ask(channel, Kind.PAUSE, write(timeout=1)) is Kind.DONE
+        if not refused:
+            assert ask(channel, Kind.BEGIN, write_begin(2, manifest)) is Kind.DONE
+        half = Pieces(channel.connection, MIB, 0, most=10 * MIB)
+        connection, channel.connection = channel.connection, half
+        channel.send(Kind.BUCKET, bucket.header.to_json(), [bucket.payload], deadline=Deadline(5, "room"))
+        started = time.monotonic()
+        assert engine.resumed.wait(5)
+        assert 0.5 * TIMEOUT < time.monotonic() - started < TIMEOUT + 0.6
+        assert receiver.state == "serving" and is_whole(receiver.weights, 1)
+        connection.close()
+        sync(transport, 2)
+        assert is_whole(receiver.weights, 2)
+
+
+def test_a_trainer_that_is_slow_and_steady_is_not_given_up():
+    arrays = {f"a tensor with a name, number {i}": np.full(50, i, np.int32) for i in range(40)}
+    with over_tcp(timeout=TIMEOUT) as (receiver, listening, _, engine):
+        manifest, (bucket,) = packed(arrays, 1, buckets=1)
+        connection, channel = connected(listening)
+        steadily = {"through": Pieces(connection, 1500, TIMEOUT / 3)}
+        started = time.monotonic()
+        assert ask(channel, Kind.PAUSE, write(timeout=1)) is Kind.DONE
+        assert ask(channel, Kind.BEGIN, write_begin(1, manifest), **steadily) is Kind.DONE
+        assert ask(channel, Kind.BUCKET, bucket.header.to_json(), [bucket.payload], **steadily) is Kind.DONE
+        assert ask(channel, Kind.COMMIT, write_commit(1, manifest.hash)) is Kind.DONE
+        assert ask(channel, Kind.RESUME, b"") is Kind.DONE
+        assert time.monotonic() - started > 2 * TIMEOUT + 0.1
+        assert receiver.version == 1 and engine.paused == 0
+        channel.close()
+
+
+def test_a_stranger_that_drips_bytes_is_given_up_after_the_whole_time():
+    """Silence is for those who have proved the secret: of a stranger all has to come within the time."""
+    with over_tcp(handshake_timeout=TIMEOUT) as (receiver, listening, _, _):
+        with socket.create_connection(listening.address) as stranger:
+            started, ended = time.monotonic(), threading.Event()
+
+            def drip():
+                try:
+                    while not ended.wait(TIMEOUT / 8):
+                        stranger.sendall(b"J")
+                except OSError:
+                    pass
+
+            thread = threading.Thread(target=drip)
+            thread.start()
+            stranger.settimeout(5)
+            stranger.recv(40, socket.MSG_WAITALL)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+            assert time.monotonic() - started < TIMEOUT + 0.6
+            ended.set()
+            thread.join()
+        sync(TcpTransport(*listening.address, SECRET), 1, model(1))
+        assert is_whole(receiver.weights, 1)

@@ -1,0 +1,47 @@
+"""What damages the bytes between a trainer and a receiver, anywhere in a sync, in either direction. See `relay.py`."""
+
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxlowprec.weight_sync.errors import SyncError
+from jaxlowprec.weight_sync.transports.tcp import TcpTransport
+from tests.weight_sync.relay import DAMAGE, Relay
+from tests.weight_sync.syncing import SECRET, is_whole, over_tcp, sync
+
+PATIENCE = 0.4
+
+
+@pytest.mark.parametrize("to_engine", [True, False])
+@pytest.mark.parametrize("kind", DAMAGE)
+@settings(max_examples=12)
+@given(place=st.integers(0, 21000), size=st.integers(1, 40))
+@example(place=0, size=1)  # of the handshake's first byte
+@example(place=75, size=8)  # of the first frame
+def test_after_damage_the_old_or_the_new_version_is_served_whole_and_the_next_sync_gets_through(
+    kind, to_engine, place, size
+):
+    with over_tcp(timeout=PATIENCE, handshake_timeout=PATIENCE) as (receiver, listening, transport, engine):
+        sync(transport, 1)
+        relay = Relay(listening.address, kind, to_engine, place if to_engine else place % 900, size)
+        damaged = TcpTransport(*relay.address, SECRET, timeout=PATIENCE)
+        started, failed = time.monotonic(), False
+        try:
+            sync(damaged, 2, timeout=PATIENCE)
+        except SyncError:
+            failed = True
+        relay.close()
+        assert time.monotonic() - started < 8 * PATIENCE
+        until = time.monotonic() + 5
+        while (receiver.state != "serving" or engine.paused) and time.monotonic() < until:
+            time.sleep(0.005)
+        assert receiver.state == "serving" and not engine.paused
+        assert receiver.version in (1, 2) and is_whole(receiver.weights, receiver.version)
+        assert failed or receiver.version == 2
+        if relay.damaged and to_engine:
+            assert failed  # nothing that was changed is taken for what was sent
+        damaged.close()
+        sync(transport, 3)
+        assert is_whole(receiver.weights, 3)
