@@ -19,11 +19,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from lm.model import Config, LanguageModel
+from lm.names import DEMO
 
 import jaxlowprec as jlp
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
-from jaxlowprec.checkpoints.trees.mapping import DEMO
 
 RUN = "int4_qat"
 

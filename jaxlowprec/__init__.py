@@ -35,7 +35,7 @@ from jaxlowprec.recipes.transformer_engine import (
 )
 
 if TYPE_CHECKING:
-    from jaxlowprec import linen, nnx, weight_sync
+    from jaxlowprec import checkpoints, linen, nnx, weight_sync
     from jaxlowprec.models.explain import explain, quantize_params
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "WeightQAT",
     "all_gather_quantized",
     "autocast",
+    "checkpoints",
     "current_recipe",
     "delayed_scaling",
     "dequantize",
@@ -93,8 +94,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("linen", "nnx", "weight_sync"):  # they load Flax, or sockets and files
+    if name in ("checkpoints", "linen", "nnx", "weight_sync"):  # they load Flax, or sockets and files
         return importlib.import_module(f"jaxlowprec.{name}")
     if name in ("explain", "quantize_params"):
         return getattr(importlib.import_module("jaxlowprec.models.explain"), name)
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

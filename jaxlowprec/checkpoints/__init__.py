@@ -1,1 +1,35 @@
-"""4-bit and 8-bit checkpoints as other programs write and read them."""
+"""4-bit and 8-bit checkpoints as other programs write and read them: converted, inspected, saved and loaded.
+
+>>> import jaxlowprec as jlp
+>>> jlp.checkpoints.schemes.by_name("w4a16", group_size=32).name
+'w4a16'
+"""
+
+from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.conversion.convert import Report, Run, convert, dequantize
+from jaxlowprec.checkpoints.conversion.inspect import Inspection, inspect
+from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
+from jaxlowprec.checkpoints.conversion.rules import Rules
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.trees.families import LLAMA, QWEN3_MOE
+from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
+from jaxlowprec.checkpoints.trees.trees import load, save
+
+__all__ = [
+    "DEFAULTS",
+    "LLAMA",
+    "QWEN3_MOE",
+    "CheckpointError",
+    "Inspection",
+    "Report",
+    "Rule",
+    "Rules",
+    "Run",
+    "TreeMapping",
+    "convert",
+    "dequantize",
+    "inspect",
+    "load",
+    "save",
+    "schemes",
+]

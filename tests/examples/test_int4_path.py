@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lm.names import DEMO
 
 import jaxlowprec as jlp
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
-from jaxlowprec.checkpoints.trees.mapping import DEMO
 from jaxlowprec.cli.main import main
 from tests.helpers import as_bytes, run_python
 

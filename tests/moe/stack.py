@@ -17,7 +17,7 @@ RECIPES = {
     "int4_qat": jlp.Int4QAT(group_size=32),
     "nvfp4_qat": jlp.WeightQAT(jlp.NVFP4()),
 }
-# The others share the code of these two around their products; tests/linears/test_grouped.py has every recipe's products.
+# The others share the code of these two around their products; tests/linears/test_grouped.py has all products.
 OFTEN = ("bf16", "nvfp4")
 each_recipe = pytest.mark.parametrize(
     "recipe",

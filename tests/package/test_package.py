@@ -1,10 +1,12 @@
 """The package as a whole: what it imports, what it exports, and that its examples are true."""
 
 import ast
+import collections
 import doctest
 import importlib
 import pathlib
 import pkgutil
+import types
 
 import pytest
 
@@ -18,20 +20,21 @@ MODULES = [
     *(m.name for m in pkgutil.walk_packages(jlp.__path__, "jaxlowprec.") if "_native" not in m.name),
 ]
 
-# Lowest first; a module imports from its own layer and those below.
-LAYERS = (
-    ("formats", "native", "sharding_rule", "out_sharding", "traffic", "wiring"),
-    ("quantized_array",),
-    ("ops", "layouts", "collectives"),
-    ("recipes", "qat", "autocast", "delayed_scaling", "residuals"),
-    ("quantized_matmul", "weight_only", "linear", "dot_general", "grouped_products", "grouped"),
+# Lowest first; a room imports from its own floor and those below.
+FLOORS = (
+    ("arrays", "wiring"),
+    ("ops",),
+    ("recipes",),
+    ("linears",),
     ("moe",),
     ("linen", "nnx"),
-    ("policy", "checkpoints"),
+    ("models", "diagnostics"),
+    ("checkpoints",),
     ("weight_sync",),
     ("cli",),
 )
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+MOST_FILES = 15
+RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 
 
 def test_the_public_names_of_the_design_are_there():
@@ -109,8 +112,41 @@ def test_imports_point_one_way(name):
     assert upwards == allowed
 
 
-def test_every_module_has_its_layer():
+def test_every_room_has_its_floor_and_says_what_lives_there():
     assert {name.split(".")[1] for name in MODULES[1:]} == set(RANK)
+    for folder in {source.parent for source in PACKAGE.rglob("*.py")}:
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+
+
+@pytest.mark.parametrize("top", ["jaxlowprec", "tests", "examples"])
+def test_no_folder_has_more_than_fifteen_python_files(top):
+    counts = collections.Counter(source.parent for source in (ROOT / top).rglob("*.py"))
+    assert counts and max(counts.values()) <= MOST_FILES, counts.most_common(3)
+
+
+PUBLIC = [
+    jlp,
+    jlp.checkpoints,
+    jlp.delayed_scaling,
+    jlp.layouts,
+    jlp.linen,
+    jlp.moe,
+    jlp.nnx,
+    jlp.traffic,
+    jlp.weight_sync,
+]
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_what_is_public_is_there_and_no_function_shadows_a_module(module):
+    assert module.__all__ and set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert isinstance(value, types.ModuleType) or f"{module.__name__}.{name}" not in MODULES
+
+
+def test_dir_shows_the_public_names_alone():
+    assert set(dir(jlp)) == set(jlp.__all__)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,4 +1,4 @@
-"""The bytes of every format do not depend on the mesh, as tests/sharding/test_sharding.py shows for NVFP4 in more places."""
+"""The bytes of every format do not depend on the mesh, as test_sharding.py shows for NVFP4 in more places."""
 
 import jax
 import jax.numpy as jnp

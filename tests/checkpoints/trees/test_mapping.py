@@ -11,13 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen, nnx
+from lm.names import DEMO
 
 import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.trees import trees
+from jaxlowprec.checkpoints.trees.families import LLAMA, QWEN3_MOE
 from jaxlowprec.checkpoints.trees.leaf_tensors import contiguous
-from jaxlowprec.checkpoints.trees.mapping import DEMO, LLAMA, QWEN3_MOE, Rule, TreeMapping
+from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
 from tests.package.test_readme import programs
