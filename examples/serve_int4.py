@@ -22,8 +22,7 @@ from lm.model import Config, LanguageModel
 from lm.names import DEMO
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints.schemes import by_name
-from jaxlowprec.checkpoints.trees import trees
+from jaxlowprec import checkpoints
 
 RUN = "int4_qat"
 
@@ -69,7 +68,7 @@ def trained_model(run: pathlib.Path, recipe: jlp.Int4QAT) -> LanguageModel:
 def loaded_model(folder: pathlib.Path, config: Config) -> LanguageModel:
     """A model with the 4-bit kernels of a checkpoint, which needs no recipe."""
     model = nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(0)))
-    nnx.update(model, trees.load(folder, model, DEMO))
+    nnx.update(model, checkpoints.load(folder, model, DEMO))
     return model
 
 
@@ -102,8 +101,8 @@ def main() -> None:
 
     exported = jlp.quantize_params(trained, recipe)
     name = "w4a16" if recipe.symmetric else "w4a16_asym"
-    scheme = by_name(name, group_size=recipe.group_size, scale_dtype=recipe.scale_dtype)
-    trees.save(
+    scheme = checkpoints.schemes.by_name(name, group_size=recipe.group_size, scale_dtype=recipe.scale_dtype)
+    checkpoints.save(
         options.out, exported, DEMO, {"model_type": "jaxlowprec-demo", "dtype": recipe.scale_dtype}, scheme=scheme
     )
     loaded = loaded_model(options.out, trained.config)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import moe
-from jaxlowprec.arrays import layouts
+from jaxlowprec import delayed_scaling, layouts, moe, traffic
 from jaxlowprec.arrays.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.diagnostics import traffic
-from jaxlowprec.linears import delayed_scaling
 from jaxlowprec.linears.collectives import all_gather_quantized
 from jaxlowprec.linears.dot_general import dot_general, einsum
 from jaxlowprec.linears.grouped import grouped_matmul, ragged_dot

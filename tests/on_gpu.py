@@ -9,7 +9,7 @@ ABOUT_PROCESSES = (
     "tests/cli",
     "tests/scripts",
 )
-ABOUT_LOWERING = ("tests/wiring", "tests/test_sharding")
+ABOUT_LOWERING = ("tests/wiring", "tests/sharding")
 CPU_BYTES = ("TestBytes", "TestWhatDoesNotChangeTheBytes")  # of a GEMM: the CPU's order of additions (numerics.md 9)
 
 

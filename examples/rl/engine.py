@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 import jaxlowprec as jlp
-from jaxlowprec.weight_sync import PeerLost, WeightSource, push
-from jaxlowprec.weight_sync.transports.tcp import TcpTransport
+from jaxlowprec.weight_sync import PeerLost, TcpTransport, WeightSource, push
 from rl.channel import Channel, Ended
 from rl.policy import RECIPE, Config, Policy
 from rl.served import digests

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.weight_sync import Receiver
-from jaxlowprec.weight_sync.transports.tcp import TcpReceiver
+from jaxlowprec.weight_sync import Receiver, TcpReceiver
 from rl.channel import Channel, Ended
 from rl.policy import Config, Policy, afresh, of_next, scores
 from rl.served import digests, served

@@ -16,8 +16,6 @@ from jaxtyping import Array
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 
-__all__ = ["from_compact", "gemm_scales", "logical_scales", "swizzle", "to_compact", "unswizzle"]
-
 
 def swizzle(scale: Array) -> Array:
     """The order in which block-scaled tensor cores read 1-byte scales: tiles of 128 rows by 4 blocks, 512 bytes each.

@@ -15,8 +15,6 @@ import math
 import re
 from typing import Any
 
-__all__ = ["Collective", "collectives"]
-
 _KINDS = "all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")

@@ -25,15 +25,6 @@ from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
 
-__all__ = [
-    "OVERWRITE_WITH_GRADIENT",
-    "add_gradients",
-    "combined_by_max",
-    "init_state",
-    "is_state",
-    "overwrite_with_gradient",
-]
-
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
 

@@ -1,0 +1,19 @@
+"""The state of `DelayedScaling`, and how it passes through gradients and optimizers."""
+
+from jaxlowprec.linears.delayed_scaling import (
+    OVERWRITE_WITH_GRADIENT,
+    add_gradients,
+    combined_by_max,
+    init_state,
+    is_state,
+    overwrite_with_gradient,
+)
+
+__all__ = [
+    "OVERWRITE_WITH_GRADIENT",
+    "add_gradients",
+    "combined_by_max",
+    "init_state",
+    "is_state",
+    "overwrite_with_gradient",
+]
