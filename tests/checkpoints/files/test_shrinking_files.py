@@ -11,7 +11,8 @@ from tests.helpers import run_python
 SHRINKING = """
 import json, os, pathlib, sys
 
-from jaxlowprec.checkpoints import convert, engine, inspect, quantizing, schemes
+from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.conversion import convert, engine, inspect, quantizing
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile, SafetensorsWriter
 
