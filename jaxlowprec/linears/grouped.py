@@ -23,7 +23,7 @@ from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.ops.quantize.keys import key_words, slice_words
+from jaxlowprec.ops.quantize.keys import Randomness, key_words, keyless_seed, slice_words
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
@@ -114,11 +114,15 @@ def grouped_matmul(
         operands = _aligned(x, kernels, bias, None, sizes)
         with in_profiles(name):
             return weight_only_groups(served, *operands)
-    words = None
-    if key is not None and rounds_stochastically(roles):
-        words = slice_words(key_words(who, key, ()), (experts,))
-    quantized = Plan(roles, recipe.backward_override, name, dtype, shardings, precision)
-    return quantized_groups(quantized, *_aligned(x, kernels, bias, words, sizes))
+    randomness = None
+    if rounds_stochastically(roles) and key is not None:
+        randomness = Randomness(words=slice_words(key_words(who, key, ()), (experts,)))
+    elif rounds_stochastically(roles):
+        randomness = Randomness(seed=keyless_seed(0, features, name))
+    quantized = Plan(roles, recipe.backward_override, dtype, shardings, precision)
+    operands = _aligned(x, kernels, bias, randomness, sizes)
+    with in_profiles(name):
+        return quantized_groups(quantized, *operands)
 
 
 def ragged_dot(

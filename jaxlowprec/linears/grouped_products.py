@@ -42,7 +42,6 @@ from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
-from jaxlowprec.ops.quantize.keys import keyless_words
 from jaxlowprec.recipes.roles import StraightThrough
 from jaxlowprec.wiring.out_sharding import resharded
 
@@ -52,13 +51,11 @@ class Plan(Gemms):
     """What a product is traced with; see `quantized_matmul.Plan`.
 
     Attributes:
-        name: of the layer, for the keyless bits and for profiles.
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients.
         precision: of all three GEMMs, checked.
     """
 
-    name: str
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     precision: Any
@@ -92,11 +89,11 @@ def _row_ways(x, sizes, role, rowwise: bool, columnwise: bool, words=None, amaxe
 def _fprop(plan: Plan, x, w, bias, sizes, keep_column: bool, keep_row: bool):
     """The result, x row- and columnwise, and the weights, each quantised as far as it is needed now or kept."""
     roles = plan.roles
-    with in_profiles(plan.name, "quantize input"):
+    with in_profiles("quantize input"):
         x_row, x_column = _row_ways(x, sizes, roles.input, plan.fprop, keep_column)
-    with in_profiles(plan.name, "quantize weight"):
+    with in_profiles("quantize weight"):
         w_row, w_column = _weight_ways(w, roles.weight, keep_row, plan.fprop)
-    with in_profiles(plan.name, "fprop"):
+    with in_profiles("fprop"):
         if plan.fprop:
             y = multiply_groups(x_row, w_column.mT, bias, plan.out_dtype, precision=plan.precision)
         else:
@@ -106,50 +103,49 @@ def _fprop(plan: Plan, x, w, bias, sizes, keep_column: bool, keep_row: bool):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(plan: Plan, x, w, bias, words, sizes):
+def _matmul(plan: Plan, x, w, bias, randomness, sizes):
     return _fprop(plan, x, w, bias, sizes, False, False)[0]
 
 
-def _forward(plan: Plan, x, w, bias, words, sizes):
+def _forward(plan: Plan, x, w, bias, randomness, sizes):
     x, w, bias = differentiated_once((x, w, bias))
     y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, sizes, plan.wgrad, plan.dgrad)
     dequantized = plan.backward_override == "dequantized" and plan.fprop
     kept_x = x_column if plan.wgrad else x_row if dequantized else x
     kept_w = w_row if plan.dgrad else w_column if dequantized else w
     kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
-    return y, (kept, tuple(dtype_marker(a) for a in (x, w, bias)), words, sizes)
+    return y, (kept, tuple(dtype_marker(a) for a in (x, w, bias)), randomness, sizes)
 
 
-def _quantized_gradient(plan: Plan, dy, words, sizes):
+def _quantized_gradient(plan: Plan, dy, randomness, sizes):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
     role, amaxes = plan.roles.gradient, None
     if role.format.has_tensor_scale:
         found = group_amaxes(dy, sizes, True, role.hadamard)
         amaxes = found[0], found[-1]
-    if role.rounding == "stochastic" and words is None:
-        (amax,) = amaxes[:1] if amaxes else group_amaxes(dy, sizes, True, None)
-        words = keyless_words(amax, (0, dy.shape[-1]), plan.name)
-    words = words if role.rounding == "stochastic" else None
+    words = None
+    if randomness is not None:
+        words = randomness.words_for(lambda: (amaxes or group_amaxes(dy, sizes, True, None))[0])
     return _row_ways(dy, sizes, role, plan.dgrad, plan.wgrad, words, amaxes)
 
 
 def _backward(plan: Plan, residuals, dy):
-    (x, w), (like_x, like_w, like_bias), words, sizes = residuals
+    (x, w), (like_x, like_w, like_bias), randomness, sizes = residuals
     x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
     if plan.dgrad or plan.wgrad:
-        with in_profiles(plan.name, "quantize gradient"):
-            dy_row, dy_column = _quantized_gradient(plan, dy, words, sizes)
+        with in_profiles("quantize gradient"):
+            dy_row, dy_column = _quantized_gradient(plan, dy, randomness, sizes)
     # JAX does not check these dtypes: they must be those of the primals.
-    with in_profiles(plan.name, "dgrad"):
+    with in_profiles("dgrad"):
         if plan.dgrad:
             dx = multiply_groups(dy_row, w, None, like_x.dtype, precision=plan.precision)
         else:
             transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
             dx = plain_rows(dy, transposed, sizes, like_x.dtype, plan.precision)
-    with in_profiles(plan.name, "wgrad"):
+    with in_profiles("wgrad"):
         if plan.wgrad:
             dw = multiply_within_groups(x, dy_column, like_w.dtype, precision=plan.precision)
         else:
@@ -160,8 +156,8 @@ def _backward(plan: Plan, residuals, dy):
 
 
 _matmul.defvjp(_forward, _backward)
-quantized_groups = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once
-"""Plan, x [..., T, K], w [..., E, K, N], bias [..., E, N] or None, random words [..., E, 2] or None, sizes [..., E] ->
+quantized_groups = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once, whatever their names
+"""Plan, x [..., T, K], w [..., E, K, N], bias [..., E, N] or None, Randomness or None, sizes [..., E] ->
 [..., T, N]."""
 
 

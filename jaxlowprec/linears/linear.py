@@ -22,7 +22,7 @@ from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.api import quantize_both, whole_slices
-from jaxlowprec.ops.quantize.keys import key_words, slice_words
+from jaxlowprec.ops.quantize.keys import Randomness, key_words, keyless_seed, slice_words
 from jaxlowprec.ops.slices import merged_rows, sliced_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
@@ -238,17 +238,22 @@ def matmul(
         how = (roles.weight.format, roles.ste, roles.served_dtype)
         options = (out_dtype, out_sharding, slices, precision)
         return weight_only.matmul(who, name, x, w, bias, loaded, *how, *options), state
-    words = None
-    if key is not None and rounds_stochastically(roles):
-        words = slice_words(key_words(who, key, ()), x.shape[: -3 if slices else -2])
+    rows = -3 if slices else -2
+    randomness = None
+    if rounds_stochastically(roles) and key is not None:
+        randomness = Randomness(words=slice_words(key_words(who, key, ()), x.shape[:rows]))
+    elif rounds_stochastically(roles):
+        features = (w if w is not None else quantized).shape[-1]
+        randomness = Randomness(seed=keyless_seed(math.prod(x.shape[rows:-1]), features, name))
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
     result = jnp.dtype(out_dtype), shardings, out_sharding
-    plan = Plan(roles, recipe.backward_override, recipe.delayed, name, *result, slices, precision)
-    operands = wiring.align_varying(x, w, bias, words, quantized)
-    if recipe.delayed is None:
-        return quantized_matmul(plan, *operands, None), state
-    used, state = delayed_scaling.used_and_handed_on(state)
-    return quantized_matmul(plan, *operands, used), state
+    plan = Plan(roles, recipe.backward_override, recipe.delayed, *result, slices, precision)
+    operands = wiring.align_varying(x, w, bias, randomness, quantized)
+    used = None
+    if recipe.delayed is not None:
+        used, state = delayed_scaling.used_and_handed_on(state)
+    with in_profiles(name):
+        return quantized_matmul(plan, *operands, used), state
 
 
 def _must_merge(who: str, x: jax.Array, weight: Any, recipe: Recipe | None, name: str) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ from jaxlowprec.linears.residuals import (
 )
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
-from jaxlowprec.ops.quantize.keys import keyless_words
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_slices
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
@@ -94,9 +92,10 @@ class Gemms:
 class Plan(Gemms):
     """What a product is traced with: captured in the forward pass, so that the backward pass never reads the context.
 
+    The layer's name is no part of it, so equal layers are traced once.
+
     Attributes:
         delayed: of the recipe.
-        name: of the layer, for the keyless bits and for profiles.
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
@@ -105,7 +104,6 @@ class Plan(Gemms):
     """
 
     delayed: Any
-    name: str
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
@@ -156,23 +154,23 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(plan: Plan, x, w, bias, words, quantized, state):
+def _matmul(plan: Plan, x, w, bias, randomness, quantized, state):
     return _fprop(plan, x, w, bias, quantized, state, False, False)[0]
 
 
 def _fprop(plan: Plan, x, w, bias, quantized: QuantizedKernel | None, state, keep_column: bool, keep_row: bool):
     """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
     roles = plan.roles
-    with in_profiles(plan.name, "quantize input"):
+    with in_profiles("quantize input"):
         encode = _encode_scale(plan, state, "input")
         x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode, slices=plan.slices)
     if quantized is not None:
         w_row, w_column = quantized.rowwise, quantized.columnwise
     else:
-        with in_profiles(plan.name, "quantize weight"):
+        with in_profiles("quantize weight"):
             encode = _encode_scale(plan, state, "kernel")
             w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
-    with in_profiles(plan.name, "fprop"):
+    with in_profiles("fprop"):
         if plan.fprop:
             y = _multiply(plan, x_row, w_column.mT, bias, plan.out_dtype, plan.out_sharding)
         else:
@@ -182,7 +180,7 @@ def _fprop(plan: Plan, x, w, bias, quantized: QuantizedKernel | None, state, kee
     return y, (x_row, x_column), (w_row, w_column)
 
 
-def _forward(plan: Plan, x, w, bias, words, quantized, state):
+def _forward(plan: Plan, x, w, bias, randomness, quantized, state):
     x, w, bias = differentiated_once((x, w, bias))
     y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, state, plan.wgrad, plan.dgrad)
     dequantized = plan.backward_override == "dequantized" and plan.fprop
@@ -194,40 +192,40 @@ def _forward(plan: Plan, x, w, bias, words, quantized, state):
     if plan.delayed is not None:
         new_state = _recorded(plan.delayed, state, "input", x, plan.slices)
         new_state = new_state if w is None else _recorded(plan.delayed, new_state, "kernel", w)
-    return y, (kept, like, words, new_state)
+    return y, (kept, like, randomness, new_state)
 
 
-def _quantized_gradient(plan: Plan, dy, weight_learns: bool, words, state):
+def _quantized_gradient(plan: Plan, dy, weight_learns: bool, randomness, state):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
     role, amaxes = plan.roles.gradient, None
     if plan.delayed is None and role.format.has_tensor_scale and (role.hadamard is None or role.hadamard.size == BLOCK):
         found = tensor_amax(dy, True, role.hadamard, slices=plan.slices)
         amaxes = found[0], found[-1]
-    if role.rounding == "stochastic" and words is None:
-        (amax,) = amaxes[:1] if amaxes else tensor_amax(dy, True, None, slices=plan.slices)
-        words = keyless_words(amax, (math.prod(dy.shape[-3 if plan.slices else -2 : -1]), dy.shape[-1]), plan.name)
+    words = None
+    if randomness is not None:
+        words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, slices=plan.slices))[0])
     encode = _encode_scale(plan, state, "output_grad")
     return _both_ways(dy, role, plan.dgrad, plan.wgrad and weight_learns, words, amaxes, encode, plan.slices)
 
 
 def _backward(plan: Plan, residuals, dy):
-    (x, w), (like_x, like_w, like_bias), words, state = residuals
+    (x, w), (like_x, like_w, like_bias), randomness, state = residuals
     x_sharding, w_sharding, bias_sharding = plan.shardings
     dy = differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
     if plan.dgrad or plan.wgrad:
-        with in_profiles(plan.name, "quantize gradient"):
-            dy_row, dy_column = _quantized_gradient(plan, dy, like_w is not None, words, state)
+        with in_profiles("quantize gradient"):
+            dy_row, dy_column = _quantized_gradient(plan, dy, like_w is not None, randomness, state)
     # JAX does not check these dtypes: they must be those of the primals.
-    with in_profiles(plan.name, "dgrad"):
+    with in_profiles("dgrad"):
         if plan.dgrad:
             dx = _multiply(plan, dy_row, w, None, like_x.dtype, x_sharding)
         else:
             transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
             dx = plain_matmul(dy, transposed, like_x.dtype, x_sharding, plan.precision)
     dw = None
-    with in_profiles(plan.name, "wgrad"):
+    with in_profiles("wgrad"):
         if like_w is not None and plan.wgrad:
             dw = _multiply(plan, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
         elif like_w is not None:
@@ -238,8 +236,8 @@ def _backward(plan: Plan, residuals, dy):
 
 
 _matmul.defvjp(_forward, _backward)
-quantized_matmul = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once
-"""Plan, x [..., T, K], w [..., K, N], bias, random words, QuantizedKernel, state of delayed scaling -> [..., T, N]; all
+quantized_matmul = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once, whatever their names
+"""Plan, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, state of delayed scaling -> [..., T, N]; all
 but the first two may be None, w where there is a QuantizedKernel."""
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlowprec.ops.quantize.philox import philox4x32
 from jaxlowprec.ops.rounding import magnitude_bits
@@ -56,11 +58,35 @@ def slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.stack(out[:2], axis=-1).reshape(*batch, 2)
 
 
-def keyless_words(amax: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
-    """A 64-bit mix of a gradient's amax bits, its shape and the layer's name, for each slice."""
-    seed = zlib.crc32(repr((shape[-2:], name)).encode())
+class Randomness(NamedTuple):
+    """What the random bits of a gradient's stochastic rounding come from: exactly one of the two.
+
+    Attributes:
+        words: of a key, uint32 [..., 2]; see `slice_words`.
+        seed: uint32 [], see `keyless_seed`, for bits that come from the gradient itself.
+    """
+
+    words: jax.Array | None = None
+    seed: jax.Array | np.ndarray | None = None
+
+    def words_for(self, amax: Callable[[], jax.Array]) -> jax.Array:
+        """The two words of each slice of a gradient; its amax is asked for only if there is no key."""
+        return keyless_words(amax(), self.seed) if self.words is None else self.words
+
+
+def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:
+    """uint32 [], of a gradient's shape and its layer's name.
+
+    It is an operand and not a static argument of what is traced: layers that differ in their names only are traced
+    once.
+    """
+    return np.asarray(zlib.crc32(repr(((rows, columns), name)).encode()), np.uint32)
+
+
+def keyless_words(amax: jax.Array, seed: jax.Array | np.ndarray) -> jax.Array:
+    """A 64-bit mix of the bits of a gradient's amax [...] and a seed, for each slice: [..., 2]."""
     bits = magnitude_bits(amax)
     index = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
-    counter = (bits, jnp.full_like(bits, seed), index, jnp.full_like(bits, 2))
+    counter = (bits, jnp.broadcast_to(seed, bits.shape), index, jnp.full_like(bits, 2))
     out = philox4x32(counter, (jnp.uint32(0x6A6C7021), jnp.uint32(0x6E766634)))
     return jnp.stack(out[:2], axis=-1)

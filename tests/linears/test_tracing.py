@@ -1,0 +1,56 @@
+"""How often a layer is traced: JAX's compilation starts with Python, and that takes time for each layer of a model."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.linears import grouped_products, quantized_matmul, weight_only
+
+RECIPES = {
+    "nvfp4": (jlp.NVFP4BlockScaling(), quantized_matmul),
+    "mxfp8": (jlp.MXFP8BlockScaling(), quantized_matmul),
+    "int4": (jlp.Int4QAT(group_size=32), weight_only),
+}
+recipes = pytest.mark.parametrize(("recipe", "module"), RECIPES.values(), ids=RECIPES)
+
+
+def linears(layers):
+    """The gradient's trace of linears with a name each."""
+
+    def model(w, x):
+        for i in range(layers):
+            x = jlp.linear(x, w, name=f"layer {i}")
+        return x.astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(model)).trace(jnp.ones((32, 32)), jnp.ones((32, 32), jnp.bfloat16))
+
+
+def experts(layers):
+    def model(w, x):
+        for i in range(layers):
+            x = jlp.grouped_matmul(x, w, jnp.array([12, 20]), name=f"layer {i}")
+        return x.astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(model)).trace(jnp.ones((2, 32, 32)), jnp.ones((32, 32), jnp.bfloat16))
+
+
+def traces(module, trace, layers):
+    """How often a forward pass is traced: the first layer's x has no gradient, which is a trace of its own."""
+    jax.clear_caches()
+    with mock.patch.object(module, "_fprop", side_effect=module._fprop) as counted:
+        trace(layers)
+    return counted.call_count
+
+
+@recipes
+def test_equal_linears_of_different_names_are_traced_once(recipe, module):
+    with jlp.autocast(recipe):
+        assert traces(module, linears, 6) == traces(module, linears, 2) <= 3
+
+
+def test_equal_layers_of_experts_of_different_names_are_traced_once():
+    with jlp.autocast(jlp.NVFP4BlockScaling()):
+        assert traces(grouped_products, experts, 6) == traces(grouped_products, experts, 2) <= 3
