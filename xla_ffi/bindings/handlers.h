@@ -1,36 +1,41 @@
-// The XLA FFI handlers, one an operation and platform. Shapes: see the operations' op.py in jaxlowprec/ops.
+// The XLA FFI handlers: one per operation and platform. Shapes: see the operations' op.py in jaxlowprec/ops.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"
 
+/// The operations with handlers for CPUs and GPUs, and those whose only handlers are for CPUs: a handler is registered by
+/// its line here. `each(name)`.
+// clang-format off
+#define JLP_HANDLERS(each) \
+  each(amax)               \
+  each(quantize)           \
+  each(dequantize)         \
+  each(hadamard)           \
+  each(int4_fake_quantize) \
+  each(int4_quantize)      \
+  each(int4_dequantize)    \
+  each(scaled_matmul)      \
+  each(weight_only_matmul)
+#define JLP_CPU_HANDLERS(each) \
+  each(grouped_amax)           \
+  each(grouped_quantize)       \
+  each(grouped_matmul)         \
+  each(grouped_wgrad)          \
+  each(grouped_weight_only)
+// clang-format on
+
 namespace jaxlowprec {
 
-extern "C" XLA_FFI_Error* jaxlowprec_amax(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_quantize(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_dequantize(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_hadamard(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_int4_fake_quantize(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_int4_quantize(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_int4_dequantize(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_weight_only_matmul(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_grouped_amax(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_grouped_quantize(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_grouped_matmul(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_grouped_wgrad(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_grouped_weight_only(XLA_FFI_CallFrame*);
+#define JLP_DECLARE(name) extern "C" XLA_FFI_Error* jaxlowprec_##name(XLA_FFI_CallFrame*);
+JLP_HANDLERS(JLP_DECLARE)
+JLP_CPU_HANDLERS(JLP_DECLARE)
+#undef JLP_DECLARE
 
 #if defined(JLP_CUDA)
-extern "C" XLA_FFI_Error* jaxlowprec_amax_cuda(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_quantize_cuda(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_dequantize_cuda(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_hadamard_cuda(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_int4_fake_quantize_cuda(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_int4_quantize_cuda(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_int4_dequantize_cuda(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda(XLA_FFI_CallFrame*);
+#define JLP_DECLARE(name) extern "C" XLA_FFI_Error* jaxlowprec_##name##_cuda(XLA_FFI_CallFrame*);
+JLP_HANDLERS(JLP_DECLARE)
+#undef JLP_DECLARE
 extern "C" XLA_FFI_Error* jaxlowprec_scaled_matmul_cuda_prepare(XLA_FFI_CallFrame*);
-extern "C" XLA_FFI_Error* jaxlowprec_weight_only_matmul_cuda(XLA_FFI_CallFrame*);
 #endif
 
 }  // namespace jaxlowprec

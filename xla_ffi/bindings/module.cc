@@ -69,18 +69,14 @@ nb::tuple cuda_weight_only_plan(const nb::dict& weight_format, const std::string
 
 /// By target: the handler, or one for each stage.
 nb::dict cuda_handlers() {
-  nb::dict handlers, matmul;
-  handlers["jaxlowprec_amax"] = handler(jaxlowprec::jaxlowprec_amax_cuda);
-  handlers["jaxlowprec_quantize"] = handler(jaxlowprec::jaxlowprec_quantize_cuda);
-  handlers["jaxlowprec_dequantize"] = handler(jaxlowprec::jaxlowprec_dequantize_cuda);
-  handlers["jaxlowprec_hadamard"] = handler(jaxlowprec::jaxlowprec_hadamard_cuda);
-  handlers["jaxlowprec_int4_fake_quantize"] = handler(jaxlowprec::jaxlowprec_int4_fake_quantize_cuda);
-  handlers["jaxlowprec_int4_quantize"] = handler(jaxlowprec::jaxlowprec_int4_quantize_cuda);
-  handlers["jaxlowprec_int4_dequantize"] = handler(jaxlowprec::jaxlowprec_int4_dequantize_cuda);
+  nb::dict handlers;
+#define JLP_REGISTER(name) handlers["jaxlowprec_" #name] = handler(jaxlowprec::jaxlowprec_##name##_cuda);
+  JLP_HANDLERS(JLP_REGISTER)
+#undef JLP_REGISTER
+  nb::dict matmul;
   matmul["prepare"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda_prepare);
-  matmul["execute"] = handler(jaxlowprec::jaxlowprec_scaled_matmul_cuda);
+  matmul["execute"] = nb::object(handlers["jaxlowprec_scaled_matmul"]);
   handlers["jaxlowprec_scaled_matmul"] = matmul;
-  handlers["jaxlowprec_weight_only_matmul"] = handler(jaxlowprec::jaxlowprec_weight_only_matmul_cuda);
   return handlers;
 }
 std::string cuda_driver_problem() { return jaxlowprec::cuda::driver_problem(); }
@@ -98,20 +94,10 @@ NB_MODULE(_native, m) {
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("cpu_handlers", [] {
     nb::dict handlers;
-    handlers["jaxlowprec_amax"] = handler(jaxlowprec::jaxlowprec_amax);
-    handlers["jaxlowprec_quantize"] = handler(jaxlowprec::jaxlowprec_quantize);
-    handlers["jaxlowprec_dequantize"] = handler(jaxlowprec::jaxlowprec_dequantize);
-    handlers["jaxlowprec_hadamard"] = handler(jaxlowprec::jaxlowprec_hadamard);
-    handlers["jaxlowprec_int4_fake_quantize"] = handler(jaxlowprec::jaxlowprec_int4_fake_quantize);
-    handlers["jaxlowprec_int4_quantize"] = handler(jaxlowprec::jaxlowprec_int4_quantize);
-    handlers["jaxlowprec_int4_dequantize"] = handler(jaxlowprec::jaxlowprec_int4_dequantize);
-    handlers["jaxlowprec_scaled_matmul"] = handler(jaxlowprec::jaxlowprec_scaled_matmul);
-    handlers["jaxlowprec_weight_only_matmul"] = handler(jaxlowprec::jaxlowprec_weight_only_matmul);
-    handlers["jaxlowprec_grouped_amax"] = handler(jaxlowprec::jaxlowprec_grouped_amax);
-    handlers["jaxlowprec_grouped_quantize"] = handler(jaxlowprec::jaxlowprec_grouped_quantize);
-    handlers["jaxlowprec_grouped_matmul"] = handler(jaxlowprec::jaxlowprec_grouped_matmul);
-    handlers["jaxlowprec_grouped_wgrad"] = handler(jaxlowprec::jaxlowprec_grouped_wgrad);
-    handlers["jaxlowprec_grouped_weight_only"] = handler(jaxlowprec::jaxlowprec_grouped_weight_only);
+#define JLP_REGISTER(name) handlers["jaxlowprec_" #name] = handler(jaxlowprec::jaxlowprec_##name);
+    JLP_HANDLERS(JLP_REGISTER)
+    JLP_CPU_HANDLERS(JLP_REGISTER)
+#undef JLP_REGISTER
     return handlers;
   });
   m.def("cuda_handlers", &cuda_handlers);

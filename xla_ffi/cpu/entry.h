@@ -12,17 +12,10 @@ namespace JLP_ISA {
 /// The number of chunks of an operation, and one of them.
 #define JLP_ENTRY(name, Problem)         \
   int64_t name##_chunks(const Problem&); \
-  void name##_chunk(const Problem&, int64_t chunk)
-JLP_ENTRY(amax, AmaxProblem);
-JLP_ENTRY(quantize_nvfp4, QuantizeProblem);
-JLP_ENTRY(quantize_blocks, QuantizeProblem);
-JLP_ENTRY(dequantize, DequantizeProblem);
-JLP_ENTRY(hadamard, HadamardProblem);
-JLP_ENTRY(int4_fake_quantize, Int4FakeQuantizeProblem);
-JLP_ENTRY(int4_quantize, Int4QuantizeProblem);
-JLP_ENTRY(int4_dequantize, Int4DequantizeProblem);
-JLP_ENTRY(matmul, MatmulProblem);
-JLP_ENTRY(weight_only, WeightOnlyProblem);
+  void name##_chunk(const Problem&, int64_t chunk);
+JLP_OPERATIONS(JLP_ENTRY)
+JLP_ENTRY(quantize_nvfp4, QuantizeProblem)  // `quantize` is one of these two
+JLP_ENTRY(quantize_blocks, QuantizeProblem)
 #undef JLP_ENTRY
 
 template <class Visit>

@@ -5,9 +5,8 @@
 
 namespace jaxlowprec {
 namespace JLP_ISA {
-namespace {
 
-bool is_nvfp4(const QuantizeProblem& p) { return p.format.scaling == Scaling::kTwoLevel; }
+static bool is_nvfp4(const QuantizeProblem& p) { return p.format.scaling == Scaling::kTwoLevel; }
 
 int64_t quantize_chunks(const QuantizeProblem& p) {
   return is_nvfp4(p) ? quantize_nvfp4_chunks(p) : quantize_blocks_chunks(p);
@@ -16,8 +15,6 @@ int64_t quantize_chunks(const QuantizeProblem& p) {
 void quantize_chunk(const QuantizeProblem& p, int64_t chunk) {
   return is_nvfp4(p) ? quantize_nvfp4_chunk(p, chunk) : quantize_blocks_chunk(p, chunk);
 }
-
-}  // namespace
 
 extern const Kernels kernels;
 const Kernels kernels = {
@@ -28,24 +25,9 @@ const Kernels kernels = {
 #else
     "portable",
 #endif
-    amax_chunks,
-    amax_chunk,
-    quantize_chunks,
-    quantize_chunk,
-    dequantize_chunks,
-    dequantize_chunk,
-    hadamard_chunks,
-    hadamard_chunk,
-    matmul_chunks,
-    matmul_chunk,
-    int4_fake_quantize_chunks,
-    int4_fake_quantize_chunk,
-    int4_quantize_chunks,
-    int4_quantize_chunk,
-    int4_dequantize_chunks,
-    int4_dequantize_chunk,
-    weight_only_chunks,
-    weight_only_chunk,
+#define JLP_ENTRIES(name, Problem) name##_chunks, name##_chunk,
+    JLP_OPERATIONS(JLP_ENTRIES)
+#undef JLP_ENTRIES
 };
 
 }  // namespace JLP_ISA

@@ -10,27 +10,35 @@
 
 namespace jaxlowprec {
 
+/// The operations, each with its problem: the one list that a new operation is added to. `each(name, Problem)`.
+// clang-format off
+#define JLP_OPERATIONS(each)                        \
+  each(amax, AmaxProblem)                           \
+  each(quantize, QuantizeProblem)                   \
+  each(dequantize, DequantizeProblem)               \
+  each(hadamard, HadamardProblem)                   \
+  each(matmul, MatmulProblem)                       \
+  each(int4_fake_quantize, Int4FakeQuantizeProblem) \
+  each(int4_quantize, Int4QuantizeProblem)          \
+  each(int4_dequantize, Int4DequantizeProblem)      \
+  each(weight_only, WeightOnlyProblem)
+// clang-format on
+
 struct Kernels {
   const char* isa;
-  int64_t (*amax_chunks)(const AmaxProblem&);
-  void (*amax_chunk)(const AmaxProblem&, int64_t chunk);
-  int64_t (*quantize_chunks)(const QuantizeProblem&);
-  void (*quantize_chunk)(const QuantizeProblem&, int64_t chunk);
-  int64_t (*dequantize_chunks)(const DequantizeProblem&);
-  void (*dequantize_chunk)(const DequantizeProblem&, int64_t chunk);
-  int64_t (*hadamard_chunks)(const HadamardProblem&);
-  void (*hadamard_chunk)(const HadamardProblem&, int64_t chunk);
-  int64_t (*matmul_chunks)(const MatmulProblem&);
-  void (*matmul_chunk)(const MatmulProblem&, int64_t chunk);
-  int64_t (*int4_fake_quantize_chunks)(const Int4FakeQuantizeProblem&);
-  void (*int4_fake_quantize_chunk)(const Int4FakeQuantizeProblem&, int64_t chunk);
-  int64_t (*int4_quantize_chunks)(const Int4QuantizeProblem&);
-  void (*int4_quantize_chunk)(const Int4QuantizeProblem&, int64_t chunk);
-  int64_t (*int4_dequantize_chunks)(const Int4DequantizeProblem&);
-  void (*int4_dequantize_chunk)(const Int4DequantizeProblem&, int64_t chunk);
-  int64_t (*weight_only_chunks)(const WeightOnlyProblem&);
-  void (*weight_only_chunk)(const WeightOnlyProblem&, int64_t chunk);
+#define JLP_MEMBERS(name, Problem)          \
+  int64_t (*name##_chunks)(const Problem&); \
+  void (*name##_chunk)(const Problem&, int64_t chunk);
+  JLP_OPERATIONS(JLP_MEMBERS)
+#undef JLP_MEMBERS
 };
+
+// The entry points of an operation by the type of its problem.
+#define JLP_BY_PROBLEM(name, Problem)                                                    \
+  inline auto chunks_entry(const Kernels& k, const Problem&) { return k.name##_chunks; } \
+  inline auto chunk_entry(const Kernels& k, const Problem&) { return k.name##_chunk; }
+JLP_OPERATIONS(JLP_BY_PROBLEM)
+#undef JLP_BY_PROBLEM
 
 /// At least `bytes` bytes, 64-byte aligned, of the calling thread: valid until its next call.
 uint8_t* thread_scratch(int64_t bytes);

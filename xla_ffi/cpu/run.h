@@ -10,27 +10,6 @@
 
 namespace jaxlowprec {
 
-// Entry points of the current instruction set by problem type.
-inline auto chunks_entry(const Kernels& k, const AmaxProblem&) { return k.amax_chunks; }
-inline auto chunk_entry(const Kernels& k, const AmaxProblem&) { return k.amax_chunk; }
-inline auto chunks_entry(const Kernels& k, const QuantizeProblem&) { return k.quantize_chunks; }
-inline auto chunk_entry(const Kernels& k, const QuantizeProblem&) { return k.quantize_chunk; }
-inline auto chunks_entry(const Kernels& k, const DequantizeProblem&) { return k.dequantize_chunks; }
-inline auto chunk_entry(const Kernels& k, const DequantizeProblem&) { return k.dequantize_chunk; }
-inline auto chunks_entry(const Kernels& k, const HadamardProblem&) { return k.hadamard_chunks; }
-inline auto chunk_entry(const Kernels& k, const HadamardProblem&) { return k.hadamard_chunk; }
-inline auto chunks_entry(const Kernels& k, const MatmulProblem&) { return k.matmul_chunks; }
-inline auto chunk_entry(const Kernels& k, const MatmulProblem&) { return k.matmul_chunk; }
-inline auto chunks_entry(const Kernels& k, const WeightOnlyProblem&) { return k.weight_only_chunks; }
-inline auto chunk_entry(const Kernels& k, const WeightOnlyProblem&) { return k.weight_only_chunk; }
-
-inline auto chunks_entry(const Kernels& k, const Int4FakeQuantizeProblem&) { return k.int4_fake_quantize_chunks; }
-inline auto chunk_entry(const Kernels& k, const Int4FakeQuantizeProblem&) { return k.int4_fake_quantize_chunk; }
-inline auto chunks_entry(const Kernels& k, const Int4QuantizeProblem&) { return k.int4_quantize_chunks; }
-inline auto chunk_entry(const Kernels& k, const Int4QuantizeProblem&) { return k.int4_quantize_chunk; }
-inline auto chunks_entry(const Kernels& k, const Int4DequantizeProblem&) { return k.int4_dequantize_chunks; }
-inline auto chunk_entry(const Kernels& k, const Int4DequantizeProblem&) { return k.int4_dequantize_chunk; }
-
 // What a problem takes on one AVX2 core, in picoseconds, roughly: enough to tell 20 us from 200.
 inline int64_t cost(const AmaxProblem& p) { return p.batch * p.rows * p.columns * (p.rotated ? 150 : 50); }
 inline int64_t cost(const QuantizeProblem& p) {
