@@ -7,6 +7,7 @@ so.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.delayed_scaling import State
 from jaxlowprec.linears.linear import (
@@ -25,13 +27,22 @@ from jaxlowprec.linears.linear import (
     recorded,
 )
 from jaxlowprec.linears.residuals import in_profiles
-from jaxlowprec.ops.checks import axis_from_the_front, dimension_numbers, float_array, float_dtype
+from jaxlowprec.ops.checks import (
+    a_sharding,
+    axis_from_the_front,
+    dimension_numbers,
+    float_array,
+    float_dtype,
+    not_quantized,
+)
 from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.wiring.out_sharding import resharded
 
+_TERM = r"[A-Za-z]*(\.\.\.)?[A-Za-z]*"
+_SUBSCRIPTS = re.compile(rf"{_TERM}(,{_TERM})*(->{_TERM})?")
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -77,7 +88,8 @@ def dot_general(
     """
     who = "dot_general"
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    rhs, quantized_kernel, recipe = operands_and_recipe(who, rhs, quantized_kernel, recipe, name)
+    a_sharding(who, "out_sharding", out_sharding)
+    rhs, quantized_kernel, recipe = operands_and_recipe(who, rhs, quantized_kernel, recipe, key, name, state)
     follow: dict[str, Any] = {"recipe": recipe, "key": key, "name": name}
     follow |= {"quantized_kernel": quantized_kernel, "state": state}
     y, out_state = _dot_general(who, lhs, rhs, dimension_numbers, options, **follow)
@@ -100,6 +112,7 @@ def _dot_general(
     if rhs is None and quantized_kernel is None:
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
     if recipe is None and in_high_precision(recipe, rhs, quantized_kernel):
+        not_quantized(who, "lhs", lhs)
         rhs = high_precision_weight(who, rhs, quantized_kernel)
         with in_profiles(name):
             return jax.lax.dot_general(lhs, rhs, given, **options), state
@@ -124,7 +137,8 @@ def _dot_general(
         rhs_free = quantized_kernel.shape[len(batch) + 1 :]
         if quantized_kernel.shape[: len(batch) + 1] != (*batch, x.shape[-1]):
             raise ValueError(f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dims}")
-    out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
+    preferred = options["preferred_element_type"]
+    out_dtype = float_dtype(who, "preferred_element_type", lhs.dtype if preferred is None else preferred)
     slices = x.ndim > len(batch) + 2
     precision = checked_precision(who, options["precision"])
     follow = (recipe, key, quantized_kernel, name, out_dtype, state, precision)
@@ -221,12 +235,13 @@ def einsum(
     (2, 8, 4, 16)
     """
     who = "einsum"
+    a_sharding(who, "out_sharding", out_sharding)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     follow = {"recipe": recipe, "key": key, "quantized_kernel": None, "name": name}
     if len(operands) == 2 and isinstance(loaded := operands[1], QuantizedArray):
         y = _einsum_of_loaded(who, subscripts, operands[0], loaded, options, follow)
         return y if state is None else (y, state)
-    follow["recipe"] = resolve(who, recipe, name)
+    follow["recipe"] = operands_and_recipe(who, None, None, recipe, key, name, state)[2]
     y, out_state = _einsum(who, subscripts, operands, options, follow, state)
     return y if state is None else (y, out_state)
 
@@ -241,6 +256,8 @@ def _einsum(
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling where there is one."""
     if follow["recipe"] is None:
+        for i, operand in enumerate(operands):
+            not_quantized(who, f"operand {i}", operand)
         with in_profiles(follow["name"]):
             return jnp.einsum(subscripts, *operands, **options), state
     if len(operands) != 2:
@@ -309,7 +326,10 @@ def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int,
 
 def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], list[str]]:
     """Axis names of each operand and of the result; those of "..." are numbered from the right, as broadcasting is."""
+    a_text(who, subscripts=subscripts)
     text = subscripts.replace(" ", "")
+    if not _SUBSCRIPTS.fullmatch(text):
+        raise ValueError(f'{who}: subscripts={shown(subscripts)}; needs letters and "...", such as "btd,dh->bth"')
     inputs, arrow, out = text.partition("->")
     terms = inputs.split(",")
     if len(terms) != len(ndims):

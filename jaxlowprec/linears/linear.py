@@ -15,14 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.quantized_matmul import Plan, QuantizedKernel, quantized_matmul, recording
 from jaxlowprec.linears.residuals import in_profiles
-from jaxlowprec.ops.checks import float_array
+from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.ops.quantize.api import quantize_both, whole_slices
-from jaxlowprec.ops.quantize.keys import key_words, slice_words
+from jaxlowprec.ops.quantize.api import quantize_both
+from jaxlowprec.ops.quantize.checks import whole_slices
+from jaxlowprec.ops.quantize.keys import check_key, key_words, slice_words
 from jaxlowprec.ops.slices import merged_rows, sliced_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
@@ -137,7 +139,8 @@ def linear(
     """
     who = "linear"
     precision = checked_precision(who, precision)
-    kernel, quantized_kernel, recipe = operands_and_recipe(who, kernel, quantized_kernel, recipe, name)
+    a_sharding(who, "out_sharding", out_sharding)
+    kernel, quantized_kernel, recipe = operands_and_recipe(who, kernel, quantized_kernel, recipe, key, name, state)
     x = float_array(who, "x", x)
     if kernel is not None:
         kernel = float_array(who, "kernel", kernel)
@@ -169,15 +172,30 @@ def linear(
 
 
 def operands_and_recipe(
-    who: str, kernel: Any, quantized: QuantizedKernel | None, recipe: Any, name: str
+    who: str, kernel: Any, quantized: Any, recipe: Any, key: Any, name: Any, state: Any
 ) -> tuple[jax.Array | None, QuantizedKernel | None, Recipe | None]:
-    """The kernel, in high precision or loaded, and the recipe that its layer follows here."""
+    """The kernel, in high precision or loaded, and the recipe that its layer follows here; the rest is checked too."""
+    a_text(who, name=name)
+    check_key(who, key)
+    if state is not None:
+        delayed_scaling.check_mapping(who, state)
+    if quantized is not None:
+        check_kernel(who, quantized)
     if not isinstance(kernel, QuantizedArray):
         return kernel, quantized, resolve(who, recipe, name)
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
     return None, QuantizedKernel(None, kernel), None
+
+
+def check_kernel(who: str, quantized: Any) -> None:
+    """Raises unless it is what `quantize_kernel` makes."""
+    if not isinstance(quantized, QuantizedKernel):
+        raise TypeError(f"{who}: quantized_kernel={shown(quantized)}; needs what jaxlowprec.quantize_kernel makes")
+    check_quantized(who, "quantized_kernel.columnwise", quantized.columnwise)
+    if quantized.rowwise is not None:
+        check_quantized(who, "quantized_kernel.rowwise", quantized.rowwise)
 
 
 def in_high_precision(recipe: Recipe | None, w: Any, quantized: QuantizedKernel | None) -> bool:

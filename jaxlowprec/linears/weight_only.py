@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format, Int4
-from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -136,6 +136,7 @@ def _shard_of_k(kernel: Any) -> int:
 
 def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
     """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in what a recipe wants if there is one."""
+    check_quantized(who, "kernel", q)
     if len(q.matrix) != 2 or q.axis != -2:
         remedy = "pass kernel.mT" if len(q.matrix) == 2 else "needs two dimensions"
         raise ValueError(

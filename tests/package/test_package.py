@@ -20,6 +20,7 @@ MODULES = [
 
 # Lowest first; a module imports from its own layer and those below.
 LAYERS = (
+    ("arguments",),
     ("formats", "native", "sharding_rule", "out_sharding", "traffic", "wiring"),
     ("quantized_array",),
     ("ops", "layouts", "collectives"),
