@@ -7,11 +7,14 @@ of jit's cache key. It holds no arrays. `xla_ffi/numerics` has the rules of each
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+
+from jaxlowprec.arguments import a_flag, one_of, shown
 
 BLOCK = 16
 """Elements that share one NVFP4 block scale, and a group of stochastic rounding's random bytes."""
@@ -30,7 +33,7 @@ def check_amax_epsilon(who: str, value: Any) -> None:
     a_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not a_number or not (value == 0 or float(float32.tiny) <= value <= float(float32.max)):
         raise ValueError(
-            f"{who}: amax_epsilon={value!r}; needs a finite number, 0 or more, that is 0 or normal in float32"
+            f"{who}: amax_epsilon={shown(value)}; needs a finite number, 0 or more, that is 0 or normal in float32"
         )
 
 
@@ -97,15 +100,11 @@ class Format:
         }
 
     def _check(self, field: str, allowed: tuple[Any, ...]) -> None:
-        if (value := getattr(self, field)) not in allowed:
-            names = [f'"{a}"' if isinstance(a, str) else str(a) for a in allowed]
-            needs = f"{', '.join(names[:-1])} or {names[-1]}"
-            raise ValueError(f"{type(self).__name__}: {field}={value!r}; needs {needs}")
+        one_of(type(self).__name__, field, getattr(self, field), *allowed)
 
     def _check_float32_scale(self) -> None:
         """The fields of the scale rule in numerics.md 5."""
-        if not isinstance(self.power_of_two, bool):
-            raise TypeError(f"{type(self).__name__}: power_of_two={self.power_of_two!r}; needs True or False")
+        a_flag(type(self).__name__, power_of_two=self.power_of_two)
         check_amax_epsilon(type(self).__name__, self.amax_epsilon)
 
     def __str__(self) -> str:
@@ -278,10 +277,8 @@ class Int4(Format):
     def __post_init__(self):
         size = self.group_size
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
-            raise ValueError(f"Int4: group_size={size!r}; needs a whole number, 1 or more and below 2^31")
-        for field in ("symmetric", "pad"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"Int4: {field}={getattr(self, field)!r}; needs True or False")
+            raise ValueError(f"Int4: group_size={shown(size)}; needs a whole number, 1 or more and below 2^31")
+        a_flag("Int4", symmetric=self.symmetric, pad=self.pad)
         try:
             name = jnp.dtype(self.scale_dtype).name
         except TypeError:
@@ -315,14 +312,13 @@ class Hadamard:
     signs: tuple[int, ...] | None = DEFAULT_SIGNS
 
     def __post_init__(self):
-        if self.size not in (16, 32, 64, 128, 256):
-            raise ValueError(f"Hadamard: size={self.size!r}; needs 16, 32, 64, 128 or 256")
+        one_of("Hadamard", "size", self.size, 16, 32, 64, 128, 256)
         if self.signs is None:
             return
-        signs = tuple(self.signs) if isinstance(self.signs, Iterable) else ()
+        signs = _numbers(self.signs)
         if not signs or any(s not in (1, -1) for s in signs) or self.size % len(signs):
             raise ValueError(
-                f"Hadamard: signs={self.signs!r}; needs {self.size} numbers that are +1 or -1, or a pattern whose "
+                f"Hadamard: signs={shown(self.signs)}; needs {self.size} numbers that are +1 or -1, or a pattern whose "
                 f"length divides {self.size}, or None for none"
             )
         object.__setattr__(self, "signs", tuple(int(s) for s in signs) * (self.size // len(signs)))
@@ -341,10 +337,18 @@ class Hadamard:
         return f"Hadamard({self.size}{'' if self.signs else ', plain'})"
 
 
+def _numbers(given: Any) -> tuple[Any, ...]:
+    """What was given as numbers, one after the other; none where it is something else."""
+    if hasattr(given, "dtype"):
+        given = given.tolist() if jnp.issubdtype(given.dtype, jnp.number) else ()
+    values = tuple(itertools.islice(given, 257)) if isinstance(given, Iterable) else ()
+    return values if all(isinstance(v, int | float | np.number) for v in values) else ()
+
+
 def as_hadamard(who: str, hadamard: bool | Hadamard) -> Hadamard | None:
     """What a `hadamard=` argument means: True is the default transform, False none."""
     if isinstance(hadamard, Hadamard):
         return hadamard
     if isinstance(hadamard, bool):
         return Hadamard() if hadamard else None
-    raise TypeError(f"{who}: hadamard={hadamard!r}; needs True, False or a jaxlowprec.Hadamard")
+    raise TypeError(f"{who}: hadamard={shown(hadamard)}; needs True, False or a jaxlowprec.Hadamard")

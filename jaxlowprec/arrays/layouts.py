@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
+from jaxlowprec.arguments import is_one_of, shown, whole_number
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 
 
 def swizzle(scale: Array) -> Array:
@@ -37,6 +39,7 @@ def swizzle(scale: Array) -> Array:
     >>> jlp.layouts.swizzle(jnp.zeros((130, 5), jnp.uint8)).shape
     (2048,)
     """
+    scale = _array("swizzle", "scale", scale)
     if scale.ndim < 2 or scale.dtype.itemsize != 1:
         raise ValueError(
             f"swizzle: scale has shape {scale.shape} and dtype {scale.dtype}; needs [..., R, C] of one byte"
@@ -53,6 +56,8 @@ def unswizzle(swizzled: Array, rows: int, columns: int) -> Array:
     Raises:
         ValueError: a length that rows and columns do not have.
     """
+    rows, columns = _sizes("unswizzle", rows, columns)
+    swizzled = _array("unswizzle", "swizzled", swizzled)
     down, across = -(-rows // 128), -(-columns // 4)
     if swizzled.ndim < 1 or swizzled.shape[-1] != down * across * 512:
         raise ValueError(
@@ -94,6 +99,10 @@ def logical_scales(scales: Array, fmt: Format, rows: int, columns: int) -> Array
     Raises:
         ValueError: a shape that those do not have.
     """
+    who = "logical_scales"
+    _check_format(who, fmt)
+    rows, columns = _sizes(who, rows, columns)
+    scales = _array(who, "scales", scales)
     if fmt.scaling == "tensor":
         return scales
     lines, blocks = -(-rows // fmt.length) if fmt.tiles else rows, -(-columns // fmt.length)
@@ -137,10 +146,17 @@ def from_compact(data: Array, scale: Array, fmt: Format, axis: int = -1, dtype: 
     Raises:
         ValueError: packed 4-bit codes, another axis than -1 or -2, or scales that do not fit.
     """
-    if fmt.packed or data.ndim < 2 or axis not in (-1, -2):
+    who = "from_compact"
+    _check_format(who, fmt)
+    data, scale = _array(who, "data", data), _array(who, "scale", scale)
+    if fmt.packed or data.ndim < 2 or not is_one_of(axis, (-1, -2)):
         raise ValueError(
-            f"from_compact: {fmt}, data {data.shape}, axis={axis}; needs 8-bit codes [..., M, K], axis -1 or -2"
+            f"{who}: {fmt}, data {data.shape}, axis={shown(axis)}; needs 8-bit codes [..., M, K], axis -1 or -2"
         )
+    try:
+        dtype = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who}: dtype={shown(dtype)}; needs a dtype such as bfloat16") from None
     matrix = data.shape[-2:]
     if axis == -2:
         data = jnp.swapaxes(data, -1, -2)
@@ -149,8 +165,26 @@ def from_compact(data: Array, scale: Array, fmt: Format, axis: int = -1, dtype: 
     blocks = (-(-lines // fmt.length) if fmt.tiles else lines, -(-length // fmt.length))
     expected = (*data.shape[:-2], *(() if fmt.scaling == "tensor" else blocks))
     if scale.shape != expected:
-        raise ValueError(f"from_compact: scales have shape {scale.shape}, their lines first; {fmt} needs {expected}")
-    return QuantizedArray(data, scale, None, None, fmt, matrix, jnp.dtype(dtype), axis, None)
+        raise ValueError(f"{who}: scales have shape {scale.shape}, their lines first; {fmt} needs {expected}")
+    if (data.dtype, scale.dtype) != (fmt.data_dtype, fmt.scale_dtype):
+        needs = f"{jnp.dtype(fmt.data_dtype)} and {jnp.dtype(fmt.scale_dtype)}"
+        raise ValueError(f"{who}: data is {data.dtype} and scale {scale.dtype}; {fmt} needs {needs}")
+    return QuantizedArray(data, scale, None, None, fmt, matrix, dtype, axis, None)
+
+
+def _array(who: str, name: str, x: Any) -> Array:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{who}: {name}={shown(x)}; needs an array")
+    return jnp.asarray(x)
+
+
+def _sizes(who: str, rows: Any, columns: Any) -> tuple[int, int]:
+    return whole_number(who, "rows", rows, 0), whole_number(who, "columns", columns, 0)
+
+
+def _check_format(who: str, fmt: Any) -> None:
+    if not isinstance(fmt, Format) or fmt.scaling == "float16":
+        raise TypeError(f"{who}: fmt={shown(fmt)}; needs a format of floats such as MXFP8()")
 
 
 def _up(n: int, multiple: int) -> int:
@@ -171,6 +205,7 @@ def pad_to_multiples(x: jax.Array, rows: int, columns: int) -> jax.Array:
 
 def _lines(q: QuantizedArray, who: str) -> tuple[int, int]:
     """The number of lines that blocks run along, and their length."""
+    check_quantized(who, "q", q)
     if len(q.matrix) != 2:
         raise ValueError(f"{who}: shape {q.shape} is a vector; needs two dimensions or more")
     rows, columns = q.matrix if q.axis == -1 else q.matrix[::-1]

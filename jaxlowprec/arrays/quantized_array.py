@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arguments import one_of, shown
+from jaxlowprec.arrays.formats import Format, Hadamard, Int4
 
 _PLACE = "_empty"  # None, but for trees of other things than arrays
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("data", "scale", "amax", "zero_point"))
@@ -57,6 +61,16 @@ class QuantizedArray:
     dtype: Any
     axis: int
     hadamard: Hadamard | None
+
+    def __post_init__(self):
+        who = "QuantizedArray"
+        if not isinstance(self.format, Format):
+            raise TypeError(f"{who}: format={shown(self.format)}; needs a format such as NVFP4()")
+        if not isinstance(self.matrix, tuple) or len(self.matrix) not in (1, 2) or not all(map(_is_size, self.matrix)):
+            raise TypeError(f"{who}: matrix={shown(self.matrix)}; needs a tuple of one or two sizes")
+        one_of(who, "axis", self.axis, -1, -2)
+        if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
+            raise TypeError(f"{who}: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
 
     # By hand: jax.tree_util.register_dataclass takes 3 us longer, a sixth of an eager call on a small array.
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -131,6 +145,62 @@ class QuantizedArray:
             )
         except (AttributeError, TypeError):  # leaves that are not arrays, as transformations put there
             return f"QuantizedArray({self.format}, data={self.data}, scale={self.scale}, amax={self.amax})"
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, int | np.integer) or jax.export.is_symbolic_dim(size)
+
+
+def arrays_of_lines(fmt: Format, lines: int, length: int) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of the codes and of the scales of that many lines of that length."""
+    blocks = -(-length // fmt.length)
+    codes = -(-blocks * fmt.length // 2) if fmt.packed else length
+    scales = () if fmt.scaling == "tensor" else (-(-lines // fmt.length) if fmt.tiles else lines, blocks)
+    return [((lines, codes), fmt.data_dtype), (scales, fmt.scale_dtype)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrays(
+    fmt: Format, matrix: tuple[int, ...], axis: int, hadamard: Hadamard | None, batch: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Shape and dtype of each array field, None for a field that there is not."""
+    lines, length = (1, *matrix) if len(matrix) == 1 else matrix if axis == -1 else matrix[::-1]
+    if hadamard is not None:
+        length += -length % hadamard.size
+    codes, scales = arrays_of_lines(fmt, lines, length)
+    if len(matrix) == 1:
+        codes, scales = ((shape[1:], dtype) for shape, dtype in (codes, scales))
+    amax = ((), jnp.float32) if fmt.scaling == "two_level" else None
+    zero_point = (scales[0], jnp.uint8) if isinstance(fmt, Int4) and not fmt.symmetric else None
+    fields = (codes, scales, amax, zero_point)
+    return tuple(None if f is None else ((*batch, *f[0]), jnp.dtype(f[1])) for f in fields)
+
+
+def _described(array: tuple[Any, Any] | None) -> str:
+    return "None" if array is None else f"{array[1]}{list(array[0] or ())}"
+
+
+def check_quantized(who: str, name: str, q: Any) -> None:
+    """Raises unless q is a QuantizedArray whose arrays are those of its format and shape.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: an array of another shape or dtype, as one made by hand or for another format has.
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(
+            f"{who}: {name} is a {type(q).__name__}; needs a QuantizedArray, as jaxlowprec.quantize returns"
+        )
+    fields = (q.data, q.scale, q.amax, q.zero_point)
+    found = tuple(None if f is None else (getattr(f, "shape", None), getattr(f, "dtype", None)) for f in fields)
+    shape = getattr(q.data, "shape", ())
+    batch = shape[: len(shape) - len(q.matrix)]
+    if found != (needed := _arrays(q.format, q.matrix, q.axis, q.hadamard, batch)):
+        field, has, needs = next(
+            (f, h, n) for f, h, n in zip(("data", "scale", "amax", "zero_point"), found, needed, strict=True) if h != n
+        )
+        what = f"{q.format} of {'x'.join(map(str, q.matrix))} along axis {q.axis}"
+        raise ValueError(f"{who}: {name}.{field} is {_described(has)}; {what} needs {_described(needs)}")
 
 
 def _without_defaults(value: Any) -> str:

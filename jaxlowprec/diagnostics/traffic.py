@@ -15,6 +15,8 @@ import math
 import re
 from typing import Any
 
+from jaxlowprec.arguments import shown
+
 _KINDS = "all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
@@ -72,6 +74,8 @@ def collectives(compiled: Any) -> list[Collective]:
     >>> jlp.traffic.collectives(jax.jit(lambda x: x + 1).lower(jnp.ones(4)).compile())
     []
     """
+    if not isinstance(compiled, str) and not callable(getattr(compiled, "as_text", None)):
+        raise TypeError(f"collectives: compiled={shown(compiled)}; needs jax.jit(f).lower(...).compile(), or its text")
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     return [_collective(m[1], m[2], m[3], line) for line in text.splitlines() if (m := _INSTRUCTION.search(line))]
 

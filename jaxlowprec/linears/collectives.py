@@ -9,8 +9,8 @@ from collections.abc import Hashable
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.checks import axis_from_the_front
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.ops.checks import axis_from_the_front, mesh_axes
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits
 from jaxlowprec.wiring.defining import as_bytes, from_bytes, varying_axes
 
@@ -37,7 +37,7 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
 
     Raises:
         TypeError: q is no QuantizedArray.
-        ValueError: an axis that q does not have, or shards that end within a block.
+        ValueError: an axis that q does not have, no mesh axis of that name, or shards that end within a block.
 
     Source: numerics.md 2 to 6 for what the bytes are.
 
@@ -54,6 +54,8 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
     who = "all_gather_quantized"
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray: quantise the shard first")
+    check_quantized(who, "q", q)
+    mesh_axes(who, axis_name)
     from_the_end = axis_from_the_front(who, axis, q.ndim, f"a QuantizedArray of shape {q.shape}") - q.ndim
     if from_the_end < -len(q.matrix):
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
+from jaxlowprec.arguments import shown
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
@@ -42,11 +44,26 @@ def init_state(recipe: DelayedScaling) -> State:
     >>> state["input_amax_history"].shape, state["input_scale"].shape
     ((16,), (1,))
     """
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(f"init_state: recipe={shown(recipe)}; needs a DelayedScaling")
     state = {}
     for tensor in TENSORS:
         state[f"{tensor}_amax_history"] = jnp.zeros(recipe.amax_history_len, jnp.float32)
         state[f"{tensor}_scale"] = jnp.ones(1, jnp.float32)
     return state
+
+
+def check_mapping(who: str, state: Any) -> None:
+    """Raises TypeError unless the state is a mapping."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{who}: state is a {type(state).__name__}; needs what jaxlowprec.delayed_scaling.init_state(recipe) makes"
+        )
+
+
+def _is_float(dtype: Any) -> bool:
+    """Whether it is a float, or Flax's fp8_ops.fm32."""
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
@@ -57,13 +74,13 @@ def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
             "autocast(recipe), call jaxlowprec.nnx.add_delayed_scaling(model, recipe), or pass "
             "state=jaxlowprec.delayed_scaling.init_state(recipe)"
         )
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            f"{who}: state is a {type(state).__name__}; needs what jaxlowprec.delayed_scaling.init_state(recipe) makes"
-        )
+    check_mapping(who, state)
     for tensor in TENSORS:
         for name, shape in ((f"{tensor}_amax_history", (recipe.amax_history_len,)), (f"{tensor}_scale", (1,))):
-            found = getattr(state.get(name), "shape", None)
+            leaf = state.get(name)
+            found, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+            if found == shape and not (_is_float(dtype) and isinstance(leaf, jax.Array | np.ndarray)):
+                raise TypeError(f"{who}: state[{name!r}] is a {type(leaf).__name__} of {dtype}; needs a float32 array")
             if found != shape:
                 raise ValueError(
                     f"{who}: state[{name!r}] has shape {found}; {recipe} needs {shape}: make it anew for this recipe"
@@ -190,6 +207,10 @@ def add_gradients(a: Any, b: Any) -> Any:
     >>> jlp.delayed_scaling.add_gradients({"w": 1.0, key: {"s": 2.0}}, {"w": 3.0, key: {"s": 1.5}})[key]["s"].item()
     2.0
     """
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (a, b)]
+    if structures[0] != structures[1]:
+        first, second = map(shown, structures)
+        raise ValueError(f"add_gradients: trees {first} and {second} differ; needs gradients of one model")
     return jax.tree_util.tree_map_with_path(lambda path, x, y: jnp.maximum(x, y) if is_state(path) else x + y, a, b)
 
 
@@ -207,6 +228,8 @@ def combined_by_max(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> jax.grad(loss)({"w": 3.0})["w"].item()
     6.0
     """
+    if not callable(function):
+        raise TypeError(f"combined_by_max: function={shown(function)}; needs a function of a tree of variables")
     from flax.linen.fp8_ops import fm32  # Flax's type; a gradient of it is added by max
 
     def typed(path, leaf):
@@ -263,6 +286,8 @@ def overwrite_with_gradient(inner: Any) -> Any:
     >>> new["w"][0].item(), new[key]["scale"][0].item()
     (0.5, 8.0)
     """
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"overwrite_with_gradient: inner={shown(inner)}; needs an optax.GradientTransformation")
     import optax  # an example's and a trainer's dependency, not this library's
 
     def parameters(tree):

@@ -7,6 +7,7 @@ so.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,24 +15,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.delayed_scaling import State
-from jaxlowprec.linears.linear import (
-    QuantizedKernel,
-    high_precision_weight,
-    in_high_precision,
-    matmul,
-    operands_and_recipe,
-    recorded,
-)
+from jaxlowprec.linears.layer_call import LayerCall, layer_call
+from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles
-from jaxlowprec.ops.checks import axis_from_the_front, dimension_numbers, float_array, float_dtype
-from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.ops.checks import (
+    a_sharding,
+    axis_from_the_front,
+    dimension_numbers,
+    float_array,
+    float_dtype,
+    not_quantized,
+)
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.wiring.out_sharding import resharded
 
+_TERM = r"[A-Za-z]*(\.\.\.)?[A-Za-z]*"
+_SUBSCRIPTS = re.compile(rf"{_TERM}(,{_TERM})*(->{_TERM})?")
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -77,38 +80,31 @@ def dot_general(
     """
     who = "dot_general"
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    rhs, quantized_kernel, recipe = operands_and_recipe(who, rhs, quantized_kernel, recipe, name)
-    follow: dict[str, Any] = {"recipe": recipe, "key": key, "name": name}
-    follow |= {"quantized_kernel": quantized_kernel, "state": state}
-    y, out_state = _dot_general(who, lhs, rhs, dimension_numbers, options, **follow)
+    a_sharding(who, "out_sharding", out_sharding)
+    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    rhs, call = layer_call(who, rhs, quantized_kernel, **settings)
+    y, out_state = _dot_general(call, lhs, rhs, dimension_numbers, options)
     return y if state is None else (y, out_state)
 
 
 def _dot_general(
-    who: str,
-    lhs: jax.Array,
-    rhs: jax.Array | None,
-    given: DimensionNumbers,
-    options: dict[str, Any],
-    recipe: Recipe | None,
-    key: jax.Array | None,
-    quantized_kernel: QuantizedKernel | None,
-    name: str,
-    state: State | None,
+    call: LayerCall, lhs: jax.Array, rhs: jax.Array | None, given: DimensionNumbers, options: dict[str, Any]
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling where there is one."""
+    who, quantized_kernel = call.who, call.quantized
     if rhs is None and quantized_kernel is None:
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
-    if recipe is None and in_high_precision(recipe, rhs, quantized_kernel):
-        rhs = high_precision_weight(who, rhs, quantized_kernel)
-        with in_profiles(name):
-            return jax.lax.dot_general(lhs, rhs, given, **options), state
+    if call.recipe is None and call.in_high_precision(rhs):
+        not_quantized(who, "lhs", lhs)
+        rhs = call.high_precision_weight(rhs)
+        with in_profiles(call.name):
+            return jax.lax.dot_general(lhs, rhs, given, **options), call.state
     lhs = float_array(who, "lhs", lhs)
     rhs = None if rhs is None else float_array(who, "rhs", rhs)
-    if isinstance(recipe, Calibrating):
-        rhs = high_precision_weight(who, rhs, quantized_kernel)
+    if call.calibrates:
+        rhs = call.high_precision_weight(rhs)
         y = jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options)
-        return recorded(who, recipe, lhs, rhs, y, state)
+        return call.recorded(lhs, rhs, y)
     dims = dimension_numbers(who, given, lhs.ndim, None if rhs is None else rhs.ndim)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     if not lhs_contract:
@@ -124,11 +120,10 @@ def _dot_general(
         rhs_free = quantized_kernel.shape[len(batch) + 1 :]
         if quantized_kernel.shape[: len(batch) + 1] != (*batch, x.shape[-1]):
             raise ValueError(f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dims}")
-    out_dtype = float_dtype(who, "preferred_element_type", options["preferred_element_type"] or lhs.dtype)
+    preferred = options["preferred_element_type"]
+    out_dtype = float_dtype(who, "preferred_element_type", lhs.dtype if preferred is None else preferred)
     slices = x.ndim > len(batch) + 2
-    precision = checked_precision(who, options["precision"])
-    follow = (recipe, key, quantized_kernel, name, out_dtype, state, precision)
-    y, out_state = matmul(who, x, w, None, *follow, slices=slices)
+    y, out_state = call.matmul(x, w, None, out_dtype, slices=slices)
     return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
 
 
@@ -221,27 +216,24 @@ def einsum(
     (2, 8, 4, 16)
     """
     who = "einsum"
+    a_sharding(who, "out_sharding", out_sharding)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    follow = {"recipe": recipe, "key": key, "quantized_kernel": None, "name": name}
-    if len(operands) == 2 and isinstance(loaded := operands[1], QuantizedArray):
-        y = _einsum_of_loaded(who, subscripts, operands[0], loaded, options, follow)
-        return y if state is None else (y, state)
-    follow["recipe"] = resolve(who, recipe, name)
-    y, out_state = _einsum(who, subscripts, operands, options, follow, state)
+    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    is_loaded = len(operands) == 2 and isinstance(operands[1], QuantizedArray)
+    _, call = layer_call(who, operands[1] if is_loaded else None, None, **settings)
+    y, out_state = (_einsum_of_loaded if is_loaded else _einsum)(call, subscripts, operands, options)
     return y if state is None else (y, out_state)
 
 
 def _einsum(
-    who: str,
-    subscripts: str,
-    operands: tuple[Any, ...],
-    options: dict[str, Any],
-    follow: dict[str, Any],
-    state: State | None,
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[jax.Array, State | None]:
     """The product, and the state of delayed scaling where there is one."""
-    if follow["recipe"] is None:
-        with in_profiles(follow["name"]):
+    who, state = call.who, call.state
+    if call.recipe is None:
+        for i, operand in enumerate(operands):
+            not_quantized(who, f"operand {i}", operand)
+        with in_profiles(call.name):
             return jnp.einsum(subscripts, *operands, **options), state
     if len(operands) != 2:
         raise ValueError(
@@ -253,16 +245,16 @@ def _einsum(
     batch, contract = [n for n in shared if n in out], [n for n in shared if n not in out]
     if not contract:
         return jnp.einsum(subscripts, x, w, **options), state
-    if isinstance(follow["recipe"], Calibrating):
+    if call.calibrates:
         y = jnp.einsum(subscripts, x, w.astype(x.dtype), **options)
-        return recorded(who, follow["recipe"], x, w, y, state)
+        return call.recorded(x, w, y)
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
     w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
     contract_dims, batch_dims = (
         ([x_names.index(n) for n in group], [w_names.index(n) for n in group]) for group in (contract, batch)
     )
     dims = (contract_dims, batch_dims)
-    y, out_state = _dot_general(who, x, w, dims, options | {"out_sharding": None}, **follow, state=state)
+    y, out_state = _dot_general(call, x, w, dims, options | {"out_sharding": None})
     names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
     return resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
 
@@ -280,9 +272,10 @@ def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
 
 
 def _einsum_of_loaded(
-    who: str, subscripts: str, x: Any, q: QuantizedArray, options: dict[str, Any], follow: dict[str, Any]
-) -> jax.Array:
-    """The product with a weight that is quantised along its second last axis."""
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[jax.Array, State | None]:
+    """The product with a weight that is quantised along its second last axis, and the state as it is."""
+    who, (x, q) = call.who, operands
     x = float_array(who, "operand 0", x)
     (x_names, w_names), out = _parse(who, subscripts, x.ndim, q.ndim)
     *batch, contracted, free = w_names
@@ -295,9 +288,9 @@ def _einsum_of_loaded(
     lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])
     dims = ((lhs_dims[0], [len(batch)]), (lhs_dims[1], list(range(len(batch)))))
     wanted, options = options["out_sharding"], options | {"out_sharding": None}
-    y = dot_general(x, q, dims, **options, **follow)
+    y, state = _dot_general(call, x, None, dims, options)
     names = batch + [n for n in x_names if n not in w_names] + [free]
-    return resharded(y.transpose([names.index(n) for n in out]), wanted)
+    return resharded(y.transpose([names.index(n) for n in out]), wanted), state
 
 
 def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -309,7 +302,10 @@ def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int,
 
 def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], list[str]]:
     """Axis names of each operand and of the result; those of "..." are numbered from the right, as broadcasting is."""
+    a_text(who, subscripts=subscripts)
     text = subscripts.replace(" ", "")
+    if not _SUBSCRIPTS.fullmatch(text):
+        raise ValueError(f'{who}: subscripts={shown(subscripts)}; needs letters and "...", such as "btd,dh->bth"')
     inputs, arrow, out = text.partition("->")
     terms = inputs.split(",")
     if len(terms) != len(ndims):

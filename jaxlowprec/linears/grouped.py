@@ -13,17 +13,18 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlowprec import wiring
+from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import weight_only
 from jaxlowprec.linears.grouped_products import Plan, WeightOnlyPlan, biased, quantized_groups, weight_only_groups
-from jaxlowprec.linears.linear import rounds_stochastically
+from jaxlowprec.linears.layer_call import rounds_stochastically
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.ops.quantize.keys import Randomness, key_words, keyless_seed, slice_words
+from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
@@ -77,6 +78,8 @@ def grouped_matmul(
     ((5, 16), dtype(bfloat16), 32.0)
     """
     who = "grouped_matmul"
+    a_text(who, name=name)
+    check_key(who, key)
     x = float_array(who, "x", x)
     kernels = kernels if isinstance(kernels, QuantizedArray) else float_array(who, "kernels", kernels)
     sizes = _checked_sizes(who, group_sizes, x.shape[0] if x.ndim == 2 else 0)
@@ -151,8 +154,11 @@ def ragged_dot(
     >>> y.shape
     (4, 8)
     """
+    who = "ragged_dot"
     if group_offset is not None:
-        raise NotImplementedError("ragged_dot: group_offset is not supported; leave it out and slice the groups")
+        raise NotImplementedError(f"{who}: group_offset is not supported; leave it out and slice the groups")
+    lhs = float_array(who, "lhs", lhs)
+    rhs = rhs if isinstance(rhs, QuantizedArray) else float_array(who, "rhs", rhs)
     out_dtype = preferred_element_type
     if out_dtype is None:
         out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
@@ -166,13 +172,22 @@ def _aligned(*operands: Any) -> tuple[Any, ...]:
     return wiring.align_varying(*operands)
 
 
-def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
-    """int32 [E], cut to the rows. Sizes that are known are checked whole, before JAX narrows them."""
-    sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
+def integer_sizes(who: str, group_sizes: Any) -> Any:
+    """An array of them, NumPy's where they are known."""
+    try:
+        sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who}: group_sizes={shown(group_sizes)}; needs integers [E], one a group") from None
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim != 1:
         raise TypeError(
             f"{who}: group_sizes has dtype {sizes.dtype} and shape {sizes.shape}; needs integers [E], one a group"
         )
+    return sizes
+
+
+def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
+    """int32 [E], cut to the rows. Sizes that are known are checked whole, before JAX narrows them."""
+    sizes = integer_sizes(who, group_sizes)
     if rows >= LEAST_TOO_LARGE:
         raise ValueError(f"{who}: x has {rows} rows; needs fewer than 2^31: split them into several calls")
     if isinstance(sizes, np.ndarray):

@@ -1,8 +1,4 @@
-"""The quantised linear, and what `linear`, `dot_general` and `einsum` share: which recipe, which layout, which product.
-
-The product itself is `quantized_matmul`, or `weight_only` where the weight alone is quantised. Residuals carry
-checkpoint names (`residuals`), for policies such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
-"""
+"""The quantised linear, and a kernel that is quantised once for many of its calls."""
 
 from __future__ import annotations
 
@@ -14,20 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling, weight_only
-from jaxlowprec.linears.quantized_matmul import Plan, QuantizedKernel, quantized_matmul, recording
+from jaxlowprec.linears.layer_call import layer_call
+from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles
-from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.ops.quantize.api import quantize_both, whole_slices
-from jaxlowprec.ops.quantize.keys import Randomness, key_words, keyless_seed, slice_words
-from jaxlowprec.ops.slices import merged_rows, sliced_rows
+from jaxlowprec.ops.checks import a_sharding, float_array
+from jaxlowprec.ops.quantize.api import quantize_both
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.recipes.roles import Recipe, Roles
-from jaxlowprec.recipes.transformer_engine import Calibrating
-from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.wiring.out_sharding import resharded
 
 
 def quantize_kernel(
@@ -136,169 +128,33 @@ def linear(
     ((64, 32), dtype('float32'))
     """
     who = "linear"
-    precision = checked_precision(who, precision)
-    kernel, quantized_kernel, recipe = operands_and_recipe(who, kernel, quantized_kernel, recipe, name)
+    a_sharding(who, "out_sharding", out_sharding)
+    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    kernel, call = layer_call(who, kernel, quantized_kernel, **settings)
     x = float_array(who, "x", x)
     if kernel is not None:
         kernel = float_array(who, "kernel", kernel)
         shape = kernel.shape
-    elif quantized_kernel is not None:
-        shape = quantized_kernel.shape
+    elif call.quantized is not None:
+        shape = call.quantized.shape
     else:
         raise ValueError(f"{who}: kernel is None; without quantized_kernel= there is no weight")
     if len(shape) != 2 or x.ndim < 1 or x.shape[-1] != shape[0]:
         raise ValueError(f"{who}: x {x.shape} and kernel {shape}: needs x [..., K] and kernel [K, N]")
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != shape[1:]:
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
-    if in_high_precision(recipe, kernel, quantized_kernel):
-        kernel = high_precision_weight(who, kernel, quantized_kernel)
+    if call.in_high_precision(kernel):
+        kernel = call.high_precision_weight(kernel)
         dims = (((x.ndim - 1,), (0,)), ((), ()))
         with in_profiles(name):
-            y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, precision, out_sharding=out_sharding)
+            y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, call.precision, out_sharding=out_sharding)
             y = y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
-        if isinstance(recipe, Calibrating):
-            y, state = recorded(who, recipe, x, kernel, y, state)
+        if call.calibrates:
+            y, state = call.recorded(x, kernel, y)
         return y if state is None else (y, state)
     lines = [math.prod(x.shape[:-2]), x.shape[-2]] if x.ndim > 2 else [math.prod(x.shape[:-1])]
     tokens = x.reshape(*lines, shape[0])
     fits = out_sharding if x.ndim in (2, 3) else None
-    options = (quantized_kernel, name, x.dtype, state, precision, fits, x.ndim > 2)
-    y, out_state = matmul(who, tokens, kernel, bias, recipe, key, *options)
+    y, out_state = call.matmul(tokens, kernel, bias, x.dtype, fits, x.ndim > 2)
     y = resharded(y.reshape(*x.shape[:-1], shape[1]), out_sharding)
     return y if state is None else (y, out_state)
-
-
-def operands_and_recipe(
-    who: str, kernel: Any, quantized: QuantizedKernel | None, recipe: Any, name: str
-) -> tuple[jax.Array | None, QuantizedKernel | None, Recipe | None]:
-    """The kernel, in high precision or loaded, and the recipe that its layer follows here."""
-    if not isinstance(kernel, QuantizedArray):
-        return kernel, quantized, resolve(who, recipe, name)
-    if quantized is not None:
-        raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
-    weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
-    return None, QuantizedKernel(None, kernel), None
-
-
-def in_high_precision(recipe: Recipe | None, w: Any, quantized: QuantizedKernel | None) -> bool:
-    """Whether a product is computed without quantising anything; a loaded weight is quantised without a recipe."""
-    loaded = w is None and quantized is not None and quantized.weight_only
-    return isinstance(recipe, Calibrating) or (recipe is None and not loaded)
-
-
-def matmul(
-    who: str,
-    x: Float[Array, "*B T K"],
-    w: Float[Array, "*B K N"] | None,
-    bias: Float[Array, "N"] | None,
-    recipe: Recipe | None,
-    key: jax.Array | None,
-    quantized: QuantizedKernel | None,
-    name: str,
-    out_dtype: Any,
-    state: delayed_scaling.State | None,
-    precision: Any,
-    out_sharding: Any = None,
-    slices: bool = False,
-) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
-    """What `linear`, `dot_general` and `einsum` come down to: x in the input's role, w in the weight's.
-
-    Without a recipe `quantized` is a loaded weight. `precision` is checked. `slices`: x is [..., S, T, K] for a weight
-    without S, and so is the result; that S and T stay two axes lets a mesh split both. Where a block would lie on two
-    slices they are merged.
-    """
-    if slices and _must_merge(who, x, w if w is not None else quantized, recipe, name):
-        merged = matmul(who, merged_rows(x), w, bias, recipe, key, quantized, name, out_dtype, state, precision)
-        return resharded(sliced_rows(merged[0], *x.shape[-3:-1]), out_sharding), merged[1]
-    if out_sharding is None and sharding_of(x):  # the same type whatever is kept for the backward pass
-        loaded: Any = quantized
-        features = dimensions_of(w)[-1] if w is not None else dimensions_of(loaded.columnwise.data)[-2]
-        out_sharding = sharding_of_product(x, features)
-    if recipe is None:
-        q: Any = None if quantized is None else quantized.columnwise
-        served: tuple[Any, Any, None] = (q.format, "identity", None)
-        options = (out_dtype, out_sharding, slices, precision)
-        return weight_only.matmul(who, name, x, None, bias, q, *served, *options), state
-    if recipe.delayed is not None:
-        state = delayed_scaling.check_state(who, recipe.delayed, state)
-    roles = recipe.roles("linear", name)
-    if quantized is not None:
-        has, wants = (quantized.columnwise.format, quantized.weight_only), "high precision"
-        if roles.weight is not None:
-            wants = f"{roles.weight.format} for {_inputs(roles.ste is not None)}"
-        if roles.weight is None or has != (roles.weight.format, roles.ste is not None):
-            raise ValueError(
-                f"{who}: quantized_kernel is {has[0]} for {_inputs(has[1])} but the recipe wants {wants}; "
-                "quantise it again under this recipe"
-            )
-        if w is not None and quantized.shape != w.shape:
-            raise ValueError(f"{who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
-    if roles.ste is not None and roles.weight is not None:
-        loaded = None if quantized is None else quantized.columnwise
-        how = (roles.weight.format, roles.ste, roles.served_dtype)
-        options = (out_dtype, out_sharding, slices, precision)
-        return weight_only.matmul(who, name, x, w, bias, loaded, *how, *options), state
-    rows = -3 if slices else -2
-    randomness = None
-    if rounds_stochastically(roles) and key is not None:
-        randomness = Randomness(words=slice_words(key_words(who, key, ()), x.shape[:rows]))
-    elif rounds_stochastically(roles):
-        features = (w if w is not None else quantized).shape[-1]
-        randomness = Randomness(seed=keyless_seed(math.prod(x.shape[rows:-1]), features, name))
-    shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    result = jnp.dtype(out_dtype), shardings, out_sharding
-    plan = Plan(roles, recipe.backward_override, recipe.delayed, *result, slices, precision)
-    operands = wiring.align_varying(x, w, bias, randomness, quantized)
-    used = None
-    if recipe.delayed is not None:
-        used, state = delayed_scaling.used_and_handed_on(state)
-    with in_profiles(name):
-        return quantized_matmul(plan, *operands, used), state
-
-
-def _must_merge(who: str, x: jax.Array, weight: Any, recipe: Recipe | None, name: str) -> bool:
-    """Whether slices [..., S, T, K] have to be merged, lest a block of x, or of its gradient, lie on two of them.
-
-    Raises ValueError where that cannot be: two split axes would be strided.
-    """
-    roles = None if recipe is None else recipe.roles("linear", name)
-    if roles is None or roles.ste is not None:  # x is not quantised
-        return len(weight.shape) > 2  # a weight for each of further axes needs matrices
-    quantised = [role for role in (roles.input, roles.gradient) if role is not None]
-    together = math.lcm(*(whole_slices(r.format, r.hadamard, r.rounding, columnwise=True) for r in quantised))
-    if x.size > 0 and x.shape[-2] % together == 0:
-        return False
-    rows = dimensions_of(x)[-2] if sharding_of(x) else ()
-    if rows and x.shape[-3] > 1:
-        raise ValueError(
-            f"{who}: x {x.shape} is split over {rows} along its second last axis and has {x.shape[-2]} rows in a "
-            f"slice, where blocks need a multiple of {together}; reshard x to leave that axis whole, or pad it"
-        )
-    return True
-
-
-def _inputs(high_precision: bool) -> str:
-    return f"{'high-precision' if high_precision else 'quantised'} inputs"
-
-
-def high_precision_weight(who: str, w: jax.Array | None, quantized: QuantizedKernel | None) -> jax.Array:
-    """The weight of a product in high precision."""
-    if w is None or quantized is not None:
-        raise ValueError(
-            f"{who}: quantized_kernel= without a recipe that quantises; pass the recipe it was quantised for"
-        )
-    return w
-
-
-def recorded(
-    who: str, recipe: Calibrating, x: jax.Array, w: jax.Array, y: jax.Array, state: delayed_scaling.State | None
-) -> tuple[jax.Array, delayed_scaling.State]:
-    """A product and its state; the state's gradient is what x, w and the gradient of y make of it (calibrating)."""
-    state = delayed_scaling.check_state(who, recipe.delayed, state)
-    used, state = delayed_scaling.used_and_handed_on(state)
-    return recording(recipe.delayed, *wiring.align_varying(x, w, y), used), state
-
-
-def rounds_stochastically(roles: Roles) -> bool:
-    """Whether a key is of use."""
-    return roles.gradient is not None and roles.gradient.rounding == "stochastic"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format, Int4
-from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -40,6 +40,20 @@ from jaxlowprec.recipes.roles import Recipe, StraightThrough
 from jaxlowprec.wiring.out_sharding import sharding_of
 
 
+class Served(NamedTuple):
+    """How a weight is served, and how its gradient reaches the master weight.
+
+    Attributes:
+        format: what it is quantised to.
+        ste: the straight-through estimator, see `fake_quantize`.
+        served_dtype: what the master weight is rounded to before, or None.
+    """
+
+    format: Format
+    ste: StraightThrough
+    served_dtype: str | None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """What a product is traced with. The layer's name is no part of it: equal layers are traced once.
@@ -51,9 +65,7 @@ class _Plan:
         precision: of the backward GEMMs, checked; the forward one always has float32 sums.
     """
 
-    format: Format
-    ste: StraightThrough
-    served_dtype: str | None
+    served: Served
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
@@ -62,28 +74,22 @@ class _Plan:
 
 
 def matmul(
-    who: str,
-    name: str,
     x: Float[Array, "*B T K"],
     w: Float[Array, "*B K N"] | None,
     bias: Float[Array, "N"] | None,
     q: QuantizedArray | None,
-    fmt: Format,
-    ste: StraightThrough,
-    served_dtype: str | None,
-    out_dtype: Any,
-    out_sharding: Any,
-    slices: bool,
+    served: Served,
+    result: tuple[Any, Any, bool],
     precision: Any,
 ) -> Float[Array, "*B T N"]:
-    """x times a weight in this format: the master weight w, or q, which it was quantised to, or both."""
-    if q is None:
-        check_whole_groups(who, name, w, fmt)
+    """x times a weight as it is served: the master weight w, or q, which it was quantised to, or both.
+
+    `result`: its dtype, its sharding in explicit mode, and `slices` (see `_Plan`).
+    """
+    out_dtype, out_sharding, slices = result
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    plan = _Plan(fmt, ste, served_dtype, jnp.dtype(out_dtype), shardings, out_sharding, slices, precision)
-    operands = wiring.align_varying(x, w, bias, q)
-    with in_profiles(name):
-        return _matmul_jit(plan, *operands)
+    plan = _Plan(served, jnp.dtype(out_dtype), shardings, out_sharding, slices, precision)
+    return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
 
 
 def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
@@ -136,6 +142,7 @@ def _shard_of_k(kernel: Any) -> int:
 
 def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
     """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in what a recipe wants if there is one."""
+    check_quantized(who, "kernel", q)
     if len(q.matrix) != 2 or q.axis != -2:
         remedy = "pass kernel.mT" if len(q.matrix) == 2 else "needs two dimensions"
         raise ValueError(
@@ -163,7 +170,7 @@ def _matmul(plan: _Plan, x, w, bias, q):
 def _fprop(plan: _Plan, x, w, bias, q):
     if q is None:
         with in_profiles("quantize weight"):
-            q = quantize_weight(w, plan.format, plan.served_dtype)
+            q = quantize_weight(w, plan.served.format, plan.served.served_dtype)
     with in_profiles("fprop"):
         return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding), q
 
@@ -172,7 +179,12 @@ def _forward(plan: _Plan, x, w, bias, q):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _fprop(plan, x, w, bias, q)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
-    return y, (None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if plan.ste == "clipped" else None, like)
+    return y, (
+        None if w is None else x,
+        named(q, CHECKPOINT_NAMES[1]),
+        w if plan.served.ste == "clipped" else None,
+        like,
+    )
 
 
 def _backward(plan: _Plan, residuals, dy):
@@ -187,7 +199,7 @@ def _backward(plan: _Plan, residuals, dy):
         with in_profiles("wgrad"):
             dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
     if clipped is not None:
-        dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
+        dw = through_estimator(dw, clipped, plan.served.format, plan.served.ste, plan.served.served_dtype)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 
 import jaxlowprec.linen
 import jaxlowprec.nnx
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.dot_general import contracts_second_last
 from jaxlowprec.linears.linear import kernel_matrices
@@ -107,6 +108,9 @@ def explain(
         if isinstance(model, nnx.Module):
             return Explanation(tuple(_nnx_layers(model).values()))
         if isinstance(model, nn.Module):
+            if not args or not isinstance(args[0], Mapping) or "params" not in args[0]:
+                given = shown(args[0]) if args else "nothing"
+                raise TypeError(f"explain: a Linen module, then {given}; needs its variables, then the model's inputs")
             return Explanation(tuple(_linen_layers(model, *args, **kwargs).values()))
     raise TypeError(f"explain: model is a {type(model).__name__}; needs a Flax Linen or NNX module")
 

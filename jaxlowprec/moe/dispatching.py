@@ -9,13 +9,17 @@ Both are gathers forward and backward: no addition depends on how other tokens a
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec import wiring
+from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.moe.router import in_order
+from jaxlowprec.ops.checks import array
 from jaxlowprec.ops.rounding import rounded
 
 
@@ -50,11 +54,14 @@ def dispatch(experts: Int32[Array, "T k"], num_experts: int) -> Dispatch:
     >>> found.order.tolist(), found.places.tolist(), found.group_sizes.tolist()
     ([1, 2, 3, 0], [[3, 0], [1, 2]], [2, 1, 1])
     """
+    if not isinstance(experts, jax.Array | np.ndarray):
+        raise TypeError(f"dispatch: experts={shown(experts)}; needs int32 [tokens, k]")
+    num_experts = whole_number("dispatch", "num_experts", num_experts, 0)
     if experts.ndim != 2 or experts.dtype != jnp.int32:
         raise (ValueError if experts.ndim != 2 else TypeError)(
             f"dispatch: experts are {experts.dtype}{list(experts.shape)}; needs int32 [tokens, k]"
         )
-    flat = experts.reshape(-1)
+    flat = jnp.asarray(experts).reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     places = jnp.argsort(order, stable=True).astype(jnp.int32).reshape(experts.shape)
@@ -70,7 +77,24 @@ def scatter_to_experts(x: Float[Array, "T D"], where: Dispatch) -> Float[Array, 
     >>> jlp.moe.scatter_to_experts(jnp.asarray([[1.0], [2.0]]), found).ravel().tolist()
     [1.0, 2.0, 2.0, 1.0]
     """
+    who = "scatter_to_experts"
+    tokens, _ = _places(who, where)
+    x = array(who, "x", x)
+    if x.ndim < 1 or x.shape[0] != tokens:
+        raise ValueError(f"{who}: x has shape {x.shape} and where {tokens} tokens; needs x [tokens, D]")
     return _scatter(*wiring.align_varying(x, where.order, where.places))
+
+
+def _places(who: str, where: Any) -> tuple[int, int]:
+    """The tokens and the k of a dispatch, if it is one."""
+    if not isinstance(where, Dispatch):
+        raise TypeError(f"{who}: where={shown(where)}; needs a Dispatch, as jaxlowprec.moe.dispatch returns")
+    shape = jnp.shape(where.places)
+    if len(shape) != 2 or jnp.shape(where.order) != (shape[0] * shape[1],):
+        raise ValueError(
+            f"{who}: where has places {shape} and order {jnp.shape(where.order)}; needs [tokens, k] and [tokens * k]"
+        )
+    return shape
 
 
 def _rows(x: Array, indices: Array) -> Array:
@@ -105,6 +129,14 @@ def combine(rows: Float[Array, "T*k N"], weights: Float[Array, "T k"], where: Di
     >>> jlp.moe.combine(rows, jnp.asarray([[0.5, 0.25], [1.0, 0.0]]), found).tolist()
     [[0.75], [2.0]]
     """
+    who = "combine"
+    places = _places(who, where)
+    rows, weights = array(who, "rows", rows), array(who, "weights", weights)
+    if rows.ndim != 2 or rows.shape[0] != places[0] * places[1] or weights.shape != places:
+        raise ValueError(
+            f"{who}: rows {rows.shape} and weights {weights.shape} of a dispatch of {places}; needs rows "
+            "[tokens * k, N] and weights [tokens, k]"
+        )
     return _combine(*wiring.align_varying(rows, weights, where.order, where.places))
 
 

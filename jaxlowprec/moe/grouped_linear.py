@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.linears.grouped import grouped_matmul
+from jaxlowprec.linears.grouped import grouped_matmul, integer_sizes
 from jaxlowprec.recipes.roles import Recipe
 
 MODULE_TYPE = "grouped_linear"
@@ -26,6 +26,7 @@ def grouped_linear(
     precision: Any,
 ) -> Float[Array, "T N"]:
     """Rows sorted by expert times each expert's kernel [E, K, N], and its bias; rows past the groups' sum are zeros."""
+    group_sizes = integer_sizes(who, group_sizes)
     if x.ndim != 2 or group_sizes.shape != kernel.shape[:1] or x.shape[1] != kernel.shape[1]:
         raise ValueError(
             f"{who}: x {x.shape}, kernel {kernel.shape} and group_sizes {group_sizes.shape}: needs x [T, K] sorted by "

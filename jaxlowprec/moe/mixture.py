@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.arguments import a_flag, one_of, shown, whole_number
 from jaxlowprec.moe.dispatching import combine, dispatch, scatter_to_experts
 from jaxlowprec.moe.router import Scoring, route
+from jaxlowprec.ops.checks import array, mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -59,8 +62,11 @@ def mixture(
         experts: rows sorted by expert, and group sizes, to rows; see `GroupedLinear`.
         shared: what every token goes through; added in float32 before the one rounding of the result.
     """
+    x = array(who, "x", x)
+    if x.ndim < 1:
+        raise ValueError(f"{who}: x is a scalar; needs tokens [..., D]")
     if tape is not None and tuple(getattr(tape, "shape", ())) != (*x.shape[:-1], settings.top_k):
-        given = tape.shape if hasattr(tape, "shape") else type(tape).__name__
+        given = getattr(tape, "shape", None) or shown(tape)
         raise ValueError(
             f"{who}: x {x.shape} and tape {given}; needs a tape [..., k] of {(*x.shape[:-1], settings.top_k)}: one "
             "layer of a RoutingTape that was recorded for these tokens"
@@ -97,6 +103,7 @@ def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -
     All devices along it have the same tokens, compute the rows of their own experts, and add up in float32.
     """
     axis = settings.expert_axis
+    mesh_axes("MoE", axis)
     local, rest = divmod(settings.num_experts, jax.lax.axis_size(axis))
     if rest:
         raise ValueError(
@@ -110,11 +117,17 @@ def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -
 
 
 def check_block(who: str, settings: Settings, gated: Any) -> None:
-    """Raises ValueError where a block cannot be made."""
+    """Raises TypeError or ValueError where a block cannot be made."""
     experts, k = settings.num_experts, settings.top_k
+    for name, size in (("num_experts", experts), ("top_k", k)):
+        whole_number(who, name, size)
     if experts < 1 or not 1 <= k <= experts:
         raise ValueError(f"{who}: top_k={k} of num_experts={experts}; needs 1 <= top_k <= num_experts")
-    if settings.scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f'{who}: scoring={settings.scoring!r}; needs "softmax" or "sigmoid"')
-    if not isinstance(gated, bool):
-        raise TypeError(f"{who}: gated={gated!r}; needs True or False")
+    one_of(who, "scoring", settings.scoring, "softmax", "sigmoid")
+    a_flag(who, gated=gated, **({} if settings.normalise is None else {"normalise": settings.normalise}))
+    coefficient = settings.load_balance_coef
+    number = isinstance(coefficient, int | float | np.number) and not isinstance(coefficient, bool)
+    if not (number and math.isfinite(coefficient)) and not isinstance(coefficient, jax.Array):
+        raise ValueError(f"{who}: load_balance_coef={shown(coefficient)}; needs a finite number")
+    if not isinstance(settings.expert_axis, Hashable):
+        raise TypeError(f"{who}: expert_axis={shown(settings.expert_axis)}; needs an axis of the mesh, or None")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.moe.router import AFRESH
-from jaxlowprec.moe.tape import RoutingTape
+from jaxlowprec.moe.tape import RoutingTape, check_experts
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +48,8 @@ def overlap(a: RoutingTape, b: RoutingTape) -> Overlap:
     for tape in (a, b):
         if not isinstance(tape, RoutingTape):
             raise TypeError(f"overlap: needs two tapes; one is a {type(tape).__name__}: RoutingTape(experts) makes one")
+    for tape in (a, b):
+        check_experts("overlap", tape.experts)
     if a.experts.shape != b.experts.shape:
         raise ValueError(
             f"overlap: tapes of shapes {a.experts.shape} and {b.experts.shape}; needs the same layers, tokens and k"

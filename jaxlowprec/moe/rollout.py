@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+from jaxlowprec.arguments import shown, whole_number
 
 
 def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Sequence[int]) -> list[np.ndarray]:
@@ -20,8 +22,15 @@ def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Se
     >>> captured([np.asarray([1, 0, 2, 3], "<i4").tobytes()], num_layers=1, k=2, dense_layers=())[0].tolist()
     [[[1, 0]], [[2, 3]]]
     """
+    who = "routed_experts"
+    num_layers, k = whole_number(who, "num_layers", num_layers), whole_number(who, "k", k)
     if num_layers < 1 or k < 1:
-        raise ValueError(f"routed_experts: num_layers={num_layers}, k={k}; needs 1 or more of both, as the engine ran")
+        raise ValueError(f"{who}: num_layers={num_layers}, k={k}; needs 1 or more of both, as the engine ran")
+    if not isinstance(dense_layers, Iterable) or isinstance(dense_layers, str | bytes):
+        raise TypeError(f"{who}: dense_layers={shown(dense_layers)}; needs the numbers of layers")
+    dense_layers = [whole_number(who, "dense_layers", layer) for layer in dense_layers]
+    if not isinstance(sequences, list | tuple | np.ndarray):
+        raise TypeError(f"{who}: {shown(sequences)}; needs a list with what was captured for each sequence")
     if wrong := [layer for layer in dense_layers if not 0 <= layer < num_layers]:
         raise ValueError(f"routed_experts: dense_layers has {wrong[0]}; needs 0 to {num_layers - 1}")
     with_experts = [layer for layer in range(num_layers) if layer not in dense_layers]
@@ -68,7 +77,10 @@ def _array(who: str, routed: Any) -> np.ndarray:
         if len(routed) % 4:
             raise ValueError(f"{who}: {len(routed)} bytes; needs int32 numbers, a multiple of 4 bytes")
         return np.frombuffer(routed, "<i4")
-    array = np.asarray(routed)
+    try:
+        array = np.asarray(routed)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who} is {shown(routed)}; needs int32 numbers") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{who} is {array.dtype}; needs int32")
     return array

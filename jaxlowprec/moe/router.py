@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
+
+from jaxlowprec.arguments import a_flag, one_of, shown, whole_number
 
 AFRESH = -1
 """In a tape: this token chooses its experts afresh. A row of k is all of it, or none."""
@@ -60,7 +63,7 @@ def route(
         scoring: what makes weights of logits: "softmax" over all experts, or "sigmoid" of each.
 
     Raises:
-        TypeError: logits that are not float32, a tape that is not int32.
+        TypeError: logits that are no float32 array, a tape that is no int32 one.
         ValueError: shapes that do not fit, k out of range, an unknown scoring.
 
     Source: load balance: "Switch Transformers", arXiv 2101.03961, equation 4, over k choices; replay: arXiv 2507.18071
@@ -74,7 +77,8 @@ def route(
     >>> jlp.moe.route(-logits, 2, tape=routing.experts).experts.tolist()
     [[1, 2]]
     """
-    _check(logits, k, tape, scoring)
+    _check(logits, k, tape, normalise, scoring)
+    logits, k = jnp.asarray(logits), int(k)
     experts = logits.shape[-1]
     scores = jax.nn.softmax(logits, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(logits)
     chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1]
@@ -117,19 +121,21 @@ def _load_balance_loss(scores: Array, group_sizes: Array, scoring: Scoring) -> A
     return experts * jnp.sum(share * jnp.sum(scores, axis=0)) / max(1, tokens)
 
 
-def _check(logits: Array, k: int, tape: Array | None, scoring: str) -> None:
+def _check(logits: Any, k: Any, tape: Any, normalise: Any, scoring: Any) -> None:
+    if not isinstance(logits, jax.Array | np.ndarray):
+        raise TypeError(f"route: logits={shown(logits)}; needs a float32 array [tokens, experts]")
     if logits.dtype != jnp.float32:
         raise TypeError(f"route: logits are {logits.dtype}; needs float32: compute the router's product in it")
     if logits.ndim != 2:
         raise ValueError(f"route: logits have shape {logits.shape}; needs [tokens, experts]: flatten the leading axes")
     tokens, experts = logits.shape
-    if not 1 <= k <= experts:
+    if not 1 <= whole_number("route", "k", k) <= experts:
         raise ValueError(f"route: k is {k} with {experts} experts; needs 1 to {experts}")
-    if scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f'route: scoring={scoring!r}; needs "softmax" or "sigmoid"')
+    a_flag("route", normalise=normalise)
+    one_of("route", "scoring", scoring, "softmax", "sigmoid")
     if tape is None:
         return
-    if getattr(tape, "dtype", None) != jnp.int32:
+    if not isinstance(tape, jax.Array | np.ndarray) or tape.dtype != jnp.int32:
         given = getattr(tape, "dtype", type(tape).__name__)
         raise TypeError(f"route: tape is {given}; needs an int32 array: pass a layer of a RoutingTape's experts")
     if tape.shape != (tokens, k):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.moe.rollout import captured
 from jaxlowprec.moe.router import AFRESH
+from jaxlowprec.ops.checks import array
 
 
 @jax.tree_util.register_dataclass
@@ -45,8 +49,11 @@ class RoutingTape:
         >>> jlp.moe.RoutingTape.afresh(2, (4, 16), k=2).experts.shape
         (2, 4, 16, 2)
         """
-        tokens = (tokens,) if isinstance(tokens, int) else tuple(tokens)
-        return cls(jnp.full((layers, *tokens, k), AFRESH, jnp.int32))
+        who = "RoutingTape.afresh"
+        sizes = (whole_number(who, "layers", layers, 0), *_as_sizes(who, tokens), whole_number(who, "k", k, 1))
+        if math.prod(sizes) >= 2**31:
+            raise ValueError(f"{who}: {sizes} are 2^31 choices or more; needs fewer")
+        return cls(jnp.full(sizes, AFRESH, jnp.int32))
 
     @classmethod
     def of_layers(cls, layers: Sequence[Int32[Array, "*T k"]]) -> RoutingTape:
@@ -56,7 +63,14 @@ class RoutingTape:
         >>> jlp.moe.RoutingTape.of_layers([jnp.zeros((8, 1), jnp.int32)] * 3)
         RoutingTape(3 layers, 8 tokens, k=1)
         """
-        return cls(jnp.stack(layers))
+        who = "RoutingTape.of_layers"
+        if not isinstance(layers, list | tuple | jax.Array | np.ndarray) or not len(layers):
+            raise TypeError(f"{who}: layers={shown(layers)}; needs an int32 array [*tokens, k] for each layer")
+        found = [array(who, f"layers[{i}]", layer) for i, layer in enumerate(layers)]
+        if len({layer.shape for layer in found}) > 1 or any(layer.dtype != jnp.int32 for layer in found):
+            kinds = ", ".join(f"{layer.dtype}{list(layer.shape)}" for layer in found)
+            raise ValueError(f"{who}: layers are {kinds}; needs int32 of one shape [*tokens, k]")
+        return cls(jnp.stack(found))
 
     @classmethod
     def from_routed_experts(
@@ -98,20 +112,24 @@ class RoutingTape:
         >>> tape.experts.tolist()
         [[[[3, 1], [2, 0], [-1, -1]], [[3, 1], [-1, -1], [-1, -1]]]]
         """
+        who = "routed_experts"
+        num_experts = whole_number(who, "num_experts", num_experts, 1)
         known = captured(sequences, num_layers, k, dense_layers)
         longest = max((len(rows) + 1 for rows in known), default=0)
-        length = longest if length is None else length
+        length = longest if length is None else whole_number(who, "length", length, 0)
         if length < longest:
-            raise ValueError(f"routed_experts: a sequence has {longest} tokens; needs length={longest} or more")
+            raise ValueError(f"{who}: a sequence has {longest} tokens; needs length={longest} or more")
         layers = num_layers - len(set(dense_layers))
         experts = np.full((layers, len(known), length, k), AFRESH, np.int32)
         for i, rows in enumerate(known):
             experts[:, i, : len(rows)] = rows.swapaxes(0, 1)
-        _check("routed_experts", experts, num_experts)
+        _check(who, experts, num_experts)
         return cls(jnp.asarray(experts))
 
     def __getitem__(self, layer: int) -> Int32[Array, "*T k"]:
-        """One layer's, as a layer takes it."""
+        """One layer's, as a layer takes it; IndexError where there is none, which JAX would take for the last."""
+        if isinstance(layer, int) and not -len(self) <= layer < len(self):
+            raise IndexError(f"RoutingTape: layer {layer} of {len(self)}; needs one from 0 on and below that")
         return self.experts[layer]
 
     def __len__(self) -> int:
@@ -142,20 +160,36 @@ class RoutingTape:
         >>> import jaxlowprec as jlp
         >>> jlp.moe.RoutingTape.afresh(2, 8, k=1).check(num_experts=4, layers=2, tokens=8)
         """
+        who = "RoutingTape"
         if isinstance(self.experts, jax.core.Tracer):
-            raise TypeError("RoutingTape: its experts are not known within jit; check it before the pass")
+            raise TypeError(f"{who}: its experts are not known within jit; check it before the pass")
+        check_experts(who, self.experts)
+        num_experts = whole_number(who, "num_experts", num_experts, 1)
+        layers = None if layers is None else whole_number(who, "layers", layers, 0)
         experts = np.asarray(self.experts)
-        if experts.dtype != np.int32:
-            raise TypeError(f"RoutingTape: experts are {experts.dtype}; needs int32")
-        if experts.ndim < 3:
-            raise ValueError(f"RoutingTape: experts have shape {experts.shape}; needs [layers, *tokens, k]")
-        expected_tokens = (tokens,) if isinstance(tokens, int) else tokens
+        expected_tokens = None if tokens is None else _as_sizes(who, tokens)
         if layers not in (None, experts.shape[0]) or expected_tokens not in (None, experts.shape[1:-1]):
             raise ValueError(
                 f"RoutingTape: it has {experts.shape[0]} layers and tokens {experts.shape[1:-1]}; needs those of the "
                 f"pass, {layers} and {expected_tokens}: replay the batch that was recorded"
             )
         _check("RoutingTape", experts, num_experts)
+
+
+def check_experts(who: str, experts: Any) -> None:
+    """Raises unless they are int32 [layers, *tokens, k]."""
+    if not isinstance(experts, jax.Array | np.ndarray):
+        raise TypeError(f"{who}: experts are {shown(experts)}; needs an int32 array [layers, *tokens, k]")
+    if experts.dtype != np.int32:
+        raise TypeError(f"{who}: experts are {experts.dtype}; needs int32")
+    if experts.ndim < 3:
+        raise ValueError(f"{who}: experts have shape {experts.shape}; needs [layers, *tokens, k]")
+
+
+def _as_sizes(who: str, tokens: Any) -> tuple[int, ...]:
+    """One size, or those of several axes."""
+    sizes = tokens if isinstance(tokens, tuple | list) else (tokens,)
+    return tuple(whole_number(who, "tokens", size, 0) for size in sizes)
 
 
 def _check(who: str, experts: np.ndarray, num_experts: int) -> None:

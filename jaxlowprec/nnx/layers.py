@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
@@ -21,8 +22,10 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel, rounds_stochastically
+from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
+from jaxlowprec.ops.checks import array
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, current_recipe, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -59,6 +62,7 @@ class _Quantizing:
     quantized: Quantized | None
 
     def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs) -> None:
+        a_text(type(self).__name__, name=name)
         resolve(type(self).__name__, recipe)  # a wrong one is named here, not at the first call
         self.recipe, self.name = recipe, name
         self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
@@ -81,6 +85,7 @@ class _Quantizing:
 
     def _operands(self, inputs: jax.Array) -> tuple[Any, Any, Any]:
         """As promote_dtype makes them; a loaded kernel counts with the dtype that it was quantised from."""
+        inputs = array(type(self).__name__, "inputs", inputs)
         promote = keep_kernel_dtype if self.promote_dtype is promote_dtype else self.promote_dtype
         loaded, bias = self._loaded(), None if self.bias is None else self.bias[...]
         kernel = self.kernel[...] if loaded is None else jnp.zeros((), loaded.dtype)
@@ -281,9 +286,17 @@ def add_delayed_scaling(model: nnx.Module, recipe: DelayedScaling) -> None:
     >>> sorted(path[-1] for path, _ in nnx.to_flat_state(nnx.state(layer, jlp.nnx.OverwriteWithGradient)))[0]
     'input_amax_history'
     """
+    _check_model("add_delayed_scaling", model)
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(f"add_delayed_scaling: recipe={shown(recipe)}; needs a DelayedScaling")
     for _, module in nnx.iter_modules(model):
         if isinstance(module, _Quantizing) and module.recipe is FROM_CONTEXT:
             module._add_state(recipe)
+
+
+def _check_model(who: str, model: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"{who}: model is a {type(model).__name__}; needs an NNX module")
 
 
 def name_layers(model: nnx.Module) -> None:
@@ -299,6 +312,7 @@ def name_layers(model: nnx.Module) -> None:
     >>> model.layers[0].name
     'layers/0'
     """
+    _check_model("name_layers", model)
     for path, module in nnx.iter_modules(model):
         if isinstance(module, _Quantizing) and not module.name:
             module.name = "/".join(map(str, path))
@@ -324,13 +338,16 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
     >>> with jlp.autocast(recipe), jlp.nnx.quantized_kernels(layer):
     ...     y = layer(jnp.ones((8, 64)))
     """
+    who = "quantized_kernels"
+    _check_model(who, model)
+    resolve(who, recipe)
     layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, Linear | LinearGeneral)]
     try:
         for layer in layers:
             own = recipe if layer.recipe is FROM_CONTEXT else layer.recipe
             if own is None:
                 continue
-            own = resolve("quantized_kernels", own)
+            own = resolve(who, own)
             if layer._loaded() is not None or (own is not None and own.roles(name=layer.name).weight is None):
                 continue
             contracted = 1 if isinstance(layer, Linear) else len(layer.axis)

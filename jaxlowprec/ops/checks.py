@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlowprec.arguments import as_int, shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 
 FLOATS = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 
@@ -14,17 +18,37 @@ FLOATS = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 def float_array(who: str, name: str, x: Any) -> jax.Array:
     """`x` as an array of one of the three float types the kernels take."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        x = jnp.asarray(x)
+        x = array(who, name, x)
+    not_quantized(who, name, x)
     if x.dtype not in FLOATS:
         raise TypeError(
             f"{who}: {name} has dtype {x.dtype}; needs bfloat16, float16 or float32: cast it with .astype(...) first"
         )
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    return array(who, name, x)
+
+
+def not_quantized(who: str, name: str, x: Any) -> None:
+    """Raises TypeError for a QuantizedArray, which has a shape and a dtype but is none of JAX's arrays."""
+    if isinstance(x, QuantizedArray):
+        raise TypeError(f"{who}: {name} is quantised, {x!r}; needs an array: pass its .dequantize()")
+
+
+def array(who: str, name: str, x: Any) -> jax.Array:
+    """`x` as an array of any dtype."""
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{who}: {name}={shown(x)}; needs an array") from None
 
 
 def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
     """A dtype that a result can have."""
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who}: {name}={shown(dtype)}; needs bfloat16, float16 or float32") from None
     if dtype not in FLOATS:
         raise TypeError(f"{who}: {name}={dtype.name}; needs bfloat16, float16 or float32")
     return dtype
@@ -39,12 +63,28 @@ def wider_dtype(a: Any, b: Any) -> jnp.dtype:
 def axis_from_the_front(who: str, axis: Any, ndim: int, of: str = "") -> int:
     """0 or more, from any spelling of an axis that there is; `of`: what the axis is one of, for the message."""
     try:
-        number = _an_int(axis)
+        number = as_int(axis)
     except TypeError:
-        raise TypeError(f"{who}: axis={axis!r}; needs an int") from None
+        raise TypeError(f"{who}: axis={shown(axis)}; needs an int") from None
     if not -ndim <= number < ndim:
         raise ValueError(f"{who}: axis={axis} is out of range for {of or f'an array of {ndim} dimensions'}")
     return number % ndim
+
+
+def mesh_axes(who: str, axis_name: Any) -> None:
+    """Raises unless these are axes of a mesh that the caller is mapped over."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError):
+        raise ValueError(
+            f"{who}: axis_name={shown(axis_name)}; needs an axis of the mesh, or a tuple of them, within jax.shard_map"
+        ) from None
+
+
+def a_sharding(who: str, name: str, sharding: Any) -> None:
+    """Raises TypeError unless it is one, or None."""
+    if sharding is not None and not isinstance(sharding, NamedSharding | PartitionSpec):
+        raise TypeError(f"{who}: {name}={shown(sharding)}; needs a NamedSharding, a PartitionSpec or None")
 
 
 def last_axis(who: str, axis: Any, ndim: int) -> int:
@@ -61,18 +101,26 @@ def last_axis(who: str, axis: Any, ndim: int) -> int:
 Axes = tuple[int, ...]
 
 
+def _listed(values: Any) -> Any:
+    if not isinstance(values, tuple | list | range | np.ndarray):
+        raise TypeError
+    return values
+
+
 def dimension_numbers(who: str, given: Any, *ndims: int | None) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
     """What `jax.lax.dot_general` takes as `dimension_numbers`, for operands of that many dimensions (None: not known).
 
     Raises TypeError where JAX does: an axis counts from the front, exists, and is named once.
     """
     try:
-        contract, batch = (tuple(tuple(map(_an_int, axes)) for axes in pair) for pair in given)
+        contract, batch = (
+            tuple(tuple(map(as_int, _listed(axes))) for axes in _listed(pair)) for pair in _listed(given)
+        )
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = contract, batch
     except (TypeError, ValueError):
         raise TypeError(
-            f"{who}: dimension_numbers={given!r}; needs ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), each a "
-            "sequence of ints"
+            f"{who}: dimension_numbers={shown(given)}; needs ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), "
+            "sequences of ints"
         ) from None
     for name, contracted, mapped, ndim in zip(("lhs", "rhs"), contract, batch, ndims, strict=True):
         axes = (*contracted, *mapped)
@@ -86,9 +134,3 @@ def dimension_numbers(who: str, given: Any, *ndims: int | None) -> tuple[tuple[A
             f"{who}: dimension_numbers={given!r}; needs as many contracted axes of lhs as of rhs, and batch axes too"
         )
     return (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
-
-
-def _an_int(axis: Any) -> int:
-    if isinstance(axis, bool):
-        raise TypeError
-    return operator.index(axis)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlowprec.ops.checks import float_array, float_dtype
+from jaxlowprec.arguments import a_flag, one_of
+from jaxlowprec.ops.checks import a_sharding, array, float_array, float_dtype
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.wiring.out_sharding import spec_of
 
@@ -95,8 +96,9 @@ def checked_epilogue(
 ) -> tuple[Epilogue, list[jax.Array]]:
     """What a public function was asked for, for a result of `shape` [..., M, N], and the operands for it."""
     *batch, _, columns = shape
-    if activation not in (None, "gelu", "dgelu"):
-        raise ValueError(f'{who}: activation={activation!r}; needs None, "gelu" or "dgelu"')
+    one_of(who, "activation", activation, None, "gelu", "dgelu")
+    a_flag(who, return_pre_activation=return_pre_activation)
+    a_sharding(who, "out_sharding", out_sharding)
     if return_pre_activation and activation != "gelu":
         raise ValueError(f'{who}: return_pre_activation=True with activation={activation!r}; it is for "gelu"')
     if (activation_input is None) == (activation == "dgelu"):
@@ -104,7 +106,7 @@ def checked_epilogue(
         raise ValueError(f'{who}: activation_input= is {given} and activation={activation!r}; "dgelu" needs it, alone')
     extras = []
     if bias is not None:
-        bias = jnp.asarray(bias)
+        bias = array(who, "bias", bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"{who}: bias has dtype {bias.dtype}; needs floats")
         if bias.shape not in ((columns,), (*batch, columns)):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from jaxlowprec.arguments import one_of
 from jaxlowprec.wiring import native
 
 Implementation = Literal["ffi", "reference"] | None
+
+
+def check_implementation(who: str, implementation: Any) -> None:
+    """Raises ValueError unless it is one."""
+    one_of(who, "implementation", implementation, None, "ffi", "reference")
 
 
 def choose(who: str, implementation: Implementation) -> dict[str, Any]:
@@ -14,12 +20,11 @@ def choose(who: str, implementation: Implementation) -> dict[str, Any]:
 
     None is the native kernel where there is one, else the reference. "ffi" demands the kernel, "reference" pure JAX.
     """
+    check_implementation(who, implementation)
     if implementation is None:
         return {"platforms": native.platforms()}
     if implementation == "reference":
         return {"platforms": ()}
-    if implementation == "ffi":
-        if not native.platforms():
-            raise NotImplementedError(f'{who}: implementation="ffi": {native.library().reason}')
-        return {"platforms": native.platforms(), "only_native": True, "missing": native.library().missing}
-    raise ValueError(f'{who}: implementation={implementation!r}; needs None, "ffi" or "reference"')
+    if not native.platforms():
+        raise NotImplementedError(f'{who}: implementation="ffi": {native.library().reason}')
+    return {"platforms": native.platforms(), "only_native": True, "missing": native.library().missing}

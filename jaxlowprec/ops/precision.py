@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxlowprec.arguments import shown
+
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 
@@ -27,8 +29,8 @@ def checked_precision(who: str, precision: Any) -> Any:
         found = tuple(jax.lax.Precision(value) for value in values)
     except ValueError:
         raise ValueError(
-            f'{who}: precision={precision!r}; needs None, a jax.lax.Precision or its name such as "highest", a pair of '
-            "these, or a jax.lax.DotAlgorithmPreset"
+            f'{who}: precision={shown(precision)}; needs None, a jax.lax.Precision or its name such as "highest", a '
+            "pair of these, or a jax.lax.DotAlgorithmPreset"
         ) from None
     return found if pair else found[0]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxlowprec.arguments import a_flag, a_text, shown
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
 
@@ -137,15 +138,13 @@ class autocast:
     """
 
     def __init__(self, recipe: Recipe | None = None, *, enabled: bool = True, calibrating: bool = False):
-        for name, flag in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"autocast: {name}={flag!r}; needs True or False")
+        a_flag("autocast", enabled=enabled, calibrating=calibrating)
         if enabled and not isinstance(recipe, Recipe):
             raise TypeError(
-                f"autocast: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or enabled=False"
+                f"autocast: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or enabled=False"
             )
         if not enabled and recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"autocast: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or none")
+            raise TypeError(f"autocast: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or none")
         if calibrating:
             if not isinstance(recipe, DelayedScaling):
                 raise ValueError(
@@ -249,6 +248,8 @@ def current_recipe() -> Recipe | None:
 
 def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
     """What a `recipe=` argument means here and now; with a name, for the layer of that name."""
+    if name is not None:
+        a_text(who, name=name)
     if isinstance(recipe, types.EllipsisType):
         _refuse_anothers_scope(who)
         recipe = _context.value
@@ -256,4 +257,6 @@ def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
         return recipe
     if isinstance(recipe, Recipe):
         return None
-    raise TypeError(f"{who}: recipe={recipe!r}; needs a recipe such as NVFP4BlockScaling(), or None for high precision")
+    raise TypeError(
+        f"{who}: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or None for high precision"
+    )

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import (
     Format,
 )
@@ -56,7 +57,7 @@ class Custom(Recipe):
     def __post_init__(self):
         check_common(self)
         if not callable(self.factory) or not isinstance(self.factory, Hashable):
-            raise TypeError(f"Custom: factory={self.factory!r}; needs a hashable function of a QuantizerRole")
+            raise TypeError(f"Custom: factory={shown(self.factory)}; needs a hashable function of a QuantizerRole")
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """What the factory answers."""
@@ -67,7 +68,9 @@ class Custom(Recipe):
             if isinstance(answer, Format):
                 return Role(answer)
             if answer is not None and not isinstance(answer, Role):
-                raise TypeError(f"Custom: the factory answered {answer!r} to {asked}; needs a format, a Role or None")
+                raise TypeError(
+                    f"Custom: the factory answered {shown(answer)} to {asked}; needs a format, a Role or None"
+                )
             if answer is not None and answer.rounding != "nearest" and tensor_type != "grad_output":
                 raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is for grad_output alone")
             return answer

@@ -6,6 +6,8 @@ import dataclasses
 import os
 from typing import Any
 
+from jaxlowprec.arguments import is_one_of, shown
+
 
 def environment_flag(variable: str, default: bool = False) -> bool:
     """What the environment says for a yes or no; the default where it says nothing.
@@ -36,8 +38,8 @@ def backward_override() -> Any:
 def check_field(recipe: Any, field: str, allowed: tuple[Any, ...]) -> None:
     """Raises ValueError for a field whose value, or its type, is not among those allowed."""
     value = getattr(recipe, field)
-    if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+    if not is_one_of(value, allowed):
         needs = " or ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in allowed)
         raise (TypeError if all(isinstance(a, bool) for a in allowed) else ValueError)(
-            f"{type(recipe).__name__}: {field}={value!r}; needs {needs}"
+            f"{type(recipe).__name__}: {field}={shown(value)}; needs {needs}"
         )

@@ -11,6 +11,7 @@ import os
 import re
 from typing import Any
 
+from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format, Int4
 from jaxlowprec.recipes.fields import environment_flag
 from jaxlowprec.recipes.roles import Recipe, Role, Roles, StraightThrough
@@ -59,8 +60,7 @@ class QAT(Recipe):
 
     def _check(self) -> None:
         name = type(self).__name__
-        if self.ste not in ("identity", "clipped"):
-            raise ValueError(f'{name}: ste={self.ste!r}; needs "identity" or "clipped"')
+        one_of(name, "ste", self.ste, "identity", "clipped")
         for field in ("include", "exclude"):
             object.__setattr__(self, field, _patterns(name, field, getattr(self, field)))
 
@@ -69,12 +69,16 @@ def _patterns(recipe: str, field: str, given: Any) -> tuple[str, ...]:
     """Regular expressions as a tuple, each of which compiles."""
     patterns = tuple(given) if isinstance(given, list | tuple) else None
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f'{recipe}: {field}={given!r}; needs a tuple of regular expressions, such as ("mlp/", "out$")')
+        raise TypeError(
+            f'{recipe}: {field}={shown(given)}; needs a tuple of regular expressions, such as ("mlp/", "out$")'
+        )
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{recipe}: {field} has {pattern!r}, which is no regular expression: {error}") from None
+            raise ValueError(
+                f"{recipe}: {field} has {shown(pattern)}, which is no regular expression: {error}"
+            ) from None
     return patterns
 
 
@@ -173,9 +177,8 @@ class WeightQAT(QAT):
 
     def __post_init__(self):
         if not isinstance(self.weight_format, Format):
-            raise TypeError(f"WeightQAT: weight_format={self.weight_format!r}; needs a format such as NVFP4()")
-        if self.dtype not in ("bfloat16", "float16", None):
-            raise ValueError(f'WeightQAT: dtype={self.dtype!r}; needs "bfloat16", "float16" or None')
+            raise TypeError(f"WeightQAT: weight_format={shown(self.weight_format)}; needs a format such as NVFP4()")
+        one_of("WeightQAT", "dtype", self.dtype, "bfloat16", "float16", None)
         if isinstance(self.weight_format, Int4):
             object.__setattr__(self, "dtype", None)
         self._check()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import (
     Format,
     Hadamard,
@@ -35,11 +36,21 @@ class Role:
         format: what to.
         rounding: of the codes; "stochastic" for gradients alone.
         hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
+
+    Raises:
+        TypeError, ValueError: a field that is none of those.
     """
 
     format: Format
     rounding: Literal["nearest", "stochastic"] = "nearest"
     hadamard: Hadamard | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.format, Format):
+            raise TypeError(f"Role: format={shown(self.format)}; needs a format such as NVFP4()")
+        one_of("Role", "rounding", self.rounding, "nearest", "stochastic")
+        if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
+            raise TypeError(f"Role: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +66,9 @@ class Roles:
             this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
         served_dtype: what the master weight is rounded to before that, as its exported copy is; None: not at all, or
             the format itself rounds (`Int4`).
+
+    Raises:
+        TypeError, ValueError: a field that is none of those.
     """
 
     input: Role | None
@@ -62,6 +76,13 @@ class Roles:
     gradient: Role | None
     ste: StraightThrough | None = None
     served_dtype: str | None = None
+
+    def __post_init__(self):
+        for field in ("input", "weight", "gradient"):
+            if (role := getattr(self, field)) is not None and not isinstance(role, Role):
+                raise TypeError(f"Roles: {field}={shown(role)}; needs a jaxlowprec.Role or None")
+        one_of("Roles", "ste", self.ste, "identity", "clipped", None)
+        one_of("Roles", "served_dtype", self.served_dtype, "bfloat16", "float16", None)
 
 
 @dataclasses.dataclass(frozen=True)

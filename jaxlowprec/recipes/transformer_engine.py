@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from jaxlowprec.arguments import is_one_of, shown
 from jaxlowprec.arrays.formats import (
     MXFP8,
     NVFP4,
@@ -25,7 +26,7 @@ def check_common(recipe: Any) -> None:
     name = type(recipe).__name__
     check_field(recipe, "backward_override", (None, "high_precision", "dequantized"))
     if "fp8_format" in fields:
-        if recipe.fp8_format == "E5M2":
+        if is_one_of(recipe.fp8_format, ("E5M2",)):
             raise ValueError(
                 f'{name}: fp8_format="E5M2"; no GEMM takes E5M2 x E5M2: use "E4M3", or "HYBRID" for gradients'
             )
@@ -38,9 +39,9 @@ def check_common(recipe: Any) -> None:
     for field in fields:
         value = getattr(recipe, field)
         if field.startswith("fp8_gemm_") and not isinstance(value, MMParams):
-            raise TypeError(f"{name}: {field}={value!r}; needs a jaxlowprec.MMParams")
+            raise TypeError(f"{name}: {field}={shown(value)}; needs a jaxlowprec.MMParams")
         if field.startswith("fp8_quant_") and value is not None and not isinstance(value, QParams):
-            raise TypeError(f"{name}: {field}={value!r}; needs a jaxlowprec.QParams or None")
+            raise TypeError(f"{name}: {field}={shown(value)}; needs a jaxlowprec.QParams or None")
     for field in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight"):
         if field in fields and (given := getattr(recipe, field)) is not None and given.stochastic_rounding:
             raise ValueError(f"{name}: {field} has stochastic_rounding=True; it is for gradients alone")
@@ -132,8 +133,8 @@ class MXFP8BlockScaling(Recipe):
     def __post_init__(self):
         check_common(self)
         check_field(self, "enable_2d_quantization", (True, False))
-        if self.margin != 0:
-            raise ValueError(f"MXFP8BlockScaling: margin={self.margin!r}; block scales have no margin: leave it 0")
+        if not is_one_of(self.margin, (0,)):
+            raise ValueError(f"MXFP8BlockScaling: margin={shown(self.margin)}; block scales have no margin: leave it 0")
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """Blocks of 1x32, alike for all layers."""
@@ -263,6 +264,12 @@ class Float8CurrentScaling(Recipe):
         )
 
 
+_MARGINS = -112, 134
+
+
+"""From where on the largest element of E5M2 times 2**-margin is infinite, to where that of E4M3 is subnormal."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """Per-tensor FP8, each tensor scaled by the amaxes of earlier steps, in all three GEMMs.
@@ -270,9 +277,10 @@ class DelayedScaling(Recipe):
     It needs state: see `jaxlowprec.delayed_scaling`.
 
     Arguments:
-        margin: scales are 2**-margin of what would make the amax the largest element.
+        margin: scales are 2**-margin of what would make the amax the largest element; from -112 to 134, which keeps
+            that a number of float32.
         fp8_format: "HYBRID": gradients are E5M2; "E4M3" for all operands.
-        amax_history_len: steps that are remembered.
+        amax_history_len: steps that are remembered, up to 2^20.
         amax_compute_algo: "max" of the history, or "most_recent".
         scaling_factor_compute_algo: None; a function of your own raises.
         reduce_amax: True: the amax is that of the whole array, however it is sharded; False raises.
@@ -299,19 +307,17 @@ class DelayedScaling(Recipe):
         check_common(self)
         check_field(self, "amax_compute_algo", ("max", "most_recent"))
         if self.backward_override is not None:
-            raise ValueError(f"DelayedScaling: backward_override={self.backward_override!r}; needs None")
+            raise ValueError(f"DelayedScaling: backward_override={shown(self.backward_override)}; needs None")
         if self.scaling_factor_compute_algo is not None:
             raise NotImplementedError("DelayedScaling: scaling_factor_compute_algo is fixed here; needs None")
         if self.reduce_amax is not True:
             raise NotImplementedError(
-                f"DelayedScaling: reduce_amax={self.reduce_amax!r}; amaxes are of whole arrays: True"
+                f"DelayedScaling: reduce_amax={shown(self.reduce_amax)}; amaxes are of whole arrays: True"
             )
-        for field, least in (("margin", None), ("amax_history_len", 1)):
+        for field, least, most in (("margin", *_MARGINS), ("amax_history_len", 1, 2**20)):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-                raise ValueError(
-                    f"DelayedScaling: {field}={value!r}; needs an int{f' from {least} on' if least else ''}"
-                )
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(f"DelayedScaling: {field}={shown(value)}; needs an int from {least} to {most}")
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """Alike for all layers."""

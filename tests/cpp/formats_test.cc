@@ -373,6 +373,8 @@ TEST(float8_tensor_scales_are_the_block_rule_or_as_given) {
   for (const float bad : {kInfinity, -kInfinity, std::nanf("")})
     for (const bool is_scale : {false, true}) CHECK(std::isnan(float8_tensor_encode_scale(bad, is_scale, rule)));
   for (const float bad : {0.0f, -0.0f, 1e-39f, -2.0f}) CHECK(std::isnan(float8_tensor_encode_scale(bad, true, rule)));
+  CHECK(std::isnan(float8_tensor_encode_scale(-2.0f, false, rule)));
+  for (const float zero : {0.0f, -0.0f, -1e-39f}) CHECK_EQ(float8_tensor_encode_scale(zero, false, rule), 896.0f);
 }
 
 // --- 16-bit formats: overflow is infinity

@@ -84,7 +84,7 @@ TEST(nvfp4_tensor_scale_follows_the_rule_over_all_magnitudes) {
   for (const float g : amaxes) {
     const float encode = std::min(once(2688.0 / g), std::ldexp(1.0f, 126));
     const Nvfp4TensorScale tensor = nvfp4_tensor_scale(g);
-    CHECK(tensor.finite);
+    CHECK(tensor.usable);
     CHECK_EQ(tensor.decode, once(1.0 / encode));
     CHECK_EQ(tensor.multiplier, once(static_cast<double>(encode) * once(1.0 / 6.0)));
     CHECK(tensor.decode >= std::ldexp(1.0f, -126));  // never subnormal, or a processor that flushes would see zero
@@ -94,14 +94,15 @@ TEST(nvfp4_tensor_scale_follows_the_rule_over_all_magnitudes) {
 TEST(nvfp4_tensor_of_zeros_or_subnormals_has_unit_scale) {
   for (const float g : {0.0f, -0.0f, 1e-38f, 1e-45f, L::from_bits(kMinNormalBits - 1)}) {
     const Nvfp4TensorScale tensor = nvfp4_tensor_scale(g);
-    CHECK(tensor.finite);
+    CHECK(tensor.usable);
     CHECK_EQ(tensor.decode, 1.0f);
     CHECK_EQ(tensor.multiplier, once(1.0 / 6.0));
   }
 }
 
-TEST(nvfp4_tensor_with_infinity_or_nan_is_not_finite) {
-  for (const float g : {kInfinity, -kInfinity, kNotANumber, L::from_bits(0x7F800001u)}) CHECK(!nvfp4_tensor_scale(g).finite);
+TEST(nvfp4_tensor_whose_amax_is_negative_or_not_finite_is_unusable) {
+  for (const float g : {kInfinity, -kInfinity, kNotANumber, L::from_bits(0x7F800001u), -1e-30f, -1.0f, -kMaxFinite})
+    CHECK(!nvfp4_tensor_scale(g).usable);
 }
 
 TEST(nvfp4_block_encode_follows_the_rule_and_stays_finite) {

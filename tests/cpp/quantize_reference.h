@@ -33,7 +33,7 @@ inline BlockScale block_scale(const Format& f, uint32_t amax, float tensor, bool
   switch (f.scaling) {
     case Scaling::kTwoLevel: {
       const Nvfp4TensorScale scale = nvfp4_tensor_scale(tensor);
-      if (!scale.finite || amax >= kInfinityBits) return {kE4M3NaN, 0, true};
+      if (!scale.usable || amax >= kInfinityBits) return {kE4M3NaN, 0, true};
       const uint32_t byte = nvfp4_block_scale(L::from_bits(amax), scale.multiplier);
       return {byte, nvfp4_block_encode<float>(byte, scale.decode), false};
     }

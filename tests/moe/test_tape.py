@@ -22,6 +22,13 @@ class TestTape:
         assert_same_bytes(tape[1], GOOD[1])
         assert_same_bytes(jax.jit(lambda t: t)(tape), tape)
 
+    def test_has_the_layers_that_it_has_and_no_more(self):
+        tape = RoutingTape.afresh(3, 4, k=2)
+        assert len(list(tape)) == len(tape) == 3
+        for layer in (3, -4):
+            with pytest.raises(IndexError, match="of 3; needs one from 0 on"):
+                tape[layer]
+
     def test_of_layers_stacks_what_each_used(self):
         assert_same_bytes(RoutingTape.of_layers(list(GOOD)), RoutingTape(GOOD))
 

@@ -95,8 +95,9 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
         a = np.where(finite, block_amax, F(0))
 
         if fmt.scaling == "two_level":
-            finite &= np.isfinite(g)
-            scale, multiplier = two_level(a, g if np.isfinite(g) else F(0))
+            usable = np.isfinite(g) and flush(g) >= 0
+            finite &= usable
+            scale, multiplier = two_level(a, g if usable else F(0))
             scale = np.where(finite, scale, 0x7F)
         elif fmt.scaling == "e8m0":
             scale, multiplier = power_of_two(a, fmt)
@@ -106,7 +107,7 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
             scale = np.where(finite, F(1) / multiplier, F(np.nan))
         else:  # of the tensor, whose elements may be more than the given amax says
             given = flush(F(g if encode_scale is None else encode_scale))
-            usable = np.isfinite(given) and (encode_scale is None or given > 0)
+            usable = np.isfinite(given) and (given > 0 or (encode_scale is None and given == 0))
             whole = F(0)
             if usable:
                 whole = encode_scale_of(given, fmt) if encode_scale is None else given

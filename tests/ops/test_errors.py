@@ -142,12 +142,48 @@ class TestRounding:
             (-1, (3, 8), "along axis -1 it needs a multiple of 16"),
             (-2, (8, 3), "along axis -2 it needs a multiple of 16"),
             (-1, (-1, 0), "along axis -2 it needs a multiple of 1 from 0 on"),
+            (-1, (0, np.int64(8)), "along axis -1 it needs a multiple of 16"),
+            (-1, (2**32, 0), "needs a multiple of 1 from 0 on and below 2^32"),
         ],
     )
     def test_offsets(self, axis, offset, message):
         options = {"rounding": "stochastic", "key": KEY, "offset": offset}
         assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, axis, **options), ValueError, message)
         assert_raised_at_trace_time(lambda: jlp.quantize_both(X, FMT, **options), ValueError, "needs a multiple")
+
+    @pytest.mark.parametrize("op", ["quantize", "quantize_both"])
+    @pytest.mark.parametrize("offset", [None, 3, (0,), (0, 0, 0), (0.0, 0), ("0", 0), (True, 0), (None, 0)], ids=repr)
+    def test_an_offset_is_a_pair_of_ints(self, op, offset):
+        message = f"{op}: offset={offset!r}; needs a pair of ints"
+        assert_raised_at_trace_time(lambda: OPS[op](X, offset=offset), TypeError, message)
+
+    @pytest.mark.parametrize("index", [jnp.zeros(2, jnp.int32), jnp.float32(16)])
+    def test_an_offset_on_the_device_is_a_pair_of_integer_scalars(self, index):
+        message = f"offset has {index.dtype}{list(index.shape)} along axis -2; needs an integer scalar"
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, offset=(index, 0)), TypeError, message)
+
+    @pytest.mark.parametrize("amax", [-1.0, np.float32(-3), np.full((), -0.5, np.float32)])
+    def test_an_amax_is_a_magnitude(self, amax):
+        message = "quantize: amax="
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, amax=amax), ValueError, message, "needs magnitudes")
+
+    @pytest.mark.parametrize("amax", ["3", [None], object()])
+    def test_an_amax_is_a_number(self, amax):
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, amax=amax), TypeError, "quantize: amax=", "an array")
+
+    @pytest.mark.parametrize("op", ["quantize", "quantize_both"])
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"slices": 1}, TypeError, "slices=1; needs True or False"),
+            ({"implementation": "native"}, ValueError, 'implementation=\'native\'; needs None, "ffi" or "reference"'),
+            ({"axis_name": ["x"]}, TypeError, "axis_name=['x']; needs an axis of the mesh"),
+            ({"axis_name": "x"}, ValueError, "axis_name='x'; needs an axis of the mesh, or a tuple of them, within"),
+            ({"rounding": ["nearest"]}, ValueError, "rounding=['nearest']; needs"),
+        ],
+    )
+    def test_other_options(self, op, options, error, message):
+        assert_raised_at_trace_time(lambda: OPS[op](X, **options), error, f"{op}: {message}")
 
 
 class TestRotations:

@@ -22,6 +22,7 @@ MODULES = [
 
 # Lowest first; a room imports from its own floor and those below.
 FLOORS = (
+    ("arguments",),
     ("arrays", "wiring"),
     ("ops",),
     ("recipes",),

@@ -238,8 +238,10 @@ WRONG = {
     jlp.DelayedScaling: [
         ({"margin": 0.5}, ValueError, "margin=0.5; needs an int"),
         ({"margin": True}, ValueError, "margin=True; needs an int"),
-        ({"amax_history_len": 0}, ValueError, "amax_history_len=0; needs an int from 1 on"),
-        ({"amax_history_len": 16.0}, ValueError, "amax_history_len=16.0; needs an int from 1 on"),
+        *(({"margin": m}, ValueError, f"margin={m}; needs an int from -112 to 134") for m in (-(10**30), -113, 135)),
+        ({"amax_history_len": 2**20 + 1}, ValueError, "amax_history_len=1048577; needs an int from 1 to 1048576"),
+        ({"amax_history_len": 0}, ValueError, "amax_history_len=0; needs an int from 1 to"),
+        ({"amax_history_len": 16.0}, ValueError, "amax_history_len=16.0; needs an int from 1 to"),
         ({"amax_compute_algo": "mean"}, ValueError, 'amax_compute_algo=\'mean\'; needs "max" or "most_recent"'),
         ({"amax_compute_algo": max}, ValueError, 'needs "max" or "most_recent"'),
         ({"scaling_factor_compute_algo": max}, NotImplementedError, "scaling_factor_compute_algo is fixed here"),

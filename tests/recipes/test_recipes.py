@@ -111,3 +111,24 @@ def test_a_field_that_is_no_bool_raises(field, value):
 def test_an_unknown_field_raises():
     with pytest.raises(TypeError, match="margin"):
         jlp.NVFP4BlockScaling(margin=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: jlp.Role("NVFP4"), TypeError, "Role: format='NVFP4'; needs a format such as NVFP4()"),
+        (lambda: jlp.Role(jlp.NVFP4), TypeError, "Role: format=<class .*; needs a format"),
+        (lambda: jlp.Role(jlp.NVFP4(), "up"), ValueError, 'Role: rounding=\'up\'; needs "nearest" or "stochastic"'),
+        (lambda: jlp.Role(jlp.NVFP4(), "nearest", True), TypeError, "Role: hadamard=True; needs a jaxlowprec.Hadamard"),
+        (
+            lambda: jlp.Roles(jlp.NVFP4(), None, None),
+            TypeError,
+            "Roles: input=NVFP4.*; needs a jaxlowprec.Role or None",
+        ),
+        (lambda: jlp.Roles(None, None, None, ste="no"), ValueError, 'Roles: ste=\'no\'; needs "identity", "clipped"'),
+        (lambda: jlp.Roles(None, None, None, None, "int8"), ValueError, "Roles: served_dtype='int8'; needs"),
+    ],
+)
+def test_roles_name_what_they_cannot_be_made_of(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -342,7 +342,7 @@ struct QuantizeNvfp4 {
   /// A tensor whose amax is not finite decodes to NaN everywhere: its first chunk writes that, and the direction is done.
   static void poison_if_not_finite(QuantizeDirection& direction, int64_t batch, int64_t chunk, int64_t data_rows,
                                    int64_t scale_rows, int64_t blocks) {
-    if (!direction.data || nvfp4_tensor_scale(direction.tensor[batch]).finite) return;
+    if (!direction.data || nvfp4_tensor_scale(direction.tensor[batch]).usable) return;
     const LineStrides strides(direction, blocks);
     for (int64_t row = batch * data_rows; chunk == 0 && row < (batch + 1) * data_rows; ++row)
       memset(direction.data + row * strides.data, 0, blocks * 8);

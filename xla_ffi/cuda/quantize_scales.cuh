@@ -79,7 +79,7 @@ struct Matrix<true> {
     const Nvfp4TensorScale tensor = nvfp4_tensor_scale(direction.tensor[batch]);
     const uint32_t byte = threadIdx.x;
     if (byte < 128) table[byte] = byte == kE4M3NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, tensor.decode);
-    return {tensor.multiplier, tensor.finite ? kInfinityBits : 0u};
+    return {tensor.multiplier, tensor.usable ? kInfinityBits : 0u};
   }
 
   JLP_DEVICE BlockScale scale(const Matrix& m, const QuantizeArguments&, uint32_t amax, const EncodeTable& table) {

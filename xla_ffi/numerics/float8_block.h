@@ -32,12 +32,12 @@ JLP_RULE F float8_decode_scale(F encode) {
   return encode != encode ? L::from_bits(fill<F>(kNaNBits)) : inverse;
 }
 
-/// The encode scale of a tensor from its amax, or as given; NaN where that is not finite, and for a given scale that nothing
-/// could be decoded with.
+/// The encode scale of a tensor from its amax, or as given; NaN where that is not finite, for a negative amax, and for a given
+/// scale that nothing could be decoded with.
 JLP_RULE float float8_tensor_encode_scale(float amax_or_scale, bool is_scale, const Float8ScaleRule& rule) {
   using L = Lanes<float>;
-  if (!is_scale) return float8_encode_scale<float>(magnitude(amax_or_scale), rule);
   const float scale = L::flush(amax_or_scale);
+  if (!is_scale) return scale < 0.0f ? L::from_bits(kNaNBits) : float8_encode_scale<float>(magnitude(scale), rule);
   return scale > 0.0f && magnitude(scale) < kInfinityBits ? scale : L::from_bits(kNaNBits);
 }
 

@@ -15,7 +15,7 @@ constexpr float kNvfp4ProductScale =
 struct Nvfp4TensorScale {
   float decode;      // S_dec
   float multiplier;  // fl(S_enc / 6): block amax to block scale
-  bool finite;       // false: the whole tensor decodes to NaN (numerics.md 1)
+  bool usable;       // false: not finite or negative, the whole tensor decodes to NaN (numerics.md 1)
 };
 
 JLP_RULE Nvfp4TensorScale nvfp4_tensor_scale(float amax) {
@@ -24,7 +24,7 @@ JLP_RULE Nvfp4TensorScale nvfp4_tensor_scale(float amax) {
   const float g = L::flush(amax);
   const float largest = 8.5070591730234616e37f;  // 2^126 keeps S_dec normal
   const float encode = g == 0.0f ? 1.0f : L::min(2688.0f / g, largest);
-  return {1.0f / encode, encode * 0.16666667163372039794921875f, bits < kInfinityBits};
+  return {1.0f / encode, encode * 0.16666667163372039794921875f, bits < kInfinityBits && !(g < 0.0f)};
 }
 
 /// S_b, the stored E4M3 byte of a block with the given finite amax.

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.formats import BLOCK, Int4
-from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.hadamard.api import hadamard_transform
-from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.int4.api import dequantize_int4
 
 
@@ -31,6 +31,7 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
 
     Raises:
         TypeError: q is no QuantizedArray, or a dtype that is none of those.
+        ValueError: its arrays are not those of its format and shape.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
@@ -39,8 +40,8 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
     Array([0.5, 1. , 2. , 3. ], dtype=float32)
     """
     who = "dequantize"
-    if not isinstance(q, QuantizedArray):
-        raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray, as jaxlowprec.quantize returns")
+    check_quantized(who, "q", q)
+    check_implementation(who, implementation)
     dtype = float_dtype(who, "dtype", q.dtype if dtype is None else dtype)
     if isinstance(q.format, Int4):
         return dequantize_int4(q, dtype, implementation)

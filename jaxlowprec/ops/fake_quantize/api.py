@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlowprec.arguments import one_of
 from jaxlowprec.arrays.formats import Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import last_axis
 from jaxlowprec.ops.dequantize.api import dequantize
-from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.int4.api import check_holds, check_length, clipped_int4, fake_quantize_int4
-from jaxlowprec.ops.quantize.api import matrix, quantize
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.ops.quantize.checks import matrix
 
 StraightThrough = Literal["identity", "clipped"]
 
@@ -67,8 +69,8 @@ def fake_quantize(
     who = "fake_quantize"
     x = matrix(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
-    if ste not in ("identity", "clipped"):
-        raise ValueError(f'{who}: ste={ste!r}; needs "identity" or "clipped"')
+    one_of(who, "ste", ste, "identity", "clipped")
+    check_implementation(who, implementation)
     if isinstance(fmt, Int4):
         check_length(who, x, fmt, axis)
         check_holds(who, x, fmt)

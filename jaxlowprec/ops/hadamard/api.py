@@ -7,10 +7,11 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
+from jaxlowprec.arguments import a_flag
 from jaxlowprec.arrays.formats import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.op import hadamard_op
-from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.implementation import Implementation, check_implementation
 
 
 def hadamard_transform(
@@ -50,13 +51,15 @@ def hadamard_transform(
     hadamard = Hadamard(size, signs)
     x = float_array(who, "x", x)
     axis = last_axis(who, axis, x.ndim)
+    check_implementation(who, implementation)
+    a_flag(who, inverse=inverse)
     if x.shape[axis] % size:
         raise ValueError(
             f"{who}: axis {axis} has {x.shape[axis]} elements; needs a multiple of size={size}: pad it with jnp.pad"
         )
     if x.ndim == 1:
-        return _transform(hadamard, False, bool(inverse), implementation, x[None])[0]
-    return _transform(hadamard, axis == -2, bool(inverse), implementation, x)
+        return _transform(hadamard, False, inverse, implementation, x[None])[0]
+    return _transform(hadamard, axis == -2, inverse, implementation, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

@@ -10,17 +10,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
-from jaxlowprec.ops.checks import float_array, last_axis
+from jaxlowprec.ops.checks import last_axis, mesh_axes
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4.api import check_length, quantize_int4
+from jaxlowprec.ops.quantize.checks import check_plain, checked_options, given_tensor, matrix, tensor_batch
 from jaxlowprec.ops.quantize.keys import random_words
 from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op, unit
 
@@ -59,14 +60,15 @@ def quantize(
         key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
             batch axes, or one for all slices. The bits depend on the key and each element's place, on nothing else.
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
-            known or must cover more than x. Larger elements saturate. None: x's own. For formats with a tensor scale:
-            NVFP4 and Float8Tensor.
+            known or must cover more than x. Larger elements saturate. One that is negative or not finite makes its
+            slice NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
         implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
         encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale
             from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. One that
             is not positive and finite makes its slice NaN.
         offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
-            of it; the column in multiples of 16 (of rows for axis -2).
+            of it; the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken
+            modulo that.
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
             the whole array. Outside, a mesh needs nothing said.
         slices: the last batch axis holds slices of one tensor, x [..., S, M, K] with one amax: codes and scales are
@@ -95,13 +97,15 @@ def quantize(
     x = matrix(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
     rotation = as_hadamard(who, hadamard)
+    indices = checked_options(who, (axis,), rounding, offset, axis_name, slices, implementation)
     if isinstance(fmt, Int4):
-        _plain(who, fmt, rotation, rounding)
+        check_plain(who, fmt, rotation, rounding)
         random_words(who, rounding, key, ())
-        _given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
+        given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
         check_length(who, x, fmt, axis)
+        tensor_batch(who, x, fmt, (axis,), rotation, rounding, slices)
         return quantize_int4(x, fmt, axis, implementation)
-    batch = _batch(who, x, fmt, (axis,), rotation, rounding, slices)
+    batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, slices)
     if x.ndim == 1:
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
@@ -111,9 +115,10 @@ def quantize(
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
     words = random_words(who, rounding, key, batch)
-    tensor = _given_tensor(who, fmt, amax, encode_scale, batch)
+    tensor = given_tensor(who, fmt, amax, encode_scale, batch)
     given = encode_scale is not None
-    indices = _indices(who, offset, (axis,))
+    if axis_name is not None and tensor is None and fmt.has_tensor_scale:
+        mesh_axes(who, axis_name)
     return _quantize(x, tensor, words, indices, fmt, axis, rotation, given, axis_name, slices, implementation)
 
 
@@ -161,9 +166,10 @@ def quantize_both(
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
+    indices = checked_options(who, (-1, -2), rounding, offset, axis_name, slices, implementation)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
-        raise TypeError(f"{who}: amax={amax!r}; needs a pair: that of x and that of the rotated x")
-    batch = _batch(who, x, fmt, (-1, -2), rotation, rounding, slices)
+        raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
+    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, slices)
     if isinstance(fmt, Int4) or (rotation and not _rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
@@ -174,9 +180,10 @@ def quantize_both(
         amaxes = amax or (None, None)
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
         return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
-    tensors = [_given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
+    tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words, given = random_words(who, rounding, key, batch), encode_scale is not None
-    indices = _indices(who, offset, (-1, -2))
+    if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
+        mesh_axes(who, axis_name)
     return _quantize_both(x, tensors, words, indices, fmt, rotation, given, axis_name, slices, implementation)
 
 
@@ -239,59 +246,9 @@ def _amaxes(
     return found if axis_name is None else [largest_over(amax, axis_name) for amax in found]
 
 
-def _batch(
-    who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, slices: bool
-) -> tuple[int, ...]:
-    """The batch axes, each slice of which is a tensor."""
-    if not slices:
-        return x.shape[:-2]
-    if x.ndim < 3:
-        raise ValueError(f"{who}: slices=True and x has shape {x.shape}; needs three dimensions or more")
-    needs = whole_slices(fmt, rotation if -2 in axes else None, rounding, -2 in axes)
-    if x.shape[-2] % needs:
-        raise ValueError(
-            f"{who}: slices=True and x has {x.shape[-2]} rows in each; needs a multiple of {needs}, or "
-            "x.reshape(-1, x.shape[-1]) without slices="
-        )
-    return x.shape[:-3]
-
-
-def whole_slices(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
-    """What the rows of a slice are a multiple of, so that nothing lies on two slices."""
-    return math.lcm(unit(fmt, columnwise, rounding == "stochastic"), rotation.size if rotation else 1)
-
-
-def _plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> None:
-    """Raises ValueError for what Int4 checkpoints have no place for."""
-    if rotation:
-        raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} weights are not rotated; leave it out")
-    if rounding == "stochastic":
-        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} rounds to nearest alone; leave it out')
-
-
 def _rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
     """Whether the kernel rotates columns itself."""
     return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
-
-
-def matrix(who: str, x: Any, fmt: Any) -> jax.Array:
-    """x, checked with the format it is to be quantised to."""
-    if not isinstance(fmt, Format):
-        raise TypeError(f"{who}: fmt={fmt!r}; needs a format such as jaxlowprec.NVFP4()")
-    x = float_array(who, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{who}: x is a scalar; needs one dimension or more")
-    return x
-
-
-def _indices(who: str, offset: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """Row and column of x's first element; along a quantised axis that of a block."""
-    for axis, o in zip((-2, -1), offset, strict=True):
-        unit = BLOCK if axis in axes else 1
-        if isinstance(o, int) and (o < 0 or o % unit):
-            raise ValueError(f"{who}: offset={offset}; along axis {axis} it needs a multiple of {unit} from 0 on")
-    row, column = (np.uint32(o) if isinstance(o, int) else o.astype(jnp.uint32) for o in offset)
-    return row, column
 
 
 def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: Implementation) -> jax.Array:
@@ -299,27 +256,6 @@ def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: 
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % hadamard.size)
     return hadamard_transform(jnp.pad(x, padding), axis, hadamard.size, hadamard.signs, implementation=implementation)
-
-
-def _given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tuple[int, ...]) -> jax.Array | None:
-    """`amax=` or `encode_scale=`, one number for each slice."""
-    if amax is not None and encode_scale is not None:
-        raise ValueError(f"{who}: amax= and encode_scale= were given; pass one of them")
-    name, value = ("amax", amax) if encode_scale is None else ("encode_scale", encode_scale)
-    if value is None:
-        return None
-    if not fmt.has_tensor_scale:
-        raise ValueError(f"{who}: {name}= was given, but {fmt} scales each block by its own amax; leave it out")
-    if name == "encode_scale" and fmt.scaling != "tensor":
-        raise ValueError(
-            f"{who}: encode_scale= was given, but {fmt} has two levels of scales; pass amax=, or Float8Tensor"
-        )
-    value = jnp.asarray(value)
-    if value.dtype != jnp.float32 or value.shape not in ((), batch):
-        raise ValueError(
-            f"{who}: {name} has dtype {value.dtype} and shape {value.shape}; needs float32 and the batch axes {batch}"
-        )
-    return jax.lax.stop_gradient(jnp.broadcast_to(value, batch))
 
 
 def _spec(

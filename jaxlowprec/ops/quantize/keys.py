@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.arguments import shown
 from jaxlowprec.ops.quantize.philox import philox4x32
 from jaxlowprec.ops.rounding import magnitude_bits
 
@@ -22,16 +23,21 @@ def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> j
             raise ValueError(f'{who}: a key was given but rounding is "nearest"; pass rounding="stochastic" or no key')
         return None
     if rounding != "stochastic":
-        raise ValueError(f'{who}: rounding={rounding!r}; needs "nearest" or "stochastic"')
+        raise ValueError(f'{who}: rounding={shown(rounding)}; needs "nearest" or "stochastic"')
     if key is None:
         raise ValueError(f'{who}: rounding="stochastic" needs key=, such as jax.random.key(0)')
     return key_words(who, key, batch)
 
 
+def check_key(who: str, key: Any) -> None:
+    """Raises TypeError unless it is an array, as keys are, or None."""
+    if key is not None and not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(f"{who}: key={shown(key)}; needs a JAX key such as jax.random.key(0)")
+
+
 def key_words(who: str, key: Any, batch: tuple[int, ...]) -> jax.Array:
     """The two uint32 words of a key, or of one key for each slice, as [*batch, 2]."""
-    if not hasattr(key, "dtype"):
-        raise TypeError(f"{who}: key={key!r}; needs a JAX key such as jax.random.key(0)")
+    check_key(who, key)
     words = key
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)
@@ -71,7 +77,10 @@ class Randomness(NamedTuple):
 
     def words_for(self, amax: Callable[[], jax.Array]) -> jax.Array:
         """The two words of each slice of a gradient; its amax is asked for only if there is no key."""
-        return keyless_words(amax(), self.seed) if self.words is None else self.words
+        if self.words is not None:
+            return self.words
+        assert self.seed is not None
+        return keyless_words(amax(), self.seed)
 
 
 def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
+from jaxlowprec.arrays.quantized_array import arrays_of_lines
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import reference
@@ -126,16 +127,10 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation):
 
 def _shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Of the results, of a matrix for each of the batch axes."""
-    fmt = spec.format
     *batch, rows, columns = x.shape
     lines = [(rows, columns)] * spec.rowwise + [(columns, rows)] * spec.columnwise
-    shapes = []
-    for line, length in lines:
-        blocks = -(-length // fmt.length)
-        codes = blocks * fmt.length // 2 if fmt.packed else length
-        scales = () if fmt.scaling == "tensor" else (-(-line // fmt.length) if fmt.tiles else line, blocks)
-        shapes += [((*batch, line, codes), fmt.data_dtype), ((*batch, *scales), fmt.scale_dtype)]
-    return shapes
+    shapes = [array for line in lines for array in arrays_of_lines(spec.format, *line)]
+    return [((*batch, *shape), dtype) for shape, dtype in shapes]
 
 
 def native_call(

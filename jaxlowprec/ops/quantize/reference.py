@@ -65,7 +65,7 @@ def two_level(bits: jax.Array, tensor: jax.Array) -> tuple[jax.Array, jax.Array,
     encode = jnp.where(g == 0, 1.0, jnp.minimum(NVFP4_MAX / g, LARGEST_ENCODE))
     decode = 1.0 / encode
     multiplier = encode * jnp.float32(1 / 6)
-    bad = (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS)
+    bad = (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
     scale = jnp.minimum(jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE), E4M3_MAX).astype(jnp.float8_e4m3fn)
     scale = jnp.where(bad, jnp.nan, scale.astype(jnp.float32))
     block_encode = jnp.minimum(1.0 / flush(scale * decode), MAX_FINITE)
@@ -104,11 +104,9 @@ def float32(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Arr
 
 def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One float32 a tensor, from its amax or, if `given`, what to multiply by: a positive number, or it is poisoned."""
-    bits = magnitude_bits(tensor)
-    bad = bits >= INFINITY_BITS
-    if given:
-        bad = bad | (flush(tensor) <= 0)
-    encode = flush(tensor) if given else float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
+    bits, value = magnitude_bits(tensor), flush(tensor)
+    bad = (bits >= INFINITY_BITS) | (value <= 0 if given else value < 0)
+    encode = value if given else float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
     return jnp.where(bad, jnp.nan, flush(1.0 / encode)), encode[..., None, None], bad[..., None, None]
 
 

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
-from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
@@ -80,8 +80,9 @@ def scaled_matmul(
 
     Raises:
         TypeError: a `b` that is not quantised, or a dtype that does not fit.
-        ValueError: operands quantised along another axis, of different length or batch, by different scale rules, or
-            rotated differently; an activation without its input, or the reverse.
+        ValueError: operands whose arrays are not those of their format and shape, quantised along another axis, of
+            different length or batch, by different scale rules, or rotated differently; an activation without its
+            input, or the reverse.
         NotImplementedError: a pair of formats without a GEMM, `implementation="ffi"` where there is no kernel (or none
             of this precision: of Float8Block without power-of-two scales), or a derivative with respect to a plain `a`.
 
@@ -103,10 +104,13 @@ def scaled_matmul(
         "out_sharding": out_sharding,
     }
     precision = checked_precision(who, precision)
+    check_implementation(who, implementation)
     if not isinstance(b, QuantizedArray):
         raise TypeError(f"{who}: b is a {type(b).__name__}; needs a QuantizedArray: quantise it first")
+    check_quantized(who, "b", b)
     if not isinstance(a, QuantizedArray):
         return _results(weight_only_matmul(who, a, b, options, implementation), out_sharding)
+    check_quantized(who, "a", a)
     _check_operands(who, a, b)
     epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix[0]), **options)
     out = _run(a, b, epilogue, extras, None, precision, implementation)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.epilogue import checked_epilogue
-from jaxlowprec.ops.implementation import Implementation
+from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec, weight_only_op
 
@@ -20,6 +20,7 @@ def weight_only_matmul(
     who: str, x: Any, q: QuantizedArray, epilogue_options: dict[str, Any], implementation: Implementation
 ) -> list[jax.Array]:
     """The results of `scaled_matmul` for a plain x [..., M, K] and q [..., N, K], or q [N, K] for all batch axes."""
+    check_implementation(who, implementation)
     x = float_array(who, "a", x)
     _check_operands(who, x, q)
     shared, rows = q.ndim == 2, x.shape[:-1]

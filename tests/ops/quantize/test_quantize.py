@@ -89,7 +89,7 @@ class TestNativeAgainstOracle:
         assert_matches_quantized(row, quantized(x, jlp.NVFP4(), -1, None, "nearest", None))
         assert_matches_quantized(column, quantized(x, jlp.NVFP4(), -2, jlp.Hadamard(), "nearest", None))
 
-    @pytest.mark.parametrize("amax", [0.5, 1e-20, 1e30, 0.0, np.inf, np.nan])
+    @pytest.mark.parametrize("amax", [0.5, 1e-20, 1e30, 0.0, np.inf, np.nan, -0.5, -1e-40, -np.inf])
     def test_a_given_amax(self, isa, amax):
         x = random_array((33, 50), "bfloat16")
         for axis, block in itertools.product((-1, -2), BLOCKS):
@@ -227,6 +227,14 @@ class TestRules:
         poisoned = jlp.quantize(x, jlp.NVFP4(), amax=jnp.float32(4), implementation=implementation).dequantize()
         assert np.isnan(np.asarray(poisoned)[3, :16]).all()  # its block, and no other
         assert np.isfinite(np.asarray(poisoned)).sum() == 32 * 48 - 16
+
+    @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.NVFP4((16, 16)), jlp.Float8Tensor()], ids=str)
+    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
+    def test_a_negative_amax_poisons_its_slice_and_no_other(self, fmt, implementation):
+        x, amax = random_array((3, 32, 48), "float32"), jnp.asarray([3, -3, -1e-40], jnp.float32)
+        for q in jlp.quantize_both(x, fmt, amax=(amax, amax), implementation=implementation):
+            values = np.asarray(q.dequantize())
+            assert np.isnan(values[1]).all() and np.isfinite(values[0]).all() and np.isfinite(values[2]).all()
 
     def test_zero_tensor(self):
         for q in jlp.quantize_both(jnp.zeros((32, 32)), jlp.NVFP4()):

@@ -1,0 +1,83 @@
+"""Checks of plain arguments, of functions and of fields. Every message says who, what was given, what is needed."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from typing import Any
+
+_REPR = reprlib.Repr()
+_REPR.maxtuple = _REPR.maxlist = 20
+_REPR.maxstring, _REPR.maxother, _REPR.maxlong = 80, 120, 40
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: in a line, however large it is."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and shape and dtype is not None:
+        return f"{type(value).__name__} of {dtype}{list(shape)}"
+    return " ".join(_REPR.repr(value).split())
+
+
+def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of those, and of its kind: 1 is not True, and an array of 1 is not 1."""
+    for a in allowed:
+        if value is a:  # nearly always, and eager calls ask
+            return True
+    return any(_is(value, a) for a in allowed)
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, tuple):
+        return isinstance(value, tuple) and len(value) == len(wanted) and all(map(_is, value, wanted))
+    if type(wanted) is int:
+        try:
+            return as_int(value) == wanted
+        except TypeError:
+            return False
+    return value is wanted or (isinstance(wanted, str) and isinstance(value, str) and value == wanted)
+
+
+def one_of(who: str, name: str, value: Any, *allowed: Any) -> None:
+    """Raises ValueError unless the value is one of those."""
+    if not is_one_of(value, allowed):
+        words = [f'"{a}"' if isinstance(a, str) else str(a) for a in allowed]
+        raise ValueError(f"{who}: {name}={shown(value)}; needs {', '.join(words[:-1])} or {words[-1]}")
+
+
+def a_flag(who: str, **flags: Any) -> None:
+    """Raises TypeError unless all are True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{who}: {name}={shown(value)}; needs True or False")
+
+
+def a_text(who: str, **texts: Any) -> None:
+    """Raises TypeError unless all are strings."""
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{who}: {name}={shown(value)}; needs a string")
+
+
+def whole_number(who: str, name: str, value: Any, least: int = -(2**31), most: int = 2**31 - 1) -> int:
+    """The value as an int.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is out of range.
+    """
+    needs = "an int" if least < 0 else f"an int from {least} on"
+    try:
+        number = as_int(value)
+    except TypeError:
+        raise TypeError(f"{who}: {name}={shown(value)}; needs {needs}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{who}: {name}={shown(number)}; needs {needs if number < least else f'at most {most}'}")
+    return number
+
+
+def as_int(value: Any) -> int:
+    """An int from any spelling of one (NumPy's, an array of no dimensions); TypeError for anything else, and a bool."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool":
+        raise TypeError
+    return operator.index(value)

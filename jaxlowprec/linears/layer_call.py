@@ -1,0 +1,222 @@
+"""One call of a layer: what `linear`, `dot_general` and `einsum` share, and the product that they come down to.
+
+The product itself is `quantized_matmul`, or `weight_only` where only the weight is quantised. Residuals carry
+checkpoint names (`residuals`), for policies such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.linears import delayed_scaling, weight_only
+from jaxlowprec.linears.quantized_matmul import Plan, QuantizedKernel, quantized_matmul, recording
+from jaxlowprec.linears.residuals import in_profiles
+from jaxlowprec.ops.precision import checked_precision
+from jaxlowprec.ops.quantize.checks import whole_slices
+from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
+from jaxlowprec.ops.slices import merged_rows, sliced_rows
+from jaxlowprec.recipes.autocast import resolve
+from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.recipes.transformer_engine import Calibrating
+from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """What a layer's call was told, checked and resolved once.
+
+    Attributes:
+        who: the function, for messages.
+        name: the layer's.
+        recipe: that the layer follows here; None for high precision, and for a loaded weight.
+        key: of stochastic rounding, or None.
+        quantized: the weight that is quantised already, or None.
+        state: of delayed scaling, or None.
+        precision: of the three GEMMs.
+    """
+
+    who: str
+    name: str
+    recipe: Recipe | None
+    key: jax.Array | None
+    quantized: QuantizedKernel | None
+    state: delayed_scaling.State | None
+    precision: Any
+
+    @functools.cached_property
+    def roles(self) -> Roles | None:
+        """What the recipe wants of the layer: asked once a call."""
+        return None if self.recipe is None else self.recipe.roles("linear", self.name)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the product is in high precision, and its amaxes are recorded."""
+        return isinstance(self.recipe, Calibrating)
+
+    def in_high_precision(self, w: Any) -> bool:
+        """Whether nothing is quantised; a loaded weight is, without a recipe."""
+        loaded = w is None and self.quantized is not None and self.quantized.weight_only
+        return self.calibrates or (self.recipe is None and not loaded)
+
+    def high_precision_weight(self, w: jax.Array | None) -> jax.Array:
+        """The weight of a product in high precision."""
+        if w is None or self.quantized is not None:
+            raise ValueError(
+                f"{self.who}: quantized_kernel= without a recipe that quantises; pass the recipe it was quantised for"
+            )
+        return w
+
+    def recorded(self, x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, delayed_scaling.State]:
+        """A product and its state; the state's gradient is what x, w and the gradient of y make of it (calibrating)."""
+        recipe: Any = self.recipe
+        state = delayed_scaling.check_state(self.who, recipe.delayed, self.state)
+        used, state = delayed_scaling.used_and_handed_on(state)
+        return recording(recipe.delayed, *wiring.align_varying(x, w, y), used), state
+
+    def matmul(
+        self,
+        x: Float[Array, "*B T K"],
+        w: Float[Array, "*B K N"] | None,
+        bias: Float[Array, "N"] | None,
+        out_dtype: Any,
+        out_sharding: Any = None,
+        slices: bool = False,
+    ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
+        """x in the input's role times w in the weight's, and the state for the layer's next call.
+
+        Without a recipe `quantized` is a loaded weight. `slices`: x is [..., S, T, K] for a weight without S, and so is
+        the result; that S and T stay two axes lets a mesh split both. Where a block would lie on two slices they are
+        merged.
+        """
+        weight: Any = w if w is not None else self.quantized
+        if slices and _must_merge(self.who, x, weight, self.roles):
+            y, state = self.matmul(merged_rows(x), w, bias, out_dtype)
+            return resharded(sliced_rows(y, *x.shape[-3:-1]), out_sharding), state
+        if out_sharding is None and sharding_of(x):  # the same type whatever is kept for the backward pass
+            features = dimensions_of(w)[-1] if w is not None else dimensions_of(weight.columnwise.data)[-2]
+            out_sharding = sharding_of_product(x, features)
+        if self.recipe is None or self.roles is None:
+            loaded = weight.columnwise
+            served = weight_only.Served(loaded.format, "identity", None)
+            return self._weight_only(x, None, bias, loaded, served, (out_dtype, out_sharding, slices)), self.state
+        state, roles = self.state, self.roles
+        if self.recipe.delayed is not None:
+            state = delayed_scaling.check_state(self.who, self.recipe.delayed, state)
+        if self.quantized is not None:
+            self._check_quantized(w, roles)
+        if roles.ste is not None and roles.weight is not None:
+            loaded = None if self.quantized is None else self.quantized.columnwise
+            served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
+            return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, slices)), state
+        shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
+        result = jnp.dtype(out_dtype), shardings, out_sharding
+        plan = Plan(roles, self.recipe.backward_override, self.recipe.delayed, *result, slices, self.precision)
+        randomness = self._randomness(roles, x.shape[: -3 if slices else -2], x.shape[:-1], weight.shape[-1])
+        operands = wiring.align_varying(x, w, bias, randomness, self.quantized)
+        used = None
+        if self.recipe.delayed is not None:
+            used, state = delayed_scaling.used_and_handed_on(state)
+        with in_profiles(self.name):
+            return quantized_matmul(plan, *operands, used), state
+
+    def _weight_only(self, x, w, bias, loaded, served, result) -> jax.Array:
+        """The product by a weight that alone is quantised."""
+        if loaded is None:
+            weight_only.check_whole_groups(self.who, self.name, w, served.format)
+        with in_profiles(self.name):
+            return weight_only.matmul(x, w, bias, loaded, served, result, self.precision)
+
+    def _randomness(
+        self, roles: Roles, batch: tuple[int, ...], rows: tuple[int, ...], features: int
+    ) -> Randomness | None:
+        """Of a gradient [*rows, features], if that is rounded stochastically."""
+        if not rounds_stochastically(roles):
+            return None
+        if self.key is not None:
+            return Randomness(words=slice_words(key_words(self.who, self.key, ()), batch))
+        return Randomness(seed=keyless_seed(math.prod(rows[len(batch) :]), features, self.name))
+
+    def _check_quantized(self, w: jax.Array | None, roles: Roles) -> None:
+        """Raises ValueError unless the weight was quantised for these roles and has the master weight's shape."""
+        quantized: Any = self.quantized
+        has, wants = (quantized.columnwise.format, quantized.weight_only), "high precision"
+        if roles.weight is not None:
+            wants = f"{roles.weight.format} for {_inputs(roles.ste is not None)}"
+        if roles.weight is None or has != (roles.weight.format, roles.ste is not None):
+            raise ValueError(
+                f"{self.who}: quantized_kernel is {has[0]} for {_inputs(has[1])} but the recipe wants {wants}; "
+                "quantise it again under this recipe"
+            )
+        if w is not None and quantized.shape != w.shape:
+            raise ValueError(f"{self.who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
+
+
+def layer_call(
+    who: str, kernel: Any, quantized: Any, *, recipe: Any, key: Any, name: Any, state: Any, precision: Any
+) -> tuple[jax.Array | None, LayerCall]:
+    """The kernel in high precision, if that was given, and the call. A loaded kernel becomes the call's `quantized`.
+
+    Raises:
+        TypeError, ValueError: an argument that is none, a loaded kernel that is not what the recipe wants.
+    """
+    a_text(who, name=name)
+    check_key(who, key)
+    precision = checked_precision(who, precision)
+    if state is not None:
+        delayed_scaling.check_mapping(who, state)
+    if quantized is not None:
+        check_kernel(who, quantized)
+    if not isinstance(kernel, QuantizedArray):
+        return kernel, LayerCall(who, name, resolve(who, recipe, name), key, quantized, state, precision)
+    if quantized is not None:
+        raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
+    weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
+    return None, LayerCall(who, name, None, key, QuantizedKernel(None, kernel), state, precision)
+
+
+def check_kernel(who: str, quantized: Any) -> None:
+    """Raises unless it is what `quantize_kernel` makes."""
+    if not isinstance(quantized, QuantizedKernel):
+        raise TypeError(f"{who}: quantized_kernel={shown(quantized)}; needs what jaxlowprec.quantize_kernel makes")
+    check_quantized(who, "quantized_kernel.columnwise", quantized.columnwise)
+    if quantized.rowwise is not None:
+        check_quantized(who, "quantized_kernel.rowwise", quantized.rowwise)
+
+
+def _must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> bool:
+    """Whether slices [..., S, T, K] have to be merged, lest a block of x, or of its gradient, lie on two of them.
+
+    Raises ValueError where that cannot be: two split axes would be strided.
+    """
+    if roles is None or roles.ste is not None:  # x is not quantised
+        return len(weight.shape) > 2  # a weight for each of further axes needs matrices
+    quantised = [role for role in (roles.input, roles.gradient) if role is not None]
+    together = math.lcm(*(whole_slices(r.format, r.hadamard, r.rounding, columnwise=True) for r in quantised))
+    if x.size > 0 and x.shape[-2] % together == 0:
+        return False
+    rows = dimensions_of(x)[-2] if sharding_of(x) else ()
+    if rows and x.shape[-3] > 1:
+        raise ValueError(
+            f"{who}: x {x.shape} is split over {rows} along its second last axis and has {x.shape[-2]} rows in a "
+            f"slice, where blocks need a multiple of {together}; reshard x to leave that axis whole, or pad it"
+        )
+    return True
+
+
+def _inputs(high_precision: bool) -> str:
+    return f"{'high-precision' if high_precision else 'quantised'} inputs"
+
+
+def rounds_stochastically(roles: Roles) -> bool:
+    """Whether a key is of use."""
+    return roles.gradient is not None and roles.gradient.rounding == "stochastic"

@@ -1,0 +1,117 @@
+"""Checks of what `quantize` and `quantize_both` are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.arguments import a_flag, as_int, one_of, shown
+from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4
+from jaxlowprec.ops.checks import array, float_array
+from jaxlowprec.ops.implementation import check_implementation
+from jaxlowprec.ops.quantize.op import unit
+
+
+def matrix(who: str, x: Any, fmt: Any) -> jax.Array:
+    """x, checked with the format it is to be quantised to."""
+    if not isinstance(fmt, Format):
+        raise TypeError(f"{who}: fmt={shown(fmt)}; needs a format such as jaxlowprec.NVFP4()")
+    x = float_array(who, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{who}: x is a scalar; needs one dimension or more")
+    return x
+
+
+def checked_options(
+    who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, slices: Any, implementation: Any
+) -> tuple[Any, Any]:
+    """Raises for options that are none; the row and column that `offset` is."""
+    one_of(who, "rounding", rounding, "nearest", "stochastic")
+    a_flag(who, slices=slices)
+    check_implementation(who, implementation)
+    if not isinstance(axis_name, Hashable):
+        raise TypeError(f"{who}: axis_name={shown(axis_name)}; needs an axis of the mesh, or a tuple of them")
+    if not isinstance(offset, tuple | list) or len(offset) != 2:
+        raise TypeError(f"{who}: offset={shown(offset)}; needs a pair of ints, the row and the column")
+    row, column = (
+        _index(who, offset, axis, o, BLOCK if axis in axes else 1) for axis, o in zip((-2, -1), offset, strict=True)
+    )
+    return row, column
+
+
+def _index(who: str, offset: Any, axis: int, index: Any, unit: int) -> Any:
+    """One of the two as uint32; along a quantised axis that of a block."""
+    if isinstance(index, jax.Array):
+        if index.shape != () or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(
+                f"{who}: offset has {index.dtype}{list(index.shape)} along axis {axis}; needs an integer scalar"
+            )
+        return index.astype(jnp.uint32)
+    try:
+        number = as_int(index)
+    except TypeError:
+        raise TypeError(f"{who}: offset={shown(offset)}; needs a pair of ints, the row and the column") from None
+    if not 0 <= number < 2**32 or number % unit:
+        limit = "" if number < 2**32 else " and below 2^32"
+        raise ValueError(
+            f"{who}: offset={shown(offset)}; along axis {axis} it needs a multiple of {unit} from 0 on{limit}"
+        )
+    return np.uint32(number)
+
+
+def tensor_batch(
+    who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, slices: bool
+) -> tuple[int, ...]:
+    """The batch axes, each slice of which is a tensor."""
+    if not slices:
+        return x.shape[:-2]
+    if x.ndim < 3:
+        raise ValueError(f"{who}: slices=True and x has shape {x.shape}; needs three dimensions or more")
+    needs = whole_slices(fmt, rotation if -2 in axes else None, rounding, -2 in axes)
+    if x.shape[-2] % needs:
+        raise ValueError(
+            f"{who}: slices=True and x has {x.shape[-2]} rows in each; needs a multiple of {needs}, or "
+            "x.reshape(-1, x.shape[-1]) without slices="
+        )
+    return x.shape[:-3]
+
+
+def whole_slices(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
+    """What the rows of a slice are a multiple of, so that nothing lies on two slices."""
+    return math.lcm(unit(fmt, columnwise, rounding == "stochastic"), rotation.size if rotation else 1)
+
+
+def check_plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> None:
+    """Raises ValueError for what Int4 checkpoints have no place for."""
+    if rotation:
+        raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} weights are not rotated; leave it out")
+    if rounding == "stochastic":
+        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} rounds to nearest alone; leave it out')
+
+
+def given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tuple[int, ...]) -> jax.Array | None:
+    """`amax=` or `encode_scale=`, one number for each slice."""
+    if amax is not None and encode_scale is not None:
+        raise ValueError(f"{who}: amax= and encode_scale= were given; pass one of them")
+    name, value = ("amax", amax) if encode_scale is None else ("encode_scale", encode_scale)
+    if value is None:
+        return None
+    if not fmt.has_tensor_scale:
+        raise ValueError(f"{who}: {name}= was given, but {fmt} scales each block by its own amax; leave it out")
+    if name == "encode_scale" and fmt.scaling != "tensor":
+        raise ValueError(
+            f"{who}: encode_scale= was given, but {fmt} has two levels of scales; pass amax=, or Float8Tensor"
+        )
+    given, value = value, array(who, name, value)
+    if value.dtype != jnp.float32 or value.shape not in ((), batch):
+        raise ValueError(
+            f"{who}: {name} has dtype {value.dtype} and shape {value.shape}; needs float32 and the batch axes {batch}"
+        )
+    if name == "amax" and not isinstance(given, jax.Array) and np.min(given, initial=0) < 0:
+        raise ValueError(f"{who}: amax={shown(given)}; needs magnitudes, 0 or more")
+    return jax.lax.stop_gradient(jnp.broadcast_to(value, batch))
