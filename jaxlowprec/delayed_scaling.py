@@ -2,6 +2,7 @@
 
 from jaxlowprec.linears.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
+    TENSORS,
     add_gradients,
     combined_by_max,
     init_state,
@@ -11,6 +12,7 @@ from jaxlowprec.linears.delayed_scaling import (
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
+    "TENSORS",
     "add_gradients",
     "combined_by_max",
     "init_state",

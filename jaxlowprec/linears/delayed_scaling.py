@@ -31,6 +31,8 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
 
 TENSORS = ("input", "kernel", "output_grad")
+"""The tensors of a layer that have a history and a scale, as the state's names begin."""
+
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # they keep reciprocals normal
 
 State = dict[str, Any]

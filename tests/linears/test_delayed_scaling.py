@@ -7,7 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec import delayed_scaling
+from jaxlowprec.linears import delayed_scaling
 from tests.helpers import assert_same_bytes, random_array
 
 F = np.float32

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from jaxlowprec import delayed_scaling
+from jaxlowprec.linears import delayed_scaling
 from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import by_axis_type, mesh_of, place

@@ -54,3 +54,15 @@ def test_equal_linears_of_different_names_are_traced_once(recipe, module):
 def test_equal_layers_of_experts_of_different_names_are_traced_once():
     with jlp.autocast(jlp.NVFP4BlockScaling()):
         assert traces(grouped_products, experts, 6) == traces(grouped_products, experts, 2) <= 3
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (2, 16, 32)], ids=["matrix", "slices"])
+def test_a_call_asks_a_custom_recipe_once_about_each_tensor(shape):
+    asked = []
+
+    def factory(role):
+        asked.append(role.tensor_type)
+        return jlp.MXFP8()
+
+    jlp.linear(jnp.ones(shape, jnp.bfloat16), jnp.ones((32, 32)), recipe=jlp.Custom(factory))
+    assert sorted(asked) == ["grad_output", "input", "weight"]
