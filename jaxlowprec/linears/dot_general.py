@@ -28,6 +28,7 @@ from jaxlowprec.linears.linear import (
 )
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import (
+    a_dtype,
     a_sharding,
     axis_from_the_front,
     dimension_numbers,
@@ -88,12 +89,20 @@ def dot_general(
     """
     who = "dot_general"
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    a_sharding(who, "out_sharding", out_sharding)
+    _check_options(who, **options)
     rhs, quantized_kernel, recipe = operands_and_recipe(who, rhs, quantized_kernel, recipe, key, name, state)
     follow: dict[str, Any] = {"recipe": recipe, "key": key, "name": name}
     follow |= {"quantized_kernel": quantized_kernel, "state": state}
     y, out_state = _dot_general(who, lhs, rhs, dimension_numbers, options, **follow)
     return y if state is None else (y, out_state)
+
+
+def _check_options(who: str, precision: Any, preferred_element_type: Any, out_sharding: Any) -> None:
+    """Raises for what JAX would not take either; without a recipe JAX takes other dtypes than floats."""
+    checked_precision(who, precision)
+    a_sharding(who, "out_sharding", out_sharding)
+    if preferred_element_type is not None:
+        a_dtype(who, "preferred_element_type", preferred_element_type)
 
 
 def _dot_general(
@@ -235,8 +244,8 @@ def einsum(
     (2, 8, 4, 16)
     """
     who = "einsum"
-    a_sharding(who, "out_sharding", out_sharding)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    _check_options(who, **options)
     follow = {"recipe": recipe, "key": key, "quantized_kernel": None, "name": name}
     if len(operands) == 2 and isinstance(loaded := operands[1], QuantizedArray):
         y = _einsum_of_loaded(who, subscripts, operands[0], loaded, options, follow)
@@ -312,7 +321,9 @@ def _einsum_of_loaded(
     lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])
     dims = ((lhs_dims[0], [len(batch)]), (lhs_dims[1], list(range(len(batch)))))
     wanted, options = options["out_sharding"], options | {"out_sharding": None}
-    y = dot_general(x, q, dims, **options, **follow)
+    _, kernel, recipe = operands_and_recipe(who, q, None, follow["recipe"], follow["key"], follow["name"], None)
+    follow = follow | {"quantized_kernel": kernel, "recipe": recipe}
+    y, _ = _dot_general(who, x, None, dims, options, **follow, state=None)
     names = batch + [n for n in x_names if n not in w_names] + [free]
     return resharded(y.transpose([names.index(n) for n in out]), wanted)
 

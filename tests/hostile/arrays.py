@@ -27,7 +27,7 @@ from tests.hostile.array_variants import variant
 
 ARRAYS = 32
 """Of a batch: compared by one call."""
-BATCHES = 32
+BATCHES = 64
 """Of a variant: enough that compiling is not most of the work."""
 FORGET = 25
 """Variants after which what was compiled is let go of."""
