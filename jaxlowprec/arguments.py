@@ -6,9 +6,18 @@ import operator
 import reprlib
 from typing import Any
 
-_REPR = reprlib.Repr()
+_LARGEST = 10**40
+
+
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print an int of thousands of digits."""
+        return super().repr_int(x, level) if abs(x) < _LARGEST else f"an int of {x.bit_length()} bits"
+
+
+_REPR = _Repr()
 _REPR.maxtuple = _REPR.maxlist = 20
-_REPR.maxstring, _REPR.maxother, _REPR.maxlong = 80, 120, 40
+_REPR.maxstring, _REPR.maxother = 80, 120
 
 
 def shown(value: Any) -> str:
@@ -21,21 +30,21 @@ def shown(value: Any) -> str:
 
 def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether a value is one of those, and of its kind: 1 is not True, and an array of 1 is not 1."""
-    for a in allowed:
-        if value is a:  # nearly always, and eager calls ask
-            return True
-    return any(_is(value, a) for a in allowed)
+    return any(value is a or _is(value, a) for a in allowed)
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, tuple):
+    kind = type(wanted)
+    if kind is tuple:
         return isinstance(value, tuple) and len(value) == len(wanted) and all(map(_is, value, wanted))
-    if type(wanted) is int:
+    if type(value) is kind:
+        return bool(value == wanted)
+    if kind is int:
         try:
             return as_int(value) == wanted
         except TypeError:
             return False
-    return value is wanted or (isinstance(wanted, str) and isinstance(value, str) and value == wanted)
+    return kind is str and isinstance(value, str) and value == wanted
 
 
 def one_of(who: str, name: str, value: Any, *allowed: Any) -> None:
@@ -78,6 +87,8 @@ def whole_number(who: str, name: str, value: Any, least: int = -(2**31), most: i
 
 def as_int(value: Any) -> int:
     """An int from any spelling of one (NumPy's, an array of no dimensions); TypeError for anything else, and a bool."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool":
         raise TypeError
     return operator.index(value)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -313,7 +314,7 @@ class Hadamard:
 
     def __post_init__(self):
         one_of("Hadamard", "size", self.size, 16, 32, 64, 128, 256)
-        if self.signs is None:
+        if self.signs is None or (self.signs is DEFAULT_SIGNS and self.size == len(DEFAULT_SIGNS)):
             return
         signs = _numbers(self.signs)
         if not signs or any(s not in (1, -1) for s in signs) or self.size % len(signs):
@@ -339,7 +340,7 @@ class Hadamard:
 
 def _numbers(given: Any) -> tuple[Any, ...]:
     """What was given as numbers, one after the other; none where it is something else."""
-    if hasattr(given, "dtype"):
+    if isinstance(given, jax.Array | np.ndarray | np.generic):
         given = given.tolist() if jnp.issubdtype(given.dtype, jnp.number) else ()
     values = tuple(itertools.islice(given, 257)) if isinstance(given, Iterable) else ()
     return values if all(isinstance(v, int | float | np.number) for v in values) else ()

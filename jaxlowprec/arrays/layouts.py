@@ -17,6 +17,7 @@ from jaxtyping import Array
 from jaxlowprec.arguments import is_one_of, shown, whole_number
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.ops.checks import a_dtype, array
 
 
 def swizzle(scale: Array) -> Array:
@@ -40,7 +41,7 @@ def swizzle(scale: Array) -> Array:
     (2048,)
     """
     scale = _array("swizzle", "scale", scale)
-    if scale.ndim < 2 or scale.dtype.itemsize != 1:
+    if scale.ndim < 2 or scale.dtype == jnp.bool or jax.dtypes.itemsize_bits(scale.dtype) != 8:
         raise ValueError(
             f"swizzle: scale has shape {scale.shape} and dtype {scale.dtype}; needs [..., R, C] of one byte"
         )
@@ -57,11 +58,15 @@ def unswizzle(swizzled: Array, rows: int, columns: int) -> Array:
         ValueError: a length that rows and columns do not have.
     """
     rows, columns = _sizes("unswizzle", rows, columns)
-    swizzled = _array("unswizzle", "swizzled", swizzled)
+    return _unswizzled("unswizzle", _array("unswizzle", "swizzled", swizzled), rows, columns)
+
+
+def _unswizzled(who: str, swizzled: Array, rows: int, columns: int) -> Array:
     down, across = -(-rows // 128), -(-columns // 4)
     if swizzled.ndim < 1 or swizzled.shape[-1] != down * across * 512:
         raise ValueError(
-            f"unswizzle: swizzled has shape {swizzled.shape}; {rows}x{columns} scales need [..., {down * across * 512}]"
+            f"{who}: the array of scales has shape {swizzled.shape}; {rows}x{columns} scales need "
+            f"[..., {down * across * 512}]"
         )
     batch = swizzled.shape[:-1]
     tiles = swizzled.reshape(*batch, down, across, 32, 4, 4)
@@ -85,6 +90,7 @@ def gemm_scales(q: QuantizedArray) -> Array:
         ValueError: a vector.
     """
     rows, _ = _lines(q, "gemm_scales")
+    _check_format("gemm_scales", q.format)
     fmt, scale = q.format, q.scale
     if fmt.scaling == "tensor":
         return scale
@@ -113,7 +119,7 @@ def logical_scales(scales: Array, fmt: Format, rows: int, columns: int) -> Array
                 f"logical_scales: scales have shape {scales.shape}; {fmt} of {rows}x{columns} needs [..., {expected}]"
             )
         return (scales if fmt.tiles else jnp.swapaxes(scales, -1, -2))[..., :lines, :blocks]
-    ordered = unswizzle(scales, rows, blocks)
+    ordered = _unswizzled(who, scales, rows, blocks)
     return ordered[..., :: fmt.length, :] if fmt.tiles else ordered
 
 
@@ -153,10 +159,7 @@ def from_compact(data: Array, scale: Array, fmt: Format, axis: int = -1, dtype: 
         raise ValueError(
             f"{who}: {fmt}, data {data.shape}, axis={shown(axis)}; needs 8-bit codes [..., M, K], axis -1 or -2"
         )
-    try:
-        dtype = jnp.dtype(dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"{who}: dtype={shown(dtype)}; needs a dtype such as bfloat16") from None
+    dtype = a_dtype(who, "dtype", dtype)
     matrix = data.shape[-2:]
     if axis == -2:
         data = jnp.swapaxes(data, -1, -2)
@@ -175,7 +178,7 @@ def from_compact(data: Array, scale: Array, fmt: Format, axis: int = -1, dtype: 
 def _array(who: str, name: str, x: Any) -> Array:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{who}: {name}={shown(x)}; needs an array")
-    return jnp.asarray(x)
+    return array(who, name, x)
 
 
 def _sizes(who: str, rows: Any, columns: Any) -> tuple[int, int]:

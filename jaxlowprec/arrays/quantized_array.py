@@ -16,6 +16,7 @@ from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format, Hadamard, Int4
 
 _PLACE = "_empty"  # None, but for trees of other things than arrays
+_MADE_BY_HAND = "_made_by_hand"  # not unflattened, as what an op returns is, and not checked since
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("data", "scale", "amax", "zero_point"))
 
 
@@ -71,6 +72,7 @@ class QuantizedArray:
         one_of(who, "axis", self.axis, -1, -2)
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(f"{who}: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
+        self.__dict__[_MADE_BY_HAND] = True
 
     # By hand: jax.tree_util.register_dataclass takes 3 us longer, a sixth of an eager call on a small array.
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -181,7 +183,7 @@ def _described(array: tuple[Any, Any] | None) -> str:
 
 
 def check_quantized(who: str, name: str, q: Any) -> None:
-    """Raises unless q is a QuantizedArray whose arrays are those of its format and shape.
+    """Raises unless q is a QuantizedArray whose arrays, where it was made by hand, are those of its format and shape.
 
     Raises:
         TypeError: it is none.
@@ -191,6 +193,8 @@ def check_quantized(who: str, name: str, q: Any) -> None:
         raise TypeError(
             f"{who}: {name} is a {type(q).__name__}; needs a QuantizedArray, as jaxlowprec.quantize returns"
         )
+    if _MADE_BY_HAND not in q.__dict__:
+        return
     fields = (q.data, q.scale, q.amax, q.zero_point)
     found = tuple(None if f is None else (getattr(f, "shape", None), getattr(f, "dtype", None)) for f in fields)
     shape = getattr(q.data, "shape", ())
@@ -201,6 +205,7 @@ def check_quantized(who: str, name: str, q: Any) -> None:
         )
         what = f"{q.format} of {'x'.join(map(str, q.matrix))} along axis {q.axis}"
         raise ValueError(f"{who}: {name}.{field} is {_described(has)}; {what} needs {_described(needs)}")
+    q.__dict__.pop(_MADE_BY_HAND, None)
 
 
 def _without_defaults(value: Any) -> str:

@@ -24,6 +24,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.ops.amax.op import largest_over
+from jaxlowprec.ops.checks import array
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
 
@@ -213,6 +214,11 @@ def add_gradients(a: Any, b: Any) -> Any:
     if structures[0] != structures[1]:
         first, second = map(shown, structures)
         raise ValueError(f"add_gradients: trees {first} and {second} differ; needs gradients of one model")
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        shapes = [array("add_gradients", jax.tree_util.keystr(path), leaf).shape for leaf in (x, y)]
+        if shapes[0] != shapes[1]:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"add_gradients: {where} has shapes {shapes[0]} and {shapes[1]}; needs the same")
     return jax.tree_util.tree_map_with_path(lambda path, x, y: jnp.maximum(x, y) if is_state(path) else x + y, a, b)
 
 

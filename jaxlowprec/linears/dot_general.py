@@ -22,6 +22,7 @@ from jaxlowprec.linears.layer_call import LayerCall, layer_call
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import (
+    a_dtype,
     a_sharding,
     axis_from_the_front,
     dimension_numbers,
@@ -80,11 +81,18 @@ def dot_general(
     """
     who = "dot_general"
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    a_sharding(who, "out_sharding", out_sharding)
+    _check_options(who, preferred_element_type, out_sharding)
     settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     rhs, call = layer_call(who, rhs, quantized_kernel, **settings)
     y, out_state = _dot_general(call, lhs, rhs, dimension_numbers, options)
     return y if state is None else (y, out_state)
+
+
+def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> None:
+    """Raises for what JAX would not take either; without a recipe JAX takes other dtypes than floats."""
+    a_sharding(who, "out_sharding", out_sharding)
+    if preferred_element_type is not None:
+        a_dtype(who, "preferred_element_type", preferred_element_type)
 
 
 def _dot_general(
@@ -216,8 +224,8 @@ def einsum(
     (2, 8, 4, 16)
     """
     who = "einsum"
-    a_sharding(who, "out_sharding", out_sharding)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    _check_options(who, preferred_element_type, out_sharding)
     settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     is_loaded = len(operands) == 2 and isinstance(operands[1], QuantizedArray)
     _, call = layer_call(who, operands[1] if is_loaded else None, None, **settings)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from jaxlowprec.linears.layer_call import rounds_stochastically
 from jaxlowprec.linen.layers import _loaded, _operands
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
-from jaxlowprec.ops.checks import array
+from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
@@ -35,7 +35,7 @@ class HighPrecisionGroupedDense(nn.Module):
     @nn.compact
     def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
         """Rows [T, in], expert after expert, and how many each has, to [T, features]."""
-        inputs = array(type(self).__name__, "inputs", inputs)
+        inputs = layer_inputs(type(self).__name__, inputs)
         shape = (self.num_experts, inputs.shape[-1], self.features)
         self.param("kernel", self.kernel_init, shape, self.param_dtype)
         if self.use_bias:
@@ -76,7 +76,7 @@ class GroupedDense(HighPrecisionGroupedDense):
         recipe = resolve(type(self).__name__, self.recipe, name)
         if self.is_initializing() or recipe is None and _loaded(self) is None:
             return super().__call__(inputs, group_sizes)
-        inputs = array(type(self).__name__, "inputs", inputs)
+        inputs = layer_inputs(type(self).__name__, inputs)
         inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))
         key = self.make_rng("sr") if wanted and self.has_rng("sr") and _loaded(self) is None else None

@@ -35,7 +35,7 @@ from jaxlowprec.linears.delayed_scaling import (
 from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linears.layer_call import rounds_stochastically
 from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
-from jaxlowprec.ops.checks import array
+from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -187,10 +187,10 @@ class Dense(nn.Dense):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
+        inputs = layer_inputs(type(self).__name__, inputs)
         recipe = _recipe(self, self.recipe)
         if recipe is None and _loaded(self) is None:
             return super().__call__(inputs)
-        inputs = array(type(self).__name__, "inputs", inputs)
         inputs, kernel, bias = _operands(self, inputs, (inputs.shape[-1], self.features))
         quantized, options = _quantized(self, kernel, 0, 1, recipe), _options(self, recipe)
         y = linear(inputs, kernel, bias, quantized_kernel=quantized, **options)
@@ -204,6 +204,7 @@ class DenseGeneral(nn.DenseGeneral):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_dims`."""
+        inputs = layer_inputs(type(self).__name__, inputs)
         recipe = _recipe(self, self.recipe)
         if recipe is None and _loaded(self) is None:
             return super().__call__(inputs)
@@ -211,7 +212,6 @@ class DenseGeneral(nn.DenseGeneral):
             (v,) if isinstance(v, int) else tuple(v) for v in (self.axis, self.batch_dims, self.features)
         )
         who = type(self).__name__
-        inputs = array(who, "inputs", inputs)
         axis, batch = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
         inputs, kernel, bias = _operands(self, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
         quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
@@ -227,11 +227,11 @@ class Einsum(nn.Einsum):
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
+        inputs = layer_inputs(type(self).__name__, inputs)
         recipe = _recipe(self, self.recipe)
         if recipe is None and _loaded(self) is None:
             return super().__call__(inputs, einsum_str)
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
-        inputs = array(type(self).__name__, "inputs", inputs)
         inputs, kernel, bias = _operands(self, inputs, tuple(self.shape))
         options = _options(self, recipe)
         y = einsum(subscripts, inputs, kernel, preferred_element_type=self.preferred_element_type, **options)

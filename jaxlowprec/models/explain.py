@@ -103,16 +103,20 @@ def explain(
     head   512x8    -           -      -         no jaxlowprec layer
     up     256x512  Int4 1x128  -      -
     """
-    resolved = resolve("explain", recipe)
+    return _explained("explain", model, recipe, *args, **kwargs)
+
+
+def _explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> Explanation:
+    resolved = resolve(who, recipe)
     with autocast(resolved, enabled=resolved is not None):
         if isinstance(model, nnx.Module):
             return Explanation(tuple(_nnx_layers(model).values()))
         if isinstance(model, nn.Module):
             if not args or not isinstance(args[0], Mapping) or "params" not in args[0]:
                 given = shown(args[0]) if args else "nothing"
-                raise TypeError(f"explain: a Linen module, then {given}; needs its variables, then the model's inputs")
+                raise TypeError(f"{who}: a Linen module, then {given}; needs its variables, then the model's inputs")
             return Explanation(tuple(_linen_layers(model, *args, **kwargs).values()))
-    raise TypeError(f"explain: model is a {type(model).__name__}; needs a Flax Linen or NNX module")
+    raise TypeError(f"{who}: model is a {type(model).__name__}; needs a Flax Linen or NNX module")
 
 
 def quantize_params(
@@ -144,7 +148,7 @@ def quantize_params(
     True
     """
     who = "quantize_params"
-    chosen = [layer for layer in explain(model, recipe, *args, **kwargs).layers if layer.roles.ste is not None]
+    chosen = [layer for layer in _explained(who, model, recipe, *args, **kwargs).layers if layer.roles.ste is not None]
     if not chosen:
         raise ValueError(
             f"{who}: no layer follows a recipe of quantisation-aware training; pass the Int4QAT or WeightQAT that the "

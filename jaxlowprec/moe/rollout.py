@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,10 @@ def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Se
     num_layers, k = whole_number(who, "num_layers", num_layers), whole_number(who, "k", k)
     if num_layers < 1 or k < 1:
         raise ValueError(f"{who}: num_layers={num_layers}, k={k}; needs 1 or more of both, as the engine ran")
-    if not isinstance(dense_layers, Iterable) or isinstance(dense_layers, str | bytes):
+    if not isinstance(dense_layers, list | tuple | set | frozenset | range) and np.ndim(dense_layers) != 1:
         raise TypeError(f"{who}: dense_layers={shown(dense_layers)}; needs the numbers of layers")
     dense_layers = [whole_number(who, "dense_layers", layer) for layer in dense_layers]
-    if not isinstance(sequences, list | tuple | np.ndarray):
+    if not isinstance(sequences, list | tuple) and not (isinstance(sequences, np.ndarray) and sequences.ndim):
         raise TypeError(f"{who}: {shown(sequences)}; needs a list with what was captured for each sequence")
     if wrong := [layer for layer in dense_layers if not 0 <= layer < num_layers]:
         raise ValueError(f"routed_experts: dense_layers has {wrong[0]}; needs 0 to {num_layers - 1}")

@@ -64,7 +64,8 @@ class RoutingTape:
         RoutingTape(3 layers, 8 tokens, k=1)
         """
         who = "RoutingTape.of_layers"
-        if not isinstance(layers, list | tuple | jax.Array | np.ndarray) or not len(layers):
+        listed = isinstance(layers, list | tuple) or (isinstance(layers, jax.Array | np.ndarray) and layers.ndim > 0)
+        if not listed or not len(layers):
             raise TypeError(f"{who}: layers={shown(layers)}; needs an int32 array [*tokens, k] for each layer")
         found = [array(who, f"layers[{i}]", layer) for i, layer in enumerate(layers)]
         if len({layer.shape for layer in found}) > 1 or any(layer.dtype != jnp.int32 for layer in found):

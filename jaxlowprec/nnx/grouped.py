@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 from jaxlowprec.linears.layer_call import rounds_stochastically
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.nnx.layers import _Quantizing
+from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
@@ -76,6 +77,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
         Rows past the sum of the group sizes are zeros.
         """
         recipe = self._recipe()
+        inputs = layer_inputs(type(self).__name__, inputs)
         inputs, kernel, bias = self._operands(inputs)
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, self.name))
         key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None

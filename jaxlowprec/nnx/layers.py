@@ -25,7 +25,7 @@ from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_r
 from jaxlowprec.linears.layer_call import rounds_stochastically
 from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
-from jaxlowprec.ops.checks import array
+from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, current_recipe, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -85,7 +85,6 @@ class _Quantizing:
 
     def _operands(self, inputs: jax.Array) -> tuple[Any, Any, Any]:
         """As promote_dtype makes them; a loaded kernel counts with the dtype that it was quantised from."""
-        inputs = array(type(self).__name__, "inputs", inputs)
         promote = keep_kernel_dtype if self.promote_dtype is promote_dtype else self.promote_dtype
         loaded, bias = self._loaded(), None if self.bias is None else self.bias[...]
         kernel = self.kernel[...] if loaded is None else jnp.zeros((), loaded.dtype)
@@ -169,6 +168,7 @@ class Linear(_Quantizing, nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] -> [..., out_features]."""
+        inputs = layer_inputs(type(self).__name__, inputs)
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
             return super().__call__(inputs, out_sharding)
@@ -209,6 +209,7 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_axis`."""
+        inputs = layer_inputs(type(self).__name__, inputs)
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
             return super().__call__(inputs, out_sharding)
@@ -251,6 +252,7 @@ class Einsum(_Quantizing, nnx.Einsum):
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
+        inputs = layer_inputs(type(self).__name__, inputs)
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
             return super().__call__(inputs, einsum_str, out_sharding)

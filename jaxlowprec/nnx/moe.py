@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.arguments import a_text
 from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router import Scoring
 from jaxlowprec.nnx import grouped
@@ -96,6 +97,7 @@ class MoE(nnx.Module):
     ):
         self.settings = Settings(num_experts, top_k, normalise, scoring, load_balance_coef, expert_axis)
         check_block(type(self).__name__, self.settings, gated)
+        a_text(type(self).__name__, name=name)
         common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}
         common |= {"recipe": recipe, "rngs": rngs}
 

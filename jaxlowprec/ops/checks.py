@@ -43,12 +43,25 @@ def array(who: str, name: str, x: Any) -> jax.Array:
         raise TypeError(f"{who}: {name}={shown(x)}; needs an array") from None
 
 
+def layer_inputs(who: str, inputs: Any) -> jax.Array:
+    """What a layer is called with, as an array that has features."""
+    inputs = array(who, "inputs", inputs)
+    if inputs.ndim < 1:
+        raise ValueError(f"{who}: inputs is a scalar; needs [..., features]")
+    return inputs
+
+
+def a_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
+    """A dtype from any spelling of one."""
+    try:
+        return jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who}: {name}={shown(dtype)}; needs a dtype such as bfloat16") from None
+
+
 def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
     """A dtype that a result can have."""
-    try:
-        dtype = jnp.dtype(dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"{who}: {name}={shown(dtype)}; needs bfloat16, float16 or float32") from None
+    dtype = a_dtype(who, name, dtype)
     if dtype not in FLOATS:
         raise TypeError(f"{who}: {name}={dtype.name}; needs bfloat16, float16 or float32")
     return dtype

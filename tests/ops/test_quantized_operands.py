@@ -64,6 +64,13 @@ def test_arrays_that_do_not_belong_together_are_named(function, field, value, me
         jax.eval_shape(lambda: TAKES_A_QUANTIZED_ARRAY[function](wrong))
 
 
+def test_a_loaded_kernel_along_another_axis_is_named_by_who_was_called():
+    calls = {"linear": jlp.linear, "einsum": lambda x, q: jlp.einsum("ab,bc->ac", x, q)}
+    for who, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{who}: .* needs .K, N. quantised along K"):
+            jax.eval_shape(lambda call=call: call(X, jlp.quantize(X.T, jlp.Int4(16))))
+
+
 def test_a_loaded_kernel_of_other_arrays_is_named():
     wrong = dataclasses.replace(LOADED, scale=LOADED.scale[:1])
     with pytest.raises(ValueError, match=r"linear: kernel[.]scale is bfloat16\[1, 2\]"):

@@ -32,8 +32,8 @@ JLP_RULE F float8_decode_scale(F encode) {
   return encode != encode ? L::from_bits(fill<F>(kNaNBits)) : inverse;
 }
 
-/// The encode scale of a tensor from its amax, or as given; NaN where that is not finite, for a negative amax, and for a given
-/// scale that nothing could be decoded with.
+/// The encode scale of a tensor from its amax, or as given; NaN where that is not finite, for a negative amax, and for a
+/// given scale that nothing could be decoded with.
 JLP_RULE float float8_tensor_encode_scale(float amax_or_scale, bool is_scale, const Float8ScaleRule& rule) {
   using L = Lanes<float>;
   const float scale = L::flush(amax_or_scale);

@@ -34,7 +34,7 @@ def checked_options(
     one_of(who, "rounding", rounding, "nearest", "stochastic")
     a_flag(who, slices=slices)
     check_implementation(who, implementation)
-    if not isinstance(axis_name, Hashable):
+    if axis_name is not None and not isinstance(axis_name, Hashable):
         raise TypeError(f"{who}: axis_name={shown(axis_name)}; needs an axis of the mesh, or a tuple of them")
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         raise TypeError(f"{who}: offset={shown(offset)}; needs a pair of ints, the row and the column")

@@ -23,11 +23,11 @@ import numpy as np
 
 from jaxlowprec.wiring import native
 from tests.helpers import as_bytes
-from tests.hostile.array_variants import variant
+from tests.hostile.arrays.variants import variant
 
 ARRAYS = 32
 """Of a batch: compared by one call."""
-BATCHES = 32
+BATCHES = 64
 """Of a variant: enough that compiling is not most of the work."""
 FORGET = 25
 """Variants after which what was compiled is let go of."""
@@ -167,7 +167,3 @@ def main(arguments=None):
         command += [word for name, value in given for word in (f"--{name}", str(value))]
         status = max(status, subprocess.run(command, env=os.environ | {"JAXLOWPREC_ISA": isa}, check=False).returncode)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ from jaxlowprec.arrays.quantized_array import arrays_of_lines
 from jaxlowprec.ops.grouped_matmul.api import group_amaxes, multiply_groups, quantize_groups
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from tests.helpers import FORMATS
-from tests.hostile.array_data import DTYPES, bytes_of_any_kind, float32_numbers, numbers
+from tests.hostile.arrays.data import DTYPES, bytes_of_any_kind, float32_numbers, numbers
 
 SIZES = (1, 2, 3, 5, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 160, 255, 256, 257, 300, 511, 513)
 LEADING = ((), (), (), (), (1,), (2,), (2, 3), (1, 1, 2), (3, 1, 1, 2))

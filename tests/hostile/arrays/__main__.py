@@ -1,0 +1,5 @@
+import sys
+
+from tests.hostile.arrays.campaign import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+import sys
+
+from tests.hostile.recipes.campaign import main
+
+sys.exit(main())
