@@ -6,6 +6,9 @@ import operator
 import reprlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 _LARGEST = 10**40
 
 
@@ -92,3 +95,21 @@ def as_int(value: Any) -> int:
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool":
         raise TypeError
     return operator.index(value)
+
+
+def array(who: str, name: str, x: Any) -> jax.Array:
+    """`x` as an array of any dtype."""
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{who}: {name}={shown(x)}; needs an array") from None
+
+
+def a_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
+    """A dtype from any spelling of one."""
+    try:
+        return jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who}: {name}={shown(dtype)}; needs a dtype such as bfloat16") from None

@@ -1,5 +1,5 @@
-// What the kernels are asked to do: formats as jaxlowprec/arrays/formats.py describes them, and one struct an operation. The CPU's
-// and the GPU's kernels take the same ones, with pointers into their own memory.
+// What the kernels are asked to do: formats as jaxlowprec/arrays/formats.py describes them, and one struct an operation. The
+// CPU's and the GPU's kernels take the same ones, with pointers into their own memory.
 #pragma once
 
 #include <cstdint>

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxlowprec.arguments import is_one_of, shown, whole_number
+from jaxlowprec.arguments import a_dtype, array, is_one_of, shown, whole_number
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
-from jaxlowprec.ops.checks import a_dtype, array
 
 
 def swizzle(scale: Array) -> Array:

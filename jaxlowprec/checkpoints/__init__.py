@@ -7,7 +7,7 @@
 
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.convert import Report, Run, convert, dequantize
-from jaxlowprec.checkpoints.conversion.inspect import Inspection, inspect
+from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, WeightError, inspect
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -20,12 +20,14 @@ __all__ = [
     "LLAMA",
     "QWEN3_MOE",
     "CheckpointError",
+    "InspectedModule",
     "Inspection",
     "Report",
     "Rule",
     "Rules",
     "Run",
     "TreeMapping",
+    "WeightError",
     "convert",
     "dequantize",
     "inspect",

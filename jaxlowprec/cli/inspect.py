@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from jaxlowprec.checkpoints.conversion.inspect import Inspection, Module, inspect
+from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, inspect
 from jaxlowprec.checkpoints.conversion.plot import plot_sqnr
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.progress import bar, readable
@@ -53,7 +53,7 @@ def render(found: Inspection) -> list[str]:
     return [head, *formats, "", table[0], "-" * len(table[0]), *table[1:]]
 
 
-def _row(module: Module, compared: bool) -> tuple[str, ...]:
+def _row(module: InspectedModule, compared: bool) -> tuple[str, ...]:
     shape = " x ".join(map(str, module.shape)) or "scalar"
     row = (printable(module.name), module.format, shape, readable(module.nbytes), f"{module.bits:.2f}")
     if not compared:

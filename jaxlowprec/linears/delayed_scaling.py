@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from jaxlowprec.arguments import shown
+from jaxlowprec.arguments import array, shown
 from jaxlowprec.ops.amax.op import largest_over
-from jaxlowprec.ops.checks import array
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
 

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.arguments import a_dtype, a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.delayed_scaling import State
 from jaxlowprec.linears.layer_call import LayerCall, layer_call
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import (
-    a_dtype,
     a_sharding,
     axis_from_the_front,
     dimension_numbers,

@@ -17,9 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec import wiring
-from jaxlowprec.arguments import shown, whole_number
+from jaxlowprec.arguments import array, shown, whole_number
 from jaxlowprec.moe.router import in_order
-from jaxlowprec.ops.checks import array
 from jaxlowprec.ops.rounding import rounded
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.arguments import a_flag, one_of, shown, whole_number
+from jaxlowprec.arguments import a_flag, array, one_of, shown, whole_number
 from jaxlowprec.moe.dispatching import combine, dispatch, scatter_to_experts
 from jaxlowprec.moe.router import Scoring, route
-from jaxlowprec.ops.checks import array, mesh_axes
+from jaxlowprec.ops.checks import mesh_axes
 
 
 @jax.tree_util.register_dataclass

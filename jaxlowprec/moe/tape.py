@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxlowprec.arguments import shown, whole_number
+from jaxlowprec.arguments import array, shown, whole_number
 from jaxlowprec.moe.rollout import captured
 from jaxlowprec.moe.router import AFRESH
-from jaxlowprec.ops.checks import array
 
 
 @jax.tree_util.register_dataclass

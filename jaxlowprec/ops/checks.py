@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlowprec.arguments import as_int, shown
+from jaxlowprec.arguments import a_dtype, array, as_int, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 
 FLOATS = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
@@ -33,30 +33,12 @@ def not_quantized(who: str, name: str, x: Any) -> None:
         raise TypeError(f"{who}: {name} is quantised, {x!r}; needs an array: pass its .dequantize()")
 
 
-def array(who: str, name: str, x: Any) -> jax.Array:
-    """`x` as an array of any dtype."""
-    if isinstance(x, jax.Array):
-        return x
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{who}: {name}={shown(x)}; needs an array") from None
-
-
 def layer_inputs(who: str, inputs: Any) -> jax.Array:
     """What a layer is called with, as an array that has features."""
     inputs = array(who, "inputs", inputs)
     if inputs.ndim < 1:
         raise ValueError(f"{who}: inputs is a scalar; needs [..., features]")
     return inputs
-
-
-def a_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
-    """A dtype from any spelling of one."""
-    try:
-        return jnp.dtype(dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"{who}: {name}={shown(dtype)}; needs a dtype such as bfloat16") from None
 
 
 def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlowprec.arguments import a_flag, one_of
-from jaxlowprec.ops.checks import a_sharding, array, float_array, float_dtype
+from jaxlowprec.arguments import a_flag, array, one_of
+from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.wiring.out_sharding import spec_of
 

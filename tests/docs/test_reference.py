@@ -11,7 +11,8 @@ from jaxlowprec.cli.main import main
 from tests.package.test_readme import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-MODULES = ("", ".nnx", ".linen", ".moe", ".layouts", ".delayed_scaling", ".traffic", ".checkpoints", ".weight_sync")
+MODULES = ("", ".nnx", ".linen", ".moe", ".layouts", ".delayed_scaling", ".traffic", ".checkpoints")
+MODULES += (".checkpoints.schemes", ".weight_sync")
 _READERS = (  # environment variables, and fields of recipes whose defaults they are
     re.compile(r'(?:getenv|environ\.get|environment_flag)\(f?"JAXLOWPREC_(\w+)"'),
     re.compile(r'(?:flag|choice|setting)\("(?!JAXLOWPREC)([A-Z][A-Z0-9_]+)"'),
@@ -24,14 +25,10 @@ def page_of(module):
 
 def listed(module):
     """What a page shows, without the module."""
-    return re.findall(rf"^::: {re.escape(module)}\.(\S+)$", page_of(module).read_text(), re.MULTILINE)
+    return re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page_of(module).read_text(), re.MULTILINE)
 
 
 def found(module, name):
-    """The object of a listed name, which may be in a submodule."""
-    while "." in name:
-        first, _, name = name.partition(".")
-        module = f"{module}.{first}"
     return getattr(importlib.import_module(module), name)
 
 

@@ -1,4 +1,5 @@
-// Decoding the dictionary attribute that describes a format: the counterpart of Format.attributes in jaxlowprec/arrays/formats.py.
+// Decoding the dictionary attribute that describes a format: the counterpart of Format.attributes in
+// jaxlowprec/arrays/formats.py.
 #pragma once
 
 #include <array>

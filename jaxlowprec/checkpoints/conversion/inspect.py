@@ -23,7 +23,7 @@ _DIGITS = 9  # of a layer's number: other digits are a name
 
 
 @dataclasses.dataclass(frozen=True)
-class Error:
+class WeightError:
     """How far decoded weights are from the reference.
 
     Attributes:
@@ -37,7 +37,7 @@ class Error:
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
+class InspectedModule:
     """A module's weight, or a tensor that belongs to none.
 
     Attributes:
@@ -52,7 +52,7 @@ class Module:
     format: str
     shape: tuple[int, ...]
     nbytes: int
-    error: Error | None = None
+    error: WeightError | None = None
 
     @property
     def bits(self) -> float:
@@ -66,7 +66,7 @@ class Inspection:
 
     path: str
     scheme: str | None
-    modules: tuple[Module, ...]
+    modules: tuple[InspectedModule, ...]
 
     @property
     def by_format(self) -> dict[str, tuple[int, int]]:
@@ -120,30 +120,31 @@ def _scheme_of(folder: CheckpointFolder) -> Scheme | None:
     return scheme_of(folder) if quantization_of(folder.config()) else None
 
 
-def _modules(folder: CheckpointFolder, held: Mapping[str, QuantisedModule]) -> list[Module]:
+def _modules(folder: CheckpointFolder, held: Mapping[str, QuantisedModule]) -> list[InspectedModule]:
     found = [
-        Module(name, module.scheme.name, module.shape(folder), module.nbytes(folder)) for name, module in held.items()
+        InspectedModule(name, module.scheme.name, module.shape(folder), module.nbytes(folder))
+        for name, module in held.items()
     ]
     tensors = {name for module in held.values() for name in module.tensors.values()}
     for name in folder.shard_of:
         if name not in tensors:
             spec = folder.spec(name)
-            found.append(Module(name.removesuffix(".weight"), spec.dtype, spec.shape, spec.nbytes))
+            found.append(InspectedModule(name.removesuffix(".weight"), spec.dtype, spec.shape, spec.nbytes))
     return found
 
 
 def _compared(
-    modules: list[Module],
+    modules: list[InspectedModule],
     folder: CheckpointFolder,
     reference: CheckpointFolder,
     held: Mapping[str, QuantisedModule],
     workers: int,
     progress: Progress | None,
-) -> list[Module]:
+) -> list[InspectedModule]:
     counter = Counter(sum(module.nbytes for module in modules), "comparing", progress)
-    found: list[Module] = []
+    found: list[InspectedModule] = []
 
-    def compare(module: Module) -> None:
+    def compare(module: InspectedModule) -> None:
         name = module.name if module.name in folder.shard_of else f"{module.name}.weight"
         if name not in reference.shard_of:
             raise CheckpointError(f"{reference.path}: has no {name!r} to compare with")
@@ -166,7 +167,7 @@ def _compared(
     return found
 
 
-def error_of(decoded: np.ndarray, reference: np.ndarray) -> Error:
+def error_of(decoded: np.ndarray, reference: np.ndarray) -> WeightError:
     """Compares two arrays of one shape, sums in float64, piece by piece. NaN and infinity stay what they are."""
     decoded, reference = decoded.reshape(-1), reference.reshape(-1)
     signal: Any = np.float64(0)
@@ -180,8 +181,8 @@ def error_of(decoded: np.ndarray, reference: np.ndarray) -> Error:
             noise += difference @ difference
             largest = np.maximum(largest, np.abs(difference).max())
         if noise == 0:
-            return Error(None, float(largest))
-        return Error(float(10 * np.log10(signal / noise)), float(largest))
+            return WeightError(None, float(largest))
+        return WeightError(float(10 * np.log10(signal / noise)), float(largest))
 
 
 def is_number(part: str) -> bool:

@@ -200,6 +200,8 @@ def _quantize(
     fused = rotation
     if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
         x, fused = _rotate_padded(x, axis, rotation, implementation), None
+        if tensor is not None and fmt.scaling == "tensor":  # the only codes that keep the sign of a NaN (numerics.md 1)
+            x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
         (tensor,) = _amaxes(x, fused is None, fused, axis_name, slices, implementation)
     spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given, slices)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arguments import a_flag, as_int, one_of, shown
+from jaxlowprec.arguments import a_flag, array, as_int, one_of, shown
 from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4
-from jaxlowprec.ops.checks import array, float_array
+from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.implementation import check_implementation
 from jaxlowprec.ops.quantize.op import unit
 

@@ -9,7 +9,14 @@ import pytest
 
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.convert import convert
-from jaxlowprec.checkpoints.conversion.inspect import Error, Inspection, Module, error_of, inspect, layer_of
+from jaxlowprec.checkpoints.conversion.inspect import (
+    InspectedModule,
+    Inspection,
+    WeightError,
+    error_of,
+    inspect,
+    layer_of,
+)
 from jaxlowprec.checkpoints.conversion.plot import plot_sqnr, sqnr_by_kind
 from jaxlowprec.checkpoints.errors import CheckpointError
 from tests.checkpoints.small_models import llama, read_tensors, write_checkpoint
@@ -52,7 +59,7 @@ def test_errors_are_those_of_the_decoded_weights(folders):
     noise = w - MXFP4.decompress(stored, "float32").astype(np.float64)
     assert found[UP].error.sqnr_db == pytest.approx(10 * np.log10((w**2).sum() / (noise**2).sum()), rel=1e-9)
     assert found[UP].error.max_abs == np.abs(noise).max()
-    assert found["lm_head"].error == Error(None, 0.0)
+    assert found["lm_head"].error == WeightError(None, 0.0)
     assert 15 < found[UP].error.sqnr_db < 25
 
 
@@ -62,7 +69,7 @@ def test_pieces_add_up(monkeypatch):
     whole = error_of(a, b)
     monkeypatch.setattr("jaxlowprec.checkpoints.conversion.inspect._CHUNK", 10)
     assert error_of(a, b).sqnr_db == pytest.approx(whole.sqnr_db) and error_of(a, b).max_abs == whole.max_abs
-    assert error_of(np.ones(3, np.float32), np.zeros(3, np.float32)) == Error(-np.inf, 1.0)
+    assert error_of(np.ones(3, np.float32), np.zeros(3, np.float32)) == WeightError(-np.inf, 1.0)
 
 
 def test_layers_are_in_their_order(tmp_path):
@@ -128,7 +135,9 @@ def test_a_config_that_names_no_known_format_is_an_error(tmp_path, entry):
 
 def modules(*names, sqnr=20.0):
     return Inspection(
-        "x", "mxfp4", tuple(Module(n, "mxfp4", (2, 2), 4, Error(sqnr + i, 0.1)) for i, n in enumerate(names))
+        "x",
+        "mxfp4",
+        tuple(InspectedModule(n, "mxfp4", (2, 2), 4, WeightError(sqnr + i, 0.1)) for i, n in enumerate(names)),
     )
 
 

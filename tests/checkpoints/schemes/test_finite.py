@@ -6,7 +6,7 @@ import pytest
 
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
-from jaxlowprec.checkpoints.conversion.inspect import Error, error_of, inspect
+from jaxlowprec.checkpoints.conversion.inspect import WeightError, error_of, inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import with_quantization
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, limit
@@ -86,7 +86,7 @@ def test_verification_compares_whether_weights_are_finite(tmp_path, unchecked):
 def test_infinite_weights_are_compared_and_said(tmp_path, unchecked):
     source, low = infinite(tmp_path)
     (module,) = inspect(low, source).modules
-    assert module.error == Error(-np.inf, np.inf)
+    assert module.error == WeightError(-np.inf, np.inf)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,17 @@ class TestGivenTensorScales:
             assert_matches_quantized(q, quantized(self.X, q.format, encode_scale=value))
             assert jnp.isnan(q.dequantize()).all()
 
+    def test_a_nan_that_a_rotation_made_has_no_sign(self, isa):
+        x = random_array((16, 3), jnp.bfloat16, seed=5)
+        x = x.at[3, 0].set(jnp.inf).at[7, 0].set(-jnp.inf).at[2, 1].set(-jnp.nan).at[5, 1].set(jnp.nan)
+        options = {"axis": -2, "hadamard": True, "encode_scale": jnp.float32(2)}
+        native, reference = (
+            jlp.quantize(x, jlp.Float8Tensor(), **options, implementation=i) for i in ("ffi", "reference")
+        )
+        assert_same_bytes(native, reference)
+        codes = np.asarray(native.data).view(np.uint8)
+        assert (codes[1] == 0x7F).all() and set(codes[0] & 0x7F) == {0x7F} and (codes[2] != 0x7F).all()
+
     def test_an_encode_scale_is_stored_as_its_reciprocal(self):
         q = jlp.quantize(jnp.asarray([[1.0, -3.0, 1000.0]]), jlp.Float8Tensor(), encode_scale=jnp.float32(4))
         assert float(q.scale) == 0.25
