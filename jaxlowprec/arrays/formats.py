@@ -340,6 +340,8 @@ class Hadamard:
 
 def _numbers(given: Any) -> tuple[Any, ...]:
     """What was given as numbers, one after the other; none where it is something else."""
+    if isinstance(given, jax.core.Tracer):  # signs are static
+        return ()
     if isinstance(given, jax.Array | np.ndarray | np.generic):
         given = given.tolist() if jnp.issubdtype(given.dtype, jnp.number) else ()
     values = tuple(itertools.islice(given, 257)) if isinstance(given, Iterable) else ()

@@ -36,7 +36,7 @@ template <class Store>
 __host__ __device__ void apply_nvfp4(float x, uint32_t bits, Store store) {
   const Nvfp4TensorScale tensor = nvfp4_tensor_scale(x);
   const uint32_t scale = nvfp4_block_scale(x, tensor.multiplier);
-  store(tensor.decode), store(tensor.finite ? kNvfp4ProductScale : 0.0f), store(scale);
+  store(tensor.decode), store(tensor.usable ? kNvfp4ProductScale : 0.0f), store(scale);
   store(nvfp4_block_encode<float>(scale, tensor.decode));
   store(nvfp4_decode<float>(bits & 15u, e4m3_decode<float>(scale), x));
 }

@@ -22,6 +22,14 @@ RECIPES = {
 recipes = pytest.mark.parametrize(("recipe", "parts"), RECIPES.values(), ids=RECIPES)
 
 
+@pytest.fixture(autouse=True)
+def names_are_part_of_the_key():
+    """A compilation cache would answer with the same program under the names that it was first compiled with."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+
+
 def loss(y):
     return jnp.square(y.astype(jnp.float32)).sum()  # a gradient that is not a constant, which XLA would fold
 

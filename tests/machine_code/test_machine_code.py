@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 TOOLS = ROOT / "scripts" / "machine_code"
-SAMPLES = pathlib.Path(__file__).parent / "machine_code"
+SAMPLES = pathlib.Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="needs the source tree")
 

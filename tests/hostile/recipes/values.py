@@ -163,7 +163,8 @@ FRESH = {"count()": itertools.count, "a generator": lambda: (n for n in (1, 16))
 @functools.cache
 def values():
     """All values but the fresh ones, by name."""
-    return SCALARS | OBJECTS | CONTAINERS | NUMPY | STATIC | arrays()
+    with jax.ensure_compile_time_eval():  # the first call may be a traced one
+        return SCALARS | OBJECTS | CONTAINERS | NUMPY | STATIC | arrays()
 
 
 @functools.cache
