@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _LARGEST = 10**40
 
@@ -110,6 +111,8 @@ def array(who: str, name: str, x: Any) -> jax.Array:
 def a_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
     """A dtype from any spelling of one."""
     try:
+        if isinstance(dtype, jax.Array | np.ndarray | np.generic):
+            raise TypeError  # an array has one, and is none
         return jnp.dtype(dtype)
     except (TypeError, ValueError):
         raise TypeError(f"{who}: {name}={shown(dtype)}; needs a dtype such as bfloat16") from None
