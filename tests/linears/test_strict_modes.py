@@ -12,13 +12,15 @@ import jaxlowprec as jlp
 from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array
 from tests.low_precision import ALL, state_for, without_state
 
-MODES = {
-    "disable_jit": jax.disable_jit,
-    "debug_nans": lambda: jax.debug_nans(True),
-    "tracer leaks": jax.checking_leaks,
-    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
-}
+
+@contextlib.contextmanager
+def strict():
+    """The switches that only ever raise an error: together they find what each of them finds."""
+    with jax.debug_nans(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+MODES = {"disable_jit": jax.disable_jit, "strict": strict, "tracer leaks": jax.checking_leaks}
 RECIPES = {
     "nvfp4": jlp.NVFP4BlockScaling(),
     **ALL,
@@ -65,8 +67,8 @@ def without_a_mode(name):
 
 @by_mode_and_recipe(
     *(("disable_jit", name) for name in ("nvfp4", "int4 qat clipped", "weight qat")),
-    ("rank promotion", "nvfp4"),
-    ("dtype promotion", "fp8_current"),
+    ("strict", "nvfp4"),
+    ("strict", "fp8_current"),
 )
 def test_linear_and_its_gradients(mode, name):
     with MODES[mode]():
@@ -74,7 +76,7 @@ def test_linear_and_its_gradients(mode, name):
     assert_same_bytes(found, without_a_mode(name))
 
 
-@by_mode_and_recipe(("disable_jit", "weight qat"), ("rank promotion", "nvfp4"))
+@by_mode_and_recipe(("disable_jit", "weight qat"), ("strict", "nvfp4"))
 def test_rows_in_groups_and_their_gradients(mode, name):
     recipe = RECIPES[name]
     if recipe.delayed is not None or name in ("fp8_block input 2d", "fp8_block gradient 2d") or "rotated" in name:
