@@ -18,13 +18,13 @@ from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import weight_only
 from jaxlowprec.linears.grouped_products import Plan, WeightOnlyPlan, biased, quantized_groups, weight_only_groups
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.linears.layer_call import randomness_of
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
+from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
@@ -98,7 +98,7 @@ def grouped_matmul(
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, resolve(who, recipe))
         loaded = (sharding_of(x), None, sharding_of(bias))
-        plan = WeightOnlyPlan(kernels.format, "identity", None, dtype, loaded, precision)
+        plan = WeightOnlyPlan(weight_only.Served(kernels.format, "identity", None), dtype, loaded, precision)
         operands = _aligned(x, None, bias, kernels, sizes)
         with in_profiles(name):
             return weight_only_groups(plan, *operands)
@@ -113,15 +113,12 @@ def grouped_matmul(
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
         weight_only.check_whole_groups(who, name, kernels, roles.weight.format)
-        served = WeightOnlyPlan(roles.weight.format, roles.ste, roles.served_dtype, dtype, shardings, precision)
+        served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
+        plan = WeightOnlyPlan(served, dtype, shardings, precision)
         operands = _aligned(x, kernels, bias, None, sizes)
         with in_profiles(name):
-            return weight_only_groups(served, *operands)
-    randomness = None
-    if rounds_stochastically(roles) and key is not None:
-        randomness = Randomness(words=slice_words(key_words(who, key, ()), (experts,)))
-    elif rounds_stochastically(roles):
-        randomness = Randomness(seed=keyless_seed(0, features, name))
+            return weight_only_groups(plan, *operands)
+    randomness = randomness_of(who, roles, key, (experts,), (0, features), name)
     quantized = Plan(roles, recipe.backward_override, dtype, shardings, precision)
     operands = _aligned(x, kernels, bias, randomness, sizes)
     with in_profiles(name):

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format
 from jaxlowprec.linears.quantized_matmul import Gemms
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
@@ -27,7 +26,7 @@ from jaxlowprec.linears.residuals import (
     in_profiles,
     named,
 )
-from jaxlowprec.linears.weight_only import quantize_weight, through_estimator
+from jaxlowprec.linears.weight_only import Served, quantize_weight, through_estimator
 from jaxlowprec.ops.dequantize.reference import dequantize_rows
 from jaxlowprec.ops.grouped_matmul.api import (
     GroupedQuantizedArray,
@@ -42,7 +41,6 @@ from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
-from jaxlowprec.recipes.roles import StraightThrough
 from jaxlowprec.wiring.out_sharding import resharded
 
 
@@ -169,14 +167,12 @@ class WeightOnlyPlan:
     """What a product by weights that alone are quantised is traced with; see `weight_only`.
 
     Attributes:
-        format, ste, served_dtype: of the recipe.
+        served: of the recipe.
         out_dtype, shardings: see `Plan`.
         precision: of the backward GEMMs, checked; the forward one always has float32 sums.
     """
 
-    format: Format
-    ste: StraightThrough
-    served_dtype: str | None
+    served: Served
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     precision: Any
@@ -190,7 +186,7 @@ def _weight_only(plan: WeightOnlyPlan, x, w, bias, q, sizes):
 def _weight_only_fprop(plan: WeightOnlyPlan, x, w, bias, q, sizes):
     if q is None:
         with in_profiles("quantize weight"):
-            q = quantize_weight(w, plan.format, plan.served_dtype)
+            q = quantize_weight(w, plan.served.format, plan.served.served_dtype)
     added = None if bias is None else bias.astype(jnp.float32)
     with in_profiles("fprop"):
         return grouped_weight_only(x, q.mT, sizes, added, plan.out_dtype), q
@@ -200,7 +196,7 @@ def _weight_only_forward(plan: WeightOnlyPlan, x, w, bias, q, sizes):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _weight_only_fprop(plan, x, w, bias, q, sizes)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
-    kept = None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if plan.ste == "clipped" else None
+    kept = None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if plan.served.ste == "clipped" else None
     return y, (kept, like, sizes)
 
 
@@ -215,7 +211,7 @@ def _weight_only_backward(plan: WeightOnlyPlan, residuals, dy):
         with in_profiles("wgrad"):
             dw = plain_wgrad(x, dy, sizes, like_w.dtype, plan.precision)
         if clipped is not None:
-            dw = through_estimator(dw, clipped, plan.format, plan.ste, plan.served_dtype)
+            dw = through_estimator(dw, clipped, plan.served)
         dw = resharded(dw, w_sharding)
     dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
     return resharded(dx, x_sharding), dw, dbias, None, None

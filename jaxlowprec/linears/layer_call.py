@@ -121,7 +121,9 @@ class LayerCall:
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         result = jnp.dtype(out_dtype), shardings, out_sharding
         plan = Plan(roles, self.recipe.backward_override, self.recipe.delayed, *result, slices, self.precision)
-        randomness = self._randomness(roles, x.shape[: -3 if slices else -2], x.shape[:-1], weight.shape[-1])
+        batch = x.shape[: -3 if slices else -2]
+        gradient = math.prod(x.shape[len(batch) : -1]), weight.shape[-1]
+        randomness = randomness_of(self.who, roles, self.key, batch, gradient, self.name)
         operands = wiring.align_varying(x, w, bias, randomness, self.quantized)
         used = None
         if self.recipe.delayed is not None:
@@ -135,16 +137,6 @@ class LayerCall:
             weight_only.check_whole_groups(self.who, self.name, w, served.format)
         with in_profiles(self.name):
             return weight_only.matmul(x, w, bias, loaded, served, result, self.precision)
-
-    def _randomness(
-        self, roles: Roles, batch: tuple[int, ...], rows: tuple[int, ...], features: int
-    ) -> Randomness | None:
-        """Of a gradient [*rows, features], if that is rounded stochastically."""
-        if not rounds_stochastically(roles):
-            return None
-        if self.key is not None:
-            return Randomness(words=slice_words(key_words(self.who, self.key, ()), batch))
-        return Randomness(seed=keyless_seed(math.prod(rows[len(batch) :]), features, self.name))
 
     def _check_quantized(self, w: jax.Array | None, roles: Roles) -> None:
         """Raises ValueError unless the weight was quantised for these roles and has the master weight's shape."""
@@ -220,3 +212,14 @@ def _inputs(high_precision: bool) -> str:
 def rounds_stochastically(roles: Roles) -> bool:
     """Whether a key is of use."""
     return roles.gradient is not None and roles.gradient.rounding == "stochastic"
+
+
+def randomness_of(
+    who: str, roles: Roles, key: jax.Array | None, batch: tuple[int, ...], gradient: tuple[int, int], name: str
+) -> Randomness | None:
+    """What the bits of a layer's gradient [*batch, *gradient] come from, if it is rounded stochastically."""
+    if not rounds_stochastically(roles):
+        return None
+    if key is not None:
+        return Randomness(words=slice_words(key_words(who, key, ()), batch))
+    return Randomness(seed=keyless_seed(*gradient, name))

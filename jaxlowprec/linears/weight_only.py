@@ -102,12 +102,10 @@ def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
     return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
 
 
-def through_estimator(
-    dw: jax.Array, w: jax.Array, fmt: Format, ste: StraightThrough, served_dtype: str | None
-) -> jax.Array:
+def through_estimator(dw: jax.Array, w: jax.Array, served: Served) -> jax.Array:
     """The gradient of the master weight w from that of its quantised form, whose dtype it keeps."""
-    as_served = rounded_to(w, served_dtype).astype(jnp.float32)
-    _, estimator = jax.vjp(lambda w: fake_quantize(w, fmt, -2, ste), as_served)
+    as_served = rounded_to(w, served.served_dtype).astype(jnp.float32)
+    _, estimator = jax.vjp(lambda w: fake_quantize(w, served.format, -2, served.ste), as_served)
     return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
 
 
@@ -199,7 +197,7 @@ def _backward(plan: _Plan, residuals, dy):
         with in_profiles("wgrad"):
             dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
     if clipped is not None:
-        dw = through_estimator(dw, clipped, plan.served.format, plan.served.ste, plan.served.served_dtype)
+        dw = through_estimator(dw, clipped, plan.served)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
 
 

@@ -17,13 +17,14 @@ from jaxlowprec.ops.rounding import magnitude_bits
 
 
 def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
-    """The two uint32 words of `key=` for each slice of the batch axes, or None for nearest rounding."""
+    """The two uint32 words of `key=` for each slice of the batch axes, or None for nearest rounding.
+
+    `rounding` is checked: "nearest" or "stochastic".
+    """
     if rounding == "nearest":
         if key is not None:
             raise ValueError(f'{who}: a key was given but rounding is "nearest"; pass rounding="stochastic" or no key')
         return None
-    if rounding != "stochastic":
-        raise ValueError(f'{who}: rounding={shown(rounding)}; needs "nearest" or "stochastic"')
     if key is None:
         raise ValueError(f'{who}: rounding="stochastic" needs key=, such as jax.random.key(0)')
     return key_words(who, key, batch)
