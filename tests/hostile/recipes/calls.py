@@ -69,6 +69,12 @@ def _factory(answer):
     return jlp.linear(jnp.ones((16, 128)), jnp.ones((128, 32)), recipe=recipe)
 
 
+def _layer(call, layer):
+    """Calls of a layer; errors may come from what it calls, from JAX and from Flax."""
+    who = ("linear", "dot_general", "einsum", "promotion", "*")
+    return _call(call, *who, name=layer.__name__, inputs="x", recipe="MXFP8BlockScaling()")
+
+
 def _linen(layer, **arguments):
     """A Linen layer's parameters, and what it makes of an input."""
 
@@ -76,34 +82,14 @@ def _linen(layer, **arguments):
         made = layer(recipe=recipe, **arguments)
         return made.apply(made.init(jax.random.key(0), jnp.ones((16, 32))), inputs)
 
-    return _call(
-        call,
-        "linear",
-        "dot_general",
-        "einsum",
-        "promotion",
-        "*",
-        name=layer.__name__,
-        inputs="x",
-        recipe="MXFP8BlockScaling()",
-    )
+    return _layer(call, layer)
 
 
 def _nnx(layer, *sizes, **arguments):
     def call(inputs, recipe, name=""):
         return layer(*sizes, recipe=recipe, name=name, rngs=nnx.Rngs(0), **arguments)(inputs)
 
-    return _call(
-        call,
-        "linear",
-        "dot_general",
-        "einsum",
-        "promotion",
-        "*",
-        name=layer.__name__,
-        inputs="x",
-        recipe="MXFP8BlockScaling()",
-    )
+    return _layer(call, layer)
 
 
 def _nnx_moe(x, tape=None, **arguments):
