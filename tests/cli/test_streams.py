@@ -31,7 +31,7 @@ def test_without_standard_error_an_error_is_still_a_status(tmp_path):
     assert command("inspect", tmp_path / "none", after="<&- 2>&-") == (2, "", "")
 
 
-def test_without_standard_output_nothing_is_begun_and_that_is_said(source, tmp_path):
+def test_without_standard_output_nothing_is_begun(source, tmp_path):
     err = one_line(*command("convert", source, tmp_path / "low", "--scheme", "mxfp4", after=">&-"))
     assert "standard output is closed" in err and not (tmp_path / "low").exists()
 

@@ -123,7 +123,7 @@ def test_a_killed_coordinator_ends_the_others(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_losses(text, in_one_process, tmp_path):
+def test_a_killed_process_ends_the_others_and_the_run_resumes(text, in_one_process, tmp_path):
     kill_one(Processes(text, tmp_path, 2, "data=2"), victim=1)
     log = tmp_path / "nvfp4" / "losses.json"
     log.write_text(json.dumps([-1.0, *json.loads(log.read_text())[1:]]))  # a mark: a run from the start would lose it

@@ -84,7 +84,7 @@ def test_documented_arguments_are_parameters(module, name):
         assert set(arguments(inspect.getdoc(documented) or "")) <= there
 
 
-def test_the_page_of_the_command_line_has_every_command_and_option(capsys):
+def test_the_page_lists_every_command_and_option(capsys):
     text = (REFERENCE / "cli.md").read_text()
 
     def help_of(*words):

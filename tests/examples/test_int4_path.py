@@ -2,12 +2,12 @@
 convert`, loading, the same logits, and the same weights in transformers with compressed-tensors."""
 
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import serve_int4
 from flax import nnx
 from lm.names import DEMO
 
@@ -19,8 +19,6 @@ from jaxlowprec.cli.main import main
 from tests.helpers import as_bytes, run_python
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import serve_int4  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

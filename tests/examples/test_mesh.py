@@ -9,22 +9,20 @@ import dataclasses
 import functools
 import json
 import pathlib
-import sys
 import time
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from lm import mesh, training
+from lm.data import Batches
+from lm.model import SIZES
+from train_lm import RECIPES
 
 from tests.helpers import refused
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-from lm import mesh, training  # noqa: E402
-from lm.data import Batches  # noqa: E402
-from lm.model import SIZES  # noqa: E402
-from train_lm import RECIPES  # noqa: E402
 
 BATCH, STEPS = 8, 20
 IN_FLOAT32 = dataclasses.replace(SIZES["tiny"], dtype="float32")
@@ -94,9 +92,7 @@ class TestLosses:
         run = trained("bf16", layout_of(sizes, sequence_parallel), tmp_path)
         assert max(difference(run, on_one_device("bf16"))) < FLOAT32
 
-    def test_under_a_recipe_start_alike_and_part_no_more_than_perturbed_runs(
-        self, sizes, sequence_parallel, on_one_device, tmp_path
-    ):
+    def test_under_a_recipe_part_no_more_than_perturbed_runs(self, sizes, sequence_parallel, on_one_device, tmp_path):
         run, one = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path), on_one_device("nvfp4")
         floor = max(difference(on_one_device("nvfp4", perturbation=1e-4), one))
         largest, first, validation = difference(run, one)
@@ -113,7 +109,7 @@ def test_every_recipe_starts_alike(name, on_one_device, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
-def test_a_model_with_experts_starts_alike_and_splits_their_kernels(recipe, on_one_device, tmp_path):
+def test_experts_start_alike_and_their_kernels_are_split(recipe, on_one_device, tmp_path):
     """Later a token whose logits are all but equal goes to another expert, and the runs part."""
     config = dataclasses.replace(ONE_BLOCK, experts=4)
     layout = layout_of(CUBE)
@@ -140,7 +136,7 @@ def test_bfloat16_activations_part_no_more_than_perturbed_runs(recipe, on_one_de
     assert max(difference(run, one)) < max(4 * floor, 1e-3) < 0.015
 
 
-def test_parameters_and_optimizer_state_are_made_where_they_belong():
+def test_parameters_and_state_are_made_where_they_belong():
     layout = layout_of(CUBE)
     run = training.Run("fp8_delayed", RECIPES["fp8_delayed"]())
     transformation = training.optimizer(training.Schedule(4, 1e-3, BATCH, 0, 4))

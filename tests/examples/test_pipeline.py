@@ -2,11 +2,11 @@
 
 import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pipeline
 import pytest
 
 import jaxlowprec as jlp
@@ -14,8 +14,6 @@ from tests.helpers import run_python
 from tests.sharding.meshes import collectives
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import pipeline  # noqa: E402
 
 PLAIN = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)  # without a key, random bits follow the amax
 RECIPES = [None, jlp.MXFP8BlockScaling(), jlp.Float8CurrentScaling(), PLAIN]

@@ -12,15 +12,14 @@ import time
 import numpy as np
 import pytest
 from flax import nnx
+from rl.engine import Rollout, RolloutLost, Stale
+from rl.learning import replay
+from rl.policy import Config, Policy
+from rl.task import Task
 
 from tests.helpers import python_environment, run_python
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-from rl.engine import Rollout, RolloutLost, Stale  # noqa: E402
-from rl.learning import replay  # noqa: E402
-from rl.policy import Config, Policy  # noqa: E402
-from rl.task import Task  # noqa: E402
 
 SCRIPT = str(EXAMPLES / "rl_loop.py")
 SMALL = ("--layers", "1", "--width", "32", "--digits", "2", "--prompts", "2", "--answers", "4", "--updates", "1")
@@ -50,7 +49,7 @@ def run(tmp_path_factory):
     return out, *outcome(out, "--iterations", "3")
 
 
-def test_every_iteration_syncs_generates_replays_and_agrees_to_the_bit(run):
+def test_every_iteration_agrees_to_the_bit(run):
     out, said, iterations = run
     assert [i["version"] for i in iterations] == [1, 2, 3]
     assert all(i["train_rollout_logprob_abs_diff"] == 0 and i["differing"] == 0 for i in iterations)
@@ -68,7 +67,7 @@ def test_a_second_run_has_the_same_rewards_and_losses(run, tmp_path):
         assert [i[name] for i in again] == [i[name] for i in run[2]]
 
 
-def test_one_code_of_one_weight_changed_on_the_rollouts_side_ends_the_run(tmp_path):
+def test_one_changed_code_on_the_rollouts_side_ends_the_run(tmp_path):
     done = started(tmp_path, "--iterations", "3", "--damage-version", "1")
     said, error = done.communicate(timeout=240)
     assert done.returncode == 1 and "iteration 1/" not in said
@@ -100,7 +99,7 @@ def trainer(tmp_path):
     process.communicate(timeout=60)
 
 
-def test_the_trainer_ends_with_a_message_when_the_rollout_is_killed(trainer):
+def test_a_killed_rollout_ends_the_trainer_with_a_message(trainer):
     os.kill(rollout_of(trainer), signal.SIGKILL)
     _, error = trainer.communicate(timeout=60)
     assert trainer.returncode == 1
@@ -118,7 +117,7 @@ def test_the_rollout_ends_when_the_trainer_does(trainer, how):
     assert "rollout: the trainer has ended; ending as well" in error and "Traceback" not in error
 
 
-def test_answers_of_another_version_are_refused_and_a_dead_rollout_is_named():
+def test_stale_answers_are_refused_and_a_dead_rollout_named():
     policy, prompts = Policy(TINY, nnx.Rngs(0)), Task(2).prompts(8, seed=0, iteration=1)
     with Rollout(TINY, timeout=120.0) as engine:
         engine.push(policy, 4)

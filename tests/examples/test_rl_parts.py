@@ -4,7 +4,6 @@ import doctest
 import importlib
 import pathlib
 import socket
-import sys
 import time
 
 import jax
@@ -12,17 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rl import agreement, grpo, report
+from rl.channel import MOST_BYTES, Channel, Ended
+from rl.policy import RECIPE, Config, Policy, afresh, scores
+from rl.served import digests, served
+from rl.task import DIGITS, EQUALS, Task
 
 import jaxlowprec as jlp
 from jaxlowprec.weight_sync import WeightSource
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-from rl import agreement, grpo, report  # noqa: E402
-from rl.channel import MOST_BYTES, Channel, Ended  # noqa: E402
-from rl.policy import RECIPE, Config, Policy, afresh, scores  # noqa: E402
-from rl.served import digests, served  # noqa: E402
-from rl.task import DIGITS, EQUALS, Task  # noqa: E402
 
 TINY = Config(layers=1, width=32, length=5)
 
@@ -70,7 +68,7 @@ def test_ratios_are_clipped_where_that_makes_the_objective_worse():
     np.testing.assert_allclose(loss, terms[:, 2:].mean(), rtol=1e-5)
 
 
-def test_the_first_step_is_the_policy_gradient_of_what_the_policy_wrote():
+def test_the_first_step_is_the_policy_gradient():
     given = experience()
     gradient = jax.grad(grpo.surrogate)(given.old, given, grpo.Settings())
     expected = np.where(given.answer, -given.advantages[:, None], 0) / np.sum(given.answer)

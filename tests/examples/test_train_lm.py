@@ -52,7 +52,7 @@ def test_every_recipe_trains_and_saves_less_than_bf16(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_train_under_recipes_of_each_kind_and_report_their_load(text, tmp_path):
+def test_experts_train_under_each_recipe_and_report_load(text, tmp_path):
     recipes = ["bf16", "nvfp4", "fp8_block", "int4_qat"]  # every recipe's experts: tests/moe
     options = ("--size", "demo", "--steps", "6", "--experts", "4", "--top-k", "2", "--no-noise-floor")
     done = run_python(*command(text, tmp_path, *options, "--recipe", ",".join(recipes)))

@@ -1,19 +1,14 @@
 """Twenty steps of the demo's model on a GPU follow the CPU's losses."""
 
-import pathlib
-import sys
-
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from lm.data import Batches, read_text
+from lm.model import SIZES, LanguageModel
+from lm.training import Schedule, make_steps, optimizer, recipe_context
 
 import jaxlowprec as jlp
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
-from lm.data import Batches, read_text  # noqa: E402
-from lm.model import SIZES, LanguageModel  # noqa: E402
-from lm.training import Schedule, make_steps, optimizer, recipe_context  # noqa: E402
 
 RECIPES = {
     "bf16": None,

@@ -132,7 +132,7 @@ class TestDotGeneral:
             assert_same_bytes(actual, expected)
 
     @pytest.mark.parametrize("product", ["rhs transposed", "lhs transposed", "two contractions crossed"])
-    def test_the_order_of_dimensions_does_not_change_the_operands_bytes(self, product):
+    def test_the_order_of_dimensions_keeps_the_operands_bytes(self, product):
         lhs_shape, rhs_shape, dims = PRODUCTS[product]
         lhs, rhs = operands(lhs_shape, rhs_shape)
         ((lc, rc), _) = dims
@@ -161,7 +161,7 @@ class TestDotGeneral:
         y = jlp.dot_general(x.astype(dtype), w, (((1,), (0,)), ((), ())), None, preferred, recipe=FULL)
         assert y.dtype == (preferred or dtype)
 
-    def test_a_float32_kernel_beside_bfloat16_gets_a_float32_gradient(self):
+    def test_a_float32_kernel_beside_bfloat16_keeps_its_gradient(self):
         x, w = operands((32, 64), (64, 48))
         y, dx, dw = with_gradients(
             lambda x, w: jlp.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=FULL), x, w.astype(jnp.float32)
@@ -227,7 +227,7 @@ class TestEinsum:
         y = jlp.dot_general(x, w, PRODUCTS["two batches crossed"][2], recipe=FULL)
         assert_same_bytes(jlp.einsum("aibk,bkaj->jiba", x, w, recipe=FULL), y.transpose(3, 2, 1, 0))
 
-    def test_a_product_that_contracts_nothing_stays_in_high_precision(self):
+    def test_an_outer_product_stays_in_high_precision(self):
         a, b = operands((2, 8, 16), (16,))
         assert_same_bytes(jlp.einsum("bti,i->bti", a, b, recipe=FULL), jnp.einsum("bti,i->bti", a, b))
 

@@ -103,7 +103,7 @@ class TestProducts:
 
     @pytest.mark.parametrize("fmt", [*ONE_OF_EACH, jlp.Int4(16)], ids=format_name)
     @pytest.mark.parametrize("sizes", [(0, 32, 8), (6, 0, 8), (6, 32, 0)], ids=str)
-    def test_scaled_matmul_is_the_bias_where_there_is_nothing_to_add_up(self, fmt, sizes):
+    def test_scaled_matmul_over_nothing_is_the_bias(self, fmt, sizes):
         m, k, n = sizes
 
         @jax.jit

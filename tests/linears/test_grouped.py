@@ -131,7 +131,7 @@ class TestGroups:
         assert not np.isfinite(np.float32(b[0][50])).any()
 
     @by_recipe
-    def test_rows_in_no_group_give_zeros_and_empty_groups_zero_gradients(self, recipe):
+    def test_rows_in_no_group_and_empty_groups_give_zeros(self, recipe):
         y, dx, dw, dbias = results(recipe, SIZES["uneven"])
         for nothing in (y[138:], dx[138:], dw[1], dbias[1]):
             assert not np.float32(nothing).any()
@@ -153,7 +153,7 @@ class TestGroups:
         assert step._cache_size() == 1
 
     @pytest.mark.parametrize("sizes", [(200, 1, 1, 1, 1), (-5, 40, -1, 0, 500)])
-    def test_sizes_on_the_device_that_make_no_sense_are_cut_to_the_rows(self, sizes):
+    def test_senseless_sizes_on_the_device_are_cut_to_the_rows(self, sizes):
         x, w, *_ = operands()
         y = jlp.grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32), recipe=RECIPES["mxfp8"])
         cut = (150, 0, 0, 0, 0) if sizes[0] == 200 else (0, 40, 0, 0, 110)
@@ -177,7 +177,7 @@ class TestGroups:
             assert_same_bytes(run(jnp.asarray(np.asarray(sizes, dtype))), run(jnp.asarray(cut, dtype)))
 
     @pytest.mark.parametrize("make", [np.asarray, tuple, list])
-    def test_sizes_that_are_known_are_checked_before_they_are_narrowed(self, make):
+    def test_known_sizes_are_checked_before_they_are_narrowed(self, make):
         x, w, *_ = operands()
         for sizes in ((2**32 + 5, 0, 0, 0, 0), (2**62, 2**62, 2**62, 2**62, 1)):
             with pytest.raises(ValueError, match=f"group_sizes sum up to {sum(sizes)}, and x has 150 rows"):

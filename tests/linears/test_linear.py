@@ -103,7 +103,7 @@ class TestGradients:
         grads = jax.eval_shape(lambda *a: jax.vjp(lambda *a: jlp.linear(*a, recipe=FULL), *a)[1](dy), x, w, bias)
         assert [g.dtype for g in grads] == [x.dtype, w.dtype, bias.dtype]
 
-    def test_a_float32_kernel_gets_a_gradient_that_is_not_rounded_to_bfloat16(self):
+    def test_a_float32_kernel_gets_an_unrounded_gradient(self):
         x, w, dy = operands()
         dw = gradients(FULL, x, w, dy)[1]
         assert jnp.mean(dw == dw.astype(jnp.bfloat16).astype(jnp.float32)) < 0.1
@@ -236,7 +236,7 @@ class TestResiduals:
             }[policy],
         )
 
-    def test_the_checkpoint_names_keep_the_quantised_operands_and_nothing_else(self, network_operands):
+    def test_checkpoint_names_keep_only_quantised_operands(self, network_operands):
         def codes(policy):
             leaves = kept(self.checkpointed(policy), *network_operands)
             return sorted(leaf.shape for leaf in leaves if leaf.dtype == jnp.uint8)
@@ -273,7 +273,7 @@ class TestQuantizedKernel:
         assert_same_bytes(reused, gradients(recipe, x, w, dy))
         assert reused[1].dtype == w.dtype
 
-    def test_the_gradient_reaches_the_master_weight_over_microbatches(self):
+    def test_microbatches_reach_the_master_weight(self):
         x, w, dy = operands()
 
         def loss(w, reuse):

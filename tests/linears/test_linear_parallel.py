@@ -210,7 +210,7 @@ def test_quantisation_aware_training_gathers_the_served_weight(recipe, name, axi
     check_numbers(p, results, on_one_device(recipe, p.kernel), order=1e-5)  # XLA's sum of 2048 float32 products
 
 
-def test_quantising_before_the_gather_moves_at_most_0_3_of_the_bf16_bytes():
+def test_a_quantised_gather_moves_at_most_0_3_of_bf16():
     gathered = quantised_bytes(RECIPES["nvfp4"], "w") / 2
     assert gathered <= 0.3 * 2 * np.prod(WIDEN)
     _, found = on_mesh(RECIPES["nvfp4"], PARALLELISMS["fsdp"], AxisType.Auto)

@@ -99,7 +99,7 @@ class TestTransformations:
         assert_same_bytes(*[pullback(X[1]) for _, pullback in results])
 
     @each_base
-    def test_a_changed_recipe_is_traced_anew_and_the_first_hits_the_cache(self, recipe):
+    def test_a_changed_recipe_retraces_and_the_first_is_cached(self, recipe):
         traces = []
 
         @jax.jit

@@ -83,7 +83,7 @@ class TestScanAndRemat:
         assert dw.dtype == jnp.float32
 
     @pytest.mark.parametrize("names", [(), jlp.CHECKPOINT_NAMES])
-    def test_remat_in_a_scan_does_not_change_the_loss_or_lose_gradients(self, names):
+    def test_remat_in_a_scan_keeps_loss_and_gradients(self, names):
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         wrap = functools.partial(jax.checkpoint, policy=policy)
         for actual, expected in zip(self.grads(True, wrap), self.grads(True), strict=True):
@@ -179,7 +179,7 @@ class TestShardMap:
         assert_same_bytes(dx, jnp.concatenate([g[0] for g in loop]))
         np.testing.assert_allclose(dw, sum(g[1] for g in loop), rtol=1e-5, atol=1e-4)
 
-    def test_replicated_kernels_gradient_is_reduced_within_the_region(self):
+    def test_gradient_of_a_replicated_kernel_is_reduced(self):
         mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
         def step(x, w, dy):

@@ -51,7 +51,7 @@ def test_equal_linears_of_different_names_are_traced_once(recipe, module):
         assert traces(module, linears, 6) == traces(module, linears, 2) <= 3
 
 
-def test_equal_layers_of_experts_of_different_names_are_traced_once():
+def test_equal_layers_of_experts_are_traced_once():
     with jlp.autocast(jlp.NVFP4BlockScaling()):
         assert traces(grouped_products, experts, 6) == traces(grouped_products, experts, 2) <= 3
 

@@ -35,7 +35,7 @@ def init(model, x=X):
 
 @each_layer
 class TestLayers:
-    def test_init_within_the_scope_makes_the_collection_beside_flaxs_parameters(self, make):
+    def test_init_makes_the_collection_beside_the_parameters(self, make):
         variables = init(make())
         assert_same_bytes(variables["params"], make().init(jax.random.key(0), X)["params"])
         assert_same_bytes(variables[OVERWRITE_WITH_GRADIENT], jlp.delayed_scaling.init_state(RECIPE))

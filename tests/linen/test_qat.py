@@ -161,7 +161,7 @@ class TestModel:
         notes = {layer.path: layer.note for layer in jlp.explain(module, RECIPE, variables, x).layers}
         assert "K = 32, in shards of 8" in notes["up"]
 
-    def test_a_training_step_lowers_the_loss_and_keeps_the_parameters_types(self, model):
+    def test_a_step_lowers_the_loss_and_keeps_types(self, model):
         module, variables, x = model
         target, optimizer = random_array((2, 8, 8), "float32", 5), optax.adam(3e-3)
 

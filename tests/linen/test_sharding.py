@@ -134,7 +134,7 @@ class TestMesh:
 
 
 @pytest.mark.parametrize("name", ["DenseGeneral of experts", "Einsum of experts"])
-def test_experts_on_their_own_devices_give_the_same_bytes_and_send_nothing(name):
+def test_experts_on_their_own_devices_give_the_same_bytes(name):
     kind, attributes, _, _, shape = LAYERS[name]
     layer, x, mesh = kind(**attributes), random_array(shape, "float32"), mesh_of((4,))
     with jlp.autocast(RECIPES["nvfp4"]):

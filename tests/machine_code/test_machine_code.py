@@ -3,7 +3,6 @@
 import importlib
 import pathlib
 import shutil
-import sys
 
 import pytest
 
@@ -14,31 +13,22 @@ SAMPLES = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="needs the source tree")
 
 
-def tool(name):
-    """A module of the scripts, which are no package."""
-    sys.path.insert(0, str(TOOLS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(TOOLS))
-
-
 def kernel(code, registers=32, threads=256, shared=1024):
     """A kernel of some instructions, one a line; `name:` is a label."""
     lines = [line.strip() for line in code.strip().splitlines()]
     text = [line if line.endswith(":") else f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)]
-    blocks = tool("sass").blocks_of(text)
-    return tool("sass").Kernel("kernel", "sm_90a", registers, threads, shared, blocks)
+    blocks = importlib.import_module("sass").blocks_of(text)
+    return importlib.import_module("sass").Kernel("kernel", "sm_90a", registers, threads, shared, blocks)
 
 
 def in_flight(code, in_loop=False):
     """Bytes of a thread."""
-    return tool("in_flight").bytes_of_thread(kernel(code), in_loop)
+    return importlib.import_module("in_flight").bytes_of_thread(kernel(code), in_loop)
 
 
 def sample(name):
     """The kernel of a file that nvdisasm wrote."""
-    (found,) = tool("sass").parse((SAMPLES / name).read_text())
+    (found,) = importlib.import_module("sass").parse((SAMPLES / name).read_text())
     found.name = "amax_rotated<BF16>"
     return found
 
@@ -46,24 +36,24 @@ def sample(name):
 # --- the fault
 
 
-def test_a_branch_around_each_load_has_one_load_in_flight_and_fails():
+def test_a_branch_around_each_load_fails():
     old = sample("amax_rotated_branches.txt")
     assert (old.architecture, old.registers, old.threads, old.shared_bytes) == ("sm_90a", 57, 256, 1024)
-    result = tool("check").check(old)
+    result = importlib.import_module("check").check(old)
     assert "4 B a thread, 4 blocks of 256:     4 KiB" in result.line
     assert "4 bytes a thread are loaded before the first of them is used, 4.0 KiB a multiprocessor;" in result.error
     assert "it needs 24.0 KiB" in result.error
 
 
 def test_sixteen_loads_before_the_first_use_pass():
-    result = tool("check").check(sample("amax_rotated.txt"))
+    result = importlib.import_module("check").check(sample("amax_rotated.txt"))
     assert "64 B a thread, 4 blocks of 256:    64 KiB" in result.line
     assert result.error == ""
 
 
 def test_a_kernel_that_the_table_does_not_know_fails():
     unknown = kernel("LDG.E R2, desc[UR4][R4.64]\nEXIT")
-    assert "does not say what it needs" in tool("check").check(unknown).error
+    assert "does not say what it needs" in importlib.import_module("check").check(unknown).error
 
 
 # --- windows
@@ -108,7 +98,7 @@ def test_a_merge_of_branches_that_uses_nothing_goes_on():
     assert in_flight("".join(row.format(i, f"LOP3.LUT R{i}, R{i}, R0, RZ, 0xfc, !PT") for i in rows) + "EXIT") == 4
 
 
-def test_copies_in_the_background_count_until_they_are_waited_for():
+def test_copies_in_the_background_count_until_waited_for():
     copies = "LDGSTS.E.BYPASS.128 [R9], desc[UR4][R8.64]\n" * 4
     assert in_flight(copies + "LDGDEPBAR\nIADD3 R8, R9, R9, RZ\nDEPBAR.LE SB0, 0x0\n" + copies + "EXIT") == 64
     # A wait that leaves the newest group unfinished ends the window of an older one only.
@@ -132,7 +122,7 @@ def test_where_the_work_is_a_loop_only_its_loads_count():
 
 
 def test_blocks_of_a_multiprocessor():
-    held = tool("in_flight").blocks_held
+    held = importlib.import_module("in_flight").blocks_held
     for registers, blocks in ((32, 8), (40, 6), (46, 5), (60, 4), (64, 4), (65, 3), (80, 3), (128, 2), (232, 1)):
         assert held(kernel("EXIT", registers), 0) == blocks
     assert held(kernel("EXIT", 54, threads=512), 0) == 2
@@ -144,8 +134,8 @@ def test_blocks_of_a_multiprocessor():
 # --- instructions an element
 
 
-def test_a_turn_of_a_loop_is_the_shortest_that_passes_what_the_loop_is_for():
-    counts = tool("counts")
+def test_a_loops_turn_is_the_shortest_useful_path():
+    counts = importlib.import_module("counts")
     code = """
         MOV R1, R2
         .L_x_1:
@@ -176,8 +166,8 @@ def test_a_turn_of_a_loop_is_the_shortest_that_passes_what_the_loop_is_for():
 
 @pytest.mark.skipif(not shutil.which("c++filt"), reason="needs c++filt")
 def test_names_are_as_the_sources_have_them():
-    (name,) = tool("sass").demangled(
+    (name,) = importlib.import_module("sass").demangled(
         ["_ZN10jaxlowprec4cuda13quantize_rowsINS0_4BF16ENS_4E2M1ELb1ELb0EEEvNS0_17QuantizeArgumentsE"]
     )
     assert name == "quantize_rows<BF16, E2M1, true, false>"
-    assert tool("kernels").need_of(name).in_loop
+    assert importlib.import_module("kernels").need_of(name).in_loop

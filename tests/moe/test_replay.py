@@ -75,7 +75,7 @@ def test_gradients_reach_every_part_through_a_frozen_choice():
     assert jnp.all(jnp.any(of_x != 0, axis=-1))
 
 
-def test_swapping_a_row_of_the_tape_swaps_nothing_but_the_order_of_a_sum():
+def test_swapping_a_row_of_the_tape_only_reorders_a_sum():
     moe = block()
     y, tape, _ = step(moe, PARAMS, X, scan=False)
     swapped, used, _ = step(moe, PARAMS, X, jlp.moe.RoutingTape(tape.experts[..., ::-1]), scan=False)
@@ -90,7 +90,7 @@ def test_part_of_a_tape_may_choose_afresh():
     assert_same_bytes(step(moe, PARAMS, X, partly), recorded)
 
 
-def test_a_row_that_is_no_choice_makes_its_token_nan_and_no_other():
+def test_an_invalid_row_makes_only_its_token_nan():
     moe = block(load_balance_coef=0.0)
     tape = step(moe, PARAMS, X, scan=False)[1]
     spoilt = jlp.moe.RoutingTape(tape.experts.at[0, 2, 5].set(stack.EXPERTS))
@@ -108,7 +108,7 @@ def test_a_tape_of_other_tokens_is_named():
 
 
 @pytest.mark.parametrize("spec", [pytest.param(P(None, "a"), marks=pytest.mark.slow), P("a", "b")], ids=str)
-def test_over_eight_devices_a_tape_is_recorded_and_replayed_as_on_one(spec):
+def test_eight_devices_record_and_replay_as_one(spec):
     moe, mesh = block(dtype=jnp.float32), mesh_of((2, 4)) if "b" in str(spec) else mesh_of((8,))
     x = stack.tokens(dtype=jnp.float32)
     y, tape, gradients = step(moe, PARAMS, x)

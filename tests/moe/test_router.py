@@ -93,7 +93,7 @@ class TestReplay:
 
 
 class TestLoadBalance:
-    def test_is_one_where_all_are_used_alike_and_their_number_where_one_takes_all(self):
+    def test_is_1_for_even_use_and_the_number_of_experts_for_one(self):
         alike = 50 * jnp.eye(4)
         assert jlp.moe.route(alike, 1).load_balance_loss == pytest.approx(1)
         assert jlp.moe.route(jnp.zeros((6, 4)), 4).load_balance_loss == pytest.approx(1)

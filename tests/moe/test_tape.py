@@ -127,7 +127,7 @@ class TestFromRoutedExperts:
         with pytest.raises(ValueError, match="sequence 1: layer 2 is all zeros: the engine did not capture it"):
             tape_of(captured(4), rows)
 
-    def test_a_layer_of_zeros_is_one_of_a_single_choice_only_if_some_sequence_has_another(self):
+    def test_zeros_are_a_single_choice_only_where_others_differ(self):
         rows = np.asarray([[[0], [0]], [[0], [1]]], np.int32)
         options = {"num_layers": 2, "k": 1, "num_experts": 2, "dense_layers": []}
         with pytest.raises(ValueError, match="layer 0 is all zeros"):

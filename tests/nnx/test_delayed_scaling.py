@@ -87,7 +87,7 @@ class TestLayers:
             assert doubled is None or doubled.shape == (2, 16, 16)
 
 
-def test_add_delayed_scaling_leaves_layers_with_a_recipe_of_their_own():
+def test_add_delayed_scaling_leaves_layers_with_own_recipes():
     own = jlp.DelayedScaling(amax_history_len=5)
     layers = nnx.List([jlp.nnx.Linear(32, 32, recipe=r, rngs=nnx.Rngs(0)) for r in (own, None, ...)])
     jlp.nnx.add_delayed_scaling(layers, RECIPE)
@@ -201,7 +201,7 @@ class TestModels:
 
             return model, [float(step(model, optimizer)) for _ in range(steps)]
 
-    def test_layers_stacked_by_vmap_keep_states_of_their_own_and_learn(self):
+    def test_layers_stacked_by_vmap_keep_their_own_states(self):
         model, losses = self.train()
         assert losses[-1] < losses[1] < losses[0] * 1.5
         state = state_of(model.blocks.layer)

@@ -71,7 +71,7 @@ def test_each_experts_rows_go_through_its_own_linear(recipe, sizes):
 
 
 @each_size
-def test_a_bias_is_its_experts_and_its_gradient_is_added_up_in_float32(sizes):
+def test_each_expert_has_a_bias_with_a_float32_gradient(sizes):
     module = layer()
     y, of_parameters, _ = run(module, X, sizes)
     without, *_ = run(layer(use_bias=False), X, sizes)

@@ -228,7 +228,7 @@ class TestModels:
 class TestQuantizedKernels:
     x = random_array((16, 32))
 
-    def test_are_reused_within_the_context_with_gradients_to_the_master_weights(self):
+    def test_are_reused_with_gradients_to_the_master_weights(self):
         model = Block(nnx.Rngs(0))
 
         def loss(model):
@@ -276,7 +276,7 @@ class TestQuantizedKernels:
         ("Einsum", ("td,df->tf", (32, 16)), {"einsum_op": jlp.einsum}),
     ],
 )
-def test_an_operation_that_would_silently_win_over_the_recipe_raises(kind, args, options):
+def test_an_operation_that_overrides_the_recipe_raises(kind, args, options):
     layer = getattr(jlp.nnx, kind)(*args, **options, rngs=nnx.Rngs(0))
     (name,) = options
     with jlp.autocast(FULL), pytest.raises(ValueError, match=f"{kind}: {name}= is set, so the recipe"):

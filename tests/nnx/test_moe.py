@@ -100,7 +100,7 @@ class TestRouter:
             assert call(moe, X).load_balance_loss.dtype == jnp.float32
         assert_same_bytes(call(moe, X), jax.device_get(call(moe, X)))
 
-    def test_learns_from_one_choice_unless_its_weight_is_made_constant(self):
+    def test_learns_from_one_choice_unless_its_weight_is_fixed(self):
         def slope(**options):
             gradient = nnx.grad(lambda m: jnp.sum(m(X)[0].astype(jnp.float32) ** 2))(block(**options))
             return jnp.linalg.norm(gradient["router"]["kernel"][...])
@@ -238,7 +238,7 @@ class Model(nnx.Module):
         pytest.param("nvfp4", False, jnp.float32, marks=pytest.mark.slow),
     ],
 )
-def test_under_nnx_scan_and_remat_a_tape_is_recorded_and_replayed(name, remat, dtype):
+def test_nnx_scan_and_remat_record_and_replay(name, remat, dtype):
     def gradients(model, tape):
         def loss(model):
             y, used = model(X.astype(dtype), tape)
@@ -275,7 +275,7 @@ class TestMesh:
             np.testing.assert_allclose(a, e, rtol=0, atol=3e-6 * max(1, np.abs(e).max()))
 
     @pytest.mark.parametrize("kernels", [P(), P("a"), P("a", "b", None)], ids=str)
-    def test_tokens_over_data_and_kernels_anywhere_give_what_one_device_gives(self, kernels):
+    def test_split_tokens_and_kernels_give_what_one_device_gives(self, kernels):
         x, mesh = X.astype(jnp.float32), mesh_of((2, 4))
         moe = block(dtype=jnp.float32, shared_hidden_features=32)
         parameters, call = self.gradients(moe, x)
@@ -285,7 +285,7 @@ class TestMesh:
             actual = jax.jit(call)(placed, place(x, mesh, P(("a", "b"))))
         self.same_to_rounding(actual, expected)
 
-    def test_within_shard_map_each_device_keeps_its_experts_and_one_sum_combines(self):
+    def test_within_shard_map_one_sum_combines_the_experts(self):
         x, mesh = X.astype(jnp.float32), mesh_of((2, 4))
         moe = block(dtype=jnp.float32, expert_axis="b")
         graph, parameters = nnx.split(moe)
@@ -316,7 +316,7 @@ class TestMesh:
         ("experts", "kernels", "message"),
         [(6, P(), "6 experts over expert_axis='b' of 4 devices"), (8, P(), r"group_sizes \(2,\): needs")],
     )
-    def test_within_shard_map_experts_that_are_not_split_alike_are_named(self, experts, kernels, message):
+    def test_within_shard_map_unequal_splits_are_named(self, experts, kernels, message):
         graph, parameters = nnx.split(block(experts, expert_axis="b"))
 
         def call(parameters, x):

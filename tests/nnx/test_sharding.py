@@ -136,7 +136,7 @@ class TestMesh:
 
 
 @pytest.mark.parametrize("name", ["LinearGeneral of experts", "Einsum of experts"])
-def test_experts_on_their_own_devices_give_the_same_bytes_and_send_nothing(name):
+def test_experts_on_their_own_devices_give_the_same_bytes(name):
     kind, args, options, _, _, shape = LAYERS[name]
     x, mesh = random_array(shape, "float32"), mesh_of((4,))
     layer = plain(kind, args, {**options, **({"use_bias": False} if kind == "LinearGeneral" else {})})

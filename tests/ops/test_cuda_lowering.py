@@ -387,7 +387,7 @@ class TestGrouped:
         assert calls[-1].operands[1:] == [f"{self.SLOTS}xf32"] * 2 * fmt.has_tensor_scale
         assert f"rotate_columns = {str(isinstance(fmt, jlp.NVFP4)).lower()}" in calls[-1].attributes
 
-    def test_each_slot_has_its_groups_key_and_its_own_indices_along_the_rows(self):
+    def test_each_slot_has_its_groups_key_and_its_own_indices(self):
         call = self.quantise(jlp.MXFP4(), True)[-1]
         rows, columns = [f"{self.SLOTS}x128xui32", "1x3xui32"], ["1x48xui32", f"{self.SLOTS}x8xui32"]
         indices = [operand.removeprefix("1x") for operand in rows + columns]

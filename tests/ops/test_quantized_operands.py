@@ -64,7 +64,7 @@ def test_arrays_that_do_not_belong_together_are_named(function, field, value, me
         jax.eval_shape(lambda: TAKES_A_QUANTIZED_ARRAY[function](wrong))
 
 
-def test_a_loaded_kernel_along_another_axis_is_named_by_who_was_called():
+def test_a_kernel_along_another_axis_names_the_caller():
     calls = {"linear": jlp.linear, "einsum": lambda x, q: jlp.einsum("ab,bc->ac", x, q)}
     for who, call in calls.items():
         with pytest.raises(ValueError, match=f"^{who}: .* needs .K, N. quantised along K"):

@@ -140,7 +140,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
-def test_what_is_public_is_there_and_no_function_shadows_a_module(module):
+def test_public_names_exist_and_shadow_no_module(module):
     assert module.__all__ and set(module.__all__) <= set(dir(module))
     for name in module.__all__:
         value = getattr(module, name)

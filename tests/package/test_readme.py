@@ -61,7 +61,7 @@ def test_the_recipe_of_the_documents_answers_by_role():
     assert recipe.roles("linear", "model/head").weight is None
 
 
-def test_the_delayed_scaling_program_of_the_documents_records_and_quantises():
+def test_the_delayed_scaling_program_of_the_documents_runs():
     names = {}
     exec(programs("docs/how-to/recipes.md")[2], names)
     history = getattr(names["model"], OVERWRITE_WITH_GRADIENT)["input_amax_history"][...]
@@ -76,7 +76,7 @@ def test_the_recipe_of_the_documents_leaves_out_what_it_says():
     assert applies == [True, False, False]
 
 
-def test_the_int4_programs_of_the_documents_train_export_and_serve():
+def test_the_int4_programs_of_the_documents_run():
     names = {}
     for program in programs("docs/how-to/int4.md"):
         exec(program, names)
@@ -84,7 +84,7 @@ def test_the_int4_programs_of_the_documents_train_export_and_serve():
     assert jax.numpy.any(names["model"](names["x"]) != names["trained"])
 
 
-def test_the_programs_of_experts_of_the_documents_record_replay_and_split():
+def test_the_programs_of_experts_of_the_documents_run():
     names = {}
     for program in programs("docs/how-to/moe.md"):
         exec(program, names)

@@ -182,7 +182,7 @@ def test_what_saturation_takes_is_what_the_page_says():
 
 
 @pytest.mark.slow
-def test_the_weights_that_slime_serves_differ_as_often_as_the_table_says():
+def test_slimes_weights_differ_as_often_as_the_table_says():
     row = re.compile(r"^\| (symmetric|asymmetric) \(column [AB]\) \| ([\d.]+) % \| ([\d.]+) % \|$", re.MULTILINE)
     rows = row.findall(PAGES["int4_qat.md"])
     assert len(rows) == 2

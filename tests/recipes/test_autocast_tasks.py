@@ -70,7 +70,7 @@ class TestTasks:
         asyncio.run(main())
         assert reached == []
 
-    def test_other_tasks_run_under_no_recipe_of_a_task_that_waits_or_are_told(self):
+    def test_tasks_never_run_under_a_waiting_tasks_recipe(self):
         compiled, found = traced_under(), []
 
         async def waiting():
@@ -133,7 +133,7 @@ class TestTasks:
 
         asyncio.run(main())
 
-    def test_a_block_that_swallows_the_news_is_an_error_when_it_is_left(self):
+    def test_a_block_that_swallows_the_error_raises_when_left(self):
         async def main():
             swallowed = contextlib.suppress(asyncio.CancelledError)
             with pytest.raises(RuntimeError, match=AWAITS), jlp.autocast(FULL), swallowed:
@@ -168,7 +168,7 @@ class TestTasks:
 
 
 class TestDecoratedFunctions:
-    def test_async_functions_follow_it_across_awaits_and_nobody_else_does(self):
+    def test_only_its_async_functions_follow_it_across_awaits(self):
         compiled = traced_under()
 
         async def steps(recipe):
@@ -248,7 +248,7 @@ class TestGenerators:
             assert jlp.current_recipe() is FULL
         assert jlp.current_recipe() is None
 
-    def test_ended_in_another_order_they_leave_the_right_recipe_behind(self):
+    def test_ended_in_another_order_the_right_recipe_stays(self):
         first, second = self.block(FULL), self.block(PLAIN)
         next(first), next(second)
         first.close()
@@ -256,7 +256,7 @@ class TestGenerators:
         second.close()
         assert jlp.current_recipe() is None
 
-    def test_one_ended_within_a_block_that_began_later_leaves_that_alone(self):
+    def test_ending_within_a_later_block_leaves_it_alone(self):
         generator = self.block(FULL)
         next(generator)
         with jlp.autocast(PLAIN):

@@ -160,11 +160,11 @@ class TestRoles:
                 expected = Role(dataclasses.replace(expected.format, amax_epsilon=2.0**-9))
             assert getattr(roles, name) == expected
 
-    def test_scales_of_one_operand_may_be_powers_of_two_where_a_gemm_takes_it(self):
+    def test_one_operands_scales_may_be_powers_of_two(self):
         roles = jlp.Float8CurrentScaling(fp8_quant_fwd_weight=QParams(power_2_scale=True)).roles()
         assert (roles.input.format.power_of_two, roles.weight.format.power_of_two) == (False, True)
 
-    def test_gradients_can_round_stochastically_and_both_wgrad_operands_rotate(self):
+    def test_gradients_round_stochastically_and_rotate(self):
         rotated = QParams(random_hadamard_transform=True)
         gradient = QParams(random_hadamard_transform=True, stochastic_rounding=True)
         roles = jlp.Float8CurrentScaling(fp8_quant_fwd_inp=rotated, fp8_quant_bwd_grad=gradient).roles()
@@ -265,7 +265,7 @@ CASES = [(cls, *case) for cls, own in WRONG.items() for case in EVERY + own] + [
 
 
 @pytest.mark.parametrize(("cls", "fields", "error", "message"), CASES)
-def test_a_field_that_cannot_act_names_recipe_field_value_and_remedy(cls, fields, error, message):
+def test_a_field_without_effect_is_refused_with_a_remedy(cls, fields, error, message):
     with pytest.raises(error, match=f"^{cls.__name__}: .*{re.escape(message)}"):
         cls(**fields)
 
@@ -287,6 +287,6 @@ def test_an_unknown_field_raises(cls):
         (lambda: MMParams(0), "MMParams: use_split_accumulator=0; needs True or False"),
     ],
 )
-def test_settings_of_an_operand_and_of_a_gemm_are_checked_when_they_are_made(settings, message):
+def test_settings_are_checked_when_they_are_made(settings, message):
     with pytest.raises((TypeError, ValueError), match=message):
         settings()

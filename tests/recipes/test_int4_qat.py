@@ -136,7 +136,7 @@ class TestPolicy:
         assert not jlp.Int4QAT(32, include=()).applies_to("mlp")
 
     @pytest.mark.parametrize("call", ["linear", "dot_general", "einsum"])
-    def test_a_layer_that_is_left_out_is_computed_as_without_a_recipe(self, call):
+    def test_a_layer_left_out_is_computed_without_a_recipe(self, call):
         x, w, dy = operands()
         functions = {
             "linear": lambda x, w, **o: jlp.linear(x, w, **o),
@@ -365,7 +365,7 @@ class TestTransforms:
         for other in results[1:4]:
             assert jnp.any(other != results[0])
 
-    def test_layers_of_one_shape_are_traced_once_whatever_their_names(self):
+    def test_equal_layers_are_traced_once_under_any_name(self):
         x, w, _ = operands((24, 64, 64))
         names = [f"layers/{i}/up" for i in range(4)]
 
@@ -392,7 +392,7 @@ class TestGeneralProducts:
         assert_same_bytes(jlp.dot_general(self.tokens, q, dims), y)
         assert_same_bytes(jlp.einsum("etk,ekn->nte", self.tokens, q), y.T)
 
-    def test_a_transposed_kernel_is_quantised_along_what_is_contracted(self):
+    def test_a_transposed_kernel_is_quantised_along_contraction(self):
         x, w, dy = operands()
         y, pullback = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=INT4), x, w)
         dx, dw = pullback(dy)
@@ -407,7 +407,7 @@ class TestGeneralProducts:
 class TestReuse:
     """A kernel quantised once for several microbatches."""
 
-    def test_gives_the_same_and_the_gradient_reaches_the_master_weight(self):
+    def test_is_equal_and_the_master_weight_gets_its_gradient(self):
         x, w, dy = operands()
         quantized = jlp.quantize_kernel(w, INT4)
         assert quantized.rowwise is None and quantized.weight_only and quantized.shape == w.shape

@@ -19,7 +19,7 @@ def no_environment(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_the_fields_are_transformer_engines_and_default_to_the_whole_recipe():
+def test_the_fields_and_defaults_are_transformer_engines():
     assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False) | {"backward_override": None}
 
 

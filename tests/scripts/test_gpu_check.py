@@ -103,7 +103,7 @@ class TestPhases:
 
 
 class TestFailures:
-    def test_a_test_that_fails_is_named_and_comes_last_in_the_next_call(self, repository):
+    def test_a_failing_test_is_named_and_comes_last_next_time(self, repository):
         repository.test("matmul", "import pytest\n@pytest.mark.gpu\ndef test_wrong():\n    assert not 'broken'\n")
         status, printed = repository.check("test", "bench")
         assert status == 1
@@ -154,7 +154,7 @@ class TestFailures:
         profiles = json.loads((repository.out / "profiles.json").read_text())["rows"]
         assert [row["by"] for row in profiles] == ["XLA's profiler"] * 3
 
-    def test_what_a_checker_has_found_is_a_failure_and_all_is_checked_again(self, repository):
+    def test_what_a_checker_found_is_checked_again(self, repository):
         status, printed = repository.check("memcheck", ERRORS="2")
         assert status == 1
         assert "memcheck: FAILED, it found errors: ========= ERROR SUMMARY: 2 errors" in printed
@@ -291,7 +291,7 @@ esac""",
         return lines, variables
 
     @pytest.mark.slow
-    def test_once_for_the_same_sources_and_from_an_earlier_calls_archive(self, repository):
+    def test_once_for_the_same_sources_and_then_from_the_archive(self, repository):
         _, variables = self.installed(repository)
         status, printed = repository.check("once", **variables)
         assert status == 0, printed

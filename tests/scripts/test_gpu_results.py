@@ -63,7 +63,7 @@ def test_a_worker_that_has_lost_its_context_is_replaced(tmp_path):
     assert said.splitlines()[0] == "4 passed, 1 failed"
 
 
-def test_a_process_that_has_lost_its_context_stops_and_a_later_one_goes_on(tmp_path):
+def test_a_process_without_context_stops_and_another_resumes(tmp_path):
     (tmp_path / "test_all.py").write_text(LOSES_THE_CONTEXT)
     done, results = run(tmp_path)
     assert done.returncode == 2

@@ -19,7 +19,7 @@ esac
 
 
 @pytest.mark.parametrize("environment", ["of make", "another", "another, beside that of make"])
-def test_the_environment_of_make_counts_as_installed_and_no_other(tmp_path, environment):
+def test_only_the_environment_of_make_counts_as_installed(tmp_path, environment):
     root, tools = tmp_path / "tree", tmp_path / "tools"
     (root / "scripts").mkdir(parents=True)
     shutil.copy(SCRIPTS / "install_gpu.sh", root / "scripts")

@@ -57,7 +57,7 @@ def test_a_wheel_for_one_python_only_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, code", [((), 1), (("--without-gpu-kernels",), 0)])
-def test_a_wheel_without_gpu_kernels_is_taken_only_where_it_may_be_without(tmp_path, arguments, code):
+def test_a_wheel_without_gpu_kernels_needs_permission(tmp_path, arguments, code):
     compiler = subprocess.run(["g++", "-shared", "-x", "c++", "-", "-o", tmp_path / "m.so"], input=b"", check=False)
     if compiler.returncode:
         pytest.skip("needs g++")

@@ -30,7 +30,7 @@ def every_way(fmt):
 @over_formats
 class TestQuantize:
     @by_axis_type
-    def test_bytes_do_not_depend_on_the_mesh_and_only_an_amax_travels(self, fmt, axis_type):
+    def test_bytes_are_equal_on_any_mesh_and_only_an_amax_travels(self, fmt, axis_type):
         """128 x 128 in each part: every block is whole."""
         x = random_array((256, 512), seed=1)
         result, found = on_mesh(every_way(fmt), [x], [P("a", "b")], mesh_of((2, 4), axis_type))

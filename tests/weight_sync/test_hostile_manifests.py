@@ -48,20 +48,20 @@ def refused_quickly(call, *arguments, match, seconds=3.0):
 TWICE = [*names(NAMES), f"t{NAMES - 1}"]
 
 
-def test_a_name_that_comes_twice_is_found_in_time_proportional_to_the_manifest():
+def test_a_repeated_name_is_found_in_linear_time():
     refused_quickly(Manifest.from_json, manifest_text([[n, "U8", []] for n in TWICE]), match=f"'t{NAMES - 1}' is there")
     refused_quickly(Manifest, tuple(Entry(n, "U8", (0,)) for n in TWICE), match=f"'t{NAMES - 1}' is there twice")
     refused_quickly(Header.from_json, header_text([[n, "U8", [0], 0] for n in TWICE]), match=f"twice: 't{NAMES - 1}'")
 
 
-def test_a_tensor_that_is_missing_is_found_in_time_proportional_to_the_manifest():
+def test_a_missing_tensor_is_found_in_linear_time():
     entries = tuple(Entry(name, "U8", (0,)) for name in names(20_000))
     staging = Staging(1, Manifest(entries))
     arrays = {name: np.zeros(0, np.uint8) for name in names(19_999)}
     refused_quickly(staging.check, pack(1, 0, True, arrays).header, match="1 tensors are missing: 't19999'")
 
 
-def test_a_version_of_many_buckets_is_committed_in_time_proportional_to_them():
+def test_many_buckets_are_committed_in_linear_time():
     staging = Staging(1, Manifest(()))
     staging.buckets = [{} for _ in range(200_000)]
     started = time.process_time()
@@ -156,7 +156,7 @@ def connected(listening):
 
 
 @pytest.mark.parametrize("kind", [Kind.BEGIN, Kind.BUCKET])
-def test_no_manifest_keeps_an_engine_paused_after_its_trainer_has_gone(kind):
+def test_no_manifest_keeps_an_engine_paused(kind):
     text = manifest_text([[n, "U8", []] for n in TWICE])
     text = (2).to_bytes(8, "big") + text if kind is Kind.BEGIN else header_text([[n, "U8", [0], 0] for n in TWICE])
     with over_tcp() as (receiver, listening, transport, engine):
@@ -173,7 +173,7 @@ def test_no_manifest_keeps_an_engine_paused_after_its_trainer_has_gone(kind):
 
 
 @pytest.mark.parametrize("read", [Manifest.from_json, Header.from_json])
-def test_while_a_manifest_is_read_it_is_looked_whether_the_trainer_is_still_there(read, monkeypatch):
+def test_reading_a_manifest_checks_that_the_trainer_lives(read, monkeypatch):
     monkeypatch.setattr(manifest_module, "_CHECKED_AT_ONCE", 10)
     entries = [[name, "U8", [0]] for name in names(100)]
     text = manifest_text(entries) if read == Manifest.from_json else header_text([[*e, 0] for e in entries])
@@ -189,7 +189,7 @@ def test_while_a_manifest_is_read_it_is_looked_whether_the_trainer_is_still_ther
     assert len(read(text, lambda: None).entries) == 100
 
 
-def test_a_channel_says_whether_its_peer_is_still_there_and_takes_nothing():
+def test_a_channel_knows_whether_its_peer_is_there():
     a, b = socket.socketpair()
     channel = Channel(b, Keys(b"1", b"2"))
     channel.check_peer()

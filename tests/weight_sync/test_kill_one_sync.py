@@ -17,14 +17,14 @@ def outcomes(case, kills):
 
 @pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["directory_trainer", "delta_trainer"])
-def test_after_a_trainers_death_a_whole_version_is_served_and_the_next_sync_gets_through(case, kills):
+def test_a_killed_trainer_leaves_a_whole_version(case, kills):
     found = outcomes(case, kills)
     assert found["old"] + found["new"] == kills
     assert found["unfinished"] >= kills // 4 and found["old"] >= kills // 20  # they did hit syncs that were under way
 
 
 @pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
-def test_after_a_receivers_death_the_trainer_has_an_error_in_time_and_a_new_receiver_gets_a_whole_version(kills):
+def test_a_killed_receiver_is_an_error_and_a_new_one_is_served(kills):
     found = outcomes("tcp_receiver", kills)
     assert found["in time"] == kills
     assert found["errors"] >= kills // 4

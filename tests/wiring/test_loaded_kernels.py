@@ -167,7 +167,7 @@ class TestMeshes:
         with pytest.raises(ValueError, match="layer 'up'.*K = 16, which is no multiple of the group of 32"):
             call(X, W)
 
-    def test_k_split_within_a_group_is_seen_where_the_sharding_is_known(self):
+    def test_k_split_within_a_group_is_seen(self):
         message = "layer 'up'.*K = 64, in shards of 16, .* a group would lie on two shards"
         auto, explicit = mesh_of((4,)), mesh_of((4,), jax.sharding.AxisType.Explicit)
         with pytest.raises(ValueError, match=message):
@@ -175,7 +175,7 @@ class TestMeshes:
         with jax.set_mesh(explicit), pytest.raises(ValueError, match=message):
             jax.jit(lambda x, w: jlp.linear(x, w, recipe=self.recipe, name="up"))(X, place(W, explicit, P("a")))
 
-    def test_where_it_is_not_known_the_groups_are_those_of_the_whole_kernel(self):
+    def test_groups_are_the_whole_kernels_where_unknown(self):
         call = jax.jit(lambda x, w: jlp.linear(x, w, recipe=self.recipe))
         sharded = call(X.astype(jnp.float32), place(W, mesh_of((4,)), P("a")))
         np.testing.assert_allclose(sharded, call(X.astype(jnp.float32), W), rtol=1e-5, atol=1e-3)

@@ -84,7 +84,7 @@ def test_a_package_whose_library_is(broken, tmp_path):
 
 
 @pytest.mark.parametrize("wanted", ["portable", ""])
-def test_the_environment_chooses_among_the_instruction_sets_there_are(wanted):
+def test_the_environment_chooses_the_instruction_set(wanted):
     report, isas = report_of(JAXLOWPREC_ISA=wanted, JAXLOWPREC_DISABLE_NATIVE="0"), list(native.available_isas())
     assert report["isa"] == (wanted or isas[0])
     assert report["isas"] == isas
@@ -93,7 +93,7 @@ def test_the_environment_chooses_among_the_instruction_sets_there_are(wanted):
     assert "error" not in report
 
 
-def test_an_instruction_set_of_the_environment_that_is_not_here_is_an_error():
+def test_an_absent_instruction_set_is_an_error():
     code = """if True:
     import jax, jaxlowprec as jlp
     for implementation in (None, "ffi"):
@@ -163,7 +163,7 @@ def test_cuda_targets_are_registered_where_jax_can_use_them(monkeypatch):
     assert registered["jaxlowprec_scaled_matmul"] == ({"prepare": "one", "execute": "another"}, "CUDA")
 
 
-def test_registering_for_a_platform_that_is_not_here_does_no_harm():
+def test_registering_for_an_absent_platform_does_no_harm():
     run_python(
         "-c",
         """if True:

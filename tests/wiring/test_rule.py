@@ -50,7 +50,7 @@ def split(rule, *values, partial=True):
         ([P(None, "b"), P("b")], {"c": ("b",)}),
     ],
 )
-def test_the_first_operand_that_splits_a_factor_decides_and_no_mesh_axis_splits_two(specs, expected):
+def test_the_first_operand_to_split_a_factor_decides(specs, expected):
     assert split(BLOCKS, ((16, 32), specs[0]), ((16,), specs[1])) == expected
 
 
@@ -174,7 +174,7 @@ def shardy(rule, *shapes):
 
 
 class TestShardy:
-    def test_a_product_gets_a_name_of_its_own_and_sizes_that_only_it_has(self):
+    def test_a_product_has_its_own_name_and_sizes(self):
         text, options = shardy(Rule("r (c k) -> r (c h), r", k=16, h=8), (4, 64), (4, 32), (4,))
         assert text == "r (c ck) -> r (c ch), r"
         assert options == {"c": 4, "ck": 16, "ch": 8, "need_replication_factors": ("ck", "ch")}

@@ -40,7 +40,7 @@ def test_any_axis_in_and_out(in_axis, out_axis):
     assert_right([jnp.moveaxis(o, out_axis, 0) for o in out], SLICES)
 
 
-def test_mapping_an_operand_without_batch_axes_is_refused_by_name():
+def test_vmap_of_an_operand_without_batch_axes_is_refused():
     x, gain, rows = SLICES
     with pytest.raises(NotImplementedError, match="block_sums: operand 2 has no batch axes"):
         jax.vmap(block_sums, (None, None, 0))(x, gain, np.stack([rows, rows]))

@@ -164,7 +164,7 @@ def odd_model():
     return tensors
 
 
-def test_columns_that_are_no_multiple_of_the_group_are_refused_and_listed(tmp_path):
+def test_columns_that_split_a_group_are_refused_and_listed(tmp_path):
     source = write_checkpoint(tmp_path / "source", odd_model())
     with pytest.raises(
         CheckpointError, match=r"cannot hold 2 weights .*mlp.down_proj.*240.*o_proj.*112.*--leave-unfit"
@@ -188,7 +188,7 @@ def test_arrays_of_all_experts_are_left_alone_listed_and_ignored(tmp_path):
         assert matching(asked, report.ignore)
 
 
-def test_filters_and_matrices_of_no_module_are_left_alone_and_listed(tmp_path):
+def test_filters_and_loose_matrices_are_left_and_listed(tmp_path):
     tensors = llama(1) | {
         "model.layers.0.filter.weight": np.ones((8, 1, 32), ml_dtypes.bfloat16),
         "model.layers.0.table": np.ones((8, 32), ml_dtypes.bfloat16),
@@ -241,7 +241,7 @@ def test_quantised_tensors_are_refused_whatever_the_config_says(tmp_path, name):
         convert(write_checkpoint(tmp_path / "eight", tensors), tmp_path / "low", MXFP4)
 
 
-def test_every_dtype_of_eight_bits_or_less_is_a_quantised_one_and_no_other():
+def test_exactly_dtypes_of_eight_bits_or_less_are_quantised():
     eight = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
     assert {"F4", "F6_E2M3", "F6_E3M2", *eight} == QUANTISED and set(BITS) > QUANTISED
 

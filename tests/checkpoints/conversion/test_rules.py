@@ -26,7 +26,7 @@ def model(request):
     return MODELS[request.param]
 
 
-def test_the_defaults_quantise_exactly_the_projections_of_the_text_model(model):
+def test_the_defaults_quantise_the_text_models_projections(model):
     rules = Rules(defaults=DEFAULTS)
     assert [m for m in model.quantised if rules.why_left_alone(m)] == []
     assert [m for m in model.left if not rules.why_left_alone(m)] == []
@@ -103,7 +103,7 @@ def test_what_is_no_rule(rule, message):
         Rules(ignore=(rule,))
 
 
-def test_a_rule_that_also_names_what_is_quantised_is_written_as_exact_names():
+def test_an_ambiguous_rule_is_written_as_exact_names():
     rules = Rules(defaults=(r"re:(.*\.)?gate(\.|$)",), include=("b.gate",))
     assert config_ignore(rules, ["a.gate", "c.gate"], ["b.gate", "d"]) == ["a.gate", "c.gate"]
     assert config_ignore(rules, ["a.gate"], ["d"]) == [*rules.defaults]

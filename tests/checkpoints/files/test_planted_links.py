@@ -85,7 +85,7 @@ def test_links_in_an_unfinished_folder_are_refused(source, unfinished, outside, 
     convert(source, unfinished, MXFP4)
 
 
-def test_a_link_that_comes_during_the_conversion_is_named_at_its_end(source, outside, tmp_path, monkeypatch):
+def test_a_link_planted_during_conversion_is_named(source, outside, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "jaxlowprec.checkpoints.conversion.convert.check_unchanged",
         lambda *_: (tmp_path / "low" / "late").symlink_to(outside),
@@ -95,7 +95,7 @@ def test_a_link_that_comes_during_the_conversion_is_named_at_its_end(source, out
     assert MANIFEST in contents(tmp_path / "low")  # it does not pass for a finished one
 
 
-def test_a_file_that_was_exchanged_before_it_got_its_name_is_an_error(tmp_path):
+def test_a_file_exchanged_before_its_rename_is_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
     specs = {"a": TensorSpec("U8", (1,))}
     message = "is not the file that was written"
@@ -119,7 +119,7 @@ def test_every_writer_of_files_makes_its_own(outside, tmp_path, planted):
     assert outside.read_text() == (tmp_path / "b.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_copy_has_the_time_and_permissions_of_a_file_and_no_more(tmp_path):
+def test_a_copy_keeps_only_time_and_permissions(tmp_path):
     (tmp_path / "a").write_text("x")
     (tmp_path / "a").chmod(0o4750)
     os.utime(tmp_path / "a", ns=(10**18, 10**18))

@@ -86,7 +86,7 @@ def test_packed_elements_are_bytes_and_no_array(tmp_path):
     assert (tmp_path / "b.safetensors").read_bytes()[-4:] == b"\1\2\3\4"
 
 
-def test_arrays_are_views_that_outlive_the_file_and_cannot_be_written(tmp_path):
+def test_arrays_are_read_only_views_that_outlive_the_file(tmp_path):
     write(tmp_path / "a.safetensors", {"x": np.arange(8, dtype=np.float32)})
     with SafetensorsFile(tmp_path / "a.safetensors") as file:
         x = file.read("x")

@@ -36,7 +36,7 @@ def moved_out(source, name):
 
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize("name", ["tokenizer.json", "extra/notes.txt", "config.json", SHARD])
-def test_what_links_point_to_outside_is_not_copied_unless_asked_for(source, tmp_path, name, dry_run):
+def test_targets_outside_are_copied_only_when_asked_for(source, tmp_path, name, dry_run):
     moved_out(source, name)
     message = f"{name}: is a link to .*outside/secret, which is outside of the checkpoint.*--follow-links"
     with pytest.raises(CheckpointError, match=message):
@@ -47,7 +47,7 @@ def test_what_links_point_to_outside_is_not_copied_unless_asked_for(source, tmp_
         assert set(contents(tmp_path / "low")) == set(contents(source))
 
 
-def test_a_link_that_was_turned_after_the_check_is_seen_when_it_is_copied(source, tmp_path, monkeypatch):
+def test_a_link_turned_after_the_check_is_seen(source, tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("secret")
 
     def turned(*_):
@@ -137,7 +137,7 @@ def test_file_names_may_have_as_many_bytes_as_the_system_allows(source, tmp_path
 
 @pytest.mark.parametrize("name", ["weight_shape", "weight_packed", "weight_scale"])
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_a_tensor_of_the_name_of_codes_or_scales_is_refused_at_planning(tmp_path, name, dry_run):
+def test_a_tensor_named_like_codes_or_scales_is_refused(tmp_path, name, dry_run):
     module = "model.layers.0.mlp.up_proj"
     tensors = llama(1) | {f"{module}.{name}": np.zeros(2, np.int64)}
     source = write_checkpoint(tmp_path / "source", tensors)

@@ -30,7 +30,7 @@ def large(dtype, share, seed=0):
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_near_the_end_of_its_dtype_decodes_to_numbers_or_is_refused(name, dtype):
+def test_a_weight_near_its_dtypes_end_decodes_or_is_refused(name, dtype):
     scheme, refused = SCHEMES[name], 0
     for share in (0.25, 0.5, 0.9, 0.97, 1):
         weight = large(DTYPES[dtype], share)
@@ -124,7 +124,7 @@ def test_dequantizing_to_a_dtype_that_ends_before_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_stored_scales_that_decode_to_infinity_are_not_written_as_weights(tmp_path, dtype):
+def test_scales_that_decode_to_infinity_are_not_written(tmp_path, dtype):
     scheme = schemes.by_name("gptq")
     tensors = scheme.compress(np.ones((128, 128), np.float32))
     tensors["scales"] = np.full_like(tensors["scales"], 60000)  # 7 times that is infinite in float16
@@ -135,7 +135,7 @@ def test_stored_scales_that_decode_to_infinity_are_not_written_as_weights(tmp_pa
         dequantize(low, tmp_path / "high", dtype=dtype)
 
 
-def test_saving_a_tree_in_a_narrower_dtype_does_not_make_infinities(tmp_path):
+def test_saving_in_a_narrower_dtype_makes_no_infinities(tmp_path):
     mapping = TreeMapping((Rule("up.kernel", "up.weight"),))
     tree = {"up": {"kernel": np.full((2, 3), 1e5, np.float32)}}
     with pytest.raises(ValueError, match="up.kernel: its numbers reach 100000, but float16 ends at 65504"):

@@ -82,7 +82,7 @@ class TestCompressedTensors:
             again = scheme.compress(w.astype(ml_dtypes.bfloat16))  # the master, exported and converted later
             assert_same_tensors(again, scheme.compress(w))
 
-    def test_the_decoded_weight_is_quantised_to_itself_where_groups_are_symmetric(self):
+    def test_symmetric_groups_quantise_decoded_weights_to_themselves(self):
         scheme = schemes.by_name("w4a16", group_size=32)
         stored = scheme.decompress(scheme.compress(weight((64, 256), "float32")))
         np.testing.assert_array_equal(as_bytes(scheme.decompress(scheme.compress(stored))), as_bytes(stored))

@@ -1,9 +1,7 @@
 """Parameter trees and Hugging Face names."""
 
 import json
-import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen, nnx
+from lm.model import Config, LanguageModel
 from lm.names import DEMO
 
 import jaxlowprec as jlp
@@ -23,9 +22,6 @@ from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
 from tests.package.test_readme import programs
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples"))
-from lm.model import Config, LanguageModel  # noqa: E402
 
 CONFIG = Config(layers=2, width=128, heads=2, context=16)
 over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -140,7 +136,7 @@ class TestNames:
 
 
 class TestFloatTrees:
-    def test_a_kernel_is_the_transpose_of_the_weight_and_nothing_else_is(self):
+    def test_only_a_kernel_is_a_transposed_weight(self):
         model = demo()
         tensors = DEMO.to_tensors(model)
         np.testing.assert_array_equal(

@@ -58,7 +58,7 @@ def test_what_is_refused_in_a_sentence_or_accepted_is_no_fault():
         raises(TooLong())()
 
 
-def test_a_fault_that_an_argument_causes_is_told_with_the_simplest_arguments():
+def test_a_fault_is_reported_with_the_simplest_arguments():
     def planted(x, y=None, z=None):
         return x.ndim if z != "nearest" else x.missing
 

@@ -43,7 +43,7 @@ def with_state(tree, value):
 @pytest.mark.parametrize(
     ("inner", "jit"), [(inner, True) for inner in INNER.values()] + [(INNER["sgd"], False)], ids=[*INNER, "sgd, eager"]
 )
-def test_parameters_are_updated_as_without_states_and_states_take_their_gradient(inner, jit):
+def test_parameters_update_as_usual_and_states_take_gradients(inner, jit):
     plain, wrapped = inner(), overwrite_with_gradient(inner())
 
     def step(transformation, tree, opt_state, grads):

@@ -96,7 +96,7 @@ def test_a_history_of_one_is_the_latest_amax():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_step_that_is_not_finite_keeps_the_scale_and_is_forgotten(bad):
+def test_a_non_finite_step_keeps_the_scale(bad):
     recipe = jlp.DelayedScaling(amax_history_len=2)
     state = delayed_scaling.init_state(recipe)
     x, w, dy = operand((4, 8), 4.0), operand((8, 6), 1.0), operand((4, 6), 2.0)
@@ -178,7 +178,7 @@ class TestState:
         assert y.shape == (1, 16, 32)
         assert_same_bytes(after, state)
 
-    def test_of_an_unused_layer_gets_a_value_that_a_step_can_start_from(self):
+    def test_of_an_unused_layer_is_a_value_to_start_from(self):
         state = delayed_scaling.init_state(self.recipe)
         unused = jax.grad(lambda s: 0.0 * sum(jnp.sum(v) for v in jax.tree.leaves(s)))(state)
         assert not any(jnp.any(v) for v in unused.values())

@@ -153,7 +153,7 @@ class TestQuantizing:
 class TestSlots:
     @pytest.mark.parametrize("block", [1, 16, 128])
     @by_sizes
-    def test_every_row_in_a_group_has_one_place_and_no_slot_two_groups(self, case, block):
+    def test_every_row_has_one_place_and_every_slot_one_group(self, case, block):
         sizes, rows, _ = SIZES[case]
         slots = Slots.of(Groups.of(jnp.asarray(sizes, jnp.int32), rows), block)
         owners = {}

@@ -185,7 +185,7 @@ class TestLayers:
         assert "precision = [HIGHEST, HIGHEST]" in text
 
 
-def test_jaxs_default_matmul_precision_is_for_products_in_high_precision():
+def test_default_matmul_precision_is_for_high_precision():
     with jax.default_matmul_precision("highest"):
         found = gemms(with_gradients(lambda x, w: jlp.linear(x, w, recipe=RECIPE)), X, W)
     assert len(found) == 3 and all(FAST in attributes for attributes in found)

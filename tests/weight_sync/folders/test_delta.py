@@ -76,7 +76,7 @@ def test_each_version_is_the_trainers_to_the_byte(tmp_path):
 
 
 @pytest.mark.parametrize("behind", range(6))
-def test_a_receiver_catches_up_over_several_deltas_from_wherever_it_is(tmp_path, behind):
+def test_a_receiver_catches_up_over_several_deltas(tmp_path, behind):
     receiver = Receiver()
     transport, made = DeltaTransport(tmp_path, full_every=10), list(trained(6))
     for version, weights in enumerate(made, 1):
@@ -97,7 +97,7 @@ def test_a_delta_has_the_bytes_that_changed_and_no_more(tmp_path):
     assert sum(sizes.values()) < dense + 0.1 * sparse + 8000
 
 
-def test_a_version_in_which_nothing_changed_is_a_delta_without_files(tmp_path):
+def test_an_unchanged_version_is_a_delta_without_files(tmp_path):
     transport, receiver = DeltaTransport(tmp_path), Receiver()
     for version in (1, 2):
         sync(transport, version, model(1))
@@ -128,7 +128,7 @@ def test_from_a_receivers_own_version_only_the_delta_is_read(tmp_path):
     assert same(receiver.weights, second)
 
 
-def test_a_receiver_with_other_bytes_of_the_same_version_starts_from_the_complete_one(tmp_path):
+def test_other_bytes_of_a_version_start_from_the_complete_one(tmp_path):
     receiver, other = Receiver(), tmp_path / "other"
     transport, made = published(tmp_path / "ours", 1)
     wrong = {**made[0], "frozen": made[0]["frozen"] + 1}
@@ -240,12 +240,12 @@ def interrupted(transport, version, weights):
         transport.__class__ = kind
 
 
-def test_deltas_stay_as_long_as_the_complete_version_that_they_change(tmp_path):
+def test_deltas_stay_as_long_as_their_complete_version(tmp_path):
     published(tmp_path, 10, full_every=3, keep=2)
     assert kinds(tmp_path) == ["v000007", "v000008-delta", "v000009-delta", "v000010"]
 
 
-def test_the_base_that_is_lost_costs_a_complete_version_and_no_more(tmp_path, monkeypatch, caplog):
+def test_a_lost_base_costs_one_complete_version(tmp_path, monkeypatch, caplog):
     transport, receiver = DeltaTransport(tmp_path), Receiver()
     made = list(trained(3))
     sync(transport, 1, made[0])

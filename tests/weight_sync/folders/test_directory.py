@@ -68,7 +68,7 @@ def test_a_version_is_a_checkpoint_that_others_read(tmp_path):
 
 
 @pytest.mark.parametrize("stage", range(5))
-def test_before_the_commit_nobody_sees_a_version_and_after_an_abort_nothing_is_left(tmp_path, stage):
+def test_nobody_sees_a_version_before_its_commit(tmp_path, stage):
     sync(DirectoryTransport(tmp_path), 1)
     transport, _, _ = begun(tmp_path, 2, buckets_sent=min(stage, 3))
     receiver = Receiver()
@@ -116,7 +116,7 @@ def test_stale_incomplete_and_damaged_versions_are_refused(tmp_path):
     assert pull(tmp_path, receiver) == 5 and is_whole(receiver.weights, 5)
 
 
-def test_a_second_trainer_waits_its_timeout_and_is_refused_and_then_gets_its_turn(tmp_path):
+def test_a_second_trainer_is_refused_and_then_gets_its_turn(tmp_path):
     first, _, _ = begun(tmp_path, 1)
     second = DirectoryTransport(tmp_path)
     started = time.monotonic()

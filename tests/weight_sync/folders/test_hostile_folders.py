@@ -27,7 +27,7 @@ def planted(folder, kind, elsewhere):
 
 
 @pytest.mark.parametrize("kind", ["dangling link", "link to a version", "file"])
-def test_what_is_no_folder_is_no_version_and_cannot_keep_the_newest_one_from_engines(tmp_path, kind):
+def test_what_is_no_folder_is_no_version(tmp_path, kind):
     versions, receiver = tmp_path / "versions", Receiver()
     transport = DirectoryTransport(versions)
     sync(transport, 2)
@@ -62,9 +62,7 @@ def gone(monkeypatch, numbers):
 
 
 @pytest.mark.parametrize("wait", [0, 0.2])
-def test_a_version_that_can_never_be_opened_does_not_hide_an_older_one_and_is_an_error_in_time(
-    tmp_path, monkeypatch, wait
-):
+def test_an_unopenable_version_does_not_hide_an_older_one(tmp_path, monkeypatch, wait):
     transport, receiver = DirectoryTransport(tmp_path, keep=5), Receiver()
     for version in (1, 2, 3):
         sync(transport, version)
@@ -77,7 +75,7 @@ def test_a_version_that_can_never_be_opened_does_not_hide_an_older_one_and_is_an
     assert is_whole(receiver.weights, 2) and receiver.state == "serving"
 
 
-def test_a_version_that_was_pruned_while_it_was_opened_gives_way_to_the_newer_one(tmp_path, monkeypatch):
+def test_a_version_pruned_while_opened_gives_way(tmp_path, monkeypatch):
     transport, receiver = DirectoryTransport(tmp_path, keep=1), Receiver()
     sync(transport, 1)
     being_read = folders.being_read
@@ -121,7 +119,7 @@ WRONG = [None, True, -1, 0, 2**70, 1.5, "x", "x" * 5000, [], [[]], [None], {}, {
     "field", ["format", "version", "base_version", "files", "manifest", "buckets", "before", "after"]
 )
 @pytest.mark.parametrize("delta", [False, True])
-def test_a_record_of_other_types_with_the_right_checksum_is_refused(tmp_path, field, delta):
+def test_a_record_of_wrong_types_is_refused(tmp_path, field, delta):
     transport, receiver = DeltaTransport(tmp_path), Receiver()
     for version in (1, 2) if delta else (1,):
         sync(transport, version)
@@ -149,7 +147,7 @@ def test_a_delta_of_other_tensors_than_its_base_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("transport", [DirectoryTransport, DeltaTransport])
-def test_a_folder_that_was_emptied_is_said_and_its_trainer_counts_on(tmp_path, transport):
+def test_an_emptied_folder_is_reported_and_counting_goes_on(tmp_path, transport):
     receiver, trainer = Receiver(), transport(tmp_path)
     for _ in range(2):
         push(WeightSource(model(7)), trainer)
@@ -182,9 +180,7 @@ def leftover(path, kind, elsewhere):
 
 @pytest.mark.parametrize("removable", [True, False])
 @pytest.mark.parametrize("kind", ["file", "dangling link", "link to a folder", "folder"])
-def test_nothing_that_was_left_over_blocks_publishing_or_is_written_through(
-    tmp_path, monkeypatch, caplog, kind, removable
-):
+def test_leftovers_neither_block_nor_redirect_publishing(tmp_path, monkeypatch, caplog, kind, removable):
     versions, elsewhere, receiver = tmp_path / "versions", tmp_path / "elsewhere", Receiver()
     transport = DirectoryTransport(versions, keep=1)
     sync(transport, 1)

@@ -101,13 +101,13 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["complete", "delta", "base of a delta"])
-def test_a_version_cut_short_while_it_is_pulled_is_refused_and_the_engine_goes_on(said, kind):
+def test_a_version_cut_short_while_pulled_is_refused(said, kind):
     message, version, state = said[kind]
     assert "became shorter while it was read" in message and "publish another complete version" in message
     assert (version, state) == (0, "serving")
 
 
-def test_a_version_cut_short_while_its_trainer_reads_it_back_makes_the_next_one_complete(said):
+def test_a_version_cut_short_makes_the_next_one_complete(said):
     message, version = said["trainer"]
     assert "the next version will be complete" in message and "became shorter" in message
     assert version == 3

@@ -59,7 +59,7 @@ def test_a_version_beyond_all_others_is_said_to_be_too_large(tmp_path, version):
 
 
 @pytest.mark.parametrize("said", ["9" * 5000, "9223372036854775808", "0" * 5000 + "1" * 20])
-def test_an_engine_that_says_a_number_that_no_version_has_is_told_of(tmp_path, said):
+def test_an_engine_with_an_unknown_version_is_reported(tmp_path, said):
     stub = SGLangStub()
     stub.weight_version = said
     with serving(stub) as url, pytest.raises(Refused, match=r"versions are at most 9223372036854775807; restart it"):

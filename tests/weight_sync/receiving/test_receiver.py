@@ -61,7 +61,7 @@ refusals = {
 
 
 @pytest.mark.parametrize(("made", "reason"), refusals.values(), ids=refusals)
-def test_a_wrong_bucket_is_refused_with_its_reason_and_the_right_one_is_taken_after_it(made, reason):
+def test_a_wrong_bucket_is_refused_and_a_right_one_taken(made, reason):
     receiver, manifest, buckets = receiving()
     if reason is not None:
         with pytest.raises(Refused, match=reason):

@@ -123,7 +123,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
     st.lists(st.lists(st.tuples(st.sampled_from(PROJECTIONS), st.integers(0, 50)), max_size=6), max_size=5),
     st.integers(1, 400),
 )
-def test_groups_are_never_split_and_buckets_are_no_larger_than_asked_for(layers, max_bytes):
+def test_bundles_stay_whole_and_buckets_within_their_size(layers, max_bytes):
     tree = {f"l{i}": {name: {"w": np.full(n, i, np.uint8)} for name, n in layer} for i, layer in enumerate(layers)}
     source = WeightSource(tree)
     together = [{f"l{i}.{p}_proj.w" for p in fused} for i in range(len(layers)) for fused in ("qkv", ("gate", "up"))]

@@ -83,7 +83,7 @@ def test_the_steps_come_in_their_order():
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it worked", "after it worked"])
 @pytest.mark.parametrize("verb", ["pause", "begin", "send", "commit"])
-def test_whichever_step_fails_the_engine_is_resumed_with_a_complete_version(verb, after):
+def test_any_failing_step_leaves_a_complete_version(verb, after):
     receiver = synced(numbered(1))
     transport = Faulty(receiver, (verb,), after)
     with pytest.raises(PeerLost, match=verb):
@@ -102,7 +102,7 @@ def test_an_interrupted_trainer_resumes_too(error):
     assert (receiver.state, receiver.version) == ("serving", 1)
 
 
-def test_an_abort_that_fails_is_a_note_and_the_engine_is_resumed_all_the_same():
+def test_a_failed_abort_is_a_note_and_the_engine_resumes():
     receiver = synced(numbered(1))
     transport = Faulty(receiver, ("send", "abort"))
     with pytest.raises(PeerLost, match="send") as caught:
@@ -280,7 +280,7 @@ def test_a_snapshot_stays_as_it_was(transport):
         assert is_whole(old) and old.version == 1 and is_whole(receiver.weights)
 
 
-def test_the_trainer_may_overwrite_its_arrays_once_they_were_sent():
+def test_arrays_may_be_overwritten_once_sent():
     tree, receiver = numbered(1), Receiver()
     with Session(InProcess(receiver)) as session:
         session.send(WeightSource(tree))

@@ -93,7 +93,7 @@ def test_the_manifest_says_beforehand_what_will_be_made(scheme):
     assert by_name(**source.manifest.scheme) == scheme
 
 
-def test_a_master_weight_is_quantised_from_its_own_dtype_and_the_rest_is_rounded():
+def test_a_master_weight_is_quantised_from_its_own_dtype():
     tree, scheme = llama(dtype=np.float32), by_name("mxfp8")
     sent = dict(WeightSource(tree, MAPPING, scheme, "bfloat16", quantize=RULES).arrays())
     kernel = tree["layers"][0]["mlp"]["up_proj"]["kernel"]

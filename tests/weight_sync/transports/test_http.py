@@ -64,7 +64,7 @@ def test_the_calls_of_a_sync_are_these_in_this_order(name, mode, calls, tmp_path
     assert is_whole(stub.weights, 1)
 
 
-def test_the_engine_serves_while_a_version_is_written_and_an_abort_never_reaches_it(engine):
+def test_the_engine_serves_while_a_version_is_written(engine):
     _, transport, stub = engine
     manifest, buckets = packed(model(1), 1)
     transport.pause(5)
@@ -89,7 +89,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "error", "message"), FAULTS)
 @pytest.mark.parametrize("call", ["pause", "load"])
-def test_each_failure_is_an_error_and_the_engine_goes_on_with_the_old_version(engine, call, fault, error, message):
+def test_each_failure_leaves_the_old_version(engine, call, fault, error, message):
     name, transport, stub = engine
     sync(transport, 1)
     stub.calls.clear()
@@ -106,7 +106,7 @@ def test_each_failure_is_an_error_and_the_engine_goes_on_with_the_old_version(en
     assert is_whole(stub.weights, 3) and stub.weight_version == "3"
 
 
-def test_where_the_old_version_cannot_be_loaded_again_the_error_says_so(engine):
+def test_an_old_version_that_cannot_be_reloaded_is_said(engine):
     name, transport, stub = engine
     sync(transport, 1)
     stub.failures[LOAD[name]] = [(500, {"error": "first"}), (500, {"error": "second"})]
@@ -116,7 +116,7 @@ def test_where_the_old_version_cannot_be_loaded_again_the_error_says_so(engine):
     assert not stub.paused
 
 
-def test_a_first_version_that_is_not_loaded_says_that_there_is_none_before(engine):
+def test_a_failed_first_version_says_none_came_before(engine):
     name, transport, stub = engine
     stub.failures[LOAD[name]] = [(500, {"error": "first"})]
     with pytest.raises(Refused, match="first") as raised:

@@ -45,7 +45,7 @@ def answering(answers):
 
 @pytest.mark.parametrize("framing", FRAMINGS)
 @pytest.mark.parametrize(("body", "needs"), [(GOOD, None), (GOOD, "success"), (BAD, None)])
-def test_an_answer_cut_off_anywhere_is_an_error_that_says_that_nothing_is_known(framing, body, needs):
+def test_an_answer_cut_off_anywhere_is_an_error(framing, body, needs):
     whole = FRAMINGS[framing](body)
     ends = range(len(whole))
     if framing == "chunks":
@@ -69,7 +69,7 @@ def test_whole_answers_are_taken_for_what_they_say(framing):
 
 
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-def test_a_text_cut_off_is_an_error_too_where_its_length_is_known(framing):
+def test_a_text_cut_off_is_an_error_where_length_is_known(framing):
     whole = FRAMINGS[framing](TEXT)
     ends = range(whole.index(b"\r\n\r\n") + 4, whole.rindex(TEXT[5:]) + len(TEXT) - 5)
     with answering([whole[:end] for end in ends]) as url:

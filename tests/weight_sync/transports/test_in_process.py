@@ -72,7 +72,7 @@ def test_memory_is_used_again_only_when_nothing_reads_it():
         assert (np.asarray(result) == 2 * version).all()
 
 
-def test_a_held_array_keeps_its_numbers_while_memory_is_used_again():
+def test_a_held_array_survives_reuse_of_memory():
     receiver, held = Receiver(), []
     for version in range(1, 12):
         synced({"x": np.full(100_000, version), "y": np.full(100_000, -version)}, receiver=receiver)

@@ -40,7 +40,7 @@ def many_descriptors(count=BEYOND_SELECT):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_engine_with_more_than_a_thousand_open_files_is_synced():
+def test_an_engine_with_1024_open_files_is_synced():
     with many_descriptors(), over_tcp() as (receiver, listening, transport, _):
         assert listening._listener.fileno() > 1023
         sync(transport, 1, timeout=3.0)
@@ -77,7 +77,7 @@ class Threads:
         return getattr(threading, name)
 
 
-def test_a_thread_that_cannot_be_started_costs_one_connection_and_not_the_listener(monkeypatch):
+def test_a_failed_thread_costs_one_connection_only(monkeypatch):
     with over_tcp() as (receiver, listening, transport, _):
         monkeypatch.setattr(listening_module, "threading", Threads(Failing(starts=2)))
         for _ in range(2):
@@ -93,7 +93,7 @@ def test_a_thread_that_cannot_be_started_costs_one_connection_and_not_the_listen
             socket.create_connection(listening.address)
 
 
-def test_descriptors_that_run_out_for_a_while_cost_connections_and_not_the_listener():
+def test_a_lack_of_descriptors_does_not_end_the_listener():
     with over_tcp() as (receiver, listening, transport, _):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         waiting = [socket.socket() for _ in range(3)]
@@ -164,7 +164,7 @@ def transports(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["tcp", "shared"])
-def test_one_trainer_too_many_is_told_so_and_may_come_when_another_has_ended(kind, tmp_path):
+def test_one_trainer_too_many_is_told_and_may_come_later(kind, tmp_path):
     listening, transport = transports(kind, tmp_path)
     with listening, contextlib.ExitStack() as stack:
         connected = [stack.enter_context(contextlib.closing(transport())) for _ in range(MOST_TRAINERS)]

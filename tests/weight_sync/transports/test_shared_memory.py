@@ -87,13 +87,13 @@ def test_another_secret_lets_nobody_in(path):
         assert is_whole(receiver.weights, 1)
 
 
-def test_the_socket_is_its_owners_alone_and_goes_with_the_receiver(path):
+def test_the_socket_is_private_and_goes_with_the_receiver(path):
     with connected(path):
         assert path.stat().st_mode & 0o777 == 0o600
     assert not path.exists()
 
 
-def test_the_socket_of_a_killed_receiver_is_replaced_and_that_of_a_living_one_is_not(path):
+def test_only_a_dead_receivers_socket_is_replaced(path):
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(path))
     dead.close()
@@ -183,7 +183,7 @@ def test_a_file_that_is_cut_short_is_an_error_and_no_crash():
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files of other systems cannot be sealed")
-def test_what_a_trainer_gave_to_an_engine_cannot_be_cut_short_under_it():
+def test_a_trainer_cannot_cut_short_what_it_gave():
     shared = SharedFile()
     (payload,) = shared.buffers(1, 100)
     payload[:] = 7
@@ -221,7 +221,7 @@ def test_a_descriptor_of_anything_but_a_readable_file_is_refused(path, given, re
         assert is_whole(receiver.weights, 1)
 
 
-def test_a_descriptor_for_which_there_is_no_room_is_an_error_that_says_so():
+def test_a_descriptor_too_many_is_a_clear_error():
     a, b = socket.socketpair()
     shared = SharedFile()
     send_descriptor(a, shared.descriptor, Deadline(1, "room"))
@@ -238,7 +238,7 @@ def test_a_descriptor_for_which_there_is_no_room_is_an_error_that_says_so():
         one.close()
 
 
-def test_a_trainer_that_overwrites_a_bucket_after_it_was_checked_changes_nothing(path):
+def test_overwriting_a_checked_bucket_changes_nothing(path):
     with connected(path) as (receiver, _, transport):
         (payload,) = transport.buffers(1, 400)
         made = pack(1, 0, True, {"a": np.arange(100, dtype=np.int32)})

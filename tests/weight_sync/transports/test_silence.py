@@ -51,7 +51,7 @@ def ask(channel, kind, header, payload=(), through=None):
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["a bucket", "a refused bucket"])
-def test_a_trainer_that_falls_silent_inside_a_bucket_is_given_up_in_time_whatever_its_size(refused):
+def test_a_trainer_silent_inside_a_bucket_is_given_up_in_time(refused):
     arrays = {"a": np.zeros(20 * MIB, np.uint8)}
     with over_tcp(timeout=TIMEOUT) as (receiver, listening, transport, engine):
         sync(transport, 1)
@@ -89,7 +89,7 @@ def test_a_trainer_that_is_slow_and_steady_is_not_given_up():
         channel.close()
 
 
-def test_a_stranger_that_drips_bytes_is_given_up_after_the_whole_time():
+def test_a_stranger_that_drips_bytes_is_dropped():
     """Silence is for those who have proved the secret: of a stranger all has to come within the time."""
     with over_tcp(handshake_timeout=TIMEOUT) as (receiver, listening, _, _):
         with socket.create_connection(listening.address) as stranger:

@@ -79,7 +79,7 @@ def test_frames_arrive_as_they_were_sent():
 
 
 @given(st.integers(0, 3), st.integers(0), st.integers(0, 7))
-def test_a_flipped_bit_before_the_payload_is_refused_and_nothing_after_it_is_read(frame, position, bit):
+def test_a_flipped_bit_before_the_payload_ends_reading(frame, position, bit):
     pieces = recorded(*FRAMES)
     signed = PREFIX + CODE + len(FRAMES[frame][1])
     damaged = bytearray(pieces[frame])
@@ -194,7 +194,7 @@ def shake(engine_secret, trainer_secret):
     return results["engine"], results["trainer"]
 
 
-def test_the_same_secret_gives_both_ends_the_same_keys_and_new_ones_each_time():
+def test_a_secret_gives_both_ends_the_same_fresh_keys():
     engine, trainer = shake(SECRET, SECRET)
     assert (engine.outgoing, engine.incoming) == (trainer.incoming, trainer.outgoing)
     assert engine.outgoing != engine.incoming
@@ -220,7 +220,7 @@ LONG = SECRET * 3
     ],
     ids=["a zero more", "zeros up to HMAC's block", "a long one and its hash", "a long one and its padded hash"],
 )
-def test_secrets_that_are_the_same_to_hmac_are_two_to_the_handshake(one, other):
+def test_secrets_equal_to_hmac_differ_in_the_handshake(one, other):
     for engine, trainer in ((one, other), (other, one)):
         assert all(isinstance(end, NotAuthenticated) for end in shake(engine, trainer))
     for secret in (one, other):
@@ -230,13 +230,13 @@ def test_secrets_that_are_the_same_to_hmac_are_two_to_the_handshake(one, other):
 
 @pytest.mark.parametrize("version", [0, 1, 3, 255])
 @pytest.mark.parametrize("part", [admit, introduce])
-def test_sides_of_two_versions_of_the_protocol_refuse_each_other_and_say_which(pair, part, version):
+def test_two_protocol_versions_refuse_each_other(pair, part, version):
     pair[0].sendall(b"JLPSYNC" + bytes([version]) + bytes(64))
     with pytest.raises(PeerLost, match=f"the peer speaks version {version} of the protocol, this side 2; install"):
         part(pair[1], SECRET, 1.0)
 
 
-def test_an_engine_that_lets_everybody_in_must_still_prove_itself(pair):
+def test_an_open_engine_must_still_prove_itself(pair):
     a, b = pair
 
     def impostor():

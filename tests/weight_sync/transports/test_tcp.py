@@ -40,7 +40,7 @@ def test_it_listens_on_loopback_unless_told_otherwise():
         assert listening.address[0] == "127.0.0.1"
 
 
-def test_every_refusal_of_the_receiver_reaches_the_trainer_with_its_reason():
+def test_every_refusal_reaches_the_trainer_with_its_reason():
     with over_tcp() as (receiver, _, transport, _):
         sync(transport, 5)
         manifest, buckets = packed(model(6), 6)
@@ -96,7 +96,7 @@ def test_another_secret_lets_nobody_in():
         assert is_whole(receiver.weights, 1)
 
 
-def test_while_one_trainer_has_a_session_another_is_refused_with_the_reason():
+def test_a_second_session_is_refused_with_the_reason():
     with over_tcp() as (receiver, listening, transport, _):
         transport.pause(5)
         second = TcpTransport(*listening.address, SECRET)
@@ -136,7 +136,7 @@ def test_verbs_without_a_session_of_ones_own_are_refused():
 
 @pytest.mark.parametrize("stage", ["paused", "begun", "a bucket sent", "within a bucket", "within a header"])
 @pytest.mark.parametrize("end", ["closed", "silent"])
-def test_a_dead_trainer_leaves_the_old_version_and_the_engine_goes_on(stage, end):
+def test_a_dead_trainer_leaves_the_old_version(stage, end):
     with over_tcp(timeout=0.5) as (receiver, listening, transport, engine):
         sync(transport, 1)
         manifest, buckets = packed(model(2), 2)
@@ -226,7 +226,7 @@ def test_frames_with_a_right_code_and_wrong_contents_are_refused(data):
         assert is_whole(receiver.weights, 3)
 
 
-def test_a_payload_of_another_length_than_its_header_says_ends_the_session():
+def test_a_payload_of_a_wrong_length_ends_the_session():
     with over_tcp() as (receiver, _, transport, engine):
         manifest, buckets = packed(model(1), 1)
         transport.pause(5)
@@ -275,7 +275,7 @@ def test_strangers_that_say_nothing_keep_no_trainer_out():
             stranger.close()
 
 
-def test_strangers_are_dropped_in_time_and_get_nothing_but_a_challenge():
+def test_strangers_get_only_a_challenge_and_are_dropped():
     with over_tcp(handshake_timeout=0.3) as (_, listening, _, _):
         stranger = socket.create_connection(listening.address)
         stranger.settimeout(3)
@@ -304,7 +304,7 @@ def test_a_receiver_that_goes_silent_is_not_waited_for():
         assert time.monotonic() - started < 2.0
 
 
-def test_an_engine_that_does_not_stop_in_time_is_an_error_and_goes_on():
+def test_an_engine_that_does_not_pause_is_an_error():
     resumed = threading.Event()
 
     def never(timeout):
@@ -337,7 +337,7 @@ def test_nobody_listening_is_an_error_that_says_where():
         TcpTransport("127.0.0.1", port, SECRET).pause(5)
 
 
-def test_closing_the_receiver_ends_an_open_session_and_frees_the_port():
+def test_closing_ends_an_open_session_and_frees_the_port():
     with over_tcp() as (receiver, listening, transport, engine):
         transport.pause(5)
         listening.close()

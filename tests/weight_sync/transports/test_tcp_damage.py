@@ -20,9 +20,7 @@ PATIENCE = 0.4
 @given(place=st.integers(0, 21000), size=st.integers(1, 40))
 @example(place=0, size=1)  # of the handshake's first byte
 @example(place=75, size=8)  # of the first frame
-def test_after_damage_the_old_or_the_new_version_is_served_whole_and_the_next_sync_gets_through(
-    kind, to_engine, place, size
-):
+def test_damage_leaves_a_whole_version(kind, to_engine, place, size):
     with over_tcp(timeout=PATIENCE, handshake_timeout=PATIENCE) as (receiver, listening, transport, engine):
         sync(transport, 1)
         relay = Relay(listening.address, kind, to_engine, place if to_engine else place % 900, size)

@@ -32,7 +32,7 @@ def bound(path):
 
 @linux
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_socket_that_is_bound_and_does_not_listen_yet_is_not_stolen(path, monkeypatch, relative):
+def test_a_socket_bound_but_not_listening_is_not_stolen(path, monkeypatch, relative):
     monkeypatch.chdir(path.parent)
     with bound(path) as starting:
         with pytest.raises(OSError, match="in use"):
@@ -42,7 +42,7 @@ def test_a_socket_that_is_bound_and_does_not_listen_yet_is_not_stolen(path, monk
             trainer.connect(str(path))  # it still has its name
 
 
-def test_of_receivers_that_begin_at_once_at_a_dead_ones_path_one_has_it(path):
+def test_of_receivers_at_a_dead_ones_path_one_has_it(path):
     bound(path).close()
     for _ in range(20):
         start = threading.Barrier(6)
@@ -107,7 +107,7 @@ def test_a_receiver_takes_no_name_with_it_that_is_anothers(path):
     assert not path.exists()
 
 
-def test_a_folder_that_is_locked_for_good_is_an_error_that_says_so(path, monkeypatch):
+def test_a_folder_locked_for_good_is_a_clear_error(path, monkeypatch):
     monkeypatch.setattr(unix_sockets, "_PATIENCE", 0.05)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
