@@ -27,5 +27,5 @@ def test_names_of_tests_are_short():
 
 @pytest.mark.parametrize("method", ["insert", "append", "remove"])
 def test_no_test_edits_the_import_path(method):
-    edits = [str(source) for source in SOURCES if f"sys.path.{method}" "(" in source.read_text()]
+    edits = [str(source) for source in SOURCES if f"sys.path.{method}(" in source.read_text()]
     assert edits == []
