@@ -1,4 +1,5 @@
 import os
+import sys
 
 import jax
 import pytest
@@ -41,6 +42,21 @@ def forget_compiled_functions():
     """A module's shapes are its own; kept compiled, the suite would need gigabytes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def refused_by(monkeypatch, capsys):
+    """What a function of a script says on the standard error of wrong arguments, before it ends the process."""
+
+    def run(function, *arguments):
+        monkeypatch.setattr(sys, "argv", [function.__module__, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            function()
+        said = capsys.readouterr().err
+        assert ended.value.code not in (0, None)
+        return said if isinstance(ended.value.code, int) else said + ended.value.code
+
+    return run
 
 
 @pytest.fixture(params=["cuda"] if ON_GPU else native.available_isas() or ["no native library"])

@@ -41,6 +41,31 @@ OPTIONS = {
 ALL = BASE | OPTIONS
 
 
+def of_gradients(role):
+    return jlp.MXFP8() if role.tensor_type == "grad_output" else None
+
+
+RECIPES = {
+    "bf16": None,
+    "nvfp4": jlp.NVFP4BlockScaling(),
+    **ALL,
+    "mxfp8 hybrid": jlp.MXFP8BlockScaling(fp8_format="HYBRID"),
+    "int4_qat": jlp.Int4QAT(group_size=16),
+    "int4_qat clipped": jlp.Int4QAT(group_size=16, symmetric=False, ste="clipped"),
+    "nvfp4_qat": jlp.WeightQAT(jlp.NVFP4()),
+    "nvfp4_qat 2d": jlp.WeightQAT(jlp.NVFP4((16, 16))),
+    "mxfp8_qat clipped": jlp.WeightQAT(jlp.MXFP8(scale_rule="floor"), ste="clipped"),
+    "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),
+    "dequantized backward": jlp.MXFP8BlockScaling(backward_override="dequantized"),
+    "gradients only": jlp.Custom(of_gradients),
+}
+
+
+def recipes(*names):
+    """Some of RECIPES, by name."""
+    return {name: RECIPES[name] for name in names}
+
+
 def state_for(recipe):
     """A state of delayed scaling whose histories know an amax each, where the recipe has any; else None."""
     if recipe.delayed is None:

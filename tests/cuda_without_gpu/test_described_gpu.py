@@ -122,10 +122,10 @@ def test_several_gpus(spec):
 QUANTISED = {  # arrays in a training step where they are not all three: x, the weights and dy
     "high precision backward": 2,
     "dequantized backward": 2,
-    "int4 qat": 1,
-    "int4 qat clipped": 1,
-    "nvfp4 qat": 1,
-    "gradients alone": 0,
+    "int4_qat": 1,
+    "int4_qat clipped": 1,
+    "nvfp4_qat 2d": 1,
+    "gradients only": 0,
 }
 
 

@@ -7,8 +7,9 @@ import sys
 import time
 
 import pytest
+import train_lm
 
-from tests.helpers import python_environment, refused, run_python
+from tests.helpers import python_environment, run_python
 
 SCRIPT = str(pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py")
 
@@ -66,22 +67,9 @@ def test_experts_train_under_each_recipe_and_report_load(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_experts_resumes_with_its_losses_and_loads(text, tmp_path):
-    def run(out, steps, *more):
-        options = ("--experts", "4", "--checkpoint-every", "3", "--recipe", "nvfp4")
-        run_python(*command(text, tmp_path / out, "--steps", steps, *options, *more))
-        return report(tmp_path / out)["runs"][0]
-
-    run("parts", "3")
-    resumed = run("parts", "6", "--resume")
-    assert len(resumed["losses"]) == len(resumed["expert_loads"]) == 6
-    log = tmp_path / "parts" / "nvfp4" / "expert_loads.json"
-    assert json.loads(log.read_text()) == resumed["expert_loads"]
-
-
-@pytest.mark.slow
 def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
-    options = ("--steps", "60", "--checkpoint-every", "10", "--recipe", "nvfp4")
+    """With experts, whose loads are logged beside the losses. Without: tests/distributed and test_mesh."""
+    options = ("--steps", "60", "--checkpoint-every", "10", "--recipe", "nvfp4", "--experts", "4")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_python(*command(text, whole, *options))
 
@@ -103,6 +91,8 @@ def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
     resumed, expected = report(killed)["runs"][0], report(whole)["runs"][0]
     assert resumed["losses"] == [-1.0, *expected["losses"][1:]]
     assert resumed["validation_loss"] == expected["validation_loss"]
+    assert resumed["expert_loads"] == expected["expert_loads"] and len(resumed["expert_loads"]) == 60
+    assert json.loads((killed / "nvfp4" / "expert_loads.json").read_text()) == resumed["expert_loads"]
 
 
 @pytest.mark.parametrize(
@@ -115,5 +105,5 @@ def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
         (("--experts", "4", "--recipe", "fp8_delayed"), "--recipe fp8_delayed: has no place for experts"),
     ],
 )
-def test_a_wrong_argument_is_named(tmp_path, arguments, message):
-    assert message in refused(SCRIPT, "--out", str(tmp_path), *arguments)
+def test_a_wrong_argument_is_named(tmp_path, refused_by, arguments, message):
+    assert message in refused_by(train_lm.main, "--out", tmp_path, *arguments)

@@ -11,6 +11,7 @@ from jaxlowprec.arrays.formats import Hadamard
 from jaxlowprec.ops.grouped_matmul.api import group_amaxes, quantize_groups
 from tests.gpu.sides import assert_same_bytes_on, run_on
 from tests.helpers import FLOATS, format_name, random_array
+from tests.low_precision import recipes
 
 KEY = np.array([3, 5], np.uint32)
 FORMATS = (
@@ -28,13 +29,7 @@ CASES = (  # sizes of groups, rows, columns
     ([0, 0, 0], 20, 32),
 )
 LARGE = ([1000, 0, 4096, 17, 2048, 3, 128, 900], 8192, 4096)
-RECIPES = {
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    "mxfp8": jlp.MXFP8BlockScaling(),
-    "fp8_block": jlp.Float8BlockScaling(),
-    "fp8_current": jlp.Float8CurrentScaling(),
-    "int4 qat": jlp.Int4QAT(group_size=32),
-}
+RECIPES = recipes("nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat")
 
 
 def both_ways(x, sizes, fmt, words):

@@ -8,16 +8,9 @@ from lm.data import Batches, read_text
 from lm.model import SIZES, LanguageModel
 from lm.training import Schedule, make_steps, optimizer, recipe_context
 
-import jaxlowprec as jlp
+from tests.low_precision import recipes
 
-RECIPES = {
-    "bf16": None,
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    "mxfp8": jlp.MXFP8BlockScaling(),
-    "fp8_block": jlp.Float8BlockScaling(),
-    "fp8_current": jlp.Float8CurrentScaling(),
-    "fp8_delayed": jlp.DelayedScaling(),
-}
+RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 STEPS = 20
 
 

@@ -7,7 +7,8 @@ from tests.hostile.limits import Isolated
 from tests.hostile.mutation import Mutator
 from tests.hostile.targets import TARGETS
 
-CASES = {"convert": 60, "dequantize": 150}  # others: 400
+CASES = {"convert": 60, "dequantize": 100}
+MOST_CASES = 200  # of the other targets; `python -m tests.hostile` goes on from there
 
 
 def test_it_finds_every_planted_fault_and_goes_on():
@@ -48,6 +49,6 @@ def test_what_once_broke_is_refused_or_read(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_new_cases_break_nothing(target):
-    counts, failures = attack(target, "continuous integration", CASES.get(target, 400))
+    counts, failures = attack(target, "continuous integration", CASES.get(target, MOST_CASES))
     assert not failures, f"{counts}; python -m tests.hostile --seed 'continuous integration' --target {target}"
-    assert counts["accepted"] and counts.total() == CASES.get(target, 400)
+    assert counts["accepted"] and counts.total() == CASES.get(target, MOST_CASES)

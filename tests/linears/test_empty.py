@@ -9,16 +9,11 @@ from flax import nnx
 import jaxlowprec as jlp
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name
-from tests.low_precision import ALL, state_for, without_state
+from tests.low_precision import ALL, recipes, state_for, without_state
 
-RECIPES = {
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    **ALL,
-    "int4 qat": jlp.Int4QAT(group_size=4),
-    "int4 qat clipped": jlp.Int4QAT(group_size=4, symmetric=False, ste="clipped"),
-    "weight qat": jlp.WeightQAT(jlp.NVFP4((16, 16))),
-    "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),
-    "dequantized backward": jlp.MXFP8BlockScaling(backward_override="dequantized"),
+RECIPES = recipes("nvfp4", *ALL, "nvfp4_qat 2d", "high precision backward", "dequantized backward") | {
+    "int4_qat": jlp.Int4QAT(group_size=4),
+    "int4_qat clipped": jlp.Int4QAT(group_size=4, symmetric=False, ste="clipped"),
 }
 
 
@@ -30,6 +25,7 @@ def some_often(*often):
     )
 
 
+NOTHING = [(0, 4, 32), (0, 0, 32), (2, 4, 0, 32), (0, 0), (2, 0, 4, 32), (4, 0)]
 IMPLEMENTATIONS = ("ffi", "reference")
 
 
@@ -52,9 +48,21 @@ def assert_as_in_jnp(ours, theirs, *operands):
 
 
 class TestProducts:
-    @some_often("nvfp4", "fp8_block")
-    @pytest.mark.parametrize("shape", [(0, 4, 32), (0, 0, 32), (2, 0, 4, 32), (2, 4, 0, 32), (4, 0), (0, 0)], ids=str)
+    @pytest.mark.parametrize(  # of all recipes no rows, and no contraction; of two any shape
+        ("recipe", "shape"),
+        [
+            *((name, shape) for name in ("nvfp4", "fp8_block") for shape in NOTHING),
+            *(
+                pytest.param(name, shape, marks=pytest.mark.slow)
+                for name in RECIPES
+                if name not in ("nvfp4", "fp8_block")
+                for shape in NOTHING[-2:]
+            ),
+        ],
+        ids=str,
+    )
     def test_linear(self, recipe, shape):
+        recipe = RECIPES[recipe]
         x, w, bias = jnp.ones(shape, jnp.bfloat16), jnp.ones((shape[-1], 8)), jnp.ones(8)
         state = None if recipe is None else state_for(recipe)
 
@@ -88,7 +96,7 @@ class TestProducts:
         "name",
         [
             "mxfp8",
-            *(pytest.param(n, marks=pytest.mark.slow) for n in ("nvfp4", "fp8_block", "fp8_current", "int4 qat")),
+            *(pytest.param(n, marks=pytest.mark.slow) for n in ("nvfp4", "fp8_block", "fp8_current", "int4_qat")),
         ],
     )
     @pytest.mark.parametrize("rows, depth, features", [(0, 32, 8), (6, 0, 8), (6, 32, 0), (0, 0, 8)])

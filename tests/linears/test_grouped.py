@@ -12,21 +12,13 @@ import jaxlowprec as jlp
 from jaxlowprec.linears.quantized_matmul import CHECKPOINT_NAMES
 from jaxlowprec.ops.quantize.keys import key_words, slice_words
 from tests.helpers import assert_same_bytes, random_array
+from tests.low_precision import recipes
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
-RECIPES = {
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    "mxfp8": jlp.MXFP8BlockScaling(),
-    "mxfp8 hybrid": jlp.MXFP8BlockScaling(fp8_format="HYBRID"),
-    "fp8_block": jlp.Float8BlockScaling(),
-    "fp8_current": jlp.Float8CurrentScaling(),
-    "int4 qat": jlp.Int4QAT(group_size=32),
-    "int4 qat clipped": jlp.Int4QAT(group_size=32, ste="clipped"),
-    "nvfp4 qat": jlp.WeightQAT(jlp.NVFP4((16, 16))),
-    "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),
-    "dequantized backward": jlp.MXFP8BlockScaling(backward_override="dequantized"),
-    "gradients alone": jlp.Custom(lambda role: jlp.MXFP8() if role.tensor_type == "grad_output" else None),
-}
+RECIPES = recipes(
+    *("nvfp4", "mxfp8", "mxfp8 hybrid", "fp8_block", "fp8_current", "int4_qat", "int4_qat clipped", "nvfp4_qat 2d"),
+    *("high precision backward", "dequantized backward", "gradients only"),
+)
 by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 SIZES = {
     "uneven": (40, 0, 1, 64, 33),
@@ -284,7 +276,7 @@ class TestRaggedDot:
 class TestLoadedKernels:
     def test_serve_what_quantisation_aware_training_trains(self):
         x, w, bias, _ = operands()
-        recipe, sizes = RECIPES["int4 qat"], jnp.asarray(SIZES["uneven"])
+        recipe, sizes = RECIPES["int4_qat"], jnp.asarray(SIZES["uneven"])
         loaded = jlp.quantize_kernel(w, recipe).columnwise
         trained = jlp.grouped_matmul(x, w, sizes, bias, recipe=recipe)
         assert_same_bytes(jlp.grouped_matmul(x, loaded, sizes, bias, recipe=None), trained)
@@ -297,7 +289,7 @@ class TestMeshes:
     """Rows and groups stay whole; features and what is contracted are split."""
 
     @by_axis_type
-    @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4 qat"])
+    @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat"])
     @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)
     def test_split_kernels_give_the_numbers_of_one_device(self, name, spec, axis_type):
         x, w = random_array((ROWS, 256)), random_array((4, 256, 512), "float32", 1)
@@ -316,7 +308,7 @@ class TestMeshes:
         for a, b in zip((y, dx, dw), expected, strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=2**-7 * float(jnp.abs(b).max()))
-        if spec == P(None, None, "a") and name != "int4 qat":
+        if spec == P(None, None, "a") and name != "int4_qat":
             assert_same_bytes((y, dw), (expected[0], expected[2]))  # nothing is added up over devices
 
     def test_within_shard_map_each_device_has_its_experts(self):

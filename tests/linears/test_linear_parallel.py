@@ -19,16 +19,10 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from jaxlowprec import traffic
 from tests.helpers import assert_same_bytes, random_array
-from tests.low_precision import state_for, without_state
+from tests.low_precision import recipes, state_for, without_state
 from tests.sharding.meshes import by_axis_type, lengthened, mesh_of, place
 
-RECIPES = {
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    "mxfp8": jlp.MXFP8BlockScaling(),
-    "fp8_block": jlp.Float8BlockScaling(),
-    "fp8_current": jlp.Float8CurrentScaling(),
-    "fp8_delayed": jlp.DelayedScaling(amax_history_len=3),
-}
+RECIPES = recipes("nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 BATCH, TIME = 4, 512
 WIDEN, NARROW = (512, 1024), (1024, 512)  # [K, N] of a kernel
 

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
+from tests.low_precision import recipes
 
 QUANTISED = {"quantize input", "quantize weight", "fprop", "quantize gradient", "dgrad", "wgrad"}
 WEIGHT_ONLY = {"quantize weight", "fprop", "dgrad", "wgrad"}
-RECIPES = {
-    "nvfp4": (jlp.NVFP4BlockScaling(), QUANTISED),
-    "mxfp8": (jlp.MXFP8BlockScaling(), QUANTISED),
-    "fp8_current": (jlp.Float8CurrentScaling(), QUANTISED),
-    "int4 qat": (jlp.Int4QAT(group_size=32), WEIGHT_ONLY),
-}
-recipes = pytest.mark.parametrize(("recipe", "parts"), RECIPES.values(), ids=RECIPES)
+RECIPES = recipes("nvfp4", "mxfp8", "fp8_current", "int4_qat")
+PARTS = (QUANTISED, QUANTISED, QUANTISED, WEIGHT_ONLY)
+by_recipe = pytest.mark.parametrize(("recipe", "parts"), list(zip(RECIPES.values(), PARTS, strict=True)), ids=RECIPES)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +60,7 @@ def parts_of(compiled, layer):
     return {part for rest in of_layer for part in QUANTISED if part in "/".join(rest).split("/")}
 
 
-@recipes
+@by_recipe
 @pytest.mark.parametrize("model", [two_layers, experts])
 def test_a_profile_says_layer_and_gemm(model, recipe, parts):
     compiled = lowered(model, recipe).compile()
@@ -85,14 +82,14 @@ def test_without_a_recipe_the_layer_is_named(model):
     assert "jvp(down)" in text
 
 
-@recipes
+@by_recipe
 def test_a_weight_quantised_for_many_calls_is_named(recipe, parts):
     with jlp.autocast(recipe):
         text = jax.jit(lambda w: jlp.quantize_kernel(w, name="up")).lower(operands()[1]).compile().as_text()
     assert "/up/quantize weight/" in text
 
 
-@recipes
+@by_recipe
 @pytest.mark.parametrize("model", [two_layers, experts])
 def test_names_change_nothing_but_metadata(model, recipe, parts):
     with_names = lowered(model, recipe)

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array
-from tests.low_precision import ALL, state_for, without_state
+from tests.low_precision import ALL, recipes, state_for, without_state
 
 
 @contextlib.contextmanager
@@ -21,16 +21,10 @@ def strict():
 
 
 MODES = {"disable_jit": jax.disable_jit, "strict": strict, "tracer leaks": jax.checking_leaks}
-RECIPES = {
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    **ALL,
-    "int4 qat": jlp.Int4QAT(group_size=16),
-    "int4 qat clipped": jlp.Int4QAT(group_size=16, symmetric=False, ste="clipped"),
-    "weight qat": jlp.WeightQAT(jlp.NVFP4((16, 16))),
-    "weight qat clipped": jlp.WeightQAT(jlp.MXFP8(scale_rule="floor"), ste="clipped"),
-    "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),
-    "dequantized backward": jlp.MXFP8BlockScaling(backward_override="dequantized"),
-}
+RECIPES = recipes(
+    *("nvfp4", *ALL, "int4_qat", "int4_qat clipped", "nvfp4_qat 2d", "mxfp8_qat clipped"),
+    *("high precision backward", "dequantized backward"),
+)
 
 
 def by_mode_and_recipe(*often):
@@ -66,7 +60,7 @@ def without_a_mode(name):
 
 
 @by_mode_and_recipe(
-    *(("disable_jit", name) for name in ("nvfp4", "int4 qat clipped", "weight qat")),
+    *(("disable_jit", name) for name in ("nvfp4", "int4_qat clipped", "nvfp4_qat 2d")),
     ("strict", "nvfp4"),
     ("strict", "fp8_current"),
 )
@@ -76,7 +70,7 @@ def test_linear_and_its_gradients(mode, name):
     assert_same_bytes(found, without_a_mode(name))
 
 
-@by_mode_and_recipe(("disable_jit", "weight qat"), ("strict", "nvfp4"))
+@by_mode_and_recipe(("disable_jit", "nvfp4_qat 2d"), ("strict", "nvfp4"))
 def test_rows_in_groups_and_their_gradients(mode, name):
     recipe = RECIPES[name]
     if recipe.delayed is not None or name in ("fp8_block input 2d", "fp8_block gradient 2d") or "rotated" in name:
@@ -120,7 +114,7 @@ def test_ops(mode, fmt):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["nvfp4", "int4 qat", "fp8_delayed"])
+@pytest.mark.parametrize("name", ["nvfp4", "int4_qat", "fp8_delayed"])
 def test_layers(mode, name):
     x = operands()[0].astype(jnp.float32)  # Flax promotes by the caller's rules
     dense = jlp.linen.Dense(16)
@@ -147,8 +141,7 @@ def test_layers(mode, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [None, "nvfp4"])
+@pytest.mark.parametrize(("mode", "name"), [*((mode, "nvfp4") for mode in MODES), ("strict", None)])
 def test_experts(mode, name):
     x = operands()[0].astype(jnp.float32)
     moe = jlp.nnx.MoE(4, 64, 32, top_k=2, shared_hidden_features=16, rngs=nnx.Rngs(0))

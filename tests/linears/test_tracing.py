@@ -8,13 +8,13 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.linears import grouped_products, quantized_matmul, weight_only
+from tests.low_precision import recipes
 
-RECIPES = {
-    "nvfp4": (jlp.NVFP4BlockScaling(), quantized_matmul),
-    "mxfp8": (jlp.MXFP8BlockScaling(), quantized_matmul),
-    "int4": (jlp.Int4QAT(group_size=32), weight_only),
-}
-recipes = pytest.mark.parametrize(("recipe", "module"), RECIPES.values(), ids=RECIPES)
+RECIPES = recipes("nvfp4", "mxfp8", "int4_qat")
+MODULES = (quantized_matmul, quantized_matmul, weight_only)
+by_recipe = pytest.mark.parametrize(
+    ("recipe", "module"), list(zip(RECIPES.values(), MODULES, strict=True)), ids=RECIPES
+)
 
 
 def linears(layers):
@@ -45,7 +45,7 @@ def traces(module, trace, layers):
     return counted.call_count
 
 
-@recipes
+@by_recipe
 def test_equal_linears_of_different_names_are_traced_once(recipe, module):
     with jlp.autocast(recipe):
         assert traces(module, linears, 6) == traces(module, linears, 2) <= 3

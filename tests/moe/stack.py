@@ -5,23 +5,19 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
+from tests.low_precision import recipes
 
 LAYERS, EXPERTS, K, WIDTH, HIDDEN, TOKENS = 2, 8, 2, 64, 64, (8, 16)
 
-RECIPES = {
-    "bf16": None,
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    "mxfp8": jlp.MXFP8BlockScaling(),
-    "fp8_block": jlp.Float8BlockScaling(),
-    "fp8_current": jlp.Float8CurrentScaling(),
-    "int4_qat": jlp.Int4QAT(group_size=32),
-    "nvfp4_qat": jlp.WeightQAT(jlp.NVFP4()),
-}
-# The others share the code of these two around their products; tests/linears/test_grouped.py has all products.
-OFTEN = ("bf16", "nvfp4")
+RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat", "nvfp4_qat")
+# Experts do the same around the products of every recipe, all of which tests/linears/test_grouped.py has.
+OFTEN, SLOWLY = ("bf16", "nvfp4"), ("fp8_current", "int4_qat")
 each_recipe = pytest.mark.parametrize(
     "recipe",
-    [pytest.param(RECIPES[name], marks=[] if name in OFTEN else pytest.mark.slow, id=name) for name in RECIPES],
+    [
+        *(pytest.param(RECIPES[name], id=name) for name in OFTEN),
+        *(pytest.param(RECIPES[name], marks=pytest.mark.slow, id=name) for name in SLOWLY),
+    ],
 )
 
 

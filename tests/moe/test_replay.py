@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
 from tests.moe import stack
-from tests.moe.stack import OFTEN, RECIPES, block, each_recipe, step
+from tests.moe.stack import OFTEN, RECIPES, SLOWLY, block, each_recipe, step
 from tests.sharding.meshes import mesh_of, place
 
 PARAMS, X = stack.parameters(), stack.tokens()
@@ -25,7 +25,7 @@ FORMS = {
     "name, how",
     [
         pytest.param(name, how, marks=[] if name in OFTEN else pytest.mark.slow, id=f"{form}-{name}")
-        for name in RECIPES
+        for name in (*OFTEN, *SLOWLY)
         for form, how in FORMS.items()
         if name in OFTEN or form == "scan of remat"
     ],

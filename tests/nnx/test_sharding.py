@@ -12,15 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
+from tests.low_precision import recipes
 from tests.sharding.meshes import assert_same_to_rounding, collectives, mesh_of, place
 
 RULES = (("embed", "a"), ("mlp", "b"), ("heads", "b"), ("experts", "b"))
 INIT = nnx.initializers.lecun_normal()
-RECIPES = {
-    "nvfp4": jlp.NVFP4BlockScaling(),
-    "mxfp8": jlp.MXFP8BlockScaling(),
-    "fp8_delayed": jlp.DelayedScaling(amax_history_len=4),
-}
+RECIPES = recipes("nvfp4", "mxfp8", "fp8_delayed")
 # class, positional and keyword arguments, axes of the kernel and their places on a 2 x 4 mesh, shape of the input
 LAYERS = {
     "Linear": ("Linear", (64, 64), {}, ("embed", "mlp"), P("a", "b"), (32, 64)),

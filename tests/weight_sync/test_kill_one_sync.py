@@ -1,4 +1,7 @@
-"""SIGKILL of one side of one sync. What is checked after each kill is in `killing_one_sync.py`; see test_kills too."""
+"""SIGKILL of one side of one sync. What is checked after each kill is in `killing_one_sync.py`; see test_kills too.
+
+Thousands of them: `python -m tests.hostile.soak_weight_sync`.
+"""
 
 import json
 
@@ -6,7 +9,7 @@ import pytest
 
 from tests.helpers import run_python
 
-FEW, MANY = 12, 200
+FEW, MANY = 12, 100
 
 
 def outcomes(case, kills):

@@ -20,20 +20,22 @@ from tests.ops.matmul.test_grouped_matmul import FORMATS, PAIRS, SIZES, rotation
 
 CASES = {  # more rows than a tile has, and groups that begin within one
     "tiles": ([130, 0, 257, 3, 128, 1], 600, 48),
-    "odd columns": ([200, 90], 300, 33),
+    "odd tiles": ([200, 90], 300, 33),
     "fewer rows than groups": ([0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 0], 5, 32),
 } | {name: case for name, case in SIZES.items() if case[1]}
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
-OFTEN = ("tiles", "odd columns", "fewer rows than groups", "uneven", "more than there are")
-by_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES]
-)
+by_case = pytest.mark.parametrize("case", CASES)
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 
 
 def rows_of(case):
     sizes, rows, columns = CASES[case]
     return random_array((rows, columns), seed=rows), jnp.asarray(sizes, jnp.int32)
+
+
+@functools.cache
+def tiled_quantize(spec):
+    return jax.jit(functools.partial(tiled.quantize, spec))
 
 
 def operands_of(spec, x, sizes):
@@ -61,7 +63,7 @@ class TestQuantizing:
             rotation = rotation_of(fmt) if DIRECTIONS[directions][1] else None
             spec = GroupedQuantizeSpec(fmt, *DIRECTIONS[directions], rotation, stochastic, True)
             operands = operands_of(spec, x, sizes)
-            found = jax.jit(functools.partial(tiled.quantize, spec))(x, sizes, *operands)
+            found = tiled_quantize(spec)(x, sizes, *operands)
             assert_same_bytes(found, grouped_quantize_op(spec, "ffi")(x, sizes, *operands))
 
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.Float8Tensor()], ids=format_name)

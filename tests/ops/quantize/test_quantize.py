@@ -1,5 +1,6 @@
 """quantize, quantize_both and dequantize: native against reference, byte for byte, and the rules themselves."""
 
+import functools
 import itertools
 
 import jax
@@ -29,7 +30,14 @@ SHAPES = [
 ]
 BATCHES = [(2, 3, 20, 40), (5, 16, 32)]
 BLOCKS = [(1, 16), (16, 16)]
-ROUNDINGS = [("nearest", None), ("stochastic", 7)]
+SEED = 7
+ROUNDINGS = [("nearest", None), ("stochastic", SEED)]
+WAYS = [  # rounding, axis, rotation
+    (rounding, axis, hadamard)
+    for rounding in ("nearest", "stochastic")
+    for axis in (-1, -2)
+    for hadamard in (None, jlp.Hadamard())
+]
 
 
 def key_of(seed):
@@ -40,6 +48,39 @@ def both_implementations(function):
     return function("ffi"), function("reference")
 
 
+@functools.partial(jax.jit, static_argnames=("fmt", "implementation"))
+def in_every_way(x, fmt, key, implementation):
+    """Quantised in each of WAYS, by `quantize` and then by `quantize_both`; one compilation."""
+    found = []
+    for rounding, axis, hadamard in WAYS:
+        given = key if rounding == "stochastic" else None
+        found.append(jlp.quantize(x, fmt, axis, hadamard or False, rounding, given, implementation=implementation))
+    for rounding in ("nearest", "stochastic"):
+        given = key if rounding == "stochastic" else None
+        for hadamard in (False, True):
+            found += jlp.quantize_both(x, fmt, hadamard, rounding, given, implementation)
+    return found
+
+
+@functools.cache
+def by_oracle_in_every_way(shape, fmt, dtype):
+    """What `in_every_way` must give."""
+    x = random_array(shape, dtype, seed=sum(shape))
+    ways = {
+        (rounding, axis, hadamard): quantized(
+            x, fmt, axis, hadamard, rounding, jax.random.key(SEED) if rounding == "stochastic" else None
+        )
+        for rounding, axis, hadamard in WAYS
+    }
+    both = [
+        ways[way]
+        for rounding in ("nearest", "stochastic")
+        for hadamard in (None, jlp.Hadamard())
+        for way in ((rounding, -1, None), (rounding, -2, hadamard))
+    ]
+    return [*ways.values(), *both]
+
+
 class TestNativeAgainstOracle:
     """Every instruction set, any shape, against an implementation that shares nothing with the library."""
 
@@ -47,18 +88,10 @@ class TestNativeAgainstOracle:
     @pytest.mark.parametrize("block", BLOCKS)
     @pytest.mark.parametrize("shape", SHAPES + BATCHES, ids=str)
     def test_all_directions_rotations_and_roundings(self, isa, shape, block, dtype):
-        x, fmt = random_array(shape, dtype, seed=sum(shape)), jlp.NVFP4(block)
-        for (rounding, seed), hadamard in itertools.product(ROUNDINGS, (None, jlp.Hadamard())):
-            key, rotate = key_of(seed), hadamard or False
-            options = {"rounding": rounding, "key": key, "implementation": "ffi"}
-            plain = quantized(x, fmt, -1, None, rounding, key)
-            column = quantized(x, fmt, -2, hadamard, rounding, key)
-            both = jlp.quantize_both(x, fmt, rotate, **options)
-            assert_matches_quantized(both[0], plain)
-            assert_matches_quantized(both[1], column)
-            assert_matches_quantized(jlp.quantize(x, fmt, -2, rotate, **options), column)
-            row = quantized(x, fmt, -1, hadamard, rounding, key) if hadamard else plain
-            assert_matches_quantized(jlp.quantize(x, fmt, -1, rotate, **options), row)
+        fmt = jlp.NVFP4(block)
+        found = in_every_way(random_array(shape, dtype, seed=sum(shape)), fmt, jax.random.key(SEED), "ffi")
+        for q, expected in zip(found, by_oracle_in_every_way(shape, fmt, dtype), strict=True):
+            assert_matches_quantized(q, expected)
 
     @pytest.mark.parametrize("magnitude", [-126, -110, -100, -60, 0, 60, 100, 120, 126])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -98,21 +131,16 @@ class TestNativeAgainstOracle:
 
 
 class TestNativeAgainstReference:
-    @pytest.mark.parametrize("dtype", FLOATS)
+    """The reference takes half a second to compile for each shape and way; the oracle above has all combinations."""
+
     @pytest.mark.parametrize("block", BLOCKS)
-    @pytest.mark.parametrize("shape", [(64, 48), (37, 53), (2, 20, 33)], ids=str)
-    def test_all_directions_and_roundings(self, shape, block, dtype):
+    @pytest.mark.parametrize(
+        ("shape", "dtype"), [((64, 48), "bfloat16"), ((37, 53), "float32"), ((2, 20, 33), "float16")], ids=str
+    )
+    def test_all_directions_and_roundings(self, shape, dtype, block):
         x, fmt = random_array(shape, dtype, seed=sum(shape)), jlp.NVFP4(block)
-        for (rounding, seed), hadamard in itertools.product(ROUNDINGS, (False, True)):
-            options = {"rounding": rounding, "key": key_of(seed)}
-            native, reference = both_implementations(
-                lambda i: jlp.quantize_both(x, fmt, hadamard, **options, implementation=i)
-            )
-            assert_same_bytes(native, reference)
-            native, reference = both_implementations(
-                lambda i: jlp.quantize(x, fmt, -1, hadamard, **options, implementation=i)
-            )
-            assert_same_bytes(native, reference)
+        native, reference = both_implementations(lambda i: in_every_way(x, fmt, jax.random.key(SEED), i))
+        assert_same_bytes(native, reference)
 
     @pytest.mark.parametrize("magnitude", [-126, -100, 0, 100, 126])
     def test_any_magnitude(self, magnitude):
@@ -129,14 +157,13 @@ class TestNativeAgainstReference:
                 )
 
     @given(
-        rows=st.sampled_from([1, 16, 19]),
-        columns=st.sampled_from([16, 37, 128]),
+        shape=st.sampled_from([(1, 128), (16, 16), (19, 37)]),
         bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=64),
         dtype=st.sampled_from(["bfloat16", "float16"]),
     )
-    def test_arbitrary_bit_patterns(self, rows, columns, bits, dtype):
+    def test_arbitrary_bit_patterns(self, shape, bits, dtype):
         """NaN, infinity, subnormals, zeros of both signs: whatever 16 bits can hold."""
-        pattern = np.resize(np.array(bits, np.uint16), (rows, columns))
+        pattern = np.resize(np.array(bits, np.uint16), shape)
         x = jax.lax.bitcast_convert_type(jnp.asarray(pattern), jnp.dtype(dtype))
         native, reference = both_implementations(lambda i: jlp.quantize_both(x, jlp.NVFP4(), True, implementation=i))
         assert_same_bytes(native, reference)
@@ -259,8 +286,14 @@ class TestRules:
             assert (y.shape, y.dtype) == (x.shape, x.dtype)
             error = np.linalg.norm(np.asarray(y - x)) / np.linalg.norm(np.asarray(x))
             assert error < 0.15
-            reference = jlp.dequantize(jlp.quantize(x, jlp.NVFP4(), axis, hadamard), implementation="reference")
-            assert_same_numbers(y, reference)
+
+    @pytest.mark.parametrize("shape", [(17, 33), BATCHES[0]], ids=str)
+    def test_dequantize_gives_the_references_numbers(self, shape):
+        """Of any codes and scales: tests/ops/quantize/test_dequantize.py."""
+        x = random_array(shape, "float32")
+        for axis, hadamard in itertools.product((-1, -2), (False, True)):
+            q = jlp.quantize(x, jlp.NVFP4(), axis, hadamard)
+            assert_same_numbers(q.dequantize(), jlp.dequantize(q, implementation="reference"))
 
     def test_a_vector_is_one_row(self):
         x = random_array((40,))
