@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxlowprec.arguments import a_flag, one_of, shown
@@ -26,6 +28,57 @@ DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 Float8 = Literal["e4m3", "e5m2"]
 ScaleRule = Literal["up", "floor", "even"]
 Int4Rule = Literal["deploy", "slime", "compressed-tensors"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """What one code stands for.
+
+    Attributes:
+        dtype: numpy's dtype of these numbers.
+        data_dtype: the dtype that holds codes in an array: of one code, or uint8 for two codes of 4 bits.
+        maximum: the largest number.
+        mantissa_bits, exponent_bias: of a floating-point element; 0 for integers.
+        meets_itself: whether there is a GEMM of two operands of this element.
+    """
+
+    dtype: Any
+    data_dtype: Any
+    maximum: float
+    mantissa_bits: int = 0
+    exponent_bias: int = 0
+    meets_itself: bool = True
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.data_dtype == jnp.uint8
+
+    @property
+    def largest_exponent(self) -> int:
+        """The exponent of `maximum`."""
+        return math.frexp(self.maximum)[1] - 1
+
+    @property
+    def overflow(self) -> tuple[float, bool]:
+        """The middle between `maximum` and the number that would follow it, and whether that middle is out of range.
+
+        Rounding to nearest takes greater numbers out of the element's range. The middle itself goes to the even code.
+        """
+        step = 2.0 ** (self.largest_exponent - self.mantissa_bits)
+        return self.maximum + step / 2, self.maximum / step % 2 == 1
+
+
+ELEMENTS = {
+    "e2m1": Element(ml_dtypes.float4_e2m1fn, jnp.uint8, 6.0, mantissa_bits=1, exponent_bias=1),
+    "e4m3": Element(jnp.float8_e4m3fn, jnp.float8_e4m3fn, 448.0, mantissa_bits=3, exponent_bias=7),
+    "e5m2": Element(jnp.float8_e5m2, jnp.float8_e5m2, 57344.0, mantissa_bits=2, exponent_bias=15, meets_itself=False),
+    "int4": Element(ml_dtypes.int4, jnp.uint8, 7.0, meets_itself=False),
+}
+"""All elements by the names that `Format.element` has."""
+
+SYMMETRIC_ZERO = 8
+"""The 4-bit integer code of zero where there are no zero points."""
 
 
 def check_amax_epsilon(who: str, value: Any) -> None:
@@ -42,11 +95,14 @@ class Format:
     """What all formats say about themselves. `xla_ffi/cpu/kernels.h` has its counterpart.
 
     Attributes:
-        element: of the codes: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
-        scaling: what the codes are relative to: "two_level" (an E4M3 scale a block and an amax a tensor), "e8m0" (a
-            power of two a block), "float32" (one a block), "tensor" (one float32), "float16" (a 16-bit float a block).
+        element: of the codes, one of `ELEMENTS`: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
+        scaling: what the codes are relative to: "two_level" (an E4M3 scale per block and an amax per tensor), "e8m0"
+            (a power of two per block), "float32" (one per block), "tensor" (one float32), "float16" (a 16-bit float per
+            block, bfloat16 or float16).
         scale_dtype: of the scales.
         block, scale_rule, power_of_two, amax_epsilon: fields of the formats that have them, else these defaults.
+        pad: whether zeros fill a last block that the array does not fill; else such an array is an error.
+        weight_only: whether it is for weights only, which are rounded to nearest and not rotated.
     """
 
     element: str
@@ -56,6 +112,8 @@ class Format:
     scale_rule: ScaleRule = "up"
     power_of_two: bool = False
     amax_epsilon: float = 0.0
+    pad: bool = True
+    weight_only: bool = False
 
     @property
     def length(self) -> int:
@@ -73,19 +131,34 @@ class Format:
         return self.scaling in ("two_level", "tensor")
 
     @property
+    def has_zero_point(self) -> bool:
+        """Whether each block has a code of its own for zero."""
+        return False
+
+    @property
+    def served_dtype(self) -> str | None:
+        """The dtype of the served model, which arrays are rounded to first and decoded to; None: any."""
+        return None
+
+    @property
+    def numbers(self) -> Element:
+        """What its codes stand for."""
+        return ELEMENTS[self.element]
+
+    @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
-        return self.element in ("e2m1", "int4")
+        return self.numbers.packed
 
     @property
     def data_dtype(self) -> Any:
-        """Of the codes."""
-        return {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}.get(self.element, jnp.uint8)
+        """The dtype of the codes."""
+        return self.numbers.data_dtype
 
     @property
     def maximum(self) -> float:
         """The largest element."""
-        return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0, "int4": 7.0}[self.element]
+        return self.numbers.maximum
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -274,6 +347,7 @@ class Int4(Format):
 
     element = "int4"
     scaling = "float16"
+    weight_only = True
 
     def __post_init__(self):
         size = self.group_size
@@ -289,6 +363,16 @@ class Int4(Format):
         object.__setattr__(self, "block", (1, int(size)))
         self._check("scale_dtype", ("bfloat16", "float16"))
         self._check("rule", ("deploy", "slime", "compressed-tensors"))
+
+    @property
+    def has_zero_point(self) -> bool:
+        """See `Format`."""
+        return not self.symmetric
+
+    @property
+    def served_dtype(self) -> str:
+        """See `Format`."""
+        return self.scale_dtype
 
     def __str__(self) -> str:
         words = [f"Int4 1x{self.group_size}"]

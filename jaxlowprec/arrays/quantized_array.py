@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arguments import one_of, shown
-from jaxlowprec.arrays.formats import Format, Hadamard, Int4
+from jaxlowprec.arrays.formats import Format, Hadamard
 
 _PLACE = "_empty"  # None, but for trees of other things than arrays
 _MADE_BY_HAND = "_made_by_hand"  # not unflattened, as what an op returns is, and not checked since
@@ -173,7 +173,7 @@ def _arrays(
     if len(matrix) == 1:
         codes, scales = ((shape[1:], dtype) for shape, dtype in (codes, scales))
     amax = ((), jnp.float32) if fmt.scaling == "two_level" else None
-    zero_point = (scales[0], jnp.uint8) if isinstance(fmt, Int4) and not fmt.symmetric else None
+    zero_point = (scales[0], jnp.uint8) if fmt.has_zero_point else None
     fields = (codes, scales, amax, zero_point)
     return tuple(None if f is None else ((*batch, *f[0]), jnp.dtype(f[1])) for f in fields)
 

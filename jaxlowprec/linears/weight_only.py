@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
@@ -118,7 +118,7 @@ def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
     """
     length, shard, group = kernel.shape[-2], _shard_of_k(kernel), fmt.length
     given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
-    if isinstance(fmt, Int4) and not fmt.pad and length % group:
+    if not fmt.pad and length % group:
         raise ValueError(
             f"{given}, which is no multiple of the group of {group} of {fmt}: use a group_size that divides it, or "
             "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
-from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
+from jaxlowprec.checkpoints.schemes.int4 import decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,6 @@ class AWQ(Scheme):
             "version": "gemm",
             "modules_to_not_convert": list(ignore),
         }
-
-    def _holds(self, fmt: Format) -> bool:
-        return holds_int4(self.format, fmt)
 
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
         words = tensors["qweight"].shape

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
-from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
+from jaxlowprec.checkpoints.schemes.int4 import decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,6 @@ class GPTQ(Scheme):
             "checkpoint_format": "gptq" if self.version == 1 else "gptq_v2",
             "dynamic": {f"-:{rule}": {} for rule in rules},
         }
-
-    def _holds(self, fmt: Format) -> bool:
-        return holds_int4(self.format, fmt)
 
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
         words = tensors["qweight"].shape

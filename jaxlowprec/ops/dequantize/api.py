@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.arrays.formats import BLOCK, Int4
+from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.dequantize.op import dequantize_op
@@ -43,7 +43,7 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
     check_quantized(who, "q", q)
     check_implementation(who, implementation)
     dtype = float_dtype(who, "dtype", q.dtype if dtype is None else dtype)
-    if isinstance(q.format, Int4):
+    if q.format.scaling == "float16":
         return dequantize_int4(q, dtype, implementation)
     return _dequantize(q, dtype, implementation)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import Format, Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_float32
-from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN
+from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN, NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, from_bits
 
 
@@ -49,7 +49,7 @@ def dequantize_rows(
         scales = jnp.repeat(scales, fmt.length, axis=-1)[..., : codes.shape[-1]]
     values = flush(codes * scales)
     if amax is not None:
-        values = flush(flush(values * amax[..., None, None]) * jnp.float32(1 / 2688))
+        values = flush(flush(values * amax[..., None, None]) * jnp.float32(1 / NVFP4_MAX))
     if hadamard:
         values = rotate_float32(values, hadamard, inverse=True)
     return values[..., :columns].astype(dtype)

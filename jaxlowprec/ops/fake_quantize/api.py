@@ -10,19 +10,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import one_of
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import last_axis
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.implementation import Implementation, check_implementation
-from jaxlowprec.ops.int4.api import check_holds, check_length, clipped_int4, fake_quantize_int4
+from jaxlowprec.ops.int4.api import clipped_int4, fake_quantize_int4
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.ops.quantize.checks import matrix
+from jaxlowprec.ops.quantize.checks import check_holds, check_length, matrix
 
 StraightThrough = Literal["identity", "clipped"]
-
-_FIRST_BEYOND = {"e2m1": (7.0, True), "e4m3": (464.0, False), "e5m2": (61440.0, True)}
-"""Where rounding to nearest leaves an element's range: from which magnitude on, and whether that one does too."""
 
 
 def fake_quantize(
@@ -71,15 +68,14 @@ def fake_quantize(
     axis = last_axis(who, axis, x.ndim)
     one_of(who, "ste", ste, "identity", "clipped")
     check_implementation(who, implementation)
-    if isinstance(fmt, Int4):
-        check_length(who, x, fmt, axis)
-        check_holds(who, x, fmt)
+    check_length(who, x, fmt, axis)
+    check_holds(who, x, fmt)
     return _jitted(x, fmt, axis, ste, implementation)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
 def _fake_quantize(x: jax.Array, fmt: Any, axis: int, ste: str, implementation: Implementation) -> jax.Array:
-    if isinstance(fmt, Int4):
+    if fmt.scaling == "float16":
         return fake_quantize_int4(x, fmt, axis, implementation)
     return dequantize(quantize(x, fmt, axis, implementation=implementation), x.dtype, implementation=implementation)
 
@@ -91,7 +87,7 @@ _jitted = jax.jit(_fake_quantize, static_argnums=(1, 2, 3, 4))  # an eager call 
 def _straight_through(fmt, axis, ste, implementation, primals, tangents):
     (x,), (tangent,) = primals, tangents
     values = _fake_quantize(x, fmt, axis, ste, implementation)
-    if ste == "clipped" and isinstance(fmt, Int4):
+    if ste == "clipped" and fmt.scaling == "float16":
         tangent = jnp.where(clipped_int4(x, fmt, axis), 0, tangent)
     elif ste == "clipped" and fmt.scaling == "e8m0":
         q = quantize(x, fmt, axis, implementation=implementation)
@@ -102,11 +98,11 @@ def _straight_through(fmt, axis, ste, implementation, primals, tangents):
 def _beyond(x: jax.Array, q: QuantizedArray) -> jax.Array:
     """Which elements rounding to nearest takes out of the range of their block's scale, a power of two."""
     fmt = q.format
-    first, itself = _FIRST_BEYOND[fmt.element]
+    middle, beyond = fmt.numbers.overflow
     scale = q.scale.astype(jnp.float32)
     for axis, size in ((-1, fmt.block[1]), (-2, fmt.block[0])):
         scale = jnp.repeat(scale, size, axis=axis) if size > 1 else scale
     scale = scale if q.axis == -1 else jnp.swapaxes(scale, -1, -2)
-    limit = first * scale[tuple(slice(n) for n in x.shape)]
+    limit = middle * scale[tuple(slice(n) for n in x.shape)]
     magnitude = jnp.abs(x.astype(jnp.float32))
-    return magnitude >= limit if itself else magnitude > limit
+    return magnitude >= limit if beyond else magnitude > limit

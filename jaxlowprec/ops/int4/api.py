@@ -15,24 +15,6 @@ from jaxlowprec.ops.int4 import reference
 from jaxlowprec.ops.int4.op import dequantize_op, fake_quantize_op, quantize_op
 
 
-def check_length(who: str, x: jax.Array, fmt: Int4, axis: int) -> None:
-    """Raises ValueError if the quantised axis does not end with a whole group, unless the format pads."""
-    if (length := x.shape[axis]) % fmt.group_size and not fmt.pad:
-        raise ValueError(
-            f"{who}: x has {length} elements along axis {axis}; Int4(group_size={fmt.group_size}) needs a multiple of "
-            f"{fmt.group_size}, or pad=True"
-        )
-
-
-def check_holds(who: str, x: jax.Array, fmt: Int4) -> None:
-    """Raises TypeError if x's dtype cannot hold what is decoded."""
-    if x.dtype not in (jnp.float32, jnp.dtype(fmt.scale_dtype)):
-        raise TypeError(
-            f"{who}: x is {x.dtype}, which cannot hold the {fmt.scale_dtype} numbers that {fmt} decodes to; cast x to "
-            f'{fmt.scale_dtype} or float32, or use scale_dtype="{x.dtype}"'
-        )
-
-
 @functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
 def quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementation) -> QuantizedArray:
     """x [..., M, K] or [K]."""

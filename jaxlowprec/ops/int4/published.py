@@ -9,10 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Int4
 from jaxlowprec.ops.rounding import narrowed, quotient, rounded_quotient
-
-MIDDLE = 8
 
 
 def slime(groups: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -24,7 +22,7 @@ def slime(groups: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array
     if fmt.symmetric:
         amax = jnp.abs(groups).max(axis=-1)
         scale = jnp.maximum(quotient(amax, jnp.float32(7)), jnp.float32(1e-5))
-        zero = jnp.full(scale.shape, MIDDLE, jnp.int32)
+        zero = jnp.full(scale.shape, SYMMETRIC_ZERO, jnp.int32)
     else:
         low = groups.min(axis=-1)
         scale = jnp.maximum((groups.max(axis=-1) - low) * jnp.float32(1 / 15), jnp.float32(1e-5))
@@ -55,4 +53,4 @@ def compressed_tensors(groups: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Arr
     scale = jnp.where(scale == 0, jnp.float32(jnp.finfo(dtype).eps), scale)
     steps = rounded_quotient(groups, scale[..., None], dtype)
     raw = jnp.rint(steps if fmt.symmetric else rounded(steps + zero[..., None]))
-    return jnp.clip(raw, -1024, 1024).astype(jnp.int32) + MIDDLE, zero.astype(jnp.int32) + MIDDLE, scale
+    return jnp.clip(raw, -1024, 1024).astype(jnp.int32) + SYMMETRIC_ZERO, zero.astype(jnp.int32) + SYMMETRIC_ZERO, scale

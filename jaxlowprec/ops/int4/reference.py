@@ -11,13 +11,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.ops.int4 import published
 from jaxlowprec.ops.rounding import INFINITY_BITS, flush, magnitude_bits, narrowed, rounded_quotient
 
 LEAST_SCALE = 1e-5
 LARGEST_CODE = 15
-MIDDLE = 8
 
 
 class Groups(NamedTuple):
@@ -54,7 +53,7 @@ def deploy(groups: jax.Array, fmt: Int4) -> Groups:
     dtype = jnp.dtype(fmt.scale_dtype)
     if fmt.symmetric:
         scale = jnp.abs(groups).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
-        zero = jnp.full(scale.shape, MIDDLE, jnp.int32)
+        zero = jnp.full(scale.shape, SYMMETRIC_ZERO, jnp.int32)
     else:
         low, high = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
         scale = rounded_quotient(high - low, LARGEST_CODE, dtype)
@@ -82,7 +81,7 @@ def quantize_groups(x: jax.Array, fmt: Int4) -> Groups:
     rule = {"deploy": deploy, "slime": published.slime, "compressed-tensors": published.compressed_tensors}[fmt.rule]
     raw, zero, scale = rule(groups, fmt)
     bad = (magnitude_bits(groups).max(axis=-1) >= INFINITY_BITS) | ~jnp.isfinite(scale)
-    zero = jnp.where(bad, MIDDLE if fmt.symmetric else 0, zero)
+    zero = jnp.where(bad, SYMMETRIC_ZERO if fmt.symmetric else 0, zero)
     return Groups(jnp.where(bad[..., None], zero[..., None], raw), zero, jnp.where(bad, jnp.nan, scale))
 
 
@@ -104,7 +103,7 @@ def clipped(x: jax.Array, fmt: Int4) -> jax.Array:
     return _line_by_line(outside)[..., : x.shape[-1]]
 
 
-def decode(steps: jax.Array, scale: jax.Array, fmt: Int4) -> jax.Array:
+def decode(steps: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     """Steps from zero times the scale, rounded once to the deployment dtype; float32."""
     values = narrowed(steps.astype(jnp.float32) * scale[..., None], jnp.dtype(fmt.scale_dtype))
     return jnp.where(jnp.isnan(values), jnp.nan, values)  # the same NaN on every platform
@@ -130,12 +129,12 @@ def quantize(x: jax.Array, fmt: Int4) -> tuple[jax.Array, ...]:
 
 
 def dequantize(
-    data: jax.Array, scale: jax.Array, zero: jax.Array | None, fmt: Int4, columns: int, dtype: jnp.dtype
+    data: jax.Array, scale: jax.Array, zero: jax.Array | None, fmt: Format, columns: int, dtype: jnp.dtype
 ) -> jax.Array:
     """The inverse: [..., columns] of `dtype`."""
     code = _line_by_line(jnp.stack([data & 15, data >> 4], axis=-1))
-    code = code[..., : scale.shape[-1] * fmt.group_size].reshape(*scale.shape, fmt.group_size).astype(jnp.int32)
-    middle = MIDDLE if zero is None else zero[..., None].astype(jnp.int32)
+    code = code[..., : scale.shape[-1] * fmt.length].reshape(*scale.shape, fmt.length).astype(jnp.int32)
+    middle = SYMMETRIC_ZERO if zero is None else zero[..., None].astype(jnp.int32)
     scale = flush(scale.astype(jnp.float32))
     values = decode(code - middle, jnp.where(jnp.isfinite(scale), scale, jnp.nan), fmt)
     return _line_by_line(values)[..., :columns].astype(dtype)

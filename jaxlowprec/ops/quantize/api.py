@@ -6,22 +6,29 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4, as_hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import last_axis, mesh_axes
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
-from jaxlowprec.ops.int4.api import check_length, quantize_int4
-from jaxlowprec.ops.quantize.checks import check_plain, checked_options, given_tensor, matrix, tensor_batch
+from jaxlowprec.ops.int4.api import quantize_int4
+from jaxlowprec.ops.quantize.checks import (
+    check_length,
+    check_plain,
+    checked_options,
+    given_tensor,
+    matrix,
+    tensor_batch,
+)
 from jaxlowprec.ops.quantize.keys import random_words
 from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op, unit
 
@@ -98,15 +105,10 @@ def quantize(
     axis = last_axis(who, axis, x.ndim)
     rotation = as_hadamard(who, hadamard)
     indices = checked_options(who, (axis,), rounding, offset, axis_name, slices, implementation)
-    if isinstance(fmt, Int4):
-        check_plain(who, fmt, rotation, rounding)
-        random_words(who, rounding, key, ())
-        given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
-        check_length(who, x, fmt, axis)
-        tensor_batch(who, x, fmt, (axis,), rotation, rounding, slices)
-        return quantize_int4(x, fmt, axis, implementation)
+    check_plain(who, fmt, rotation, rounding)
+    check_length(who, x, fmt, axis)
     batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, slices)
-    if x.ndim == 1:
+    if x.ndim == 1 and fmt.scaling != "float16":
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
@@ -116,10 +118,12 @@ def quantize(
         return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
     words = random_words(who, rounding, key, batch)
     tensor = given_tensor(who, fmt, amax, encode_scale, batch)
-    given = encode_scale is not None
+    if fmt.scaling == "float16":
+        return quantize_int4(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    return _quantize(x, tensor, words, indices, fmt, axis, rotation, given, axis_name, slices, implementation)
+    call = _Call(fmt, rotation, encode_scale is not None, axis_name, slices, implementation)
+    return _quantize(x, tensor, words, indices, axis, call)
 
 
 def quantize_both(
@@ -170,7 +174,7 @@ def quantize_both(
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
     batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, slices)
-    if isinstance(fmt, Int4) or (rotation and not _rotates_in_pass(fmt, rotation)):
+    if fmt.scaling == "float16" or (rotation and not _rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,
@@ -181,55 +185,83 @@ def quantize_both(
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
         return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
-    words, given = random_words(who, rounding, key, batch), encode_scale is not None
+    words = random_words(who, rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    return _quantize_both(x, tensors, words, indices, fmt, rotation, given, axis_name, slices, implementation)
+    call = _Call(fmt, rotation, encode_scale is not None, axis_name, slices, implementation)
+    return _quantize_both(x, tensors, words, indices, call)
+
+
+class _Call(NamedTuple):
+    """What a call is traced with.
+
+    Attributes:
+        format, axis_name, slices, implementation: see `quantize`.
+        rotation: `hadamard=`, or None.
+        encode_scale_given: the number per tensor is what to multiply by, not an amax.
+    """
+
+    format: Any
+    rotation: Hadamard | None
+    encode_scale_given: bool
+    axis_name: Any
+    slices: bool
+    implementation: Implementation
+
+    def amaxes(self, x: jax.Array, plain: bool, rotation: Hadamard | None) -> list[jax.Array]:
+        """Those of the whole array that x is a shard of along `axis_name`: of x, then of the rotated x, as wanted."""
+        found = tensor_amax(x, plain, rotation, self.implementation, self.slices)
+        return found if self.axis_name is None else [largest_over(amax, self.axis_name) for amax in found]
+
+    def spec(
+        self, x: jax.Array, rowwise: bool, columnwise: bool, hadamard: Hadamard | None, stochastic: bool
+    ) -> QuantizeSpec:
+        """The variant of the op that quantises x. `hadamard` is the rotation that is left to the op."""
+        fmt, (rows, columns) = self.format, x.shape[-2:]
+        ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
+        ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
+        given, ragged = self.encode_scale_given, (ragged_rows, ragged_columns)
+        return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, *ragged, self.slices)
 
 
 # Jitted, so that an eager call is one dispatch.
 
 
-@functools.partial(
-    jax.jit, static_argnames=("fmt", "axis", "rotation", "given", "axis_name", "slices", "implementation")
-)
-def _quantize(
-    x, tensor, words, offset, fmt, axis, rotation, given, axis_name, slices, implementation
-) -> QuantizedArray:
+@functools.partial(jax.jit, static_argnames=("axis", "call"))
+def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArray:
+    fmt, rotation = call.format, call.rotation
     x, shape, columnwise = jax.lax.stop_gradient(x), x.shape, axis == -2
     fused = rotation
     if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
-        x, fused = _rotate_padded(x, axis, rotation, implementation), None
+        x, fused = _rotate_padded(x, axis, rotation, call.implementation), None
         if tensor is not None and fmt.scaling == "tensor":  # the only codes that keep the sign of a NaN (numerics.md 1)
             x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
-        (tensor,) = _amaxes(x, fused is None, fused, axis_name, slices, implementation)
-    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given, slices)
-    (row,) = _run(spec, x, [] if tensor is None else [tensor], words, offset, implementation)
+        (tensor,) = call.amaxes(x, fused is None, fused)
+    spec = call.spec(x, not columnwise, columnwise, fused, words is not None)
+    (row,) = _run(spec, x, [] if tensor is None else [tensor], words, offset, call.implementation)
     return _quantized(row, tensor, spec, shape, x.dtype, axis, rotation)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "given", "axis_name", "slices", "implementation"))
-def _quantize_both(
-    x, tensors, words, offset, fmt, rotation, given, axis_name, slices, implementation
-) -> tuple[QuantizedArray, QuantizedArray]:
+@functools.partial(jax.jit, static_argnames="call")
+def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArray, QuantizedArray]:
     x = jax.lax.stop_gradient(x)
     if tensors[0] is None:
-        tensors = _amaxes(x, True, rotation, axis_name, slices, implementation) if fmt.has_tensor_scale else []
+        tensors = call.amaxes(x, True, call.rotation) if call.format.has_tensor_scale else []
     tensors = [*tensors[:1], *tensors[-1:]]
-    spec = _spec(x, fmt, True, True, rotation, words is not None, given, slices)
-    row, column = _run(spec, x, tensors, words, offset, implementation)
+    spec = call.spec(x, True, True, call.rotation, words is not None)
+    row, column = _run(spec, x, tensors, words, offset, call.implementation)
     row_tensor, column_tensor = tensors or (None, None)
     return (
         _quantized(row, row_tensor, spec, x.shape, x.dtype, -1, None),
-        _quantized(column, column_tensor, spec, x.shape, x.dtype, -2, rotation),
+        _quantized(column, column_tensor, spec, x.shape, x.dtype, -2, call.rotation),
     )
 
 
 def _quantized(
     codes_and_scale, tensor, spec: QuantizeSpec, shape: tuple[int, ...], dtype, axis: int, rotation
 ) -> QuantizedArray:
-    """From the op's results; what is one number for all slices stands with each."""
+    """From the op's results; per-tensor numbers are broadcast to every slice."""
     (data, scale), fmt = codes_and_scale, spec.format
 
     def with_each(number):
@@ -238,14 +270,6 @@ def _quantized(
     scale = with_each(scale) if fmt.scaling == "tensor" else scale
     amax = with_each(tensor) if fmt.scaling == "two_level" else None
     return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, axis, rotation)
-
-
-def _amaxes(
-    x, plain: bool, rotation: Hadamard | None, axis_name: Any, slices: bool, implementation: Implementation
-) -> list[jax.Array]:
-    """Of the whole array that x is a shard of along `axis_name`."""
-    found = tensor_amax(x, plain, rotation, implementation, slices)
-    return found if axis_name is None else [largest_over(amax, axis_name) for amax in found]
 
 
 def _rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
@@ -258,22 +282,6 @@ def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: 
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % hadamard.size)
     return hadamard_transform(jnp.pad(x, padding), axis, hadamard.size, hadamard.signs, implementation=implementation)
-
-
-def _spec(
-    x: jax.Array,
-    fmt: Format,
-    rowwise: bool,
-    columnwise: bool,
-    hadamard: Hadamard | None,
-    stochastic: bool,
-    given: bool,
-    slices: bool,
-) -> QuantizeSpec:
-    rows, columns = x.shape[-2:]
-    ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
-    ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
-    return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, ragged_rows, ragged_columns, slices)
 
 
 def _run(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arguments import a_flag, array, as_int, one_of, shown
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4
+from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.implementation import check_implementation
 from jaxlowprec.ops.quantize.op import unit
@@ -86,8 +86,28 @@ def whole_slices(fmt: Format, rotation: Hadamard | None, rounding: str, columnwi
     return math.lcm(unit(fmt, columnwise, rounding == "stochastic"), rotation.size if rotation else 1)
 
 
-def check_plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> None:
-    """Raises ValueError for what Int4 checkpoints have no place for."""
+def check_length(who: str, x: jax.Array, fmt: Format, axis: int) -> None:
+    """Raises ValueError if the quantised axis does not end with a whole block, unless the format pads."""
+    if not fmt.pad and (length := x.shape[axis]) % fmt.length:
+        raise ValueError(
+            f"{who}: x has {length} elements along axis {axis}; {type(fmt).__name__}(group_size={fmt.length}) needs a "
+            f"multiple of {fmt.length}, or pad=True"
+        )
+
+
+def check_holds(who: str, x: jax.Array, fmt: Format) -> None:
+    """Raises TypeError if x's dtype cannot hold what is decoded."""
+    if (served := fmt.served_dtype) is not None and x.dtype not in (jnp.float32, jnp.dtype(served)):
+        raise TypeError(
+            f"{who}: x is {x.dtype}, which cannot hold the {served} numbers that {fmt} decodes to; cast x to {served} "
+            f'or float32, or use scale_dtype="{x.dtype}"'
+        )
+
+
+def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) -> None:
+    """Raises ValueError for what a weight-only format has no place for."""
+    if not fmt.weight_only:
+        return
     if rotation:
         raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} weights are not rotated; leave it out")
     if rounding == "stochastic":

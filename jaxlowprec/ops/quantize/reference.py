@@ -5,17 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.formats import ELEMENTS, Format
 from jaxlowprec.ops.quantize.philox import random_bytes
 from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, from_bits, magnitude_bits
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E4M3_MAX = 448.0
 NVFP4_MAX = 2688.0  # 448 * 6: the largest number a block scale and a code make
 LARGEST_ENCODE = 2.0**126  # keeps its reciprocal normal
-MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
-EXPONENT_BIAS = {"e4m3": 7, "e5m2": 15}
-LARGEST_EXPONENT = {"e2m1": 2, "e4m3": 8, "e5m2": 15}
 E8M0_NAN = 255
 FLOAT8_NAN = 0x7F
 
@@ -47,7 +43,7 @@ def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
     if byte is None:
         code = jax.lax.bitcast_convert_type(capped.astype(fmt.data_dtype), jnp.uint8)
     else:
-        mantissa, least_exponent = MANTISSA_BITS[fmt.element], 128 - EXPONENT_BIAS[fmt.element]
+        mantissa, least_exponent = fmt.numbers.mantissa_bits, 128 - fmt.numbers.exponent_bias
         exponent = jnp.maximum(magnitude_bits(capped) >> 23, least_exponent)  # subnormals share that one's step
         steps = capped * from_bits((254 + mantissa - exponent) << 23)  # exact: a power of two
         low = jnp.floor(steps)
@@ -66,7 +62,8 @@ def two_level(bits: jax.Array, tensor: jax.Array) -> tuple[jax.Array, jax.Array,
     decode = 1.0 / encode
     multiplier = encode * jnp.float32(1 / 6)
     bad = (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
-    scale = jnp.minimum(jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE), E4M3_MAX).astype(jnp.float8_e4m3fn)
+    scale = jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE)
+    scale = jnp.minimum(scale, ELEMENTS["e4m3"].maximum).astype(jnp.float8_e4m3fn)
     scale = jnp.where(bad, jnp.nan, scale.astype(jnp.float32))
     block_encode = jnp.minimum(1.0 / flush(scale * decode), MAX_FINITE)
     return scale.astype(jnp.float8_e4m3fn), block_encode, bad
@@ -77,9 +74,10 @@ def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]
     if fmt.scale_rule == "up":
         exponent = (magnitude_bits(flush(from_bits(bits) * jnp.float32(1 / fmt.maximum))) + 0x7FFFFF) >> 23
     else:
-        half_unit = 1 << (22 - MANTISSA_BITS[fmt.element])
+        half_unit = 1 << (22 - fmt.numbers.mantissa_bits)
         rounded = bits + (half_unit if fmt.scale_rule == "even" else 0)
-        exponent = jnp.maximum(rounded >> 23, LARGEST_EXPONENT[fmt.element]) - LARGEST_EXPONENT[fmt.element]
+        largest = fmt.numbers.largest_exponent
+        exponent = jnp.maximum(rounded >> 23, largest) - largest
     exponent = jnp.where(bits < MIN_NORMAL_BITS, 0, jnp.maximum(exponent, 1))
     bad = bits >= INFINITY_BITS
     stored = jnp.where(bad, E8M0_NAN, exponent).astype(jnp.uint8)

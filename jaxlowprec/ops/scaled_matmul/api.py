@@ -194,13 +194,14 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             f"{who}: a is {a} and b is {b}; there is no GEMM of formats scaled differently: quantise both alike, or "
             "dequantise them and multiply in high precision"
         )
-    if a.element == "int4":
+    if a.weight_only:
         raise NotImplementedError(
             f"{who}: both operands are {a.element}; there is no GEMM of integers: dequantise the activations"
         )
-    if a.element == b.element == "e5m2":
+    if a.element == b.element and not a.numbers.meets_itself:
+        name = a.element.upper()
         raise NotImplementedError(
-            f"{who}: both operands have E5M2 elements; no GEMM takes E5M2 x E5M2: quantise one of them to E4M3"
+            f"{who}: both operands have {name} elements; no GEMM takes {name} x {name}: quantise one of them to E4M3"
         )
     if a.scaling == "float32" and a.tiles and b.tiles:
         raise NotImplementedError(

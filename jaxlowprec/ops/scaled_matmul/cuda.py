@@ -83,7 +83,7 @@ def _as_mxfp8(scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax
     exponents = jnp.repeat(exponents, 4, axis=-1)[..., : depth // 32]
     if fmt.tiles:
         exponents = jnp.repeat(exponents, 4, axis=-2)[..., : -(-rows // 32), :]
-    as_mx = MXFP8("e5m2" if fmt.element == "e5m2" else "e4m3", (32, 32) if fmt.tiles else (1, 32))
+    as_mx = MXFP8(fmt.element, (32, 32) if fmt.tiles else (1, 32))  # type: ignore[arg-type]
     return jax.lax.bitcast_convert_type(exponents, as_mx.scale_dtype), as_mx
 
 

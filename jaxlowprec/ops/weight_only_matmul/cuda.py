@@ -53,10 +53,8 @@ def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Arra
 
 def exact_dtype(fmt: Any, x: jax.Array) -> Any:
     """Of the GEMM that loses nothing of either operand: x's own if the decoded weight fits, else float32."""
-    if fmt.element == "int4":
-        weight = jnp.dtype(fmt.scale_dtype)
-    else:
-        weight = jnp.dtype("float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16")
+    exact = "float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16"
+    weight = jnp.dtype(fmt.served_dtype or exact)
     return x.dtype if x.dtype == weight else jnp.dtype("float32")
 
 
