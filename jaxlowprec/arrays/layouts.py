@@ -208,7 +208,7 @@ def pad_to_multiples(x: jax.Array, rows: int, columns: int) -> jax.Array:
 def _lines(q: QuantizedArray, who: str) -> tuple[int, int]:
     """The number of lines that blocks run along, and their length."""
     check_quantized(who, "q", q)
-    if len(q.matrix) != 2:
+    if len(q.matrix_shape) != 2:
         raise ValueError(f"{who}: shape {q.shape} is a vector; needs two dimensions or more")
-    rows, columns = q.matrix if q.axis == -1 else q.matrix[::-1]
+    rows, columns = q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1]
     return rows, columns

@@ -47,7 +47,7 @@ class QuantizedArray:
         amax: the largest magnitude of each slice (float32), which NVFP4's block scales are relative to; else None.
         zero_point: one a block for asymmetric integer formats, else None.
         format: what it is quantised to.
-        matrix: the logical sizes of the last two axes (of the only one, for a vector).
+        matrix_shape: the logical sizes of the last two axes (of the only one, for a vector).
         dtype: what `dequantize` gives by default: the dtype it was quantised from.
         axis: -1 (rowwise) or -2 (columnwise): the quantised axis, which a GEMM contracts.
         hadamard: the rotation applied along that axis, or None.
@@ -58,7 +58,7 @@ class QuantizedArray:
     amax: jax.Array | None
     zero_point: jax.Array | None
     format: Any
-    matrix: tuple[int, ...]
+    matrix_shape: tuple[int, ...]
     dtype: Any
     axis: int
     hadamard: Hadamard | None
@@ -67,8 +67,9 @@ class QuantizedArray:
         who = "QuantizedArray"
         if not isinstance(self.format, Format):
             raise TypeError(f"{who}: format={shown(self.format)}; needs a format such as NVFP4()")
-        if not isinstance(self.matrix, tuple) or len(self.matrix) not in (1, 2) or not all(map(_is_size, self.matrix)):
-            raise TypeError(f"{who}: matrix={shown(self.matrix)}; needs a tuple of one or two sizes")
+        sizes = self.matrix_shape
+        if not isinstance(sizes, tuple) or len(sizes) not in (1, 2) or not all(map(_is_size, sizes)):
+            raise TypeError(f"{who}: matrix_shape={shown(sizes)}; needs a tuple of one or two sizes")
         one_of(who, "axis", self.axis, -1, -2)
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(f"{who}: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
@@ -78,7 +79,7 @@ class QuantizedArray:
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Arrays and an empty place, and what is static."""
         children = (self.data, self.scale, self.amax, self.zero_point, self.__dict__.get(_PLACE))
-        return children, (self.format, self.matrix, self.dtype, self.axis, self.hadamard)
+        return children, (self.format, self.matrix_shape, self.dtype, self.axis, self.hadamard)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The same, each with its name; the empty place's name says what is static.
@@ -88,7 +89,7 @@ class QuantizedArray:
         """
         children, static = self.tree_flatten()
         rotation = "" if self.hadamard is None else f", rotated by {_without_defaults(self.hadamard)}"
-        told = f"{_without_defaults(self.format)} along axis {self.axis} of {self.matrix}{rotation}"
+        told = f"{_without_defaults(self.format)} along axis {self.axis} of {self.matrix_shape}{rotation}"
         return tuple(zip((*_KEYS, jax.tree_util.GetAttrKey(told)), children, strict=True)), static
 
     @classmethod
@@ -97,13 +98,13 @@ class QuantizedArray:
         self = object.__new__(cls)
         fields = self.__dict__
         fields["data"], fields["scale"], fields["amax"], fields["zero_point"], fields[_PLACE] = children
-        fields["format"], fields["matrix"], fields["dtype"], fields["axis"], fields["hadamard"] = static
+        fields["format"], fields["matrix_shape"], fields["dtype"], fields["axis"], fields["hadamard"] = static
         return self
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, batch axes included."""
-        return (*self.data.shape[: self.data.ndim - len(self.matrix)], *self.matrix)
+        return (*self.data.shape[: self.data.ndim - len(self.matrix_shape)], *self.matrix_shape)
 
     @property
     def ndim(self) -> int:
@@ -128,9 +129,9 @@ class QuantizedArray:
     @property
     def mT(self) -> QuantizedArray:
         """The matrix transpose: the same data seen as the other orientation, no byte moved."""
-        if len(self.matrix) != 2:
+        if len(self.matrix_shape) != 2:
             raise ValueError(f"QuantizedArray.mT: shape {self.shape} is a vector; a matrix transpose needs two axes")
-        return dataclasses.replace(self, matrix=self.matrix[::-1], axis=-3 - self.axis)
+        return dataclasses.replace(self, matrix_shape=self.matrix_shape[::-1], axis=-3 - self.axis)
 
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """See `jaxlowprec.dequantize`."""
@@ -198,12 +199,12 @@ def check_quantized(who: str, name: str, q: Any) -> None:
     fields = (q.data, q.scale, q.amax, q.zero_point)
     found = tuple(None if f is None else (getattr(f, "shape", None), getattr(f, "dtype", None)) for f in fields)
     shape = getattr(q.data, "shape", ())
-    batch = shape[: len(shape) - len(q.matrix)]
-    if found != (needed := _arrays(q.format, q.matrix, q.axis, q.hadamard, batch)):
+    batch = shape[: len(shape) - len(q.matrix_shape)]
+    if found != (needed := _arrays(q.format, q.matrix_shape, q.axis, q.hadamard, batch)):
         field, has, needs = next(
             (f, h, n) for f, h, n in zip(("data", "scale", "amax", "zero_point"), found, needed, strict=True) if h != n
         )
-        what = f"{q.format} of {'x'.join(map(str, q.matrix))} along axis {q.axis}"
+        what = f"{q.format} of {'x'.join(map(str, q.matrix_shape))} along axis {q.axis}"
         raise ValueError(f"{who}: {name}.{field} is {_described(has)}; {what} needs {_described(needs)}")
     q.__dict__.pop(_MADE_BY_HAND, None)
 

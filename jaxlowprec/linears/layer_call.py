@@ -19,7 +19,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears import delayed_scaling, weight_only
-from jaxlowprec.linears.quantized_matmul import Plan, QuantizedKernel, quantized_matmul, recording
+from jaxlowprec.linears.quantized_matmul import ProductSpec, QuantizedKernel, quantized_matmul, recording
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.checks import whole_slices
@@ -120,7 +120,7 @@ class LayerCall:
             return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, slices)), state
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         result = jnp.dtype(out_dtype), shardings, out_sharding
-        plan = Plan(roles, self.recipe.backward_override, self.recipe.delayed, *result, slices, self.precision)
+        spec = ProductSpec(roles, self.recipe.backward_override, self.recipe.delayed, *result, slices, self.precision)
         batch = x.shape[: -3 if slices else -2]
         gradient = math.prod(x.shape[len(batch) : -1]), weight.shape[-1]
         randomness = randomness_of(self.who, roles, self.key, batch, gradient, self.name)
@@ -129,7 +129,7 @@ class LayerCall:
         if self.recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
         with in_profiles(self.name):
-            return quantized_matmul(plan, *operands, used), state
+            return quantized_matmul(spec, *operands, used), state
 
     def _weight_only(self, x, w, bias, loaded, served, result) -> jax.Array:
         """The product by a weight that alone is quantised."""

@@ -27,9 +27,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jaxlowprec.wiring.sharding_rule import Placed, Rule, Split
+from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule, Split
 
-__all__ = ["Rule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
+__all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
 
 Avals = Sequence[Any]
 
@@ -109,7 +109,7 @@ def from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.
 def define(
     name: str,
     *,
-    rule: Rule,
+    rule: ShardingRule,
     outputs: Callable[..., Sequence[tuple[tuple[int, ...], Any]]],
     reference: Callable,
     native: Callable | Mapping[str, Callable] | None = None,
@@ -309,7 +309,7 @@ def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]] | None:
     return [tuple(index.tolist()) if n > 1 else () for index, n in zip(held[:ndim], sizes, strict=False)]
 
 
-def _check_pieces(name: str, rule: Rule, args: Avals, results: Avals) -> None:
+def _check_pieces(name: str, rule: ShardingRule, args: Avals, results: Avals) -> None:
     """A shard_map that is manual over some axes only: shardings are passed through, so they must already agree."""
     pieces: dict[str, tuple[int, ...]] = {}
 

@@ -1,6 +1,6 @@
 """How an op's results are split when its operands are: the einops-like rule that `wiring.define` reads.
 
-    Rule("... r (c k), ... -> ... r (c h), ... r c", k=16, h=8)
+    ShardingRule("... r (c k), ... -> ... r (c h), ... r c", k=16, h=8)
 
 An operand's dimension is a factor, or a product whose first factor alone may be split: `(c k)` is split into whole
 blocks of k. Factors of given size are never split. `...` stands for batch axes, which all operands that have them
@@ -44,7 +44,7 @@ class Placed(NamedTuple):
         return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
 
-class Rule:
+class ShardingRule:
     """How results are split when operands are.
 
     Arguments:
@@ -190,7 +190,7 @@ class _Factors:
         sizes: blocks of each factor that may be split.
     """
 
-    def __init__(self, rule: Rule, mesh: Any, tokens: list[str], value: Placed, partial: bool):
+    def __init__(self, rule: ShardingRule, mesh: Any, tokens: list[str], value: Placed, partial: bool):
         self.nbytes = value.nbytes
         self.held: dict[str, str] = {}
         self.sizes: dict[str, int] = {}

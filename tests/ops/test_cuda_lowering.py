@@ -260,7 +260,7 @@ def test_symbolic_shapes_take_the_reference_and_say_why():
         a,
         data=jax.ShapeDtypeStruct((m, 32), jnp.uint8),
         scale=jax.ShapeDtypeStruct((m, 4), jnp.float8_e4m3fn),
-        matrix=(m, 64),
+        matrix_shape=(m, 64),
     )
 
     def lowered(implementation):

@@ -101,7 +101,7 @@ class AWQ(Scheme):
         return QuantizedArray(data, scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        codes = unpack_bytes(np.asarray(q.data), q.matrix[1])
+        codes = unpack_bytes(np.asarray(q.data), q.matrix_shape[1])
         zeros = np.full(q.scale.shape, SYMMETRIC_ZERO, np.uint8) if self.symmetric else np.asarray(q.zero_point)
         return {
             "qweight": pack_words(np.ascontiguousarray(codes.T), AWQ_ORDER),

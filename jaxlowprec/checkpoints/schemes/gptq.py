@@ -134,7 +134,7 @@ class GPTQ(Scheme):
         return QuantizedArray(jnp.asarray(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        k = q.matrix[1]
+        k = q.matrix_shape[1]
         zeros = np.full(q.scale.shape, SYMMETRIC_ZERO, np.uint8) if self.symmetric else np.asarray(q.zero_point)
         if self.version == 1:
             if (zeros == 0).any():

@@ -110,13 +110,13 @@ class PackedInt4(Scheme):
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         data = np.asarray(q.data)
-        if q.matrix[1] % 2:
+        if q.matrix_shape[1] % 2:
             data = data.copy()
             data[:, -1] &= 15  # compressed-tensors fills a word up with 0
         return {
             "weight_packed": words_of_bytes(data),
             "weight_scale": np.asarray(q.scale),
-            "weight_shape": np.asarray(q.matrix, np.int64),
+            "weight_shape": np.asarray(q.matrix_shape, np.int64),
         }
 
 

@@ -41,11 +41,11 @@ def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, slices: bo
     results = ", ".join(["..."] * count)
     x_axes, reduced = ("... s", ("s",)) if slices else ("...", ())
     if hadamard is None:
-        rule = wiring.Rule(f"{x_axes} r c -> {results}", reductions=(*reduced, "r", "c"))
+        rule = wiring.ShardingRule(f"{x_axes} r c -> {results}", reductions=(*reduced, "r", "c"))
     elif whole_rows:
-        rule = wiring.Rule(f"{x_axes} r c -> {results}", reductions=(*reduced, "c"), whole=("r",))
+        rule = wiring.ShardingRule(f"{x_axes} r c -> {results}", reductions=(*reduced, "c"), whole=("r",))
     else:
-        rule = wiring.Rule(f"{x_axes} (r k) c -> {results}", reductions=(*reduced, "r", "c"), k=BLOCK)
+        rule = wiring.ShardingRule(f"{x_axes} (r k) c -> {results}", reductions=(*reduced, "r", "c"), k=BLOCK)
 
     def outputs(x):
         return [(x.shape[: -3 if slices else -2], jnp.float32)] * count

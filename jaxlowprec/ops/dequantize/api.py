@@ -50,10 +50,10 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
 def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
-    vector, fmt = len(q.matrix) == 1, q.format
+    vector, fmt = len(q.matrix_shape) == 1, q.format
     data = q.data[..., None, :] if vector else q.data
     scale = q.scale[..., None, :] if vector and fmt.scaling != "tensor" else q.scale
-    rows, columns = (1, *q.matrix) if vector else (q.matrix if q.axis == -1 else q.matrix[::-1])
+    rows, columns = (1, *q.matrix_shape) if vector else (q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1])
     operands = jax.lax.stop_gradient((data, scale) if q.amax is None else (data, scale, q.amax))
 
     def decode(columns, rotation, dtype):

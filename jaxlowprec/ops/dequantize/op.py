@@ -60,7 +60,7 @@ def dequantize_op(
 
     return wiring.define(
         "jaxlowprec_dequantize",
-        rule=wiring.Rule(text, whole=whole, **sizes),
+        rule=wiring.ShardingRule(text, whole=whole, **sizes),
         outputs=outputs,
         reference=run_reference,
         native=run_native,

@@ -17,7 +17,7 @@ from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.int4.api import clipped_int4, fake_quantize_int4
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.ops.quantize.checks import check_holds, check_length, matrix
+from jaxlowprec.ops.quantize.checks import check_holds, check_length, quantizable
 
 StraightThrough = Literal["identity", "clipped"]
 
@@ -64,7 +64,7 @@ def fake_quantize(
     Array([1., 1., 1., 1.], dtype=float32)
     """
     who = "fake_quantize"
-    x = matrix(who, x, fmt)
+    x = quantizable(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
     one_of(who, "ste", ste, "identity", "clipped")
     check_implementation(who, implementation)

@@ -133,7 +133,7 @@ def multiply_groups(
     Rows in no group give zeros. The bias is added in float32, before the one rounding. For `precision` see
     `scaled_matmul`.
     """
-    columns, depth = b.matrix
+    columns, depth = b.matrix_shape
     fmt = b.format
     ragged_depth = depth % fmt.length != 0
     ragged_columns = fmt.tiles and columns % fmt.length != 0

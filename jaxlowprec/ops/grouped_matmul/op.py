@@ -50,7 +50,7 @@ class GroupedMatmulSpec:
         return self.a_format.scaling == "tensor"
 
 
-def _rule(spec: GroupedMatmulSpec) -> wiring.Rule:
+def _rule(spec: GroupedMatmulSpec) -> wiring.ShardingRule:
     """a is [..., T, K], b [..., E, N, K]. N splits (with tiles in whole ones), K in whole blocks; T and E do not."""
     length, whole, n, scale_n = spec.a_format.length, ["t", "e"], "n", "n"
     if spec.b_format.tiles and spec.ragged_columns:
@@ -72,7 +72,7 @@ def _rule(spec: GroupedMatmulSpec) -> wiring.Rule:
     operands += ["... e", *["... e"] * 2 * spec.two_level, *[f"... e {n}"] * spec.bias]
     text = f"{', '.join(operands)} -> ... t {n}"
     sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
-    return wiring.Rule(text, reductions=() if spec.ragged_depth else ("k",), whole=whole, **sizes)
+    return wiring.ShardingRule(text, reductions=() if spec.ragged_depth else ("k",), whole=whole, **sizes)
 
 
 @functools.cache
@@ -177,7 +177,7 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
 
     return wiring.define(
         "jaxlowprec_grouped_wgrad",
-        rule=wiring.Rule(text, whole=whole),
+        rule=wiring.ShardingRule(text, whole=whole),
         outputs=outputs,
         reference=run_reference,
         native={"cpu": run_native, "cuda": run_on_gpu},

@@ -33,7 +33,9 @@ def plain_wgrad(x: jax.Array, dy: jax.Array, sizes: jax.Array, out_dtype: Any, p
     return _wgrad_op(jnp.dtype(out_dtype), precision)(x.astype(dtype), dy.astype(dtype), sizes)[0]
 
 
-def _define(name: str, rule: wiring.Rule, outputs: Callable, chunks: Callable, when_reduced: Callable | None = None):
+def _define(
+    name: str, rule: wiring.ShardingRule, outputs: Callable, chunks: Callable, when_reduced: Callable | None = None
+):
     """The op of operands x, other, sizes that `chunks(rows of one, x, sizes, other)` computes."""
 
     def by(rows_of_one: Callable) -> Callable:
@@ -58,7 +60,7 @@ def _define(name: str, rule: wiring.Rule, outputs: Callable, chunks: Callable, w
 def _rows_op(out_dtype: Any, precision: Any):
     return _define(
         "jaxlowprec_grouped_plain_matmul",
-        wiring.Rule("... t k, ... e k n, ... e -> ... t n", reductions=("k",), whole=("t", "e")),
+        wiring.ShardingRule("... t k, ... e k n, ... e -> ... t n", reductions=("k",), whole=("t", "e")),
         lambda x, w, sizes: [((*x.shape[:-1], w.shape[-1]), out_dtype)],
         functools.partial(rows_by_chunks, out_dtype, precision),
         lambda add_up, *operands: [add_up(_rows_op(jnp.dtype("float32"), precision)(*operands)[0]).astype(out_dtype)],
@@ -69,7 +71,7 @@ def _rows_op(out_dtype: Any, precision: Any):
 def _wgrad_op(out_dtype: Any, precision: Any):
     return _define(
         "jaxlowprec_grouped_plain_wgrad",
-        wiring.Rule("... t k, ... t n, ... e -> ... e k n", whole=("t", "e")),
+        wiring.ShardingRule("... t k, ... t n, ... e -> ... e k n", whole=("t", "e")),
         lambda x, dy, sizes: [((*sizes.shape, x.shape[-1], dy.shape[-1]), out_dtype)],
         functools.partial(wgrad_by_chunks, out_dtype, precision),
     )

@@ -63,7 +63,7 @@ class GroupedQuantizeSpec:
         return self.directions if self.format.has_tensor_scale else 0
 
 
-def _rule(spec: GroupedQuantizeSpec) -> wiring.Rule:
+def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
     """x is [..., T, C] and sizes [..., E], whole along T and E; C splits, into whole blocks where it is quantised."""
     fmt = spec.format
     size = max(fmt.length, BLOCK if spec.stochastic else 1) if spec.rowwise else 1
@@ -91,7 +91,7 @@ def _rule(spec: GroupedQuantizeSpec) -> wiring.Rule:
         ]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     used = set(re.findall(r"\w+", text))
-    return wiring.Rule(
+    return wiring.ShardingRule(
         text, whole=[f for f in dict.fromkeys(whole) if f in used], **{f: n for f, n in sizes.items() if f in used}
     )
 
@@ -195,7 +195,9 @@ def grouped_amax_op(plain: bool, hadamard: Hadamard | None, implementation: Impl
 
     return wiring.define(
         "jaxlowprec_grouped_amax",
-        rule=wiring.Rule(f"... t c, ... e -> {', '.join(['... e'] * number)}", reductions=("c",), whole=("t", "e")),
+        rule=wiring.ShardingRule(
+            f"... t c, ... e -> {', '.join(['... e'] * number)}", reductions=("c",), whole=("t", "e")
+        ),
         outputs=outputs,
         reference=over_batches(one_batch),
         native={"cpu": run_native, "cuda": run_on_gpu},

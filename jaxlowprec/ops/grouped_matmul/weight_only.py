@@ -57,7 +57,7 @@ def grouped_weight_only(
     Rows in no group give zeros. The bias is float32 [..., E, N]. The bytes are those of `scaled_matmul(x_e, q_e)` for
     each group.
     """
-    columns, depth = q.matrix
+    columns, depth = q.matrix_shape
     fmt = q.format
     spec = GroupedWeightOnlySpec(
         fmt,
@@ -121,7 +121,7 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
 
     return wiring.define(
         "jaxlowprec_grouped_weight_only",
-        rule=wiring.Rule(
+        rule=wiring.ShardingRule(
             text,
             reductions=("k",) if weight.depth_splits else (),
             whole=(*weight.whole, "t", "e"),

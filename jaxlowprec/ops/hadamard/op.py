@@ -33,7 +33,7 @@ def hadamard_op(hadamard: Hadamard, vertical: bool, inverse: bool, implementatio
 
     return wiring.define(
         "jaxlowprec_hadamard",
-        rule=wiring.Rule(text, k=hadamard.size),
+        rule=wiring.ShardingRule(text, k=hadamard.size),
         outputs=outputs,
         reference=reference,
         native=native,

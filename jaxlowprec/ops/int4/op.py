@@ -34,11 +34,11 @@ def _quantized_axis(fmt: Int4, ragged: bool) -> _Axis:
     return _Axis("(k g)", "(k h)" if size > 2 else "k", "k", (), {"g": size, "h": size // 2} if size > 2 else {"g": 2})
 
 
-def _rule(operands: list[str], results: list[str], axis: _Axis) -> wiring.Rule:
+def _rule(operands: list[str], results: list[str], axis: _Axis) -> wiring.ShardingRule:
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     words = text.replace("(", " ").replace(")", " ").replace(",", " ").split()
     sizes: dict[str, Any] = {factor: size for factor, size in axis.sizes.items() if factor in words}
-    return wiring.Rule(text, whole=[factor for factor in axis.whole if factor in words], **sizes)
+    return wiring.ShardingRule(text, whole=[factor for factor in axis.whole if factor in words], **sizes)
 
 
 def _across(function: Callable, columnwise: bool) -> Callable:

@@ -26,7 +26,7 @@ from jaxlowprec.ops.quantize.checks import (
     check_plain,
     checked_options,
     given_tensor,
-    matrix,
+    quantizable,
     tensor_batch,
 )
 from jaxlowprec.ops.quantize.keys import random_words
@@ -101,7 +101,7 @@ def quantize(
     QuantizedArray(NVFP4 1x16, shape=(32, 64), dtype=bfloat16, axis=-1, 1.1 KiB, 3.54x smaller)
     """
     who = "quantize"
-    x = matrix(who, x, fmt)
+    x = quantizable(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
     rotation = as_hadamard(who, hadamard)
     indices = checked_options(who, (axis,), rounding, offset, axis_name, slices, implementation)
@@ -115,7 +115,7 @@ def quantize(
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
-        return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
+        return dataclasses.replace(row, data=row.data[0], scale=scale, matrix_shape=x.shape)
     words = random_words(who, rounding, key, batch)
     tensor = given_tensor(who, fmt, amax, encode_scale, batch)
     if fmt.scaling == "float16":
@@ -166,7 +166,7 @@ def quantize_both(
     ((32, 32), (64, 16))
     """
     who = "quantize_both"
-    x = matrix(who, x, fmt)
+    x = quantizable(who, x, fmt)
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)

@@ -17,7 +17,7 @@ from jaxlowprec.ops.implementation import check_implementation
 from jaxlowprec.ops.quantize.op import unit
 
 
-def matrix(who: str, x: Any, fmt: Any) -> jax.Array:
+def quantizable(who: str, x: Any, fmt: Any) -> jax.Array:
     """x, checked with the format it is to be quantised to."""
     if not isinstance(fmt, Format):
         raise TypeError(f"{who}: fmt={shown(fmt)}; needs a format such as jaxlowprec.NVFP4()")

@@ -64,7 +64,7 @@ def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
     return max(fmt.length if quantized or fmt.tiles else 1, BLOCK if quantized and stochastic else 1)
 
 
-def _rule(spec: QuantizeSpec) -> wiring.Rule:
+def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
     """x is [..., R, C]. An axis that blocks run along splits into whole blocks, or not at all where it is ragged."""
     fmt = spec.format
     whole: list[str] = []
@@ -105,7 +105,7 @@ def _rule(spec: QuantizeSpec) -> wiring.Rule:
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     used = re.findall(r"\w+", text)
     sizes = {f: n for f, n in (sizes | {"w": 2}).items() if f in used}
-    return wiring.Rule(text, whole=[f for f in dict.fromkeys(whole) if f in used], **sizes)
+    return wiring.ShardingRule(text, whole=[f for f in dict.fromkeys(whole) if f in used], **sizes)
 
 
 @functools.cache

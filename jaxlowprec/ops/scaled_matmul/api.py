@@ -112,7 +112,7 @@ def scaled_matmul(
         return _results(weight_only_matmul(who, a, b, options, implementation), out_sharding)
     check_quantized(who, "a", a)
     _check_operands(who, a, b)
-    epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix[0]), **options)
+    epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix_shape[0]), **options)
     out = _run(a, b, epilogue, extras, None, precision, implementation)
     return _results(out, out_sharding)
 
@@ -138,7 +138,9 @@ def scaled_matmul_of_slices(
     who = "scaled_matmul"
     both = b.ndim == a.ndim
     shape = (
-        (*a.shape[:-3], a.matrix[0], b.matrix[0]) if both else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix[0])
+        (*a.shape[:-3], a.matrix_shape[0], b.matrix_shape[0])
+        if both
+        else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix_shape[0])
     )
     epilogue, extras = checked_epilogue(who, shape, bias, None, None, out_dtype, False, None, out_sharding)
     a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
@@ -165,8 +167,8 @@ def _run(
     spec = MatmulSpec(
         a.format,
         b.format,
-        a.format.tiles and a.matrix[0] % a.format.length != 0,
-        b.format.tiles and b.matrix[0] % b.format.length != 0,
+        a.format.tiles and a.matrix_shape[0] % a.format.length != 0,
+        b.format.tiles and b.matrix_shape[0] % b.format.length != 0,
         unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
         epilogue,
         slices,
@@ -217,18 +219,17 @@ def check_pair(who: str, a: Format, b: Format) -> None:
 
 def _check_operands(who: str, a: QuantizedArray, b: QuantizedArray) -> None:
     for name, q in (("a", a), ("b", b)):
-        if len(q.matrix) != 2:
+        if len(q.matrix_shape) != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs two dimensions or more")
         if q.axis != -1:
             raise ValueError(
                 f"{who}: {name} of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
-                f"quantise it with axis=-1, or pass {name}.mT to contract over its axis of {q.matrix[-2]}"
+                f"quantise it with axis=-1, or pass {name}.mT to contract over its axis of {q.matrix_shape[-2]}"
             )
     check_pair(who, a.format, b.format)
-    if a.matrix[-1] != b.matrix[-1]:
-        raise ValueError(
-            f"{who}: a {a.shape} and b {b.shape} differ in the contracted last axis: {a.matrix[-1]} and {b.matrix[-1]}"
-        )
+    if a.matrix_shape[-1] != b.matrix_shape[-1]:
+        sizes = f"{a.matrix_shape[-1]} and {b.matrix_shape[-1]}"
+        raise ValueError(f"{who}: a {a.shape} and b {b.shape} differ in the contracted last axis: {sizes}")
     if a.shape[:-2] != b.shape[:-2]:
         raise ValueError(
             f"{who}: a {a.shape} and b {b.shape} differ in their batch axes; broadcast them before quantising"

@@ -46,7 +46,7 @@ class MatmulSpec:
         return self.a_format.scaling == "two_level"
 
 
-def _rule(spec: MatmulSpec) -> wiring.Rule:
+def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
     """M and N split (with tiles in whole ones), K splits in whole blocks and is then summed over."""
     whole: list[str] = []
     length = spec.a_format.length
@@ -77,7 +77,7 @@ def _rule(spec: MatmulSpec) -> wiring.Rule:
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
     reductions = ("s",) * (spec.slices == "both") + ("k",) * (not spec.ragged_depth)
-    return wiring.Rule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
+    return wiring.ShardingRule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
 
 
 def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:

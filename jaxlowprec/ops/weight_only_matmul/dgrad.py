@@ -31,7 +31,7 @@ def weight_only_dgrad(
         out_dtype, out_sharding: of the result, see `scaled_matmul`.
         precision: of the product, as for `jax.lax.dot`; hashable.
     """
-    fmt, (rows, depth) = q.format, q.matrix
+    fmt, (rows, depth) = q.format, q.matrix_shape
     ragged_depth = depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0)
     op = _dgrad_op(
         fmt,
@@ -83,7 +83,7 @@ def _dgrad_op(
 
     return wiring.define(
         "jaxlowprec_weight_only_dgrad",
-        rule=wiring.Rule(text, reductions=reductions, whole=weight.whole, **weight.sizes),
+        rule=wiring.ShardingRule(text, reductions=reductions, whole=weight.whole, **weight.sizes),
         outputs=outputs,
         reference=lambda *operands: [multiply(*operands, dtype=out_dtype)],
         when_reduced=lambda add_up, *operands: [add_up(multiply(*operands, dtype=jnp.float32)).astype(out_dtype)],

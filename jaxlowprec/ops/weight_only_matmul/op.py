@@ -94,7 +94,7 @@ def weight_factors(
     return WeightFactors(n, k, operands, tuple(dict.fromkeys(whole)), sizes, not ragged_depth)
 
 
-def _rule(spec: WeightOnlySpec) -> wiring.Rule:
+def _rule(spec: WeightOnlySpec) -> wiring.ShardingRule:
     """M and N split, K splits in whole blocks and is then summed over."""
     batch = "" if spec.shared else "..."
     weight = weight_factors(spec.format, spec.asymmetric, spec.ragged_columns, spec.ragged_depth, batch)
@@ -104,7 +104,7 @@ def _rule(spec: WeightOnlySpec) -> wiring.Rule:
     results = spec.epilogue.results("m", weight.n)
     text = f"{', '.join([f'... m {weight.k}', *weight.operands, *extras])} -> {', '.join(results)}"
     reductions = ("k",) if weight.depth_splits else ()
-    return wiring.Rule(text, reductions=reductions, whole=weight.whole, **weight.sizes)
+    return wiring.ShardingRule(text, reductions=reductions, whole=weight.whole, **weight.sizes)
 
 
 @functools.cache
