@@ -33,7 +33,7 @@ from jaxlowprec.linears.residuals import (
 )
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
-from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_slices
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -99,7 +99,7 @@ class ProductSpec(Gemms):
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
-        slices: x is [..., S, T, K] for a weight without S.
+        rows_split: x is [..., S, T, K] for a weight without S.
         precision: of all three GEMMs, checked.
     """
 
@@ -107,17 +107,17 @@ class ProductSpec(Gemms):
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
-    slices: bool
+    rows_split: bool
     precision: Any = None
 
 
 def _both_ways(
-    x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None, slices=False
+    x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None, rows_split=False
 ) -> tuple[Any, Any]:
     """x quantised in the wanted directions, None for the other; one pass for both."""
     if role is None:
         return None, None
-    rotation, options = role.hadamard or False, {"encode_scale": encode, "slices": slices}
+    rotation, options = role.hadamard or False, {"encode_scale": encode, "rows_split": rows_split}
     if rowwise and columnwise:
         return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax, **options)
     row_amax, column_amax = amax or (None, None)
@@ -130,8 +130,8 @@ def _both_ways(
 
 
 def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
-    if spec.slices:
-        return scaled_matmul_of_slices(a, b, bias, out_dtype, out_sharding, spec.precision)
+    if spec.rows_split:
+        return scaled_matmul_of_split_rows(a, b, bias, out_dtype, out_sharding, spec.precision)
     return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding, precision=spec.precision)
 
 
@@ -142,9 +142,9 @@ def _encode_scale(spec: ProductSpec, state, tensor: str):
     return delayed_scaling.encode_scale(spec.delayed, state, tensor, _maximum(spec.delayed, tensor))
 
 
-def _recorded(delayed: DelayedScaling, state, tensor: str, x, slices=False):
+def _recorded(delayed: DelayedScaling, state, tensor: str, x, rows_split=False):
     """The state with the tensor's new history and scale."""
-    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, slices=slices)
+    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, rows_split=rows_split)
     return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
 
 
@@ -163,7 +163,7 @@ def _fprop(spec: ProductSpec, x, w, bias, quantized: QuantizedKernel | None, sta
     roles = spec.roles
     with in_profiles("quantize input"):
         encode = _encode_scale(spec, state, "input")
-        x_row, x_column = _both_ways(x, roles.input, spec.fprop, keep_column, encode=encode, slices=spec.slices)
+        x_row, x_column = _both_ways(x, roles.input, spec.fprop, keep_column, encode=encode, rows_split=spec.rows_split)
     if quantized is not None:
         w_row, w_column = quantized.rowwise, quantized.columnwise
     else:
@@ -190,7 +190,7 @@ def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     new_state = state
     if spec.delayed is not None:
-        new_state = _recorded(spec.delayed, state, "input", x, spec.slices)
+        new_state = _recorded(spec.delayed, state, "input", x, spec.rows_split)
         new_state = new_state if w is None else _recorded(spec.delayed, new_state, "kernel", w)
     return y, (kept, like, randomness, new_state)
 
@@ -199,13 +199,13 @@ def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, 
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
     role, amaxes = spec.roles.gradient, None
     if spec.delayed is None and role.format.has_tensor_scale and (role.hadamard is None or role.hadamard.size == BLOCK):
-        found = tensor_amax(dy, True, role.hadamard, slices=spec.slices)
+        found = tensor_amax(dy, True, role.hadamard, rows_split=spec.rows_split)
         amaxes = found[0], found[-1]
     words = None
     if randomness is not None:
-        words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, slices=spec.slices))[0])
+        words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, rows_split=spec.rows_split))[0])
     encode = _encode_scale(spec, state, "output_grad")
-    return _both_ways(dy, role, spec.dgrad, spec.wgrad and weight_learns, words, amaxes, encode, spec.slices)
+    return _both_ways(dy, role, spec.dgrad, spec.wgrad and weight_learns, words, amaxes, encode, spec.rows_split)
 
 
 def _backward(spec: ProductSpec, residuals, dy):
@@ -229,9 +229,9 @@ def _backward(spec: ProductSpec, residuals, dy):
         if like_w is not None and spec.wgrad:
             dw = _multiply(spec, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
         elif like_w is not None:
-            dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.slices, like_w.dtype, w_sharding, spec.precision)
+            dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
     if spec.delayed is not None:
-        state = _recorded(spec.delayed, state, "output_grad", dy, spec.slices)
+        state = _recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state
 
 

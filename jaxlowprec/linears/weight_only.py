@@ -61,7 +61,7 @@ class _ProductSpec:
     Attributes:
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
-        slices: x is [..., S, T, K] for a weight without S.
+        rows_split: x is [..., S, T, K] for a weight without S.
         precision: of the backward GEMMs, checked; the forward one always has float32 sums.
     """
 
@@ -69,7 +69,7 @@ class _ProductSpec:
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
-    slices: bool
+    rows_split: bool
     precision: Any
 
 
@@ -84,11 +84,11 @@ def matmul(
 ) -> Float[Array, "*B T N"]:
     """x times a weight as it is served: the master weight w, or q, which it was quantised to, or both.
 
-    `result`: its dtype, its sharding in explicit mode, and `slices` (see `_ProductSpec`).
+    `result`: its dtype, its sharding in explicit mode, and `rows_split` (see `_ProductSpec`).
     """
-    out_dtype, out_sharding, slices = result
+    out_dtype, out_sharding, rows_split = result
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    spec = _ProductSpec(served, jnp.dtype(out_dtype), shardings, out_sharding, slices, precision)
+    spec = _ProductSpec(served, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, precision)
     return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q))
 
 
@@ -195,7 +195,7 @@ def _backward(spec: _ProductSpec, residuals, dy):
     dw: Any = None
     if like_w is not None:
         with in_profiles("wgrad"):
-            dw = plain_wgrad(x, dy, spec.slices, like_w.dtype, w_sharding, spec.precision)
+            dw = plain_wgrad(x, dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
     if clipped is not None:
         dw = through_estimator(dw, clipped, spec.served)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None

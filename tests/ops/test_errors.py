@@ -175,7 +175,7 @@ class TestRounding:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"slices": 1}, TypeError, "slices=1; needs True or False"),
+            ({"rows_split": 1}, TypeError, "rows_split=1; needs True or False"),
             ({"implementation": "native"}, ValueError, 'implementation=\'native\'; needs None, "ffi" or "reference"'),
             ({"axis_name": ["x"]}, TypeError, "axis_name=['x']; needs an axis of the mesh"),
             ({"axis_name": "x"}, ValueError, "axis_name='x'; needs an axis of the mesh, or a tuple of them, within"),

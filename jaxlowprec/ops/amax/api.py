@@ -15,7 +15,7 @@ def amax(
     plain: bool,
     hadamard: Hadamard | None,
     implementation: Implementation = None,
-    slices: bool = False,
+    rows_split: bool = False,
 ) -> list[Float[Array, "*B"]]:
     """The largest magnitude of each slice in float32, in one pass over x. NaN or infinity anywhere is never lost.
 
@@ -24,7 +24,7 @@ def amax(
         plain: whether that of x itself is wanted; it comes first.
         hadamard: a rotation of size 16 along axis -2, after which the amax is wanted too; or None.
         implementation: None, "ffi" or "reference".
-        slices: the last batch axis holds slices of one tensor, of whole rotations.
+        rows_split: x is [..., S, R, C], one tensor whose rows are split into S parts of whole rotations.
     """
     whole_rows = hadamard is not None and x.shape[-2] % BLOCK != 0
-    return list(amax_op(plain, hadamard, whole_rows, slices, implementation)(jax.lax.stop_gradient(x)))
+    return list(amax_op(plain, hadamard, whole_rows, rows_split, implementation)(jax.lax.stop_gradient(x)))

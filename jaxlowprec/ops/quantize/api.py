@@ -48,7 +48,7 @@ def quantize(
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
-    slices: bool = False,
+    rows_split: bool = False,
 ) -> QuantizedArray:
     """Quantises an array along one axis.
 
@@ -73,15 +73,15 @@ def quantize(
         encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale
             from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. One that
             is not positive and finite makes its slice NaN.
-        offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
+        offset: row and column of x's first element in the whole array that stochastic rounding should see, for a part
             of it; the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken
             modulo that.
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
             the whole array. Outside, a mesh needs nothing said.
-        slices: the last batch axis holds slices of one tensor, x [..., S, M, K] with one amax: codes and scales are
-            those of the matrix [..., S * M, K], its rows numbered through, but stay in slices, and a mesh may split
-            both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have the
-            other batch axes alone.
+        rows_split: x is [..., S, M, K], one tensor whose rows are split into S parts, with one amax: codes and scales
+            are those of the matrix [..., S * M, K], its rows numbered through, but stay in parts, and a mesh may split
+            both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have only the
+            other batch axes.
 
     Returns:
         A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never come out finite: the block that
@@ -104,10 +104,10 @@ def quantize(
     x = quantizable(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
     rotation = as_hadamard(who, hadamard)
-    indices = checked_options(who, (axis,), rounding, offset, axis_name, slices, implementation)
+    indices = checked_options(who, (axis,), rounding, offset, axis_name, rows_split, implementation)
     check_plain(who, fmt, rotation, rounding)
     check_length(who, x, fmt, axis)
-    batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, slices)
+    batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, rows_split)
     if x.ndim == 1 and fmt.scaling != "float16":
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
@@ -122,7 +122,7 @@ def quantize(
         return quantize_int4(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    call = _Call(fmt, rotation, encode_scale is not None, axis_name, slices, implementation)
+    call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
     return _quantize(x, tensor, words, indices, axis, call)
 
 
@@ -138,7 +138,7 @@ def quantize_both(
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
-    slices: bool = False,
+    rows_split: bool = False,
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
 
@@ -148,7 +148,7 @@ def quantize_both(
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
-        fmt, rounding, key, implementation, axis_name, slices: see `quantize`.
+        fmt, rounding, key, implementation, axis_name, rows_split: see `quantize`.
         offset: see `quantize`; in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result.
         amax: those of x and of the rotated x, where they are known; see `quantize`.
@@ -170,16 +170,16 @@ def quantize_both(
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
-    indices = checked_options(who, (-1, -2), rounding, offset, axis_name, slices, implementation)
+    indices = checked_options(who, (-1, -2), rounding, offset, axis_name, rows_split, implementation)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
-    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, slices)
+    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)
     if fmt.scaling == "float16" or (rotation and not _rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,
             "axis_name": axis_name,
-            "slices": slices,
+            "rows_split": rows_split,
         }
         amaxes = amax or (None, None)
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
@@ -188,7 +188,7 @@ def quantize_both(
     words = random_words(who, rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    call = _Call(fmt, rotation, encode_scale is not None, axis_name, slices, implementation)
+    call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
     return _quantize_both(x, tensors, words, indices, call)
 
 
@@ -196,7 +196,7 @@ class _Call(NamedTuple):
     """What a call is traced with.
 
     Attributes:
-        format, axis_name, slices, implementation: see `quantize`.
+        format, axis_name, rows_split, implementation: see `quantize`.
         rotation: `hadamard=`, or None.
         encode_scale_given: the number per tensor is what to multiply by, not an amax.
     """
@@ -205,12 +205,12 @@ class _Call(NamedTuple):
     rotation: Hadamard | None
     encode_scale_given: bool
     axis_name: Any
-    slices: bool
+    rows_split: bool
     implementation: Implementation
 
     def amaxes(self, x: jax.Array, plain: bool, rotation: Hadamard | None) -> list[jax.Array]:
         """Those of the whole array that x is a shard of along `axis_name`: of x, then of the rotated x, as wanted."""
-        found = tensor_amax(x, plain, rotation, self.implementation, self.slices)
+        found = tensor_amax(x, plain, rotation, self.implementation, self.rows_split)
         return found if self.axis_name is None else [largest_over(amax, self.axis_name) for amax in found]
 
     def spec(
@@ -221,7 +221,7 @@ class _Call(NamedTuple):
         ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
         ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
         given, ragged = self.encode_scale_given, (ragged_rows, ragged_columns)
-        return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, *ragged, self.slices)
+        return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, *ragged, self.rows_split)
 
 
 # Jitted, so that an eager call is one dispatch.
@@ -265,7 +265,7 @@ def _quantized(
     (data, scale), fmt = codes_and_scale, spec.format
 
     def with_each(number):
-        return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.slices else number
+        return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
 
     scale = with_each(scale) if fmt.scaling == "tensor" else scale
     amax = with_each(tensor) if fmt.scaling == "two_level" else None
@@ -297,15 +297,15 @@ def _run(
     if words is not None:
         row, column = offset
         rows, columns = x.shape[-2:]
-        slices = x.shape[-3:-2] if spec.slices else ()
+        parts = x.shape[-3:-2] if spec.rows_split else ()
 
         def indices(first, count, *lead):  # made beside the op, so that they are split as x is
             return jnp.arange(math.prod((*lead, count)), dtype=jnp.uint32).reshape(*lead, count) + first
 
         operands.append(words)
         if spec.rowwise:
-            operands += [indices(row, rows, *slices), indices(column // BLOCK, -(-columns // BLOCK))]
+            operands += [indices(row, rows, *parts), indices(column // BLOCK, -(-columns // BLOCK))]
         if spec.columnwise:
-            operands += [indices(column, columns), indices(row // BLOCK, -(-rows // BLOCK), *slices)]
+            operands += [indices(column, columns), indices(row // BLOCK, -(-rows // BLOCK), *parts)]
     out = quantize_op(spec, implementation)(*operands)
     return list(zip(out[0::2], out[1::2], strict=True))

@@ -28,11 +28,11 @@ def quantizable(who: str, x: Any, fmt: Any) -> jax.Array:
 
 
 def checked_options(
-    who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, slices: Any, implementation: Any
+    who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, rows_split: Any, implementation: Any
 ) -> tuple[Any, Any]:
     """Raises for options that are none; the row and column that `offset` is."""
     one_of(who, "rounding", rounding, "nearest", "stochastic")
-    a_flag(who, slices=slices)
+    a_flag(who, rows_split=rows_split)
     check_implementation(who, implementation)
     if axis_name is not None and not isinstance(axis_name, Hashable):
         raise TypeError(f"{who}: axis_name={shown(axis_name)}; needs an axis of the mesh, or a tuple of them")
@@ -65,24 +65,24 @@ def _index(who: str, offset: Any, axis: int, index: Any, unit: int) -> Any:
 
 
 def tensor_batch(
-    who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, slices: bool
+    who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, rows_split: bool
 ) -> tuple[int, ...]:
     """The batch axes, each slice of which is a tensor."""
-    if not slices:
+    if not rows_split:
         return x.shape[:-2]
     if x.ndim < 3:
-        raise ValueError(f"{who}: slices=True and x has shape {x.shape}; needs three dimensions or more")
-    needs = whole_slices(fmt, rotation if -2 in axes else None, rounding, -2 in axes)
+        raise ValueError(f"{who}: rows_split=True and x has shape {x.shape}; needs three dimensions or more")
+    needs = part_unit(fmt, rotation if -2 in axes else None, rounding, -2 in axes)
     if x.shape[-2] % needs:
         raise ValueError(
-            f"{who}: slices=True and x has {x.shape[-2]} rows in each; needs a multiple of {needs}, or "
-            "x.reshape(-1, x.shape[-1]) without slices="
+            f"{who}: rows_split=True and x has {x.shape[-2]} rows in each part; needs a multiple of {needs}, or "
+            "x.reshape(-1, x.shape[-1]) without rows_split="
         )
     return x.shape[:-3]
 
 
-def whole_slices(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
-    """What the rows of a slice are a multiple of, so that nothing lies on two slices."""
+def part_unit(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
+    """The rows of a part are a multiple of this number, so that no block and no draw lies on two parts."""
     return math.lcm(unit(fmt, columnwise, rounding == "stochastic"), rotation.size if rotation else 1)
 
 

@@ -18,7 +18,7 @@ from jaxlowprec.arrays.quantized_array import arrays_of_lines
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import reference
-from jaxlowprec.ops.slices import merged_rows, sliced_columns, sliced_rows
+from jaxlowprec.ops.split_rows import merged_rows, split_columns, split_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class QuantizeSpec:
         stochastic: rounding of the codes.
         encode_scale_given: the tensor operand is what to multiply by, not an amax; Float8Tensor alone.
         ragged_rows, ragged_columns: R or C is no multiple of `unit` along that axis.
-        slices: x is [..., S, R, C], one tensor, and so are the results; see `ops.slices`.
+        rows_split: x is [..., S, R, C], one tensor, and so are the results; see `ops.split_rows`.
     """
 
     format: Any
@@ -43,7 +43,7 @@ class QuantizeSpec:
     encode_scale_given: bool
     ragged_rows: bool
     ragged_columns: bool
-    slices: bool = False
+    rows_split: bool = False
 
     @property
     def directions(self) -> int:
@@ -89,7 +89,7 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
         names["r"],
         names["c"],
     )
-    s = "s " if spec.slices else ""
+    s = "s " if spec.rows_split else ""
     operands, results = [f"... {s}{row} {column}"], []
     operands += ["..."] * spec.tensors + ["... w"] * spec.stochastic
 
@@ -113,8 +113,8 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation):
     """x, an amax [...] (or encode scale) a direction for formats with a tensor scale, then if stochastic a key [..., 2]
     and line and group indices a direction -> codes and scales a direction."""
     outputs, run_reference, run_native = _bodies(spec)
-    if spec.slices:
-        outputs, run_reference, run_native = _of_slices(spec)
+    if spec.rows_split:
+        outputs, run_reference, run_native = _of_split_rows(spec)
     return wiring.define(
         "jaxlowprec_quantize",
         rule=_rule(spec),
@@ -174,12 +174,12 @@ def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
     return lambda x, *_: _shapes(spec, x), run_reference, functools.partial(native_call, spec)
 
 
-def _of_slices(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
-    """The same of slices: of the matrix that they are together."""
-    outputs, *bodies = _bodies(dataclasses.replace(spec, slices=False))
+def _of_split_rows(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
+    """The same for split rows: of the matrix that the parts are together."""
+    outputs, *bodies = _bodies(dataclasses.replace(spec, rows_split=False))
     per_tensor = spec.format.scaling == "tensor"
 
-    def sliced_outputs(x, *_):
+    def outputs_of_parts(x, *_):
         *batch, s, rows, columns = x.shape
         shapes = outputs(jax.ShapeDtypeStruct((*batch, rows, columns), x.dtype))
         return [
@@ -187,18 +187,18 @@ def _of_slices(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
             for i, (shape, dtype) in enumerate(shapes)
         ]
 
-    cuts = [(sliced_rows, -2)] * spec.rowwise + [(sliced_columns, -1)] * spec.columnwise  # along which of its axes
+    cuts = [(split_rows, -2)] * spec.rowwise + [(split_columns, -1)] * spec.columnwise  # along which of its axes
 
-    def of_slices(body):
+    def of_parts(body):
         def run(x, *operands):
-            slices, indices = x.shape[-3], len(operands) - 2 * spec.directions * spec.stochastic
+            parts, indices = x.shape[-3], len(operands) - 2 * spec.directions * spec.stochastic
             merged = body(merged_rows(x), *operands[:indices], *(ids.reshape(-1) for ids in operands[indices:]))
-            shapes, out = sliced_outputs(x), []
+            shapes, out = outputs_of_parts(x), []
             for i, value in enumerate(merged):
                 (cut, axis), (shape, _) = cuts[i // 2], shapes[i]
-                out.append(value if per_tensor and i % 2 else cut(value, slices, shape[axis]))
+                out.append(value if per_tensor and i % 2 else cut(value, parts, shape[axis]))
             return out
 
         return run
 
-    return sliced_outputs, *map(of_slices, bodies)
+    return outputs_of_parts, *map(of_parts, bodies)

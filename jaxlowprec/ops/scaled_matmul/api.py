@@ -117,7 +117,7 @@ def scaled_matmul(
     return _results(out, out_sharding)
 
 
-def scaled_matmul_of_slices(
+def scaled_matmul_of_split_rows(
     a: QuantizedArray,
     b: QuantizedArray,
     bias: Float[Array, "*B N"] | None,
@@ -125,15 +125,15 @@ def scaled_matmul_of_slices(
     out_sharding: NamedSharding | PartitionSpec | None,
     precision: Any = None,
 ) -> Float[Array, "*B ..."]:
-    """`scaled_matmul` where `a` is in slices of one tensor, [..., S, M, K], as `quantize(slices=True)` makes them.
+    """`scaled_matmul` where the rows of `a` are split, [..., S, M, K], as `quantize(rows_split=True)` splits them.
 
     Arguments:
-        a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where b is in slices too,
+        a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where the rows of b are split too,
             [..., S, N, K], its columns are: M and N are lines, and the contraction is over S * K.
         b, bias, out_dtype, out_sharding, precision: see `scaled_matmul`.
 
     Returns:
-        [..., S, M, N]; where both are in slices [..., M, N].
+        [..., S, M, N]; where both are split [..., M, N].
     """
     who = "scaled_matmul"
     both = b.ndim == a.ndim
@@ -159,7 +159,7 @@ def _run(
     b: QuantizedArray,
     epilogue: Epilogue,
     extras: list[jax.Array],
-    slices: Any,
+    rows_split: Any,
     precision: Any,
     implementation: Any,
 ) -> list[jax.Array]:
@@ -171,7 +171,7 @@ def _run(
         b.format.tiles and b.matrix_shape[0] % b.format.length != 0,
         unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
         epilogue,
-        slices,
+        rows_split,
         wants_float32_sums(precision),
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()

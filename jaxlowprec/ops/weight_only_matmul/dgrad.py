@@ -26,7 +26,7 @@ def weight_only_dgrad(
     """dy @ q, accumulated in float32; the weight is decoded to dy's dtype.
 
     Arguments:
-        dy: [..., M, N]; [..., S, M, N] in slices for a weight without S.
+        dy: [..., M, N]; [..., S, M, N] its rows split for a weight without S.
         q: [..., N, K], quantised along K.
         out_dtype, out_sharding: of the result, see `scaled_matmul`.
         precision: of the product, as for `jax.lax.dot`; hashable.
@@ -53,14 +53,14 @@ def _dgrad_op(
     asymmetric: bool,
     ragged_columns: bool,
     ragged_depth: int | None,
-    slices: bool,
+    rows_split: bool,
     out_dtype: Any,
     out_spec: PartitionSpec | None,
     precision: Any,
 ):
     """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where that does not follow."""
     weight = weight_factors(fmt, asymmetric, ragged_columns, ragged_depth is not None, "...")
-    lines = "s m" if slices else "m"
+    lines = "s m" if rows_split else "m"
     text = f"{', '.join([f'... {lines} {weight.n}', *weight.operands])} -> ... {lines} {weight.k}"
     reductions = () if "n" in weight.whole else ("n",)
 
@@ -77,7 +77,7 @@ def _dgrad_op(
         zero_point = rest[-1] if asymmetric else None
         matrix = (data.shape[-2], depth(data, scale))
         w = QuantizedArray(data, scale, amax, zero_point, fmt, matrix, dy.dtype, -1, None)
-        decoded = dequantize(w)[..., None, :, :] if slices else dequantize(w)
+        decoded = dequantize(w)[..., None, :, :] if rows_split else dequantize(w)
         y = jnp.matmul(dy, decoded, precision=precision, preferred_element_type=jnp.float32)
         return y.astype(dtype)
 
