@@ -20,7 +20,7 @@ import numpy as np
 from jaxlowprec.arguments import a_flag, one_of, shown
 
 BLOCK = 16
-"""Elements that share one NVFP4 block scale, and a group of stochastic rounding's random bytes."""
+"""Elements that share one NVFP4 block scale. Random bytes of stochastic rounding come by as many."""
 
 DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of NVIDIA's NVFP4 recipe (Transformer Engine): one fixed vector for all layers and steps."""
@@ -321,19 +321,19 @@ class Float8Tensor(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers, a bfloat16 or float16 scale a group: the weights of W4A16 checkpoints.
+    """4-bit integers, a bfloat16 or float16 scale per block: the weights of W4A16 checkpoints.
 
     A number decodes to `code * scale`, or `(code - zero_point) * scale`, rounded once to the scale's dtype: to the bit
     what compressed-tensors and Marlin kernels decode, so that the weight trained with is the weight served.
 
     Arguments:
-        group_size: consecutive elements of the quantised axis that share a scale.
-        symmetric: codes from -7 to 7. Otherwise codes from 0 to 15 and a zero point a group; zero is always a code.
+        group_size: consecutive elements of the quantised axis that share a scale: checkpoints' word for a block.
+        symmetric: codes from -7 to 7. Otherwise codes from 0 to 15 and a zero point per block; zero is always a code.
         scale_dtype: "bfloat16" or "float16": the dtype of the model that is served. Arrays are rounded to it first, so
             that a float32 master weight gives what its exported copy gives.
-        pad: whether the quantised axis may end in a part of a group, which zeros then fill. False: it is an error.
+        pad: whether the quantised axis may end within a block, which zeros then fill. False: it is an error.
         rule: "deploy": the scale is rounded before it divides. For comparison with published pipelines, in pure JAX
-            alone: "slime": the trainer divides by the unrounded scale, the checkpoint holds the rounded one.
+            only: "slime": the trainer divides by the unrounded scale, the checkpoint holds the rounded one.
             "compressed-tensors": that library's rule on a CPU, 16 levels and 16-bit arithmetic throughout.
 
     Source: int4_qat.md 1.1, 1.2 and 1.4.

@@ -119,7 +119,7 @@ def grouped_matmul(
     roles = _checked_roles(who, recipe, name)
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
-        weight_only.check_whole_groups(who, name, kernels, roles.weight.format)
+        weight_only.check_whole_blocks(who, name, kernels, roles.weight.format)
         served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
         spec = GroupedWeightOnlyProductSpec(served, dtype, shardings, precision)
         operands = _aligned(x, kernels, bias, None, sizes)

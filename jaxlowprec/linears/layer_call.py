@@ -135,7 +135,7 @@ class LayerCall:
     def _weight_only(self, x, w, bias, loaded, served, result) -> jax.Array:
         """The product by a weight that alone is quantised."""
         if loaded is None:
-            weight_only.check_whole_groups(self.who, self.name, w, served.format)
+            weight_only.check_whole_blocks(self.who, self.name, w, served.format)
         with in_profiles(self.name):
             return weight_only.matmul(x, w, bias, loaded, served, result, self.precision)
 

@@ -112,7 +112,7 @@ class ProductSpec(Gemms):
 
 
 def _both_ways(
-    x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None, rows_split=False
+    x, role: Any, rowwise: bool, columnwise: bool, *, words=None, amax=None, encode=None, rows_split=False
 ) -> tuple[Any, Any]:
     """x quantised in the wanted directions, None for the other; one pass for both."""
     if role is None:
@@ -155,10 +155,12 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(spec: ProductSpec, x, w, bias, randomness, quantized, state):
-    return _fprop(spec, x, w, bias, quantized, state, False, False)[0]
+    return _fprop(spec, x, w, bias, quantized, state)[0]
 
 
-def _fprop(spec: ProductSpec, x, w, bias, quantized: QuantizedKernel | None, state, keep_column: bool, keep_row: bool):
+def _fprop(
+    spec: ProductSpec, x, w, bias, quantized: QuantizedKernel | None, state, *, keep_column=False, keep_row=False
+):
     """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
     roles = spec.roles
     with in_profiles("quantize input"):
@@ -182,7 +184,9 @@ def _fprop(spec: ProductSpec, x, w, bias, quantized: QuantizedKernel | None, sta
 
 def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
     x, w, bias = differentiated_once((x, w, bias))
-    y, (x_row, x_column), (w_row, w_column) = _fprop(spec, x, w, bias, quantized, state, spec.wgrad, spec.dgrad)
+    y, (x_row, x_column), (w_row, w_column) = _fprop(
+        spec, x, w, bias, quantized, state, keep_column=spec.wgrad, keep_row=spec.dgrad
+    )
     dequantized = spec.backward_override == "dequantized" and spec.fprop
     kept_x = x_column if spec.wgrad else x_row if dequantized else x
     kept_w = w_row if spec.dgrad else w_column if dequantized or w is None else w
@@ -205,7 +209,8 @@ def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, 
     if randomness is not None:
         words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, rows_split=spec.rows_split))[0])
     encode = _encode_scale(spec, state, "output_grad")
-    return _both_ways(dy, role, spec.dgrad, spec.wgrad and weight_learns, words, amaxes, encode, spec.rows_split)
+    options = {"words": words, "amax": amaxes, "encode": encode, "rows_split": spec.rows_split}
+    return _both_ways(dy, role, spec.dgrad, spec.wgrad and weight_learns, **options)
 
 
 def _backward(spec: ProductSpec, residuals, dy):

@@ -109,23 +109,23 @@ def through_estimator(dw: jax.Array, w: jax.Array, served: Served) -> jax.Array:
     return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
 
 
-def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
-    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole group.
+def check_whole_blocks(who: str, name: str, kernel: Any, fmt: Format) -> None:
+    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole block.
 
-    A group on two shards would be another group than the one that is served. Shards are checked as far as they are
+    A block on two shards would be another block than the one that is served. Shards are checked as far as they are
     known here: local arrays of shard_map, arrays outside jit, axes in explicit mode. In automatic mode the op gathers
     what does not divide.
     """
-    length, shard, group = kernel.shape[-2], _shard_of_k(kernel), fmt.length
+    length, shard, block = kernel.shape[-2], _shard_of_k(kernel), fmt.length
     given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
-    if not fmt.pad and length % group:
+    if not fmt.pad and length % block:
         raise ValueError(
-            f"{given}, which is no multiple of the group of {group} of {fmt}: use a group_size that divides it, or "
+            f"{given}, which is no multiple of the block of {block} of {fmt}: use a group_size that divides it, or "
             "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"
         )
-    if shard != length and shard % group:
+    if shard != length and shard % block:
         raise ValueError(
-            f"{given}, in shards of {shard}, which is no multiple of the group of {group} of {fmt}: a group would lie "
+            f"{given}, in shards of {shard}, which is no multiple of the block of {block} of {fmt}: a block would lie "
             "on two shards; use a group_size that divides it, or shard N instead"
         )
 

@@ -86,12 +86,13 @@ class Epilogue:
 def checked_epilogue(
     who: str,
     shape: tuple[int, ...],
+    *,
     bias: Any,
-    activation: Activation,
-    accumulate: Any,
+    activation: Activation = None,
+    accumulate: Any = None,
     out_dtype: Any,
-    return_pre_activation: bool,
-    activation_input: Any,
+    return_pre_activation: bool = False,
+    activation_input: Any = None,
     out_sharding: Any,
 ) -> tuple[Epilogue, list[jax.Array]]:
     """What a public function was asked for, for a result of `shape` [..., M, N], and the operands for it."""

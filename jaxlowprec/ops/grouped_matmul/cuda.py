@@ -52,7 +52,7 @@ def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and
     """`grouped_weight_only_op`, sizes second."""
     rows, columns = x.shape[0], weight_and_bias[0].shape[-2]
     epilogue = Epilogue(spec.bias, False, None, False, spec.out_dtype)
-    dense = WeightOnlySpec(spec.format, spec.asymmetric, True, True, False, epilogue)
+    dense = WeightOnlySpec(spec.format, True, True, False, epilogue)
     chunk = chunk_rows(rows, sizes.shape[0], 16)  # as few as a kernel of its own takes
     rows_of = chunk_of(x, chunk)
 
@@ -62,8 +62,9 @@ def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and
     return by_chunks(sizes, rows, columns, spec.out_dtype, multiply, chunk)
 
 
-def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, a_scale, b_data, b_scale, *amaxes):
+def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, *operands):
     """`grouped_wgrad_op`, sizes second."""
+    a_scale, b_data, b_scale, *amaxes = operands
     experts, shape = sizes.shape[0], (a_data.shape[0], b_data.shape[0])
     epilogue = Epilogue(False, True, None, False, jnp.dtype("float32"))
     dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue, None, spec.float32_sums)

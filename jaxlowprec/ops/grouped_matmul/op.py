@@ -155,7 +155,9 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         return [((*sizes.shape, a_data.shape[-2], b_data.shape[-2]), spec.out_dtype)]
 
     def one_batch(a_data, sizes, a_scale, b_data, b_scale, *amaxes):
-        y = reference.wgrad_terms(a_data, a_scale, formats[0], b_data, b_scale, formats[1], sizes, rows)
+        a = reference.Columns(a_data, a_scale, formats[0])
+        b = reference.Columns(b_data, b_scale, formats[1])
+        y = reference.wgrad_terms(a, b, sizes, rows)
         if spec.per_group:
             y = rounded(rounded(y * a_scale[:, None, None]) * b_scale[:, None, None])
         if spec.two_level:

@@ -18,6 +18,7 @@ from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.grouped_matmul import reference, tiled
 from jaxlowprec.ops.grouped_matmul.groups import count
 from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.quantize.philox import Draws
 
 
 def over_batches(function: Callable) -> Callable:
@@ -67,24 +68,24 @@ def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
     """x is [..., T, C] and sizes [..., E], whole along T and E; C splits, into whole blocks where it is quantised."""
     fmt = spec.format
     size = max(fmt.length, BLOCK if spec.stochastic else 1) if spec.rowwise else 1
-    column = codes = blocks = draws = "c"
-    whole = ["t", "e", "tblocks", "tcodes", "tdraws"]
+    column = codes = blocks = sixteens = "c"
+    whole = ["t", "e", "tblocks", "tcodes", "tsixteens"]
     sizes: dict[str, Any] = {"w": 2}
     if spec.ragged_columns and size > 1:
-        codes, blocks, draws = "cbytes" if fmt.packed else "c", "cblocks", "cdraws"
-        whole += ["c", codes, blocks, draws]
+        codes, blocks, sixteens = "cbytes" if fmt.packed else "c", "cblocks", "csixteens"
+        whole += ["c", codes, blocks, sixteens]
     elif size > 1:
         sizes |= {"k": size, "h": size // 2, "g": size // BLOCK}
         column, codes = "(c k)", f"(c {'h' if fmt.packed else 'k'})"
-        draws = "(c g)" if size > BLOCK else "c"
+        sixteens = "(c g)" if size > BLOCK else "c"
     per_group = fmt.scaling == "tensor"
     operands = [f"... t {column}", "... e", *["... e"] * spec.tensors, *["... e w"] * spec.stochastic]
     results = []
     if spec.rowwise:
-        operands += ["t", draws] * spec.stochastic
+        operands += ["t", sixteens] * spec.stochastic
         results += [f"... t {codes}", "... e" if per_group else f"... t {blocks}"]
     if spec.columnwise:
-        operands += [column, "tdraws"] * spec.stochastic
+        operands += [column, "tsixteens"] * spec.stochastic
         results += [
             f"... {column} {'tcodes' if fmt.packed else 't'}",
             "... e" if per_group else f"... {column} tblocks",
@@ -99,7 +100,7 @@ def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
 @functools.cache
 def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation):
     """x [..., T, C], sizes [..., E], an amax [..., E] a direction for formats with a tensor scale, then if stochastic
-    keys [..., E, 2] and line and draw indices a direction -> codes and scales a direction.
+    keys [..., E, 2] and indices of lines and sixteens per direction -> codes and scales per direction.
 
     Indices along T are counted from each group's first row.
     """
@@ -123,11 +124,12 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
         out: list[jax.Array] = []
         for i in range(spec.directions):
             tensor = tensors[i] if tensors else None
-            ids = (random[0], random[1 + 2 * i], random[2 + 2 * i]) if random else ()
-            if i == 0 and spec.rowwise:
-                out += reference.quantize_rowwise(x, sizes, fmt, tensor, *ids)
+            columnwise = i == 1 or not spec.rowwise
+            draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], int(columnwise)) if random else None
+            if columnwise:
+                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, draws)
             else:
-                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, *ids)
+                out += reference.quantize_rowwise(x, sizes, fmt, tensor, draws)
         return out
 
     def run_reference(x, sizes, *operands):

@@ -1,6 +1,6 @@
 """Int4 in pure JAX: the byte oracle (int4_qat.md 1.2, 1.4 and 1.5).
 
-Arrays here are seen as groups [..., G, g] along the last axis. Codes are unsigned, 0 to 15, of symmetric formats too:
+Arrays here are seen as blocks [..., B, b] along the last axis. Codes are unsigned, 0 to 15, of symmetric formats too:
 those have 8 for zero.
 """
 
@@ -19,13 +19,13 @@ LEAST_SCALE = 1e-5
 LARGEST_CODE = 15
 
 
-class Groups(NamedTuple):
-    """Quantised groups.
+class Blocks(NamedTuple):
+    """Quantised blocks.
 
     Attributes:
-        raw: [..., G, g] int32, codes before they are limited to what a nibble of the format may hold.
-        zero: [..., G] int32, the code of zero.
-        scale: [..., G] float32, what a step decodes to.
+        raw: [..., B, b] int32, codes before they are limited to what a nibble of the format may hold.
+        zero: [..., B] int32, the code of zero.
+        scale: [..., B] float32, what a step decodes to.
     """
 
     raw: jax.Array
@@ -48,20 +48,20 @@ def nearest_steps(magnitude: jax.Array, scale: jax.Array, most: int) -> jax.Arra
     return steps
 
 
-def deploy(groups: jax.Array, fmt: Int4) -> Groups:
-    """The rule whose decoded weight is the served one. A bad group, of NaN or infinity, is given a NaN scale later."""
+def deploy(blocks: jax.Array, fmt: Int4) -> Blocks:
+    """The rule whose decoded weight is the served one. A bad block, of NaN or infinity, is given a NaN scale later."""
     dtype = jnp.dtype(fmt.scale_dtype)
     if fmt.symmetric:
-        scale = jnp.abs(groups).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
+        scale = jnp.abs(blocks).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
         zero = jnp.full(scale.shape, SYMMETRIC_ZERO, jnp.int32)
     else:
-        low, high = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
+        low, high = jnp.minimum(blocks.min(axis=-1), 0), jnp.maximum(blocks.max(axis=-1), 0)
         scale = rounded_quotient(high - low, LARGEST_CODE, dtype)
     scale = narrowed(jnp.maximum(scale, jnp.float32(LEAST_SCALE)), dtype)
     if not fmt.symmetric:
         zero = nearest_steps(-low, scale, LARGEST_CODE)
-    steps = nearest_steps(jnp.abs(groups), scale[..., None], 7 if fmt.symmetric else LARGEST_CODE)
-    return Groups(jnp.where(groups < 0, -steps, steps) + zero[..., None], zero, scale)
+    steps = nearest_steps(jnp.abs(blocks), scale[..., None], 7 if fmt.symmetric else LARGEST_CODE)
+    return Blocks(jnp.where(blocks < 0, -steps, steps) + zero[..., None], zero, scale)
 
 
 # --- whole arrays
@@ -72,34 +72,34 @@ def least_code(fmt: Int4) -> int:
     return 1 if fmt.symmetric and fmt.rule != "compressed-tensors" else 0
 
 
-def quantize_groups(x: jax.Array, fmt: Int4) -> Groups:
-    """x [..., C], padded with zeros to whole groups. One with NaN or infinity has scale NaN, codes of zero."""
+def quantize_blocks(x: jax.Array, fmt: Int4) -> Blocks:
+    """x [..., C], padded with zeros to whole blocks. One with NaN or infinity has scale NaN, codes of zero."""
     dtype, size = jnp.dtype(fmt.scale_dtype), fmt.group_size
     x = flush(x.astype(jnp.float32))
     x = jnp.pad(narrowed(x, dtype), [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
-    groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     rule = {"deploy": deploy, "slime": published.slime, "compressed-tensors": published.compressed_tensors}[fmt.rule]
-    raw, zero, scale = rule(groups, fmt)
-    bad = (magnitude_bits(groups).max(axis=-1) >= INFINITY_BITS) | ~jnp.isfinite(scale)
+    raw, zero, scale = rule(blocks, fmt)
+    bad = (magnitude_bits(blocks).max(axis=-1) >= INFINITY_BITS) | ~jnp.isfinite(scale)
     zero = jnp.where(bad, SYMMETRIC_ZERO if fmt.symmetric else 0, zero)
-    return Groups(jnp.where(bad[..., None], zero[..., None], raw), zero, jnp.where(bad, jnp.nan, scale))
+    return Blocks(jnp.where(bad[..., None], zero[..., None], raw), zero, jnp.where(bad, jnp.nan, scale))
 
 
-def _line_by_line(groups: jax.Array) -> jax.Array:
-    """[..., G, g] -> [..., G * g]."""
-    *lines, count, size = groups.shape
-    return groups.reshape(*lines, count * size)
+def _line_by_line(blocks: jax.Array) -> jax.Array:
+    """[..., B, b] -> [..., B * b]."""
+    *lines, count, size = blocks.shape
+    return blocks.reshape(*lines, count * size)
 
 
-def codes(groups: Groups, fmt: Int4) -> jax.Array:
-    """Those that fit: uint8 [..., G, g]."""
-    return jnp.clip(groups.raw, least_code(fmt), LARGEST_CODE)
+def codes(blocks: Blocks, fmt: Int4) -> jax.Array:
+    """Those that fit: uint8 [..., B, b]."""
+    return jnp.clip(blocks.raw, least_code(fmt), LARGEST_CODE)
 
 
 def clipped(x: jax.Array, fmt: Int4) -> jax.Array:
     """Which elements of x [..., C] round to codes that do not fit."""
-    groups = quantize_groups(x, fmt)
-    outside = groups.raw != codes(groups, fmt)
+    blocks = quantize_blocks(x, fmt)
+    outside = blocks.raw != codes(blocks, fmt)
     return _line_by_line(outside)[..., : x.shape[-1]]
 
 
@@ -111,20 +111,20 @@ def decode(steps: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
 
 def fake_quantize(x: jax.Array, fmt: Int4) -> jax.Array:
     """x [..., C] -> what its codes decode to, of its dtype."""
-    groups = quantize_groups(x, fmt)
-    values = decode(codes(groups, fmt) - groups.zero[..., None], groups.scale, fmt)
+    blocks = quantize_blocks(x, fmt)
+    values = decode(codes(blocks, fmt) - blocks.zero[..., None], blocks.scale, fmt)
     return _line_by_line(values)[..., : x.shape[-1]].astype(x.dtype)
 
 
 def quantize(x: jax.Array, fmt: Int4) -> tuple[jax.Array, ...]:
     """x [..., C] -> bytes of two codes, scales and, where asymmetric, zero points."""
-    groups = quantize_groups(x, fmt)
-    code = _line_by_line(codes(groups, fmt).astype(jnp.uint8))
-    zero = groups.zero.astype(jnp.uint8)
+    blocks = quantize_blocks(x, fmt)
+    code = _line_by_line(codes(blocks, fmt).astype(jnp.uint8))
+    zero = blocks.zero.astype(jnp.uint8)
     if code.shape[-1] % 2:
         code = jnp.concatenate([code, zero[..., -1:]], axis=-1)
     packed = code[..., 0::2] | (code[..., 1::2] << 4)
-    scale = groups.scale.astype(fmt.scale_dtype)
+    scale = blocks.scale.astype(fmt.scale_dtype)
     return (packed, scale) if fmt.symmetric else (packed, scale, zero)
 
 

@@ -18,6 +18,7 @@ from jaxlowprec.arrays.quantized_array import arrays_of_lines
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import reference
+from jaxlowprec.ops.quantize.philox import Draws
 from jaxlowprec.ops.split_rows import merged_rows, split_columns, split_rows
 
 
@@ -69,7 +70,7 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
     fmt = spec.format
     whole: list[str] = []
     sizes: dict[str, Any] = {}
-    names: dict[str, tuple[str, str, str, str]] = {}  # of an axis: elements, codes, blocks, groups of 16
+    names: dict[str, tuple[str, str, str, str]] = {}  # of an axis: elements, codes, blocks, sixteens
     for axis, quantized, ragged in (
         ("r", spec.columnwise, spec.ragged_rows),
         ("c", spec.rowwise, spec.ragged_columns),
@@ -79,13 +80,13 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
             names[axis] = (axis, axis, axis, axis)
         elif ragged:
             codes = f"{axis}bytes" if fmt.packed else axis
-            names[axis] = (axis, codes, f"{axis}blocks", f"{axis}groups")
+            names[axis] = (axis, codes, f"{axis}blocks", f"{axis}sixteens")
             whole += names[axis]
         else:
             sizes |= {"k": size, "h": size // 2, "g": size // BLOCK}
-            groups = f"({axis} g)" if size > BLOCK else axis
-            names[axis] = (f"({axis} k)", f"({axis} {'h' if fmt.packed else 'k'})", axis, groups)
-    (row, row_codes, row_blocks, row_groups), (column, column_codes, column_blocks, column_groups) = (
+            sixteens = f"({axis} g)" if size > BLOCK else axis
+            names[axis] = (f"({axis} k)", f"({axis} {'h' if fmt.packed else 'k'})", axis, sixteens)
+    (row, row_codes, row_blocks, row_sixteens), (column, column_codes, column_blocks, column_sixteens) = (
         names["r"],
         names["c"],
     )
@@ -97,10 +98,10 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
         return "..." if fmt.scaling == "tensor" else f"... {s}{line_blocks if fmt.tiles else line} {blocks}"
 
     if spec.rowwise:
-        operands += [f"{s}{row}", column_groups] * spec.stochastic
+        operands += [f"{s}{row}", column_sixteens] * spec.stochastic
         results += [f"... {s}{row} {column_codes}", scales(row, row_blocks, column_blocks)]
     if spec.columnwise:
-        operands += [column, f"{s}{row_groups}"] * spec.stochastic
+        operands += [column, f"{s}{row_sixteens}"] * spec.stochastic
         results += [f"... {s}{column} {row_codes}", scales(column, column_blocks, row_blocks)]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     used = re.findall(r"\w+", text)
@@ -111,7 +112,7 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
 @functools.cache
 def quantize_op(spec: QuantizeSpec, implementation: Implementation):
     """x, an amax [...] (or encode scale) a direction for formats with a tensor scale, then if stochastic a key [..., 2]
-    and line and group indices a direction -> codes and scales a direction."""
+    and indices of lines and sixteens per direction -> codes and scales a direction."""
     outputs, run_reference, run_native = _bodies(spec)
     if spec.rows_split:
         outputs, run_reference, run_native = _of_split_rows(spec)
@@ -136,7 +137,7 @@ def _shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
 def native_call(
     spec: QuantizeSpec, x: jax.Array, *operands: jax.Array, vmap_method: str | None = None
 ) -> Sequence[Any]:
-    """The kernel on what the op takes. Line and group indices may have x's batch axes, for each matrix its own.
+    """The kernel on what the op takes. Indices of lines and sixteens may have x's batch axes, for each matrix its own.
 
     `vmap_method`: of `jax.ffi.ffi_call`.
     """
@@ -167,8 +168,8 @@ def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
             if columnwise and spec.hadamard:
                 values = rotate_padded(values, spec.hadamard)
             tensor = tensors[i] if tensors else None
-            stochastic = (random[0], random[1 + 2 * i], random[2 + 2 * i], int(columnwise)) if random else ()
-            out += reference.quantize_rows(values, fmt, tensor, spec.encode_scale_given, *stochastic)
+            draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], int(columnwise)) if random else None
+            out += reference.quantize_rows(values, fmt, tensor, spec.encode_scale_given, draws)
         return out
 
     return lambda x, *_: _shapes(spec, x), run_reference, functools.partial(native_call, spec)

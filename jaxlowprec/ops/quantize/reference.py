@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import ELEMENTS, Format
-from jaxlowprec.ops.quantize.philox import random_bytes
+from jaxlowprec.ops.quantize.philox import Draws, random_bytes
 from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, from_bits, magnitude_bits
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -130,15 +130,12 @@ def quantize_rows(
     fmt: Format,
     tensor: jax.Array | None = None,
     encode_scale_given: bool = False,
-    key: jax.Array | None = None,
-    rows: jax.Array | None = None,
-    groups: jax.Array | None = None,
-    stream: int = 0,
+    draws: Draws | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """x [..., R, C] -> codes and scales, blocks along the last axis.
 
-    `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With a key, codes are rounded
-    stochastically by the global indices `rows` [R] and `groups` [ceil(C/16)], or each with `...`.
+    `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With `draws` codes are rounded
+    stochastically, else to nearest.
     """
     count, columns = x.shape[-2:]
     blocks = blocks_of(x.astype(jnp.float32), fmt)
@@ -155,8 +152,8 @@ def quantize_rows(
     canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
     scaled = canonical * encode[..., None, :, None]
     byte = None
-    if key is not None and rows is not None and groups is not None:
-        byte = random_bytes(key, stream, rows, groups)
+    if draws is not None:
+        byte = random_bytes(draws)
         byte = byte.reshape(*x.shape[:-1], byte.shape[-2] * byte.shape[-1])[..., :columns]
         byte = blocks_of(byte, fmt)
     magnitude = jnp.abs(scaled)

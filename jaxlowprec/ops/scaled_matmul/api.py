@@ -142,7 +142,7 @@ def scaled_matmul_of_split_rows(
         if both
         else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix_shape[0])
     )
-    epilogue, extras = checked_epilogue(who, shape, bias, None, None, out_dtype, False, None, out_sharding)
+    epilogue, extras = checked_epilogue(who, shape, bias=bias, out_dtype=out_dtype, out_sharding=out_sharding)
     a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
     out = _run(a, b, epilogue, extras, "both" if both else "a", checked_precision(who, precision), None)
     return resharded(out[0], out_sharding)

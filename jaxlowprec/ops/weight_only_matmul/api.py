@@ -33,7 +33,6 @@ def weight_only_matmul(
     fmt = q.format
     spec = WeightOnlySpec(
         fmt,
-        q.zero_point is not None,
         fmt.tiles and columns % fmt.length != 0,
         depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0),
         shared,

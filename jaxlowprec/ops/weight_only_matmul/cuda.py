@@ -46,7 +46,7 @@ def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Arra
     ]
     weight = [leaf for leaf in (data, scale, alpha, zero_point) if leaf is not None]
     y, _ = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
-        rows, *weight, format=spec.format.attributes, asymmetric=spec.asymmetric
+        rows, *weight, format=spec.format.attributes, asymmetric=spec.format.has_zero_point
     )
     return spec.epilogue.finish(y.reshape(*lead, y.shape[-1]), extras)
 

@@ -35,7 +35,6 @@ def weight_only_dgrad(
     ragged_depth = depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0)
     op = _dgrad_op(
         fmt,
-        q.zero_point is not None,
         fmt.tiles and rows % fmt.length != 0,
         depth if ragged_depth else None,
         dy.ndim > q.ndim,
@@ -50,7 +49,6 @@ def weight_only_dgrad(
 @functools.cache
 def _dgrad_op(
     fmt: Format,
-    asymmetric: bool,
     ragged_columns: bool,
     ragged_depth: int | None,
     rows_split: bool,
@@ -59,7 +57,7 @@ def _dgrad_op(
     precision: Any,
 ):
     """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where that does not follow."""
-    weight = weight_factors(fmt, asymmetric, ragged_columns, ragged_depth is not None, "...")
+    weight = weight_factors(fmt, ragged_columns, ragged_depth is not None, "...")
     lines = "s m" if rows_split else "m"
     text = f"{', '.join([f'... {lines} {weight.n}', *weight.operands])} -> ... {lines} {weight.k}"
     reductions = () if "n" in weight.whole else ("n",)
@@ -74,7 +72,7 @@ def _dgrad_op(
 
     def multiply(dy, data, scale, *rest, dtype):
         amax = rest[0] if fmt.scaling == "two_level" else None
-        zero_point = rest[-1] if asymmetric else None
+        zero_point = rest[-1] if fmt.has_zero_point else None
         matrix = (data.shape[-2], depth(data, scale))
         w = QuantizedArray(data, scale, amax, zero_point, fmt, matrix, dy.dtype, -1, None)
         decoded = dequantize(w)[..., None, :, :] if rows_split else dequantize(w)

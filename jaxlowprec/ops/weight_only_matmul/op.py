@@ -23,7 +23,6 @@ class WeightOnlySpec:
 
     Attributes:
         format: of the weight.
-        asymmetric: it has zero points.
         ragged_columns: N is no multiple of its square tiles.
         ragged_depth: K is no multiple of its block, or a block no whole number of bytes.
         shared: one weight for all batch axes of the activations, else one for each.
@@ -31,7 +30,6 @@ class WeightOnlySpec:
     """
 
     format: Format
-    asymmetric: bool
     ragged_columns: bool
     ragged_depth: bool
     shared: bool
@@ -45,7 +43,7 @@ class WeightOnlySpec:
     @property
     def weights(self) -> int:
         """How many operands the weight is: data, scale, amax or zero points."""
-        return 2 + self.two_level + self.asymmetric
+        return 2 + self.two_level + self.format.has_zero_point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +65,7 @@ class WeightFactors:
     depth_splits: bool
 
 
-def weight_factors(
-    fmt: Format, asymmetric: bool, ragged_columns: bool, ragged_depth: bool, batch: str
-) -> WeightFactors:
+def weight_factors(fmt: Format, ragged_columns: bool, ragged_depth: bool, batch: str) -> WeightFactors:
     """N split (of square tiles in whole ones), K in whole blocks; `batch` is "..." or ""."""
     whole: list[str] = []
     n = scale_n = "n"
@@ -88,7 +84,7 @@ def weight_factors(
         code = "k" if fmt.packed and fmt.length == 2 else f"(k {'h' if fmt.packed else 'b'})"
         k, operands = "(k b)", [f"{batch} {n} {code}", f"{batch} {scale_n} k"]
     operands += [batch] * (fmt.scaling == "two_level")
-    operands += [f"{batch} {scale_n} {'kblocks' if ragged_depth else 'k'}"] * asymmetric
+    operands += [f"{batch} {scale_n} {'kblocks' if ragged_depth else 'k'}"] * fmt.has_zero_point
     text = ", ".join([n, k, *operands])
     sizes = {f: size for f, size in (("b", fmt.length), ("h", fmt.length // 2)) if f" {f})" in text}
     return WeightFactors(n, k, operands, tuple(dict.fromkeys(whole)), sizes, not ragged_depth)
@@ -97,7 +93,7 @@ def weight_factors(
 def _rule(spec: WeightOnlySpec) -> wiring.ShardingRule:
     """M and N split, K splits in whole blocks and is then summed over."""
     batch = "" if spec.shared else "..."
-    weight = weight_factors(spec.format, spec.asymmetric, spec.ragged_columns, spec.ragged_depth, batch)
+    weight = weight_factors(spec.format, spec.ragged_columns, spec.ragged_depth, batch)
     extras = spec.epilogue.operands("m", weight.n)
     if spec.shared and spec.epilogue.bias:
         extras[0] = weight.n
@@ -122,7 +118,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
     def named(data, scale, *rest):
         """data, scale, amax, zero points, the last two None where the format has none."""
         rest = list(rest)
-        return data, scale, rest.pop(0) if spec.two_level else None, rest.pop(0) if spec.asymmetric else None
+        return data, scale, rest.pop(0) if spec.two_level else None, rest.pop(0) if spec.format.has_zero_point else None
 
     def run_reference(x, *operands):
         data, scale, amax, zero_point = named(*operands[: spec.weights])
@@ -141,9 +137,9 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         x = folded(x)
         extras[spec.epilogue.bias :] = map(folded, extras[spec.epilogue.bias :])
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, *weight)]
-        out = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
-            x, *weight, *extras, format=spec.format.attributes, asymmetric=spec.asymmetric, **spec.epilogue.attributes
-        )
+        attributes = {"format": spec.format.attributes, "asymmetric": spec.format.has_zero_point}
+        call = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)
+        out = call(x, *weight, *extras, **attributes, **spec.epilogue.attributes)
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
     def run_cuda(x, *operands):

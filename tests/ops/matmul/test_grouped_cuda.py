@@ -142,7 +142,7 @@ class TestProducts:
     def test_weight_only(self, fmt, dtype):
         x, sizes = rows_of("tiles")
         w, bias = weights(fmt, sizes.size, x.shape[1]), random_array((sizes.size, 24), "float32", 5)
-        spec = GroupedWeightOnlySpec(fmt, w.zero_point is not None, True, True, True, jnp.dtype("float32"))
+        spec = GroupedWeightOnlySpec(fmt, True, True, True, jnp.dtype("float32"))
         leaves = [leaf for leaf in (w.data, w.scale, w.amax, w.zero_point) if leaf is not None]
         y = cuda.weight_only(spec, None, x.astype(dtype), sizes, *leaves, bias)
         expected = grouped_weight_only(x.astype(dtype), w, sizes, bias, jnp.float32)
