@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arguments import one_of, shown
-from jaxlowprec.arrays.formats import Format, Hadamard
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.hadamard import Hadamard
 
 _PLACE = "_empty"  # None, but for trees of other things than arrays
 _MADE_BY_HAND = "_made_by_hand"  # not unflattened, as what an op returns is, and not checked since

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float
 
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.implementation import Implementation
 

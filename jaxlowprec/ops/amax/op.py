@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax import reference
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits

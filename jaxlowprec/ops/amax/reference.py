@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, NAN_BITS, from_bits, magnitude_bits
 

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import Format, Hadamard
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.dequantize import reference
 from jaxlowprec.ops.implementation import Implementation, choose
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format, Hadamard
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_float32
 from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN, NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, from_bits

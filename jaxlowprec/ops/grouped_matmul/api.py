@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, grouped_matmul_op, grouped_wgrad_op
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.grouped_matmul import reference, tiled
 from jaxlowprec.ops.grouped_matmul.groups import count

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax.reference import amax as matrix_amax
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax import op as amax_op
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.reference import largest_of, where_else_zero

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate
 from jaxlowprec.ops.implementation import Implementation, choose
 

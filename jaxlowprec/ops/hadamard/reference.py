@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.rounding import narrowed
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, as_hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over

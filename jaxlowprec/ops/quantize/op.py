@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import arrays_of_lines
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
