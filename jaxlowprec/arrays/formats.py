@@ -76,7 +76,7 @@ SYMMETRIC_ZERO = 8
 
 
 def check_amax_epsilon(who: str, value: Any) -> None:
-    """Raises unless it is one."""
+    """Raises ValueError unless the value is an amax_epsilon."""
     float32 = np.finfo(np.float32)
     a_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not a_number or not (value == 0 or float(float32.tiny) <= value <= float(float32.max)):
@@ -86,7 +86,7 @@ def check_amax_epsilon(who: str, value: Any) -> None:
 
 
 class Format:
-    """What all formats say about themselves. `xla_ffi/cpu/kernels.h` has its counterpart.
+    """What all formats say about themselves. `xla_ffi/problems.h` has its counterpart.
 
     Attributes:
         element: of the codes, one of `ELEMENTS`: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
@@ -156,7 +156,7 @@ class Format:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The same for a native call: the counterpart is `xla_ffi/bindings/format.h`."""
+        """The format for a native call; `xla_ffi/bindings/format.h` decodes it."""
         return {
             "element": self.element,
             "scaling": self.scaling,
@@ -184,7 +184,7 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4(Format):
-    """4-bit E2M1 codes, an E4M3 scale a block, a float32 amax a tensor.
+    """4-bit E2M1 codes, an E4M3 scale per block, a float32 amax per tensor.
 
     A number decodes to `code * block_scale * amax / 2688`.
 
@@ -207,7 +207,7 @@ class NVFP4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8(Format):
-    """8-bit floats, a power of two (E8M0) a block of 32: the MX format of OCP.
+    """8-bit floats, a power of two (E8M0) per block of 32: the MX format of OCP.
 
     A number decodes to `code * 2**(scale - 127)`.
 
@@ -236,7 +236,7 @@ class MXFP8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4(Format):
-    """4-bit E2M1 codes, a power of two (E8M0) a block of 32.
+    """4-bit E2M1 codes, a power of two (E8M0) per block of 32.
 
     A number decodes to `code * 2**(scale - 127)`.
 
@@ -260,7 +260,7 @@ class MXFP4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Block(Format):
-    """8-bit floats, a float32 scale a block of 128: DeepSeek-V3's and Transformer Engine's blockwise FP8.
+    """8-bit floats, a float32 scale per block of 128: DeepSeek-V3's and Transformer Engine's blockwise FP8.
 
     A number decodes to `code * scale`.
 
@@ -289,7 +289,7 @@ class Float8Block(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tensor(Format):
-    """8-bit floats, one float32 scale a tensor.
+    """8-bit floats, one float32 scale per tensor.
 
     A number decodes to `code * scale`. The scale comes from the tensor's amax (current scaling), or is given (delayed
     scaling).

@@ -58,7 +58,7 @@ class Hadamard:
 
 
 def _numbers(given: Any) -> tuple[Any, ...]:
-    """What was given as numbers, one after the other; none where it is something else."""
+    """The given numbers as a tuple; empty where it is something else."""
     if isinstance(given, jax.core.Tracer):  # signs are static
         return ()
     if isinstance(given, jax.Array | np.ndarray | np.generic):
@@ -68,7 +68,7 @@ def _numbers(given: Any) -> tuple[Any, ...]:
 
 
 def as_hadamard(who: str, hadamard: bool | Hadamard) -> Hadamard | None:
-    """What a `hadamard=` argument means: True is the default transform, False none."""
+    """The transform that a `hadamard=` argument means: True is the default one, False is None."""
     if isinstance(hadamard, Hadamard):
         return hadamard
     if isinstance(hadamard, bool):

@@ -16,8 +16,8 @@ from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
 
-_PLACE = "_empty"  # None, but for trees of other things than arrays
-_MADE_BY_HAND = "_made_by_hand"  # not unflattened, as what an op returns is, and not checked since
+_PLACE = "_empty"  # the key of a fifth child: None, except in trees of other leaves than arrays
+_MADE_BY_HAND = "_made_by_hand"  # the key of arrays that the constructor made and nothing has checked yet
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("data", "scale", "amax", "zero_point"))
 
 
@@ -44,9 +44,9 @@ class QuantizedArray:
 
     Attributes:
         data: codes.
-        scale: one decode scale a block.
+        scale: one decode scale per block.
         amax: the largest magnitude of each slice (float32), which NVFP4's block scales are relative to; else None.
-        zero_point: one a block for asymmetric integer formats, else None.
+        zero_point: one per block for asymmetric integer formats, else None.
         format: what it is quantised to.
         matrix_shape: the logical sizes of the last two axes (of the only one, for a vector).
         dtype: what `dequantize` gives by default: the dtype it was quantised from.
@@ -76,17 +76,17 @@ class QuantizedArray:
             raise TypeError(f"{who}: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
         self.__dict__[_MADE_BY_HAND] = True
 
-    # By hand: jax.tree_util.register_dataclass takes 3 us longer, a sixth of an eager call on a small array.
+    # Written by hand: jax.tree_util.register_dataclass adds 3 us, a sixth of an eager call on a small array.
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Arrays and an empty place, and what is static."""
+        """The arrays and an empty child, then the static fields."""
         children = (self.data, self.scale, self.amax, self.zero_point, self.__dict__.get(_PLACE))
         return children, (self.format, self.matrix_shape, self.dtype, self.axis, self.hadamard)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The same, each with its name; the empty place's name says what is static.
+        """As `tree_flatten`, each child with its name; the empty child's name describes the static fields.
 
-        Orbax keeps a tree's arrays and the names of its parts, empty ones too, and compares the names when it restores:
-        codes never get another format, axis, rotation or shape than they were saved with.
+        Orbax saves a tree's arrays and the names of its children, empty ones too, and compares the names when it
+        restores. So codes are never restored with another format, axis, rotation or shape than they were saved with.
         """
         children, static = self.tree_flatten()
         rotation = "" if self.hadamard is None else f", rotated by {_without_defaults(self.hadamard)}"
@@ -95,7 +95,7 @@ class QuantizedArray:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
-        """The inverse."""
+        """The inverse of `tree_flatten`."""
         self = object.__new__(cls)
         fields = self.__dict__
         fields["data"], fields["scale"], fields["amax"], fields["zero_point"], fields[_PLACE] = children
@@ -124,12 +124,12 @@ class QuantizedArray:
 
     @property
     def compression(self) -> float:
-        """Bytes of the array it stands for, divided by its own."""
+        """Bytes of the array that it approximates, divided by its own bytes."""
         return self.size * jnp.dtype(self.dtype).itemsize / max(self.nbytes, 1)
 
     @property
     def mT(self) -> QuantizedArray:
-        """The matrix transpose: the same data seen as the other orientation, no byte moved."""
+        """The matrix transpose: the same data in the other orientation; no byte moves."""
         if len(self.matrix_shape) != 2:
             raise ValueError(f"QuantizedArray.mT: shape {self.shape} is a vector; a matrix transpose needs two axes")
         return dataclasses.replace(self, matrix_shape=self.matrix_shape[::-1], axis=-3 - self.axis)
@@ -156,7 +156,7 @@ def _is_size(size: Any) -> bool:
 
 
 def arrays_of_lines(fmt: Format, lines: int, length: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of the codes and of the scales of that many lines of that length."""
+    """Shape and dtype of the codes and of the scales of `lines` lines of length `length`."""
     blocks = -(-length // fmt.length)
     codes = -(-blocks * fmt.length // 2) if fmt.packed else length
     scales = () if fmt.scaling == "tensor" else (-(-lines // fmt.length) if fmt.tiles else lines, blocks)
@@ -167,7 +167,7 @@ def arrays_of_lines(fmt: Format, lines: int, length: int) -> list[tuple[tuple[in
 def _arrays(
     fmt: Format, matrix: tuple[int, ...], axis: int, hadamard: Hadamard | None, batch: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Shape and dtype of each array field, None for a field that there is not."""
+    """Shape and dtype of each array field; None for a field that is None."""
     lines, length = (1, *matrix) if len(matrix) == 1 else matrix if axis == -1 else matrix[::-1]
     if hadamard is not None:
         length += -length % hadamard.size
@@ -185,11 +185,13 @@ def _described(array: tuple[Any, Any] | None) -> str:
 
 
 def check_quantized(who: str, name: str, q: Any) -> None:
-    """Raises unless q is a QuantizedArray whose arrays, where it was made by hand, are those of its format and shape.
+    """Raises unless q is a QuantizedArray whose arrays have the shapes and dtypes that its format and shape need.
+
+    Only arrays made by the constructor are checked, and only once; those that ops return are right.
 
     Raises:
-        TypeError: it is none.
-        ValueError: an array of another shape or dtype, as one made by hand or for another format has.
+        TypeError: q is not a QuantizedArray.
+        ValueError: an array of another shape or dtype.
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(
@@ -211,7 +213,7 @@ def check_quantized(who: str, name: str, q: Any) -> None:
 
 
 def _without_defaults(value: Any) -> str:
-    """What `repr` says without the fields that are as by default: the same when fields are added.
+    """As `repr`, without fields that have their default: new fields with defaults do not change it.
 
     >>> from jaxlowprec.arrays.formats import MXFP8
     >>> _without_defaults(MXFP8("e5m2"))

@@ -1,7 +1,8 @@
 """A tensor whose rows are split into S parts: [..., S, R, C] instead of [..., S * R, C].
 
-As activations do, [batch, time, features]. Merged, two split axes would be strided, which no mesh axis can say, and XLA
-would gather the tensor to merge it. So ops take the parts as they are, and merge what each device has of them.
+Activations [batch, time, features] are such tensors. If a mesh splits both axes, the merged rows of a device would be
+strided, which no sharding can express, and XLA would gather the tensor to merge them. So ops take the parts as they are
+and merge the rows that each device holds.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def amax(
 
     Arguments:
         x: bfloat16, float16 or float32.
-        plain: whether that of x itself is wanted; it comes first.
-        hadamard: a rotation of size 16 along axis -2, after which the amax is wanted too; or None.
+        plain: whether the amax of x itself is wanted; it comes first.
+        hadamard: a rotation of size 16 along axis -2; the amax of the rotated x is wanted, too; or None.
         implementation: None, "ffi" or "reference".
         rows_split: x is [..., S, R, C], one tensor whose rows are split into S parts of whole rotations.
     """

@@ -20,7 +20,7 @@ from jaxlowprec.ops.split_rows import merged_rows
 
 
 def largest_over(amax, axes):
-    """Over mesh axes, by bits: their order is that of the magnitudes, with NaN above infinity."""
+    """The largest amax over mesh axes. Bits are compared: they sort like magnitudes, with NaN above infinity."""
     return from_bits(jax.lax.pmax(magnitude_bits(amax), axes))
 
 

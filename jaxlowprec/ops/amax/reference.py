@@ -18,5 +18,5 @@ def amax(x: jax.Array) -> jax.Array:
 
 
 def rotated_amax(x: jax.Array, hadamard: Hadamard) -> jax.Array:
-    """The same after the rotation along axis -2 and its rounding to x's dtype."""
+    """The amax after the rotation along axis -2, rounded to x's dtype."""
     return amax(rotate_padded(jnp.swapaxes(x, -1, -2), hadamard))

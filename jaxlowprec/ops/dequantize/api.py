@@ -21,8 +21,8 @@ from jaxlowprec.ops.int4.api import dequantize_int4
 def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implementation = None) -> Float[Array, "..."]:
     """The array that q approximates: its logical shape and original orientation, the rotation undone.
 
-    Decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to its
-    scale_dtype, then converted, which float32 and that dtype hold exactly.
+    Codes are decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to
+    its scale_dtype, then converted to `dtype`, which is exact for float32 and for the scale_dtype.
 
     Arguments:
         q: a quantised array.
@@ -30,7 +30,7 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
         implementation: None, "ffi" or "reference".
 
     Raises:
-        TypeError: q is no QuantizedArray, or a dtype that is none of those.
+        TypeError: q is not a QuantizedArray, or another dtype than those.
         ValueError: its arrays are not those of its format and shape.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 

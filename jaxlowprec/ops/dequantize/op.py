@@ -26,7 +26,7 @@ def dequantize_op(
 ):
     """data [..., R, C] (packed: bytes), scale, and for two-level formats amax [...] -> [..., R, C] of `dtype`.
 
-    `ragged_columns` is C where it is no multiple of the block. `hadamard` is a rotation of size 16 to undo.
+    `ragged_columns`: C where it is not a multiple of the block, else None. `hadamard`: a rotation of size 16 to undo.
     """
     whole: list[str] = []
     sizes: dict[str, Any] = {"k": fmt.length, "h": fmt.length // 2}

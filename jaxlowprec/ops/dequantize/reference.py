@@ -22,7 +22,7 @@ def code_values(data: jax.Array, fmt: Format) -> jax.Array:
 
 
 def scale_values(scale: jax.Array, fmt: Format, rows: int) -> jax.Array:
-    """Scales as float32, one for each row and block [..., rows, blocks]: those of tiles are repeated over their rows.
+    """Scales as float32, one per row and block [..., rows, blocks]: scales of tiles are repeated over the tile's rows.
 
     A tensor's [...] becomes [..., 1, 1].
     """

@@ -1,4 +1,4 @@
-"""Fake quantisation: an array as its codes would give it back, with a derivative."""
+"""Fake quantisation: an array quantised and dequantised, with a derivative."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def fake_quantize(
     ste: StraightThrough = "identity",
     implementation: Implementation = None,
 ) -> Float[Array, "*B M K"]:
-    """What x is once quantised: `dequantize(quantize(x, fmt, axis), x.dtype)`, to the bit, with a straight-through
+    """x quantised and dequantised: `dequantize(quantize(x, fmt, axis), x.dtype)`, to the bit, with a straight-through
     derivative.
 
-    For Int4 it is one pass that writes no codes. (Int4(rule="slime") alone differs from what it quantises to: that is
-    what it is there to show.)
+    For Int4 it is one pass that writes no codes. (Int4(rule="slime") is the exception: its numbers differ from those of
+    its codes, as in the pipeline that it reproduces.)
 
     Arguments:
         x: [..., M, K] (or a vector [K]), bfloat16, float16 or float32. For Int4 float32 or the format's scale_dtype:
@@ -44,13 +44,13 @@ def fake_quantize(
             elements that the format's range cuts off, where rounding to nearest would have left it; 1 elsewhere. Only
             Int4 (asymmetric, and the compressed-tensors rule) and MX formats with scale_rule="floor" cut anything off:
             other scales cover the largest element.
-        implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
+        implementation: None for the best that is available, "ffi" for the native kernel, "reference" for pure JAX.
 
     Returns:
-        An array like x. Blocks that hold NaN or infinity are NaN throughout, of Float8Tensor the whole slice.
+        An array like x. Blocks that hold NaN or infinity are NaN throughout; for Float8Tensor the whole slice is.
 
     Raises:
-        TypeError: x is no float array of those dtypes.
+        TypeError: x is not a float array of those dtypes.
         ValueError: an axis, ste or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
@@ -96,7 +96,7 @@ def _straight_through(fmt, axis, ste, implementation, primals, tangents):
 
 
 def _beyond(x: jax.Array, q: QuantizedArray) -> jax.Array:
-    """Which elements rounding to nearest takes out of the range of their block's scale, a power of two."""
+    """Mask of the elements that rounding to nearest takes out of the range of their block's scale, a power of two."""
     fmt = q.format
     middle, beyond = fmt.numbers.overflow
     scale = q.scale.astype(jnp.float32)

@@ -24,8 +24,8 @@ class GroupedMatmulSpec:
 
     Attributes:
         a_format, b_format: of the operands. Only the weights of the product of rows may have square tiles.
-        ragged_columns: N is no multiple of such tiles.
-        ragged_depth: K, as stored, is no multiple of the block.
+        ragged_columns: N is not a multiple of such tiles.
+        ragged_depth: K, as stored, is not a multiple of the block.
         bias: whether there is one.
         out_dtype: of the result.
         float32_sums: see `MatmulSpec`.
@@ -111,7 +111,7 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     def when_reduced(add_up, *operands):
-        """With K split, partial sums (their scales applied) meet in float32 before bias and cast."""
+        """If K is split, partial sums (scales applied) are added up in float32 before bias and cast."""
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
         (partial,) = grouped_matmul_op(plain, implementation)(*operands[:first_extra])
         total = add_up(partial)
@@ -131,7 +131,7 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
 
 
 def bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
-    """[..., E, N] -> [..., T, N]: that of each row's group, 0 for rows in none."""
+    """[..., E, N] -> [..., T, N]: the bias of each row's group, 0 for rows in no group."""
 
     def one_batch(bias, sizes):
         group = Groups.of(sizes, rows).of_rows()

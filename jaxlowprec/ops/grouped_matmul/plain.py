@@ -110,12 +110,12 @@ def wgrad_by_chunks(
     return jax.lax.scan(add, zero, (slots.row, slots.group, slots.valid))[0].astype(out_dtype)
 
 
-# Each is linear in both operands, and their derivatives are one another.
+# Each is linear in both operands, and its derivatives are products of these two kinds.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
-    """`plain_rows`, differentiable as often as wanted; gradients have the dtypes of what they are gradients of."""
+    """`plain_rows`, differentiable any number of times; each gradient has the dtype of its primal."""
     return plain_rows(x, w, sizes, out_dtype, precision)
 
 

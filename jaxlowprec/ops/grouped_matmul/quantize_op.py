@@ -1,4 +1,4 @@
-"""The ops that quantise rows in groups, and find the amax of each group. They stand before the products of `op`."""
+"""The ops that quantise rows in groups and find the amax of each group, before the products of `op`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from jaxlowprec.ops.quantize.philox import Draws
 
 
 def over_batches(function: Callable) -> Callable:
-    """A function of arrays without batch axes, with as many as its second one, the sizes [..., E], has; `shared` of the
-    rest have none."""
+    """Maps a function of arrays without batch axes over those of its second argument, the sizes [..., E]; the arguments
+    after it that `shared` lists have no batch axes."""
 
     def run(x, sizes, *rest, shared=()):
         mapped = function
@@ -42,9 +42,9 @@ class GroupedQuantizeSpec:
     Attributes:
         format: what to quantise to; no square tiles.
         rowwise, columnwise: the wanted directions.
-        hadamard: a rotation of size 16 along the rows of each group for the columnwise direction; NVFP4 alone.
+        hadamard: a rotation of size 16 along the rows of each group for the columnwise direction; only for NVFP4.
         stochastic: rounding of the codes.
-        ragged_columns: C is no multiple of what must stay together along it.
+        ragged_columns: C is not a multiple of the elements that must stay together along it.
     """
 
     format: Any
@@ -56,12 +56,12 @@ class GroupedQuantizeSpec:
 
     @property
     def directions(self) -> int:
-        """How many are wanted."""
+        """The number of wanted directions."""
         return self.rowwise + self.columnwise
 
     @property
     def tensors(self) -> int:
-        """Operands with a number for each group, one a direction where the format has a tensor scale."""
+        """The number of operands with a number per group: one per direction if the format has a tensor scale."""
         return self.directions if self.format.has_tensor_scale else 0
 
 
@@ -100,7 +100,7 @@ def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
 
 @functools.cache
 def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation):
-    """x [..., T, C], sizes [..., E], an amax [..., E] a direction for formats with a tensor scale, then if stochastic
+    """x [..., T, C], sizes [..., E], an amax [..., E] per direction for formats with a tensor scale, then if stochastic
     keys [..., E, 2] and indices of lines and sixteens per direction -> codes and scales per direction.
 
     Indices along T are counted from each group's first row.
@@ -170,7 +170,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, fmt: Any) -> jax.Array:
-    """Codes, or scales, of no elements."""
+    """Codes or scales of an array without elements."""
     if jnp.dtype(dtype).itemsize == 1:
         return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
     return jnp.full(shape, 1.0 if fmt.scaling == "tensor" else 0.0, dtype)

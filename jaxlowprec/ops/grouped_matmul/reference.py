@@ -1,6 +1,6 @@
-"""Quantisation and products of rows in groups, in pure JAX: the byte oracle. Without batch axes.
+"""Quantisation and products of rows in groups, in pure JAX: the byte oracle. There are no batch axes.
 
-Quantised, each group is a tensor of its own, as `quantize` alone would make it: rows as they lie, columns in slots.
+Each group is quantised as a separate tensor, as `quantize` would: rowwise results row by row, columnwise ones in slots.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CHUNK = 128  # rows that are multiplied together
 
 
 def largest_of(amax: jax.Array, group: jax.Array, groups: int) -> jax.Array:
-    """Of each group, by bits: their order is that of the magnitudes, with NaN above infinity. Group E is left out."""
+    """The largest amax per group, without rows in no group. Bits are compared, which puts NaN above infinity."""
     return from_bits(jax.ops.segment_max(magnitude_bits(amax), group, groups + 1)[:groups])
 
 
 def amax(x: jax.Array, sizes: jax.Array, plain: bool, hadamard: Hadamard | None) -> list[jax.Array]:
-    """x [T, C] -> float32 [E]: of each group's rows, and after their rotation along the rows."""
+    """x [T, C] -> float32 [E]: the amax of each group's rows, and after their rotation along the rows."""
     groups, experts = Groups.of(sizes, x.shape[0]), sizes.shape[0]
     if x.size == 0:
         return [jnp.zeros(experts)] * (plain + (hadamard is not None))
@@ -70,7 +70,7 @@ def quantize_columnwise(
     draws: Draws | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `quantize_rowwise` along the rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
-    block = max(fmt.length, BLOCK)  # tensor-scaled: what shares a draw of random bits
+    block = max(fmt.length, BLOCK)  # at least a sixteen of random bytes
     groups = Groups.of(sizes, x.shape[0])
     slots = Slots.of(groups, block)
     values = jnp.swapaxes(slots.take(x, block), -1, -2)
@@ -78,7 +78,7 @@ def quantize_columnwise(
         values = rotate_padded(values, hadamard)
     if draws is not None:
         within = slots.within[:, None] * (block // BLOCK) + jnp.arange(block // BLOCK)
-        within = jnp.minimum(within, draws.sixteens.shape[0] - 1)  # those of padding are of no consequence
+        within = jnp.minimum(within, draws.sixteens.shape[0] - 1)  # the draws of padding do not matter
         draws = draws._replace(words=draws.words[slots.group], sixteens=draws.sixteens[within])
     data, scale = quantize_rows(values, fmt, None if tensor is None else tensor[slots.group], False, draws)
     used = (slots.valid > 0)[:, None, None]
@@ -97,12 +97,12 @@ def quantize_columnwise(
 
 
 def _tensor_scales(tensor: Any, groups: Groups, fmt: Format) -> jax.Array:
-    """One a group; 1 where it is empty."""
+    """One scale per group; 1 where it is empty."""
     return jnp.where(groups.count > 0, tensor_scale(tensor, fmt, False)[0], 1.0)
 
 
 def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:
-    """x, zero bytes elsewhere (float8_e8m0fnu has no zero)."""
+    """x where `there`, zero bytes elsewhere (float8_e8m0fnu has no zero)."""
     bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 4: jnp.uint32}[x.dtype.itemsize])
     return jax.lax.bitcast_convert_type(jnp.where(there, bits, jnp.zeros((), bits.dtype)), x.dtype)
 
@@ -129,7 +129,7 @@ def by_chunks(sizes: jax.Array, rows: int, columns: int, dtype, multiply: Callab
 
 
 def chunk_of(x: jax.Array, chunk: int = CHUNK) -> Callable:
-    """`chunk` rows of x [T, C] from a row on, with zeros where it has ended."""
+    """A function of a row: `chunk` rows of x [T, C] from that row on, zeros beyond the end."""
     padded = jnp.pad(x, ((0, chunk), (0, 0)))
     return lambda row: jax.lax.dynamic_slice_in_dim(padded, row, chunk)
 

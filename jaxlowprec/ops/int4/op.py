@@ -17,7 +17,7 @@ from jaxlowprec.ops.int4 import reference
 
 
 class _Axis(NamedTuple):
-    """What the quantised axis is called in a rule: its elements, its bytes, its blocks."""
+    """Names of the quantised axis in a rule: of its elements, its bytes and its blocks."""
 
     elements: str
     bytes: str
@@ -27,7 +27,7 @@ class _Axis(NamedTuple):
 
 
 def _quantized_axis(fmt: Int4, ragged: bool) -> _Axis:
-    """It splits into whole blocks; not at all where the last is not full or where a byte may belong to two."""
+    """The axis splits into whole blocks; not at all where the last block is not full or a byte may be of two blocks."""
     size = fmt.group_size
     if ragged or size % 2:
         return _Axis("k", "kbytes", "kblocks", ("k", "kbytes", "kblocks"), {})
@@ -42,12 +42,12 @@ def _rule(operands: list[str], results: list[str], axis: _Axis) -> wiring.Shardi
 
 
 def _across(function: Callable, columnwise: bool) -> Callable:
-    """A function of rows, applied to columns: its argument is transposed."""
+    """A function of rows; if `columnwise`, applied to columns by transposing its argument."""
     return (lambda x: function(jnp.swapaxes(x, -1, -2))) if columnwise else function
 
 
 def _implemented(who: str, fmt: Int4, implementation: Implementation) -> dict[str, Any]:
-    """The published rules, which only comparisons use, have no kernels."""
+    """The arguments of `wiring.define`. Published rules are for comparison and have no kernels."""
     chosen = choose(who, implementation)
     if fmt.rule == "deploy":
         return chosen
@@ -94,7 +94,7 @@ def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: 
 def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
     """x [..., R, C] -> data [..., R, bytes], scale [..., R, blocks] and, where asymmetric, zero points like it.
 
-    Columnwise [..., C, bytes]: of the transposed array.
+    Columnwise: the results of the transposed array, [..., C, bytes].
     """
     axis = _quantized_axis(fmt, ragged)
     x = f"... {axis.elements} r" if columnwise else f"... r {axis.elements}"
@@ -121,7 +121,8 @@ def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Imple
 def dequantize_op(
     fmt: Int4, columnwise: bool, ragged_length: int | None, dtype: jnp.dtype, implementation: Implementation
 ):
-    """The inverse of `quantize_op`. `ragged_length`: of a quantised axis that does not end with a whole block."""
+    """The inverse of `quantize_op`. `ragged_length`: the length of a quantised axis that does not end with a
+    whole block, else None."""
     axis = _quantized_axis(fmt, ragged_length is not None)
     operands = [f"... r {axis.bytes}", *[f"... r {axis.blocks}"] * (1 if fmt.symmetric else 2)]
     result = f"... {axis.elements} r" if columnwise else f"... r {axis.elements}"

@@ -1,7 +1,7 @@
 """Int4 rules of published pipelines, for comparison with them (int4_qat.md 1.1 and 1.2).
 
-Each takes blocks [..., B, b], float32 that holds 16-bit numbers, and gives raw codes (unsigned), zero points and the
-scale that a step decodes to in training.
+Each takes blocks [..., B, b] of 16-bit numbers in float32 and returns raw codes (unsigned), zero points and the scale
+that a step decodes to in training.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from jaxlowprec.ops.rounding import narrowed, quotient, rounded_quotient
 
 
 def slime(blocks: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Columns A (symmetric: the trainer) and B (asymmetric: the kernel, whose range need not include zero).
+    """Columns A (symmetric: the trainer) and B (asymmetric: the kernel, whose range may exclude zero).
 
-    The scale is not rounded, so that quotients are exact only where XLA divides exactly: on a CPU. Codes beyond 15,
-    which the kernel's packing carries into the next nibble, come out raw.
+    The scale is not rounded, so quotients are exact only where XLA divides exactly: on a CPU. Codes above 15, which the
+    kernel's packing carries into the next nibble, are returned raw.
     """
     if fmt.symmetric:
         amax = jnp.abs(blocks).max(axis=-1)
@@ -34,7 +34,7 @@ def slime(blocks: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array
 def compressed_tensors(blocks: jax.Array, fmt: Int4) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Column C, as its CPU path computes it: every operation rounds to the scale's dtype.
 
-    A block of zeros has the dtype's epsilon for scale. Zero points are added before rounding.
+    The scale of a block of zeros is the dtype's epsilon. Zero points are added before rounding.
     """
     dtype = jnp.dtype(fmt.scale_dtype)
 

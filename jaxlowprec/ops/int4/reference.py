@@ -1,7 +1,7 @@
 """Int4 in pure JAX: the byte oracle (int4_qat.md 1.2, 1.4 and 1.5).
 
-Arrays here are seen as blocks [..., B, b] along the last axis. Codes are unsigned, 0 to 15, of symmetric formats too:
-those have 8 for zero.
+Arrays here are reshaped to blocks [..., B, b] along the last axis. Codes are unsigned, 0 to 15, also those of symmetric
+formats, whose code of zero is 8.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Blocks(NamedTuple):
     """Quantised blocks.
 
     Attributes:
-        raw: [..., B, b] int32, codes before they are limited to what a nibble of the format may hold.
+        raw: [..., B, b] int32, codes before they are limited to the range of the format.
         zero: [..., B] int32, the code of zero.
-        scale: [..., B] float32, what a step decodes to.
+        scale: [..., B] float32, the size of a step.
     """
 
     raw: jax.Array
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 def nearest_steps(magnitude: jax.Array, scale: jax.Array, most: int) -> jax.Array:
     """`rint(magnitude / scale)` up to `most`, ties to even, by comparison: no quotient that a compiler may round twice.
 
-    Exact, because the points between two steps are: half-integers below 16 times a 16-bit float.
+    It is exact, because the middles between steps are: half-integers below 16 times a 16-bit float.
     """
     steps = jnp.zeros(magnitude.shape, jnp.int32)
     for k in range(most):
@@ -49,7 +49,7 @@ def nearest_steps(magnitude: jax.Array, scale: jax.Array, most: int) -> jax.Arra
 
 
 def deploy(blocks: jax.Array, fmt: Int4) -> Blocks:
-    """The rule whose decoded weight is the served one. A bad block, of NaN or infinity, is given a NaN scale later."""
+    """The rule whose decoded weight is the served weight. Blocks with NaN or infinity get a NaN scale later."""
     dtype = jnp.dtype(fmt.scale_dtype)
     if fmt.symmetric:
         scale = jnp.abs(blocks).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
@@ -68,12 +68,12 @@ def deploy(blocks: jax.Array, fmt: Int4) -> Blocks:
 
 
 def least_code(fmt: Int4) -> int:
-    """The published 16-level rule uses -8; the others are symmetric, -7 to 7."""
+    """The least unsigned code. The published 16-level rule uses -8; other symmetric codes go from -7 to 7."""
     return 1 if fmt.symmetric and fmt.rule != "compressed-tensors" else 0
 
 
 def quantize_blocks(x: jax.Array, fmt: Int4) -> Blocks:
-    """x [..., C], padded with zeros to whole blocks. One with NaN or infinity has scale NaN, codes of zero."""
+    """x [..., C], padded with zeros to whole blocks. A block with NaN or infinity has scale NaN and codes of zero."""
     dtype, size = jnp.dtype(fmt.scale_dtype), fmt.group_size
     x = flush(x.astype(jnp.float32))
     x = jnp.pad(narrowed(x, dtype), [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
@@ -92,12 +92,12 @@ def _line_by_line(blocks: jax.Array) -> jax.Array:
 
 
 def codes(blocks: Blocks, fmt: Int4) -> jax.Array:
-    """Those that fit: uint8 [..., B, b]."""
+    """The codes limited to the range of the format: int32 [..., B, b]."""
     return jnp.clip(blocks.raw, least_code(fmt), LARGEST_CODE)
 
 
 def clipped(x: jax.Array, fmt: Int4) -> jax.Array:
-    """Which elements of x [..., C] round to codes that do not fit."""
+    """Mask of the elements of x [..., C] whose codes are limited."""
     blocks = quantize_blocks(x, fmt)
     outside = blocks.raw != codes(blocks, fmt)
     return _line_by_line(outside)[..., : x.shape[-1]]
@@ -110,7 +110,7 @@ def decode(steps: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
 
 
 def fake_quantize(x: jax.Array, fmt: Int4) -> jax.Array:
-    """x [..., C] -> what its codes decode to, of its dtype."""
+    """x [..., C] -> the numbers that its codes decode to, in x's dtype."""
     blocks = quantize_blocks(x, fmt)
     values = decode(codes(blocks, fmt) - blocks.zero[..., None], blocks.scale, fmt)
     return _line_by_line(values)[..., : x.shape[-1]].astype(x.dtype)

@@ -63,33 +63,34 @@ def quantize(
         axis: the quantised (contraction) axis: -1 is rowwise; -2 columnwise, stored K-major: the bytes are those of
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
-            operands of one GEMM, where it cancels.
+            operands of one GEMM, in which it cancels.
         rounding: of the codes: "nearest" (ties to even) or "stochastic". Scales always round to nearest.
         key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
-            batch axes, or one for all slices. The bits depend on the key and each element's place, on nothing else.
+            batch axes, or one for all slices. The bits depend only on the key and each element's place.
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
-            known or must cover more than x. Larger elements saturate. One that is negative or not finite makes its
-            slice NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
-        implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
-        encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale
-            from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. One that
+            known or must cover more than x. Larger elements saturate. A negative or non-finite amax makes its slice
+            NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
+        implementation: None for the best that is available, "ffi" for the native kernel, "reference" for pure JAX.
+        encode_scale: float32, shaped like the batch axes, for Float8Tensor: the factor to multiply by, instead of one
+            from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. A factor that
             is not positive and finite makes its slice NaN.
         offset: row and column of x's first element in the whole array that stochastic rounding should see, for a part
             of it; the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken
             modulo that.
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
-            the whole array. Outside, a mesh needs nothing said.
+            the whole array. Outside of shard_map a mesh needs no argument.
         rows_split: x is [..., S, M, K], one tensor whose rows are split into S parts, with one amax: codes and scales
             are those of the matrix [..., S * M, K], its rows numbered through, but stay in parts, and a mesh may split
             both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have only the
             other batch axes.
 
     Returns:
-        A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never come out finite: the block that
-        holds one decodes to NaN, with a tensor scale all of its slice; under a given finite amax that element or block.
+        A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never become finite: the block that holds
+        one decodes to NaN; with a tensor scale the whole slice does, or, if a finite amax is given, the element or
+        block.
 
     Raises:
-        TypeError: x is no float array of those dtypes, or a key that cannot serve.
+        TypeError: x is not a float array of those dtypes, or the key is not usable.
         ValueError: an axis, rounding, key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
@@ -152,8 +153,8 @@ def quantize_both(
         fmt, rounding, key, implementation, axis_name, rows_split: see `quantize`.
         offset: see `quantize`; in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result.
-        amax: those of x and of the rotated x, where they are known; see `quantize`.
-        encode_scale: of both; see `quantize`.
+        amax: the amax of x and that of the rotated x, where they are known; see `quantize`.
+        encode_scale: for both results; see `quantize`.
 
     Returns:
         The rowwise and the columnwise QuantizedArray.
@@ -194,12 +195,12 @@ def quantize_both(
 
 
 class _Call(NamedTuple):
-    """What a call is traced with.
+    """The static arguments of a call.
 
     Attributes:
         format, axis_name, rows_split, implementation: see `quantize`.
         rotation: `hadamard=`, or None.
-        encode_scale_given: the number per tensor is what to multiply by, not an amax.
+        encode_scale_given: the number per tensor is the factor to multiply by, not an amax.
     """
 
     format: Any
@@ -210,14 +211,14 @@ class _Call(NamedTuple):
     implementation: Implementation
 
     def amaxes(self, x: jax.Array, plain: bool, rotation: Hadamard | None) -> list[jax.Array]:
-        """Those of the whole array that x is a shard of along `axis_name`: of x, then of the rotated x, as wanted."""
+        """Amaxes of x and of the rotated x, as wanted; over all shards along `axis_name`."""
         found = tensor_amax(x, plain, rotation, self.implementation, self.rows_split)
         return found if self.axis_name is None else [largest_over(amax, self.axis_name) for amax in found]
 
     def spec(
         self, x: jax.Array, rowwise: bool, columnwise: bool, hadamard: Hadamard | None, stochastic: bool
     ) -> QuantizeSpec:
-        """The variant of the op that quantises x. `hadamard` is the rotation that is left to the op."""
+        """The variant of the op that quantises x. `hadamard`: the rotation that the op applies, or None."""
         fmt, (rows, columns) = self.format, x.shape[-2:]
         ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
         ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
@@ -235,7 +236,7 @@ def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArra
     fused = rotation
     if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
         x, fused = _rotate_padded(x, axis, rotation, call.implementation), None
-        if tensor is not None and fmt.scaling == "tensor":  # the only codes that keep the sign of a NaN (numerics.md 1)
+        if tensor is not None and fmt.scaling == "tensor":  # only these codes keep the sign of a NaN (numerics.md 1)
             x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
         (tensor,) = call.amaxes(x, fused is None, fused)

@@ -1,4 +1,4 @@
-"""Checks of what `quantize` and `quantize_both` are given."""
+"""Checks of the arguments of `quantize` and `quantize_both`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxlowprec.ops.quantize.op import unit
 
 
 def quantizable(who: str, x: Any, fmt: Any) -> jax.Array:
-    """x, checked with the format it is to be quantised to."""
+    """x as an array, checked together with the format."""
     if not isinstance(fmt, Format):
         raise TypeError(f"{who}: fmt={shown(fmt)}; needs a format such as jaxlowprec.NVFP4()")
     x = float_array(who, "x", x)
@@ -31,7 +31,7 @@ def quantizable(who: str, x: Any, fmt: Any) -> jax.Array:
 def checked_options(
     who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, rows_split: Any, implementation: Any
 ) -> tuple[Any, Any]:
-    """Raises for options that are none; the row and column that `offset` is."""
+    """Raises for invalid options; returns the row and column of `offset`."""
     one_of(who, "rounding", rounding, "nearest", "stochastic")
     a_flag(who, rows_split=rows_split)
     check_implementation(who, implementation)
@@ -46,7 +46,7 @@ def checked_options(
 
 
 def _index(who: str, offset: Any, axis: int, index: Any, unit: int) -> Any:
-    """One of the two as uint32; along a quantised axis that of a block."""
+    """The row or column of `offset` as uint32; along a quantised axis it is a multiple of `unit`."""
     if isinstance(index, jax.Array):
         if index.shape != () or not jnp.issubdtype(index.dtype, jnp.integer):
             raise TypeError(
@@ -68,7 +68,7 @@ def _index(who: str, offset: Any, axis: int, index: Any, unit: int) -> Any:
 def tensor_batch(
     who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, rows_split: bool
 ) -> tuple[int, ...]:
-    """The batch axes, each slice of which is a tensor."""
+    """The batch axes; each slice along them is a tensor."""
     if not rows_split:
         return x.shape[:-2]
     if x.ndim < 3:
@@ -97,7 +97,7 @@ def check_length(who: str, x: jax.Array, fmt: Format, axis: int) -> None:
 
 
 def check_holds(who: str, x: jax.Array, fmt: Format) -> None:
-    """Raises TypeError if x's dtype cannot hold what is decoded."""
+    """Raises TypeError if x's dtype cannot hold the decoded numbers."""
     if (served := fmt.served_dtype) is not None and x.dtype not in (jnp.float32, jnp.dtype(served)):
         raise TypeError(
             f"{who}: x is {x.dtype}, which cannot hold the {served} numbers that {fmt} decodes to; cast x to {served} "
@@ -106,7 +106,7 @@ def check_holds(who: str, x: jax.Array, fmt: Format) -> None:
 
 
 def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) -> None:
-    """Raises ValueError for what a weight-only format has no place for."""
+    """Raises ValueError for options that a weight-only format does not have."""
     if not fmt.weight_only:
         return
     if rotation:
@@ -116,7 +116,7 @@ def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str)
 
 
 def given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tuple[int, ...]) -> jax.Array | None:
-    """`amax=` or `encode_scale=`, one number for each slice."""
+    """The checked `amax=` or `encode_scale=`, one number per slice; None if neither is given."""
     if amax is not None and encode_scale is not None:
         raise ValueError(f"{who}: amax= and encode_scale= were given; pass one of them")
     name, value = ("amax", amax) if encode_scale is None else ("encode_scale", encode_scale)

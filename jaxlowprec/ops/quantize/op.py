@@ -30,10 +30,10 @@ class QuantizeSpec:
     Attributes:
         format: what to quantise to.
         rowwise, columnwise: the wanted directions.
-        hadamard: a rotation of size 16 along axis -2 for the columnwise direction; NVFP4 1x16 alone.
+        hadamard: a rotation of size 16 along axis -2 for the columnwise direction; only for NVFP4 1x16.
         stochastic: rounding of the codes.
-        encode_scale_given: the tensor operand is what to multiply by, not an amax; Float8Tensor alone.
-        ragged_rows, ragged_columns: R or C is no multiple of `unit` along that axis.
+        encode_scale_given: the tensor operand is the factor to multiply by, not an amax; only for Float8Tensor.
+        ragged_rows, ragged_columns: R or C is not a multiple of `unit` along that axis.
         rows_split: x is [..., S, R, C], one tensor, and so are the results; see `ops.split_rows`.
     """
 
@@ -49,17 +49,17 @@ class QuantizeSpec:
 
     @property
     def directions(self) -> int:
-        """How many are wanted."""
+        """The number of wanted directions."""
         return self.rowwise + self.columnwise
 
     @property
     def tensors(self) -> int:
-        """Operands with a number for the whole tensor, one a direction where the format has such a scale."""
+        """The number of operands with a number per tensor: one per direction if the format has a tensor scale."""
         return self.directions if self.format.has_tensor_scale else 0
 
 
 def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
-    """Elements along an axis that must stay together: a block, or 16 that share a draw of random bits.
+    """Elements along an axis that must stay together: a block, or a sixteen of random bytes.
 
     `quantized`: whether the axis is the quantised one of some direction.
     """
@@ -112,8 +112,8 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
 
 @functools.cache
 def quantize_op(spec: QuantizeSpec, implementation: Implementation):
-    """x, an amax [...] (or encode scale) a direction for formats with a tensor scale, then if stochastic a key [..., 2]
-    and indices of lines and sixteens per direction -> codes and scales a direction."""
+    """x, an amax [...] (or encode scale) per direction for formats with a tensor scale, then if stochastic key words
+    [..., 2] and indices of lines and sixteens per direction -> codes and scales per direction."""
     outputs, run_reference, run_native = _bodies(spec)
     if spec.rows_split:
         outputs, run_reference, run_native = _of_split_rows(spec)
@@ -128,7 +128,7 @@ def quantize_op(spec: QuantizeSpec, implementation: Implementation):
 
 
 def _shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Of the results, of a matrix for each of the batch axes."""
+    """Shapes and dtypes of the results; x [..., R, C] has a matrix per index of its batch axes."""
     *batch, rows, columns = x.shape
     lines = [(rows, columns)] * spec.rowwise + [(columns, rows)] * spec.columnwise
     shapes = [array for line in lines for array in arrays_of_lines(spec.format, *line)]
@@ -138,7 +138,7 @@ def _shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
 def native_call(
     spec: QuantizeSpec, x: jax.Array, *operands: jax.Array, vmap_method: str | None = None
 ) -> Sequence[Any]:
-    """The kernel on what the op takes. Indices of lines and sixteens may have x's batch axes, for each matrix its own.
+    """Calls the kernel on the op's operands. Indices of lines and sixteens may have x's batch axes.
 
     `vmap_method`: of `jax.ffi.ffi_call`.
     """
@@ -157,7 +157,7 @@ def native_call(
 
 
 def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
-    """Result shapes, the reference and the native call, of a matrix for each of the batch axes."""
+    """Result shapes, the reference and the native call, for x [..., R, C]."""
     fmt = spec.format
 
     def run_reference(x, *operands):
@@ -177,7 +177,7 @@ def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
 
 
 def _of_split_rows(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
-    """The same for split rows: of the matrix that the parts are together."""
+    """As `_bodies`, for x [..., S, R, C] with split rows: on the matrix of the merged rows."""
     outputs, *bodies = _bodies(dataclasses.replace(spec, rows_split=False))
     per_tensor = spec.format.scaling == "tensor"
 

@@ -50,7 +50,7 @@ def scaled_matmul(
     | Float8Block x Float8Block | 1x128 and 128x128, not 128x128 on both |
     | Float8Tensor x Float8Tensor | |
 
-    E4M3 meets E5M2 on either side, E5M2 does not meet itself.
+    E4M3 can be multiplied by E5M2, on either side; E5M2 by E5M2 cannot.
 
     A plain `a` meets any quantised `b` (weight-only: W4A16, W8A16). b is decoded exactly, block scales included; the
     tensor scale of NVFP4 and Float8Tensor follows the sum. Lane j of 16 sums k = j, j + 16, ... in order, by
@@ -70,7 +70,7 @@ def scaled_matmul(
         return_pre_activation: also return what the activation was applied to, in `out_dtype`.
         activation_input: [..., M, N], for "dgelu": the pre-activation of the forward pass.
         out_sharding: of the result, in JAX's explicit-sharding mode, as for `jnp.matmul`. None: M and N are split as
-            the operands are, `a` coming first; a sum over a split K is had by all.
+            the operands are, `a` first; if K is split, the sum is replicated.
         precision: as for `jax.lax.dot`. None and DEFAULT: the fastest. HIGH and HIGHEST: no FP8 or FP4 tensor cores on
             NVIDIA GPUs, of which some add up in fewer bits than float32; both operands are decoded to bfloat16 instead,
             which is exact and slower (docs/explanation/exact_sums.md). The CPU's bytes do not depend on it.

@@ -23,12 +23,12 @@ class MatmulSpec:
 
     Attributes:
         a_format, b_format: of the operands.
-        ragged_rows, ragged_columns: M or N is no multiple of the operand's square tiles.
-        ragged_depth: K, as stored, is no multiple of the block.
-        epilogue: what follows the sums.
+        ragged_rows, ragged_columns: M or N is not a multiple of the operand's square tiles.
+        ragged_depth: K, as stored, is not a multiple of the block.
+        epilogue: the operations after the sums.
         rows_split: which rows are split (see `ops.split_rows`): "a": those of a and of the result, [..., S, M, ...];
             "both": those of a and b, which are contracted: the products of the parts are summed.
-        float32_sums: on GPUs no tensor cores that may add up in fewer bits; other platforms' sums are float32 anyway.
+        float32_sums: GPUs use no tensor cores that may add up in fewer bits; other platforms always sum in float32.
     """
 
     a_format: Any
@@ -47,13 +47,13 @@ class MatmulSpec:
 
 
 def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
-    """M and N split (with tiles in whole ones), K splits in whole blocks and is then summed over."""
+    """M and N split (into whole tiles, if there are tiles); K splits into whole blocks and is then summed over."""
     whole: list[str] = []
     length = spec.a_format.length
     per_tensor = spec.a_format.scaling == "tensor"
 
     def operand(factor: str, fmt: Format, ragged: bool, s: str) -> tuple[str, list[str]]:
-        """The name of its lines, and its data and scale."""
+        """The name of the operand's lines, and its data and scale, in a rule."""
         line = scale_line = factor
         if fmt.tiles and ragged:
             scale_line = f"{factor}blocks"
@@ -81,7 +81,7 @@ def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
 
 
 def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
-    """What multiplies matrices, taking and giving split rows where the spec says so."""
+    """A function that multiplies matrices, wrapped to take and return split rows where the spec says so."""
 
     def multiply_parts(a_data, a_scale, b_data, b_scale, *rest):
         per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
@@ -96,7 +96,7 @@ def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
 
 
 def _merged_extras(spec: MatmulSpec, extras: Sequence[jax.Array]) -> list[jax.Array]:
-    """The epilogue's operands: all but a bias are laid out as the result is."""
+    """The epilogue's operands: all except the bias are laid out as the result is."""
     bias = int(spec.epilogue.bias)
     return [*extras[:bias], *map(merged_rows, extras[bias:])]
 
@@ -140,7 +140,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         return cuda.matmul(spec, *operands)
 
     def when_reduced(add_up, *operands):
-        """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
+        """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
         total, extras = add_up(partial), operands[4 + amaxes :]

@@ -1,4 +1,4 @@
-"""Activations in high precision times a quantised weight: what `scaled_matmul` does with a plain first operand."""
+"""Activations in high precision times a quantised weight: `scaled_matmul` with a plain first operand."""
 
 from __future__ import annotations
 

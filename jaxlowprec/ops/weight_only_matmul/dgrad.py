@@ -1,6 +1,6 @@
 """The gradient of a weight-only product with respect to its activations: dy times the decoded weight.
 
-An op, though XLA multiplies: where a mesh gathers the weight, its codes travel, and each device decodes them.
+XLA multiplies. It is an op so that a mesh that gathers the weight sends its codes, which each device decodes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def weight_only_dgrad(
     """dy @ q, accumulated in float32; the weight is decoded to dy's dtype.
 
     Arguments:
-        dy: [..., M, N]; [..., S, M, N] its rows split for a weight without S.
+        dy: [..., M, N]; [..., S, M, N], rows split, for a weight without S.
         q: [..., N, K], quantised along K.
         out_dtype, out_sharding: of the result, see `scaled_matmul`.
         precision: of the product, as for `jax.lax.dot`; hashable.
@@ -56,7 +56,8 @@ def _dgrad_op(
     out_spec: PartitionSpec | None,
     precision: Any,
 ):
-    """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where that does not follow."""
+    """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where it does not follow from the
+    shapes, else None."""
     weight = weight_factors(fmt, ragged_columns, ragged_depth is not None, "...")
     lines = "s m" if rows_split else "m"
     text = f"{', '.join([f'... {lines} {weight.n}', *weight.operands])} -> ... {lines} {weight.k}"

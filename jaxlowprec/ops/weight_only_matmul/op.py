@@ -23,10 +23,10 @@ class WeightOnlySpec:
 
     Attributes:
         format: of the weight.
-        ragged_columns: N is no multiple of its square tiles.
-        ragged_depth: K is no multiple of its block, or a block no whole number of bytes.
+        ragged_columns: N is not a multiple of its square tiles.
+        ragged_depth: K is not a multiple of its block, or a block is not a whole number of bytes.
         shared: one weight for all batch axes of the activations, else one for each.
-        epilogue: what follows the sums.
+        epilogue: the operations after the sums.
     """
 
     format: Format
@@ -42,7 +42,7 @@ class WeightOnlySpec:
 
     @property
     def weights(self) -> int:
-        """How many operands the weight is: data, scale, amax or zero points."""
+        """The number of operands of the weight: data, scale, amax or zero points."""
         return 2 + self.two_level + self.format.has_zero_point
 
 
@@ -52,7 +52,7 @@ class WeightFactors:
 
     Attributes:
         n, k: its logical dimensions.
-        operands: what it consists of.
+        operands: its arrays.
         whole, sizes: of the rule.
         depth_splits: whether K is split into whole blocks; else not at all.
     """
@@ -66,7 +66,7 @@ class WeightFactors:
 
 
 def weight_factors(fmt: Format, ragged_columns: bool, ragged_depth: bool, batch: str) -> WeightFactors:
-    """N split (of square tiles in whole ones), K in whole blocks; `batch` is "..." or ""."""
+    """N splits (into whole tiles, if there are tiles), K into whole blocks; `batch` is "..." or ""."""
     whole: list[str] = []
     n = scale_n = "n"
     if fmt.tiles and ragged_columns:
@@ -91,7 +91,7 @@ def weight_factors(fmt: Format, ragged_columns: bool, ragged_depth: bool, batch:
 
 
 def _rule(spec: WeightOnlySpec) -> wiring.ShardingRule:
-    """M and N split, K splits in whole blocks and is then summed over."""
+    """M and N split; K splits into whole blocks and is then summed over."""
     batch = "" if spec.shared else "..."
     weight = weight_factors(spec.format, spec.ragged_columns, spec.ragged_depth, batch)
     extras = spec.epilogue.operands("m", weight.n)
@@ -127,7 +127,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         return spec.epilogue.finish(sums, operands[spec.weights :])
 
     def run_native(x, *operands):
-        """A shared weight's batch axes are rows."""
+        """With a shared weight the batch axes of x are rows."""
         weight, extras = operands[: spec.weights], list(operands[spec.weights :])
         lead = x.shape[:-1]
 
@@ -156,7 +156,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         return multiply(spec, x, *named(*weight), extras)
 
     def when_reduced(add_up, *operands):
-        """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
+        """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = weight_only_op(plain, implementation)(*operands[:last])
         return spec.epilogue.finish(add_up(partial), operands[last:])
@@ -174,7 +174,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
     if not spec.shared:
         return wired
 
-    # A mapped axis of the activations alone is one more axis of rows; one of the weight makes it a weight for each.
+    # If only the activations are mapped, the mapped axis holds more rows; if the weight is mapped, it is not shared.
     op = custom_vmap(lambda *operands: wired(*operands))
 
     @op.def_vmap

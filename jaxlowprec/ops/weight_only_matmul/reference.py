@@ -1,7 +1,7 @@
 """The weight-only GEMM in pure JAX: the byte oracle for activations in bfloat16 and float16, whose products are exact.
 
 Lane j of 16 sums k = j, j + 16, ... in order with fused multiply-adds from 0; the 16 lanes are added as a tree, j with
-j + 8, then + 4, + 2, + 1. A row's bytes so depend neither on the other rows nor on who computes them.
+j + 8, then + 4, + 2, + 1. So the bytes of a row depend neither on the other rows nor on the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def decoded(data: jax.Array, scale: jax.Array, zero_point: jax.Array | None, fmt
 
 
 def alpha(scale: jax.Array, amax: jax.Array | None, fmt: Format) -> jax.Array | None:
-    """What the sums are multiplied by, float32 [...]: the tensor scale, for formats that have one."""
+    """The factor of the sums, float32 [...]: the tensor scale, for formats that have one; else None."""
     if amax is not None:
         return flush(amax * jnp.float32(1 / NVFP4_MAX))
     return scale if fmt.scaling == "tensor" else None
