@@ -104,7 +104,8 @@ def checked_epilogue(
         raise ValueError(f'{who}: return_pre_activation=True with activation={activation!r}; it is for "gelu"')
     if (activation_input is None) == (activation == "dgelu"):
         given = "missing" if activation_input is None else "given"
-        raise ValueError(f'{who}: activation_input= is {given} and activation={activation!r}; "dgelu" needs it, alone')
+        needs = '"dgelu" needs it, other activations take none'
+        raise ValueError(f"{who}: activation_input= is {given} and activation={activation!r}; {needs}")
     extras = []
     if bias is not None:
         bias = array(who, "bias", bias)

@@ -264,7 +264,7 @@ class TestProducts:
             (
                 lambda: multiply(activation="gelu", activation_input=jnp.ones((16, 24))),
                 ValueError,
-                ["activation_input= is given and activation='gelu'", '"dgelu" needs it, alone'],
+                ["activation_input= is given and activation='gelu'", '"dgelu" needs it, other activations take none'],
             ),
             (
                 lambda: multiply(activation="dgelu", activation_input=jnp.ones((24, 16))),

@@ -36,7 +36,7 @@ def native_call(plain: bool, hadamard: Hadamard | None, x: jax.Array, vmap_metho
 def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, rows_split: bool, implementation: Implementation):
     """x [..., R, C] -> float32 [...]: `plain`, then after the rotation along axis -2 where `hadamard` is given.
 
-    `whole_rows`: R is no multiple of the rotation's size, so rows cannot be split. `rows_split`: x is [..., S, R, C].
+    `whole_rows`: rows cannot be split, as R is not a multiple of the rotation. `rows_split`: x is [..., S, R, C].
     """
     count = int(plain) + int(hadamard is not None)
     results = ", ".join(["..."] * count)

@@ -112,7 +112,7 @@ def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str)
     if rotation:
         raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} weights are not rotated; leave it out")
     if rounding == "stochastic":
-        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} rounds to nearest alone; leave it out')
+        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} only rounds to nearest; leave it out')
 
 
 def given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tuple[int, ...]) -> jax.Array | None:

@@ -319,7 +319,7 @@ class TestErrors:
             ),
             ({"fmt": jlp.Int4(5), "axis": -2}, ValueError, "x has 16 elements along axis -2"),
             ({"hadamard": True}, ValueError, "weights are not rotated"),
-            ({"rounding": "stochastic", "key": jax.random.key(0)}, ValueError, "rounds to nearest alone"),
+            ({"rounding": "stochastic", "key": jax.random.key(0)}, ValueError, "only rounds to nearest"),
             ({"rounding": "up"}, ValueError, "rounding='up'"),
             ({"key": jax.random.key(0)}, ValueError, 'a key was given but rounding is "nearest"'),
             ({"amax": jnp.float32(1)}, ValueError, "scales each block by its own amax"),
