@@ -29,7 +29,7 @@ class Element:
     """What one code stands for.
 
     Attributes:
-        dtype: numpy's dtype of these numbers.
+        dtype: of numpy, for one such number.
         data_dtype: the dtype that holds codes in an array: of one code, or uint8 for two codes of 4 bits.
         maximum: the largest number.
         mantissa_bits, exponent_bias: of a floating-point element; 0 for integers.
@@ -65,8 +65,10 @@ class Element:
 
 ELEMENTS = {
     "e2m1": Element(ml_dtypes.float4_e2m1fn, jnp.uint8, 6.0, mantissa_bits=1, exponent_bias=1),
-    "e4m3": Element(jnp.float8_e4m3fn, jnp.float8_e4m3fn, 448.0, mantissa_bits=3, exponent_bias=7),
-    "e5m2": Element(jnp.float8_e5m2, jnp.float8_e5m2, 57344.0, mantissa_bits=2, exponent_bias=15, meets_itself=False),
+    "e4m3": Element(ml_dtypes.float8_e4m3fn, jnp.float8_e4m3fn, 448.0, mantissa_bits=3, exponent_bias=7),
+    "e5m2": Element(
+        ml_dtypes.float8_e5m2, jnp.float8_e5m2, 57344.0, mantissa_bits=2, exponent_bias=15, meets_itself=False
+    ),
     "int4": Element(ml_dtypes.int4, jnp.uint8, 7.0, meets_itself=False),
 }
 """All elements by the names that `Format.element` has."""
