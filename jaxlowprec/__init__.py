@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxlowprec import delayed_scaling, layouts, moe, traffic
-from jaxlowprec.arrays.formats import DEFAULT_SIGNS, MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Hadamard, Int4
+from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
+from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.collectives import all_gather_quantized
 from jaxlowprec.linears.dot_general import dot_general, einsum

@@ -46,7 +46,7 @@ def assert_matches_quantized(q, expected, message=""):
 
 def dequantized(q, dtype):
     """Decoded and rotated back in float32, rounded once."""
-    lines = q.matrix[-1] if q.axis == -1 else q.matrix[0]
+    lines = q.matrix_shape[-1] if q.axis == -1 else q.matrix_shape[0]
 
     def one(operand):
         y = numpy_oracle.decode(*operand)

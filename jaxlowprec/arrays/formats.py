@@ -7,29 +7,78 @@ of jit's cache key. It holds no arrays. `xla_ffi/numerics` has the rules of each
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable
+import math
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxlowprec.arguments import a_flag, one_of, shown
 
 BLOCK = 16
-"""Elements that share one NVFP4 block scale, and a group of stochastic rounding's random bytes."""
-
-DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The signs of NVIDIA's NVFP4 recipe (Transformer Engine): one fixed vector for all layers and steps."""
+"""Elements that share one NVFP4 block scale. Random bytes of stochastic rounding come by as many."""
 
 Float8 = Literal["e4m3", "e5m2"]
 ScaleRule = Literal["up", "floor", "even"]
 Int4Rule = Literal["deploy", "slime", "compressed-tensors"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """What one code stands for.
+
+    Attributes:
+        dtype: of numpy, for one such number.
+        data_dtype: the dtype that holds codes in an array: of one code, or uint8 for two codes of 4 bits.
+        maximum: the largest number.
+        mantissa_bits, exponent_bias: of a floating-point element; 0 for integers.
+        meets_itself: whether there is a GEMM of two operands of this element.
+    """
+
+    dtype: Any
+    data_dtype: Any
+    maximum: float
+    mantissa_bits: int = 0
+    exponent_bias: int = 0
+    meets_itself: bool = True
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.data_dtype == jnp.uint8
+
+    @property
+    def largest_exponent(self) -> int:
+        """The exponent of `maximum`."""
+        return math.frexp(self.maximum)[1] - 1
+
+    @property
+    def overflow(self) -> tuple[float, bool]:
+        """The middle between `maximum` and the number that would follow it, and whether that middle is out of range.
+
+        Rounding to nearest takes greater numbers out of the element's range. The middle itself goes to the even code.
+        """
+        step = 2.0 ** (self.largest_exponent - self.mantissa_bits)
+        return self.maximum + step / 2, self.maximum / step % 2 == 1
+
+
+ELEMENTS = {
+    "e2m1": Element(ml_dtypes.float4_e2m1fn, jnp.uint8, 6.0, mantissa_bits=1, exponent_bias=1),
+    "e4m3": Element(ml_dtypes.float8_e4m3fn, jnp.float8_e4m3fn, 448.0, mantissa_bits=3, exponent_bias=7),
+    "e5m2": Element(
+        ml_dtypes.float8_e5m2, jnp.float8_e5m2, 57344.0, mantissa_bits=2, exponent_bias=15, meets_itself=False
+    ),
+    "int4": Element(ml_dtypes.int4, jnp.uint8, 7.0, meets_itself=False),
+}
+"""All elements by the names that `Format.element` has."""
+
+SYMMETRIC_ZERO = 8
+"""The 4-bit integer code of zero where there are no zero points."""
+
+
 def check_amax_epsilon(who: str, value: Any) -> None:
-    """Raises unless it is one."""
+    """Raises ValueError unless the value is an amax_epsilon."""
     float32 = np.finfo(np.float32)
     a_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not a_number or not (value == 0 or float(float32.tiny) <= value <= float(float32.max)):
@@ -39,14 +88,17 @@ def check_amax_epsilon(who: str, value: Any) -> None:
 
 
 class Format:
-    """What all formats say about themselves. `xla_ffi/cpu/kernels.h` has its counterpart.
+    """What all formats say about themselves. `xla_ffi/problems.h` has its counterpart.
 
     Attributes:
-        element: of the codes: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
-        scaling: what the codes are relative to: "two_level" (an E4M3 scale a block and an amax a tensor), "e8m0" (a
-            power of two a block), "float32" (one a block), "tensor" (one float32), "float16" (a 16-bit float a block).
+        element: of the codes, one of `ELEMENTS`: "e2m1" (4 bits), "e4m3", "e5m2" or "int4".
+        scaling: what the codes are relative to: "two_level" (an E4M3 scale per block and an amax per tensor), "e8m0"
+            (a power of two per block), "float32" (one per block), "tensor" (one float32), "float16" (a 16-bit float per
+            block, bfloat16 or float16).
         scale_dtype: of the scales.
         block, scale_rule, power_of_two, amax_epsilon: fields of the formats that have them, else these defaults.
+        pad: whether zeros fill a last block that the array does not fill; else such an array is an error.
+        weight_only: whether it is for weights only, which are rounded to nearest and not rotated.
     """
 
     element: str
@@ -56,6 +108,8 @@ class Format:
     scale_rule: ScaleRule = "up"
     power_of_two: bool = False
     amax_epsilon: float = 0.0
+    pad: bool = True
+    weight_only: bool = False
 
     @property
     def length(self) -> int:
@@ -73,23 +127,38 @@ class Format:
         return self.scaling in ("two_level", "tensor")
 
     @property
+    def has_zero_point(self) -> bool:
+        """Whether each block has a code of its own for zero."""
+        return False
+
+    @property
+    def served_dtype(self) -> str | None:
+        """The dtype of the served model, which arrays are rounded to first and decoded to; None: any."""
+        return None
+
+    @property
+    def numbers(self) -> Element:
+        """What its codes stand for."""
+        return ELEMENTS[self.element]
+
+    @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
-        return self.element in ("e2m1", "int4")
+        return self.numbers.packed
 
     @property
     def data_dtype(self) -> Any:
-        """Of the codes."""
-        return {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}.get(self.element, jnp.uint8)
+        """The dtype of the codes."""
+        return self.numbers.data_dtype
 
     @property
     def maximum(self) -> float:
         """The largest element."""
-        return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0, "int4": 7.0}[self.element]
+        return self.numbers.maximum
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The same for a native call: the counterpart is `xla_ffi/bindings/format.h`."""
+        """The format for a native call; `xla_ffi/bindings/format.h` decodes it."""
         return {
             "element": self.element,
             "scaling": self.scaling,
@@ -117,7 +186,7 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4(Format):
-    """4-bit E2M1 codes, an E4M3 scale a block, a float32 amax a tensor.
+    """4-bit E2M1 codes, an E4M3 scale per block, a float32 amax per tensor.
 
     A number decodes to `code * block_scale * amax / 2688`.
 
@@ -140,7 +209,7 @@ class NVFP4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8(Format):
-    """8-bit floats, a power of two (E8M0) a block of 32: the MX format of OCP.
+    """8-bit floats, a power of two (E8M0) per block of 32: the MX format of OCP.
 
     A number decodes to `code * 2**(scale - 127)`.
 
@@ -169,7 +238,7 @@ class MXFP8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4(Format):
-    """4-bit E2M1 codes, a power of two (E8M0) a block of 32.
+    """4-bit E2M1 codes, a power of two (E8M0) per block of 32.
 
     A number decodes to `code * 2**(scale - 127)`.
 
@@ -193,7 +262,7 @@ class MXFP4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Block(Format):
-    """8-bit floats, a float32 scale a block of 128: DeepSeek-V3's and Transformer Engine's blockwise FP8.
+    """8-bit floats, a float32 scale per block of 128: DeepSeek-V3's and Transformer Engine's blockwise FP8.
 
     A number decodes to `code * scale`.
 
@@ -222,7 +291,7 @@ class Float8Block(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tensor(Format):
-    """8-bit floats, one float32 scale a tensor.
+    """8-bit floats, one float32 scale per tensor.
 
     A number decodes to `code * scale`. The scale comes from the tensor's amax (current scaling), or is given (delayed
     scaling).
@@ -248,19 +317,19 @@ class Float8Tensor(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers, a bfloat16 or float16 scale a group: the weights of W4A16 checkpoints.
+    """4-bit integers, a bfloat16 or float16 scale per block: the weights of W4A16 checkpoints.
 
     A number decodes to `code * scale`, or `(code - zero_point) * scale`, rounded once to the scale's dtype: to the bit
     what compressed-tensors and Marlin kernels decode, so that the weight trained with is the weight served.
 
     Arguments:
-        group_size: consecutive elements of the quantised axis that share a scale.
-        symmetric: codes from -7 to 7. Otherwise codes from 0 to 15 and a zero point a group; zero is always a code.
+        group_size: consecutive elements of the quantised axis that share a scale: checkpoints' word for a block.
+        symmetric: codes from -7 to 7. Otherwise codes from 0 to 15 and a zero point per block; zero is always a code.
         scale_dtype: "bfloat16" or "float16": the dtype of the model that is served. Arrays are rounded to it first, so
             that a float32 master weight gives what its exported copy gives.
-        pad: whether the quantised axis may end in a part of a group, which zeros then fill. False: it is an error.
+        pad: whether the quantised axis may end within a block, which zeros then fill. False: it is an error.
         rule: "deploy": the scale is rounded before it divides. For comparison with published pipelines, in pure JAX
-            alone: "slime": the trainer divides by the unrounded scale, the checkpoint holds the rounded one.
+            only: "slime": the trainer divides by the unrounded scale, the checkpoint holds the rounded one.
             "compressed-tensors": that library's rule on a CPU, 16 levels and 16-bit arithmetic throughout.
 
     Source: int4_qat.md 1.1, 1.2 and 1.4.
@@ -274,6 +343,7 @@ class Int4(Format):
 
     element = "int4"
     scaling = "float16"
+    weight_only = True
 
     def __post_init__(self):
         size = self.group_size
@@ -290,68 +360,19 @@ class Int4(Format):
         self._check("scale_dtype", ("bfloat16", "float16"))
         self._check("rule", ("deploy", "slime", "compressed-tensors"))
 
+    @property
+    def has_zero_point(self) -> bool:
+        """See `Format`."""
+        return not self.symmetric
+
+    @property
+    def served_dtype(self) -> str:
+        """See `Format`."""
+        return self.scale_dtype
+
     def __str__(self) -> str:
         words = [f"Int4 1x{self.group_size}"]
         words += [] if self.symmetric else ["asymmetric"]
         words += [self.scale_dtype] if self.scale_dtype != "bfloat16" else []
         words += [f"{self.rule} rule"] if self.rule != "deploy" else []
         return " ".join(words)
-
-
-@dataclasses.dataclass(frozen=True)
-class Hadamard:
-    """A random Hadamard transform: `((x * signs) @ H) / sqrt(size)` on each `size` consecutive elements of an axis.
-
-    It is orthogonal, so it cancels in a GEMM whose operands are both rotated along the contraction axis.
-
-    Arguments:
-        size: 16, 32, 64, 128 or 256.
-        signs: +1 or -1 for each of the `size` elements; a shorter pattern is repeated. None: no signs, plain H.
-    """
-
-    size: int = 16
-    signs: tuple[int, ...] | None = DEFAULT_SIGNS
-
-    def __post_init__(self):
-        one_of("Hadamard", "size", self.size, 16, 32, 64, 128, 256)
-        if self.signs is None or (self.signs is DEFAULT_SIGNS and self.size == len(DEFAULT_SIGNS)):
-            return
-        signs = _numbers(self.signs)
-        if not signs or any(s not in (1, -1) for s in signs) or self.size % len(signs):
-            raise ValueError(
-                f"Hadamard: signs={shown(self.signs)}; needs {self.size} numbers that are +1 or -1, or a pattern whose "
-                f"length divides {self.size}, or None for none"
-            )
-        object.__setattr__(self, "signs", tuple(int(s) for s in signs) * (self.size // len(signs)))
-
-    @property
-    def negative(self) -> tuple[int, ...]:
-        """1 where the sign is -1, else 0; `size` of them."""
-        return tuple(int(s < 0) for s in self.signs or (1,) * self.size)
-
-    @property
-    def mask(self) -> int:
-        """The negative signs as a bit mask: bit i is element i's."""
-        return sum(bit << i for i, bit in enumerate(self.negative))
-
-    def __str__(self) -> str:
-        return f"Hadamard({self.size}{'' if self.signs else ', plain'})"
-
-
-def _numbers(given: Any) -> tuple[Any, ...]:
-    """What was given as numbers, one after the other; none where it is something else."""
-    if isinstance(given, jax.core.Tracer):  # signs are static
-        return ()
-    if isinstance(given, jax.Array | np.ndarray | np.generic):
-        given = given.tolist() if jnp.issubdtype(given.dtype, jnp.number) else ()
-    values = tuple(itertools.islice(given, 257)) if isinstance(given, Iterable) else ()
-    return values if all(isinstance(v, int | float | np.number) for v in values) else ()
-
-
-def as_hadamard(who: str, hadamard: bool | Hadamard) -> Hadamard | None:
-    """What a `hadamard=` argument means: True is the default transform, False none."""
-    if isinstance(hadamard, Hadamard):
-        return hadamard
-    if isinstance(hadamard, bool):
-        return Hadamard() if hadamard else None
-    raise TypeError(f"{who}: hadamard={shown(hadamard)}; needs True, False or a jaxlowprec.Hadamard")

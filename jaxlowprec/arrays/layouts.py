@@ -1,6 +1,6 @@
-"""How others lay out the scales and data of a QuantizedArray, and back.
+"""Layouts that other libraries use for the scales and data of a QuantizedArray, and their inverses.
 
-A QuantizedArray keeps its scales logical: one a block, rows by blocks, no padding. Tensor cores read them in another
+A QuantizedArray keeps its scales logical: one per block, rows by blocks, no padding. Tensor cores read them in another
 order (`gemm_scales`), and an array quantised columnwise can be stored in its original orientation (`to_compact`). All
 of these are permutations, padded with zeros; each has an inverse.
 """
@@ -28,7 +28,7 @@ def swizzle(scale: Array) -> Array:
         scale: [..., R, C], one byte each.
 
     Returns:
-        [..., ceil(R/128) * ceil(C/4) * 512] of the same dtype, what R and C do not fill being zero.
+        [..., ceil(R/128) * ceil(C/4) * 512] of the same dtype, with zeros where R and C do not fill the tiles.
 
     Raises:
         ValueError: fewer than two axes, or scales of more than a byte.
@@ -54,7 +54,7 @@ def unswizzle(swizzled: Array, rows: int, columns: int) -> Array:
     """The inverse of `swizzle`: the [..., rows, columns] scales without padding.
 
     Raises:
-        ValueError: a length that rows and columns do not have.
+        ValueError: a length that does not follow from rows and columns.
     """
     rows, columns = _sizes("unswizzle", rows, columns)
     return _unswizzled("unswizzle", _array("unswizzle", "swizzled", swizzled), rows, columns)
@@ -83,7 +83,7 @@ def gemm_scales(q: QuantizedArray) -> Array:
     | Float8Block 128x128 | blocks padded to a multiple of 4: [..., ceil(R/128), roundup(ceil(C/128), 4)] |
     | Float8Tensor | as it is |
 
-    R and C are the lines and the contracted length: for a columnwise array the logical sizes the other way round.
+    R is the number of lines, C the contracted length: for a columnwise array the logical sizes swapped.
 
     Raises:
         ValueError: a vector.
@@ -102,7 +102,7 @@ def logical_scales(scales: Array, fmt: Format, rows: int, columns: int) -> Array
     """The inverse of `gemm_scales`, for `rows` lines of contracted length `columns`.
 
     Raises:
-        ValueError: a shape that those do not have.
+        ValueError: a shape that does not follow from rows and columns.
     """
     who = "logical_scales"
     _check_format(who, fmt)
@@ -196,7 +196,7 @@ def _up(n: int, multiple: int) -> int:
 def pad_to_multiples(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """x with zeros up to multiples of `rows` and `columns` along its last two axes.
 
-    By bytes: XLA pads no float8_e8m0fnu with a zero, which it cannot represent.
+    Padded as bytes: float8_e8m0fnu cannot represent zero, so XLA does not pad it.
     """
     padding = [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % rows), (0, -x.shape[-1] % columns)]
     if x.dtype.itemsize > 1:
@@ -208,7 +208,7 @@ def pad_to_multiples(x: jax.Array, rows: int, columns: int) -> jax.Array:
 def _lines(q: QuantizedArray, who: str) -> tuple[int, int]:
     """The number of lines that blocks run along, and their length."""
     check_quantized(who, "q", q)
-    if len(q.matrix) != 2:
+    if len(q.matrix_shape) != 2:
         raise ValueError(f"{who}: shape {q.shape} is a vector; needs two dimensions or more")
-    rows, columns = q.matrix if q.axis == -1 else q.matrix[::-1]
+    rows, columns = q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1]
     return rows, columns

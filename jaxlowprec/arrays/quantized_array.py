@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arguments import one_of, shown
-from jaxlowprec.arrays.formats import Format, Hadamard, Int4
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.hadamard import Hadamard
 
-_PLACE = "_empty"  # None, but for trees of other things than arrays
-_MADE_BY_HAND = "_made_by_hand"  # not unflattened, as what an op returns is, and not checked since
+_PLACE = "_empty"  # the key of a fifth child: None, except in trees of other leaves than arrays
+_MADE_BY_HAND = "_made_by_hand"  # the key of arrays that the constructor made and nothing has checked yet
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("data", "scale", "amax", "zero_point"))
 
 
@@ -43,11 +44,11 @@ class QuantizedArray:
 
     Attributes:
         data: codes.
-        scale: one decode scale a block.
+        scale: one decode scale per block.
         amax: the largest magnitude of each slice (float32), which NVFP4's block scales are relative to; else None.
-        zero_point: one a block for asymmetric integer formats, else None.
+        zero_point: one per block for asymmetric integer formats, else None.
         format: what it is quantised to.
-        matrix: the logical sizes of the last two axes (of the only one, for a vector).
+        matrix_shape: the logical sizes of the last two axes (of the only one, for a vector).
         dtype: what `dequantize` gives by default: the dtype it was quantised from.
         axis: -1 (rowwise) or -2 (columnwise): the quantised axis, which a GEMM contracts.
         hadamard: the rotation applied along that axis, or None.
@@ -58,7 +59,7 @@ class QuantizedArray:
     amax: jax.Array | None
     zero_point: jax.Array | None
     format: Any
-    matrix: tuple[int, ...]
+    matrix_shape: tuple[int, ...]
     dtype: Any
     axis: int
     hadamard: Hadamard | None
@@ -67,43 +68,44 @@ class QuantizedArray:
         who = "QuantizedArray"
         if not isinstance(self.format, Format):
             raise TypeError(f"{who}: format={shown(self.format)}; needs a format such as NVFP4()")
-        if not isinstance(self.matrix, tuple) or len(self.matrix) not in (1, 2) or not all(map(_is_size, self.matrix)):
-            raise TypeError(f"{who}: matrix={shown(self.matrix)}; needs a tuple of one or two sizes")
+        sizes = self.matrix_shape
+        if not isinstance(sizes, tuple) or len(sizes) not in (1, 2) or not all(map(_is_size, sizes)):
+            raise TypeError(f"{who}: matrix_shape={shown(sizes)}; needs a tuple of one or two sizes")
         one_of(who, "axis", self.axis, -1, -2)
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(f"{who}: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
         self.__dict__[_MADE_BY_HAND] = True
 
-    # By hand: jax.tree_util.register_dataclass takes 3 us longer, a sixth of an eager call on a small array.
+    # Written by hand: jax.tree_util.register_dataclass adds 3 us, a sixth of an eager call on a small array.
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Arrays and an empty place, and what is static."""
+        """The arrays and an empty child, then the static fields."""
         children = (self.data, self.scale, self.amax, self.zero_point, self.__dict__.get(_PLACE))
-        return children, (self.format, self.matrix, self.dtype, self.axis, self.hadamard)
+        return children, (self.format, self.matrix_shape, self.dtype, self.axis, self.hadamard)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The same, each with its name; the empty place's name says what is static.
+        """As `tree_flatten`, each child with its name; the empty child's name describes the static fields.
 
-        Orbax keeps a tree's arrays and the names of its parts, empty ones too, and compares the names when it restores:
-        codes never get another format, axis, rotation or shape than they were saved with.
+        Orbax saves a tree's arrays and the names of its children, empty ones too, and compares the names when it
+        restores. So codes are never restored with another format, axis, rotation or shape than they were saved with.
         """
         children, static = self.tree_flatten()
         rotation = "" if self.hadamard is None else f", rotated by {_without_defaults(self.hadamard)}"
-        told = f"{_without_defaults(self.format)} along axis {self.axis} of {self.matrix}{rotation}"
+        told = f"{_without_defaults(self.format)} along axis {self.axis} of {self.matrix_shape}{rotation}"
         return tuple(zip((*_KEYS, jax.tree_util.GetAttrKey(told)), children, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
-        """The inverse."""
+        """The inverse of `tree_flatten`."""
         self = object.__new__(cls)
         fields = self.__dict__
         fields["data"], fields["scale"], fields["amax"], fields["zero_point"], fields[_PLACE] = children
-        fields["format"], fields["matrix"], fields["dtype"], fields["axis"], fields["hadamard"] = static
+        fields["format"], fields["matrix_shape"], fields["dtype"], fields["axis"], fields["hadamard"] = static
         return self
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, batch axes included."""
-        return (*self.data.shape[: self.data.ndim - len(self.matrix)], *self.matrix)
+        return (*self.data.shape[: self.data.ndim - len(self.matrix_shape)], *self.matrix_shape)
 
     @property
     def ndim(self) -> int:
@@ -122,15 +124,15 @@ class QuantizedArray:
 
     @property
     def compression(self) -> float:
-        """Bytes of the array it stands for, divided by its own."""
+        """Bytes of the array that it approximates, divided by its own bytes."""
         return self.size * jnp.dtype(self.dtype).itemsize / max(self.nbytes, 1)
 
     @property
     def mT(self) -> QuantizedArray:
-        """The matrix transpose: the same data seen as the other orientation, no byte moved."""
-        if len(self.matrix) != 2:
+        """The matrix transpose: the same data in the other orientation; no byte moves."""
+        if len(self.matrix_shape) != 2:
             raise ValueError(f"QuantizedArray.mT: shape {self.shape} is a vector; a matrix transpose needs two axes")
-        return dataclasses.replace(self, matrix=self.matrix[::-1], axis=-3 - self.axis)
+        return dataclasses.replace(self, matrix_shape=self.matrix_shape[::-1], axis=-3 - self.axis)
 
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """See `jaxlowprec.dequantize`."""
@@ -154,7 +156,7 @@ def _is_size(size: Any) -> bool:
 
 
 def arrays_of_lines(fmt: Format, lines: int, length: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of the codes and of the scales of that many lines of that length."""
+    """Shape and dtype of the codes and of the scales of `lines` lines of length `length`."""
     blocks = -(-length // fmt.length)
     codes = -(-blocks * fmt.length // 2) if fmt.packed else length
     scales = () if fmt.scaling == "tensor" else (-(-lines // fmt.length) if fmt.tiles else lines, blocks)
@@ -165,7 +167,7 @@ def arrays_of_lines(fmt: Format, lines: int, length: int) -> list[tuple[tuple[in
 def _arrays(
     fmt: Format, matrix: tuple[int, ...], axis: int, hadamard: Hadamard | None, batch: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Shape and dtype of each array field, None for a field that there is not."""
+    """Shape and dtype of each array field; None for a field that is None."""
     lines, length = (1, *matrix) if len(matrix) == 1 else matrix if axis == -1 else matrix[::-1]
     if hadamard is not None:
         length += -length % hadamard.size
@@ -173,7 +175,7 @@ def _arrays(
     if len(matrix) == 1:
         codes, scales = ((shape[1:], dtype) for shape, dtype in (codes, scales))
     amax = ((), jnp.float32) if fmt.scaling == "two_level" else None
-    zero_point = (scales[0], jnp.uint8) if isinstance(fmt, Int4) and not fmt.symmetric else None
+    zero_point = (scales[0], jnp.uint8) if fmt.has_zero_point else None
     fields = (codes, scales, amax, zero_point)
     return tuple(None if f is None else ((*batch, *f[0]), jnp.dtype(f[1])) for f in fields)
 
@@ -183,11 +185,13 @@ def _described(array: tuple[Any, Any] | None) -> str:
 
 
 def check_quantized(who: str, name: str, q: Any) -> None:
-    """Raises unless q is a QuantizedArray whose arrays, where it was made by hand, are those of its format and shape.
+    """Raises unless q is a QuantizedArray whose arrays have the shapes and dtypes that its format and shape need.
+
+    Only arrays made by the constructor are checked, and only once; those that ops return are right.
 
     Raises:
-        TypeError: it is none.
-        ValueError: an array of another shape or dtype, as one made by hand or for another format has.
+        TypeError: q is not a QuantizedArray.
+        ValueError: an array of another shape or dtype.
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(
@@ -198,18 +202,18 @@ def check_quantized(who: str, name: str, q: Any) -> None:
     fields = (q.data, q.scale, q.amax, q.zero_point)
     found = tuple(None if f is None else (getattr(f, "shape", None), getattr(f, "dtype", None)) for f in fields)
     shape = getattr(q.data, "shape", ())
-    batch = shape[: len(shape) - len(q.matrix)]
-    if found != (needed := _arrays(q.format, q.matrix, q.axis, q.hadamard, batch)):
+    batch = shape[: len(shape) - len(q.matrix_shape)]
+    if found != (needed := _arrays(q.format, q.matrix_shape, q.axis, q.hadamard, batch)):
         field, has, needs = next(
             (f, h, n) for f, h, n in zip(("data", "scale", "amax", "zero_point"), found, needed, strict=True) if h != n
         )
-        what = f"{q.format} of {'x'.join(map(str, q.matrix))} along axis {q.axis}"
+        what = f"{q.format} of {'x'.join(map(str, q.matrix_shape))} along axis {q.axis}"
         raise ValueError(f"{who}: {name}.{field} is {_described(has)}; {what} needs {_described(needs)}")
     q.__dict__.pop(_MADE_BY_HAND, None)
 
 
 def _without_defaults(value: Any) -> str:
-    """What `repr` says without the fields that are as by default: the same when fields are added.
+    """As `repr`, without fields that have their default: new fields with defaults do not change it.
 
     >>> from jaxlowprec.arrays.formats import MXFP8
     >>> _without_defaults(MXFP8("e5m2"))

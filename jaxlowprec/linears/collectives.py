@@ -57,17 +57,17 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
     check_quantized(who, "q", q)
     mesh_axes(who, axis_name)
     from_the_end = axis_from_the_front(who, axis, q.ndim, f"a QuantizedArray of shape {q.shape}") - q.ndim
-    if from_the_end < -len(q.matrix):
+    if from_the_end < -len(q.matrix_shape):
 
         def together(leaf: jax.Array) -> jax.Array:
             return _gathered(leaf, axis_name, from_the_end + q.ndim)
 
         return jax.tree.map(together, q)
-    along_blocks = len(q.matrix) == 1 or from_the_end == q.axis
+    along_blocks = len(q.matrix_shape) == 1 or from_the_end == q.axis
     _check_whole_blocks(who, q, from_the_end, along_blocks)
     dim = -1 if along_blocks else -2
-    n = jax.lax.axis_size(axis_name)
-    matrix = tuple(size * n if i - len(q.matrix) == from_the_end else size for i, size in enumerate(q.matrix))
+    sizes = list(q.matrix_shape)
+    sizes[from_the_end] *= jax.lax.axis_size(axis_name)
     per_tensor = q.format.scaling == "tensor"
     return dataclasses.replace(
         q,
@@ -75,12 +75,12 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
         scale=_shared(q.scale, q.data, axis_name) if per_tensor else _gathered(q.scale, axis_name, dim),
         amax=None if q.amax is None else _shared(q.amax, q.data, axis_name),
         zero_point=None if q.zero_point is None else _gathered(q.zero_point, axis_name, dim),
-        matrix=matrix,
+        matrix_shape=tuple(sizes),
     )
 
 
 def _check_whole_blocks(who: str, q: QuantizedArray, axis: int, along_blocks: bool) -> None:
-    fmt, size = q.format, q.matrix[axis]
+    fmt, size = q.format, q.matrix_shape[axis]
     unit = fmt.length if along_blocks or fmt.tiles else 1
     what = f"blocks of {fmt}"
     if along_blocks and fmt.packed:

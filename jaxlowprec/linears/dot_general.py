@@ -129,8 +129,8 @@ def _dot_general(
             raise ValueError(f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dims}")
     preferred = options["preferred_element_type"]
     out_dtype = float_dtype(who, "preferred_element_type", lhs.dtype if preferred is None else preferred)
-    slices = x.ndim > len(batch) + 2
-    y, out_state = call.matmul(x, w, None, out_dtype, slices=slices)
+    rows_split = x.ndim > len(batch) + 2
+    y, out_state = call.matmul(x, w, None, out_dtype, rows_split=rows_split)
     return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
 
 
@@ -177,7 +177,7 @@ def _as_matrices(
 ) -> tuple[tuple[int, ...], tuple[int, ...], jax.Array]:
     """The batch and free shapes, and x as [batch..., free, contracted] or [batch..., contracted, free].
 
-    Of several free axes that come first, the last one stays by itself: [batch..., S, free, contracted] in slices.
+    Of several free axes that come first, the last one stays by itself: [batch..., S, free, contracted], its rows split.
     """
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
     order = [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]

@@ -17,7 +17,13 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import weight_only
-from jaxlowprec.linears.grouped_products import Plan, WeightOnlyPlan, biased, quantized_groups, weight_only_groups
+from jaxlowprec.linears.grouped_products import (
+    GroupedProductSpec,
+    GroupedWeightOnlyProductSpec,
+    biased,
+    quantized_groups,
+    weight_only_groups,
+)
 from jaxlowprec.linears.layer_call import randomness_of
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
@@ -98,10 +104,11 @@ def grouped_matmul(
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, resolve(who, recipe))
         loaded = (sharding_of(x), None, sharding_of(bias))
-        plan = WeightOnlyPlan(weight_only.Served(kernels.format, "identity", None), dtype, loaded, precision)
+        served = weight_only.Served(kernels.format, "identity", None)
+        spec = GroupedWeightOnlyProductSpec(served, dtype, loaded, precision)
         operands = _aligned(x, None, bias, kernels, sizes)
         with in_profiles(name):
-            return weight_only_groups(plan, *operands)
+            return weight_only_groups(spec, *operands)
     recipe = resolve(who, recipe, name)
     if recipe is None:
         x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
@@ -112,14 +119,14 @@ def grouped_matmul(
     roles = _checked_roles(who, recipe, name)
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
-        weight_only.check_whole_groups(who, name, kernels, roles.weight.format)
+        weight_only.check_whole_blocks(who, name, kernels, roles.weight.format)
         served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
-        plan = WeightOnlyPlan(served, dtype, shardings, precision)
+        spec = GroupedWeightOnlyProductSpec(served, dtype, shardings, precision)
         operands = _aligned(x, kernels, bias, None, sizes)
         with in_profiles(name):
-            return weight_only_groups(plan, *operands)
+            return weight_only_groups(spec, *operands)
     randomness = randomness_of(who, roles, key, (experts,), (0, features), name)
-    quantized = Plan(roles, recipe.backward_override, dtype, shardings, precision)
+    quantized = GroupedProductSpec(roles, recipe.backward_override, dtype, shardings, precision)
     operands = _aligned(x, kernels, bias, randomness, sizes)
     with in_profiles(name):
         return quantized_groups(quantized, *operands)

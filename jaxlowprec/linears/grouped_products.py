@@ -45,8 +45,8 @@ from jaxlowprec.wiring.out_sharding import resharded
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Gemms):
-    """What a product is traced with; see `quantized_matmul.Plan`.
+class GroupedProductSpec(Gemms):
+    """What a product is traced with; see `quantized_matmul.ProductSpec`.
 
     Attributes:
         out_dtype: of the result.
@@ -84,78 +84,78 @@ def _row_ways(x, sizes, role, rowwise: bool, columnwise: bool, words=None, amaxe
     )
 
 
-def _fprop(plan: Plan, x, w, bias, sizes, keep_column: bool, keep_row: bool):
+def _fprop(spec: GroupedProductSpec, x, w, bias, sizes, keep_column: bool, keep_row: bool):
     """The result, x row- and columnwise, and the weights, each quantised as far as it is needed now or kept."""
-    roles = plan.roles
+    roles = spec.roles
     with in_profiles("quantize input"):
-        x_row, x_column = _row_ways(x, sizes, roles.input, plan.fprop, keep_column)
+        x_row, x_column = _row_ways(x, sizes, roles.input, spec.fprop, keep_column)
     with in_profiles("quantize weight"):
-        w_row, w_column = _weight_ways(w, roles.weight, keep_row, plan.fprop)
+        w_row, w_column = _weight_ways(w, roles.weight, keep_row, spec.fprop)
     with in_profiles("fprop"):
-        if plan.fprop:
-            y = multiply_groups(x_row, w_column.mT, bias, plan.out_dtype, precision=plan.precision)
+        if spec.fprop:
+            y = multiply_groups(x_row, w_column.mT, bias, spec.out_dtype, precision=spec.precision)
         else:
-            y = plain_rows(x, w.astype(x.dtype), sizes, jnp.float32, plan.precision)
-            y = biased(y, bias, sizes).astype(plan.out_dtype)
+            y = plain_rows(x, w.astype(x.dtype), sizes, jnp.float32, spec.precision)
+            y = biased(y, bias, sizes).astype(spec.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(plan: Plan, x, w, bias, randomness, sizes):
-    return _fprop(plan, x, w, bias, sizes, False, False)[0]
+def _matmul(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
+    return _fprop(spec, x, w, bias, sizes, False, False)[0]
 
 
-def _forward(plan: Plan, x, w, bias, randomness, sizes):
+def _forward(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
     x, w, bias = differentiated_once((x, w, bias))
-    y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, sizes, plan.wgrad, plan.dgrad)
-    dequantized = plan.backward_override == "dequantized" and plan.fprop
-    kept_x = x_column if plan.wgrad else x_row if dequantized else x
-    kept_w = w_row if plan.dgrad else w_column if dequantized else w
+    y, (x_row, x_column), (w_row, w_column) = _fprop(spec, x, w, bias, sizes, spec.wgrad, spec.dgrad)
+    dequantized = spec.backward_override == "dequantized" and spec.fprop
+    kept_x = x_column if spec.wgrad else x_row if dequantized else x
+    kept_w = w_row if spec.dgrad else w_column if dequantized else w
     kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
     return y, (kept, tuple(dtype_marker(a) for a in (x, w, bias)), randomness, sizes)
 
 
-def _quantized_gradient(plan: Plan, dy, randomness, sizes):
+def _quantized_gradient(spec: GroupedProductSpec, dy, randomness, sizes):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
-    role, amaxes = plan.roles.gradient, None
+    role, amaxes = spec.roles.gradient, None
     if role.format.has_tensor_scale:
         found = group_amaxes(dy, sizes, True, role.hadamard)
         amaxes = found[0], found[-1]
     words = None
     if randomness is not None:
         words = randomness.words_for(lambda: (amaxes or group_amaxes(dy, sizes, True, None))[0])
-    return _row_ways(dy, sizes, role, plan.dgrad, plan.wgrad, words, amaxes)
+    return _row_ways(dy, sizes, role, spec.dgrad, spec.wgrad, words, amaxes)
 
 
-def _backward(plan: Plan, residuals, dy):
+def _backward(spec: GroupedProductSpec, residuals, dy):
     (x, w), (like_x, like_w, like_bias), randomness, sizes = residuals
-    x_sharding, w_sharding, bias_sharding = plan.shardings
+    x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
-    if plan.dgrad or plan.wgrad:
+    if spec.dgrad or spec.wgrad:
         with in_profiles("quantize gradient"):
-            dy_row, dy_column = _quantized_gradient(plan, dy, randomness, sizes)
+            dy_row, dy_column = _quantized_gradient(spec, dy, randomness, sizes)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
-        if plan.dgrad:
-            dx = multiply_groups(dy_row, w, None, like_x.dtype, precision=plan.precision)
+        if spec.dgrad:
+            dx = multiply_groups(dy_row, w, None, like_x.dtype, precision=spec.precision)
         else:
             transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
-            dx = plain_rows(dy, transposed, sizes, like_x.dtype, plan.precision)
+            dx = plain_rows(dy, transposed, sizes, like_x.dtype, spec.precision)
     with in_profiles("wgrad"):
-        if plan.wgrad:
-            dw = multiply_within_groups(x, dy_column, like_w.dtype, precision=plan.precision)
+        if spec.wgrad:
+            dw = multiply_within_groups(x, dy_column, like_w.dtype, precision=spec.precision)
         else:
             rows = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
-            dw = plain_wgrad(rows, dy, sizes, like_w.dtype, plan.precision)
+            dw = plain_wgrad(rows, dy, sizes, like_w.dtype, spec.precision)
     dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
     return resharded(dx, x_sharding), resharded(dw, w_sharding), dbias, None, None
 
 
 _matmul.defvjp(_forward, _backward)
 quantized_groups = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once, whatever their names
-"""Plan, x [..., T, K], w [..., E, K, N], bias [..., E, N] or None, Randomness or None, sizes [..., E] ->
+"""GroupedProductSpec, x [..., T, K], w [..., E, K, N], bias [..., E, N] or None, Randomness or None, sizes [..., E] ->
 [..., T, N]."""
 
 
@@ -163,12 +163,12 @@ quantized_groups = jax.jit(_matmul, static_argnums=0)  # equal layers are traced
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightOnlyPlan:
+class GroupedWeightOnlyProductSpec:
     """What a product by weights that alone are quantised is traced with; see `weight_only`.
 
     Attributes:
         served: of the recipe.
-        out_dtype, shardings: see `Plan`.
+        out_dtype, shardings: see `GroupedProductSpec`.
         precision: of the backward GEMMs, checked; the forward one always has float32 sums.
     """
 
@@ -179,39 +179,39 @@ class WeightOnlyPlan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weight_only(plan: WeightOnlyPlan, x, w, bias, q, sizes):
-    return _weight_only_fprop(plan, x, w, bias, q, sizes)[0]
+def _weight_only(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes):
+    return _weight_only_fprop(spec, x, w, bias, q, sizes)[0]
 
 
-def _weight_only_fprop(plan: WeightOnlyPlan, x, w, bias, q, sizes):
+def _weight_only_fprop(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes):
     if q is None:
         with in_profiles("quantize weight"):
-            q = quantize_weight(w, plan.served.format, plan.served.served_dtype)
+            q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
     added = None if bias is None else bias.astype(jnp.float32)
     with in_profiles("fprop"):
-        return grouped_weight_only(x, q.mT, sizes, added, plan.out_dtype), q
+        return grouped_weight_only(x, q.mT, sizes, added, spec.out_dtype), q
 
 
-def _weight_only_forward(plan: WeightOnlyPlan, x, w, bias, q, sizes):
+def _weight_only_forward(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes):
     x, w, bias = differentiated_once((x, w, bias))
-    y, q = _weight_only_fprop(plan, x, w, bias, q, sizes)
+    y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
-    kept = None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if plan.served.ste == "clipped" else None
+    kept = None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if spec.served.ste == "clipped" else None
     return y, (kept, like, sizes)
 
 
-def _weight_only_backward(plan: WeightOnlyPlan, residuals, dy):
+def _weight_only_backward(spec: GroupedWeightOnlyProductSpec, residuals, dy):
     (x, q, clipped), (like_x, like_w, like_bias), sizes = residuals
-    x_sharding, w_sharding, bias_sharding = plan.shardings
+    x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     with in_profiles("dgrad"):
-        dx = plain_rows(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), sizes, like_x.dtype, plan.precision)
+        dx = plain_rows(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), sizes, like_x.dtype, spec.precision)
     dw: Any = None
     if like_w is not None:
         with in_profiles("wgrad"):
-            dw = plain_wgrad(x, dy, sizes, like_w.dtype, plan.precision)
+            dw = plain_wgrad(x, dy, sizes, like_w.dtype, spec.precision)
         if clipped is not None:
-            dw = through_estimator(dw, clipped, plan.served)
+            dw = through_estimator(dw, clipped, spec.served)
         dw = resharded(dw, w_sharding)
     dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
     return resharded(dx, x_sharding), dw, dbias, None, None
@@ -219,8 +219,8 @@ def _weight_only_backward(plan: WeightOnlyPlan, residuals, dy):
 
 _weight_only.defvjp(_weight_only_forward, _weight_only_backward)
 weight_only_groups = jax.jit(_weight_only, static_argnums=0)
-"""Plan, x [..., T, K], w [..., E, K, N] or None, bias or None, QuantizedArray [..., E, K, N] or None, sizes ->
-[..., T, N]."""
+"""GroupedWeightOnlyProductSpec, x [..., T, K], w [..., E, K, N] or None, bias or None, QuantizedArray [..., E, K, N] or
+None, sizes -> [..., T, N]."""
 
 
 # --- what both share

@@ -19,12 +19,12 @@ from jaxlowprec import wiring
 from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears import delayed_scaling, weight_only
-from jaxlowprec.linears.quantized_matmul import Plan, QuantizedKernel, quantized_matmul, recording
+from jaxlowprec.linears.quantized_matmul import ProductSpec, QuantizedKernel, quantized_matmul, recording
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.ops.quantize.checks import whole_slices
+from jaxlowprec.ops.quantize.checks import part_unit
 from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
-from jaxlowprec.ops.slices import merged_rows, sliced_rows
+from jaxlowprec.ops.split_rows import merged_rows, split_rows
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
@@ -90,25 +90,25 @@ class LayerCall:
         bias: Float[Array, "N"] | None,
         out_dtype: Any,
         out_sharding: Any = None,
-        slices: bool = False,
+        rows_split: bool = False,
     ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
         """x in the input's role times w in the weight's, and the state for the layer's next call.
 
-        Without a recipe `quantized` is a loaded weight. `slices`: x is [..., S, T, K] for a weight without S, and so is
-        the result; that S and T stay two axes lets a mesh split both. Where a block would lie on two slices they are
-        merged.
+        Without a recipe `quantized` is a loaded weight. `rows_split`: x is [..., S, T, K] for a weight without S, and
+        so is the result; S and T stay two axes, so that a mesh can split both. The parts are merged where a block would
+        lie on two of them.
         """
         weight: Any = w if w is not None else self.quantized
-        if slices and _must_merge(self.who, x, weight, self.roles):
+        if rows_split and _must_merge(self.who, x, weight, self.roles):
             y, state = self.matmul(merged_rows(x), w, bias, out_dtype)
-            return resharded(sliced_rows(y, *x.shape[-3:-1]), out_sharding), state
+            return resharded(split_rows(y, *x.shape[-3:-1]), out_sharding), state
         if out_sharding is None and sharding_of(x):  # the same type whatever is kept for the backward pass
             features = dimensions_of(w)[-1] if w is not None else dimensions_of(weight.columnwise.data)[-2]
             out_sharding = sharding_of_product(x, features)
         if self.recipe is None or self.roles is None:
             loaded = weight.columnwise
             served = weight_only.Served(loaded.format, "identity", None)
-            return self._weight_only(x, None, bias, loaded, served, (out_dtype, out_sharding, slices)), self.state
+            return self._weight_only(x, None, bias, loaded, served, (out_dtype, out_sharding, rows_split)), self.state
         state, roles = self.state, self.roles
         if self.recipe.delayed is not None:
             state = delayed_scaling.check_state(self.who, self.recipe.delayed, state)
@@ -117,11 +117,12 @@ class LayerCall:
         if roles.ste is not None and roles.weight is not None:
             loaded = None if self.quantized is None else self.quantized.columnwise
             served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
-            return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, slices)), state
+            return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, rows_split)), state
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         result = jnp.dtype(out_dtype), shardings, out_sharding
-        plan = Plan(roles, self.recipe.backward_override, self.recipe.delayed, *result, slices, self.precision)
-        batch = x.shape[: -3 if slices else -2]
+        overrides = self.recipe.backward_override, self.recipe.delayed
+        spec = ProductSpec(roles, *overrides, *result, rows_split, self.precision)
+        batch = x.shape[: -3 if rows_split else -2]
         gradient = math.prod(x.shape[len(batch) : -1]), weight.shape[-1]
         randomness = randomness_of(self.who, roles, self.key, batch, gradient, self.name)
         operands = wiring.align_varying(x, w, bias, randomness, self.quantized)
@@ -129,12 +130,12 @@ class LayerCall:
         if self.recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
         with in_profiles(self.name):
-            return quantized_matmul(plan, *operands, used), state
+            return quantized_matmul(spec, *operands, used), state
 
     def _weight_only(self, x, w, bias, loaded, served, result) -> jax.Array:
         """The product by a weight that alone is quantised."""
         if loaded is None:
-            weight_only.check_whole_groups(self.who, self.name, w, served.format)
+            weight_only.check_whole_blocks(self.who, self.name, w, served.format)
         with in_profiles(self.name):
             return weight_only.matmul(x, w, bias, loaded, served, result, self.precision)
 
@@ -186,21 +187,21 @@ def check_kernel(who: str, quantized: Any) -> None:
 
 
 def _must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> bool:
-    """Whether slices [..., S, T, K] have to be merged, lest a block of x, or of its gradient, lie on two of them.
+    """Whether the parts [..., S, T, K] have to be merged, lest a block of x, or of its gradient, lie on two of them.
 
     Raises ValueError where that cannot be: two split axes would be strided.
     """
     if roles is None or roles.ste is not None:  # x is not quantised
         return len(weight.shape) > 2  # a weight for each of further axes needs matrices
     quantised = [role for role in (roles.input, roles.gradient) if role is not None]
-    together = math.lcm(*(whole_slices(r.format, r.hadamard, r.rounding, columnwise=True) for r in quantised))
+    together = math.lcm(*(part_unit(r.format, r.hadamard, r.rounding, columnwise=True) for r in quantised))
     if x.size > 0 and x.shape[-2] % together == 0:
         return False
     rows = dimensions_of(x)[-2] if sharding_of(x) else ()
     if rows and x.shape[-3] > 1:
         raise ValueError(
             f"{who}: x {x.shape} is split over {rows} along its second last axis and has {x.shape[-2]} rows in a "
-            f"slice, where blocks need a multiple of {together}; reshard x to leave that axis whole, or pad it"
+            f"part, where blocks need a multiple of {together}; reshard x to leave that axis whole, or pad it"
         )
     return True
 

@@ -58,7 +58,7 @@ def quantize_kernel(
     if recipe is None or role is None:
         raise ValueError(f"quantize_kernel: {given} keeps the weight of layer {name!r} in high precision")
     if roles.ste is not None:
-        weight_only.check_whole_groups("quantize_kernel", name, kernel, role.format)
+        weight_only.check_whole_blocks("quantize_kernel", name, kernel, role.format)
         with in_profiles(name, "quantize weight"):
             return QuantizedKernel(None, weight_only.quantize_weight(kernel, role.format, roles.served_dtype))
     encode = None

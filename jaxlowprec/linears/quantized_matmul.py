@@ -33,7 +33,7 @@ from jaxlowprec.linears.residuals import (
 )
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
-from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_slices
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -89,7 +89,7 @@ class Gemms:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Gemms):
+class ProductSpec(Gemms):
     """What a product is traced with: captured in the forward pass, so that the backward pass never reads the context.
 
     The layer's name is no part of it, so equal layers are traced once.
@@ -99,7 +99,7 @@ class Plan(Gemms):
         out_dtype: of the result.
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
-        slices: x is [..., S, T, K] for a weight without S.
+        rows_split: x is [..., S, T, K] for a weight without S.
         precision: of all three GEMMs, checked.
     """
 
@@ -107,17 +107,17 @@ class Plan(Gemms):
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
-    slices: bool
+    rows_split: bool
     precision: Any = None
 
 
 def _both_ways(
-    x, role: Any, rowwise: bool, columnwise: bool, words=None, amax=None, encode=None, slices=False
+    x, role: Any, rowwise: bool, columnwise: bool, *, words=None, amax=None, encode=None, rows_split=False
 ) -> tuple[Any, Any]:
     """x quantised in the wanted directions, None for the other; one pass for both."""
     if role is None:
         return None, None
-    rotation, options = role.hadamard or False, {"encode_scale": encode, "slices": slices}
+    rotation, options = role.hadamard or False, {"encode_scale": encode, "rows_split": rows_split}
     if rowwise and columnwise:
         return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax, **options)
     row_amax, column_amax = amax or (None, None)
@@ -129,22 +129,22 @@ def _both_ways(
     return row, column
 
 
-def _multiply(plan: Plan, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
-    if plan.slices:
-        return scaled_matmul_of_slices(a, b, bias, out_dtype, out_sharding, plan.precision)
-    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding, precision=plan.precision)
+def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
+    if spec.rows_split:
+        return scaled_matmul_of_split_rows(a, b, bias, out_dtype, out_sharding, spec.precision)
+    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding, precision=spec.precision)
 
 
-def _encode_scale(plan: Plan, state, tensor: str):
-    """Of delayed scaling, if that is the plan."""
-    if plan.delayed is None:
+def _encode_scale(spec: ProductSpec, state, tensor: str):
+    """Of delayed scaling, if that is the spec."""
+    if spec.delayed is None:
         return None
-    return delayed_scaling.encode_scale(plan.delayed, state, tensor, _maximum(plan.delayed, tensor))
+    return delayed_scaling.encode_scale(spec.delayed, state, tensor, _maximum(spec.delayed, tensor))
 
 
-def _recorded(delayed: DelayedScaling, state, tensor: str, x, slices=False):
+def _recorded(delayed: DelayedScaling, state, tensor: str, x, rows_split=False):
     """The state with the tensor's new history and scale."""
-    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, slices=slices)
+    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, rows_split=rows_split)
     return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
 
 
@@ -154,91 +154,96 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(plan: Plan, x, w, bias, randomness, quantized, state):
-    return _fprop(plan, x, w, bias, quantized, state, False, False)[0]
+def _matmul(spec: ProductSpec, x, w, bias, randomness, quantized, state):
+    return _fprop(spec, x, w, bias, quantized, state)[0]
 
 
-def _fprop(plan: Plan, x, w, bias, quantized: QuantizedKernel | None, state, keep_column: bool, keep_row: bool):
+def _fprop(
+    spec: ProductSpec, x, w, bias, quantized: QuantizedKernel | None, state, *, keep_column=False, keep_row=False
+):
     """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
-    roles = plan.roles
+    roles = spec.roles
     with in_profiles("quantize input"):
-        encode = _encode_scale(plan, state, "input")
-        x_row, x_column = _both_ways(x, roles.input, plan.fprop, keep_column, encode=encode, slices=plan.slices)
+        encode = _encode_scale(spec, state, "input")
+        x_row, x_column = _both_ways(x, roles.input, spec.fprop, keep_column, encode=encode, rows_split=spec.rows_split)
     if quantized is not None:
         w_row, w_column = quantized.rowwise, quantized.columnwise
     else:
         with in_profiles("quantize weight"):
-            encode = _encode_scale(plan, state, "kernel")
-            w_row, w_column = _both_ways(w, roles.weight, keep_row, plan.fprop, encode=encode)
+            encode = _encode_scale(spec, state, "kernel")
+            w_row, w_column = _both_ways(w, roles.weight, keep_row, spec.fprop, encode=encode)
     with in_profiles("fprop"):
-        if plan.fprop:
-            y = _multiply(plan, x_row, w_column.mT, bias, plan.out_dtype, plan.out_sharding)
+        if spec.fprop:
+            y = _multiply(spec, x_row, w_column.mT, bias, spec.out_dtype, spec.out_sharding)
         else:
             w = (w if w is not None else w_column.dequantize()).astype(x.dtype)
-            y = plain_matmul(x, w, jnp.float32, plan.out_sharding, plan.precision)
-            y = (y if bias is None else y + bias.astype(jnp.float32)).astype(plan.out_dtype)
+            y = plain_matmul(x, w, jnp.float32, spec.out_sharding, spec.precision)
+            y = (y if bias is None else y + bias.astype(jnp.float32)).astype(spec.out_dtype)
     return y, (x_row, x_column), (w_row, w_column)
 
 
-def _forward(plan: Plan, x, w, bias, randomness, quantized, state):
+def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
     x, w, bias = differentiated_once((x, w, bias))
-    y, (x_row, x_column), (w_row, w_column) = _fprop(plan, x, w, bias, quantized, state, plan.wgrad, plan.dgrad)
-    dequantized = plan.backward_override == "dequantized" and plan.fprop
-    kept_x = x_column if plan.wgrad else x_row if dequantized else x
-    kept_w = w_row if plan.dgrad else w_column if dequantized or w is None else w
+    y, (x_row, x_column), (w_row, w_column) = _fprop(
+        spec, x, w, bias, quantized, state, keep_column=spec.wgrad, keep_row=spec.dgrad
+    )
+    dequantized = spec.backward_override == "dequantized" and spec.fprop
+    kept_x = x_column if spec.wgrad else x_row if dequantized else x
+    kept_w = w_row if spec.dgrad else w_column if dequantized or w is None else w
     kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     new_state = state
-    if plan.delayed is not None:
-        new_state = _recorded(plan.delayed, state, "input", x, plan.slices)
-        new_state = new_state if w is None else _recorded(plan.delayed, new_state, "kernel", w)
+    if spec.delayed is not None:
+        new_state = _recorded(spec.delayed, state, "input", x, spec.rows_split)
+        new_state = new_state if w is None else _recorded(spec.delayed, new_state, "kernel", w)
     return y, (kept, like, randomness, new_state)
 
 
-def _quantized_gradient(plan: Plan, dy, weight_learns: bool, randomness, state):
+def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
-    role, amaxes = plan.roles.gradient, None
-    if plan.delayed is None and role.format.has_tensor_scale and (role.hadamard is None or role.hadamard.size == BLOCK):
-        found = tensor_amax(dy, True, role.hadamard, slices=plan.slices)
+    role, amaxes = spec.roles.gradient, None
+    if spec.delayed is None and role.format.has_tensor_scale and (role.hadamard is None or role.hadamard.size == BLOCK):
+        found = tensor_amax(dy, True, role.hadamard, rows_split=spec.rows_split)
         amaxes = found[0], found[-1]
     words = None
     if randomness is not None:
-        words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, slices=plan.slices))[0])
-    encode = _encode_scale(plan, state, "output_grad")
-    return _both_ways(dy, role, plan.dgrad, plan.wgrad and weight_learns, words, amaxes, encode, plan.slices)
+        words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, rows_split=spec.rows_split))[0])
+    encode = _encode_scale(spec, state, "output_grad")
+    options = {"words": words, "amax": amaxes, "encode": encode, "rows_split": spec.rows_split}
+    return _both_ways(dy, role, spec.dgrad, spec.wgrad and weight_learns, **options)
 
 
-def _backward(plan: Plan, residuals, dy):
+def _backward(spec: ProductSpec, residuals, dy):
     (x, w), (like_x, like_w, like_bias), randomness, state = residuals
-    x_sharding, w_sharding, bias_sharding = plan.shardings
+    x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     dy_row: Any = None
     dy_column: Any = None
-    if plan.dgrad or plan.wgrad:
+    if spec.dgrad or spec.wgrad:
         with in_profiles("quantize gradient"):
-            dy_row, dy_column = _quantized_gradient(plan, dy, like_w is not None, randomness, state)
+            dy_row, dy_column = _quantized_gradient(spec, dy, like_w is not None, randomness, state)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
-        if plan.dgrad:
-            dx = _multiply(plan, dy_row, w, None, like_x.dtype, x_sharding)
+        if spec.dgrad:
+            dx = _multiply(spec, dy_row, w, None, like_x.dtype, x_sharding)
         else:
             transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
-            dx = plain_matmul(dy, transposed, like_x.dtype, x_sharding, plan.precision)
+            dx = plain_matmul(dy, transposed, like_x.dtype, x_sharding, spec.precision)
     dw = None
     with in_profiles("wgrad"):
-        if like_w is not None and plan.wgrad:
-            dw = _multiply(plan, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
+        if like_w is not None and spec.wgrad:
+            dw = _multiply(spec, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
         elif like_w is not None:
-            dw = plain_wgrad(decoded(x, dy.dtype), dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
-    if plan.delayed is not None:
-        state = _recorded(plan.delayed, state, "output_grad", dy, plan.slices)
+            dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
+    if spec.delayed is not None:
+        state = _recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state
 
 
 _matmul.defvjp(_forward, _backward)
 quantized_matmul = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once, whatever their names
-"""Plan, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, state of delayed scaling -> [..., T, N]; all
-but the first two may be None, w where there is a QuantizedKernel."""
+"""ProductSpec, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, state of delayed scaling ->
+[..., T, N]; all but the first two may be None, w where there is a QuantizedKernel."""
 
 
 # --- calibrating

@@ -54,11 +54,14 @@ def plain_matmul(
 
 
 def plain_wgrad(
-    x: jax.Array, dy: jax.Array, slices: bool, out_dtype: Any, out_sharding: Any = None, precision: Any = None
+    x: jax.Array, dy: jax.Array, rows_split: bool, out_dtype: Any, out_sharding: Any = None, precision: Any = None
 ) -> jax.Array:
-    """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `slices`: the axis before T is summed over too."""
+    """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`.
+
+    `rows_split`: they are [..., S, T, K] and [..., S, T, N]; S is summed over too.
+    """
     dtype = wider_dtype(x.dtype, dy.dtype)
-    terms = "...stk,...stn->...kn" if slices else "...tk,...tn->...kn"
+    terms = "...stk,...stn->...kn" if rows_split else "...tk,...tn->...kn"
     options: Any = {"precision": precision, "preferred_element_type": jnp.float32, "out_sharding": out_sharding}
     return jnp.einsum(terms, x.astype(dtype), dy.astype(dtype), **options).astype(out_dtype)
 

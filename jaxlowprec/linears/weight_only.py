@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
@@ -55,13 +55,13 @@ class Served(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _ProductSpec:
     """What a product is traced with. The layer's name is no part of it: equal layers are traced once.
 
     Attributes:
         shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
         out_sharding: of the result, in explicit mode.
-        slices: x is [..., S, T, K] for a weight without S.
+        rows_split: x is [..., S, T, K] for a weight without S.
         precision: of the backward GEMMs, checked; the forward one always has float32 sums.
     """
 
@@ -69,7 +69,7 @@ class _Plan:
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
-    slices: bool
+    rows_split: bool
     precision: Any
 
 
@@ -84,12 +84,12 @@ def matmul(
 ) -> Float[Array, "*B T N"]:
     """x times a weight as it is served: the master weight w, or q, which it was quantised to, or both.
 
-    `result`: its dtype, its sharding in explicit mode, and `slices` (see `_Plan`).
+    `result`: its dtype, its sharding in explicit mode, and `rows_split` (see `_ProductSpec`).
     """
-    out_dtype, out_sharding, slices = result
+    out_dtype, out_sharding, rows_split = result
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-    plan = _Plan(served, jnp.dtype(out_dtype), shardings, out_sharding, slices, precision)
-    return _matmul_jit(plan, *wiring.align_varying(x, w, bias, q))
+    spec = _ProductSpec(served, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, precision)
+    return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q))
 
 
 def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
@@ -109,23 +109,23 @@ def through_estimator(dw: jax.Array, w: jax.Array, served: Served) -> jax.Array:
     return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
 
 
-def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
-    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole group.
+def check_whole_blocks(who: str, name: str, kernel: Any, fmt: Format) -> None:
+    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole block.
 
-    A group on two shards would be another group than the one that is served. Shards are checked as far as they are
+    A block on two shards would be another block than the one that is served. Shards are checked as far as they are
     known here: local arrays of shard_map, arrays outside jit, axes in explicit mode. In automatic mode the op gathers
     what does not divide.
     """
-    length, shard, group = kernel.shape[-2], _shard_of_k(kernel), fmt.length
+    length, shard, block = kernel.shape[-2], _shard_of_k(kernel), fmt.length
     given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
-    if isinstance(fmt, Int4) and not fmt.pad and length % group:
+    if not fmt.pad and length % block:
         raise ValueError(
-            f"{given}, which is no multiple of the group of {group} of {fmt}: use a group_size that divides it, or "
+            f"{given}, which is no multiple of the block of {block} of {fmt}: use a group_size that divides it, or "
             "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"
         )
-    if shard != length and shard % group:
+    if shard != length and shard % block:
         raise ValueError(
-            f"{given}, in shards of {shard}, which is no multiple of the group of {group} of {fmt}: a group would lie "
+            f"{given}, in shards of {shard}, which is no multiple of the block of {block} of {fmt}: a block would lie "
             "on two shards; use a group_size that divides it, or shard N instead"
         )
 
@@ -141,8 +141,8 @@ def _shard_of_k(kernel: Any) -> int:
 def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
     """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in what a recipe wants if there is one."""
     check_quantized(who, "kernel", q)
-    if len(q.matrix) != 2 or q.axis != -2:
-        remedy = "pass kernel.mT" if len(q.matrix) == 2 else "needs two dimensions"
+    if len(q.matrix_shape) != 2 or q.axis != -2:
+        remedy = "pass kernel.mT" if len(q.matrix_shape) == 2 else "needs two dimensions"
         raise ValueError(
             f"{who}: layer {name!r} has a quantised kernel of shape {q.shape}, quantised along axis {q.axis}; needs "
             f"[K, N] quantised along K (axis=-2): {remedy}"
@@ -161,43 +161,43 @@ def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(plan: _Plan, x, w, bias, q):
-    return _fprop(plan, x, w, bias, q)[0]
+def _matmul(spec: _ProductSpec, x, w, bias, q):
+    return _fprop(spec, x, w, bias, q)[0]
 
 
-def _fprop(plan: _Plan, x, w, bias, q):
+def _fprop(spec: _ProductSpec, x, w, bias, q):
     if q is None:
         with in_profiles("quantize weight"):
-            q = quantize_weight(w, plan.served.format, plan.served.served_dtype)
+            q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
     with in_profiles("fprop"):
-        return scaled_matmul(x, q.mT, bias, out_dtype=plan.out_dtype, out_sharding=plan.out_sharding), q
+        return scaled_matmul(x, q.mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), q
 
 
-def _forward(plan: _Plan, x, w, bias, q):
+def _forward(spec: _ProductSpec, x, w, bias, q):
     x, w, bias = differentiated_once((x, w, bias))
-    y, q = _fprop(plan, x, w, bias, q)
+    y, q = _fprop(spec, x, w, bias, q)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     return y, (
         None if w is None else x,
         named(q, CHECKPOINT_NAMES[1]),
-        w if plan.served.ste == "clipped" else None,
+        w if spec.served.ste == "clipped" else None,
         like,
     )
 
 
-def _backward(plan: _Plan, residuals, dy):
+def _backward(spec: _ProductSpec, residuals, dy):
     x, q, clipped, (like_x, like_w, like_bias) = residuals
-    x_sharding, w_sharding, bias_sharding = plan.shardings
+    x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
-        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding, plan.precision)
+        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding, spec.precision)
     dw: Any = None
     if like_w is not None:
         with in_profiles("wgrad"):
-            dw = plain_wgrad(x, dy, plan.slices, like_w.dtype, w_sharding, plan.precision)
+            dw = plain_wgrad(x, dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
     if clipped is not None:
-        dw = through_estimator(dw, clipped, plan.served)
+        dw = through_estimator(dw, clipped, spec.served)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
 
 

@@ -41,8 +41,7 @@ class HighPrecisionGroupedDense(nn.Module):
         if self.use_bias:
             self.param("bias", self.bias_init, (self.num_experts, self.features), self.param_dtype)
         inputs, kernel, bias = _operands(self, inputs, shape)
-        who, options = type(self).__name__, (None, None, "", self.precision)
-        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)
+        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, precision=self.precision)
 
 
 class GroupedDense(HighPrecisionGroupedDense):
@@ -80,5 +79,5 @@ class GroupedDense(HighPrecisionGroupedDense):
         inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))
         key = self.make_rng("sr") if wanted and self.has_rng("sr") and _loaded(self) is None else None
-        who, options = type(self).__name__, (recipe, key, name, self.precision)
-        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)
+        options: dict[str, Any] = {"recipe": recipe, "key": key, "name": name, "precision": self.precision}
+        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, **options)

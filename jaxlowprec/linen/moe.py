@@ -69,7 +69,7 @@ class MoE(nn.Module):
     shared_hidden_features: int = 0
     activation: Any = jax.nn.silu
     gated: bool = True
-    normalise: bool | None = None
+    normalize: bool | None = None
     scoring: Scoring = "softmax"
     load_balance_coef: float = 0.01
     expert_axis: str | None = None
@@ -92,7 +92,7 @@ class MoE(nn.Module):
         `tape`: int32 [..., top_k], the experts to send tokens to, as `aux.tape` of another pass; a row of -1 chooses
         afresh. The choice alone is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
         """
-        routing = (self.normalise, self.scoring, self.load_balance_coef, self.expert_axis)
+        routing = (self.normalize, self.scoring, self.load_balance_coef, self.expert_axis)
         settings = Settings(self.num_experts, self.top_k, *routing)
         check_block(type(self).__name__, settings, self.gated)
         options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}

@@ -20,7 +20,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.dot_general import contracts_second_last
 from jaxlowprec.linears.linear import kernel_matrices
-from jaxlowprec.linears.weight_only import check_whole_groups, quantize_weight
+from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.roles import Recipe, Role, Roles
@@ -182,7 +182,7 @@ def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray:
             "it out with exclude= when training"
         )
     matrices = kernel_matrices(nn.meta.unbox(kernel), *applied.axes)
-    check_whole_groups(who, applied.path, matrices, applied.roles.weight.format)
+    check_whole_blocks(who, applied.path, matrices, applied.roles.weight.format)
     return quantize_weight(matrices, applied.roles.weight.format, applied.roles.served_dtype)
 
 
@@ -201,7 +201,7 @@ def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int
     roles = recipe.roles(MODULE_TYPE if isinstance(layer, _GROUPED) else "linear", name)
     if roles.ste is not None and roles.weight is not None and axes is not None:
         try:
-            check_whole_groups("explain", path, _matrices_type(kernel, *axes), roles.weight.format)
+            check_whole_blocks("explain", path, _matrices_type(kernel, *axes), roles.weight.format)
         except ValueError as error:
             note = str(error)
     return AppliedRecipe(path, kernel.shape, roles, note, axes)

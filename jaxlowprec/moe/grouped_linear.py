@@ -20,9 +20,10 @@ def grouped_linear(
     kernel: Any,
     bias: Float[Array, "E N"] | None,
     group_sizes: Int32[Array, "E"],
-    recipe: Recipe | None,
-    key: jax.Array | None,
-    name: str,
+    *,
+    recipe: Recipe | None = None,
+    key: jax.Array | None = None,
+    name: str = "",
     precision: Any,
 ) -> Float[Array, "T N"]:
     """Rows sorted by expert times each expert's kernel [E, K, N], and its bias; rows past the groups' sum are zeros."""

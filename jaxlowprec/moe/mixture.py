@@ -40,7 +40,7 @@ class Settings:
 
     num_experts: int
     top_k: int
-    normalise: bool | None
+    normalize: bool | None
     scoring: Scoring
     load_balance_coef: float
     expert_axis: str | None
@@ -78,7 +78,7 @@ def mixture(
         logits,
         k,
         tape=None if tape is None else tape.reshape(tokens, k),
-        normalise=k > 1 if settings.normalise is None else settings.normalise,
+        normalize=k > 1 if settings.normalize is None else settings.normalize,
         scoring=settings.scoring,
     )
     rows_of = _sharded_experts if settings.expert_axis is not None else _experts
@@ -124,7 +124,7 @@ def check_block(who: str, settings: Settings, gated: Any) -> None:
     if experts < 1 or not 1 <= k <= experts:
         raise ValueError(f"{who}: top_k={k} of num_experts={experts}; needs 1 <= top_k <= num_experts")
     one_of(who, "scoring", settings.scoring, "softmax", "sigmoid")
-    a_flag(who, gated=gated, **({} if settings.normalise is None else {"normalise": settings.normalise}))
+    a_flag(who, gated=gated, **({} if settings.normalize is None else {"normalize": settings.normalize}))
     coefficient = settings.load_balance_coef
     number = isinstance(coefficient, int | float | np.number) and not isinstance(coefficient, bool)
     if not (number and math.isfinite(coefficient)) and not isinstance(coefficient, jax.Array):

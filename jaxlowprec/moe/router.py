@@ -41,7 +41,7 @@ def route(
     k: int,
     *,
     tape: Int32[Array, "T k"] | None = None,
-    normalise: bool = True,
+    normalize: bool = True,
     scoring: Scoring = "softmax",
 ) -> Routing:
     """Sends each token to k experts: those of the highest logits, or those of the tape.
@@ -58,7 +58,7 @@ def route(
         logits: float32 [tokens, experts], computed in float32.
         k: experts a token.
         tape: int32 [tokens, k]; a row of -1 chooses afresh. None: all do.
-        normalise: whether a token's weights are made to sum to 1, after they are gathered. With k = 1 that is a
+        normalize: whether a token's weights are made to sum to 1, after they are gathered. With k = 1 that is a
             constant, which the router learns nothing from.
         scoring: what makes weights of logits: "softmax" over all experts, or "sigmoid" of each.
 
@@ -77,7 +77,7 @@ def route(
     >>> jlp.moe.route(-logits, 2, tape=routing.experts).experts.tolist()
     [[1, 2]]
     """
-    _check(logits, k, tape, normalise, scoring)
+    _check(logits, k, tape, normalize, scoring)
     logits, k = jnp.asarray(logits), int(k)
     experts = logits.shape[-1]
     scores = jax.nn.softmax(logits, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(logits)
@@ -88,7 +88,7 @@ def route(
         valid = replayed | afresh
         chosen = jnp.where(replayed[:, None], tape, chosen)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
-    if normalise:
+    if normalize:
         weights = weights / jnp.maximum(in_order(weights), jnp.finfo(jnp.float32).tiny)[:, None]
     weights = jnp.where(valid[:, None], weights, jnp.nan)
     group_sizes = jnp.zeros(experts, jnp.int32).at[chosen.reshape(-1)].add(1)
@@ -121,7 +121,7 @@ def _load_balance_loss(scores: Array, group_sizes: Array, scoring: Scoring) -> A
     return experts * jnp.sum(share * jnp.sum(scores, axis=0)) / max(1, tokens)
 
 
-def _check(logits: Any, k: Any, tape: Any, normalise: Any, scoring: Any) -> None:
+def _check(logits: Any, k: Any, tape: Any, normalize: Any, scoring: Any) -> None:
     if not isinstance(logits, jax.Array | np.ndarray):
         raise TypeError(f"route: logits={shown(logits)}; needs a float32 array [tokens, experts]")
     if logits.dtype != jnp.float32:
@@ -131,7 +131,7 @@ def _check(logits: Any, k: Any, tape: Any, normalise: Any, scoring: Any) -> None
     tokens, experts = logits.shape
     if not 1 <= whole_number("route", "k", k) <= experts:
         raise ValueError(f"route: k is {k} with {experts} experts; needs 1 to {experts}")
-    a_flag("route", normalise=normalise)
+    a_flag("route", normalize=normalize)
     one_of("route", "scoring", scoring, "softmax", "sigmoid")
     if tape is None:
         return

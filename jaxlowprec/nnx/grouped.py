@@ -81,8 +81,8 @@ class GroupedLinear(_Quantizing, nnx.Module):
         inputs, kernel, bias = self._operands(inputs)
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, self.name))
         key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
-        who, options = type(self).__name__, (recipe, key, self.name, self.precision)
-        return grouped_linear(who, inputs, kernel, bias, group_sizes, *options)
+        options: dict[str, Any] = {"recipe": recipe, "key": key, "name": self.name, "precision": self.precision}
+        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, **options)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
         super()._add_state(None)  # groups are tensors of their own and have no place for it

@@ -50,7 +50,7 @@ class MoE(nnx.Module):
         top_k: experts a token.
         shared_hidden_features: hidden size of what every token goes through beside its experts; 0: there is none.
         activation, gated: an expert is down(activation(gate(x)) * up(x)), or ungated down(activation(up(x))).
-        normalise: whether a token's weights sum to 1; default: where top_k is 2 or more.
+        normalize: whether a token's weights sum to 1; default: where top_k is 2 or more.
         scoring: "softmax" or "sigmoid", see `jaxlowprec.moe.route`.
         load_balance_coef: what the load-balance loss is multiplied by.
         expert_axis: a mesh axis within shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
@@ -79,7 +79,7 @@ class MoE(nnx.Module):
         shared_hidden_features: int = 0,
         activation: Any = jax.nn.silu,
         gated: bool = True,
-        normalise: bool | None = None,
+        normalize: bool | None = None,
         scoring: Scoring = "softmax",
         load_balance_coef: float = 0.01,
         expert_axis: str | None = None,
@@ -95,7 +95,7 @@ class MoE(nnx.Module):
         name: str = "",
         rngs: nnx.Rngs,
     ):
-        self.settings = Settings(num_experts, top_k, normalise, scoring, load_balance_coef, expert_axis)
+        self.settings = Settings(num_experts, top_k, normalize, scoring, load_balance_coef, expert_axis)
         check_block(type(self).__name__, self.settings, gated)
         a_text(type(self).__name__, name=name)
         common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}

@@ -1,4 +1,4 @@
-"""Argument checks that several ops share. Every message says who, what was given, what is needed."""
+"""Argument checks that several ops share. Every message says who, what was given and what is needed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def float_array(who: str, name: str, x: Any) -> jax.Array:
 
 
 def not_quantized(who: str, name: str, x: Any) -> None:
-    """Raises TypeError for a QuantizedArray, which has a shape and a dtype but is none of JAX's arrays."""
+    """Raises TypeError for a QuantizedArray, which has a shape and a dtype but is not a JAX array."""
     if isinstance(x, QuantizedArray):
         raise TypeError(f"{who}: {name} is quantised, {x!r}; needs an array: pass its .dequantize()")
 
 
 def layer_inputs(who: str, inputs: Any) -> jax.Array:
-    """What a layer is called with, as an array that has features."""
+    """The inputs of a layer as an array that has features."""
     inputs = array(who, "inputs", inputs)
     if inputs.ndim < 1:
         raise ValueError(f"{who}: inputs is a scalar; needs [..., features]")
@@ -42,7 +42,7 @@ def layer_inputs(who: str, inputs: Any) -> jax.Array:
 
 
 def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
-    """A dtype that a result can have."""
+    """The dtype of a result, one of the three float types."""
     dtype = a_dtype(who, name, dtype)
     if dtype not in FLOATS:
         raise TypeError(f"{who}: {name}={dtype.name}; needs bfloat16, float16 or float32")
@@ -50,13 +50,13 @@ def float_dtype(who: str, name: str, dtype: Any) -> jnp.dtype:
 
 
 def wider_dtype(a: Any, b: Any) -> jnp.dtype:
-    """What two operands of a product are promoted to, also where the caller's own code may not promote."""
+    """The dtype that the operands of a product are promoted to, also under the caller's strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(a, b)
 
 
 def axis_from_the_front(who: str, axis: Any, ndim: int, of: str = "") -> int:
-    """0 or more, from any spelling of an axis that there is; `of`: what the axis is one of, for the message."""
+    """An axis counted from the front, 0 or more; `of` describes the array in the message."""
     try:
         number = as_int(axis)
     except TypeError:
@@ -77,13 +77,13 @@ def mesh_axes(who: str, axis_name: Any) -> None:
 
 
 def a_sharding(who: str, name: str, sharding: Any) -> None:
-    """Raises TypeError unless it is one, or None."""
+    """Raises TypeError unless it is a sharding or None."""
     if sharding is not None and not isinstance(sharding, NamedSharding | PartitionSpec):
         raise TypeError(f"{who}: {name}={shown(sharding)}; needs a NamedSharding, a PartitionSpec or None")
 
 
 def last_axis(who: str, axis: Any, ndim: int) -> int:
-    """-1 or -2, from any spelling of the last or second last axis."""
+    """-1 or -2, for the last or second last axis however it is counted."""
     normal = axis_from_the_front(who, axis, ndim) - ndim
     if normal < -2:
         raise ValueError(
@@ -103,7 +103,7 @@ def _listed(values: Any) -> Any:
 
 
 def dimension_numbers(who: str, given: Any, *ndims: int | None) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """What `jax.lax.dot_general` takes as `dimension_numbers`, for operands of that many dimensions (None: not known).
+    """Checked `dimension_numbers` of `jax.lax.dot_general`, for operands of `ndims` dimensions (None: unknown).
 
     Raises TypeError where JAX does: an axis counts from the front, exists, and is named once.
     """

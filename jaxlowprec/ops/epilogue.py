@@ -1,5 +1,5 @@
-"""What happens to a GEMM's float32 sums once their scales are in: + bias, activation, + accumulate, one cast
-(numerics.md 9). The GEMMs share it."""
+"""The epilogue of all GEMMs, applied to float32 sums after their scales: + bias, activation, + accumulate, one cast
+(numerics.md 9)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Activation = Literal["gelu", "dgelu"] | None
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """One variant of it.
+    """One variant of the epilogue.
 
     Attributes:
-        bias, accumulate: optional operands that are there.
+        bias, accumulate: whether these operands are given.
         activation: None, "gelu" after the bias, or "dgelu": times GELU's derivative at a further operand.
-        pre_activation: what GELU was applied to is a second result.
+        pre_activation: whether the input of GELU is a second result.
         out_dtype: of the results.
-        out_spec: in explicit mode, how they are to be split; see `wiring.define`.
+        out_spec: in explicit mode, the wanted partition of the results; see `wiring.define`.
     """
 
     bias: bool
@@ -39,8 +39,8 @@ class Epilogue:
     out_spec: PartitionSpec | None = None
 
     def operands(self, m: str, n: str) -> list[str]:
-        """Its operands as a wiring rule names them: bias float32 [..., N], accumulate [..., M, N], the activation's
-        input [..., M, N], each where it is there."""
+        """Its operands in a wiring rule: bias float32 [..., N], accumulate [..., M, N] and the activation's input
+        [..., M, N], each where it is given."""
         return [f"... {n}"] * self.bias + [f"... {m} {n}"] * (self.accumulate + (self.activation == "dgelu"))
 
     def results(self, m: str, n: str) -> list[str]:
@@ -48,12 +48,12 @@ class Epilogue:
         return [f"... {m} {n}"] * (1 + self.pre_activation)
 
     def outputs(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
-        """Their shapes and dtypes."""
+        """Shapes and dtypes of the results."""
         return [(shape, self.out_dtype)] * (1 + self.pre_activation)
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """For a native call."""
+        """The epilogue for a native call."""
         return {"activation": self.activation or "none", "bias": self.bias, "accumulate": self.accumulate}
 
     def split(self, extras: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
@@ -79,22 +79,23 @@ class Epilogue:
 
     @property
     def sums_only(self) -> Epilogue:
-        """None at all, for sums that have yet to meet others."""
+        """An epilogue that does nothing, for partial sums that are added up later."""
         return Epilogue(False, False, None, False, jnp.dtype("float32"))
 
 
 def checked_epilogue(
     who: str,
     shape: tuple[int, ...],
+    *,
     bias: Any,
-    activation: Activation,
-    accumulate: Any,
+    activation: Activation = None,
+    accumulate: Any = None,
     out_dtype: Any,
-    return_pre_activation: bool,
-    activation_input: Any,
+    return_pre_activation: bool = False,
+    activation_input: Any = None,
     out_sharding: Any,
 ) -> tuple[Epilogue, list[jax.Array]]:
-    """What a public function was asked for, for a result of `shape` [..., M, N], and the operands for it."""
+    """The checked epilogue of a public function whose result has `shape` [..., M, N], and its operands."""
     *batch, _, columns = shape
     one_of(who, "activation", activation, None, "gelu", "dgelu")
     a_flag(who, return_pre_activation=return_pre_activation)
@@ -103,7 +104,8 @@ def checked_epilogue(
         raise ValueError(f'{who}: return_pre_activation=True with activation={activation!r}; it is for "gelu"')
     if (activation_input is None) == (activation == "dgelu"):
         given = "missing" if activation_input is None else "given"
-        raise ValueError(f'{who}: activation_input= is {given} and activation={activation!r}; "dgelu" needs it, alone')
+        needs = '"dgelu" needs it, other activations take none'
+        raise ValueError(f"{who}: activation_input= is {given} and activation={activation!r}; {needs}")
     extras = []
     if bias is not None:
         bias = array(who, "bias", bias)
@@ -124,7 +126,7 @@ def checked_epilogue(
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """tanh-GELU as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3), every operation rounded on its own."""
+    """tanh-GELU as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3), every operation rounded separately."""
     f = jnp.float32
     cubic = rounded((x * x) * f(0.0356774069368839263916015625))
     u = x * (cubic + f(0.797884583473205566406250))
@@ -134,7 +136,8 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
 def gelu_tanh_gradient(x: jax.Array) -> jax.Array:
     """The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s.
 
-    The order of xla_ffi/numerics/gelu.h. At the clamp s is too small for a normal number: exactly 0 and 1 beyond it.
+    Operations come in the order of xla_ffi/numerics/gelu.h. At the clamp s is below the normal numbers, so the result
+    is exactly 0 or 1 beyond it.
     """
     f = jnp.float32
     x = jnp.clip(x, f(-10.015625), f(10.015625))

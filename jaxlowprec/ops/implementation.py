@@ -11,7 +11,7 @@ Implementation = Literal["ffi", "reference"] | None
 
 
 def check_implementation(who: str, implementation: Any) -> None:
-    """Raises ValueError unless it is one."""
+    """Raises ValueError unless it is None, "ffi" or "reference"."""
     one_of(who, "implementation", implementation, None, "ffi", "reference")
 
 

@@ -1,4 +1,4 @@
-"""Identities that say why there is no derivative, where autodiff would find a wrong one."""
+"""Identities whose derivative raises an error, where autodiff would compute a wrong one."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 
 def checked_precision(who: str, precision: Any) -> Any:
-    """What `jax.lax.dot` takes as `precision=`, hashable: None, a Precision, a pair of them, or an algorithm.
+    """The `precision=` of `jax.lax.dot` in hashable form: None, a Precision, a pair of them, or an algorithm.
 
     Raises:
-        ValueError: something else.
+        ValueError: anything else.
     """
     if precision is None or isinstance(precision, _ALGORITHMS):
         return precision
@@ -38,8 +38,8 @@ def checked_precision(who: str, precision: Any) -> Any:
 def wants_float32_sums(precision: Any) -> bool:
     """Whether a checked precision asks for float32 sums where the operands are quantised (numerics.md 9).
 
-    HIGH and HIGHEST do, for either operand. An algorithm is one for operands in high precision and asks for nothing
-    here; nor does `jax.default_matmul_precision`, which programs set so that float32 products are no TF32 products.
+    HIGH and HIGHEST do, for either operand. An algorithm is about operands in high precision and changes nothing here.
+    Neither does `jax.default_matmul_precision`, which programs set to keep TF32 out of float32 products.
     """
     if precision is None or isinstance(precision, _ALGORITHMS):
         return False

@@ -1,4 +1,4 @@
-"""Roundings that XLA would otherwise leave out, and float32's bits."""
+"""Roundings that XLA would otherwise drop, and the bits of float32."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_FINITE = 3.4028234663852886e38
 def rounded(product: jax.Array) -> jax.Array:
     """`product` rounded to its own dtype before anything is added to it.
 
-    XLA's CPU compiler contracts `a * b + c` to a fused multiply-add, through optimization_barrier and reduce_precision
-    too (jaxlib 0.10.2); an addition of a selected value is left alone.
+    XLA's CPU compiler contracts `a * b + c` to a fused multiply-add, even through optimization_barrier and
+    reduce_precision (jaxlib 0.10.2). It does not contract the addition of a selected value.
     """
     return jnp.where(jnp.isnan(product), jnp.nan, product)
 
@@ -26,7 +26,7 @@ def half_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def from_half_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Their float32."""
+    """The float32 numbers of 16-bit floats given as bits."""
     if dtype == jnp.bfloat16:
         return from_bits(bits << 16)
     sign, magnitude = (bits & 0x8000) << 16, bits & 0x7FFF
@@ -39,7 +39,7 @@ def from_half_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """`x` rounded to `dtype`, widened back to float32.
 
-    A pair of casts is dropped as excess precision; in large arrays even with an optimization_barrier between them
+    XLA drops a pair of casts as excess precision, in large arrays even with an optimization_barrier between them
     (jaxlib 0.10.2). So the bits are widened as integers.
     """
     return x if dtype == jnp.float32 else from_half_bits(half_bits(x, jnp.dtype(dtype)), jnp.dtype(dtype))
@@ -48,8 +48,8 @@ def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def rounded_quotient(a: jax.Array, b: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
     """`a / b` rounded to bfloat16 or float16, ties to even, as float32; b a positive number of at most 12 bits.
 
-    XLA may divide by multiplying with a reciprocal, which is wrong where the quotient is next to the middle of two
-    numbers. Such middles times b are exact, so it is a that they are compared with.
+    XLA may divide by multiplying with a reciprocal, which rounds wrongly where the quotient is next to the middle of
+    two numbers. Such a middle times b is exact, so a is compared with that product.
     """
     a, sign = jnp.abs(a), jnp.sign(a)
     b = jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape)

@@ -179,6 +179,6 @@ class WeightQAT(QAT):
         if not isinstance(self.weight_format, Format):
             raise TypeError(f"WeightQAT: weight_format={shown(self.weight_format)}; needs a format such as NVFP4()")
         one_of("WeightQAT", "dtype", self.dtype, "bfloat16", "float16", None)
-        if isinstance(self.weight_format, Int4):
+        if self.weight_format.served_dtype is not None:
             object.__setattr__(self, "dtype", None)
         self._check()

@@ -11,11 +11,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlowprec.arguments import one_of, shown
-from jaxlowprec.arrays.formats import (
-    Format,
-    Hadamard,
-    check_amax_epsilon,
-)
+from jaxlowprec.arrays.formats import Format, check_amax_epsilon
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.recipes.fields import check_field
 
 if TYPE_CHECKING:

@@ -6,14 +6,8 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlowprec.arguments import is_one_of, shown
-from jaxlowprec.arrays.formats import (
-    MXFP8,
-    NVFP4,
-    Float8,
-    Float8Block,
-    Float8Tensor,
-    Hadamard,
-)
+from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.recipes.fields import backward_override, check_field, flag
 from jaxlowprec.recipes.roles import BackwardOverride, MMParams, QParams, Recipe, Role, Roles
 

@@ -48,7 +48,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Header:
+class BucketHeader:
     """What a bucket holds.
 
     Attributes:
@@ -62,10 +62,11 @@ class Header:
     Raises:
         ValueError: a field out of its bounds; tensors that overlap, are not aligned or end after the payload.
 
-    >>> header = Header(1, 0, True, place([Entry("a", "U8", (3,)), Entry("b", "F32", (2,))]), 24, checksum(bytes(24)))
+    >>> entries = place([Entry("a", "U8", (3,)), Entry("b", "F32", (2,))])
+    >>> header = BucketHeader(1, 0, True, entries, 24, checksum(bytes(24)))
     >>> [placed.offset for placed in header.entries]
     [0, 16]
-    >>> Header.from_json(header.to_json()) == header
+    >>> BucketHeader.from_json(header.to_json()) == header
     True
     """
 
@@ -80,25 +81,27 @@ class Header:
         for name, least in (("version", 1), ("index", 0), ("nbytes", 0)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MAX_VERSION:
-                raise ValueError(f"Header: {name} is {brief(value)}; needs a whole number from {least}")
+                raise ValueError(f"BucketHeader: {name} is {brief(value)}; needs a whole number from {least}")
         if type(self.last) is not bool:
-            raise ValueError(f"Header: last is {brief(self.last)}; needs true or false")
+            raise ValueError(f"BucketHeader: last is {brief(self.last)}; needs true or false")
         if not isinstance(self.checksum, str) or (self.checksum and not _CHECKSUM.fullmatch(self.checksum)):
-            raise ValueError(f"Header: checksum is {brief(self.checksum)}; needs 32 hexadecimal digits")
+            raise ValueError(f"BucketHeader: checksum is {brief(self.checksum)}; needs 32 hexadecimal digits")
         end = 0
         for placed in self.entries:
             name, offset = placed.entry.name, placed.offset
             if type(offset) is not int or offset < 0 or offset % ALIGNMENT:
-                raise ValueError(f"Header: {brief(name)} lies at {brief(offset)}; needs a multiple of {ALIGNMENT}")
+                raise ValueError(
+                    f"BucketHeader: {brief(name)} lies at {brief(offset)}; needs a multiple of {ALIGNMENT}"
+                )
             if not end <= offset < end + ALIGNMENT:
                 where = "within the one before it, which ends" if offset < end else "after a gap that begins"
-                raise ValueError(f"Header: {brief(name)} lies at {brief(offset)}, {where} at {end}")
+                raise ValueError(f"BucketHeader: {brief(name)} lies at {brief(offset)}, {where} at {end}")
             end = placed.end
         if self.nbytes != end:
-            raise ValueError(f"Header: the payload has {self.nbytes} bytes; its tensors end at {end}")
+            raise ValueError(f"BucketHeader: the payload has {self.nbytes} bytes; its tensors end at {end}")
         if len({placed.entry.name for placed in self.entries}) < len(self.entries):
             twice = brief(repeated(placed.entry.name for placed in self.entries))
-            raise ValueError(f"Header: a tensor is there twice: {twice}")
+            raise ValueError(f"BucketHeader: a tensor is there twice: {twice}")
 
     def to_json(self) -> bytes:
         """For `from_json`."""
@@ -107,7 +110,7 @@ class Header:
         return json.dumps(content, separators=(",", ":"), sort_keys=True, ensure_ascii=False).encode()
 
     @classmethod
-    def from_json(cls, text: bytes, check: Callable[[], None] | None = None) -> Header:
+    def from_json(cls, text: bytes, check: Callable[[], None] | None = None) -> BucketHeader:
         """The header of a bucket of bytes.
 
         Arguments:
@@ -117,12 +120,12 @@ class Header:
         Raises:
             ValueError: anything else than what `to_json` gives, or no checksum.
         """
-        content = parse("Header.from_json", text, MAX_JSON_BYTES, _FIELDS)
+        content = parse("BucketHeader.from_json", text, MAX_JSON_BYTES, _FIELDS)
         entries: Any = content.pop("entries")
         if not isinstance(entries, list) or not all(isinstance(e, list) and len(e) == 4 for e in entries):
-            raise ValueError("Header.from_json: entries must be a list of [name, dtype, shape, offset]")
+            raise ValueError("BucketHeader.from_json: entries must be a list of [name, dtype, shape, offset]")
         if not content["checksum"]:
-            raise ValueError("Header.from_json: no checksum")
+            raise ValueError("BucketHeader.from_json: no checksum")
         one_by_one = checked(entries, check)
         placed = (Placed(Entry(n, d, tuple(s) if isinstance(s, list) else s), at) for n, d, s, at in one_by_one)
         return cls(entries=tuple(placed), **content)
@@ -143,7 +146,7 @@ class Bucket:
     array([0., 1., 2., 3.], dtype=float32)
     """
 
-    header: Header
+    header: BucketHeader
     payload: Any
 
     @property
@@ -255,10 +258,10 @@ def pack(version: int, index: int, last: bool, arrays: dict[str, np.ndarray]) ->
     placed = place([entry_of(name, array) for name, array in arrays.items()])
     payload = memory(placed[-1].end if placed else 0)
     fill(placed, arrays.items(), payload)
-    return Bucket(Header(version, index, last, placed, payload.nbytes, checksum(payload)), payload)
+    return Bucket(BucketHeader(version, index, last, placed, payload.nbytes, checksum(payload)), payload)
 
 
-def views(header: Header, payload: np.ndarray) -> dict[str, np.ndarray]:
+def views(header: BucketHeader, payload: np.ndarray) -> dict[str, np.ndarray]:
     """The tensors of a payload, uint8 [nbytes], as views of it.
 
     >>> views(pack(1, 0, True, {"a": np.ones(1, np.int16)}).header, np.asarray([1, 0], np.uint8))

@@ -2,11 +2,12 @@
 
 `define` composes, from the outside in,
 
-    jit > custom_vmap > custom_partitioning > a Primitive with one lowering rule a platform
+    jit > custom_vmap > custom_partitioning > a Primitive with one lowering rule per platform
 
-jit makes eager calls take its fast path and traces once a shape; custom_vmap turns a mapped axis into one more leading
-batch axis; custom_partitioning keeps sharded operands where they are; the primitive chooses the implementation when the
-platform is known and types its results without a device. All four read the same einops-like rule (`sharding_rule`).
+jit makes eager calls take its fast path and traces once per shape; custom_vmap turns a mapped axis into one more
+leading batch axis; custom_partitioning keeps sharded operands where they are; the primitive chooses the implementation
+when the platform is known and types its results without a device. All four read the same einops-like rule
+(`sharding_rule`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jaxlowprec.wiring.sharding_rule import Placed, Rule, Split
+from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule, Split
 
-__all__ = ["Rule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
+__all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
 
 Avals = Sequence[Any]
 
@@ -40,16 +41,16 @@ def _primes(n: int) -> list[int]:
 
 
 def _refine(mesh: Mesh) -> Mesh:
-    """The same devices in the same order with every axis cut into primes: Shardy may use a part of an axis."""
+    """The mesh with every axis factored into primes, devices in the same order: Shardy may use a part of an axis."""
     primes = [p for n in mesh.devices.shape for p in _primes(n)] or [1]
     return Mesh(mesh.devices.reshape(primes), tuple(f"_{i}" for i in range(len(primes))))
 
 
 def _spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-    """Any sharding as a spec of a refined mesh, read off from which device holds which slice.
+    """A sharding as a spec of a refined mesh, found from the part of the array that each device holds.
 
-    The shape is scaled by the mesh's size so that it divides however it is split. Along each mesh axis the first step
-    away from the origin shows which dimension moves, and how far; larger steps are major axes.
+    The shape is scaled by the mesh's size, so that every split divides it. The first step along each mesh axis shows
+    which dimension the axis splits; the axes with the larger offsets are the major ones.
     """
     where = sharding.devices_indices_map(tuple(n * mesh.size for n in shape))
     steps = []
@@ -65,8 +66,8 @@ def _spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> list[tuple[st
 
 @contextlib.contextmanager
 def _as_by_default() -> Iterator[None]:
-    """Bodies see plain shapes and NumPy's promotion: the caller's mesh would leak its types into them, and strict rules
-    are for his own code."""
+    """Traces a body without the caller's mesh, whose types would leak into it, and without the caller's strict
+    promotion rules, which are meant for the caller's own code."""
     no_mesh, any_ranks = use_abstract_mesh(AbstractMesh((), ())), jax.numpy_rank_promotion("allow")
     with no_mesh, any_ranks, jax.numpy_dtype_promotion("standard"):
         yield
@@ -86,20 +87,21 @@ def _lowering(body: Callable):
 
 
 def _unless_empty(native: Callable, reference: Callable) -> Callable:
-    """A native body; of a first operand without elements the reference makes the results that have some.
+    """A native body that leaves the work to the reference where the first operand has no elements.
 
-    Kernels write what follows from elements, and would leave such a result, the scale of a tensor, as it was found.
+    Kernels write only results that depend on elements. A result that exists without any, such as the scale of an empty
+    tensor, would keep whatever its memory holds.
     """
     return lambda *args: (native if args[0].size else reference)(*args)
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """An array of 8-bit floats as uint8: XLA's collectives on CPUs would carry them as float16."""
+    """An array of 8-bit floats as uint8: XLA's collectives on CPUs would send 8-bit floats as float16."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype.kind in "fV" else x
 
 
 def from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.Array, ...]:
-    """The inverse, for arrays of these dtypes."""
+    """The inverse of `as_bytes`, for arrays of these dtypes."""
     return tuple(
         v if v.dtype == dtype else jax.lax.bitcast_convert_type(v, dtype)
         for v, dtype in zip(values, dtypes, strict=True)
@@ -109,7 +111,7 @@ def from_bytes(values: Sequence[jax.Array], dtypes: Sequence[Any]) -> tuple[jax.
 def define(
     name: str,
     *,
-    rule: Rule,
+    rule: ShardingRule,
     outputs: Callable[..., Sequence[tuple[tuple[int, ...], Any]]],
     reference: Callable,
     native: Callable | Mapping[str, Callable] | None = None,
@@ -127,15 +129,15 @@ def define(
         rule: how it shards and which operands have batch axes.
         outputs: operand avals -> [(shape, dtype)] of the results. Pure Python: shapes need no device.
         reference: arrays -> arrays in pure JAX, for platforms without a native implementation.
-        native: the same by an FFI call; where platforms differ in it, one for each.
-        platforms: where `native` serves.
+        native: as `reference`, by an FFI call; a mapping where platforms have different calls.
+        platforms: the platforms that `native` serves.
         collective: combines results over mesh axes that split a reduction factor.
-        when_reduced: a function that adds up an array laid out as the first result, arrays -> arrays; how to compute
-            when a reduction factor is split, where combining the results is not enough. The sum may stay scattered:
-            operands without a reduction factor are then split as the results are.
-        out_spec: in explicit mode, how the first result is to be split, as far as the rule can.
+        when_reduced: (add_up, *arrays) -> arrays, used instead of `reference` and `collective` when a reduction factor
+            is split and combining the results is not enough. `add_up` adds up an array laid out as the first result.
+            The sum may stay scattered; operands without a reduction factor are then split as the results are.
+        out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         only_native: other platforms raise NotImplementedError instead of running the reference.
-        missing: for the message, why a platform is not among `platforms`.
+        missing: for error messages: why a platform is not among `platforms`.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -182,13 +184,13 @@ def define(
 
     @primitive.def_impl
     def _(*args):
-        # The implementation is chosen in lowering, which jax.disable_jit would skip. Compiled as a whole: of a body
-        # that calls other ops JAX must see a partitioned op when it lowers, or it lowers without devices.
+        # The implementation is chosen in lowering, which jax.disable_jit would skip. The op is compiled as a whole: a
+        # body that calls other ops is lowered without devices unless JAX sees a partitioned op around it.
         with jax.disable_jit(False):
             return compiled(*args)
 
     def partition(dtypes, mesh, args, results):
-        """JAX hands out shardings that are neither consistent nor always expressible on its mesh: all are derived anew
+        """JAX passes shardings that may contradict each other or be inexpressible on its mesh: all are derived again
         from the rule."""
         results = jax.tree.leaves(results)
         if mesh.empty:
@@ -233,7 +235,7 @@ def define(
 
     @functools.cache
     def op_of(*dtypes):
-        """The op on these dtypes, its 8-bit floats as bytes."""
+        """The op on arrays of these dtypes; its 8-bit floats travel as bytes."""
         op = custom_vmap(lambda *args: split(dtypes, *args))
 
         @op.def_vmap
@@ -261,7 +263,7 @@ def define(
 
 
 def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:
-    """The function of arrays of these dtypes, taking and giving 8-bit floats as bytes."""
+    """The function of arrays of these dtypes, with 8-bit floats passed and returned as bytes."""
     return lambda *args: tuple(map(as_bytes, function(*from_bytes(args, dtypes))))
 
 
@@ -270,15 +272,15 @@ def _placed(mesh: Mesh, value: Any) -> Placed:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes of a shard_map that x differs along."""
+    """The mesh axes of a shard_map along which x differs."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def align_varying(*trees: Any) -> tuple[Any, ...]:
     """Under shard_map, the same values typed as varying over the mesh axes that any of them varies over.
 
-    An op's operands must agree in this; so must those of a custom_vjp, whose cotangents otherwise would not (the cast's
-    transpose is the sum over those axes).
+    An op's operands must agree in this. So must those of a custom_vjp: without the cast, whose transpose is the sum
+    over those axes, its cotangents would have the wrong type.
     """
     leaves, structure = jax.tree.flatten(trees)
     varying = [varying_axes(leaf) for leaf in leaves]
@@ -294,9 +296,10 @@ _TILED = re.compile(r"{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,
 
 
 def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]] | None:
-    """Which tile of each dimension each device holds, () for a dimension that is not split; None if that is not known.
+    """The index of the tile that each device holds, for each dimension; () for a dimension that is not split; None if
+    that is not known.
 
-    Read from the printed form: JAX has no public one for the shardings inside a partially manual shard_map.
+    Read from the printed form: JAX has no public attribute for shardings inside a partially manual shard_map.
     """
     if sharding.is_fully_replicated:
         return [()] * ndim
@@ -309,8 +312,8 @@ def _tiles(sharding: Any, ndim: int) -> list[tuple[int, ...]] | None:
     return [tuple(index.tolist()) if n > 1 else () for index, n in zip(held[:ndim], sizes, strict=False)]
 
 
-def _check_pieces(name: str, rule: Rule, args: Avals, results: Avals) -> None:
-    """A shard_map that is manual over some axes only: shardings are passed through, so they must already agree."""
+def _check_pieces(name: str, rule: ShardingRule, args: Avals, results: Avals) -> None:
+    """Raises unless the shardings agree: a shard_map that is manual over some axes only passes them through."""
     pieces: dict[str, tuple[int, ...]] = {}
 
     def agrees(factor: str, rest: int, size: int, held: tuple[int, ...]) -> bool:

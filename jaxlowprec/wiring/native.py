@@ -21,16 +21,16 @@ import jax
 _CUDA_PLUGINS = (12, 13)
 
 NO_PLATFORM = (RuntimeError, AssertionError)
-"""What JAX raises where it cannot start a platform; it asserts that one of $JAX_PLATFORMS was found."""
+"""Exceptions of JAX for a platform that cannot be started. JAX asserts that one of $JAX_PLATFORMS was found."""
 
 
 class NotAvailable(ValueError):
-    """The environment asks for what this machine, or this build, does not have."""
+    """The environment asks for something that this machine or this build does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What was found: the module, or why there is none; and why it does not serve a platform that others do."""
+    """The loaded module, or why there is none; and why it does not serve a platform that other builds serve."""
 
     module: ModuleType | None
     reason: str | None
@@ -77,7 +77,7 @@ def _load() -> Library:
 
 
 def _require_isa(module: Any, wanted: str | None) -> None:
-    """The library takes the best instruction set where the wanted one is not there: that must not go unnoticed."""
+    """Raises if the wanted instruction set is not here: the library would silently take the best one."""
     if wanted and wanted not in (there := tuple(module.available_isas())):
         raise NotAvailable(
             f"JAXLOWPREC_ISA={wanted!r} is not available here; set it to one of {', '.join(there)}, or leave it unset, "
@@ -98,7 +98,7 @@ def _why_no_cuda(module: Any) -> str | None:
 
 
 def _register_cuda(module: Any) -> str | None:
-    """Registers the CUDA targets, which JAX keeps until it starts that backend; returns what went wrong."""
+    """Registers the CUDA targets, which JAX keeps until it starts that backend; returns the error as text, or None."""
     try:
         for name, handler in module.cuda_handlers().items():
             jax.ffi.register_ffi_target(name, handler, platform="CUDA")
@@ -131,13 +131,13 @@ def why_not(platform: str) -> str | None:
 
 
 def why_no_platform(error: BaseException) -> str:
-    """What one of `NO_PLATFORM` means to who chose the platforms."""
+    """One of `NO_PLATFORM` in words, for the user who chose the platforms."""
     wanted = jax.config.jax_platforms  # type: ignore[attr-defined]
     return f"JAX cannot use JAX_PLATFORMS={wanted}: {error or 'it finds none of them'}"
 
 
 def compute_capability() -> float | None:
-    """The least of this process's GPUs, such as 9.0; None where there are none."""
+    """The lowest compute capability of this process's GPUs, such as 9.0; None if it has no GPU."""
     try:
         devices = jax.local_devices(backend="cuda")
     except NO_PLATFORM:

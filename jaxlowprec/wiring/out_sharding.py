@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def sharding_of(x: jax.Array | None) -> NamedSharding | None:
-    """That of x's type, which its gradient has too; None outside of meshes in explicit mode."""
+    """The sharding of x's type, which its gradient has too; None outside of meshes in explicit mode."""
     sharding = None if x is None else jax.typeof(x).sharding
     return sharding if sharding is not None and sharding.mesh.explicit_axes else None
 
@@ -19,7 +19,7 @@ def dimensions_of(x: jax.Array) -> list[tuple[str, ...]]:
 
 
 def sharding_of_product(x: jax.Array, features: tuple[str, ...]) -> NamedSharding | None:
-    """That of x [..., K] times a kernel whose features are split over those mesh axes: x comes first."""
+    """The sharding of x [..., K] times a kernel whose features are split over those mesh axes; x's axes come first."""
     sharding = sharding_of(x)
     if sharding is None:
         return None
@@ -29,10 +29,10 @@ def sharding_of_product(x: jax.Array, features: tuple[str, ...]) -> NamedShardin
 
 
 def spec_of(out_sharding: NamedSharding | PartitionSpec | None) -> PartitionSpec | None:
-    """How it splits dimensions: what a `wiring` op takes as `out_spec`."""
+    """The partition in it: what a `wiring` op takes as `out_spec`."""
     return out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
 
 
 def resharded(x: jax.Array, out_sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
-    """x, split as it was asked for."""
+    """x, split as `out_sharding` says; x itself where that is None."""
     return x if out_sharding is None else jax.sharding.reshard(x, out_sharding)

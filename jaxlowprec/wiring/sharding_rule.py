@@ -1,9 +1,9 @@
 """How an op's results are split when its operands are: the einops-like rule that `wiring.define` reads.
 
-    Rule("... r (c k), ... -> ... r (c h), ... r c", k=16, h=8)
+    ShardingRule("... r (c k), ... -> ... r (c h), ... r c", k=16, h=8)
 
-An operand's dimension is a factor, or a product whose first factor alone may be split: `(c k)` is split into whole
-blocks of k. Factors of given size are never split. `...` stands for batch axes, which all operands that have them
+An operand's dimension is a factor, or a product of which only the first factor may be split: `(c k)` is split into
+whole blocks of k. Factors of given size are never split. `...` stands for batch axes, which all operands that have them
 share.
 """
 
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
 
     Attributes:
         shape: of the whole array.
-        spec: the mesh axes of each dimension, major ones first: a PartitionSpec, or as one.
+        spec: the mesh axes of each dimension, major ones first: a PartitionSpec, or a sequence like one.
         itemsize: bytes of an element.
     """
 
@@ -34,7 +34,7 @@ class Placed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole array."""
+        """Bytes of the whole array."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -44,7 +44,7 @@ class Placed(NamedTuple):
         return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
 
-class Rule:
+class ShardingRule:
     """How results are split when operands are.
 
     Arguments:
@@ -76,13 +76,13 @@ class Rule:
     ) -> Split:
         """The mesh axes that split each factor: where the op is computed.
 
-        The first operand that splits a factor says by which mesh axes. A mesh axis splits what the operands that it
-        splits agree in. Where they do not agree, it does not split a reduction (that would change the order of a sum),
-        and of the other factors the one that moves the fewest bytes, results included; without results, the first. A
-        mesh axis that splits results alone splits their factor: the operands are cut, which moves nothing.
+        The first operand that splits a factor decides by which mesh axes. A mesh axis keeps the factor that all
+        operands split by it agree in. Where they disagree, it splits no reduction (that would change the order of a
+        sum), but the factor for which the fewest bytes move, results included; without results, the first factor. A
+        mesh axis that splits only results splits their factor: the operands are cut, which moves nothing.
 
-        Blocks are never cut. Where all axes of a dimension do not divide it into whole blocks, `partial` keeps as many
-        as do; otherwise none are kept.
+        Blocks are never cut. Where the axes of a dimension do not divide it into whole blocks, `partial` keeps as many
+        leading axes as do; otherwise it keeps none.
         """
         inputs, outputs = (
             [_Factors(self, mesh, tokens, value, partial) for tokens, value in zip(sides, values, strict=False)]
@@ -114,20 +114,20 @@ class Rule:
         n = mesh.shape[axis]
 
         def moved(factor: str) -> float:
-            """Bytes that each device receives, but for (n - 1) / n of them."""
+            """Bytes that each device receives, up to a common factor of (n - 1) / n."""
             gathered = sum(a.moved(axis, factor, n) for a in operands)
             return gathered + sum(a.moved(axis, factor, n, is_result=True) for a in results)
 
         return sorted(candidates, key=moved)
 
     def landed(self, mesh: Any, split: Split, wanted: Placed | None) -> tuple[Split, Split]:
-        """Where results lie once reductions are done.
+        """How results are split once reductions are done.
 
-        The mesh axes that split a reduction can each keep their part of the sum, as `wanted` says of the first result
-        (reduce-scatter), instead of all having all of it.
+        The sum over a split reduction is on all devices, or, where the wanted partition of the first result allows it,
+        each device keeps its part (reduce-scatter).
 
         Returns:
-            The split of results and of the operands that are not reduced, and which part of it is scattered.
+            The split of results and of the operands that are not reduced, and the part of it that is scattered.
         """
         reduced = {axis for factor in self.reductions for axis in split.get(factor, ())}
         done = {factor: axes for factor, axes in split.items() if factor not in self.reductions}
@@ -155,8 +155,8 @@ class Rule:
     def shardy(self, mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         """The rule as Shardy wants it: `(c k)` becomes `(c ck)`, or `ck` where c is 1.
 
-        Special factors come in order of appearance, a factor that only occurs in products needs its size, no factor
-        occurs twice in one array, and none of size 1 in a product.
+        Shardy wants special factors in order of appearance and the size of each factor that occurs only in products. It
+        takes no factor twice in one array and no factor of size 1 in a product.
         """
         leading = {
             factor: n // rest
@@ -181,16 +181,16 @@ class Rule:
 
 
 class _Factors:
-    """An operand or result seen by factors.
+    """The factors of an operand or result.
 
     Attributes:
         nbytes: of the whole array.
-        held: the factor that each mesh axis splits here, in order of dimensions and from major to minor axes. Axes that
-            would cut a block, or that split what must stay whole, are not among them: along those it is gathered.
-        sizes: blocks of each factor that may be split.
+        held: the factor that each mesh axis splits here, in order of dimensions and from major to minor axes. It leaves
+            out axes that would cut a block or split a whole factor: the array is gathered along them.
+        sizes: the number of blocks of each factor that may be split.
     """
 
-    def __init__(self, rule: Rule, mesh: Any, tokens: list[str], value: Placed, partial: bool):
+    def __init__(self, rule: ShardingRule, mesh: Any, tokens: list[str], value: Placed, partial: bool):
         self.nbytes = value.nbytes
         self.held: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
@@ -204,14 +204,14 @@ class _Factors:
             self.sizes[factor] = size // rest
 
     def follow(self, owners: dict[str, set[str]]) -> None:
-        """Lets go of the mesh axes that an earlier operand does not split the same factor by."""
+        """Drops the mesh axes by which an earlier operand does not split the same factor."""
         self.held = {axis: factor for axis, factor in self.held.items() if axis in owners.get(factor, {axis})}
         for factor in set(self.held.values()) - owners.keys():
             owners[factor] = {axis for axis, of in self.held.items() if of == factor}
 
     def moved(self, axis: str, factor: str, n: int, is_result: bool = False) -> float:
-        """Bytes that travel where this array is, or for a result is wanted, as `held` says and a mesh axis of size n
-        splits `factor` instead."""
+        """Bytes moved to reshard this array from `held` so that a mesh axis of size n splits `factor`; for a result,
+        from that split back to `held`."""
         held = self.held.get(axis)
         if held == factor:
             return 0

@@ -5,9 +5,12 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.arrays.formats import ELEMENTS
 from tests.helpers import FORMATS, format_name
 
 over_formats = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
@@ -120,3 +123,23 @@ class TestValues:
     @pytest.mark.parametrize("fmt", [f for f in FORMATS if not f.packed], ids=format_name)
     def test_the_maximum_is_the_largest_finite_element(self, fmt):
         assert fmt.maximum == float(jnp.finfo(fmt.data_dtype).max)
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e4m3", "e5m2"])
+class TestElements:
+    def test_are_those_of_ml_dtypes(self, name):
+        element = ELEMENTS[name]
+        info = ml_dtypes.finfo(element.dtype)
+        assert (element.maximum, element.mantissa_bits) == (float(info.max), info.nmant)
+        assert (element.exponent_bias, element.largest_exponent) == (1 - info.minexp, info.maxexp - 1)
+        assert element.packed == (info.bits == 4)
+
+    def test_overflow_is_where_rounding_leaves_the_range(self, name):
+        """Seen at the same numbers one binade lower, where the element has a next one."""
+        element = ELEMENTS[name]
+        middle, beyond = element.overflow
+        middle, largest = np.float32(middle / 2), element.maximum / 2
+        below, above = (np.nextafter(middle, np.float32(to)) for to in (0, np.inf))
+        rounded = [float(np.asarray(x).astype(element.dtype)) for x in (below, middle, above)]
+        assert rounded[0] == largest < rounded[2]
+        assert rounded[1] == (rounded[2] if beyond else largest)

@@ -67,7 +67,7 @@ class TestSwizzle:
 
 
 def lines_of(q):
-    return q.matrix if q.axis == -1 else q.matrix[::-1]
+    return q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1]
 
 
 class TestGemmScales:

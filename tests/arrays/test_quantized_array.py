@@ -51,12 +51,18 @@ class TestInvariants:
     def test_static_fields_say_how_it_was_made(self, dtype):
         h = jlp.Hadamard(32)
         q = jlp.quantize(random_array((32, 64), dtype), jlp.NVFP4(), -2, h)
-        assert (q.format, q.matrix, q.dtype, q.axis, q.hadamard) == (jlp.NVFP4(), (32, 64), jnp.dtype(dtype), -2, h)
+        assert (q.format, q.matrix_shape, q.dtype, q.axis, q.hadamard) == (
+            jlp.NVFP4(),
+            (32, 64),
+            jnp.dtype(dtype),
+            -2,
+            h,
+        )
         assert jlp.quantize(random_array((32, 64)), jlp.NVFP4(), hadamard=True).hadamard == jlp.Hadamard()
 
     def test_a_vector_has_one_axis(self):
         q = quantize(random_array((40,)))
-        assert (q.shape, q.matrix, q.ndim, q.data.shape, q.scale.shape) == ((40,), (40,), 1, (24,), (3,))
+        assert (q.shape, q.matrix_shape, q.ndim, q.data.shape, q.scale.shape) == ((40,), (40,), 1, (24,), (3,))
 
     def test_compression_counts_every_field(self):
         x = random_array((128, 256))
@@ -301,7 +307,7 @@ class TestCheckpoints:
         others = {
             r"MXFP8\(scale_rule='floor'\) along axis -1": dataclasses.replace(q, format=jlp.MXFP8(scale_rule="floor")),
             r"along axis -2 of \(64, 64\)": q.mT,
-            r"axis -1 of \(64, 61\)": dataclasses.replace(q, matrix=(64, 61)),
+            r"axis -1 of \(64, 61\)": dataclasses.replace(q, matrix_shape=(64, 61)),
             r"rotated by Hadamard\(\)": dataclasses.replace(q, hadamard=jlp.Hadamard()),
             r"rotated by Hadamard\(signs=None\)": dataclasses.replace(q, hadamard=jlp.Hadamard(signs=None)),
         }

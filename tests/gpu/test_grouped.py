@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.grouped_matmul.api import group_amaxes, quantize_groups
 from tests.gpu.sides import assert_same_bytes_on, run_on
 from tests.helpers import FLOATS, format_name, random_array

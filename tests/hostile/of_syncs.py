@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 
-from jaxlowprec.weight_sync.bucket import Header
+from jaxlowprec.weight_sync.bucket import BucketHeader
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.folders.delta import DeltaTransport
@@ -247,7 +247,9 @@ RECORD, DELTA, WHOLE = (
 
 TARGETS = {
     "manifest": Target(from_json(Manifest), lambda: [packed(model(2), 2)[0].to_json()], (ValueError,)),
-    "bucket": Target(from_json(Header), lambda: [b.header.to_json() for b in packed(model(2), 2)[1]], (ValueError,)),
+    "bucket": Target(
+        from_json(BucketHeader), lambda: [b.header.to_json() for b in packed(model(2), 2)[1]], (ValueError,)
+    ),
     "messages": Target(texts, text_seeds, (ValueError,), lambda mutator, data: data[:1] + mutator.document(data[1:])),
     "session": Target(session, session_seeds, ()),
     "handshake": Target(stream, lambda: [b"JLPSYNC\x01" + bytes(64)], (), lambda mutator, data: mutator.bytes(data)),

@@ -152,9 +152,10 @@ class TestArrays:
 
     @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
     @pytest.mark.parametrize("shape", [(0, 128, 32), pytest.param((2, 0, 32), marks=pytest.mark.slow)], ids=str)
-    def test_slices(self, fmt, shape):
+    def test_split_rows(self, fmt, shape):
         x = jnp.ones(shape)
-        both = jax.jit(lambda x: [jlp.quantize_both(x, fmt, slices=True, implementation=i) for i in IMPLEMENTATIONS])
+        options = [{"rows_split": True, "implementation": i} for i in IMPLEMENTATIONS]
+        both = jax.jit(lambda x: [jlp.quantize_both(x, fmt, **given) for given in options])
         results = both(x)
         assert_same_bytes(*results)
         assert [q.shape for q in results[0]] == [shape] * 2

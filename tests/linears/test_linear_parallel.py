@@ -225,7 +225,7 @@ def test_activations_of_any_shape(shape, spec, axis_type):
     with jax.set_mesh(mesh):
         placed = [place(v, mesh, s) for v, s in ((x, spec), (w, P()), (dy, spec))]
         if axis_type == AxisType.Explicit and shape[-2] % 16 and "b" in spec:
-            with pytest.raises(ValueError, match="has 40 rows in a slice, .* multiple of 16; reshard x to leave"):
+            with pytest.raises(ValueError, match="has 40 rows in a part, .* multiple of 16; reshard x to leave"):
                 step(recipe, *placed)
             return
         y, dx, dw = jax.jit(functools.partial(step, recipe))(*placed)
@@ -241,7 +241,7 @@ def test_stochastic_rounding_where_three_dimensions_are_split(axis_type):
     spec = P("a", "b", "c")
     x, w, dy = operands(WIDEN)
     quantize = functools.partial(
-        jlp.quantize_both, fmt=jlp.NVFP4(), hadamard_columnwise=True, rounding="stochastic", slices=True
+        jlp.quantize_both, fmt=jlp.NVFP4(), hadamard_columnwise=True, rounding="stochastic", rows_split=True
     )
     key = jax.random.key(7)
     with jax.set_mesh(mesh):

@@ -56,7 +56,7 @@ def test_equal_layers_of_experts_are_traced_once():
         assert traces(grouped_products, experts, 6) == traces(grouped_products, experts, 2) <= 3
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (2, 16, 32)], ids=["matrix", "slices"])
+@pytest.mark.parametrize("shape", [(32, 32), (2, 16, 32)], ids=["matrix", "rows split"])
 def test_a_call_asks_a_custom_recipe_once_about_each_tensor(shape):
     asked = []
 

@@ -12,7 +12,7 @@ TOKENS, EXPERTS, K = 64, 8, 3
 LOGITS = jax.random.normal(jax.random.key(0), (TOKENS, EXPERTS))
 OTHER_LOGITS = jax.random.normal(jax.random.key(1), (TOKENS, EXPERTS))
 each_scoring = pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-each_normalise = pytest.mark.parametrize("normalise", [True, False], ids=["normalised", "as they are"])
+each_normalize = pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "as they are"])
 
 
 def scores_of(logits, scoring):
@@ -29,14 +29,14 @@ def tape_of(*rows):
 
 class TestFreshChoice:
     @each_scoring
-    @each_normalise
-    def test_is_the_k_best_in_descending_order_with_their_scores(self, scoring, normalise):
-        routing = jlp.moe.route(LOGITS, K, scoring=scoring, normalise=normalise)
+    @each_normalize
+    def test_is_the_k_best_in_descending_order_with_their_scores(self, scoring, normalize):
+        routing = jlp.moe.route(LOGITS, K, scoring=scoring, normalize=normalize)
         best = np.argsort(-np.asarray(LOGITS), axis=-1, kind="stable")[:, :K]
         assert routing.experts.dtype == jnp.int32 and routing.weights.dtype == jnp.float32
         np.testing.assert_array_equal(routing.experts, best)
         weights = np.take_along_axis(scores_of(LOGITS, scoring), best, -1)
-        weights = weights / weights.sum(-1, keepdims=True) if normalise else weights
+        weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
         np.testing.assert_allclose(routing.weights, weights, rtol=1e-6)
 
     def test_of_equal_logits_is_the_lower_expert(self):
@@ -61,12 +61,12 @@ class TestReplay:
         assert jnp.any(routing.experts != jlp.moe.route(OTHER_LOGITS, K).experts)
 
     @each_scoring
-    @each_normalise
-    def test_recomputes_the_weights(self, scoring, normalise):
+    @each_normalize
+    def test_recomputes_the_weights(self, scoring, normalize):
         tape = jlp.moe.route(LOGITS, K).experts
-        routing = jlp.moe.route(OTHER_LOGITS, K, tape=tape, scoring=scoring, normalise=normalise)
+        routing = jlp.moe.route(OTHER_LOGITS, K, tape=tape, scoring=scoring, normalize=normalize)
         weights = np.take_along_axis(scores_of(OTHER_LOGITS, scoring), np.asarray(tape), -1)
-        weights = weights / weights.sum(-1, keepdims=True) if normalise else weights
+        weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
         np.testing.assert_allclose(routing.weights, weights, rtol=1e-6)
 
     def test_lets_gradients_through_the_weights(self):
@@ -145,7 +145,7 @@ class TestRowsThatAreNoChoice:
         (lambda: jlp.moe.route(LOGITS, 0), ValueError, "k is 0"),
         (lambda: jlp.moe.route(LOGITS, 2.0), TypeError, "k=2.0; needs an int"),
         (lambda: jlp.moe.route(LOGITS.tolist(), K), TypeError, r"logits=\[.*; needs a float32 array"),
-        (lambda: jlp.moe.route(LOGITS, K, normalise=1), TypeError, "normalise=1; needs True or False"),
+        (lambda: jlp.moe.route(LOGITS, K, normalize=1), TypeError, "normalize=1; needs True or False"),
         (lambda: jlp.moe.route(LOGITS, K, tape=tape_of().tolist()), TypeError, "tape is list; needs an int32"),
         (lambda: jlp.moe.route(LOGITS, K, scoring="max"), ValueError, "scoring='max'"),
         (lambda: jlp.moe.route(LOGITS, K, tape=tape_of().astype(jnp.int8)), TypeError, "int8; needs an int32"),

@@ -105,7 +105,7 @@ class TestRouter:
             gradient = nnx.grad(lambda m: jnp.sum(m(X)[0].astype(jnp.float32) ** 2))(block(**options))
             return jnp.linalg.norm(gradient["router"]["kernel"][...])
 
-        assert slope(k=1) > 1 and slope(k=2) > 1 and slope(k=1, normalise=True) < 1e-3
+        assert slope(k=1) > 1 and slope(k=2) > 1 and slope(k=1, normalize=True) < 1e-3
 
     def test_its_loss_is_scaled_by_the_coefficient(self):
         small, large = (block(load_balance_coef=c)(X)[1].load_balance_loss for c in (0.01, 1.0))

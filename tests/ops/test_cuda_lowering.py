@@ -260,7 +260,7 @@ def test_symbolic_shapes_take_the_reference_and_say_why():
         a,
         data=jax.ShapeDtypeStruct((m, 32), jnp.uint8),
         scale=jax.ShapeDtypeStruct((m, 4), jnp.float8_e4m3fn),
-        matrix=(m, 64),
+        matrix_shape=(m, 64),
     )
 
     def lowered(implementation):
@@ -326,7 +326,7 @@ def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
     x, w = random_array((5, 160), dtype, 1), random_array((40, 160), seed=2)
     q = jlp.quantize(w.astype(fmt.scale_dtype) if fmt.element == "int4" else w, fmt)
     bias, epilogue = random_array((40,), "float32", 3), Epilogue(True, False, "gelu", False, jnp.float32)
-    spec = WeightOnlySpec(fmt, q.zero_point is not None, False, False, True, epilogue)
+    spec = WeightOnlySpec(fmt, False, False, True, epilogue)
     (y,) = weight_only_cuda.decoded_matmul(spec, x, q.data, q.scale, q.amax, q.zero_point, [bias])
     expected = jlp.scaled_matmul(x, q, bias, "gelu", out_dtype=jnp.float32)
     assert jnp.allclose(y, expected, rtol=1e-5, atol=1e-4)

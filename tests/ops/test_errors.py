@@ -175,7 +175,7 @@ class TestRounding:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"slices": 1}, TypeError, "slices=1; needs True or False"),
+            ({"rows_split": 1}, TypeError, "rows_split=1; needs True or False"),
             ({"implementation": "native"}, ValueError, 'implementation=\'native\'; needs None, "ffi" or "reference"'),
             ({"axis_name": ["x"]}, TypeError, "axis_name=['x']; needs an axis of the mesh"),
             ({"axis_name": "x"}, ValueError, "axis_name='x'; needs an axis of the mesh, or a tuple of them, within"),
@@ -264,7 +264,7 @@ class TestProducts:
             (
                 lambda: multiply(activation="gelu", activation_input=jnp.ones((16, 24))),
                 ValueError,
-                ["activation_input= is given and activation='gelu'", '"dgelu" needs it, alone'],
+                ["activation_input= is given and activation='gelu'", '"dgelu" needs it, other activations take none'],
             ),
             (
                 lambda: multiply(activation="dgelu", activation_input=jnp.ones((24, 16))),

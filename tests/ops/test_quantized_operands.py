@@ -54,7 +54,7 @@ TAKES_A_QUANTIZED_ARRAY = {
         ("amax", jnp.ones(16), r"amax is float32\[16\]; .* needs float32\[\]"),
         ("zero_point", Q.data, r"zero_point is uint8\[16, 16\]; .* needs None"),
         ("format", jlp.MXFP8(), r"data is uint8\[16, 16\]; MXFP8 E4M3 1x32 of 16x32 along axis -1 needs float8_e4m3fn"),
-        ("matrix", (16, 99), "data is .* of 16x99 along axis -1 needs"),
+        ("matrix_shape", (16, 99), "data is .* of 16x99 along axis -1 needs"),
         ("axis", -2, "data is .* of 16x32 along axis -2 needs"),
     ],
 )
@@ -90,9 +90,9 @@ def test_what_quantize_makes_belongs_together(fmt, shape):
     ("fields", "message"),
     [
         ({"format": "NVFP4"}, "format='NVFP4'; needs a format such as NVFP4()"),
-        ({"matrix": [16, 32]}, r"matrix=\[16, 32\]; needs a tuple of one or two sizes"),
-        ({"matrix": (1, 16, 32)}, r"matrix=\(1, 16, 32\); needs a tuple"),
-        ({"matrix": ("a", "b")}, r"matrix=\('a', 'b'\); needs a tuple"),
+        ({"matrix_shape": [16, 32]}, r"matrix_shape=\[16, 32\]; needs a tuple of one or two sizes"),
+        ({"matrix_shape": (1, 16, 32)}, r"matrix_shape=\(1, 16, 32\); needs a tuple"),
+        ({"matrix_shape": ("a", "b")}, r"matrix_shape=\('a', 'b'\); needs a tuple"),
         ({"axis": 0}, "axis=0; needs -1 or -2"),
         ({"hadamard": True}, "hadamard=True; needs a jaxlowprec.Hadamard or None"),
     ],

@@ -114,6 +114,27 @@ def test_imports_point_one_way(name):
     assert upwards == allowed
 
 
+MOST_POSITIONAL = 7
+WITH_MORE = {"jaxlowprec.ops.quantize.api.quantize"}  # whose signature is public
+
+
+def positional(function):
+    """The parameters of a function's syntax tree that a call may give by position, without self and cls."""
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def test_functions_take_few_positional_parameters():
+    sources = {name: pathlib.Path(importlib.import_module(name).__file__).read_text() for name in MODULES}
+    functions = [
+        (f"{name}.{node.name}", len(positional(node)))
+        for name, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert {name for name, count in functions if count > MOST_POSITIONAL} == WITH_MORE
+
+
 def test_every_room_has_its_floor_and_says_what_lives_there():
     assert {name.split(".")[1] for name in MODULES[1:]} == set(RANK)
     for folder in {source.parent for source in PACKAGE.rglob("*.py")}:

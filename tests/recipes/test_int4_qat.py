@@ -436,7 +436,7 @@ class TestReuse:
 
 
 class TestWholeGroups:
-    message = r"layer 'mlp/up' has a kernel of shape \(48, 32\), K = 48, which is no multiple of the group of 32"
+    message = r"layer 'mlp/up' has a kernel of shape \(48, 32\), K = 48, which is no multiple of the block of 32"
 
     def test_k_must_be_a_multiple_of_the_group(self):
         x, w = jnp.ones((8, 48)), jnp.ones((48, 32))

@@ -10,7 +10,7 @@ import pytest
 from jaxlowprec.checkpoints.files.dtypes import MAX_RANK
 from jaxlowprec.weight_sync import Entry, Manifest, PeerLost, Receiver, Refused
 from jaxlowprec.weight_sync import manifest as manifest_module
-from jaxlowprec.weight_sync.bucket import Header, checksum, pack, place
+from jaxlowprec.weight_sync.bucket import BucketHeader, checksum, pack, place
 from jaxlowprec.weight_sync.receiving.staging import Staging
 from jaxlowprec.weight_sync.transports.handshake import Keys, introduce
 from jaxlowprec.weight_sync.transports.messages import write
@@ -51,7 +51,9 @@ TWICE = [*names(NAMES), f"t{NAMES - 1}"]
 def test_a_repeated_name_is_found_in_linear_time():
     refused_quickly(Manifest.from_json, manifest_text([[n, "U8", []] for n in TWICE]), match=f"'t{NAMES - 1}' is there")
     refused_quickly(Manifest, tuple(Entry(n, "U8", (0,)) for n in TWICE), match=f"'t{NAMES - 1}' is there twice")
-    refused_quickly(Header.from_json, header_text([[n, "U8", [0], 0] for n in TWICE]), match=f"twice: 't{NAMES - 1}'")
+    refused_quickly(
+        BucketHeader.from_json, header_text([[n, "U8", [0], 0] for n in TWICE]), match=f"twice: 't{NAMES - 1}'"
+    )
 
 
 def test_a_missing_tensor_is_found_in_linear_time():
@@ -93,7 +95,7 @@ SHAPES = {
 @pytest.mark.parametrize(("shape", "match"), SHAPES.values(), ids=SHAPES)
 def test_a_shape_that_no_array_has_is_refused_in_few_words(shape, match):
     refused_quickly(Manifest.from_json, manifest_text([["a", "U8", shape]]), match=match)
-    refused_quickly(Header.from_json, header_text([["a", "U8", shape, 0]]), match=match)
+    refused_quickly(BucketHeader.from_json, header_text([["a", "U8", shape, 0]]), match=match)
 
 
 LONG = "n" * 100_000
@@ -128,7 +130,7 @@ def test_long_names_are_cut_short_in_messages(text, match):
     ],
 )
 def test_long_names_are_cut_short_in_messages_about_headers(text, match):
-    refused_quickly(Header.from_json, text, match=match)
+    refused_quickly(BucketHeader.from_json, text, match=match)
 
 
 def test_long_names_are_cut_short_in_refusals_of_buckets():
@@ -172,7 +174,7 @@ def test_no_manifest_keeps_an_engine_paused(kind):
         assert is_whole(receiver.weights, 2)
 
 
-@pytest.mark.parametrize("read", [Manifest.from_json, Header.from_json])
+@pytest.mark.parametrize("read", [Manifest.from_json, BucketHeader.from_json])
 def test_reading_a_manifest_checks_that_the_trainer_lives(read, monkeypatch):
     monkeypatch.setattr(manifest_module, "_CHECKED_AT_ONCE", 10)
     entries = [[name, "U8", [0]] for name in names(100)]
@@ -207,7 +209,7 @@ def test_a_channel_knows_whether_its_peer_is_there():
 @pytest.mark.parametrize("tensors", [16, 2**14])
 def test_a_bucket_of_a_size_that_no_memory_has_is_refused(tensors):
     entries = [Entry(f"t{i}", "U8", (2**48,)) for i in range(tensors)]
-    header = Header(1, 0, True, place(entries), tensors * 2**48, checksum(b""))
+    header = BucketHeader(1, 0, True, place(entries), tensors * 2**48, checksum(b""))
     receiver = Receiver()
     receiver.pause(1)
     receiver.begin(1, Manifest(tuple(entries)))

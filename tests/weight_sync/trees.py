@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxlowprec.checkpoints.trees.families import LLAMA
 from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
-from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, pack
+from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader, checksum, pack
 from jaxlowprec.weight_sync.manifest import Manifest
 
 HIDDEN, INNER, VOCABULARY = 128, 256, 40
@@ -70,4 +70,4 @@ def parts(version=1, names="ab", last=True):
 def relabelled(bucket, **fields):
     """A bucket with other fields in its header."""
     header = {name: getattr(bucket.header, name) for name in ("version", "index", "last", "entries", "nbytes")}
-    return Bucket(Header(**{**header, "checksum": checksum(bucket.payload), **fields}), bucket.payload)
+    return Bucket(BucketHeader(**{**header, "checksum": checksum(bucket.payload), **fields}), bucket.payload)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.wiring.defining import Rule, define
+from jaxlowprec.wiring.defining import ShardingRule, define
 
 BLOCK = 4
-RULE = Rule("... r (c k), ..., r -> ... r c, ... r c", k=BLOCK)
+RULE = ShardingRule("... r (c k), ..., r -> ... r c, ... r c", k=BLOCK)
 
 
 def outputs(x, *_):
@@ -70,7 +70,7 @@ def sums_of_tiles(x):
 
 tiles = define(
     "tiles",
-    rule=Rule("... (r k) (c k) -> ... (c k) (r k), ... r c", k=BLOCK),
+    rule=ShardingRule("... (r k) (c k) -> ... (c k) (r k), ... r c", k=BLOCK),
     outputs=tile_outputs,
     reference=sums_of_tiles,
 )
@@ -82,20 +82,20 @@ def matrix_outputs(x, *_):
 
 maximum = define(
     "maximum",
-    rule=Rule("... r c -> ...", reductions=("r", "c")),
+    rule=ShardingRule("... r c -> ...", reductions=("r", "c")),
     outputs=matrix_outputs,
     reference=lambda x: [jnp.max(x, axis=(-2, -1))],
     collective=jax.lax.pmax,
 )
 total = define(
     "total",
-    rule=Rule("... r c -> ...", reductions=("r", "c")),
+    rule=ShardingRule("... r c -> ...", reductions=("r", "c")),
     outputs=matrix_outputs,
     reference=lambda x: [x.sum((-2, -1))],
 )
 biased_total = define(
     "biased_total",
-    rule=Rule("... r c, ... -> ...", reductions=("r", "c")),
+    rule=ShardingRule("... r c, ... -> ...", reductions=("r", "c")),
     outputs=matrix_outputs,
     reference=lambda x, bias: [x.sum((-2, -1)) + bias],
     when_reduced=lambda add_up, x, bias: [add_up(x.sum((-2, -1))) + bias],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.wiring.defining import Rule, define
+from jaxlowprec.wiring.defining import ShardingRule, define
 from tests.sharding.meshes import mesh_of, place
 from tests.wiring.small_ops import BLOCK, RULE, assert_right, block_sums, body, operands, outputs, reference_only
 
@@ -22,7 +22,9 @@ def plus_one(name, record, **options):
         return run
 
     bodies = {"reference": recording("reference"), "native": recording("native")}
-    return define(name, rule=Rule("... r -> ... r"), outputs=lambda x: [(x.shape, x.dtype)], **bodies, **options)
+    return define(
+        name, rule=ShardingRule("... r -> ... r"), outputs=lambda x: [(x.shape, x.dtype)], **bodies, **options
+    )
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (2, 3, 5, 8)], ids=str)
@@ -55,7 +57,7 @@ def test_platforms_may_have_different_native_bodies(platform, ran):
     bodies = {"cpu": recording("on the CPU"), "cuda": recording("on the GPU")}
     op = define(
         "differing",
-        rule=Rule("... r -> ... r"),
+        rule=ShardingRule("... r -> ... r"),
         outputs=lambda x: [(x.shape, x.dtype)],
         reference=recording("reference"),
         native=bodies,

@@ -4,10 +4,10 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.wiring.sharding_rule import Placed, Rule
+from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
-BLOCKS = Rule("r (c k), r -> r c", k=4)
+BLOCKS = ShardingRule("r (c k), r -> r c", k=4)
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,16 @@ BLOCKS = Rule("r (c k), r -> r c", k=4)
     ],
 )
 def test_dimensions_are_factors_that_may_be_split_times_the_rest(tokens, ndim, dims):
-    assert Rule("r -> r", k=16, h=8).dims(tokens, ndim) == dims
+    assert ShardingRule("r -> r", k=16, h=8).dims(tokens, ndim) == dims
 
 
 def test_operands_and_results_are_read_off_the_text():
-    rule = Rule("... r (c k), ..., r -> ... r (c h), ... r c", k=16, h=8)
+    rule = ShardingRule("... r (c k), ..., r -> ... r (c h), ... r c", k=16, h=8)
     assert rule.operands == [["...", "r", "(c k)"], ["..."], ["r"]]
     assert rule.results == [["...", "r", "(c h)"], ["...", "r", "c"]]
 
 
-MATMUL = Rule("... m (k h), ... n (k h) -> ... m n", reductions=("k",), h=8)
+MATMUL = ShardingRule("... m (k h), ... n (k h) -> ... m n", reductions=("k",), h=8)
 
 
 def split(rule, *values, partial=True):
@@ -71,8 +71,8 @@ def test_a_split_cuts_no_block(shape, spec, partial, expected):
 @pytest.mark.parametrize(
     ("rule", "shape", "spec", "expected"),
     [
-        (Rule("r c -> r c", whole=("c",)), (16, 32), P("a", "b"), {"r": ("a",)}),
-        (Rule("... w -> ...", w=2), (8, 2), P("b", "a"), {"batch0": ("b",)}),
+        (ShardingRule("r c -> r c", whole=("c",)), (16, 32), P("a", "b"), {"r": ("a",)}),
+        (ShardingRule("... w -> ...", w=2), (8, 2), P("b", "a"), {"batch0": ("b",)}),
     ],
 )
 def test_what_is_declared_whole_or_has_a_size_is_not_split(rule, shape, spec, expected):
@@ -130,14 +130,14 @@ class TestScatteredSums:
         assert self.landed({}, wanted) == (where, where)
 
     def test_an_earlier_split_stays_the_major_one(self):
-        rule = Rule("... m k, ... n k -> ... m n", reductions=("k",))
+        rule = ShardingRule("... m k, ... n k -> ... m n", reductions=("k",))
         value = Placed((64, 32), P(("a", "b")), 4)
         assert rule.landed(MESH, {"k": ("b",), "m": ("a",)}, value) == ({"m": ("a", "b")}, {"m": ("b",)})
         value = Placed((64, 32), P(("b", "a")), 4)
         assert rule.landed(MESH, {"k": ("b",), "m": ("a",)}, value) == ({"m": ("a",)}, {})
 
     def test_a_block_is_not_cut(self):
-        tiles = Rule("... (m t) k, ... n k -> ... (m t) n", reductions=("k",), t=16)
+        tiles = ShardingRule("... (m t) k, ... n k -> ... (m t) n", reductions=("k",), t=16)
         assert self.landed({}, P("b"), tiles) == ({"m": ("b",)},) * 2  # 4 tiles
         assert self.landed({}, P(("a", "b")), tiles) == ({}, {})
 
@@ -146,7 +146,7 @@ class TestScatteredSums:
 
 
 def test_operands_that_are_reduced():
-    rule = Rule("... m (k h), ... n (k h), ... n, ... -> ... m n", reductions=("k",), h=8)
+    rule = ShardingRule("... m (k h), ... n (k h), ... n, ... -> ... m n", reductions=("k",), h=8)
     assert [rule.is_reduced(tokens) for tokens in rule.operands] == [True, True, False, False]
 
 
@@ -160,7 +160,7 @@ def test_operands_that_are_reduced():
 )
 def test_a_spec_places_the_axes_of_each_factor(tokens, ndim, spec):
     split = {"batch0": ("c",), "r": ("a", "b")}
-    assert Rule("... r (c k) -> ... r", k=4).spec(tokens, ndim, split) == spec
+    assert ShardingRule("... r (c k) -> ... r", k=4).spec(tokens, ndim, split) == spec
 
 
 def shardy(rule, *shapes):
@@ -175,7 +175,7 @@ def shardy(rule, *shapes):
 
 class TestShardy:
     def test_a_product_has_its_own_name_and_sizes(self):
-        text, options = shardy(Rule("r (c k) -> r (c h), r", k=16, h=8), (4, 64), (4, 32), (4,))
+        text, options = shardy(ShardingRule("r (c k) -> r (c h), r", k=16, h=8), (4, 64), (4, 32), (4,))
         assert text == "r (c ck) -> r (c ch), r"
         assert options == {"c": 4, "ck": 16, "ch": 8, "need_replication_factors": ("ck", "ch")}
 
@@ -185,11 +185,11 @@ class TestShardy:
         assert options == {"ck": 4, "need_replication_factors": ("ck",)}
 
     def test_a_leading_factor_of_size_1_is_left_out_of_its_product(self):
-        text, options = shardy(Rule("r (c k) -> r (c h)", k=16, h=8), (4, 16), (4, 8))
+        text, options = shardy(ShardingRule("r (c k) -> r (c h)", k=16, h=8), (4, 16), (4, 8))
         assert text == "r ck -> r ch"
         assert options == {"need_replication_factors": ("ck", "ch")}
 
     def test_special_factors_come_in_order_of_appearance(self):
-        rule = Rule("... m k, ... n k -> ... m n", reductions=("k",), whole=("n", "m"))
+        rule = ShardingRule("... m k, ... n k -> ... m n", reductions=("k",), whole=("n", "m"))
         options = shardy(rule, (4, 8), (2, 8), (4, 2))[1]
         assert options == {"need_replication_factors": ("m", "n"), "reduction_factors": ("k",)}

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxlowprec.wiring import defining as wiring
-from jaxlowprec.wiring.defining import Rule
+from jaxlowprec.wiring.defining import ShardingRule
 from tests.sharding.meshes import by_axis_type, mesh_of, name_of, place, unless_refused
 from tests.wiring.small_ops import RULE, assert_right, block_sums, operands, piece_of
 
@@ -182,9 +182,9 @@ class TestPieces:
     def test_a_split_factor_that_must_be_whole_is_refused(self, option):
         """There are no mesh axes here to reduce or gather over."""
         x, result = Value((16, 64), "{devices=[1,4]<=[4]}"), Value((16,), "{replicated}")
-        wiring._check_pieces("op", Rule("r c -> r"), [x], [result])
+        wiring._check_pieces("op", ShardingRule("r c -> r"), [x], [result])
         with pytest.raises(NotImplementedError, match="make all mesh axes manual"):
-            wiring._check_pieces("op", Rule("r c -> r", **{option: ("c",)}), [x], [result])
+            wiring._check_pieces("op", ShardingRule("r c -> r", **{option: ("c",)}), [x], [result])
 
     @pytest.mark.parametrize(
         "printed",

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
-from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
+from jaxlowprec.checkpoints.schemes.int4 import decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,6 @@ class AWQ(Scheme):
             "modules_to_not_convert": list(ignore),
         }
 
-    def _holds(self, fmt: Format) -> bool:
-        return holds_int4(self.format, fmt)
-
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
         words = tensors["qweight"].shape
         return (8 * words[1], words[0]) if len(words) == 2 else words  # type: ignore[return-value]
@@ -104,7 +101,7 @@ class AWQ(Scheme):
         return QuantizedArray(data, scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        codes = unpack_bytes(np.asarray(q.data), q.matrix[1])
+        codes = unpack_bytes(np.asarray(q.data), q.matrix_shape[1])
         zeros = np.full(q.scale.shape, SYMMETRIC_ZERO, np.uint8) if self.symmetric else np.asarray(q.zero_point)
         return {
             "qweight": pack_words(np.ascontiguousarray(codes.T), AWQ_ORDER),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
@@ -190,14 +191,13 @@ class Scheme(abc.ABC):
         return self._write(q)
 
     def _holds(self, fmt: Format) -> bool:
-        """Whether codes of a format are this one's, however their scales were chosen."""
-        own = self.format
-        return type(fmt) is type(own) and (fmt.element, fmt.block) == (own.element, own.block)
+        """Whether codes and scales of a format are laid out as this one's, however they were chosen."""
+        layout = operator.attrgetter("element", "block", "scale_dtype", "has_zero_point")
+        return type(fmt) is type(self.format) and layout(fmt) == layout(self.format)
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:
         """What engines decode a weight of some dtype to: INT4 to that of its scales, other formats to the weight's."""
-        fmt = self.format
-        return as_dtype(fmt.scale_dtype) if isinstance(fmt, Int4) else dtype
+        return dtype if self.format.served_dtype is None else as_dtype(self.format.served_dtype)
 
     def _require_finite(self, made: Tensors, weight: np.ndarray) -> None:
         """Raises ValueError if a finite weight's tensors decode to infinity in the dtype that engines compute in."""

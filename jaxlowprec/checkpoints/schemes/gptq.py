@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
-from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO, decode, holds_int4
+from jaxlowprec.checkpoints.schemes.int4 import decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +83,6 @@ class GPTQ(Scheme):
             "dynamic": {f"-:{rule}": {} for rule in rules},
         }
 
-    def _holds(self, fmt: Format) -> bool:
-        return holds_int4(self.format, fmt)
-
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
         words = tensors["qweight"].shape
         return (words[1], 8 * words[0]) if len(words) == 2 else words  # type: ignore[return-value]
@@ -137,7 +134,7 @@ class GPTQ(Scheme):
         return QuantizedArray(jnp.asarray(data), scale, None, zero_point, self.format, shape, dtype, -1, None)
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        k = q.matrix[1]
+        k = q.matrix_shape[1]
         zeros = np.full(q.scale.shape, SYMMETRIC_ZERO, np.uint8) if self.symmetric else np.asarray(q.zero_point)
         if self.version == 1:
             if (zeros == 0).any():

@@ -14,14 +14,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors, as_dtype
 from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, bytes_of_words, pack_words, unpack_words, words_of_bytes
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-
-SYMMETRIC_ZERO = 8
-"""The code of zero without zero points."""
 
 
 def decode(
@@ -39,12 +36,6 @@ def decode(
     values -= np.float32(SYMMETRIC_ZERO) if zeros is None else zeros[..., None]
     values *= scale.astype(np.float32)[..., None]
     return values.reshape(n, k).astype(as_dtype(scale_dtype)).astype(dtype, copy=False)
-
-
-def holds_int4(own: Format, given: Format) -> bool:
-    """Whether codes and scales of a format are laid out as another's, however they were chosen."""
-    keys = ("group_size", "symmetric", "scale_dtype")
-    return isinstance(given, Int4) and all(getattr(given, key) == getattr(own, key) for key in keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +81,6 @@ class PackedInt4(Scheme):
         }
         return config_of("pack-quantized", weights, ignore)
 
-    def _holds(self, fmt: Format) -> bool:
-        return holds_int4(self.format, fmt)
-
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
         shape = tensors["weight_shape"]
         if shape.shape != (2,) or shape.dtype.kind != "i":
@@ -122,13 +110,13 @@ class PackedInt4(Scheme):
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         data = np.asarray(q.data)
-        if q.matrix[1] % 2:
+        if q.matrix_shape[1] % 2:
             data = data.copy()
             data[:, -1] &= 15  # compressed-tensors fills a word up with 0
         return {
             "weight_packed": words_of_bytes(data),
             "weight_scale": np.asarray(q.scale),
-            "weight_shape": np.asarray(q.matrix, np.int64),
+            "weight_shape": np.asarray(q.matrix_shape, np.int64),
         }
 
 

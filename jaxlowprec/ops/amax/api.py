@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float
 
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.implementation import Implementation
 
@@ -15,16 +16,16 @@ def amax(
     plain: bool,
     hadamard: Hadamard | None,
     implementation: Implementation = None,
-    slices: bool = False,
+    rows_split: bool = False,
 ) -> list[Float[Array, "*B"]]:
     """The largest magnitude of each slice in float32, in one pass over x. NaN or infinity anywhere is never lost.
 
     Arguments:
         x: bfloat16, float16 or float32.
-        plain: whether that of x itself is wanted; it comes first.
-        hadamard: a rotation of size 16 along axis -2, after which the amax is wanted too; or None.
+        plain: whether the amax of x itself is wanted; it comes first.
+        hadamard: a rotation of size 16 along axis -2; the amax of the rotated x is wanted, too; or None.
         implementation: None, "ffi" or "reference".
-        slices: the last batch axis holds slices of one tensor, of whole rotations.
+        rows_split: x is [..., S, R, C], one tensor whose rows are split into S parts of whole rotations.
     """
     whole_rows = hadamard is not None and x.shape[-2] % BLOCK != 0
-    return list(amax_op(plain, hadamard, whole_rows, slices, implementation)(jax.lax.stop_gradient(x)))
+    return list(amax_op(plain, hadamard, whole_rows, rows_split, implementation)(jax.lax.stop_gradient(x)))

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax import reference
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits
-from jaxlowprec.ops.slices import merged_rows
+from jaxlowprec.ops.split_rows import merged_rows
 
 
 def largest_over(amax, axes):
-    """Over mesh axes, by bits: their order is that of the magnitudes, with NaN above infinity."""
+    """The largest amax over mesh axes. Bits are compared: they sort like magnitudes, with NaN above infinity."""
     return from_bits(jax.lax.pmax(magnitude_bits(amax), axes))
 
 
@@ -32,31 +33,31 @@ def native_call(plain: bool, hadamard: Hadamard | None, x: jax.Array, vmap_metho
 
 
 @functools.cache
-def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, slices: bool, implementation: Implementation):
+def amax_op(plain: bool, hadamard: Hadamard | None, whole_rows: bool, rows_split: bool, implementation: Implementation):
     """x [..., R, C] -> float32 [...]: `plain`, then after the rotation along axis -2 where `hadamard` is given.
 
-    `whole_rows`: R is no multiple of the rotation's size, so rows cannot be split. `slices`: x is [..., S, R, C].
+    `whole_rows`: rows cannot be split, as R is not a multiple of the rotation. `rows_split`: x is [..., S, R, C].
     """
     count = int(plain) + int(hadamard is not None)
     results = ", ".join(["..."] * count)
-    x_axes, reduced = ("... s", ("s",)) if slices else ("...", ())
+    x_axes, reduced = ("... s", ("s",)) if rows_split else ("...", ())
     if hadamard is None:
-        rule = wiring.Rule(f"{x_axes} r c -> {results}", reductions=(*reduced, "r", "c"))
+        rule = wiring.ShardingRule(f"{x_axes} r c -> {results}", reductions=(*reduced, "r", "c"))
     elif whole_rows:
-        rule = wiring.Rule(f"{x_axes} r c -> {results}", reductions=(*reduced, "c"), whole=("r",))
+        rule = wiring.ShardingRule(f"{x_axes} r c -> {results}", reductions=(*reduced, "c"), whole=("r",))
     else:
-        rule = wiring.Rule(f"{x_axes} (r k) c -> {results}", reductions=(*reduced, "r", "c"), k=BLOCK)
+        rule = wiring.ShardingRule(f"{x_axes} (r k) c -> {results}", reductions=(*reduced, "r", "c"), k=BLOCK)
 
     def outputs(x):
-        return [(x.shape[: -3 if slices else -2], jnp.float32)] * count
+        return [(x.shape[: -3 if rows_split else -2], jnp.float32)] * count
 
     def run_reference(x):
-        x = merged_rows(x) if slices else x
+        x = merged_rows(x) if rows_split else x
         plain_amax = [reference.amax(x)] if plain else []
         return plain_amax + ([reference.rotated_amax(x, hadamard)] if hadamard else [])
 
     def run_native(x):
-        return native_call(plain, hadamard, merged_rows(x) if slices else x)
+        return native_call(plain, hadamard, merged_rows(x) if rows_split else x)
 
     return wiring.define(
         "jaxlowprec_amax",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, NAN_BITS, from_bits, magnitude_bits
 
@@ -18,5 +18,5 @@ def amax(x: jax.Array) -> jax.Array:
 
 
 def rotated_amax(x: jax.Array, hadamard: Hadamard) -> jax.Array:
-    """The same after the rotation along axis -2 and its rounding to x's dtype."""
+    """The amax after the rotation along axis -2, rounded to x's dtype."""
     return amax(rotate_padded(jnp.swapaxes(x, -1, -2), hadamard))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.arrays.formats import BLOCK, Int4
+from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.dequantize.op import dequantize_op
@@ -21,8 +21,8 @@ from jaxlowprec.ops.int4.api import dequantize_int4
 def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implementation = None) -> Float[Array, "..."]:
     """The array that q approximates: its logical shape and original orientation, the rotation undone.
 
-    Decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to its
-    scale_dtype, then converted, which float32 and that dtype hold exactly.
+    Codes are decoded (and rotated back) in float32, then rounded once. Int4 is decoded as it is served: rounded once to
+    its scale_dtype, then converted to `dtype`, which is exact for float32 and for the scale_dtype.
 
     Arguments:
         q: a quantised array.
@@ -30,7 +30,7 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
         implementation: None, "ffi" or "reference".
 
     Raises:
-        TypeError: q is no QuantizedArray, or a dtype that is none of those.
+        TypeError: q is not a QuantizedArray, or another dtype than those.
         ValueError: its arrays are not those of its format and shape.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
@@ -43,17 +43,17 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
     check_quantized(who, "q", q)
     check_implementation(who, implementation)
     dtype = float_dtype(who, "dtype", q.dtype if dtype is None else dtype)
-    if isinstance(q.format, Int4):
+    if q.format.scaling == "float16":
         return dequantize_int4(q, dtype, implementation)
     return _dequantize(q, dtype, implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
 def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
-    vector, fmt = len(q.matrix) == 1, q.format
+    vector, fmt = len(q.matrix_shape) == 1, q.format
     data = q.data[..., None, :] if vector else q.data
     scale = q.scale[..., None, :] if vector and fmt.scaling != "tensor" else q.scale
-    rows, columns = (1, *q.matrix) if vector else (q.matrix if q.axis == -1 else q.matrix[::-1])
+    rows, columns = (1, *q.matrix_shape) if vector else (q.matrix_shape if q.axis == -1 else q.matrix_shape[::-1])
     operands = jax.lax.stop_gradient((data, scale) if q.amax is None else (data, scale, q.amax))
 
     def decode(columns, rotation, dtype):

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import Format, Hadamard
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.dequantize import reference
 from jaxlowprec.ops.implementation import Implementation, choose
 
@@ -25,7 +26,7 @@ def dequantize_op(
 ):
     """data [..., R, C] (packed: bytes), scale, and for two-level formats amax [...] -> [..., R, C] of `dtype`.
 
-    `ragged_columns` is C where it is no multiple of the block. `hadamard` is a rotation of size 16 to undo.
+    `ragged_columns`: C where it is not a multiple of the block, else None. `hadamard`: a rotation of size 16 to undo.
     """
     whole: list[str] = []
     sizes: dict[str, Any] = {"k": fmt.length, "h": fmt.length // 2}
@@ -60,7 +61,7 @@ def dequantize_op(
 
     return wiring.define(
         "jaxlowprec_dequantize",
-        rule=wiring.Rule(text, whole=whole, **sizes),
+        rule=wiring.ShardingRule(text, whole=whole, **sizes),
         outputs=outputs,
         reference=run_reference,
         native=run_native,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format, Hadamard
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_float32
-from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN
+from jaxlowprec.ops.quantize.reference import E2M1_VALUES, E8M0_NAN, NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, from_bits
 
 
@@ -21,7 +22,7 @@ def code_values(data: jax.Array, fmt: Format) -> jax.Array:
 
 
 def scale_values(scale: jax.Array, fmt: Format, rows: int) -> jax.Array:
-    """Scales as float32, one for each row and block [..., rows, blocks]: those of tiles are repeated over their rows.
+    """Scales as float32, one per row and block [..., rows, blocks]: scales of tiles are repeated over the tile's rows.
 
     A tensor's [...] becomes [..., 1, 1].
     """
@@ -49,7 +50,7 @@ def dequantize_rows(
         scales = jnp.repeat(scales, fmt.length, axis=-1)[..., : codes.shape[-1]]
     values = flush(codes * scales)
     if amax is not None:
-        values = flush(flush(values * amax[..., None, None]) * jnp.float32(1 / 2688))
+        values = flush(flush(values * amax[..., None, None]) * jnp.float32(1 / NVFP4_MAX))
     if hadamard:
         values = rotate_float32(values, hadamard, inverse=True)
     return values[..., :columns].astype(dtype)

@@ -1,4 +1,4 @@
-"""Fake quantisation: an array as its codes would give it back, with a derivative."""
+"""Fake quantisation: an array quantised and dequantised, with a derivative."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import one_of
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import last_axis
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.implementation import Implementation, check_implementation
-from jaxlowprec.ops.int4.api import check_holds, check_length, clipped_int4, fake_quantize_int4
+from jaxlowprec.ops.int4.api import clipped_int4, fake_quantize_int4
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.ops.quantize.checks import matrix
+from jaxlowprec.ops.quantize.checks import check_holds, check_length, quantizable
 
 StraightThrough = Literal["identity", "clipped"]
-
-_FIRST_BEYOND = {"e2m1": (7.0, True), "e4m3": (464.0, False), "e5m2": (61440.0, True)}
-"""Where rounding to nearest leaves an element's range: from which magnitude on, and whether that one does too."""
 
 
 def fake_quantize(
@@ -32,11 +29,11 @@ def fake_quantize(
     ste: StraightThrough = "identity",
     implementation: Implementation = None,
 ) -> Float[Array, "*B M K"]:
-    """What x is once quantised: `dequantize(quantize(x, fmt, axis), x.dtype)`, to the bit, with a straight-through
+    """x quantised and dequantised: `dequantize(quantize(x, fmt, axis), x.dtype)`, to the bit, with a straight-through
     derivative.
 
-    For Int4 it is one pass that writes no codes. (Int4(rule="slime") alone differs from what it quantises to: that is
-    what it is there to show.)
+    For Int4 it is one pass that writes no codes. (Int4(rule="slime") is the exception: its numbers differ from those of
+    its codes, as in the pipeline that it reproduces.)
 
     Arguments:
         x: [..., M, K] (or a vector [K]), bfloat16, float16 or float32. For Int4 float32 or the format's scale_dtype:
@@ -47,13 +44,13 @@ def fake_quantize(
             elements that the format's range cuts off, where rounding to nearest would have left it; 1 elsewhere. Only
             Int4 (asymmetric, and the compressed-tensors rule) and MX formats with scale_rule="floor" cut anything off:
             other scales cover the largest element.
-        implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
+        implementation: None for the best that is available, "ffi" for the native kernel, "reference" for pure JAX.
 
     Returns:
-        An array like x. Blocks that hold NaN or infinity are NaN throughout, of Float8Tensor the whole slice.
+        An array like x. Blocks that hold NaN or infinity are NaN throughout; for Float8Tensor the whole slice is.
 
     Raises:
-        TypeError: x is no float array of those dtypes.
+        TypeError: x is not a float array of those dtypes.
         ValueError: an axis, ste or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
@@ -67,19 +64,18 @@ def fake_quantize(
     Array([1., 1., 1., 1.], dtype=float32)
     """
     who = "fake_quantize"
-    x = matrix(who, x, fmt)
+    x = quantizable(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
     one_of(who, "ste", ste, "identity", "clipped")
     check_implementation(who, implementation)
-    if isinstance(fmt, Int4):
-        check_length(who, x, fmt, axis)
-        check_holds(who, x, fmt)
+    check_length(who, x, fmt, axis)
+    check_holds(who, x, fmt)
     return _jitted(x, fmt, axis, ste, implementation)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
 def _fake_quantize(x: jax.Array, fmt: Any, axis: int, ste: str, implementation: Implementation) -> jax.Array:
-    if isinstance(fmt, Int4):
+    if fmt.scaling == "float16":
         return fake_quantize_int4(x, fmt, axis, implementation)
     return dequantize(quantize(x, fmt, axis, implementation=implementation), x.dtype, implementation=implementation)
 
@@ -91,7 +87,7 @@ _jitted = jax.jit(_fake_quantize, static_argnums=(1, 2, 3, 4))  # an eager call 
 def _straight_through(fmt, axis, ste, implementation, primals, tangents):
     (x,), (tangent,) = primals, tangents
     values = _fake_quantize(x, fmt, axis, ste, implementation)
-    if ste == "clipped" and isinstance(fmt, Int4):
+    if ste == "clipped" and fmt.scaling == "float16":
         tangent = jnp.where(clipped_int4(x, fmt, axis), 0, tangent)
     elif ste == "clipped" and fmt.scaling == "e8m0":
         q = quantize(x, fmt, axis, implementation=implementation)
@@ -100,13 +96,13 @@ def _straight_through(fmt, axis, ste, implementation, primals, tangents):
 
 
 def _beyond(x: jax.Array, q: QuantizedArray) -> jax.Array:
-    """Which elements rounding to nearest takes out of the range of their block's scale, a power of two."""
+    """Mask of the elements that rounding to nearest takes out of the range of their block's scale, a power of two."""
     fmt = q.format
-    first, itself = _FIRST_BEYOND[fmt.element]
+    middle, beyond = fmt.numbers.overflow
     scale = q.scale.astype(jnp.float32)
     for axis, size in ((-1, fmt.block[1]), (-2, fmt.block[0])):
         scale = jnp.repeat(scale, size, axis=axis) if size > 1 else scale
     scale = scale if q.axis == -1 else jnp.swapaxes(scale, -1, -2)
-    limit = first * scale[tuple(slice(n) for n in x.shape)]
+    limit = middle * scale[tuple(slice(n) for n in x.shape)]
     magnitude = jnp.abs(x.astype(jnp.float32))
-    return magnitude >= limit if itself else magnitude > limit
+    return magnitude >= limit if beyond else magnitude > limit

@@ -1,4 +1,4 @@
-"""Rows in groups, quantised, and their products: each group as an array of its own would be."""
+"""Rows in groups, quantised, and their products: each group is treated as a separate array."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, grouped_matmul_op, grouped_wgrad_op
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
@@ -25,14 +26,14 @@ from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 )
 @dataclasses.dataclass(frozen=True)
 class GroupedQuantizedArray:
-    """Rows [..., T, C] in E groups, each quantised as a tensor of its own.
+    """Rows [..., T, C] in E groups, each quantised as a separate tensor.
 
-        rowwise      data and scale as a QuantizedArray's, a row for each row
+        rowwise      data and scale as in a QuantizedArray, row by row
         columnwise   blocks run along the rows of a group, and begin with it; in slots (`groups.Slots`):
                      data [..., C, slots * block / 2], or [..., C, T] for 8-bit codes; scale [..., C, slots]
         amax         float32 [..., E], or None; the scale of Float8Tensor [..., E]
 
-    What lies in no group is zero bytes.
+    Rows in no group are zero bytes.
 
     Attributes:
         data, scale, amax: as above.
@@ -86,7 +87,7 @@ def quantize_groups(
         sizes: of the groups, which lie one after the other.
         fmt: without square tiles.
         rowwise, columnwise: the wanted directions.
-        hadamard: for the columnwise one: NVFP4's of size 16.
+        hadamard: the rotation of the columnwise array: NVFP4's, of size 16; or None.
         words: for stochastic rounding, the words of a key for each group.
         amaxes: [..., E] rowwise and columnwise, where they are known.
         implementation: None, "ffi" or "reference".
@@ -133,7 +134,7 @@ def multiply_groups(
     Rows in no group give zeros. The bias is added in float32, before the one rounding. For `precision` see
     `scaled_matmul`.
     """
-    columns, depth = b.matrix
+    columns, depth = b.matrix_shape
     fmt = b.format
     ragged_depth = depth % fmt.length != 0
     ragged_columns = fmt.tiles and columns % fmt.length != 0

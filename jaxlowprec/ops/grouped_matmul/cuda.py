@@ -1,11 +1,11 @@
-"""Products of rows in groups on NVIDIA GPUs: chunks of one group's rows, each multiplied as a matrix by itself.
+"""Products of rows in groups on NVIDIA GPUs: each chunk of a group's rows is multiplied as a separate matrix.
 
     for each chunk:    y[rows of it] = its rows by its group's weight        the dense GEMM's kernels
                        dw[its group] += its rows transposed by its rows      accumulated in float32
 
-Group sizes stay on the device: how many chunks there are depends on the shapes alone, and some have no rows. Work and
-memory are those of the rows and up to one chunk a group more. Numbers are those of a dense GEMM on the GPU (numerics.md
-9), not the CPU's bytes. Without batch axes.
+Group sizes stay on the device: the number of chunks depends only on the shapes, and some chunks have no rows. Work and
+memory are those of the rows and of at most one more chunk per group. Numbers are those of a dense GEMM on the GPU
+(numerics.md 9), not the CPU's bytes. There are no batch axes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST, _MOST = 128, 1024
 
 
 def chunk_rows(rows: int, experts: int, least: int = _LEAST) -> int:
-    """How many rows go together: the average group's, to a power of two above."""
+    """Rows per chunk: those of the average group, rounded up to a power of two."""
     return min(_MOST, max(least, 1 << (-(-rows // max(1, experts)) - 1).bit_length()))
 
 
@@ -52,8 +52,8 @@ def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and
     """`grouped_weight_only_op`, sizes second."""
     rows, columns = x.shape[0], weight_and_bias[0].shape[-2]
     epilogue = Epilogue(spec.bias, False, None, False, spec.out_dtype)
-    dense = WeightOnlySpec(spec.format, spec.asymmetric, True, True, False, epilogue)
-    chunk = chunk_rows(rows, sizes.shape[0], 16)  # as few as a kernel of its own takes
+    dense = WeightOnlySpec(spec.format, True, True, False, epilogue)
+    chunk = chunk_rows(rows, sizes.shape[0], 16)  # as few as the weight-only kernel takes
     rows_of = chunk_of(x, chunk)
 
     def multiply(row, group):
@@ -62,8 +62,9 @@ def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and
     return by_chunks(sizes, rows, columns, spec.out_dtype, multiply, chunk)
 
 
-def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, a_scale, b_data, b_scale, *amaxes):
+def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, *operands):
     """`grouped_wgrad_op`, sizes second."""
+    a_scale, b_data, b_scale, *amaxes = operands
     experts, shape = sizes.shape[0], (a_data.shape[0], b_data.shape[0])
     epilogue = Epilogue(False, True, None, False, jnp.dtype("float32"))
     dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue, None, spec.float32_sums)
@@ -75,7 +76,7 @@ def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, a
 
     def add(dw, slot):
         group, _, _, valid = slot
-        of_group = [jnp.where(valid > 0, amax[group], 0.0) for amax in amaxes]  # what has no rows adds 0, not NaN
+        of_group = [jnp.where(valid > 0, amax[group], 0.0) for amax in amaxes]  # a slot without rows adds 0, not NaN
         (total,) = matmul_op(dense, implementation)(*a_of(*slot), *b_of(*slot), *of_group, dw[group])
         return dw.at[group].set(total), None
 
@@ -91,12 +92,12 @@ def _chunk_of_codes(x: jax.Array, chunk: int):
 
 
 def _chunk_of_columns(data: jax.Array, scale: jax.Array, fmt: Format, groups: Groups, chunk: int):
-    """Codes [M, bytes of `chunk`] and scales [M, blocks] of a slot, given its fields; zero bytes beyond its rows."""
+    """Codes [M, bytes of `chunk`] and scales [M, blocks] of a slot, given its fields; zero bytes follow its rows."""
     block = max(fmt.length, BLOCK)
     first = groups.first_slots(block)
 
     def pieces(x, at, count, valid):
-        """`count` columns of x from `at` on, of which `valid` are there."""
+        """`count` columns of x from `at` on; zeros after the first `valid`."""
         padded = jnp.pad(wiring.as_bytes(x), ((0, 0), (0, count)))
         found = jax.lax.dynamic_slice_in_dim(padded, at, count, axis=1)
         return wiring.from_bytes([where_else_zero(jnp.arange(count) < valid, found)], [x.dtype])[0]

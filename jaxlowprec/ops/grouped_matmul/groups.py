@@ -1,10 +1,10 @@
 """Where groups of rows lie, from sizes that only the device knows.
 
-    group e   rows [start(e), start(e) + count(e)), one group after the other; what follows the last is in none
+    group e   rows [start(e), start(e) + count(e)), one group after the other; rows after the last are in no group
     slot      `block` rows of one group, from its first row on; group e's begin at slot e + start(e) // block
 
-No slot is shared by two groups, and `rows // block + groups` of them are enough however the rows are divided: so arrays
-of slots have a shape that does not depend on the sizes, at the price of up to one unused slot a group.
+No two groups share a slot, and `rows // block + groups` slots are enough however the rows are divided. So the shape of
+arrays of slots does not depend on the sizes, at the price of at most one unused slot per group.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 LEAST_TOO_LARGE = 2**31
-"""The first number that is no int32."""
+"""The first number beyond int32."""
 
 
 def cut_to_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """int32 sizes from 0 to `rows`, from integers of any width: a cast would take them modulo 2^32."""
+    """int32 sizes limited to 0 to `rows`, from integers of any width, which a cast would take modulo 2^32."""
     least, most = (jnp.asarray(n, sizes.dtype) for n in (0, min(rows, jnp.iinfo(sizes.dtype).max)))
     return jnp.clip(sizes, least, most).astype(jnp.int32)
 
@@ -43,7 +43,7 @@ class Groups:
         cut = cut_to_rows(sizes, rows)
         if sizes.shape[0] * rows < LEAST_TOO_LARGE:
             ends = jnp.minimum(jnp.cumsum(cut), rows)
-        else:  # the sum of sizes that make no sense may be no int32
+        else:  # the sum of invalid sizes may not fit int32
             ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, rows - a), cut)
         start = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
         return cls(start, ends - start, rows)
@@ -82,7 +82,7 @@ class Slots:
 
     @classmethod
     def of(cls, groups: Groups, block: int) -> Slots:
-        """Those of the groups."""
+        """The slots of the groups."""
         first = groups.first_slots(block)
         slot = jnp.arange(count(groups.rows, first.shape[0], block), dtype=jnp.int32)
         group = _not_above(first, slot) - 1
@@ -91,7 +91,7 @@ class Slots:
         return cls(group, within, row, jnp.clip(groups.ends[group] - row, 0, block), groups.rows)
 
     def used(self) -> Slots:
-        """Those with rows first, in their order. Of fewer rows than slots, no more slots than rows."""
+        """The slots with rows first, in their order; cut to the number of rows if that is smaller."""
         most = min(self.rows, self.valid.shape[0])
         (where,) = jnp.nonzero(self.valid, size=most, fill_value=self.valid.shape[0])
         found = {
@@ -116,6 +116,8 @@ def count(rows: int, experts: int, block: int) -> int:
 
 
 def _not_above(bounds: jax.Array, values: jax.Array) -> jax.Array:
-    """int32: how many of the ascending bounds are not above each value. Compared with all of them, as few as they are:
-    a binary search is a loop of launches on GPUs."""
+    """int32: how many of the ascending bounds are not above each value.
+
+    Each value is compared with all bounds, which are few: a binary search is a loop of launches on GPUs.
+    """
     return jnp.searchsorted(bounds, values, side="right", method="compare_all").astype(jnp.int32)

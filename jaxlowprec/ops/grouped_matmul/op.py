@@ -24,8 +24,8 @@ class GroupedMatmulSpec:
 
     Attributes:
         a_format, b_format: of the operands. Only the weights of the product of rows may have square tiles.
-        ragged_columns: N is no multiple of such tiles.
-        ragged_depth: K, as stored, is no multiple of the block.
+        ragged_columns: N is not a multiple of such tiles.
+        ragged_depth: K, as stored, is not a multiple of the block.
         bias: whether there is one.
         out_dtype: of the result.
         float32_sums: see `MatmulSpec`.
@@ -50,7 +50,7 @@ class GroupedMatmulSpec:
         return self.a_format.scaling == "tensor"
 
 
-def _rule(spec: GroupedMatmulSpec) -> wiring.Rule:
+def _rule(spec: GroupedMatmulSpec) -> wiring.ShardingRule:
     """a is [..., T, K], b [..., E, N, K]. N splits (with tiles in whole ones), K in whole blocks; T and E do not."""
     length, whole, n, scale_n = spec.a_format.length, ["t", "e"], "n", "n"
     if spec.b_format.tiles and spec.ragged_columns:
@@ -72,7 +72,7 @@ def _rule(spec: GroupedMatmulSpec) -> wiring.Rule:
     operands += ["... e", *["... e"] * 2 * spec.two_level, *[f"... e {n}"] * spec.bias]
     text = f"{', '.join(operands)} -> ... t {n}"
     sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
-    return wiring.Rule(text, reductions=() if spec.ragged_depth else ("k",), whole=whole, **sizes)
+    return wiring.ShardingRule(text, reductions=() if spec.ragged_depth else ("k",), whole=whole, **sizes)
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
         return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     def when_reduced(add_up, *operands):
-        """With K split, partial sums (their scales applied) meet in float32 before bias and cast."""
+        """If K is split, partial sums (scales applied) are added up in float32 before bias and cast."""
         plain = dataclasses.replace(spec, bias=False, out_dtype=jnp.dtype("float32"))
         (partial,) = grouped_matmul_op(plain, implementation)(*operands[:first_extra])
         total = add_up(partial)
@@ -131,7 +131,7 @@ def grouped_matmul_op(spec: GroupedMatmulSpec, implementation: Implementation):
 
 
 def bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
-    """[..., E, N] -> [..., T, N]: that of each row's group, 0 for rows in none."""
+    """[..., E, N] -> [..., T, N]: the bias of each row's group, 0 for rows in no group."""
 
     def one_batch(bias, sizes):
         group = Groups.of(sizes, rows).of_rows()
@@ -155,7 +155,9 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
         return [((*sizes.shape, a_data.shape[-2], b_data.shape[-2]), spec.out_dtype)]
 
     def one_batch(a_data, sizes, a_scale, b_data, b_scale, *amaxes):
-        y = reference.wgrad_terms(a_data, a_scale, formats[0], b_data, b_scale, formats[1], sizes, rows)
+        a = reference.Columns(a_data, a_scale, formats[0])
+        b = reference.Columns(b_data, b_scale, formats[1])
+        y = reference.wgrad_terms(a, b, sizes, rows)
         if spec.per_group:
             y = rounded(rounded(y * a_scale[:, None, None]) * b_scale[:, None, None])
         if spec.two_level:
@@ -177,7 +179,7 @@ def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Impleme
 
     return wiring.define(
         "jaxlowprec_grouped_wgrad",
-        rule=wiring.Rule(text, whole=whole),
+        rule=wiring.ShardingRule(text, whole=whole),
         outputs=outputs,
         reference=run_reference,
         native={"cpu": run_native, "cuda": run_on_gpu},

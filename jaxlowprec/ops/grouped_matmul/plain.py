@@ -33,7 +33,9 @@ def plain_wgrad(x: jax.Array, dy: jax.Array, sizes: jax.Array, out_dtype: Any, p
     return _wgrad_op(jnp.dtype(out_dtype), precision)(x.astype(dtype), dy.astype(dtype), sizes)[0]
 
 
-def _define(name: str, rule: wiring.Rule, outputs: Callable, chunks: Callable, when_reduced: Callable | None = None):
+def _define(
+    name: str, rule: wiring.ShardingRule, outputs: Callable, chunks: Callable, when_reduced: Callable | None = None
+):
     """The op of operands x, other, sizes that `chunks(rows of one, x, sizes, other)` computes."""
 
     def by(rows_of_one: Callable) -> Callable:
@@ -58,7 +60,7 @@ def _define(name: str, rule: wiring.Rule, outputs: Callable, chunks: Callable, w
 def _rows_op(out_dtype: Any, precision: Any):
     return _define(
         "jaxlowprec_grouped_plain_matmul",
-        wiring.Rule("... t k, ... e k n, ... e -> ... t n", reductions=("k",), whole=("t", "e")),
+        wiring.ShardingRule("... t k, ... e k n, ... e -> ... t n", reductions=("k",), whole=("t", "e")),
         lambda x, w, sizes: [((*x.shape[:-1], w.shape[-1]), out_dtype)],
         functools.partial(rows_by_chunks, out_dtype, precision),
         lambda add_up, *operands: [add_up(_rows_op(jnp.dtype("float32"), precision)(*operands)[0]).astype(out_dtype)],
@@ -69,7 +71,7 @@ def _rows_op(out_dtype: Any, precision: Any):
 def _wgrad_op(out_dtype: Any, precision: Any):
     return _define(
         "jaxlowprec_grouped_plain_wgrad",
-        wiring.Rule("... t k, ... t n, ... e -> ... e k n", whole=("t", "e")),
+        wiring.ShardingRule("... t k, ... t n, ... e -> ... e k n", whole=("t", "e")),
         lambda x, dy, sizes: [((*sizes.shape, x.shape[-1], dy.shape[-1]), out_dtype)],
         functools.partial(wgrad_by_chunks, out_dtype, precision),
     )
@@ -108,12 +110,12 @@ def wgrad_by_chunks(
     return jax.lax.scan(add, zero, (slots.row, slots.group, slots.valid))[0].astype(out_dtype)
 
 
-# Each is linear in both operands, and their derivatives are one another.
+# Each is linear in both operands, and its derivatives are products of these two kinds.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, out_dtype: Any, precision: Any = None) -> jax.Array:
-    """`plain_rows`, differentiable as often as wanted; gradients have the dtypes of what they are gradients of."""
+    """`plain_rows`, differentiable any number of times; each gradient has the dtype of its primal."""
     return plain_rows(x, w, sizes, out_dtype, precision)
 
 

@@ -1,4 +1,4 @@
-"""The ops that quantise rows in groups, and find the amax of each group. They stand before the products of `op`."""
+"""The ops that quantise rows in groups and find the amax of each group, before the products of `op`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.grouped_matmul import reference, tiled
 from jaxlowprec.ops.grouped_matmul.groups import count
 from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.quantize.philox import Draws
 
 
 def over_batches(function: Callable) -> Callable:
-    """A function of arrays without batch axes, with as many as its second one, the sizes [..., E], has; `shared` of the
-    rest have none."""
+    """Maps a function of arrays without batch axes over those of its second argument, the sizes [..., E]; the arguments
+    after it that `shared` lists have no batch axes."""
 
     def run(x, sizes, *rest, shared=()):
         mapped = function
@@ -40,9 +42,9 @@ class GroupedQuantizeSpec:
     Attributes:
         format: what to quantise to; no square tiles.
         rowwise, columnwise: the wanted directions.
-        hadamard: a rotation of size 16 along the rows of each group for the columnwise direction; NVFP4 alone.
+        hadamard: a rotation of size 16 along the rows of each group for the columnwise direction; only for NVFP4.
         stochastic: rounding of the codes.
-        ragged_columns: C is no multiple of what must stay together along it.
+        ragged_columns: C is not a multiple of the elements that must stay together along it.
     """
 
     format: Any
@@ -54,52 +56,52 @@ class GroupedQuantizeSpec:
 
     @property
     def directions(self) -> int:
-        """How many are wanted."""
+        """The number of wanted directions."""
         return self.rowwise + self.columnwise
 
     @property
     def tensors(self) -> int:
-        """Operands with a number for each group, one a direction where the format has a tensor scale."""
+        """The number of operands with a number per group: one per direction if the format has a tensor scale."""
         return self.directions if self.format.has_tensor_scale else 0
 
 
-def _rule(spec: GroupedQuantizeSpec) -> wiring.Rule:
+def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
     """x is [..., T, C] and sizes [..., E], whole along T and E; C splits, into whole blocks where it is quantised."""
     fmt = spec.format
     size = max(fmt.length, BLOCK if spec.stochastic else 1) if spec.rowwise else 1
-    column = codes = blocks = draws = "c"
-    whole = ["t", "e", "tblocks", "tcodes", "tdraws"]
+    column = codes = blocks = sixteens = "c"
+    whole = ["t", "e", "tblocks", "tcodes", "tsixteens"]
     sizes: dict[str, Any] = {"w": 2}
     if spec.ragged_columns and size > 1:
-        codes, blocks, draws = "cbytes" if fmt.packed else "c", "cblocks", "cdraws"
-        whole += ["c", codes, blocks, draws]
+        codes, blocks, sixteens = "cbytes" if fmt.packed else "c", "cblocks", "csixteens"
+        whole += ["c", codes, blocks, sixteens]
     elif size > 1:
         sizes |= {"k": size, "h": size // 2, "g": size // BLOCK}
         column, codes = "(c k)", f"(c {'h' if fmt.packed else 'k'})"
-        draws = "(c g)" if size > BLOCK else "c"
+        sixteens = "(c g)" if size > BLOCK else "c"
     per_group = fmt.scaling == "tensor"
     operands = [f"... t {column}", "... e", *["... e"] * spec.tensors, *["... e w"] * spec.stochastic]
     results = []
     if spec.rowwise:
-        operands += ["t", draws] * spec.stochastic
+        operands += ["t", sixteens] * spec.stochastic
         results += [f"... t {codes}", "... e" if per_group else f"... t {blocks}"]
     if spec.columnwise:
-        operands += [column, "tdraws"] * spec.stochastic
+        operands += [column, "tsixteens"] * spec.stochastic
         results += [
             f"... {column} {'tcodes' if fmt.packed else 't'}",
             "... e" if per_group else f"... {column} tblocks",
         ]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     used = set(re.findall(r"\w+", text))
-    return wiring.Rule(
+    return wiring.ShardingRule(
         text, whole=[f for f in dict.fromkeys(whole) if f in used], **{f: n for f, n in sizes.items() if f in used}
     )
 
 
 @functools.cache
 def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation):
-    """x [..., T, C], sizes [..., E], an amax [..., E] a direction for formats with a tensor scale, then if stochastic
-    keys [..., E, 2] and line and draw indices a direction -> codes and scales a direction.
+    """x [..., T, C], sizes [..., E], an amax [..., E] per direction for formats with a tensor scale, then if stochastic
+    keys [..., E, 2] and indices of lines and sixteens per direction -> codes and scales per direction.
 
     Indices along T are counted from each group's first row.
     """
@@ -123,11 +125,12 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
         out: list[jax.Array] = []
         for i in range(spec.directions):
             tensor = tensors[i] if tensors else None
-            ids = (random[0], random[1 + 2 * i], random[2 + 2 * i]) if random else ()
-            if i == 0 and spec.rowwise:
-                out += reference.quantize_rowwise(x, sizes, fmt, tensor, *ids)
+            columnwise = i == 1 or not spec.rowwise
+            draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], int(columnwise)) if random else None
+            if columnwise:
+                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, draws)
             else:
-                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, *ids)
+                out += reference.quantize_rowwise(x, sizes, fmt, tensor, draws)
         return out
 
     def run_reference(x, sizes, *operands):
@@ -167,7 +170,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, fmt: Any) -> jax.Array:
-    """Codes, or scales, of no elements."""
+    """Codes or scales of an array without elements."""
     if jnp.dtype(dtype).itemsize == 1:
         return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
     return jnp.full(shape, 1.0 if fmt.scaling == "tensor" else 0.0, dtype)
@@ -195,7 +198,9 @@ def grouped_amax_op(plain: bool, hadamard: Hadamard | None, implementation: Impl
 
     return wiring.define(
         "jaxlowprec_grouped_amax",
-        rule=wiring.Rule(f"... t c, ... e -> {', '.join(['... e'] * number)}", reductions=("c",), whole=("t", "e")),
+        rule=wiring.ShardingRule(
+            f"... t c, ... e -> {', '.join(['... e'] * number)}", reductions=("c",), whole=("t", "e")
+        ),
         outputs=outputs,
         reference=over_batches(one_batch),
         native={"cpu": run_native, "cuda": run_on_gpu},

@@ -1,21 +1,23 @@
-"""Quantisation and products of rows in groups, in pure JAX: the byte oracle. Without batch axes.
+"""Quantisation and products of rows in groups, in pure JAX: the byte oracle. There are no batch axes.
 
-Quantised, each group is a tensor of its own, as `quantize` alone would make it: rows as they lie, columns in slots.
+Each group is quantised as a separate tensor, as `quantize` would: rowwise results row by row, columnwise ones in slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax.reference import amax as matrix_amax
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.hadamard.reference import rotate_padded
+from jaxlowprec.ops.quantize.philox import Draws
 from jaxlowprec.ops.quantize.reference import quantize_rows, tensor_scale
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits, rounded
 
@@ -23,12 +25,12 @@ CHUNK = 128  # rows that are multiplied together
 
 
 def largest_of(amax: jax.Array, group: jax.Array, groups: int) -> jax.Array:
-    """Of each group, by bits: their order is that of the magnitudes, with NaN above infinity. Group E is left out."""
+    """The largest amax per group, without rows in no group. Bits are compared, which puts NaN above infinity."""
     return from_bits(jax.ops.segment_max(magnitude_bits(amax), group, groups + 1)[:groups])
 
 
 def amax(x: jax.Array, sizes: jax.Array, plain: bool, hadamard: Hadamard | None) -> list[jax.Array]:
-    """x [T, C] -> float32 [E]: of each group's rows, and after their rotation along the rows."""
+    """x [T, C] -> float32 [E]: the amax of each group's rows, and after their rotation along the rows."""
     groups, experts = Groups.of(sizes, x.shape[0]), sizes.shape[0]
     if x.size == 0:
         return [jnp.zeros(experts)] * (plain + (hadamard is not None))
@@ -41,18 +43,20 @@ def amax(x: jax.Array, sizes: jax.Array, plain: bool, hadamard: Hadamard | None)
 
 
 def quantize_rowwise(
-    x: jax.Array, sizes: jax.Array, fmt: Format, tensor: jax.Array | None, words=None, line_ids=None, group_ids=None
+    x: jax.Array, sizes: jax.Array, fmt: Format, tensor: jax.Array | None, draws: Draws | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """x [T, C], sizes [E], amaxes [E], words [E, 2] -> codes [T, bytes], scales [T, blocks] (a tensor's: [E])."""
+    """x [T, C], sizes [E], amaxes [E] -> codes [T, bytes], scales [T, blocks] (a tensor's: [E]).
+
+    `draws` has the words [E, 2] of each group; its indices along T are counted from a group's first row.
+    """
     groups, experts = Groups.of(sizes, x.shape[0]), sizes.shape[0]
     group = groups.of_rows()
     there, group = (group < experts)[:, None], jnp.minimum(group, experts - 1)
-    random: tuple = ()
-    if words is not None:
-        local = line_ids[jnp.arange(x.shape[0]) - groups.start[group]]
-        random = (words[group], local[:, None], group_ids, 0)
+    if draws is not None:
+        local = draws.lines[jnp.arange(x.shape[0]) - groups.start[group]]
+        draws = draws._replace(words=draws.words[group], lines=local[:, None])
     of_row = None if tensor is None else tensor[group]
-    data, scale = quantize_rows(x[:, None, :], fmt, of_row, False, *random)
+    data, scale = quantize_rows(x[:, None, :], fmt, of_row, False, draws)
     data = where_else_zero(there, data[:, 0])
     return data, _tensor_scales(tensor, groups, fmt) if fmt.scaling == "tensor" else where_else_zero(there, scale[:, 0])
 
@@ -63,23 +67,20 @@ def quantize_columnwise(
     fmt: Format,
     hadamard: Hadamard | None,
     tensor: jax.Array | None,
-    words=None,
-    line_ids=None,
-    group_ids=None,
+    draws: Draws | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same along the rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
-    block = max(fmt.length, BLOCK)  # tensor-scaled: what shares a draw of random bits
+    """As `quantize_rowwise` along the rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
+    block = max(fmt.length, BLOCK)  # at least a sixteen of random bytes
     groups = Groups.of(sizes, x.shape[0])
     slots = Slots.of(groups, block)
     values = jnp.swapaxes(slots.take(x, block), -1, -2)
     if hadamard:
         values = rotate_padded(values, hadamard)
-    random: tuple = ()
-    if words is not None:
-        draws = slots.within[:, None] * (block // BLOCK) + jnp.arange(block // BLOCK)
-        draws = group_ids[jnp.minimum(draws, group_ids.shape[0] - 1)]  # those of padding are of no consequence
-        random = (words[slots.group], line_ids, draws, 1)
-    data, scale = quantize_rows(values, fmt, None if tensor is None else tensor[slots.group], False, *random)
+    if draws is not None:
+        within = slots.within[:, None] * (block // BLOCK) + jnp.arange(block // BLOCK)
+        within = jnp.minimum(within, draws.sixteens.shape[0] - 1)  # the draws of padding do not matter
+        draws = draws._replace(words=draws.words[slots.group], sixteens=draws.sixteens[within])
+    data, scale = quantize_rows(values, fmt, None if tensor is None else tensor[slots.group], False, draws)
     used = (slots.valid > 0)[:, None, None]
     if fmt.packed:
         data = jnp.moveaxis(where_else_zero(used, data), 0, -2)
@@ -96,12 +97,12 @@ def quantize_columnwise(
 
 
 def _tensor_scales(tensor: Any, groups: Groups, fmt: Format) -> jax.Array:
-    """One a group; 1 where it is empty."""
+    """One scale per group; 1 where it is empty."""
     return jnp.where(groups.count > 0, tensor_scale(tensor, fmt, False)[0], 1.0)
 
 
 def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:
-    """x, zero bytes elsewhere (float8_e8m0fnu has no zero)."""
+    """x where `there`, zero bytes elsewhere (float8_e8m0fnu has no zero)."""
     bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 4: jnp.uint32}[x.dtype.itemsize])
     return jax.lax.bitcast_convert_type(jnp.where(there, bits, jnp.zeros((), bits.dtype)), x.dtype)
 
@@ -128,20 +129,27 @@ def by_chunks(sizes: jax.Array, rows: int, columns: int, dtype, multiply: Callab
 
 
 def chunk_of(x: jax.Array, chunk: int = CHUNK) -> Callable:
-    """`chunk` rows of x [T, C] from a row on, with zeros where it has ended."""
+    """A function of a row: `chunk` rows of x [T, C] from that row on, zeros beyond the end."""
     padded = jnp.pad(x, ((0, chunk), (0, 0)))
     return lambda row: jax.lax.dynamic_slice_in_dim(padded, row, chunk)
 
 
-def wgrad_terms(
-    a_data: jax.Array, a_scale: jax.Array, a_format: Format, b_data: jax.Array, b_scale: jax.Array, b_format: Format,
-    sizes: jax.Array, rows: int,
-) -> jax.Array:  # fmt: skip
-    """float32 [E, M, N] of columnwise a and b, without amaxes: y = y + the term of each slot in order."""
-    block = max(a_format.length, BLOCK)
+class Columns(NamedTuple):
+    """Rows in groups, quantised columnwise: codes, scales and what they are."""
+
+    data: jax.Array
+    scale: jax.Array
+    format: Format
+
+
+def wgrad_terms(a: Columns, b: Columns, sizes: jax.Array, rows: int) -> jax.Array:
+    """float32 [E, M, N] of a and b, without amaxes: y = y + the term of each slot in order."""
+    scaling, packed = a.format.scaling, a.format.packed and b.format.packed
+    block = max(a.format.length, BLOCK)
     slots = Slots.of(Groups.of(sizes, rows), block)
 
-    def by_slot(data, scale, fmt):
+    def by_slot(operand: Columns):
+        data, scale, fmt = operand
         values = code_values(data, fmt)
         if fmt.packed:
             lines, length = values.shape
@@ -151,19 +159,19 @@ def wgrad_terms(
         scales = jnp.zeros(values.shape[:2]) if fmt.scaling == "tensor" else scale_values(scale, fmt, 0).T
         return values, scales
 
-    a, a_scales = by_slot(a_data, a_scale, a_format)
-    b, b_scales = by_slot(b_data, b_scale, b_format)
+    a_values, a_scales = by_slot(a)
+    b_values, b_scales = by_slot(b)
 
     def add(y, slot):
-        a, b, sa, sb, group, valid = slot
-        if a_format.scaling == "e8m0" and not (a_format.packed and b_format.packed):
-            a, b = rounded(a * sa[:, None]), rounded(b * sb[:, None])
-        term = jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.float32)
-        if a_format.scaling == "two_level":
+        va, vb, sa, sb, group, valid = slot
+        if scaling == "e8m0" and not packed:
+            va, vb = rounded(va * sa[:, None]), rounded(vb * sb[:, None])
+        term = jnp.einsum("mk,nk->mn", va, vb, preferred_element_type=jnp.float32)
+        if scaling == "two_level":
             term = term * (sa[:, None] * sb[None, :])
-        elif a_format.scaling == "float32" or (a_format.packed and b_format.packed):
+        elif scaling == "float32" or packed:
             term = rounded(rounded(term * sa[:, None]) * sb[None, :])
         return y.at[group].add(jnp.where(valid > 0, term, 0.0)), None
 
-    zero = jnp.zeros((sizes.shape[0], a_data.shape[0], b_data.shape[0]), jnp.float32)
-    return jax.lax.scan(add, zero, (a, b, a_scales, b_scales, slots.group, slots.valid))[0]
+    zero = jnp.zeros((sizes.shape[0], a.data.shape[0], b.data.shape[0]), jnp.float32)
+    return jax.lax.scan(add, zero, (a_values, b_values, a_scales, b_scales, slots.group, slots.valid))[0]

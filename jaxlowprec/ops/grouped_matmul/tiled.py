@@ -1,9 +1,9 @@
-"""Rows in groups, quantised on NVIDIA GPUs by the kernels that quantise a matrix, which go through tiles of 128 rows.
+"""Rows in groups, quantised on NVIDIA GPUs by the kernels that quantise a matrix in tiles of 128 rows.
 
-    rows --gather--> [S, 128, C], a matrix a slot --kernel--> results of each slot --gather--> the layout of `reference`
+    rows --gather--> [S, 128, C], a matrix per slot --kernel--> results per slot --gather--> the layout of `reference`
 
 A slot has the amax, the key and the indices of its group. The copy of x, up to 128 * E rows larger than x, lives until
-the kernel has run; so do the kernel's results. Group sizes stay on the device. Without batch axes.
+the kernel has run; so do the kernel's results. Group sizes stay on the device. There are no batch axes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import BLOCK, Hadamard
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax import op as amax_op
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.reference import largest_of, where_else_zero
@@ -48,11 +49,11 @@ def quantize(spec: Any, x: jax.Array, sizes: jax.Array, *operands: jax.Array) ->
 
 
 def _random(spec: Any, slots: Slots, random: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """Keys, lines and draws of each slot: along the rows, those of its place in its group."""
+    """Keys and indices of lines and sixteens of each slot; along the rows they are counted within its group."""
     if not spec.stochastic:
         return []
 
-    def along_rows(ids, length):  # [T / length] -> [S, TILE / length]; those of padding are of no consequence
+    def along_rows(ids, length):  # [T / length] -> [S, TILE / length]; the indices of padding do not matter
         count = TILE // length
         return ids[jnp.minimum(slots.within[:, None] * count + jnp.arange(count), ids.shape[0] - 1)]
 
@@ -66,7 +67,7 @@ def _random(spec: Any, slots: Slots, random: tuple[jax.Array, ...]) -> list[jax.
 
 
 def _places_of_rows(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[T]: the slot of each row, which of its rows it is, and whether it is in a group."""
+    """[T]: the slot of each row, its place in the slot, and whether it is in a group."""
     group = groups.of_rows()
     there, group = group < groups.start.shape[0], jnp.minimum(group, groups.start.shape[0] - 1)
     local = jnp.arange(groups.rows, dtype=jnp.int32) - groups.start[group]
@@ -105,6 +106,6 @@ def _columns(groups: Groups, fmt: Any, data: jax.Array, scale: jax.Array) -> lis
 
 
 def _tensor_scales(groups: Groups, scale: jax.Array) -> jax.Array:
-    """Those of the slots [S] -> one a group, 1 where it is empty."""
+    """Scales of the slots [S] -> one per group, 1 where the group is empty."""
     first = jnp.minimum(groups.first_slots(TILE), scale.shape[0] - 1)
     return jnp.where(groups.count > 0, scale[first], 1.0)

@@ -26,13 +26,12 @@ class GroupedWeightOnlySpec:
     """One variant of the op.
 
     Attributes:
-        format, asymmetric, ragged_columns, ragged_depth: see `WeightOnlySpec`.
+        format, ragged_columns, ragged_depth: see `WeightOnlySpec`.
         bias: whether there is one.
         out_dtype: of the result.
     """
 
     format: Format
-    asymmetric: bool
     ragged_columns: bool
     ragged_depth: bool
     bias: bool
@@ -41,7 +40,7 @@ class GroupedWeightOnlySpec:
     @property
     def weights(self) -> int:
         """How many operands the weights are: data, scale, amax or zero points."""
-        return 2 + (self.format.scaling == "two_level") + self.asymmetric
+        return 2 + (self.format.scaling == "two_level") + self.format.has_zero_point
 
 
 def grouped_weight_only(
@@ -57,11 +56,10 @@ def grouped_weight_only(
     Rows in no group give zeros. The bias is float32 [..., E, N]. The bytes are those of `scaled_matmul(x_e, q_e)` for
     each group.
     """
-    columns, depth = q.matrix
+    columns, depth = q.matrix_shape
     fmt = q.format
     spec = GroupedWeightOnlySpec(
         fmt,
-        q.zero_point is not None,
         fmt.tiles and columns % fmt.length != 0,
         depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0),
         bias is not None,
@@ -75,7 +73,7 @@ def grouped_weight_only(
 def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implementation):
     """x [..., T, K], the weights' leaves [..., E, ...], sizes [..., E], a float32 bias [..., E, N] -> [..., T, N]."""
     fmt, last = spec.format, 1 + spec.weights
-    weight = weight_factors(fmt, spec.asymmetric, spec.ragged_columns, spec.ragged_depth, "... e")
+    weight = weight_factors(fmt, spec.ragged_columns, spec.ragged_depth, "... e")
     operands = [f"... t {weight.k}", *weight.operands, "... e", *[f"... e {weight.n}"] * spec.bias]
     text = f"{', '.join(operands)} -> ... t {weight.n}"
 
@@ -85,7 +83,7 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
     def one_batch(x, sizes, data, scale, *rest):
         rows_of = grouped.chunk_of(x)
         amax = rest[0] if fmt.scaling == "two_level" else None
-        zero_point = rest[0] if spec.asymmetric else None
+        zero_point = rest[0] if fmt.has_zero_point else None
 
         def multiply(row, group):
             zeros = None if zero_point is None else zero_point[group]
@@ -105,7 +103,7 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
         call = jax.ffi.ffi_call("jaxlowprec_grouped_weight_only", jax.ShapeDtypeStruct(shape, dtype))
         weight, sizes, extras = operands[1:last], operands[last], operands[last + 1 :]
         x, (data, scale, *others) = operands[0], weight
-        attributes = {"format": fmt.attributes, "asymmetric": spec.asymmetric, "bias": spec.bias}
+        attributes = {"format": fmt.attributes, "asymmetric": fmt.has_zero_point, "bias": spec.bias}
         return [call(x, data, scale, sizes, *others, *extras, **attributes)]
 
     def run_on_gpu(x, *rest):
@@ -121,7 +119,7 @@ def grouped_weight_only_op(spec: GroupedWeightOnlySpec, implementation: Implemen
 
     return wiring.define(
         "jaxlowprec_grouped_weight_only",
-        rule=wiring.Rule(
+        rule=wiring.ShardingRule(
             text,
             reductions=("k",) if weight.depth_splits else (),
             whole=(*weight.whole, "t", "e"),

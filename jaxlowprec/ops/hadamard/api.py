@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import a_flag
-from jaxlowprec.arrays.formats import DEFAULT_SIGNS, Hadamard
+from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.ops.checks import float_array, last_axis
 from jaxlowprec.ops.hadamard.op import hadamard_op
 from jaxlowprec.ops.implementation import Implementation, check_implementation

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate
 from jaxlowprec.ops.implementation import Implementation, choose
 
@@ -33,7 +33,7 @@ def hadamard_op(hadamard: Hadamard, vertical: bool, inverse: bool, implementatio
 
     return wiring.define(
         "jaxlowprec_hadamard",
-        rule=wiring.Rule(text, k=hadamard.size),
+        rule=wiring.ShardingRule(text, k=hadamard.size),
         outputs=outputs,
         reference=reference,
         native=native,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.rounding import narrowed
 
 
@@ -27,7 +27,7 @@ def rotate(x: jax.Array, hadamard: Hadamard, inverse: bool = False) -> jax.Array
 
 
 def rotate_float32(x: jax.Array, hadamard: Hadamard, inverse: bool, dtype=jnp.float32) -> jax.Array:
-    """The same on float32 numbers, rounded to `dtype` but left in float32."""
+    """As `rotate` on float32 numbers, rounded to `dtype` but left in float32."""
     size = hadamard.size
     signs = jnp.asarray(np.where(hadamard.negative, -1.0, 1.0), jnp.float32)
     v = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)

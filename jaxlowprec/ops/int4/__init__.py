@@ -1,1 +1,1 @@
-"""4-bit integers with a scale a group."""
+"""4-bit integers with a scale per block."""

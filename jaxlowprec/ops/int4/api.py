@@ -1,4 +1,4 @@
-"""What the public quantise, dequantise and fake-quantise do for Int4."""
+"""Int4 in the public `quantize`, `dequantize` and `fake_quantize`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,9 @@ from jaxlowprec.ops.int4 import reference
 from jaxlowprec.ops.int4.op import dequantize_op, fake_quantize_op, quantize_op
 
 
-def check_length(who: str, x: jax.Array, fmt: Int4, axis: int) -> None:
-    """Raises ValueError if the quantised axis does not end with a whole group, unless the format pads."""
-    if (length := x.shape[axis]) % fmt.group_size and not fmt.pad:
-        raise ValueError(
-            f"{who}: x has {length} elements along axis {axis}; Int4(group_size={fmt.group_size}) needs a multiple of "
-            f"{fmt.group_size}, or pad=True"
-        )
-
-
-def check_holds(who: str, x: jax.Array, fmt: Int4) -> None:
-    """Raises TypeError if x's dtype cannot hold what is decoded."""
-    if x.dtype not in (jnp.float32, jnp.dtype(fmt.scale_dtype)):
-        raise TypeError(
-            f"{who}: x is {x.dtype}, which cannot hold the {fmt.scale_dtype} numbers that {fmt} decodes to; cast x to "
-            f'{fmt.scale_dtype} or float32, or use scale_dtype="{x.dtype}"'
-        )
-
-
 @functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
 def quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementation) -> QuantizedArray:
-    """x [..., M, K] or [K]."""
+    """Quantises x [..., M, K] or [K]."""
     rows = jax.lax.stop_gradient(x if x.ndim > 1 else x[None])
     op = quantize_op(fmt, axis == -2, x.shape[axis] % fmt.group_size != 0, implementation)
     data, scale, *zero = (a if x.ndim > 1 else a[0] for a in op(rows))
@@ -44,8 +26,8 @@ def quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementa
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation"))
 def dequantize_int4(q: QuantizedArray, dtype: Any, implementation: Implementation) -> jax.Array:
-    """The array that q stands for."""
-    vector, fmt, length = len(q.matrix) == 1, q.format, q.matrix[q.axis]
+    """The array that q approximates."""
+    vector, fmt, length = len(q.matrix_shape) == 1, q.format, q.matrix_shape[q.axis]
     arrays = jax.lax.stop_gradient([a for a in (q.data, q.scale, q.zero_point) if a is not None])
     ragged_length = length if length % fmt.group_size else None
     op = dequantize_op(fmt, q.axis == -2, ragged_length, jnp.dtype(dtype), implementation)
@@ -54,13 +36,13 @@ def dequantize_int4(q: QuantizedArray, dtype: Any, implementation: Implementatio
 
 
 def fake_quantize_int4(x: jax.Array, fmt: Int4, axis: int, implementation: Implementation) -> jax.Array:
-    """What x decodes to once quantised, in one pass."""
+    """x quantised and decoded, in one pass."""
     op = fake_quantize_op(fmt, axis == -2, x.shape[axis] % fmt.group_size != 0, implementation)
     return op(x)[0] if x.ndim > 1 else op(x[None])[0][0]
 
 
 def clipped_int4(x: jax.Array, fmt: Int4, axis: int) -> jax.Array:
-    """Which elements of x have no code near them: none where the largest magnitude has one."""
+    """Mask of the elements of x that the code range clips; all False where the scale covers the largest magnitude."""
     if fmt.symmetric and fmt.rule == "deploy":
         return jnp.zeros(x.shape, bool)
     if axis == -1:

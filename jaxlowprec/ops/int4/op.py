@@ -17,37 +17,37 @@ from jaxlowprec.ops.int4 import reference
 
 
 class _Axis(NamedTuple):
-    """What the quantised axis is called in a rule: its elements, its bytes, its groups."""
+    """Names of the quantised axis in a rule: of its elements, its bytes and its blocks."""
 
     elements: str
     bytes: str
-    groups: str
+    blocks: str
     whole: tuple[str, ...]
     sizes: dict[str, int]
 
 
 def _quantized_axis(fmt: Int4, ragged: bool) -> _Axis:
-    """It splits into whole groups; not at all where the last is not full or where a byte may belong to two."""
+    """The axis splits into whole blocks; not at all where the last block is not full or a byte may be of two blocks."""
     size = fmt.group_size
     if ragged or size % 2:
-        return _Axis("k", "kbytes", "kgroups", ("k", "kbytes", "kgroups"), {})
+        return _Axis("k", "kbytes", "kblocks", ("k", "kbytes", "kblocks"), {})
     return _Axis("(k g)", "(k h)" if size > 2 else "k", "k", (), {"g": size, "h": size // 2} if size > 2 else {"g": 2})
 
 
-def _rule(operands: list[str], results: list[str], axis: _Axis) -> wiring.Rule:
+def _rule(operands: list[str], results: list[str], axis: _Axis) -> wiring.ShardingRule:
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     words = text.replace("(", " ").replace(")", " ").replace(",", " ").split()
     sizes: dict[str, Any] = {factor: size for factor, size in axis.sizes.items() if factor in words}
-    return wiring.Rule(text, whole=[factor for factor in axis.whole if factor in words], **sizes)
+    return wiring.ShardingRule(text, whole=[factor for factor in axis.whole if factor in words], **sizes)
 
 
 def _across(function: Callable, columnwise: bool) -> Callable:
-    """A function of rows, applied to columns: its argument is transposed."""
+    """A function of rows; if `columnwise`, applied to columns by transposing its argument."""
     return (lambda x: function(jnp.swapaxes(x, -1, -2))) if columnwise else function
 
 
 def _implemented(who: str, fmt: Int4, implementation: Implementation) -> dict[str, Any]:
-    """The published rules, which only comparisons use, have no kernels."""
+    """The arguments of `wiring.define`. Published rules are for comparison and have no kernels."""
     chosen = choose(who, implementation)
     if fmt.rule == "deploy":
         return chosen
@@ -62,13 +62,13 @@ def _implemented(who: str, fmt: Int4, implementation: Implementation) -> dict[st
 def _call(target: str, results: Any, fmt: Int4, columnwise: bool, *operands: jax.Array, **attributes: Any) -> Any:
     """The native kernel of an op."""
     call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results])
-    group, symmetric = np.int64(fmt.group_size), fmt.symmetric
-    return call(*operands, group=group, symmetric=symmetric, columnwise=columnwise, **attributes)
+    block, symmetric = np.int64(fmt.group_size), fmt.symmetric
+    return call(*operands, group=block, symmetric=symmetric, columnwise=columnwise, **attributes)
 
 
 @functools.cache
 def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
-    """x [..., R, C] -> the same shape and dtype. `ragged`: the quantised axis does not end with a whole group."""
+    """x [..., R, C] -> the same shape and dtype. `ragged`: the quantised axis does not end with a whole block."""
     axis = _quantized_axis(fmt, ragged)
     x = f"... {axis.elements} c" if columnwise else f"... r {axis.elements}"
 
@@ -92,20 +92,20 @@ def fake_quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: 
 
 @functools.cache
 def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Implementation):
-    """x [..., R, C] -> data [..., R, bytes], scale [..., R, groups] and, where asymmetric, zero points like it.
+    """x [..., R, C] -> data [..., R, bytes], scale [..., R, blocks] and, where asymmetric, zero points like it.
 
-    Columnwise [..., C, bytes]: of the transposed array.
+    Columnwise: the results of the transposed array, [..., C, bytes].
     """
     axis = _quantized_axis(fmt, ragged)
     x = f"... {axis.elements} r" if columnwise else f"... r {axis.elements}"
-    results = [f"... r {axis.bytes}", *[f"... r {axis.groups}"] * (1 if fmt.symmetric else 2)]
+    results = [f"... r {axis.bytes}", *[f"... r {axis.blocks}"] * (1 if fmt.symmetric else 2)]
 
     def outputs(x):
         *batch, rows, length = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if columnwise else x.shape
-        groups = -(-length // fmt.group_size)
-        scales = (*batch, rows, groups)
+        blocks = -(-length // fmt.group_size)
+        scales = (*batch, rows, blocks)
         zeros = [] if fmt.symmetric else [(scales, jnp.uint8)]
-        return [((*batch, rows, -(-groups * fmt.group_size // 2)), jnp.uint8), (scales, fmt.scale_dtype), *zeros]
+        return [((*batch, rows, -(-blocks * fmt.group_size // 2)), jnp.uint8), (scales, fmt.scale_dtype), *zeros]
 
     return wiring.define(
         "jaxlowprec_int4_quantize",
@@ -121,9 +121,10 @@ def quantize_op(fmt: Int4, columnwise: bool, ragged: bool, implementation: Imple
 def dequantize_op(
     fmt: Int4, columnwise: bool, ragged_length: int | None, dtype: jnp.dtype, implementation: Implementation
 ):
-    """The inverse of `quantize_op`. `ragged_length`: of a quantised axis that does not end with a whole group."""
+    """The inverse of `quantize_op`. `ragged_length`: the length of a quantised axis that does not end with a
+    whole block, else None."""
     axis = _quantized_axis(fmt, ragged_length is not None)
-    operands = [f"... r {axis.bytes}", *[f"... r {axis.groups}"] * (1 if fmt.symmetric else 2)]
+    operands = [f"... r {axis.bytes}", *[f"... r {axis.blocks}"] * (1 if fmt.symmetric else 2)]
     result = f"... {axis.elements} r" if columnwise else f"... r {axis.elements}"
 
     def length(scale: jax.Array) -> int:

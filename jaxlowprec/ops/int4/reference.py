@@ -1,7 +1,7 @@
 """Int4 in pure JAX: the byte oracle (int4_qat.md 1.2, 1.4 and 1.5).
 
-Arrays here are seen as groups [..., G, g] along the last axis. Codes are unsigned, 0 to 15, of symmetric formats too:
-those have 8 for zero.
+Arrays here are reshaped to blocks [..., B, b] along the last axis. Codes are unsigned, 0 to 15, also those of symmetric
+formats, whose code of zero is 8.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
 from jaxlowprec.ops.int4 import published
 from jaxlowprec.ops.rounding import INFINITY_BITS, flush, magnitude_bits, narrowed, rounded_quotient
 
 LEAST_SCALE = 1e-5
 LARGEST_CODE = 15
-MIDDLE = 8
 
 
-class Groups(NamedTuple):
-    """Quantised groups.
+class Blocks(NamedTuple):
+    """Quantised blocks.
 
     Attributes:
-        raw: [..., G, g] int32, codes before they are limited to what a nibble of the format may hold.
-        zero: [..., G] int32, the code of zero.
-        scale: [..., G] float32, what a step decodes to.
+        raw: [..., B, b] int32, codes before they are limited to the range of the format.
+        zero: [..., B] int32, the code of zero.
+        scale: [..., B] float32, the size of a step.
     """
 
     raw: jax.Array
@@ -40,7 +39,7 @@ class Groups(NamedTuple):
 def nearest_steps(magnitude: jax.Array, scale: jax.Array, most: int) -> jax.Array:
     """`rint(magnitude / scale)` up to `most`, ties to even, by comparison: no quotient that a compiler may round twice.
 
-    Exact, because the points between two steps are: half-integers below 16 times a 16-bit float.
+    It is exact, because the middles between steps are: half-integers below 16 times a 16-bit float.
     """
     steps = jnp.zeros(magnitude.shape, jnp.int32)
     for k in range(most):
@@ -49,93 +48,93 @@ def nearest_steps(magnitude: jax.Array, scale: jax.Array, most: int) -> jax.Arra
     return steps
 
 
-def deploy(groups: jax.Array, fmt: Int4) -> Groups:
-    """The rule whose decoded weight is the served one. A bad group, of NaN or infinity, is given a NaN scale later."""
+def deploy(blocks: jax.Array, fmt: Int4) -> Blocks:
+    """The rule whose decoded weight is the served weight. Blocks with NaN or infinity get a NaN scale later."""
     dtype = jnp.dtype(fmt.scale_dtype)
     if fmt.symmetric:
-        scale = jnp.abs(groups).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
-        zero = jnp.full(scale.shape, MIDDLE, jnp.int32)
+        scale = jnp.abs(blocks).max(axis=-1) * jnp.float32(1 / 7)  # rounds to the same 16-bit scales as a division
+        zero = jnp.full(scale.shape, SYMMETRIC_ZERO, jnp.int32)
     else:
-        low, high = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
+        low, high = jnp.minimum(blocks.min(axis=-1), 0), jnp.maximum(blocks.max(axis=-1), 0)
         scale = rounded_quotient(high - low, LARGEST_CODE, dtype)
     scale = narrowed(jnp.maximum(scale, jnp.float32(LEAST_SCALE)), dtype)
     if not fmt.symmetric:
         zero = nearest_steps(-low, scale, LARGEST_CODE)
-    steps = nearest_steps(jnp.abs(groups), scale[..., None], 7 if fmt.symmetric else LARGEST_CODE)
-    return Groups(jnp.where(groups < 0, -steps, steps) + zero[..., None], zero, scale)
+    steps = nearest_steps(jnp.abs(blocks), scale[..., None], 7 if fmt.symmetric else LARGEST_CODE)
+    return Blocks(jnp.where(blocks < 0, -steps, steps) + zero[..., None], zero, scale)
 
 
 # --- whole arrays
 
 
 def least_code(fmt: Int4) -> int:
-    """The published 16-level rule uses -8; the others are symmetric, -7 to 7."""
+    """The least unsigned code. The published 16-level rule uses -8; other symmetric codes go from -7 to 7."""
     return 1 if fmt.symmetric and fmt.rule != "compressed-tensors" else 0
 
 
-def quantize_groups(x: jax.Array, fmt: Int4) -> Groups:
-    """x [..., C], padded with zeros to whole groups. One with NaN or infinity has scale NaN, codes of zero."""
+def quantize_blocks(x: jax.Array, fmt: Int4) -> Blocks:
+    """x [..., C], padded with zeros to whole blocks. A block with NaN or infinity has scale NaN and codes of zero."""
     dtype, size = jnp.dtype(fmt.scale_dtype), fmt.group_size
     x = flush(x.astype(jnp.float32))
     x = jnp.pad(narrowed(x, dtype), [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
-    groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     rule = {"deploy": deploy, "slime": published.slime, "compressed-tensors": published.compressed_tensors}[fmt.rule]
-    raw, zero, scale = rule(groups, fmt)
-    bad = (magnitude_bits(groups).max(axis=-1) >= INFINITY_BITS) | ~jnp.isfinite(scale)
-    zero = jnp.where(bad, MIDDLE if fmt.symmetric else 0, zero)
-    return Groups(jnp.where(bad[..., None], zero[..., None], raw), zero, jnp.where(bad, jnp.nan, scale))
+    raw, zero, scale = rule(blocks, fmt)
+    bad = (magnitude_bits(blocks).max(axis=-1) >= INFINITY_BITS) | ~jnp.isfinite(scale)
+    zero = jnp.where(bad, SYMMETRIC_ZERO if fmt.symmetric else 0, zero)
+    return Blocks(jnp.where(bad[..., None], zero[..., None], raw), zero, jnp.where(bad, jnp.nan, scale))
 
 
-def _line_by_line(groups: jax.Array) -> jax.Array:
-    """[..., G, g] -> [..., G * g]."""
-    *lines, count, size = groups.shape
-    return groups.reshape(*lines, count * size)
+def _line_by_line(blocks: jax.Array) -> jax.Array:
+    """[..., B, b] -> [..., B * b]."""
+    *lines, count, size = blocks.shape
+    return blocks.reshape(*lines, count * size)
 
 
-def codes(groups: Groups, fmt: Int4) -> jax.Array:
-    """Those that fit: uint8 [..., G, g]."""
-    return jnp.clip(groups.raw, least_code(fmt), LARGEST_CODE)
+def codes(blocks: Blocks, fmt: Int4) -> jax.Array:
+    """The codes limited to the range of the format: int32 [..., B, b]."""
+    return jnp.clip(blocks.raw, least_code(fmt), LARGEST_CODE)
 
 
 def clipped(x: jax.Array, fmt: Int4) -> jax.Array:
-    """Which elements of x [..., C] round to codes that do not fit."""
-    groups = quantize_groups(x, fmt)
-    outside = groups.raw != codes(groups, fmt)
+    """Mask of the elements of x [..., C] whose codes are limited."""
+    blocks = quantize_blocks(x, fmt)
+    outside = blocks.raw != codes(blocks, fmt)
     return _line_by_line(outside)[..., : x.shape[-1]]
 
 
-def decode(steps: jax.Array, scale: jax.Array, fmt: Int4) -> jax.Array:
+def decode(steps: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     """Steps from zero times the scale, rounded once to the deployment dtype; float32."""
     values = narrowed(steps.astype(jnp.float32) * scale[..., None], jnp.dtype(fmt.scale_dtype))
     return jnp.where(jnp.isnan(values), jnp.nan, values)  # the same NaN on every platform
 
 
 def fake_quantize(x: jax.Array, fmt: Int4) -> jax.Array:
-    """x [..., C] -> what its codes decode to, of its dtype."""
-    groups = quantize_groups(x, fmt)
-    values = decode(codes(groups, fmt) - groups.zero[..., None], groups.scale, fmt)
+    """x [..., C] -> the numbers that its codes decode to, in x's dtype."""
+    blocks = quantize_blocks(x, fmt)
+    values = decode(codes(blocks, fmt) - blocks.zero[..., None], blocks.scale, fmt)
     return _line_by_line(values)[..., : x.shape[-1]].astype(x.dtype)
 
 
 def quantize(x: jax.Array, fmt: Int4) -> tuple[jax.Array, ...]:
     """x [..., C] -> bytes of two codes, scales and, where asymmetric, zero points."""
-    groups = quantize_groups(x, fmt)
-    code = _line_by_line(codes(groups, fmt).astype(jnp.uint8))
-    zero = groups.zero.astype(jnp.uint8)
+    blocks = quantize_blocks(x, fmt)
+    code = _line_by_line(codes(blocks, fmt).astype(jnp.uint8))
+    zero = blocks.zero.astype(jnp.uint8)
     if code.shape[-1] % 2:
         code = jnp.concatenate([code, zero[..., -1:]], axis=-1)
     packed = code[..., 0::2] | (code[..., 1::2] << 4)
-    scale = groups.scale.astype(fmt.scale_dtype)
+    scale = blocks.scale.astype(fmt.scale_dtype)
     return (packed, scale) if fmt.symmetric else (packed, scale, zero)
 
 
 def dequantize(
-    data: jax.Array, scale: jax.Array, zero: jax.Array | None, fmt: Int4, columns: int, dtype: jnp.dtype
+    data: jax.Array, scale: jax.Array, zero: jax.Array | None, fmt: Format, columns: int, dtype: jnp.dtype
 ) -> jax.Array:
     """The inverse: [..., columns] of `dtype`."""
     code = _line_by_line(jnp.stack([data & 15, data >> 4], axis=-1))
-    code = code[..., : scale.shape[-1] * fmt.group_size].reshape(*scale.shape, fmt.group_size).astype(jnp.int32)
-    middle = MIDDLE if zero is None else zero[..., None].astype(jnp.int32)
+    code = code[..., : scale.shape[-1] * fmt.length].reshape(*scale.shape, fmt.length).astype(jnp.int32)
+    middle = SYMMETRIC_ZERO if zero is None else zero[..., None].astype(jnp.int32)
     scale = flush(scale.astype(jnp.float32))
     values = decode(code - middle, jnp.where(jnp.isfinite(scale), scale, jnp.nan), fmt)
     return _line_by_line(values)[..., :columns].astype(dtype)

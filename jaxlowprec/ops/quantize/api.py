@@ -6,22 +6,30 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4, as_hadamard
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import last_axis, mesh_axes
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.implementation import Implementation
-from jaxlowprec.ops.int4.api import check_length, quantize_int4
-from jaxlowprec.ops.quantize.checks import check_plain, checked_options, given_tensor, matrix, tensor_batch
+from jaxlowprec.ops.int4.api import quantize_int4
+from jaxlowprec.ops.quantize.checks import (
+    check_length,
+    check_plain,
+    checked_options,
+    given_tensor,
+    quantizable,
+    tensor_batch,
+)
 from jaxlowprec.ops.quantize.keys import random_words
 from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op, unit
 
@@ -41,7 +49,7 @@ def quantize(
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
-    slices: bool = False,
+    rows_split: bool = False,
 ) -> QuantizedArray:
     """Quantises an array along one axis.
 
@@ -55,33 +63,34 @@ def quantize(
         axis: the quantised (contraction) axis: -1 is rowwise; -2 columnwise, stored K-major: the bytes are those of
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
-            operands of one GEMM, where it cancels.
+            operands of one GEMM, in which it cancels.
         rounding: of the codes: "nearest" (ties to even) or "stochastic". Scales always round to nearest.
         key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
-            batch axes, or one for all slices. The bits depend on the key and each element's place, on nothing else.
+            batch axes, or one for all slices. The bits depend only on the key and each element's place.
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
-            known or must cover more than x. Larger elements saturate. One that is negative or not finite makes its
-            slice NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
-        implementation: None for the best there is, "ffi" for the native kernel, "reference" for pure JAX.
-        encode_scale: float32, shaped like the batch axes, for Float8Tensor: what to multiply by, instead of a scale
-            from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. One that
+            known or must cover more than x. Larger elements saturate. A negative or non-finite amax makes its slice
+            NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
+        implementation: None for the best that is available, "ffi" for the native kernel, "reference" for pure JAX.
+        encode_scale: float32, shaped like the batch axes, for Float8Tensor: the factor to multiply by, instead of one
+            from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. A factor that
             is not positive and finite makes its slice NaN.
-        offset: row and column of x's first element in the whole array that stochastic rounding should see, for slices
+        offset: row and column of x's first element in the whole array that stochastic rounding should see, for a part
             of it; the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken
             modulo that.
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
-            the whole array. Outside, a mesh needs nothing said.
-        slices: the last batch axis holds slices of one tensor, x [..., S, M, K] with one amax: codes and scales are
-            those of the matrix [..., S * M, K], its rows numbered through, but stay in slices, and a mesh may split
-            both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have the
-            other batch axes alone.
+            the whole array. Outside of shard_map a mesh needs no argument.
+        rows_split: x is [..., S, M, K], one tensor whose rows are split into S parts, with one amax: codes and scales
+            are those of the matrix [..., S * M, K], its rows numbered through, but stay in parts, and a mesh may split
+            both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have only the
+            other batch axes.
 
     Returns:
-        A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never come out finite: the block that
-        holds one decodes to NaN, with a tensor scale all of its slice; under a given finite amax that element or block.
+        A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never become finite: the block that holds
+        one decodes to NaN; with a tensor scale the whole slice does, or, if a finite amax is given, the element or
+        block.
 
     Raises:
-        TypeError: x is no float array of those dtypes, or a key that cannot serve.
+        TypeError: x is not a float array of those dtypes, or the key is not usable.
         ValueError: an axis, rounding, key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
@@ -94,32 +103,29 @@ def quantize(
     QuantizedArray(NVFP4 1x16, shape=(32, 64), dtype=bfloat16, axis=-1, 1.1 KiB, 3.54x smaller)
     """
     who = "quantize"
-    x = matrix(who, x, fmt)
+    x = quantizable(who, x, fmt)
     axis = last_axis(who, axis, x.ndim)
     rotation = as_hadamard(who, hadamard)
-    indices = checked_options(who, (axis,), rounding, offset, axis_name, slices, implementation)
-    if isinstance(fmt, Int4):
-        check_plain(who, fmt, rotation, rounding)
-        random_words(who, rounding, key, ())
-        given_tensor(who, fmt, amax, encode_scale, x.shape[:-2])
-        check_length(who, x, fmt, axis)
-        tensor_batch(who, x, fmt, (axis,), rotation, rounding, slices)
-        return quantize_int4(x, fmt, axis, implementation)
-    batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, slices)
-    if x.ndim == 1:
+    indices = checked_options(who, (axis,), rounding, offset, axis_name, rows_split, implementation)
+    check_plain(who, fmt, rotation, rounding)
+    check_length(who, x, fmt, axis)
+    batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, rows_split)
+    if x.ndim == 1 and fmt.scaling != "float16":
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
-        return dataclasses.replace(row, data=row.data[0], scale=scale, matrix=x.shape)
+        return dataclasses.replace(row, data=row.data[0], scale=scale, matrix_shape=x.shape)
     words = random_words(who, rounding, key, batch)
     tensor = given_tensor(who, fmt, amax, encode_scale, batch)
-    given = encode_scale is not None
+    if fmt.scaling == "float16":
+        return quantize_int4(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    return _quantize(x, tensor, words, indices, fmt, axis, rotation, given, axis_name, slices, implementation)
+    call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
+    return _quantize(x, tensor, words, indices, axis, call)
 
 
 def quantize_both(
@@ -134,7 +140,7 @@ def quantize_both(
     encode_scale: Float[Array, "*B"] | None = None,
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
-    slices: bool = False,
+    rows_split: bool = False,
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
 
@@ -144,11 +150,11 @@ def quantize_both(
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
-        fmt, rounding, key, implementation, axis_name, slices: see `quantize`.
+        fmt, rounding, key, implementation, axis_name, rows_split: see `quantize`.
         offset: see `quantize`; in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result.
-        amax: those of x and of the rotated x, where they are known; see `quantize`.
-        encode_scale: of both; see `quantize`.
+        amax: the amax of x and that of the rotated x, where they are known; see `quantize`.
+        encode_scale: for both results; see `quantize`.
 
     Returns:
         The rowwise and the columnwise QuantizedArray.
@@ -162,90 +168,110 @@ def quantize_both(
     ((32, 32), (64, 16))
     """
     who = "quantize_both"
-    x = matrix(who, x, fmt)
+    x = quantizable(who, x, fmt)
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
-    indices = checked_options(who, (-1, -2), rounding, offset, axis_name, slices, implementation)
+    indices = checked_options(who, (-1, -2), rounding, offset, axis_name, rows_split, implementation)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
-    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, slices)
-    if isinstance(fmt, Int4) or (rotation and not _rotates_in_pass(fmt, rotation)):
+    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)
+    if fmt.scaling == "float16" or (rotation and not _rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,
             "axis_name": axis_name,
-            "slices": slices,
+            "rows_split": rows_split,
         }
         amaxes = amax or (None, None)
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
         return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
-    words, given = random_words(who, rounding, key, batch), encode_scale is not None
+    words = random_words(who, rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    return _quantize_both(x, tensors, words, indices, fmt, rotation, given, axis_name, slices, implementation)
+    call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
+    return _quantize_both(x, tensors, words, indices, call)
+
+
+class _Call(NamedTuple):
+    """The static arguments of a call.
+
+    Attributes:
+        format, axis_name, rows_split, implementation: see `quantize`.
+        rotation: `hadamard=`, or None.
+        encode_scale_given: the number per tensor is the factor to multiply by, not an amax.
+    """
+
+    format: Any
+    rotation: Hadamard | None
+    encode_scale_given: bool
+    axis_name: Any
+    rows_split: bool
+    implementation: Implementation
+
+    def amaxes(self, x: jax.Array, plain: bool, rotation: Hadamard | None) -> list[jax.Array]:
+        """Amaxes of x and of the rotated x, as wanted; over all shards along `axis_name`."""
+        found = tensor_amax(x, plain, rotation, self.implementation, self.rows_split)
+        return found if self.axis_name is None else [largest_over(amax, self.axis_name) for amax in found]
+
+    def spec(
+        self, x: jax.Array, rowwise: bool, columnwise: bool, hadamard: Hadamard | None, stochastic: bool
+    ) -> QuantizeSpec:
+        """The variant of the op that quantises x. `hadamard`: the rotation that the op applies, or None."""
+        fmt, (rows, columns) = self.format, x.shape[-2:]
+        ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
+        ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
+        given, ragged = self.encode_scale_given, (ragged_rows, ragged_columns)
+        return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, *ragged, self.rows_split)
 
 
 # Jitted, so that an eager call is one dispatch.
 
 
-@functools.partial(
-    jax.jit, static_argnames=("fmt", "axis", "rotation", "given", "axis_name", "slices", "implementation")
-)
-def _quantize(
-    x, tensor, words, offset, fmt, axis, rotation, given, axis_name, slices, implementation
-) -> QuantizedArray:
+@functools.partial(jax.jit, static_argnames=("axis", "call"))
+def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArray:
+    fmt, rotation = call.format, call.rotation
     x, shape, columnwise = jax.lax.stop_gradient(x), x.shape, axis == -2
     fused = rotation
     if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
-        x, fused = _rotate_padded(x, axis, rotation, implementation), None
-        if tensor is not None and fmt.scaling == "tensor":  # the only codes that keep the sign of a NaN (numerics.md 1)
+        x, fused = _rotate_padded(x, axis, rotation, call.implementation), None
+        if tensor is not None and fmt.scaling == "tensor":  # only these codes keep the sign of a NaN (numerics.md 1)
             x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
-        (tensor,) = _amaxes(x, fused is None, fused, axis_name, slices, implementation)
-    spec = _spec(x, fmt, not columnwise, columnwise, fused, words is not None, given, slices)
-    (row,) = _run(spec, x, [] if tensor is None else [tensor], words, offset, implementation)
+        (tensor,) = call.amaxes(x, fused is None, fused)
+    spec = call.spec(x, not columnwise, columnwise, fused, words is not None)
+    (row,) = _run(spec, x, [] if tensor is None else [tensor], words, offset, call.implementation)
     return _quantized(row, tensor, spec, shape, x.dtype, axis, rotation)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "rotation", "given", "axis_name", "slices", "implementation"))
-def _quantize_both(
-    x, tensors, words, offset, fmt, rotation, given, axis_name, slices, implementation
-) -> tuple[QuantizedArray, QuantizedArray]:
+@functools.partial(jax.jit, static_argnames="call")
+def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArray, QuantizedArray]:
     x = jax.lax.stop_gradient(x)
     if tensors[0] is None:
-        tensors = _amaxes(x, True, rotation, axis_name, slices, implementation) if fmt.has_tensor_scale else []
+        tensors = call.amaxes(x, True, call.rotation) if call.format.has_tensor_scale else []
     tensors = [*tensors[:1], *tensors[-1:]]
-    spec = _spec(x, fmt, True, True, rotation, words is not None, given, slices)
-    row, column = _run(spec, x, tensors, words, offset, implementation)
+    spec = call.spec(x, True, True, call.rotation, words is not None)
+    row, column = _run(spec, x, tensors, words, offset, call.implementation)
     row_tensor, column_tensor = tensors or (None, None)
     return (
         _quantized(row, row_tensor, spec, x.shape, x.dtype, -1, None),
-        _quantized(column, column_tensor, spec, x.shape, x.dtype, -2, rotation),
+        _quantized(column, column_tensor, spec, x.shape, x.dtype, -2, call.rotation),
     )
 
 
 def _quantized(
     codes_and_scale, tensor, spec: QuantizeSpec, shape: tuple[int, ...], dtype, axis: int, rotation
 ) -> QuantizedArray:
-    """From the op's results; what is one number for all slices stands with each."""
+    """From the op's results; per-tensor numbers are broadcast to every slice."""
     (data, scale), fmt = codes_and_scale, spec.format
 
     def with_each(number):
-        return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.slices else number
+        return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
 
     scale = with_each(scale) if fmt.scaling == "tensor" else scale
     amax = with_each(tensor) if fmt.scaling == "two_level" else None
     return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, axis, rotation)
-
-
-def _amaxes(
-    x, plain: bool, rotation: Hadamard | None, axis_name: Any, slices: bool, implementation: Implementation
-) -> list[jax.Array]:
-    """Of the whole array that x is a shard of along `axis_name`."""
-    found = tensor_amax(x, plain, rotation, implementation, slices)
-    return found if axis_name is None else [largest_over(amax, axis_name) for amax in found]
 
 
 def _rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
@@ -258,22 +284,6 @@ def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: 
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % hadamard.size)
     return hadamard_transform(jnp.pad(x, padding), axis, hadamard.size, hadamard.signs, implementation=implementation)
-
-
-def _spec(
-    x: jax.Array,
-    fmt: Format,
-    rowwise: bool,
-    columnwise: bool,
-    hadamard: Hadamard | None,
-    stochastic: bool,
-    given: bool,
-    slices: bool,
-) -> QuantizeSpec:
-    rows, columns = x.shape[-2:]
-    ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
-    ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
-    return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, ragged_rows, ragged_columns, slices)
 
 
 def _run(
@@ -289,15 +299,15 @@ def _run(
     if words is not None:
         row, column = offset
         rows, columns = x.shape[-2:]
-        slices = x.shape[-3:-2] if spec.slices else ()
+        parts = x.shape[-3:-2] if spec.rows_split else ()
 
         def indices(first, count, *lead):  # made beside the op, so that they are split as x is
             return jnp.arange(math.prod((*lead, count)), dtype=jnp.uint32).reshape(*lead, count) + first
 
         operands.append(words)
         if spec.rowwise:
-            operands += [indices(row, rows, *slices), indices(column // BLOCK, -(-columns // BLOCK))]
+            operands += [indices(row, rows, *parts), indices(column // BLOCK, -(-columns // BLOCK))]
         if spec.columnwise:
-            operands += [indices(column, columns), indices(row // BLOCK, -(-rows // BLOCK), *slices)]
+            operands += [indices(column, columns), indices(row // BLOCK, -(-rows // BLOCK), *parts)]
     out = quantize_op(spec, implementation)(*operands)
     return list(zip(out[0::2], out[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Checks of what `quantize` and `quantize_both` are given."""
+"""Checks of the arguments of `quantize` and `quantize_both`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arguments import a_flag, array, as_int, one_of, shown
-from jaxlowprec.arrays.formats import BLOCK, Format, Hadamard, Int4
+from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.implementation import check_implementation
 from jaxlowprec.ops.quantize.op import unit
 
 
-def matrix(who: str, x: Any, fmt: Any) -> jax.Array:
-    """x, checked with the format it is to be quantised to."""
+def quantizable(who: str, x: Any, fmt: Any) -> jax.Array:
+    """x as an array, checked together with the format."""
     if not isinstance(fmt, Format):
         raise TypeError(f"{who}: fmt={shown(fmt)}; needs a format such as jaxlowprec.NVFP4()")
     x = float_array(who, "x", x)
@@ -28,11 +29,11 @@ def matrix(who: str, x: Any, fmt: Any) -> jax.Array:
 
 
 def checked_options(
-    who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, slices: Any, implementation: Any
+    who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, rows_split: Any, implementation: Any
 ) -> tuple[Any, Any]:
-    """Raises for options that are none; the row and column that `offset` is."""
+    """Raises for invalid options; returns the row and column of `offset`."""
     one_of(who, "rounding", rounding, "nearest", "stochastic")
-    a_flag(who, slices=slices)
+    a_flag(who, rows_split=rows_split)
     check_implementation(who, implementation)
     if axis_name is not None and not isinstance(axis_name, Hashable):
         raise TypeError(f"{who}: axis_name={shown(axis_name)}; needs an axis of the mesh, or a tuple of them")
@@ -45,7 +46,7 @@ def checked_options(
 
 
 def _index(who: str, offset: Any, axis: int, index: Any, unit: int) -> Any:
-    """One of the two as uint32; along a quantised axis that of a block."""
+    """The row or column of `offset` as uint32; along a quantised axis it is a multiple of `unit`."""
     if isinstance(index, jax.Array):
         if index.shape != () or not jnp.issubdtype(index.dtype, jnp.integer):
             raise TypeError(
@@ -65,37 +66,57 @@ def _index(who: str, offset: Any, axis: int, index: Any, unit: int) -> Any:
 
 
 def tensor_batch(
-    who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, slices: bool
+    who: str, x: jax.Array, fmt: Format, axes: tuple[int, ...], rotation: Any, rounding: str, rows_split: bool
 ) -> tuple[int, ...]:
-    """The batch axes, each slice of which is a tensor."""
-    if not slices:
+    """The batch axes; each slice along them is a tensor."""
+    if not rows_split:
         return x.shape[:-2]
     if x.ndim < 3:
-        raise ValueError(f"{who}: slices=True and x has shape {x.shape}; needs three dimensions or more")
-    needs = whole_slices(fmt, rotation if -2 in axes else None, rounding, -2 in axes)
+        raise ValueError(f"{who}: rows_split=True and x has shape {x.shape}; needs three dimensions or more")
+    needs = part_unit(fmt, rotation if -2 in axes else None, rounding, -2 in axes)
     if x.shape[-2] % needs:
         raise ValueError(
-            f"{who}: slices=True and x has {x.shape[-2]} rows in each; needs a multiple of {needs}, or "
-            "x.reshape(-1, x.shape[-1]) without slices="
+            f"{who}: rows_split=True and x has {x.shape[-2]} rows in each part; needs a multiple of {needs}, or "
+            "x.reshape(-1, x.shape[-1]) without rows_split="
         )
     return x.shape[:-3]
 
 
-def whole_slices(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
-    """What the rows of a slice are a multiple of, so that nothing lies on two slices."""
+def part_unit(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
+    """The rows of a part are a multiple of this number, so that no block and no draw lies on two parts."""
     return math.lcm(unit(fmt, columnwise, rounding == "stochastic"), rotation.size if rotation else 1)
 
 
-def check_plain(who: str, fmt: Int4, rotation: Hadamard | None, rounding: str) -> None:
-    """Raises ValueError for what Int4 checkpoints have no place for."""
+def check_length(who: str, x: jax.Array, fmt: Format, axis: int) -> None:
+    """Raises ValueError if the quantised axis does not end with a whole block, unless the format pads."""
+    if not fmt.pad and (length := x.shape[axis]) % fmt.length:
+        raise ValueError(
+            f"{who}: x has {length} elements along axis {axis}; {type(fmt).__name__}(group_size={fmt.length}) needs a "
+            f"multiple of {fmt.length}, or pad=True"
+        )
+
+
+def check_holds(who: str, x: jax.Array, fmt: Format) -> None:
+    """Raises TypeError if x's dtype cannot hold the decoded numbers."""
+    if (served := fmt.served_dtype) is not None and x.dtype not in (jnp.float32, jnp.dtype(served)):
+        raise TypeError(
+            f"{who}: x is {x.dtype}, which cannot hold the {served} numbers that {fmt} decodes to; cast x to {served} "
+            f'or float32, or use scale_dtype="{x.dtype}"'
+        )
+
+
+def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) -> None:
+    """Raises ValueError for options that a weight-only format does not have."""
+    if not fmt.weight_only:
+        return
     if rotation:
         raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} weights are not rotated; leave it out")
     if rounding == "stochastic":
-        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} rounds to nearest alone; leave it out')
+        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} only rounds to nearest; leave it out')
 
 
 def given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tuple[int, ...]) -> jax.Array | None:
-    """`amax=` or `encode_scale=`, one number for each slice."""
+    """The checked `amax=` or `encode_scale=`, one number per slice; None if neither is given."""
     if amax is not None and encode_scale is not None:
         raise ValueError(f"{who}: amax= and encode_scale= were given; pass one of them")
     name, value = ("amax", amax) if encode_scale is None else ("encode_scale", encode_scale)

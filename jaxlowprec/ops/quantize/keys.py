@@ -37,7 +37,7 @@ def check_key(who: str, key: Any) -> None:
 
 
 def key_words(who: str, key: Any, batch: tuple[int, ...]) -> jax.Array:
-    """The two uint32 words of a key, or of one key for each slice, as [*batch, 2]."""
+    """The two uint32 words of a key, or of one key per slice, as [*batch, 2]."""
     check_key(who, key)
     words = key
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -66,7 +66,7 @@ def slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 class Randomness(NamedTuple):
-    """What the random bits of a gradient's stochastic rounding come from: exactly one of the two.
+    """The source of the random bits of a gradient's stochastic rounding: exactly one of the two.
 
     Attributes:
         words: of a key, uint32 [..., 2]; see `slice_words`.
@@ -87,7 +87,7 @@ class Randomness(NamedTuple):
 def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:
     """uint32 [], of a gradient's shape and its layer's name.
 
-    It is an operand and not a static argument of what is traced: layers that differ in their names only are traced
+    It is an operand of the traced function and not a static argument: layers that differ only in their names are traced
     once.
     """
     return np.asarray(zlib.crc32(repr(((rows, columns), name)).encode()), np.uint32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -30,13 +32,29 @@ def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array])
     return c0, c1, c2, c3
 
 
-def random_bytes(key: jax.Array, stream: int, rows: jax.Array, blocks: jax.Array) -> jax.Array:
-    """uint8 [..., R, B, 16] for a key [..., 2] and global row and block indices: [R] and [B], or each with `...`."""
-    batch = key.shape[:-1]
-    shape = (*batch, rows.shape[-1], blocks.shape[-1])
-    row, block = (jnp.broadcast_to(i, shape) for i in (rows[..., :, None], blocks[..., None, :]))
-    words = (key[..., 0, None, None], key[..., 1, None, None])
-    counter = (block, row, jnp.full(shape, stream, jnp.uint32), jnp.zeros(shape, jnp.uint32))
-    out = jnp.stack(philox4x32(counter, words), axis=-1)
+class Draws(NamedTuple):
+    """What the random bytes of an array [..., R, C] depend on.
+
+    Attributes:
+        words: uint32 [..., 2], of a key.
+        lines: uint32 [R], or [..., R]: the rows' indices in the whole array.
+        sixteens: uint32 [ceil(C/16)], or with `...`: the indices in the whole array of each 16 elements of a row.
+        stream: 0 where rows are quantised, 1 where columns are.
+    """
+
+    words: jax.Array
+    lines: jax.Array
+    sixteens: jax.Array
+    stream: int
+
+
+def random_bytes(draws: Draws) -> jax.Array:
+    """uint8 [..., R, ceil(C/16), 16]."""
+    words, lines, sixteens, stream = draws
+    shape = (*words.shape[:-1], lines.shape[-1], sixteens.shape[-1])
+    line, sixteen = (jnp.broadcast_to(i, shape) for i in (lines[..., :, None], sixteens[..., None, :]))
+    key = (words[..., 0, None, None], words[..., 1, None, None])
+    counter = (sixteen, line, jnp.full(shape, stream, jnp.uint32), jnp.zeros(shape, jnp.uint32))
+    out = jnp.stack(philox4x32(counter, key), axis=-1)
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
     return (out[..., None] >> shifts).astype(jnp.uint8).reshape(*shape, 16)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format
-from jaxlowprec.ops.quantize.philox import random_bytes
+from jaxlowprec.arrays.formats import ELEMENTS, Format
+from jaxlowprec.ops.quantize.philox import Draws, random_bytes
 from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, from_bits, magnitude_bits
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E4M3_MAX = 448.0
-NVFP4_MAX = 2688.0  # 448 * 6: the largest number a block scale and a code make
+NVFP4_MAX = 2688.0  # 448 * 6: the largest block scale times the largest code
 LARGEST_ENCODE = 2.0**126  # keeps its reciprocal normal
-MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
-EXPONENT_BIAS = {"e4m3": 7, "e5m2": 15}
-LARGEST_EXPONENT = {"e2m1": 2, "e4m3": 8, "e5m2": 15}
 E8M0_NAN = 255
 FLOAT8_NAN = 0x7F
 
@@ -42,13 +38,13 @@ def _goes_up(fraction: jax.Array, byte: jax.Array) -> jax.Array:
 
 
 def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
-    """Codes of magnitudes, saturating; not finite is NaN. With a byte for each, rounded as by e2m1_stochastic."""
+    """Codes of magnitudes, saturating; NaN if not finite. With a byte for each, rounded as by e2m1_stochastic."""
     capped = jnp.minimum(a, fmt.maximum)
     if byte is None:
         code = jax.lax.bitcast_convert_type(capped.astype(fmt.data_dtype), jnp.uint8)
     else:
-        mantissa, least_exponent = MANTISSA_BITS[fmt.element], 128 - EXPONENT_BIAS[fmt.element]
-        exponent = jnp.maximum(magnitude_bits(capped) >> 23, least_exponent)  # subnormals share that one's step
+        mantissa, least_exponent = fmt.numbers.mantissa_bits, 128 - fmt.numbers.exponent_bias
+        exponent = jnp.maximum(magnitude_bits(capped) >> 23, least_exponent)  # subnormals have the same step
         steps = capped * from_bits((254 + mantissa - exponent) << 23)  # exact: a power of two
         low = jnp.floor(steps)
         up = _goes_up(steps - low, byte) & (capped < fmt.maximum)
@@ -60,26 +56,28 @@ def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
 
 
 def two_level(bits: jax.Array, tensor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """NVFP4: an E4M3 scale a block, relative to the tensor's amax."""
+    """NVFP4: an E4M3 scale per block, relative to the tensor's amax."""
     g = flush(tensor)[..., None, None]
     encode = jnp.where(g == 0, 1.0, jnp.minimum(NVFP4_MAX / g, LARGEST_ENCODE))
     decode = 1.0 / encode
     multiplier = encode * jnp.float32(1 / 6)
     bad = (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
-    scale = jnp.minimum(jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE), E4M3_MAX).astype(jnp.float8_e4m3fn)
+    scale = jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE)
+    scale = jnp.minimum(scale, ELEMENTS["e4m3"].maximum).astype(jnp.float8_e4m3fn)
     scale = jnp.where(bad, jnp.nan, scale.astype(jnp.float32))
     block_encode = jnp.minimum(1.0 / flush(scale * decode), MAX_FINITE)
     return scale.astype(jnp.float8_e4m3fn), block_encode, bad
 
 
 def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """MX: a power of two a block."""
+    """MX: a power of two per block."""
     if fmt.scale_rule == "up":
         exponent = (magnitude_bits(flush(from_bits(bits) * jnp.float32(1 / fmt.maximum))) + 0x7FFFFF) >> 23
     else:
-        half_unit = 1 << (22 - MANTISSA_BITS[fmt.element])
+        half_unit = 1 << (22 - fmt.numbers.mantissa_bits)
         rounded = bits + (half_unit if fmt.scale_rule == "even" else 0)
-        exponent = jnp.maximum(rounded >> 23, LARGEST_EXPONENT[fmt.element]) - LARGEST_EXPONENT[fmt.element]
+        largest = fmt.numbers.largest_exponent
+        exponent = jnp.maximum(rounded >> 23, largest) - largest
     exponent = jnp.where(bits < MIN_NORMAL_BITS, 0, jnp.maximum(exponent, 1))
     bad = bits >= INFINITY_BITS
     stored = jnp.where(bad, E8M0_NAN, exponent).astype(jnp.uint8)
@@ -87,7 +85,7 @@ def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]
 
 
 def float32_scale(amax: jax.Array, fmt: Format) -> jax.Array:
-    """What to multiply by so that `amax` becomes the largest element (numerics.md 5)."""
+    """The factor that makes `amax` the largest element (numerics.md 5)."""
     a = jnp.maximum(flush(amax), jnp.float32(fmt.amax_epsilon))
     encode = jnp.where(a == 0, 1.0, jnp.minimum(fmt.maximum / a, LARGEST_ENCODE))
     if fmt.power_of_two:
@@ -96,14 +94,14 @@ def float32_scale(amax: jax.Array, fmt: Format) -> jax.Array:
 
 
 def float32(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """FP8 blockwise: a float32 a block."""
+    """FP8 blockwise: a float32 per block."""
     bad = bits >= INFINITY_BITS
     encode = float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
     return jnp.where(bad, jnp.nan, 1.0 / encode), encode, bad
 
 
 def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One float32 a tensor, from its amax or, if `given`, what to multiply by: a positive number, or it is poisoned."""
+    """One float32 per tensor, from its amax or, if `given`, the factor itself, which must be positive and finite."""
     bits, value = magnitude_bits(tensor), flush(tensor)
     bad = (bits >= INFINITY_BITS) | (value <= 0 if given else value < 0)
     encode = value if given else float32_scale(from_bits(jnp.where(bad, 0, bits)), fmt)
@@ -116,7 +114,7 @@ def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array
 def blocks_of(x: jax.Array, fmt: Format) -> jax.Array:
     """x [..., R, C] padded with zeros and seen as [..., R/h, h, C/b, b] in blocks of h x b.
 
-    A tensor-scaled one is [..., R, 1, 1, C].
+    For formats with one scale per tensor the result is [..., R, 1, 1, C].
     """
     rows, columns = x.shape[-2:]
     length = columns if fmt.scaling == "tensor" else fmt.length
@@ -132,15 +130,12 @@ def quantize_rows(
     fmt: Format,
     tensor: jax.Array | None = None,
     encode_scale_given: bool = False,
-    key: jax.Array | None = None,
-    rows: jax.Array | None = None,
-    groups: jax.Array | None = None,
-    stream: int = 0,
+    draws: Draws | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """x [..., R, C] -> codes and scales, blocks along the last axis.
 
-    `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With a key, codes are rounded
-    stochastically by the global indices `rows` [R] and `groups` [ceil(C/16)], or each with `...`.
+    `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With `draws` codes are rounded
+    stochastically, else to nearest.
     """
     count, columns = x.shape[-2:]
     blocks = blocks_of(x.astype(jnp.float32), fmt)
@@ -157,8 +152,8 @@ def quantize_rows(
     canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
     scaled = canonical * encode[..., None, :, None]
     byte = None
-    if key is not None and rows is not None and groups is not None:
-        byte = random_bytes(key, stream, rows, groups)
+    if draws is not None:
+        byte = random_bytes(draws)
         byte = byte.reshape(*x.shape[:-1], byte.shape[-2] * byte.shape[-1])[..., :columns]
         byte = blocks_of(byte, fmt)
     magnitude = jnp.abs(scaled)

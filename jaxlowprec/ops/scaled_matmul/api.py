@@ -50,7 +50,7 @@ def scaled_matmul(
     | Float8Block x Float8Block | 1x128 and 128x128, not 128x128 on both |
     | Float8Tensor x Float8Tensor | |
 
-    E4M3 meets E5M2 on either side, E5M2 does not meet itself.
+    E4M3 can be multiplied by E5M2, on either side; E5M2 by E5M2 cannot.
 
     A plain `a` meets any quantised `b` (weight-only: W4A16, W8A16). b is decoded exactly, block scales included; the
     tensor scale of NVFP4 and Float8Tensor follows the sum. Lane j of 16 sums k = j, j + 16, ... in order, by
@@ -70,7 +70,7 @@ def scaled_matmul(
         return_pre_activation: also return what the activation was applied to, in `out_dtype`.
         activation_input: [..., M, N], for "dgelu": the pre-activation of the forward pass.
         out_sharding: of the result, in JAX's explicit-sharding mode, as for `jnp.matmul`. None: M and N are split as
-            the operands are, `a` coming first; a sum over a split K is had by all.
+            the operands are, `a` first; if K is split, the sum is replicated.
         precision: as for `jax.lax.dot`. None and DEFAULT: the fastest. HIGH and HIGHEST: no FP8 or FP4 tensor cores on
             NVIDIA GPUs, of which some add up in fewer bits than float32; both operands are decoded to bfloat16 instead,
             which is exact and slower (docs/explanation/exact_sums.md). The CPU's bytes do not depend on it.
@@ -112,12 +112,12 @@ def scaled_matmul(
         return _results(weight_only_matmul(who, a, b, options, implementation), out_sharding)
     check_quantized(who, "a", a)
     _check_operands(who, a, b)
-    epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix[0]), **options)
+    epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix_shape[0]), **options)
     out = _run(a, b, epilogue, extras, None, precision, implementation)
     return _results(out, out_sharding)
 
 
-def scaled_matmul_of_slices(
+def scaled_matmul_of_split_rows(
     a: QuantizedArray,
     b: QuantizedArray,
     bias: Float[Array, "*B N"] | None,
@@ -125,22 +125,24 @@ def scaled_matmul_of_slices(
     out_sharding: NamedSharding | PartitionSpec | None,
     precision: Any = None,
 ) -> Float[Array, "*B ..."]:
-    """`scaled_matmul` where `a` is in slices of one tensor, [..., S, M, K], as `quantize(slices=True)` makes them.
+    """`scaled_matmul` where the rows of `a` are split, [..., S, M, K], as `quantize(rows_split=True)` splits them.
 
     Arguments:
-        a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where b is in slices too,
+        a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where the rows of b are split too,
             [..., S, N, K], its columns are: M and N are lines, and the contraction is over S * K.
         b, bias, out_dtype, out_sharding, precision: see `scaled_matmul`.
 
     Returns:
-        [..., S, M, N]; where both are in slices [..., M, N].
+        [..., S, M, N]; where both are split [..., M, N].
     """
     who = "scaled_matmul"
     both = b.ndim == a.ndim
     shape = (
-        (*a.shape[:-3], a.matrix[0], b.matrix[0]) if both else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix[0])
+        (*a.shape[:-3], a.matrix_shape[0], b.matrix_shape[0])
+        if both
+        else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix_shape[0])
     )
-    epilogue, extras = checked_epilogue(who, shape, bias, None, None, out_dtype, False, None, out_sharding)
+    epilogue, extras = checked_epilogue(who, shape, bias=bias, out_dtype=out_dtype, out_sharding=out_sharding)
     a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
     out = _run(a, b, epilogue, extras, "both" if both else "a", checked_precision(who, precision), None)
     return resharded(out[0], out_sharding)
@@ -157,7 +159,7 @@ def _run(
     b: QuantizedArray,
     epilogue: Epilogue,
     extras: list[jax.Array],
-    slices: Any,
+    rows_split: Any,
     precision: Any,
     implementation: Any,
 ) -> list[jax.Array]:
@@ -165,11 +167,11 @@ def _run(
     spec = MatmulSpec(
         a.format,
         b.format,
-        a.format.tiles and a.matrix[0] % a.format.length != 0,
-        b.format.tiles and b.matrix[0] % b.format.length != 0,
+        a.format.tiles and a.matrix_shape[0] % a.format.length != 0,
+        b.format.tiles and b.matrix_shape[0] % b.format.length != 0,
         unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
         epilogue,
-        slices,
+        rows_split,
         wants_float32_sums(precision),
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
@@ -194,13 +196,14 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             f"{who}: a is {a} and b is {b}; there is no GEMM of formats scaled differently: quantise both alike, or "
             "dequantise them and multiply in high precision"
         )
-    if a.element == "int4":
+    if a.weight_only:
         raise NotImplementedError(
             f"{who}: both operands are {a.element}; there is no GEMM of integers: dequantise the activations"
         )
-    if a.element == b.element == "e5m2":
+    if a.element == b.element and not a.numbers.meets_itself:
+        name = a.element.upper()
         raise NotImplementedError(
-            f"{who}: both operands have E5M2 elements; no GEMM takes E5M2 x E5M2: quantise one of them to E4M3"
+            f"{who}: both operands have {name} elements; no GEMM takes {name} x {name}: quantise one of them to E4M3"
         )
     if a.scaling == "float32" and a.tiles and b.tiles:
         raise NotImplementedError(
@@ -216,18 +219,17 @@ def check_pair(who: str, a: Format, b: Format) -> None:
 
 def _check_operands(who: str, a: QuantizedArray, b: QuantizedArray) -> None:
     for name, q in (("a", a), ("b", b)):
-        if len(q.matrix) != 2:
+        if len(q.matrix_shape) != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs two dimensions or more")
         if q.axis != -1:
             raise ValueError(
                 f"{who}: {name} of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
-                f"quantise it with axis=-1, or pass {name}.mT to contract over its axis of {q.matrix[-2]}"
+                f"quantise it with axis=-1, or pass {name}.mT to contract over its axis of {q.matrix_shape[-2]}"
             )
     check_pair(who, a.format, b.format)
-    if a.matrix[-1] != b.matrix[-1]:
-        raise ValueError(
-            f"{who}: a {a.shape} and b {b.shape} differ in the contracted last axis: {a.matrix[-1]} and {b.matrix[-1]}"
-        )
+    if a.matrix_shape[-1] != b.matrix_shape[-1]:
+        sizes = f"{a.matrix_shape[-1]} and {b.matrix_shape[-1]}"
+        raise ValueError(f"{who}: a {a.shape} and b {b.shape} differ in the contracted last axis: {sizes}")
     if a.shape[:-2] != b.shape[:-2]:
         raise ValueError(
             f"{who}: a {a.shape} and b {b.shape} differ in their batch axes; broadcast them before quantising"

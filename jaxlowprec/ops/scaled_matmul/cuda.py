@@ -1,6 +1,7 @@
-"""The GEMM's custom call on NVIDIA GPUs: tensor cores multiply, XLA does what of the epilogue cuBLASLt has not exactly.
+"""The GEMM's custom call on NVIDIA GPUs: tensor cores multiply; XLA applies the epilogue parts that cuBLASLt cannot do
+exactly.
 
-`xla_ffi/cuda/matmul_plan.h` says which way each pair of formats takes on which GPU.
+`xla_ffi/cuda/matmul_plan.h` says how each pair of formats is multiplied on which GPU.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from jaxlowprec.arrays.layouts import pad_to_multiples
 from jaxlowprec.ops.scaled_matmul import reference
 from jaxlowprec.wiring import native
 
-# Sizes that cuBLASLt multiplies: rows of codes and of the result of whole 16 bytes, whole blocks of 32, and for float32
-# block scales rows of scales of whole 16 bytes.
+# Multiples that cuBLASLt needs: rows of codes and of the result are whole 16 bytes, K is whole blocks of 32, and with
+# float32 block scales rows of scales are whole 16 bytes.
 _DEPTH, _COLUMNS, _SCALED_ROWS = 32, 16, 4
 
 # Least rows of an `a` with float32 block scales. cuBLASLt's manual allows 4, but few of its algorithms have so narrow a
 # tile; a row of zero codes costs next to nothing.
 _LEAST_SCALED_ROWS = 16
 
-# Compute capabilities that differ in what they need. Exported where there is no GPU, a program may meet any.
+# Compute capabilities with different needs. A program exported without a GPU may run on any of these.
 _CAPABILITIES = (80, 89, 90, 100)
 
 
 def _plans(
     a_format: Format, b_format: Format, rows: int, columns: int, depth: int, accumulate: bool, float32_sums: bool
 ) -> tuple[str, int]:
-    """Why there is no such GEMM on the GPUs of this process, else ""; and the bytes of workspace."""
+    """Why the GPUs of this process have no such GEMM, or ""; and the bytes of workspace."""
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
     capability = native.compute_capability()
     capabilities = _CAPABILITIES if capability is None else (round(10 * capability),)
@@ -46,7 +47,7 @@ def _as_mx(fmt: Format, capability: float) -> bool:
 
 
 def route(fmt: Format, capability: int) -> str:
-    """What multiplies many rows of a format on GPUs of that compute capability (90 for 9.0), in words; "" if none."""
+    """In words, how GPUs of that compute capability (90 for 9.0) multiply many rows of a format; "" if they cannot."""
     attributes = (MXFP8() if _as_mx(fmt, capability / 10) else fmt).attributes
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
     return plan(attributes, attributes, 4096, 4096, 4096, False, False, capability)[2]
@@ -57,8 +58,9 @@ def sum_errors(
 ) -> tuple[float, float]:
     """How far a GEMM's sums may be from the exact ones on GPUs of that compute capability (90 for 9.0).
 
-    Relative to the sum of the terms' magnitudes, before the result is rounded: what tests hold random operands to, and
-    what no operands exceed. `xla_ffi/cuda/gemm_error.h` has the numbers, docs/explanation/exact_sums.md derives them.
+    Relative to the sum of the terms' magnitudes, before the result is rounded: the bound that tests use for random
+    operands, and the bound that no operands exceed. `xla_ffi/cuda/gemm_error.h` has the numbers,
+    docs/explanation/exact_sums.md derives them.
     """
     if not float32_sums and _as_mx(a_format, capability / 10):
         a_format = b_format = MXFP8()
@@ -77,18 +79,18 @@ def _padded(data: jax.Array, scale: jax.Array, fmt: Format, rows: int) -> tuple[
 def _as_mxfp8(scale: jax.Array, fmt: Format, rows: int, depth: int) -> tuple[jax.Array, Format]:
     """The scales of FP8 blocks, powers of two, as those of MX blocks: the exponent of each, for its four blocks of 32.
 
-    `depth` is a multiple of 32. Not finite stays NaN.
+    `depth` is a multiple of 32. Scales that are not finite stay NaN.
     """
     exponents = (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
     exponents = jnp.repeat(exponents, 4, axis=-1)[..., : depth // 32]
     if fmt.tiles:
         exponents = jnp.repeat(exponents, 4, axis=-2)[..., : -(-rows // 32), :]
-    as_mx = MXFP8("e5m2" if fmt.element == "e5m2" else "e4m3", (32, 32) if fmt.tiles else (1, 32))
+    as_mx = MXFP8(fmt.element, (32, 32) if fmt.tiles else (1, 32))  # type: ignore[arg-type]
     return jax.lax.bitcast_convert_type(exponents, as_mx.scale_dtype), as_mx
 
 
 def why_not(spec: Any, a_data: jax.Array, b_data: jax.Array) -> str:
-    """Why the GPUs of this process have no GEMM for these operands; empty if they have, or if there are none to ask."""
+    """Why the GPUs of this process have no GEMM for these operands; empty if they have one, or if there is no GPU."""
     if not all(isinstance(n, int) for n in (*a_data.shape, *b_data.shape)):
         return "shapes are symbolic, but the workspace depends on their sizes: export each size by itself"
     depth = a_data.shape[-1] * (1 + spec.a_format.packed)
@@ -119,8 +121,8 @@ def matmul(spec: Any, a_data, a_scale, b_data, b_scale, *extras) -> list[jax.Arr
     if not spec.float32_sums and _as_mx(a_fmt, native.compute_capability() or 0):
         a_scale, a_fmt = _as_mxfp8(a_scale, a_fmt, padded[0], depth)
         b_scale, b_fmt = _as_mxfp8(b_scale, b_fmt, padded[1], depth)
-    # cuBLASLt accumulates before an activation, and its biases are bfloat16: with either, or a sum of another type, it
-    # stops at float32. Nor does it round a product of bfloat16 to float16.
+    # cuBLASLt accumulates before an activation, its biases are bfloat16, and it does not round a product to float16: in
+    # these cases it returns the float32 sums, and XLA applies the epilogue.
     plain = bias is None and epilogue.activation is None and epilogue.out_dtype in (jnp.bfloat16, jnp.float32)
     fits = accumulate is None or (accumulate.dtype == epilogue.out_dtype and padded == (rows, columns))
     whole = plain and fits

@@ -14,7 +14,7 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.scaled_matmul import cuda, reference
-from jaxlowprec.ops.slices import merged_columns, merged_rows, sliced_rows
+from jaxlowprec.ops.split_rows import merged_columns, merged_rows, split_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +23,12 @@ class MatmulSpec:
 
     Attributes:
         a_format, b_format: of the operands.
-        ragged_rows, ragged_columns: M or N is no multiple of the operand's square tiles.
-        ragged_depth: K, as stored, is no multiple of the block.
-        epilogue: what follows the sums.
-        slices: of one tensor (see `ops.slices`): "a", its rows and those of the result, [..., S, M, ...]; or "both",
-            what is contracted, whose slices are summed over.
-        float32_sums: on GPUs no tensor cores that may add up in fewer bits; other platforms' sums are float32 anyway.
+        ragged_rows, ragged_columns: M or N is not a multiple of the operand's square tiles.
+        ragged_depth: K, as stored, is not a multiple of the block.
+        epilogue: the operations after the sums.
+        rows_split: which rows are split (see `ops.split_rows`): "a": those of a and of the result, [..., S, M, ...];
+            "both": those of a and b, which are contracted: the products of the parts are summed.
+        float32_sums: GPUs use no tensor cores that may add up in fewer bits; other platforms always sum in float32.
     """
 
     a_format: Any
@@ -37,7 +37,7 @@ class MatmulSpec:
     ragged_columns: bool
     ragged_depth: bool
     epilogue: Epilogue
-    slices: Literal["a", "both"] | None = None
+    rows_split: Literal["a", "both"] | None = None
     float32_sums: bool = False
 
     @property
@@ -46,14 +46,14 @@ class MatmulSpec:
         return self.a_format.scaling == "two_level"
 
 
-def _rule(spec: MatmulSpec) -> wiring.Rule:
-    """M and N split (with tiles in whole ones), K splits in whole blocks and is then summed over."""
+def _rule(spec: MatmulSpec) -> wiring.ShardingRule:
+    """M and N split (into whole tiles, if there are tiles); K splits into whole blocks and is then summed over."""
     whole: list[str] = []
     length = spec.a_format.length
     per_tensor = spec.a_format.scaling == "tensor"
 
     def operand(factor: str, fmt: Format, ragged: bool, s: str) -> tuple[str, list[str]]:
-        """The name of its lines, and its data and scale."""
+        """The name of the operand's lines, and its data and scale, in a rule."""
         line = scale_line = factor
         if fmt.tiles and ragged:
             scale_line = f"{factor}blocks"
@@ -69,34 +69,34 @@ def _rule(spec: MatmulSpec) -> wiring.Rule:
             code, blocks = f"(k {'h' if fmt.packed else 'b'})", "k"
         return line, [f"... {s}{line} {code}", f"... {s}{scale_line} {blocks}"]
 
-    m, a = operand("m", spec.a_format, spec.ragged_rows, "s " if spec.slices else "")
-    n, b = operand("n", spec.b_format, spec.ragged_columns, "s " if spec.slices == "both" else "")
-    m = f"s {m}" if spec.slices == "a" else m
+    m, a = operand("m", spec.a_format, spec.ragged_rows, "s " if spec.rows_split else "")
+    n, b = operand("n", spec.b_format, spec.ragged_columns, "s " if spec.rows_split == "both" else "")
+    m = f"s {m}" if spec.rows_split == "a" else m
     operands = a + b + ["..."] * 2 * spec.two_level + spec.epilogue.operands(m, n)
     results = spec.epilogue.results(m, n)
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     sizes: dict[str, Any] = {f: size for f, size in (("b", length), ("h", length // 2)) if f" {f})" in text}
-    reductions = ("s",) * (spec.slices == "both") + ("k",) * (not spec.ragged_depth)
-    return wiring.Rule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
+    reductions = ("s",) * (spec.rows_split == "both") + ("k",) * (not spec.ragged_depth)
+    return wiring.ShardingRule(text, reductions=reductions, whole=tuple(dict.fromkeys(whole)), **sizes)
 
 
 def _merging(spec: MatmulSpec, multiply: Callable) -> Callable:
-    """What multiplies matrices, taking and giving slices where the spec says so."""
+    """A function that multiplies matrices, wrapped to take and return split rows where the spec says so."""
 
-    def multiply_slices(a_data, a_scale, b_data, b_scale, *rest):
+    def multiply_parts(a_data, a_scale, b_data, b_scale, *rest):
         per_tensor, amaxes = spec.a_format.scaling == "tensor", 2 * spec.two_level
-        merge = merged_rows if spec.slices == "a" else merged_columns
+        merge = merged_rows if spec.rows_split == "a" else merged_columns
         a_merged = merge(a_data), a_scale if per_tensor else merge(a_scale)
-        if spec.slices == "both":
+        if spec.rows_split == "both":
             return multiply(*a_merged, merge(b_data), b_scale if per_tensor else merge(b_scale), *rest)
         rest = (*rest[:amaxes], *_merged_extras(spec, rest[amaxes:]))
-        return [sliced_rows(y, *a_data.shape[-3:-1]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
+        return [split_rows(y, *a_data.shape[-3:-1]) for y in multiply(*a_merged, b_data, b_scale, *rest)]
 
-    return multiply_slices if spec.slices else multiply
+    return multiply_parts if spec.rows_split else multiply
 
 
 def _merged_extras(spec: MatmulSpec, extras: Sequence[jax.Array]) -> list[jax.Array]:
-    """The epilogue's operands: all but a bias are laid out as the result is."""
+    """The epilogue's operands: all except the bias are laid out as the result is."""
     bias = int(spec.epilogue.bias)
     return [*extras[:bias], *map(merged_rows, extras[bias:])]
 
@@ -108,7 +108,7 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
 
     def outputs(a_data, a_scale, b_data, *_):
         *batch, rows, _ = a_data.shape
-        batch = batch[:-1] if spec.slices == "both" else batch
+        batch = batch[:-1] if spec.rows_split == "both" else batch
         return spec.epilogue.outputs((*batch, rows, b_data.shape[-2]))
 
     amaxes = 2 * spec.two_level
@@ -140,14 +140,14 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         return cuda.matmul(spec, *operands)
 
     def when_reduced(add_up, *operands):
-        """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
+        """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
         total, extras = add_up(partial), operands[4 + amaxes :]
-        if spec.slices != "a":
+        if spec.rows_split != "a":
             return spec.epilogue.finish(total, extras)
         results = spec.epilogue.finish(merged_rows(total), _merged_extras(spec, extras))
-        return [sliced_rows(y, *total.shape[-3:-1]) for y in results]
+        return [split_rows(y, *total.shape[-3:-1]) for y in results]
 
     merging = functools.partial(_merging, spec)
     return wiring.define(

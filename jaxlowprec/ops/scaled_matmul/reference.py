@@ -39,7 +39,7 @@ def products(
         (a, sa), (b, sb) = block
         sa, sb = sa[..., :, None], sb[..., None, :]
         if a_format.scaling == "two_level":
-            return y + _dot(a, b) * (sa * sb), None  # the term is exact: fused or not is the same
+            return y + _dot(a, b) * (sa * sb), None  # the term is exact, so a fused multiply-add gives the same
         return y + rounded(rounded(_dot(a, b) * sa) * sb), None
 
     shape = (*a_data.shape[:-2], a_data.shape[-2], b_data.shape[-2])
@@ -52,7 +52,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def alpha(a_amax: jax.Array, b_amax: jax.Array) -> jax.Array:
-    """What the sum is multiplied by: the tensor scales of two-level operands."""
+    """The product of the tensor scales of two-level operands, which multiplies the sums."""
     return flush(flush(a_amax * b_amax) * jnp.float32(1 / 7225344))
 
 

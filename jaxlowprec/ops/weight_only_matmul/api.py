@@ -1,4 +1,4 @@
-"""Activations in high precision times a quantised weight: what `scaled_matmul` does with a plain first operand."""
+"""Activations in high precision times a quantised weight: `scaled_matmul` with a plain first operand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weight_only_matmul(
     x = float_array(who, "a", x)
     _check_operands(who, x, q)
     shared, rows = q.ndim == 2, x.shape[:-1]
-    columns, depth = q.matrix
+    columns, depth = q.matrix_shape
     epilogue, extras = checked_epilogue(who, (*rows, columns), **epilogue_options)
     if shared and epilogue.bias:
         if (given := jnp.shape(epilogue_options["bias"])) != (columns,):
@@ -33,7 +33,6 @@ def weight_only_matmul(
     fmt = q.format
     spec = WeightOnlySpec(
         fmt,
-        q.zero_point is not None,
         fmt.tiles and columns % fmt.length != 0,
         depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0),
         shared,
@@ -57,22 +56,21 @@ _without_derivative = no_derivative(
 
 def _check_operands(who: str, x: jax.Array, q: QuantizedArray) -> None:
     for name, value in (("a", x), ("b", q)):
-        if value.ndim < 2 or (name == "b" and len(q.matrix) != 2):
+        if value.ndim < 2 or (name == "b" and len(q.matrix_shape) != 2):
             raise ValueError(f"{who}: {name} has shape {value.shape}; needs two dimensions or more")
     if q.axis != -1:
         raise ValueError(
             f"{who}: b of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
-            f"quantise it with axis=-1, or pass b.mT to contract over its axis of {q.matrix[-2]}"
+            f"quantise it with axis=-1, or pass b.mT to contract over its axis of {q.matrix_shape[-2]}"
         )
     if q.hadamard is not None:
         raise ValueError(
             f"{who}: b has hadamard={q.hadamard} and a is not quantised; a rotation cancels only if both operands have "
             "it: quantise the weight without hadamard=, or quantise a with the same"
         )
-    if x.shape[-1] != q.matrix[-1]:
-        raise ValueError(
-            f"{who}: a {x.shape} and b {q.shape} differ in the contracted last axis: {x.shape[-1]} and {q.matrix[-1]}"
-        )
+    if x.shape[-1] != q.matrix_shape[-1]:
+        sizes = f"{x.shape[-1]} and {q.matrix_shape[-1]}"
+        raise ValueError(f"{who}: a {x.shape} and b {q.shape} differ in the contracted last axis: {sizes}")
     if q.ndim > 2 and x.shape[:-2] != q.shape[:-2]:
         raise ValueError(
             f"{who}: a {x.shape} and b {q.shape} differ in their batch axes; broadcast a, or pass one weight [N, K] "

@@ -1,6 +1,6 @@
-"""The weight-only GEMM on NVIDIA GPUs: few rows by a kernel that decodes the weight in registers, the others by XLA.
+"""The weight-only GEMM on NVIDIA GPUs: a kernel that decodes the weight in registers takes few rows, XLA takes more.
 
-Numbers are those of the CPU to float32's rounding, not its bytes: tensor cores add up in an order of their own.
+Numbers differ from the CPU's by float32 rounding: tensor cores add up in another order.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxlowprec.ops.weight_only_matmul import reference
 from jaxlowprec.wiring import native
 
-_CAPABILITIES = (80, 90, 100)  # what a program may meet that is exported where there is no GPU
+_CAPABILITIES = (80, 90, 100)  # of the GPUs that a program exported without a GPU may run on
 
 
 def _plan(spec: Any, x: jax.Array, scale: jax.Array) -> tuple[str, int]:
-    """Why the kernel does not take these operands on the GPUs of this process, else ""; and the bytes of workspace."""
+    """Why the kernel does not take these operands on the GPUs of this process, or ""; and the bytes of workspace."""
     if not all(isinstance(n, int) for n in (*x.shape, *scale.shape)):
         return "shapes are symbolic, but the way that is taken depends on their sizes: export each size by itself", 0
     plan = native.library().module.cuda_weight_only_plan  # type: ignore[union-attr]
@@ -36,7 +36,7 @@ def why_not(spec: Any, x: jax.Array, scale: jax.Array) -> str:
 
 
 def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
-    """By the kernel: sums and alpha its own, the rest of the epilogue XLA's."""
+    """By the kernel, which computes the sums times alpha; XLA applies the rest of the epilogue."""
     lead = x.shape[:-1]
     rows = x.reshape(math.prod(lead), x.shape[-1]) if spec.shared else x
     alpha = reference.alpha(scale, amax, spec.format)
@@ -46,22 +46,20 @@ def matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Arra
     ]
     weight = [leaf for leaf in (data, scale, alpha, zero_point) if leaf is not None]
     y, _ = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
-        rows, *weight, format=spec.format.attributes, asymmetric=spec.asymmetric
+        rows, *weight, format=spec.format.attributes, asymmetric=spec.format.has_zero_point
     )
     return spec.epilogue.finish(y.reshape(*lead, y.shape[-1]), extras)
 
 
 def exact_dtype(fmt: Any, x: jax.Array) -> Any:
-    """Of the GEMM that loses nothing of either operand: x's own if the decoded weight fits, else float32."""
-    if fmt.element == "int4":
-        weight = jnp.dtype(fmt.scale_dtype)
-    else:
-        weight = jnp.dtype("float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16")
+    """The narrowest dtype that holds both operands exactly: x's own if the decoded weight fits it, else float32."""
+    exact = "float32" if fmt.scaling == "float32" and not fmt.power_of_two else "bfloat16"
+    weight = jnp.dtype(fmt.served_dtype or exact)
     return x.dtype if x.dtype == weight else jnp.dtype("float32")
 
 
 def decoded_matmul(spec: Any, x, data, scale, amax, zero_point, extras) -> list[jax.Array]:
-    """By XLA's GEMM of x and the weight decoded, exactly, to the narrowest type that holds both."""
+    """By XLA's GEMM of x and the decoded weight, in the narrowest dtype that holds both exactly."""
     dtype = exact_dtype(spec.format, x)
     w = reference.decoded(data, scale, zero_point, spec.format)[..., : x.shape[-1]].astype(dtype)
     y = jnp.einsum(

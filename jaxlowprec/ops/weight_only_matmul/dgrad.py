@@ -1,6 +1,6 @@
 """The gradient of a weight-only product with respect to its activations: dy times the decoded weight.
 
-An op, though XLA multiplies: where a mesh gathers the weight, its codes travel, and each device decodes them.
+XLA multiplies. It is an op so that a mesh that gathers the weight sends its codes, which each device decodes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ def weight_only_dgrad(
     """dy @ q, accumulated in float32; the weight is decoded to dy's dtype.
 
     Arguments:
-        dy: [..., M, N]; [..., S, M, N] in slices for a weight without S.
+        dy: [..., M, N]; [..., S, M, N], rows split, for a weight without S.
         q: [..., N, K], quantised along K.
         out_dtype, out_sharding: of the result, see `scaled_matmul`.
         precision: of the product, as for `jax.lax.dot`; hashable.
     """
-    fmt, (rows, depth) = q.format, q.matrix
+    fmt, (rows, depth) = q.format, q.matrix_shape
     ragged_depth = depth % fmt.length != 0 or (fmt.packed and fmt.length % 2 != 0)
     op = _dgrad_op(
         fmt,
-        q.zero_point is not None,
         fmt.tiles and rows % fmt.length != 0,
         depth if ragged_depth else None,
         dy.ndim > q.ndim,
@@ -50,17 +49,17 @@ def weight_only_dgrad(
 @functools.cache
 def _dgrad_op(
     fmt: Format,
-    asymmetric: bool,
     ragged_columns: bool,
     ragged_depth: int | None,
-    slices: bool,
+    rows_split: bool,
     out_dtype: Any,
     out_spec: PartitionSpec | None,
     precision: Any,
 ):
-    """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where that does not follow."""
-    weight = weight_factors(fmt, asymmetric, ragged_columns, ragged_depth is not None, "...")
-    lines = "s m" if slices else "m"
+    """dy, and the weight as `weight_only_op` takes it -> dx. `ragged_depth`: K where it does not follow from the
+    shapes, else None."""
+    weight = weight_factors(fmt, ragged_columns, ragged_depth is not None, "...")
+    lines = "s m" if rows_split else "m"
     text = f"{', '.join([f'... {lines} {weight.n}', *weight.operands])} -> ... {lines} {weight.k}"
     reductions = () if "n" in weight.whole else ("n",)
 
@@ -74,16 +73,16 @@ def _dgrad_op(
 
     def multiply(dy, data, scale, *rest, dtype):
         amax = rest[0] if fmt.scaling == "two_level" else None
-        zero_point = rest[-1] if asymmetric else None
+        zero_point = rest[-1] if fmt.has_zero_point else None
         matrix = (data.shape[-2], depth(data, scale))
         w = QuantizedArray(data, scale, amax, zero_point, fmt, matrix, dy.dtype, -1, None)
-        decoded = dequantize(w)[..., None, :, :] if slices else dequantize(w)
+        decoded = dequantize(w)[..., None, :, :] if rows_split else dequantize(w)
         y = jnp.matmul(dy, decoded, precision=precision, preferred_element_type=jnp.float32)
         return y.astype(dtype)
 
     return wiring.define(
         "jaxlowprec_weight_only_dgrad",
-        rule=wiring.Rule(text, reductions=reductions, whole=weight.whole, **weight.sizes),
+        rule=wiring.ShardingRule(text, reductions=reductions, whole=weight.whole, **weight.sizes),
         outputs=outputs,
         reference=lambda *operands: [multiply(*operands, dtype=out_dtype)],
         when_reduced=lambda add_up, *operands: [add_up(multiply(*operands, dtype=jnp.float32)).astype(out_dtype)],

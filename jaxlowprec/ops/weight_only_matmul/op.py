@@ -23,15 +23,13 @@ class WeightOnlySpec:
 
     Attributes:
         format: of the weight.
-        asymmetric: it has zero points.
-        ragged_columns: N is no multiple of its square tiles.
-        ragged_depth: K is no multiple of its block, or a block no whole number of bytes.
+        ragged_columns: N is not a multiple of its square tiles.
+        ragged_depth: K is not a multiple of its block, or a block is not a whole number of bytes.
         shared: one weight for all batch axes of the activations, else one for each.
-        epilogue: what follows the sums.
+        epilogue: the operations after the sums.
     """
 
     format: Format
-    asymmetric: bool
     ragged_columns: bool
     ragged_depth: bool
     shared: bool
@@ -44,8 +42,8 @@ class WeightOnlySpec:
 
     @property
     def weights(self) -> int:
-        """How many operands the weight is: data, scale, amax or zero points."""
-        return 2 + self.two_level + self.asymmetric
+        """The number of operands of the weight: data, scale, amax or zero points."""
+        return 2 + self.two_level + self.format.has_zero_point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,7 @@ class WeightFactors:
 
     Attributes:
         n, k: its logical dimensions.
-        operands: what it consists of.
+        operands: its arrays.
         whole, sizes: of the rule.
         depth_splits: whether K is split into whole blocks; else not at all.
     """
@@ -67,10 +65,8 @@ class WeightFactors:
     depth_splits: bool
 
 
-def weight_factors(
-    fmt: Format, asymmetric: bool, ragged_columns: bool, ragged_depth: bool, batch: str
-) -> WeightFactors:
-    """N split (of square tiles in whole ones), K in whole blocks; `batch` is "..." or ""."""
+def weight_factors(fmt: Format, ragged_columns: bool, ragged_depth: bool, batch: str) -> WeightFactors:
+    """N splits (into whole tiles, if there are tiles), K into whole blocks; `batch` is "..." or ""."""
     whole: list[str] = []
     n = scale_n = "n"
     if fmt.tiles and ragged_columns:
@@ -88,23 +84,23 @@ def weight_factors(
         code = "k" if fmt.packed and fmt.length == 2 else f"(k {'h' if fmt.packed else 'b'})"
         k, operands = "(k b)", [f"{batch} {n} {code}", f"{batch} {scale_n} k"]
     operands += [batch] * (fmt.scaling == "two_level")
-    operands += [f"{batch} {scale_n} {'kblocks' if ragged_depth else 'k'}"] * asymmetric
+    operands += [f"{batch} {scale_n} {'kblocks' if ragged_depth else 'k'}"] * fmt.has_zero_point
     text = ", ".join([n, k, *operands])
     sizes = {f: size for f, size in (("b", fmt.length), ("h", fmt.length // 2)) if f" {f})" in text}
     return WeightFactors(n, k, operands, tuple(dict.fromkeys(whole)), sizes, not ragged_depth)
 
 
-def _rule(spec: WeightOnlySpec) -> wiring.Rule:
-    """M and N split, K splits in whole blocks and is then summed over."""
+def _rule(spec: WeightOnlySpec) -> wiring.ShardingRule:
+    """M and N split; K splits into whole blocks and is then summed over."""
     batch = "" if spec.shared else "..."
-    weight = weight_factors(spec.format, spec.asymmetric, spec.ragged_columns, spec.ragged_depth, batch)
+    weight = weight_factors(spec.format, spec.ragged_columns, spec.ragged_depth, batch)
     extras = spec.epilogue.operands("m", weight.n)
     if spec.shared and spec.epilogue.bias:
         extras[0] = weight.n
     results = spec.epilogue.results("m", weight.n)
     text = f"{', '.join([f'... m {weight.k}', *weight.operands, *extras])} -> {', '.join(results)}"
     reductions = ("k",) if weight.depth_splits else ()
-    return wiring.Rule(text, reductions=reductions, whole=weight.whole, **weight.sizes)
+    return wiring.ShardingRule(text, reductions=reductions, whole=weight.whole, **weight.sizes)
 
 
 @functools.cache
@@ -122,7 +118,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
     def named(data, scale, *rest):
         """data, scale, amax, zero points, the last two None where the format has none."""
         rest = list(rest)
-        return data, scale, rest.pop(0) if spec.two_level else None, rest.pop(0) if spec.asymmetric else None
+        return data, scale, rest.pop(0) if spec.two_level else None, rest.pop(0) if spec.format.has_zero_point else None
 
     def run_reference(x, *operands):
         data, scale, amax, zero_point = named(*operands[: spec.weights])
@@ -131,7 +127,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         return spec.epilogue.finish(sums, operands[spec.weights :])
 
     def run_native(x, *operands):
-        """A shared weight's batch axes are rows."""
+        """With a shared weight the batch axes of x are rows."""
         weight, extras = operands[: spec.weights], list(operands[spec.weights :])
         lead = x.shape[:-1]
 
@@ -141,9 +137,9 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         x = folded(x)
         extras[spec.epilogue.bias :] = map(folded, extras[spec.epilogue.bias :])
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs(x, *weight)]
-        out = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)(
-            x, *weight, *extras, format=spec.format.attributes, asymmetric=spec.asymmetric, **spec.epilogue.attributes
-        )
+        attributes = {"format": spec.format.attributes, "asymmetric": spec.format.has_zero_point}
+        call = jax.ffi.ffi_call("jaxlowprec_weight_only_matmul", results)
+        out = call(x, *weight, *extras, **attributes, **spec.epilogue.attributes)
         return [y.reshape(*lead, y.shape[-1]) for y in out]
 
     def run_cuda(x, *operands):
@@ -160,7 +156,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
         return multiply(spec, x, *named(*weight), extras)
 
     def when_reduced(add_up, *operands):
-        """With K split, partial sums (their scales applied) meet in float32 before the rest of the epilogue."""
+        """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
         plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
         (partial,) = weight_only_op(plain, implementation)(*operands[:last])
         return spec.epilogue.finish(add_up(partial), operands[last:])
@@ -178,7 +174,7 @@ def weight_only_op(spec: WeightOnlySpec, implementation: Implementation):
     if not spec.shared:
         return wired
 
-    # A mapped axis of the activations alone is one more axis of rows; one of the weight makes it a weight for each.
+    # If only the activations are mapped, the mapped axis holds more rows; if the weight is mapped, it is not shared.
     op = custom_vmap(lambda *operands: wired(*operands))
 
     @op.def_vmap

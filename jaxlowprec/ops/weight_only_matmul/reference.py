@@ -1,7 +1,7 @@
 """The weight-only GEMM in pure JAX: the byte oracle for activations in bfloat16 and float16, whose products are exact.
 
 Lane j of 16 sums k = j, j + 16, ... in order with fused multiply-adds from 0; the 16 lanes are added as a tree, j with
-j + 8, then + 4, + 2, + 1. A row's bytes so depend neither on the other rows nor on who computes them.
+j + 8, then + 4, + 2, + 1. So the bytes of a row depend neither on the other rows nor on the engine.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format, Int4
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.layouts import pad_to_multiples
 from jaxlowprec.ops.dequantize.reference import code_values, scale_values
 from jaxlowprec.ops.int4 import reference as int4
+from jaxlowprec.ops.quantize.reference import NVFP4_MAX
 from jaxlowprec.ops.rounding import flush, rounded
 
 LANES = 16
@@ -23,7 +24,7 @@ _LANES_AT_ONCE = 1 << 24  # float32 sums of the rows that are multiplied togethe
 
 def decoded(data: jax.Array, scale: jax.Array, zero_point: jax.Array | None, fmt: Format) -> jax.Array:
     """A weight as float32 [..., N, K], K padded as its codes are, without the tensor scale of formats that have one."""
-    if isinstance(fmt, Int4):
+    if fmt.scaling == "float16":
         columns = scale.shape[-1] * fmt.length
         return int4.dequantize(data, scale, zero_point, fmt, columns, jnp.dtype("float32"))
     codes = code_values(data, fmt)
@@ -34,9 +35,9 @@ def decoded(data: jax.Array, scale: jax.Array, zero_point: jax.Array | None, fmt
 
 
 def alpha(scale: jax.Array, amax: jax.Array | None, fmt: Format) -> jax.Array | None:
-    """What the sums are multiplied by, float32 [...]: the tensor scale, for formats that have one."""
+    """The factor of the sums, float32 [...]: the tensor scale, for formats that have one; else None."""
     if amax is not None:
-        return flush(amax * jnp.float32(1 / 2688))
+        return flush(amax * jnp.float32(1 / NVFP4_MAX))
     return scale if fmt.scaling == "tensor" else None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.written_whole import read_json_object, write_json
-from jaxlowprec.weight_sync.bucket import MAX_VERSION, Header, checksum
+from jaxlowprec.weight_sync.bucket import MAX_VERSION, BucketHeader, checksum
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.folders.layout import folder_name
 from jaxlowprec.weight_sync.manifest import Manifest
@@ -42,7 +42,7 @@ class Record:
     base_version: int | None
     files: int
     manifest: Manifest
-    buckets: tuple[Header, ...]
+    buckets: tuple[BucketHeader, ...]
     before: dict[str, str]
     after: dict[str, str]
 
@@ -79,7 +79,7 @@ class Record:
         after = _checksums(content["after"], manifest.by_name)
         if not isinstance(content["buckets"], list):
             raise ValueError("buckets must be a list of headers")
-        headers = tuple(Header.from_json(json.dumps(header).encode()) for header in content["buckets"])
+        headers = tuple(BucketHeader.from_json(json.dumps(header).encode()) for header in content["buckets"])
         held = [placed.entry.name for header in headers for placed in header.entries]
         if len(held) != len(manifest.entries) or set(held) != manifest.by_name.keys():
             raise ValueError("buckets must hold each tensor of the manifest once")

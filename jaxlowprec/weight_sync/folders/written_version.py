@@ -13,7 +13,7 @@ from jaxlowprec.checkpoints.files.folder import SINGLE_FILE, write_index
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.files.written_whole import copy_whole
-from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, views
+from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader, checksum, views
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.folders.layout import publish, unfinished
 from jaxlowprec.weight_sync.folders.record import Record, write_record
@@ -125,7 +125,7 @@ class WrittenVersion:
         self.folder = folder
         self.checksums: dict[str, str] = {}
         self.staging = Staging(version, manifest)
-        self._headers: list[Header] = []
+        self._headers: list[BucketHeader] = []
         self._temporary = unfinished(folder)
         try:
             self._writer = writer(self._temporary)

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxlowprec.arrays.formats import Int4
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes import by_name, marlin
 from jaxlowprec.checkpoints.schemes.base import Scheme
@@ -61,7 +60,7 @@ def _to_plain(tensors: Arrays, scheme: Scheme, dtype: Any) -> tuple[Arrays, Arra
 
 def _certain(tensors: Arrays, scheme: Scheme, dtype: np.dtype) -> bool:
     """Whether the codes certainly follow from the decoded weight and its scales."""
-    q = scheme.load(tensors, dtype) if isinstance(scheme.format, Int4) else None
+    q = scheme.load(tensors, dtype) if scheme.format.element == "int4" else None
     if q is None or dtype.name == "float16":
         return False
     scale = np.abs(np.asarray(q.scale).astype(np.float32))
@@ -79,10 +78,10 @@ def _from_plain(live: Arrays, kept: Arrays, scheme: Scheme) -> Arrays:
 
 def _as_gptq(scheme: Scheme) -> GPTQ:
     fmt = scheme.format
-    if not isinstance(fmt, Int4):
+    if fmt.element != "int4":
         raise ValueError(f"{scheme.name} holds no 4-bit integers; needs form='plain' or 'published'")
-    version: Any = 1 if fmt.symmetric else 2
-    return GPTQ(fmt.group_size, fmt.symmetric, fmt.scale_dtype, version)
+    version: Any = 2 if fmt.has_zero_point else 1
+    return GPTQ(fmt.length, not fmt.has_zero_point, fmt.scale_dtype, version)
 
 
 def _to_gptq(tensors: Arrays, scheme: Scheme, dtype: Any) -> tuple[Arrays, Arrays]:

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Tensors
 from jaxlowprec.checkpoints.schemes.codes import pack_bytes
-from jaxlowprec.checkpoints.schemes.int4 import SYMMETRIC_ZERO
-
-_ELEMENTS = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
 def requantized(weight: np.ndarray, beside: Tensors, codes: str, scheme: Scheme) -> dict[str, np.ndarray]:
@@ -69,9 +67,8 @@ def _int4(weight: np.ndarray, q: QuantizedArray) -> np.ndarray:
 
 def _float(weight: np.ndarray, q: QuantizedArray, scheme: Scheme) -> np.ndarray:
     """Bytes of two codes, or codes of 8 bits."""
-    element = _ELEMENTS[q.format.element]
+    element, packed = q.format.numbers.dtype, q.format.packed
     one = np.ones(1, element).view(np.uint8)[0]
-    packed = q.format.element == "e2m1"
     ones = np.full(q.data.shape, one | one << 4 if packed else one, np.uint8).view(np.asarray(q.data).dtype)
     scale = scheme.decompress(scheme.store(dataclasses.replace(q, data=jnp.asarray(ones))), "float32")
     values = weight.astype(np.float32)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import brief
-from jaxlowprec.weight_sync.bucket import Bucket, Header
+from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader
 from jaxlowprec.weight_sync.errors import PeerTimeout, Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.receiving import forms
@@ -154,7 +154,7 @@ class Receiver:
         np.copyto(np.frombuffer(self.destination(bucket.header), np.uint8), bucket.payload)
         self.received(bucket.header)
 
-    def destination(self, header: Header) -> memoryview:
+    def destination(self, header: BucketHeader) -> memoryview:
         """Where a transport shall write the payload of the next bucket: writable bytes [header.nbytes].
 
         They become the weights' own memory. After the last byte call `received`; until then nothing counts as
@@ -163,7 +163,7 @@ class Receiver:
         with self._alone("receive"):
             return self._receiving("receive").destination(header)
 
-    def received(self, header: Header, digest: str | None = None) -> None:
+    def received(self, header: BucketHeader, digest: str | None = None) -> None:
         """The payload is in its place. Verifies its checksum.
 
         Arguments:

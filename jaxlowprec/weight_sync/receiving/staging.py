@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import brief
-from jaxlowprec.weight_sync.bucket import Bucket, Header, checksum, entry_of, views
+from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader, checksum, entry_of, views
 from jaxlowprec.weight_sync.errors import Refused
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.receiving.memory import Memory
@@ -40,9 +40,9 @@ class Staging:
         self.buckets: list[dict[str, Any]] = []
         self._missing = dict(manifest.by_name)
         self._ended = False
-        self._pending: tuple[Header, np.ndarray] | None = None
+        self._pending: tuple[BucketHeader, np.ndarray] | None = None
 
-    def check(self, header: Header) -> None:
+    def check(self, header: BucketHeader) -> None:
         """Raises Refused unless it is the next bucket's."""
         if header.version != self.version:
             raise Refused(f"bucket {header.index} is of version {header.version}; version {self.version} is received")
@@ -60,7 +60,7 @@ class Staging:
             absent = brief(next(name for name in self._missing if name not in there))
             raise Refused(f"bucket {header.index} is called the last; {late} tensors are missing: {absent}")
 
-    def destination(self, header: Header) -> memoryview:
+    def destination(self, header: BucketHeader) -> memoryview:
         """Where the payload of the next bucket has to be written, [nbytes]; `received` follows.
 
         Asked again for the same bucket, as after a transfer that failed, it gives the same memory.
@@ -79,7 +79,7 @@ class Staging:
         self._pending = (header, self._pending[1])
         return self._pending[1].data
 
-    def received(self, header: Header, digest: str | None = None) -> None:
+    def received(self, header: BucketHeader, digest: str | None = None) -> None:
         """The payload is in its place.
 
         Arguments:
@@ -134,7 +134,7 @@ class Staging:
             )
             raise Refused(f"version {self.version} is incomplete; it lacks {what}")
 
-    def _take(self, header: Header, arrays: dict[str, Any]) -> None:
+    def _take(self, header: BucketHeader, arrays: dict[str, Any]) -> None:
         for name in arrays:
             del self._missing[name]
         self.buckets.append(arrays)

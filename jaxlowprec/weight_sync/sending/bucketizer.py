@@ -1,4 +1,4 @@
-"""Which groups travel together, and the buckets made of them ahead of the transfer."""
+"""Which bundles travel together, and the buckets made of them ahead of the transfer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jaxlowprec.checkpoints.files.file_bytes import memory
-from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, Header, checksum, fill, place
+from jaxlowprec.weight_sync.bucket import ALIGNMENT, Bucket, BucketHeader, checksum, fill, place
 from jaxlowprec.weight_sync.errors import SyncError
-from jaxlowprec.weight_sync.sending.source import Group, WeightSource
+from jaxlowprec.weight_sync.sending.source import Bundle, WeightSource
 
 Buffers = Callable[[int, int], list[np.ndarray]]
 
@@ -21,17 +21,17 @@ DEFAULT_BYTES = 512 << 20
 
 
 class Bucketizer:
-    """Puts groups into buckets, in their order; none is split.
+    """Puts bundles into buckets, in their order; none is split.
 
     Arguments:
-        max_bytes: of a bucket. A group of more gets a bucket of its own, which is as large as the group.
+        max_bytes: of a bucket. A bundle of more gets a bucket of its own, which is as large as the bundle.
 
     Raises:
         ValueError: max_bytes is no positive number.
 
     >>> import numpy as np
-    >>> groups = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"}).groups
-    >>> [[group.key for group in bucket] for bucket in Bucketizer(max_bytes=24).plan(groups)]
+    >>> bundles = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"}).bundles
+    >>> [[bundle.key for bundle in bucket] for bucket in Bucketizer(max_bytes=24).plan(bundles)]
     [['a', 'b'], ['c']]
     """
 
@@ -40,16 +40,16 @@ class Bucketizer:
             raise ValueError(f"Bucketizer: max_bytes={max_bytes!r}; needs a positive whole number")
         self.max_bytes = max_bytes
 
-    def plan(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """The groups of each bucket; at least one bucket, which may be empty."""
-        buckets: list[list[Group]] = [[]]
+    def plan(self, bundles: Sequence[Bundle]) -> list[list[Bundle]]:
+        """The bundles of each bucket; at least one bucket, which may be empty."""
+        buckets: list[list[Bundle]] = [[]]
         end = 0
-        for group in groups:
-            end = _end(group, end)
+        for bundle in bundles:
+            end = _end(bundle, end)
             if buckets[-1] and end > self.max_bytes:
                 buckets.append([])
-                end = _end(group, 0)
-            buckets[-1].append(group)
+                end = _end(bundle, 0)
+            buckets[-1].append(bundle)
         return buckets
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ class Bucketizer:
         ...     print([(bucket.index, bucket.last, bucket.header.nbytes) for bucket in buckets])
         [(0, False, 22), (1, True, 6)]
         """
-        plan = self.plan(source.groups)
+        plan = self.plan(source.bundles)
         ahead = _Ahead(plan, version, as_arrays, buffers or _numpys)
         try:
             yield ahead.taken(timeout)
@@ -94,9 +94,9 @@ class Bucketizer:
 class _Ahead:
     """A thread that makes buckets, at most one ahead of the one in use."""
 
-    def __init__(self, plan: list[list[Group]], version: int, as_arrays: bool, buffers: Buffers):
+    def __init__(self, plan: list[list[Bundle]], version: int, as_arrays: bool, buffers: Buffers):
         self._plan, self._version = plan, version
-        sizes = [_size(groups) for groups in plan]
+        sizes = [_size(bundles) for bundles in plan]
         self._buffers = None if as_arrays else buffers(min(2, len(plan)), max(sizes))
         self._stopped = threading.Event()
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -128,40 +128,40 @@ class _Ahead:
 
     def _run(self) -> None:
         try:
-            for index, groups in enumerate(self._plan):
+            for index, bundles in enumerate(self._plan):
                 self._free.get()
                 if self._stopped.is_set():
                     return
                 buffer = None if self._buffers is None else self._buffers[index % 2]
-                self._made.put(self._bucket(index, groups, buffer))
+                self._made.put(self._bucket(index, bundles, buffer))
         except BaseException as error:
             self._made.put(error)
 
-    def _bucket(self, index: int, groups: Sequence[Group], buffer: np.ndarray | None) -> Bucket:
-        placed = place([entry for group in groups for entry in group.entries])
+    def _bucket(self, index: int, bundles: Sequence[Bundle], buffer: np.ndarray | None) -> Bucket:
+        placed = place([entry for bundle in bundles for entry in bundle.entries])
         nbytes, last = placed[-1].end if placed else 0, index == len(self._plan) - 1
         if buffer is None:
-            arrays = {name: array for group in groups for name, array in group.arrays(on_device=True)}
-            header = Header(self._version, index, last, placed, nbytes)
+            arrays = {name: array for bundle in bundles for name, array in bundle.arrays(on_device=True)}
+            header = BucketHeader(self._version, index, last, placed, nbytes)
             return Bucket(header, tuple(arrays[one.entry.name] for one in placed))
         payload = buffer[:nbytes]
-        fill(placed, (made for group in groups for made in group.arrays()), payload)
-        return Bucket(Header(self._version, index, last, placed, nbytes, checksum(payload)), payload)
+        fill(placed, (made for bundle in bundles for made in bundle.arrays()), payload)
+        return Bucket(BucketHeader(self._version, index, last, placed, nbytes, checksum(payload)), payload)
 
 
 def _numpys(count: int, nbytes: int) -> list[np.ndarray]:
     return [memory(nbytes) for _ in range(count)]
 
 
-def _end(group: Group, begin: int) -> int:
-    """Where a group ends in a payload, after what ends at `begin`."""
-    for entry in group.entries:
+def _end(bundle: Bundle, begin: int) -> int:
+    """Where a bundle ends in a payload, after what ends at `begin`."""
+    for entry in bundle.entries:
         begin += -begin % ALIGNMENT + entry.nbytes
     return begin
 
 
-def _size(groups: Sequence[Group]) -> int:
+def _size(bundles: Sequence[Bundle]) -> int:
     end = 0
-    for group in groups:
-        end = _end(group, end)
+    for bundle in bundles:
+        end = _end(bundle, end)
     return end

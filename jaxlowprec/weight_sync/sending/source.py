@@ -1,4 +1,4 @@
-"""What a trainer sends: the tensors of a tree in a fixed order, made group by group."""
+"""What a trainer sends: the tensors of a tree in a fixed order, made bundle by bundle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = ("data", "scale", "amax", "zero_point")
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Bundle:
     """Tensors that must arrive together: those of one module, or of the modules that an engine fuses.
 
     Attributes:
@@ -37,7 +37,7 @@ class Group:
 
     >>> import numpy as np
     >>> source = WeightSource({"mlp": {"up_proj": {"kernel": np.ones((2, 2))}, "gate_proj": {"kernel": np.ones(2)}}})
-    >>> source.groups[0].key, [name for name, _ in source.groups[0].arrays()]
+    >>> source.bundles[0].key, [name for name, _ in source.bundles[0].arrays()]
     ('mlp.gate_proj+up_proj', ['mlp.gate_proj.kernel', 'mlp.up_proj.kernel'])
     """
 
@@ -83,7 +83,7 @@ class Group:
 
 
 class WeightSource:
-    """A tree's tensors: named, in the natural order of their groups' names, made when they are asked for.
+    """A tree's tensors: named, in the natural order of their bundles' names, made when they are asked for.
 
     Arguments:
         tree: an NNX module or state, Linen's variables or parameters, or any pytree of arrays: numpy's, or JAX's of any
@@ -95,8 +95,8 @@ class WeightSource:
             all but those that these rules leave alone. None: none; only what is quantised already is stored so.
 
     Attributes:
-        manifest: what the tensors are. It is known at once; nothing is computed before `groups` are asked for arrays.
-        groups: the tensors, what belongs together together.
+        manifest: what the tensors are. It is known at once; nothing is computed before `bundles` are asked for arrays.
+        bundles: the tensors, what belongs together together.
 
     Raises:
         TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent as.
@@ -127,23 +127,23 @@ class WeightSource:
         check_arrays("WeightSource", "the tree", tree)
         stored = _by_path(tree, dtype) if mapping is None else mapping.stored(tree, scheme, dtype)
         compressed = _compressed(stored, quantize)
-        grouped: dict[str, list[LeafTensors]] = {}
+        bundled: dict[str, list[LeafTensors]] = {}
         for member in sorted(stored, key=lambda member: natural(member.name)):
-            grouped.setdefault(group_of(member), []).append(member)
-        self.groups = tuple(
-            Group(key, _entries(grouped[key], compressed), tuple(grouped[key]), compressed)
-            for key in sorted(grouped, key=natural)
+            bundled.setdefault(bundle_of(member), []).append(member)
+        self.bundles = tuple(
+            Bundle(key, _entries(bundled[key], compressed), tuple(bundled[key]), compressed)
+            for key in sorted(bundled, key=natural)
         )
         quantised = compressed or any(member.is_quantized for member in stored)
         self.manifest = Manifest(
-            tuple(entry for group in self.groups for entry in group.entries),
+            tuple(entry for bundle in self.bundles for entry in bundle.entries),
             described(scheme) if scheme is not None and quantised else None,
         )
 
     def arrays(self, on_device: bool = False) -> Iterator[tuple[str, Any]]:
-        """All tensors in order, one at a time. See `Group.arrays`."""
-        for group in self.groups:
-            yield from group.arrays(on_device)
+        """All tensors in order, one at a time. See `Bundle.arrays`."""
+        for bundle in self.bundles:
+            yield from bundle.arrays(on_device)
 
 
 def check_arrays(who: str, what: str, tree: Any) -> None:
@@ -185,10 +185,10 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [*key, (-1, 0, name)]  # which decides between 1 and 01
 
 
-def group_of(member: LeafTensors) -> str:
-    """The key of the group that a leaf's tensors belong to.
+def bundle_of(member: LeafTensors) -> str:
+    """The key of the bundle that a leaf's tensors belong to.
 
-    >>> group_of(LeafTensors("layers.0.k_proj.kernel", "layers.0.k_proj.weight", None))
+    >>> bundle_of(LeafTensors("layers.0.k_proj.kernel", "layers.0.k_proj.weight", None))
     'layers.0.q_proj+k_proj+v_proj'
     """
     module = member.module or member.name

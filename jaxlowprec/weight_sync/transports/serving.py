@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 
-from jaxlowprec.weight_sync.bucket import Header
+from jaxlowprec.weight_sync.bucket import BucketHeader
 from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports import messages
@@ -166,7 +166,7 @@ class Serving:
         try:
             with _failing():
                 self._need_session(frame.kind)
-                header = Header.from_json(frame.header, self._channel.check_peer)
+                header = BucketHeader.from_json(frame.header, self._channel.check_peer)
                 destination = self._receiver.destination(header)
         except _Failed:
             if frame.payload_bytes > _MOST_SKIPPED:

@@ -103,19 +103,19 @@ def quantize(rng):
     return Variant(f"{text}, offset={offset}, given={given}", operands, call)
 
 
-def quantize_slices(rng):
-    """Both ways, of slices of one tensor."""
-    fmt, dtype, slices = pick(rng, FORMATS), pick(rng, tuple(DTYPES)), int(rng.integers(1, 4))
+def quantize_split_rows(rng):
+    """Both ways, of one tensor whose rows are split."""
+    fmt, dtype, parts = pick(rng, FORMATS), pick(rng, tuple(DTYPES)), int(rng.integers(1, 4))
     rows = fmt.length if fmt.scaling != "tensor" else pick(rng, SIZES[:12])
-    shape = (slices, rows, pick(rng, SIZES[:16]))
+    shape = (parts, rows, pick(rng, SIZES[:16]))
 
     def operands(rng, count):
         return (numbers(rng, count, shape, dtype),)
 
     def call(implementation, x):
-        return jax.tree.leaves(jlp.quantize_both(x, fmt, slices=True, implementation=implementation))
+        return jax.tree.leaves(jlp.quantize_both(x, fmt, rows_split=True, implementation=implementation))
 
-    return Variant(f"quantize_both of slices of {dtype}{list(shape)} to {fmt!r}", operands, call)
+    return Variant(f"quantize_both of split rows of {dtype}{list(shape)} to {fmt!r}", operands, call)
 
 
 def _arrays(fmt, shape):
@@ -337,7 +337,7 @@ def grouped_product(rng):
 
 KINDS = (
     *[quantize] * 8,
-    quantize_slices,
+    quantize_split_rows,
     *[dequantize] * 3,
     *[int4] * 3,
     hadamard,

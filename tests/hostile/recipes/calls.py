@@ -99,7 +99,7 @@ def _nnx_moe(x, tape=None, **arguments):
     return block(x, tape=tape)
 
 
-_MOE = ("top_k", "num_experts", "gated", "normalise", "scoring", "load_balance_coef", "expert_axis", "recipe", "name")
+_MOE = ("top_k", "num_experts", "gated", "normalize", "scoring", "load_balance_coef", "expert_axis", "recipe", "name")
 _DIMENSIONS = "(((1,), (0,)), ((), ()))"
 _DENSE = flax.linen.Dense(4)
 _AFRESH, _ROUTED = moe.RoutingTape.afresh, moe.RoutingTape.from_routed_experts
@@ -149,7 +149,7 @@ CALLS = (
         amax="None",
         zero_point="None",
         format="MXFP8()",
-        matrix="(16, 32)",
+        matrix_shape="(16, 32)",
         dtype="a dtype",
         axis="-1",
         hadamard="None",

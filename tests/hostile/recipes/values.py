@@ -126,7 +126,7 @@ def arrays():
     q = found["in NVFP4 1x16"]
     found |= {
         "without scale": dataclasses.replace(q, scale=None),
-        "other matrix": dataclasses.replace(q, matrix=(16, 99)),
+        "other matrix": dataclasses.replace(q, matrix_shape=(16, 99)),
     }
     found |= {"as MXFP8": dataclasses.replace(q, format=jlp.MXFP8()), "without data": dataclasses.replace(q, data=3)}
     found |= {"codes": found["in MXFP8 E4M3 1x32"].data, "scales": found["in MXFP8 E4M3 1x32"].scale}

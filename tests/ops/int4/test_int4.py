@@ -39,7 +39,7 @@ def quantized_by_oracle(x, fmt, axis=-1):
 def dequantized_by_oracle(q, out, axis=-1):
     data, scale = np.asarray(q.data), np.asarray(q.scale)
     zero = np.full(scale.shape, 8) if q.zero_point is None else np.asarray(q.zero_point)
-    length = q.matrix[axis]
+    length = q.matrix_shape[axis]
     values = oracle.dequantize(data, scale, zero, q.format.group_size, length, q.format.scale_dtype, out)
     return values if axis == -1 else values.T
 
@@ -319,7 +319,7 @@ class TestErrors:
             ),
             ({"fmt": jlp.Int4(5), "axis": -2}, ValueError, "x has 16 elements along axis -2"),
             ({"hadamard": True}, ValueError, "weights are not rotated"),
-            ({"rounding": "stochastic", "key": jax.random.key(0)}, ValueError, "rounds to nearest alone"),
+            ({"rounding": "stochastic", "key": jax.random.key(0)}, ValueError, "only rounds to nearest"),
             ({"rounding": "up"}, ValueError, "rounding='up'"),
             ({"key": jax.random.key(0)}, ValueError, 'a key was given but rounding is "nearest"'),
             ({"amax": jnp.float32(1)}, ValueError, "scales each block by its own amax"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.grouped_matmul import cuda, tiled
 from jaxlowprec.ops.grouped_matmul.api import group_amaxes, multiply_groups, multiply_within_groups, quantize_groups
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
@@ -144,7 +144,7 @@ class TestProducts:
     def test_weight_only(self, fmt, dtype):
         x, sizes = rows_of("tiles")
         w, bias = weights(fmt, sizes.size, x.shape[1]), random_array((sizes.size, 24), "float32", 5)
-        spec = GroupedWeightOnlySpec(fmt, w.zero_point is not None, True, True, True, jnp.dtype("float32"))
+        spec = GroupedWeightOnlySpec(fmt, True, True, True, jnp.dtype("float32"))
         leaves = [leaf for leaf in (w.data, w.scale, w.amax, w.zero_point) if leaf is not None]
         y = cuda.weight_only(spec, None, x.astype(dtype), sizes, *leaves, bias)
         expected = grouped_weight_only(x.astype(dtype), w, sizes, bias, jnp.float32)

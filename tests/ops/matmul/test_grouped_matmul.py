@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.arrays.formats import Hadamard
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.grouped_matmul.api import (
     group_amaxes,
     multiply_groups,

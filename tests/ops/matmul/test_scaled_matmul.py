@@ -258,7 +258,7 @@ class TestWhatDoesNotChangeTheBytes:
         whole = jlp.scaled_matmul(a, b, bias, "gelu", **options)
         for first, count in ((0, 1), (36, 1), (3, 2), (5, 3), (17, 5), (8, 8), (1, 15), (0, 33)):
             rows = slice(first, first + count)
-            part = dataclasses.replace(a, data=a.data[rows], scale=a.scale[rows], matrix=(count, 80))
+            part = dataclasses.replace(a, data=a.data[rows], scale=a.scale[rows], matrix_shape=(count, 80))
             assert_same_bytes(jlp.scaled_matmul(part, b, bias, "gelu", **options), whole[rows])
 
     def test_a_column_does_not_depend_on_the_other_columns(self, isa):
@@ -267,7 +267,7 @@ class TestWhatDoesNotChangeTheBytes:
         whole = jlp.scaled_matmul(a, b, **options)
         for first, count in ((0, 1), (69, 1), (3, 7), (30, 33)):
             rows = slice(first, first + count)
-            part = dataclasses.replace(b, data=b.data[rows], scale=b.scale[rows], matrix=(count, 80))
+            part = dataclasses.replace(b, data=b.data[rows], scale=b.scale[rows], matrix_shape=(count, 80))
             assert_same_bytes(jlp.scaled_matmul(a, part, **options), whole[:, rows])
 
     def test_the_number_of_threads(self):

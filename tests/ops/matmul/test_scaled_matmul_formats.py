@@ -368,7 +368,7 @@ class TestWhatDoesNotChangeTheBytes:
         for first, count in ((0, 1), (36, 1), (3, 2), (5, 3), (17, 5), (8, 8), (1, 15), (0, 33), (160, 140)):
             rows = slice(first, first + count)
             scale = a.scale[rows] if a.scale.ndim else a.scale
-            part = dataclasses.replace(a, data=a.data[rows], scale=scale, matrix=(count, 300))
+            part = dataclasses.replace(a, data=a.data[rows], scale=scale, matrix_shape=(count, 300))
             assert_same_bytes(jlp.scaled_matmul(part, b, None, "gelu", **options), whole[rows])
 
     @over_kinds
@@ -380,7 +380,7 @@ class TestWhatDoesNotChangeTheBytes:
         for first, count in ((0, 1), (128, 7), (256, 33), (0, 130)):
             rows, tiles = slice(first, first + count), slice(first // height, -(-(first + count) // height))
             scale = b.scale[tiles] if b.scale.ndim else b.scale
-            part = dataclasses.replace(b, data=b.data[rows], scale=scale, matrix=(count, 300))
+            part = dataclasses.replace(b, data=b.data[rows], scale=scale, matrix_shape=(count, 300))
             assert_same_bytes(jlp.scaled_matmul(a, part, **options), whole[:, rows])
 
     def test_the_number_of_threads(self):

@@ -1,4 +1,4 @@
-"""Buckets and manifests: what is written is read, what is wrong is refused, groups stay together."""
+"""Buckets and manifests: what is written is read, what is wrong is refused, bundles stay together."""
 
 import json
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from jaxlowprec.weight_sync import Bucketizer, Entry, Manifest, WeightSource
-from jaxlowprec.weight_sync.bucket import ALIGNMENT, Header, checksum, pack, views
+from jaxlowprec.weight_sync.bucket import ALIGNMENT, BucketHeader, checksum, pack, views
 
 ARRAYS = {
     "a": np.arange(5, dtype=np.uint8),
@@ -34,7 +34,7 @@ def test_a_bucket_gives_back_its_arrays():
 def test_headers_and_manifests_survive_json():
     header = pack(3, 1, False, ARRAYS).header
     manifest = Manifest(tuple(placed.entry for placed in header.entries), {"name": "w4a16", "group_size": 32})
-    assert Header.from_json(header.to_json()) == header
+    assert BucketHeader.from_json(header.to_json()) == header
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert Manifest.from_json(manifest.to_json()).hash == manifest.hash
 
@@ -85,7 +85,7 @@ wrong_headers = {
 @pytest.mark.parametrize(("text", "message"), wrong_headers.values(), ids=wrong_headers)
 def test_a_wrong_header_is_an_error(text, message):
     with pytest.raises(ValueError, match=message):
-        Header.from_json(text)
+        BucketHeader.from_json(text)
 
 
 wrong_manifests = {
@@ -111,7 +111,7 @@ def test_bytes_that_do_not_belong_to_a_shape_are_an_error():
 
 @given(st.binary(max_size=200))
 def test_any_other_text_is_a_value_error(text):
-    for read in (Header.from_json, Manifest.from_json):
+    for read in (BucketHeader.from_json, Manifest.from_json):
         with pytest.raises(ValueError):  # noqa: PT011
             read(text)
 
@@ -133,12 +133,12 @@ def test_bundles_stay_whole_and_buckets_within_their_size(layers, max_bytes):
             held = [placed.entry.name for placed in bucket.entries]
             seen.append(set(held))
             names += held
-            groups = [group for group in source.groups if {e.name for e in group.entries} & seen[-1]]
+            bundles = [bundle for bundle in source.bundles if {e.name for e in bundle.entries} & seen[-1]]
             assert bucket.index == index and bucket.checksum == checksum(bucket.payload)
-            assert bucket.header.nbytes <= max_bytes or len(groups) == 1
+            assert bucket.header.nbytes <= max_bytes or len(bundles) == 1
     assert names == [entry.name for entry in source.manifest.entries]
-    for group in together:
-        assert sum(1 for held in seen if held & group) <= 1
+    for bundle in together:
+        assert sum(1 for held in seen if held & bundle) <= 1
     assert bucket.last
 
 

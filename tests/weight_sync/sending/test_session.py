@@ -161,7 +161,7 @@ class Slow(WeightSource):
         super().__init__(tree)
         outer = self
 
-        class SlowGroup(type(self.groups[0])):
+        class SlowBundle(type(self.bundles[0])):
             def arrays(self, on_device=False):
                 if self.key == fails:
                     raise ValueError(f"{self.key} holds NaN")
@@ -169,8 +169,8 @@ class Slow(WeightSource):
                 yield from super().arrays(on_device)
 
         self.seconds = seconds
-        self.groups = tuple(
-            SlowGroup(**{f.name: getattr(g, f.name) for f in dataclasses.fields(g)}) for g in self.groups
+        self.bundles = tuple(
+            SlowBundle(**{f.name: getattr(g, f.name) for f in dataclasses.fields(g)}) for g in self.bundles
         )
 
 
@@ -228,9 +228,9 @@ def test_two_payloads_are_alive_at_most():
 def test_no_bucket_is_made_beyond_the_next_one():
     made, before = [], set(threading.enumerate())
     source = Slow(numbered(1, arrays=10))
-    for group in source.groups:
-        inner = group.arrays
-        object.__setattr__(group, "arrays", lambda d=False, g=group, i=inner: (made.append(g.key), i(d))[1])
+    for bundle in source.bundles:
+        inner = bundle.arrays
+        object.__setattr__(bundle, "arrays", lambda d=False, g=bundle, i=inner: (made.append(g.key), i(d))[1])
     with Bucketizer(4000).buckets(source, 1, timeout=10) as buckets:
         next(buckets)
         time.sleep(0.1)

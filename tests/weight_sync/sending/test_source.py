@@ -61,7 +61,7 @@ def test_what_is_sent_is_what_a_conversion_writes(scheme, tmp_path):
 
 @pytest.mark.parametrize("name", ["w4a16", "nvfp4"])
 def test_experts_are_sent_as_a_conversion_writes_them(name, tmp_path):
-    """One leaf [E, K, N] is many groups: each expert's gate and up together, its down by itself."""
+    """One leaf [E, K, N] is many bundles: each expert's gate and up together, its down by itself."""
     random = np.random.default_rng(0)
     sizes = {"gate_proj": (3, 64, 128), "up_proj": (3, 64, 128), "down_proj": (3, 128, 64)}
     experts = {n: {"kernel": jnp.asarray(random.standard_normal(s), jnp.bfloat16)} for n, s in sizes.items()}
@@ -72,7 +72,7 @@ def test_experts_are_sent_as_a_conversion_writes_them(name, tmp_path):
     source = WeightSource(tree, QWEN3_MOE, scheme, quantize=RULES)
     assert_same(dict(source.arrays()), folder_tensors(tmp_path / "low"))
     prefix = "model.layers.0.mlp"
-    assert [group.key for group in source.groups] == [
+    assert [bundle.key for bundle in source.bundles] == [
         *(f"{prefix}.experts.{e}.{part}" for e in range(3) for part in ("down_proj", "gate_proj+up_proj")),
         f"{prefix}.gate",
     ]
@@ -142,11 +142,11 @@ def test_the_hash_tells_names_dtypes_shapes_and_schemes_apart():
 
 def test_what_must_arrive_together_is_one_group():
     source = WeightSource(llama(layers=1), MAPPING, by_name("w4a16_asym"), quantize=RULES)
-    group_of = {entry.name: group.key for group in source.groups for entry in group.entries}
+    bundle_of = {entry.name: bundle.key for bundle in source.bundles for entry in bundle.entries}
     at = "model.layers.0"
-    qkv = {group_of[name] for name in group_of if any(f"{at}.self_attn.{p}_proj" in name for p in "qkv")}
-    gate_up = {group_of[f"{at}.mlp.{p}_proj.{t}"] for p in ("gate", "up") for t in source_parts()}
-    down = {group_of[f"{at}.mlp.down_proj.{t}"] for t in source_parts()}
+    qkv = {bundle_of[name] for name in bundle_of if any(f"{at}.self_attn.{p}_proj" in name for p in "qkv")}
+    gate_up = {bundle_of[f"{at}.mlp.{p}_proj.{t}"] for p in ("gate", "up") for t in source_parts()}
+    down = {bundle_of[f"{at}.mlp.down_proj.{t}"] for t in source_parts()}
     assert [len(found) for found in (qkv, gate_up, down)] == [1, 1, 1]
     assert len(qkv | gate_up | down) == 3
 
@@ -158,9 +158,9 @@ def source_parts():
 def test_without_a_mapping_leaves_are_called_by_their_paths():
     quantised = jlp.quantize(jnp.ones((64, 32), jnp.bfloat16), jlp.NVFP4(), axis=-2)
     source = WeightSource({"params": {"q_proj": {"kernel": quantised}, "k_proj": {"kernel": np.ones(3, np.float32)}}})
-    (group,) = source.groups
-    assert group.key == "q_proj+k_proj+v_proj"
-    assert [entry.name for entry in group.entries] == [
+    (bundle,) = source.bundles
+    assert bundle.key == "q_proj+k_proj+v_proj"
+    assert [entry.name for entry in bundle.entries] == [
         "k_proj.kernel",
         "q_proj.kernel.amax",
         "q_proj.kernel.data",

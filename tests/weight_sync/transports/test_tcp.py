@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlowprec.weight_sync.bucket import Header
+from jaxlowprec.weight_sync.bucket import BucketHeader
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.handshake import NotAuthenticated, introduce
@@ -214,7 +214,7 @@ def test_frames_with_a_right_code_and_wrong_contents_are_refused(data):
             if kind is Kind.BUCKET:
                 payload = bytes(buckets[0].payload)
                 try:
-                    if Header.from_json(header).nbytes != len(payload):
+                    if BucketHeader.from_json(header).nbytes != len(payload):
                         continue
                 except ValueError:
                     pass
@@ -242,7 +242,7 @@ def test_a_bucket_that_claims_terabytes_takes_no_memory():
         manifest, _ = packed({"a": np.zeros(4, np.uint8)}, 1, buckets=1)
         transport.pause(5)
         transport.begin(1, manifest, 5)
-        huge = Header.from_json(
+        huge = BucketHeader.from_json(
             b'{"checksum":"%s","entries":[["a","U8",[1099511627776],0]],"index":0,"last":true,"nbytes":1099511627776,'
             b'"version":1}' % (b"0" * 32)
         )

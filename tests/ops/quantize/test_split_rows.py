@@ -1,4 +1,4 @@
-"""Slices of one tensor: the codes are those of the merged matrix, and so are products of them."""
+"""Rows of one tensor, split into parts: the codes are those of the merged matrix, and so are products of them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_slices
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_split_rows
 from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, pair_name
 from tests.sharding.meshes import by_axis_type, mesh_of, on_mesh
@@ -20,8 +20,8 @@ over_rounding = pytest.mark.parametrize(
 )
 
 
-def slices_of(q):
-    """A matrix [S * R, C] in slices, as `quantize(slices=True)` gives it."""
+def split(q):
+    """A matrix [S * R, C] in parts, as `quantize(rows_split=True)` gives it."""
 
     def cut(leaf, rowwise):
         if leaf.ndim == 0:
@@ -38,21 +38,21 @@ def slices_of(q):
 class TestQuantize:
     def test_codes_are_those_of_the_merged_matrix(self, fmt, rounding):
         x = random_array((S, R, C), seed=1)
-        row, column = jlp.quantize_both(x, fmt, slices=True, **rounding)
+        row, column = jlp.quantize_both(x, fmt, rows_split=True, **rounding)
         merged = jlp.quantize_both(x.reshape(-1, C), fmt, **rounding)
-        assert_same_bytes((row, column), tuple(map(slices_of, merged)))
+        assert_same_bytes((row, column), tuple(map(split, merged)))
         assert (row.shape, row.axis, column.shape, column.axis) == (x.shape, -1, x.shape, -2)
-        assert_same_bytes(jlp.quantize(x, fmt, slices=True, **rounding), row)
-        assert_same_bytes(jlp.quantize(x, fmt, -2, slices=True, **rounding), column)
+        assert_same_bytes(jlp.quantize(x, fmt, rows_split=True, **rounding), row)
+        assert_same_bytes(jlp.quantize(x, fmt, -2, rows_split=True, **rounding), column)
         assert_same_bytes(row.dequantize().reshape(-1, C), merged[0].dequantize())
         assert_same_bytes(column.dequantize().reshape(-1, C), merged[1].dequantize())
 
-    def test_batch_axes_before_the_slices_have_amaxes_of_their_own(self, fmt, rounding):
+    def test_batch_axes_before_the_parts_have_amaxes_of_their_own(self, fmt, rounding):
         x = random_array((2, S, R, C), seed=2) * jnp.asarray([1, 50], jnp.bfloat16)[:, None, None, None]
-        each = [jlp.quantize_both(x[i], fmt, slices=True, **rounding) for i in range(2)]
+        each = [jlp.quantize_both(x[i], fmt, rows_split=True, **rounding) for i in range(2)]
         expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        assert_same_bytes(jlp.quantize_both(x, fmt, slices=True, **rounding), expected)
-        mapped = jax.vmap(lambda x: jlp.quantize_both(x, fmt, slices=True, **rounding))(x)
+        assert_same_bytes(jlp.quantize_both(x, fmt, rows_split=True, **rounding), expected)
+        mapped = jax.vmap(lambda x: jlp.quantize_both(x, fmt, rows_split=True, **rounding))(x)
         assert_same_bytes(mapped, expected)
 
     @by_axis_type
@@ -60,7 +60,7 @@ class TestQuantize:
         x, mesh = random_array((2, 256, 256), seed=3), mesh_of((2, 2, 2), axis_type)
 
         def quantize(x):
-            return jlp.quantize_both(x, fmt, slices=True, **rounding)
+            return jlp.quantize_both(x, fmt, rows_split=True, **rounding)
 
         result, found = on_mesh(quantize, [x], [P("a", "b", "c")], mesh)
         assert_same_bytes(result, quantize(x))
@@ -72,21 +72,21 @@ def test_a_rotation_and_given_amaxes():
     x, fmt = random_array((S, R, C), seed=4), jlp.NVFP4()
     for hadamard in (True, jlp.Hadamard(64)):
         expected = jlp.quantize_both(x.reshape(-1, C), fmt, hadamard)
-        assert_same_bytes(jlp.quantize_both(x, fmt, hadamard, slices=True), tuple(map(slices_of, expected)))
+        assert_same_bytes(jlp.quantize_both(x, fmt, hadamard, rows_split=True), tuple(map(split, expected)))
         amaxes = tuple(q.amax for q in expected)
         assert_same_bytes(
-            jlp.quantize_both(x, fmt, hadamard, amax=amaxes, slices=True), tuple(map(slices_of, expected))
+            jlp.quantize_both(x, fmt, hadamard, amax=amaxes, rows_split=True), tuple(map(split, expected))
         )
     scale = jnp.float32(3)
     expected = jlp.quantize(x.reshape(-1, C), jlp.Float8Tensor(), encode_scale=scale)
-    assert_same_bytes(jlp.quantize(x, jlp.Float8Tensor(), encode_scale=scale, slices=True), slices_of(expected))
+    assert_same_bytes(jlp.quantize(x, jlp.Float8Tensor(), encode_scale=scale, rows_split=True), split(expected))
 
 
 def test_an_offset_goes_on_from_slice_to_slice():
     x = random_array((2, 32, 64), seed=5)
     options = {"rounding": "stochastic", "key": KEY, "offset": (48, 32)}
     expected = jlp.quantize_both(x.reshape(-1, 64), jlp.NVFP4(), **options)
-    row, column = jlp.quantize_both(x, jlp.NVFP4(), slices=True, **options)
+    row, column = jlp.quantize_both(x, jlp.NVFP4(), rows_split=True, **options)
     assert_same_bytes(row.data.reshape(64, -1), expected[0].data)
     assert_same_bytes(jnp.moveaxis(column.data, 0, 1).reshape(64, -1), expected[1].data)
 
@@ -95,30 +95,30 @@ def test_an_offset_goes_on_from_slice_to_slice():
 class TestProducts:
     bias = 100 * random_array((512,), "float32", 7)
 
-    def test_rows_in_slices(self, pair):
+    def test_rows_in_parts(self, pair):
         x, w = random_array((S, R, C), seed=8), random_array((512, C), seed=6)
         b = jlp.quantize(w, pair[1])
-        y = scaled_matmul_of_slices(jlp.quantize(x, pair[0], slices=True), b, self.bias, jnp.float32, None)
+        y = scaled_matmul_of_split_rows(jlp.quantize(x, pair[0], rows_split=True), b, self.bias, jnp.float32, None)
         merged = jlp.scaled_matmul(jlp.quantize(x.reshape(-1, C), pair[0]), b, self.bias, out_dtype=jnp.float32)
         assert_same_bytes(y, merged.reshape(S, R, -1))
 
-    def test_slices_that_are_summed_over(self, pair):
+    def test_parts_that_are_summed_over(self, pair):
         values = random_array((S, R, C), seed=9), random_array((S, R, 128), seed=10)
-        operands = [jlp.quantize(v, fmt, -2, slices=True).mT for v, fmt in zip(values, pair, strict=True)]
-        y = scaled_matmul_of_slices(*operands, None, jnp.float32, None)
+        operands = [jlp.quantize(v, fmt, -2, rows_split=True).mT for v, fmt in zip(values, pair, strict=True)]
+        y = scaled_matmul_of_split_rows(*operands, None, jnp.float32, None)
         merged = [jlp.quantize(v.reshape(-1, v.shape[-1]), f, -2).mT for v, f in zip(values, pair, strict=True)]
         assert_same_bytes(y, jlp.scaled_matmul(*merged, out_dtype=jnp.float32))
 
 
 class TestErrors:
-    def test_slices_that_end_within_a_block(self):
+    def test_parts_that_end_within_a_block(self):
         for options in ({"axis": -2}, {"fmt": jlp.NVFP4((16, 16))}):
-            with pytest.raises(ValueError, match=r"slices=True and x has 40 rows in each; needs a multiple of 16, or "):
-                jlp.quantize(jnp.ones((2, 40, 64)), **{"fmt": jlp.NVFP4()} | options, slices=True)
+            with pytest.raises(ValueError, match="rows_split=True and x has 40 rows in each part; .* of 16, or "):
+                jlp.quantize(jnp.ones((2, 40, 64)), **{"fmt": jlp.NVFP4()} | options, rows_split=True)
         with pytest.raises(ValueError, match="needs a multiple of 64"):
-            jlp.quantize_both(jnp.ones((2, 96, 64)), jlp.NVFP4(), jlp.Hadamard(64), slices=True)
-        jlp.quantize(jnp.ones((2, 40, 64)), jlp.NVFP4(), slices=True)  # its rows have any number
+            jlp.quantize_both(jnp.ones((2, 96, 64)), jlp.NVFP4(), jlp.Hadamard(64), rows_split=True)
+        jlp.quantize(jnp.ones((2, 40, 64)), jlp.NVFP4(), rows_split=True)  # its rows have any number
 
-    def test_a_matrix_has_no_slices(self):
+    def test_a_matrix_has_no_parts(self):
         with pytest.raises(ValueError, match=r"x has shape \(32, 64\); needs three dimensions or more"):
-            jlp.quantize(jnp.ones((32, 64)), jlp.NVFP4(), slices=True)
+            jlp.quantize(jnp.ones((32, 64)), jlp.NVFP4(), rows_split=True)

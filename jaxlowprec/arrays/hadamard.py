@@ -1,0 +1,76 @@
+"""Hadamard: the rotation that is applied to an array before it is quantised."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.arguments import one_of, shown
+
+DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The signs of NVIDIA's NVFP4 recipe (Transformer Engine): one fixed vector for all layers and steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard:
+    """A random Hadamard transform: `((x * signs) @ H) / sqrt(size)` on each `size` consecutive elements of an axis.
+
+    It is orthogonal, so it cancels in a GEMM whose operands are both rotated along the contraction axis.
+
+    Arguments:
+        size: 16, 32, 64, 128 or 256.
+        signs: +1 or -1 for each of the `size` elements; a shorter pattern is repeated. None: no signs, plain H.
+    """
+
+    size: int = 16
+    signs: tuple[int, ...] | None = DEFAULT_SIGNS
+
+    def __post_init__(self):
+        one_of("Hadamard", "size", self.size, 16, 32, 64, 128, 256)
+        if self.signs is None or (self.signs is DEFAULT_SIGNS and self.size == len(DEFAULT_SIGNS)):
+            return
+        signs = _numbers(self.signs)
+        if not signs or any(s not in (1, -1) for s in signs) or self.size % len(signs):
+            raise ValueError(
+                f"Hadamard: signs={shown(self.signs)}; needs {self.size} numbers that are +1 or -1, or a pattern whose "
+                f"length divides {self.size}, or None for none"
+            )
+        object.__setattr__(self, "signs", tuple(int(s) for s in signs) * (self.size // len(signs)))
+
+    @property
+    def negative(self) -> tuple[int, ...]:
+        """1 where the sign is -1, else 0; `size` of them."""
+        return tuple(int(s < 0) for s in self.signs or (1,) * self.size)
+
+    @property
+    def mask(self) -> int:
+        """The negative signs as a bit mask: bit i is element i's."""
+        return sum(bit << i for i, bit in enumerate(self.negative))
+
+    def __str__(self) -> str:
+        return f"Hadamard({self.size}{'' if self.signs else ', plain'})"
+
+
+def _numbers(given: Any) -> tuple[Any, ...]:
+    """The given numbers as a tuple; empty where it is something else."""
+    if isinstance(given, jax.core.Tracer):  # signs are static
+        return ()
+    if isinstance(given, jax.Array | np.ndarray | np.generic):
+        given = given.tolist() if jnp.issubdtype(given.dtype, jnp.number) else ()
+    values = tuple(itertools.islice(given, 257)) if isinstance(given, Iterable) else ()
+    return values if all(isinstance(v, int | float | np.number) for v in values) else ()
+
+
+def as_hadamard(who: str, hadamard: bool | Hadamard) -> Hadamard | None:
+    """The transform that a `hadamard=` argument means: True is the default one, False is None."""
+    if isinstance(hadamard, Hadamard):
+        return hadamard
+    if isinstance(hadamard, bool):
+        return Hadamard() if hadamard else None
+    raise TypeError(f"{who}: hadamard={shown(hadamard)}; needs True, False or a jaxlowprec.Hadamard")
