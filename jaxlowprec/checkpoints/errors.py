@@ -1,13 +1,13 @@
-"""The error of everything that reads or writes checkpoints, and how messages show what stands in files."""
+"""The error that reading and writing checkpoints raises, and how messages show text from files."""
 
 from __future__ import annotations
 
-_LONGEST = 1200  # of a message: names in files may have megabytes
-_SHOWN = 80  # of a value in a message
+_LONGEST = 1200  # characters of a message: names in files may have megabytes
+_SHOWN = 80  # characters of a value in a message
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, or what was asked of it, is wrong: the message says where, what, and what to do.
+    """A checkpoint, or a request about it, is wrong: the message says where, what, and what to do.
 
     >>> len(str(CheckpointError("x" * 5000))) < 1300
     True
@@ -18,7 +18,7 @@ class CheckpointError(ValueError):
 
 
 def brief(value: object) -> str:
-    """A value as messages show it: `repr`, cut short.
+    """A value as messages show it: `repr`, shortened.
 
     >>> brief("F99")
     "'F99'"
@@ -29,7 +29,7 @@ def brief(value: object) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""Text that a terminal may show: what is not printable as an escape sequence of Python's.
+    r"""Text that is safe on a terminal: characters that are not printable become Python escape sequences.
 
     >>> escaped("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -40,7 +40,7 @@ def escaped(text: str) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    """Both ends of a text that is too long."""
+    """The beginning and the end of a text that is too long."""
     if len(text) <= length:
         return text
     end = length // 4

@@ -1,4 +1,4 @@
-"""What the commands that write checkpoints have in common."""
+"""The common part of the commands that write checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxlowprec.cli.streams import emit, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what they share."""
+    """Declares the arguments that these commands share."""
     parser.add_argument("source", metavar="SRC", help="folder of a Hugging Face checkpoint")
     parser.add_argument("destination", metavar="DST", help="new folder; or one that this command left unfinished")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_of(options: argparse.Namespace) -> Run:
-    """How the conversion is carried out."""
+    """How the conversion is carried out, from the arguments."""
     return Run(options.workers, options.dry_run, options.verify, bar(options.json), options.follow_links)
 
 
@@ -77,5 +77,5 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
 
 
 def _files(names: Sequence[str], kind: str = "") -> str:
-    """How many there are."""
+    """A number of files, in words."""
     return f"{len(names)} {kind}file{'' if len(names) == 1 else 's'}"

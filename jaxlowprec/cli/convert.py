@@ -1,4 +1,4 @@
-"""`jaxlowprec convert`: a quantised checkpoint from a plain one."""
+"""`jaxlowprec convert`: makes a quantised checkpoint from a plain one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carries it out."""
+    """Runs the command; returns the exit status."""
     report = convert.convert(
         options.source,
         options.destination,

@@ -1,4 +1,4 @@
-"""`jaxlowprec dequantize`: a plain checkpoint from a quantised one."""
+"""`jaxlowprec dequantize`: makes a plain checkpoint from a quantised one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carries it out."""
+    """Runs the command; returns the exit status."""
     report = convert.dequantize(
         options.source, options.destination, dtype=options.dtype, run=conversion.run_of(options)
     )

@@ -1,4 +1,4 @@
-"""`jaxlowprec info`: what runs here, how, and why not otherwise."""
+"""`jaxlowprec info`: says which operations run here, how, and why others do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxlowprec.wiring import native
 
 _PACKAGES = ("jaxlowprec", "jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 
-# Operation, its FFI target, what it covers, what the CPU emulates of a GPU.
+# For each operation: its FFI target, what it covers, and what the CPU emulates of a GPU.
 _OPERATIONS = (
     (
         "quantize",
@@ -55,7 +55,7 @@ _OPERATIONS = (
 )
 
 
-_MULTIPLIED = {  # formats whose GEMMs a GPU has its own ways for
+_MULTIPLIED = {  # formats for whose GEMMs a GPU has its own instructions
     "scaled_matmul, 4-bit": (NVFP4(), MXFP4()),
     "scaled_matmul, 8-bit": (MXFP8(), Float8Block(), Float8Tensor()),
 }
@@ -71,14 +71,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carries it out."""
+    """Runs the command; returns the exit status."""
     found = collect()
     emit(json.dumps(found, indent=2).split("\n") if options.json else render(found))
     return 0
 
 
 def _cublaslt() -> str | None:
-    """Version and path of the cuBLASLt in this process, which JAX loads; None if there is none."""
+    """Version and path of the cuBLASLt that JAX has loaded into this process; None if there is none."""
     try:
         mapped = pathlib.Path("/proc/self/maps").read_text()
     except OSError:
@@ -93,7 +93,7 @@ def _cublaslt() -> str | None:
 
 
 def _cuda() -> dict[str, Any]:
-    """The GPU part of the library, and what is there to run it."""
+    """The GPU part of the library, and the GPU and libraries that it would run on."""
     module = native.library().module
     absent = getattr(module, "no_cuda", "") if module else native.library().reason
     capability = native.compute_capability()
@@ -109,7 +109,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _how_on_cuda(operation: str, capability: float | None) -> str:
-    """What computes an operation on a GPU, of this machine's compute capability where it has one."""
+    """What computes an operation on a GPU; on this machine's GPU if it has one."""
     if operation == "scaled_matmul, weight-only":
         return (
             "up to 16 rows of bfloat16 by NVFP4 or Int4: codes decoded in registers; others: XLA's GEMM of the decoded "
@@ -124,7 +124,7 @@ def _how_on_cuda(operation: str, capability: float | None) -> str:
 
 
 def _devices() -> tuple[list[Any], str | None]:
-    """What JAX finds; none, and why, where the platforms that it is told to use cannot be started."""
+    """The devices that JAX finds; none, and the reason, if the platforms that it is told to use cannot be started."""
     try:
         return jax.devices(), None
     except native.NO_PLATFORM as error:
@@ -145,7 +145,7 @@ def collect() -> dict[str, Any]:
     targets: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
     if library.module:
         targets["cpu"], targets["cuda"] = set(library.module.cpu_handlers()), set(library.module.cuda_handlers())
-    names = {"gpu": "cuda" if cuda["compute_capability"] else "rocm"}  # JAX says "gpu" of both
+    names = {"gpu": "cuda" if cuda["compute_capability"] else "rocm"}  # JAX calls both "gpu"
     devices, why_no_devices = _devices()
     present = {names.get(device.platform, device.platform) for device in devices} | {"cpu"}
     platforms = sorted(present if cuda["reason"] else present | {"cuda"})
@@ -197,7 +197,7 @@ def _cuda_facts(cuda: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def render(found: dict[str, Any]) -> list[str]:
-    """The same as lines of text."""
+    """The facts as lines of text."""
     library = found["native_library"]
     lines = ["jaxlowprec " + str(found["versions"]["jaxlowprec"] or "(not installed)")]
     facts = [

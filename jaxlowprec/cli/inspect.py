@@ -1,4 +1,4 @@
-"""`jaxlowprec inspect`: what a checkpoint holds."""
+"""`jaxlowprec inspect`: lists what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.progress import bar, readable
 from jaxlowprec.cli.streams import emit, printable
 
-_WIDEST = 120  # what is longer stands out of its column: one name of a megabyte must not widen every line
+_WIDEST = 120  # characters of a column; longer cells stick out, so that a name of a megabyte does not widen every line
 
 
 def add_parser(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carries it out."""
+    """Runs the command; returns the exit status."""
     if options.plot and not options.reference:
         raise CheckpointError("--plot draws errors; give --reference, the checkpoint in high precision")
     if options.workers < 1:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def render(found: Inspection) -> list[str]:
-    """The same as lines of text."""
+    """The inspection as lines of text."""
     compared = any(module.error for module in found.modules)
     heads = ("module", "format", "shape", "size", "bits/element", *(("SQNR / dB", "max error") if compared else ()))
     rows = [heads, *(_row(module, compared) for module in found.modules)]
@@ -65,7 +65,7 @@ def _row(module: InspectedModule, compared: bool) -> tuple[str, ...]:
 
 
 def _finite(content: Any) -> Any:
-    """JSON has no infinity: null stands for it."""
+    """The content with None (JSON's null) in place of infinity and NaN, which JSON does not have."""
     if isinstance(content, dict):
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):

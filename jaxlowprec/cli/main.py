@@ -17,7 +17,7 @@ _ERROR, _INTERRUPTED = 2, 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """Shows arguments that it does not know as any terminal may show them."""
+    """Shows unknown arguments with control characters escaped."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message, sys.stderr))
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         name = f"jaxlowprec {options.command}"
         if sys.stdout is None:
             raise CheckpointError("standard output is closed, and the report has no other place; send it to a file")
-        native.library()  # says whether the environment asks for what is not there
+        native.library()  # raises if the environment asks for something that is not there
         return options.run(options)
     except (CheckpointError, OSError, native.NotAvailable) as error:
         say(f"{name}: {' '.join(str(error).split())}")

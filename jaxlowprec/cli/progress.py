@@ -1,4 +1,4 @@
-"""A line of text that shows how far a command is."""
+"""A line of text that shows the progress of a command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_SECONDS = 0.1
 
 
 class Bar:
-    """Shows bytes done on standard error; nothing where that is no terminal."""
+    """Shows the bytes done on standard error, if that is a terminal."""
 
     def __init__(self):
         self._shown = -_LEAST_SECONDS
@@ -31,12 +31,12 @@ class Bar:
 
 
 def bar(quiet: bool) -> Progress | None:
-    """A bar where somebody watches."""
+    """A progress bar if standard error is a terminal, otherwise None."""
     return None if quiet or sys.stderr is None or not sys.stderr.isatty() else Bar()
 
 
 def readable(nbytes: float) -> str:
-    """Bytes with a unit."""
+    """A number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

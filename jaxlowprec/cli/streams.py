@@ -1,4 +1,4 @@
-"""What the command writes to its streams: every character as any terminal may show it, and errors in words."""
+"""Writes to the command's streams, with characters that any terminal can show."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxlowprec.checkpoints.errors import CheckpointError, escaped
 
 
 def printable(text: str, stream: Any = None) -> str:
-    r"""A line as a stream can show it: escapes in the place of what it has no letters for, and of control characters.
+    r"""A line as a stream can show it: control characters, and characters that it cannot encode, are escaped.
 
-    Names of tensors and files may hold sequences that a terminal obeys.
+    Names of tensors and files may contain control sequences that a terminal would execute.
 
     >>> printable("a\x1b[31mb\nc")
     'a\\x1b[31mb\\nc'
@@ -24,10 +24,10 @@ def printable(text: str, stream: Any = None) -> str:
 
 
 def emit(lines: Iterable[str]) -> None:
-    """Writes lines to standard output. Nothing is said where the reader of a pipe went away.
+    """Writes lines to standard output. If the reader of a pipe went away, nothing is reported.
 
     Raises:
-        CheckpointError: it cannot be written to.
+        CheckpointError: standard output cannot be written to.
     """
     text = "".join(f"{printable(line, sys.stdout)}\n" for line in lines)
     try:
@@ -45,19 +45,19 @@ def say(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Writes to standard error as it is. Work goes on where nobody can read that."""
+    """Writes text to standard error unchanged. If that fails, work goes on."""
     if sys.stderr is None:
         return
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (OSError, ValueError):  # its terminal is gone, the disk is full, or it was closed
+    except (OSError, ValueError):  # the terminal is gone, the disk is full, or the stream was closed
         with contextlib.suppress(OSError, ValueError):
             _leave_unread(sys.stderr)
 
 
 def _leave_unread(stream: Any) -> None:
-    """What is left to write goes nowhere: at its end Python would try again, and fail."""
+    """Discards what is left to write: otherwise Python would try again at its end, and fail."""
     unread = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(unread, stream.fileno())

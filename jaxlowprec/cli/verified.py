@@ -1,6 +1,6 @@
-"""On which GPUs the CUDA kernels have been verified: what `scripts/gpu_check.sh` passed on, and no other.
+"""The GPUs on which `scripts/gpu_check.sh` passed, so that the CUDA kernels count as verified there.
 
-A line here and benchmarks/results/gpu.json come together: a test holds one against the other.
+A line here and benchmarks/results/gpu.json are added together: a test compares them.
 """
 
 VERIFIED_ON_GPUS: tuple[str, ...] = ()

@@ -1,1 +1,1 @@
-"""What a compiled program does."""
+"""What a compiled program does on its devices."""

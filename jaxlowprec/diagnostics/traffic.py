@@ -1,11 +1,11 @@
-"""What a compiled function sends between devices: its collectives, and their bytes on the wire.
+"""What a compiled function sends between devices: its collectives, and the bytes that they send.
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(step).lower(parameters, batch).compile()
     for collective in jaxlowprec.traffic.collectives(compiled):
         print(collective)
 
-The counts are those of the text of the program that XLA made. A collective in a loop (`scan`) is listed once.
+The counts come from the text of the program that XLA made. A collective in a loop (`scan`) is listed once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _BITS = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a compiled function; one that XLA combined from several is one.
+    """One collective of a compiled function. Collectives that XLA combined count as one.
 
     Attributes:
         kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", ...
-        results: dtype (as XLA names it: "u8", "bf16", "f32") and shape of what each device has afterwards.
-        devices: in each group that exchanges data.
+        results: dtype (XLA's name: "u8", "bf16", "f32") and shape of each array that a device has afterwards.
+        devices: the number of devices in each group that exchanges data.
     """
 
     kind: str
@@ -39,20 +39,20 @@ class Collective:
 
     @property
     def elements(self) -> int:
-        """Of all results."""
+        """The number of elements of all results."""
         return sum(math.prod(shape) for _, shape in self.results)
 
     @property
     def nbytes(self) -> int:
-        """Of all results."""
+        """Bytes of all results."""
         return sum(math.prod(shape) * _bits(dtype) for dtype, shape in self.results) // 8
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends, by the algorithms that send the fewest (rings)."""
+        """Bytes that each device sends, with the algorithms that send the fewest (rings)."""
         others = self.devices - 1
         if self.kind == "reduce-scatter":
-            return self.nbytes * others  # each result is a part
+            return self.nbytes * others  # each result is one device's part
         if self.kind == "all-reduce":
             return 2 * self.nbytes * others / self.devices
         if self.kind == "collective-permute":
@@ -68,7 +68,7 @@ def collectives(compiled: Any) -> list[Collective]:
     """The collectives of a compiled function in the order of its text.
 
     Arguments:
-        compiled: of `jax.jit(f).lower(...).compile()`, or its text.
+        compiled: the result of `jax.jit(f).lower(...).compile()`, or its text.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.traffic.collectives(jax.jit(lambda x: x + 1).lower(jnp.ones(4)).compile())
@@ -90,7 +90,7 @@ def _collective(types: str, kind: str, start: str | None, line: str) -> Collecti
 
 
 def _group_size(line: str, results: int) -> int:
-    """From XLA's ways to print groups of devices: a list of them, an array, or the axes of a mesh."""
+    """The size of a group, from any of the forms in which XLA prints groups: a list, an array, or axes of a mesh."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return listed[1].count(",") + 1
     if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
@@ -103,6 +103,6 @@ def _group_size(line: str, results: int) -> int:
 
 
 def _bits(dtype: str) -> int:
-    """Of an element: pred is a byte, others say it first (f8e4m3fn)."""
+    """Bits per element: pred takes a byte, other names contain the number (f8e4m3fn)."""
     found = _BITS.search(dtype)
     return int(found[0]) if found else 8

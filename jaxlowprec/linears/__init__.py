@@ -1,1 +1,1 @@
-"""Products with quantised operands and their three GEMMs: what layers of every framework call."""
+"""Products with quantised operands and their three GEMMs, which the layers of every framework call."""

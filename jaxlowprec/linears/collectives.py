@@ -1,4 +1,4 @@
-"""Collectives of quantised arrays, for use inside `jax.shard_map`: 4 or 8 bits an element travel instead of 16."""
+"""Collectives of quantised arrays, for use inside `jax.shard_map`: they send 4 or 8 bits per element instead of 16."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ AxisName = Hashable
 
 
 def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) -> QuantizedArray:
-    """The quantised shards of an array put together: `jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)` of what
-    they stand for.
+    """Gathers the quantised shards of an array: `jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)` of the arrays
+    that they stand for.
 
     The bytes are those of quantising the gathered array, rowwise or columnwise, so quantising before the gather changes
-    nothing but what travels: codes and block scales, for NVFP4 0.5625 bytes an element. A format with a tensor scale
-    needs shards that share it: quantise them with `axis_name=`, or with the `amax=` of the whole.
+    only what is sent: codes and block scales, for NVFP4 0.5625 bytes per element. Shards of a format with a tensor
+    scale must share it: quantise them with `axis_name=`, or with the `amax=` of the whole array.
 
     Arguments:
-        q: this device's shard. In what it is quantised along, its length is a multiple of the block (and of the
-            rotation's size); so is its number of lines where blocks are square tiles.
-        axis_name: the mesh axis, or a tuple of them with the major one first, that the shards lie along.
-        axis: the logical axis of q that is put together.
+        q: this device's shard. Along the quantised axis its length is a multiple of the block (and of the rotation's
+            size); if blocks are square tiles, so is the length of the other axis.
+        axis_name: the mesh axis along which the shards lie, or a tuple of mesh axes with the major one first.
+        axis: the logical axis of q along which the shards are joined.
 
     Returns:
-        A QuantizedArray whose shape is that of q times the size of `axis_name` along `axis`. Where the shards do not
-        share their tensor scale, and only then, all of it decodes to NaN.
+        A QuantizedArray with the shape of q, but the size of `axis` multiplied by that of `axis_name`. If the shards do
+            not share their tensor scale, all of it decodes to NaN.
 
     Raises:
-        TypeError: q is no QuantizedArray.
-        ValueError: an axis that q does not have, no mesh axis of that name, or shards that end within a block.
+        TypeError: q is not a QuantizedArray.
+        ValueError: q does not have that axis, there is no such mesh axis, or a shard ends within a block.
 
     Source: numerics.md 2 to 6 for what the bytes are.
 
@@ -95,16 +95,16 @@ def _check_whole_blocks(who: str, q: QuantizedArray, axis: int, along_blocks: bo
 
 
 def _gathered(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
-    """As bytes, since some collectives would widen 8-bit floats."""
+    """Gathers an array as bytes, because some collectives would widen 8-bit floats."""
     together = jax.lax.all_gather(as_bytes(x), axis_name, axis=axis % x.ndim, tiled=True)
     return from_bytes([together], [x.dtype])[0]
 
 
 def _shared(x: jax.Array, shards: jax.Array, axis_name: AxisName) -> jax.Array:
-    """A number that all shards should have, NaN where they do not."""
+    """A number that all shards should have; NaN if they differ."""
     names = set(axis_name) if isinstance(axis_name, tuple) else {axis_name}
     if names & varying_axes(shards) and not names & varying_axes(x):
-        return x  # its type says that it is the same
+        return x  # its type already says that all shards have the same
     bits = magnitude_bits(x)
     largest, inverted = jax.lax.pmax((bits, ~bits), axis_name)
     return jnp.where(largest == ~inverted, from_bits(largest), jnp.nan)

@@ -1,11 +1,11 @@
-"""Delayed scaling: per-tensor FP8 scaled by the amaxes of earlier steps, and the state that remembers them.
+"""Delayed scaling: per-tensor FP8 scaled by the amaxes of earlier steps, and the state that holds them.
 
 The state of a layer is six float32 arrays, named as Flax's `fp8_ops` names them: for `input`, `kernel` and
 `output_grad` a `<name>_amax_history` [L] and a `<name>_scale` [1]. Slot 0 of a history is the latest step's amax. As in
 Flax, the state travels with the parameters: **its gradient is its new value**, which replaces the old one. So one
-backward pass rolls every history once, and what a layer saw in several places is combined by max on the way back.
+backward pass shifts every history once, and values that a layer saw in several places are combined by max.
 
-* In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's own `TrainState` overwrites by itself.
+* In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's `TrainState` overwrites on its own.
 * Adding up the gradients of microbatches: `add_gradients(a, b)`.
 * A layer reached more than once through transformations that broadcast its state (`nn.scan`, `nn.remat` twice,
   `jax.lax.scan` over a closure) or through several `apply`: differentiate `combined_by_max(loss)`, or autodiff adds
@@ -28,12 +28,12 @@ from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-"""The Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
+"""The name of the Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
 
 TENSORS = ("input", "kernel", "output_grad")
 """The tensors of a layer that have a history and a scale, as the state's names begin."""
 
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # they keep reciprocals normal
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # limits that keep reciprocals normal
 
 State = dict[str, Any]
 
@@ -64,12 +64,12 @@ def check_mapping(who: str, state: Any) -> None:
 
 
 def _is_float(dtype: Any) -> bool:
-    """Whether it is a float, or Flax's fp8_ops.fm32."""
+    """Whether an array is a float, or Flax's fp8_ops.fm32."""
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
-    """The state, if it is one for this recipe."""
+    """Checks that the state fits this recipe, and returns it."""
     if state is None:
         raise ValueError(
             f"{who}: DelayedScaling needs the layer's amax histories and there are none: initialise the model within "
@@ -94,9 +94,9 @@ def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
 
 
 def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: float) -> jax.Array:
-    """What to multiply a tensor by in this step: maximum * 2^-margin / amax of the history.
+    """The encode scale of a tensor in this step: maximum * 2^-margin / amax of the history.
 
-    It stays what it was while the amax is zero or not finite.
+    The scale stays unchanged while the amax is zero or not finite.
 
     Arguments:
         tensor: "input", "kernel" or "output_grad".
@@ -122,12 +122,12 @@ def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, a
 
 
 def _as_float32(leaf: jax.Array) -> jax.Array:
-    """Flax's fp8_ops.fm32, float32 that autodiff adds by max, as float32."""
+    """An array of Flax's fp8_ops.fm32, float32 that autodiff adds by max, as float32."""
     return jax.lax.convert_element_type(leaf, jnp.float32)
 
 
 def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
-    """The largest amax that shares a history: over batch axes, and mesh axes that the history is not split over."""
+    """The largest amax of those that share a history: over batch axes, and mesh axes that do not split the history."""
     amax = amaxes.max(initial=0.0)
     varying, own = (varying_axes(v) for v in (amax, history))
     if any(axis not in varying_axes(jax.lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes):
@@ -142,7 +142,7 @@ def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
 
 @custom_vmap
 def _largest_mapped(amax: jax.Array, slot: jax.Array) -> jax.Array:
-    """amax; where vmap maps over the tensor but not over its history, the largest, for autodiff would add them up."""
+    """The amax; if vmap maps over the tensor but not over its history, the largest, as autodiff would add them up."""
     del slot
     return amax
 
@@ -180,12 +180,12 @@ used_and_handed_on.defvjp(lambda state: ((state, state), None), _combined)
 
 
 def is_added_up(leaf: jax.Array) -> bool:
-    """Whether autodiff may see this leaf of a state, and would add up what several uses make of it."""
+    """Whether autodiff may see this leaf of a state, so that it would add up the new values of several uses."""
     return isinstance(leaf, jax.core.Tracer) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def used_in_a_transformation(layer: str, counterparts: str) -> ValueError:
-    """The error of a layer whose state cannot be handed on to its next use."""
+    """The error for a layer whose state cannot be handed on to its next use."""
     return ValueError(
         f"{layer}: its delayed-scaling state is used within a JAX transformation that does not hand it on, where "
         f"autodiff would add up amaxes: use Flax's counterpart ({counterparts}, ...), or differentiate "
@@ -255,7 +255,7 @@ class Overwrite:
     A sum could not: the difference of two float32 numbers, added back, is not the second number.
     """
 
-    __array_ufunc__ = None  # numpy leaves `array + Overwrite` to __radd__
+    __array_ufunc__ = None  # makes numpy leave `array + Overwrite` to __radd__
 
     def __init__(self, value: Any):
         self.value = value
@@ -276,9 +276,9 @@ class Overwrite:
 def overwrite_with_gradient(inner: Any) -> Any:
     """An optax transformation for parameters and delayed-scaling states in one tree.
 
-    Parameters go through `inner`; states take their gradient as their new value, and neither clipping nor weight decay
-    nor moments see them. Make it the outermost transformation, and apply its updates with `optax.apply_updates`, as
-    Flax does.
+    Parameters go through `inner`. States take their gradient as their new value, and clipping, weight decay and moments
+    do not see them. Make it the outermost transformation, and apply its updates with `optax.apply_updates`, as Flax
+    does.
 
     Arguments:
         inner: an `optax.GradientTransformation`.
@@ -295,7 +295,7 @@ def overwrite_with_gradient(inner: Any) -> Any:
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"overwrite_with_gradient: inner={shown(inner)}; needs an optax.GradientTransformation")
-    import optax  # an example's and a trainer's dependency, not this library's
+    import optax  # a dependency of training programs, not of this library
 
     def parameters(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: not is_state(path), tree)

@@ -1,7 +1,6 @@
-"""dot_general and einsum under a recipe: drop-in replacements that come down to `linear`'s three GEMMs.
+"""dot_general and einsum under a recipe: drop-in replacements that are computed by `linear`'s three GEMMs.
 
-The left operand takes the input's role, the right one the weight's: `nn.Dense(dot_general=jlp.dot_general)` calls them
-so.
+The left operand has the input's role, the right operand the weight's, as in `nn.Dense(dot_general=jlp.dot_general)`.
 """
 
 from __future__ import annotations
@@ -54,23 +53,23 @@ def dot_general(
 ) -> Any:
     """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
-    Any contraction and batch dimensions. Each slice of the batch dimensions is quantised with its own amax and random
-    bits.
+    Any contraction and batch dimensions work. Each slice of the batch dimensions is quantised with its own amax and
+    random bits.
 
     Arguments:
         lhs: in the input's role.
         rhs: in the weight's role; None with `quantized_kernel`, for inference. Or a loaded QuantizedArray, which stands
-            for the matrices [batch..., K, N] and is seen as such (see `linear`).
+            for the matrices [batch..., K, N] and is used as such (see `linear`).
         dimension_numbers, out_sharding: as for `jax.lax.dot_general`: axes are counted from the front.
-        precision: of the three GEMMs, as for `jax.lax.dot_general`; quantised ones see `scaled_matmul`.
-        preferred_element_type: of the result; default under a recipe: lhs's dtype, so that a float32 master weight can
-            be passed uncast.
+        precision: precision of the three GEMMs, as for `jax.lax.dot_general`; for quantised ones see `scaled_matmul`.
+        preferred_element_type: the dtype of the result; default under a recipe: lhs's dtype, so that a float32 master
+            weight can be passed without a cast.
         recipe, key, name, state: see `linear`.
-        quantized_kernel: `quantize_kernel` of rhs seen as [batch..., K, N], its dimensions in that order.
+        quantized_kernel: `quantize_kernel` of rhs as [batch..., K, N], with its dimensions in that order.
 
     Raises:
-        TypeError, ValueError: as `linear` and `jax.lax.dot_general`; a product without contracted dimensions under a
-            recipe.
+        TypeError, ValueError: as for `linear` and `jax.lax.dot_general`; or, under a recipe, a product that contracts
+            nothing.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> x, w = jnp.ones((4, 8, 32)), jnp.ones((4, 32, 16))
@@ -88,7 +87,7 @@ def dot_general(
 
 
 def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> None:
-    """Raises for what JAX would not take either; without a recipe JAX takes other dtypes than floats."""
+    """Raises for options that JAX would refuse, too; without a recipe JAX also accepts dtypes other than floats."""
     a_sharding(who, "out_sharding", out_sharding)
     if preferred_element_type is not None:
         a_dtype(who, "preferred_element_type", preferred_element_type)
@@ -97,7 +96,7 @@ def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> 
 def _dot_general(
     call: LayerCall, lhs: jax.Array, rhs: jax.Array | None, given: DimensionNumbers, options: dict[str, Any]
 ) -> tuple[jax.Array, State | None]:
-    """The product, and the state of delayed scaling where there is one."""
+    """The product, and the state of delayed scaling if there is one."""
     who, quantized_kernel = call.who, call.quantized
     if rhs is None and quantized_kernel is None:
         raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
@@ -135,7 +134,7 @@ def _dot_general(
 
 
 def axes_in_order(who: str, ndim: int, axes: Iterable[int]) -> tuple[int, ...]:
-    """Axes from 0 on, ascending: the order in which Flax's layers lay out a kernel, however they were listed."""
+    """Axes counted from 0, ascending: the order in which Flax's layers lay out a kernel, however axes were listed."""
     return tuple(sorted(axis_from_the_front(who, axis, ndim) for axis in axes))
 
 
@@ -151,9 +150,9 @@ def linear_general(
     state: State | None = None,
     **options: Any,
 ) -> Any:
-    """Flax's linear over several axes of the inputs: kernel [batch..., contracted..., features...].
+    """Flax's linear over several axes of the inputs, with a kernel [batch..., contracted..., features...].
 
-    A kernel that is quantised or None (`quantized_kernel=` alone) stands for matrices [batch..., K, N].
+    A kernel that is quantised, or None with `quantized_kernel=`, stands for matrices [batch..., K, N].
 
     Arguments:
         axis, batch: contracted and batch axes of the inputs, in any order; negative ones count from the end.
@@ -177,7 +176,7 @@ def _as_matrices(
 ) -> tuple[tuple[int, ...], tuple[int, ...], jax.Array]:
     """The batch and free shapes, and x as [batch..., free, contracted] or [batch..., contracted, free].
 
-    Of several free axes that come first, the last one stays by itself: [batch..., S, free, contracted], its rows split.
+    If several free axes come first, the last one stays separate: [batch..., S, free, contracted], its rows split.
     """
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
     order = [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
@@ -206,7 +205,7 @@ def einsum(
 ) -> Any:
     """`jnp.einsum` of two operands, its three GEMMs quantised as the recipe says; without a recipe it is that function.
 
-    A product that contracts nothing is no GEMM and stays in high precision.
+    A product that contracts nothing is not a GEMM and stays in high precision.
 
     Arguments:
         subscripts: as for `jnp.einsum`, "..." and the implicit form included.
@@ -215,7 +214,7 @@ def einsum(
         precision, preferred_element_type, out_sharding, recipe, key, name, state: see `dot_general`.
 
     Raises:
-        ValueError: other than two operands under a recipe, subscripts that do not fit.
+        ValueError: other than two operands under a recipe, or subscripts that do not fit.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
@@ -235,7 +234,7 @@ def einsum(
 def _einsum(
     call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[jax.Array, State | None]:
-    """The product, and the state of delayed scaling where there is one."""
+    """The product, and the state of delayed scaling if there is one."""
     who, state = call.who, call.state
     if call.recipe is None:
         for i, operand in enumerate(operands):
@@ -267,7 +266,7 @@ def _einsum(
 
 
 def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
-    """Whether an einsum's second operand is [batch..., K, N], K being all that is contracted."""
+    """Whether an einsum's second operand is [batch..., K, N], and only K is contracted."""
     (x_names, (*batch, contracted, free)), out = _parse("einsum", subscripts, x_ndim, w_ndim)
     return (
         contracted in x_names
@@ -281,7 +280,7 @@ def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
 def _einsum_of_loaded(
     call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[jax.Array, State | None]:
-    """The product with a weight that is quantised along its second last axis, and the state as it is."""
+    """The product with a weight that is quantised along its second last axis, and the unchanged state."""
     who, (x, q) = call.who, operands
     x = float_array(who, "operand 0", x)
     (x_names, w_names), out = _parse(who, subscripts, x.ndim, q.ndim)
@@ -308,7 +307,7 @@ def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int,
 
 
 def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], list[str]]:
-    """Axis names of each operand and of the result; those of "..." are numbered from the right, as broadcasting is."""
+    """Axis names of each operand and of the result; those of "..." are numbered from the right, as in broadcasting."""
     a_text(who, subscripts=subscripts)
     text = subscripts.replace(" ", "")
     if not _SUBSCRIPTS.fullmatch(text):
@@ -339,7 +338,7 @@ def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], lis
 
 
 def _reduce_alone(x: jax.Array, names: list[str], keep: set[str]) -> tuple[jax.Array, list[str]]:
-    """x with repeated axes taken along their diagonal and axes that nobody else names summed."""
+    """x with repeated axes reduced to their diagonal, and with axes that no other operand or result names summed."""
     left = [n for n in dict.fromkeys(names) if n in keep]
     if left == names:
         return x, names

@@ -1,6 +1,6 @@
-"""Rows in groups by a weight for each group, under a recipe: the products of a mixture of experts.
+"""Rows in groups times a weight per group, under a recipe: the products of a mixture of experts.
 
-Each group is a tensor of its own, with its own amax, blocks and random bits: what `linear` would make of it alone.
+Each group is a tensor of its own, with its own amax, blocks and random bits, as if `linear` computed it by itself.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ def grouped_matmul(
     out_dtype: Any = None,
     precision: Any = None,
 ) -> Float[Array, "T N"]:
-    """Each group of rows by its own kernel, the three GEMMs on operands quantised as the recipe says.
+    """Each group of rows times its own kernel; operands of the three GEMMs are quantised as the recipe says.
 
-    The groups' rows lie one after the other, without padding; a group may have none. What becomes of a group depends on
-    its rows and its kernel alone: it is, quantised bytes included, what `linear(x_e, kernels[e])` makes of it. Rows
-    past the last group give zeros and get zero gradients.
+    The rows of the groups lie one after the other, without padding; a group may be empty. The result of a group depends
+    only on its rows and its kernel: quantised bytes included, it is that of `linear(x_e, kernels[e])`. Rows after the
+    last group give zeros and get zero gradients.
 
     Arguments:
         x: bfloat16, float16 or float32: the dtype of the result.
-        kernels: any of those dtypes, quantised from its own; a float32 master weight gets a float32 gradient. Or a
-            loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`.
-        group_sizes: integers of any width, on the device: they may differ from call to call without a new compilation.
-            Below 0 counts as 0, and the last groups end with the rows. Of sizes that are known (numbers of Python or
-            NumPy) it is an error if they sum up to more.
-        bias: one for each group, added in float32.
+        kernels: any of those dtypes, quantised from its own dtype; a float32 master weight gets a float32 gradient. Or
+            a loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`.
+        group_sizes: integers of any width, on the device: they may change from call to call without a new compilation.
+            Negative sizes count as 0, and the last groups are cut at the end of the rows. If sizes are known (numbers
+            of Python or NumPy), a sum larger than the number of rows is an error.
+        bias: one per group, added in float32.
         recipe: default: the context's (`autocast`). None: high precision, the kernels cast to x's dtype.
-        key: for recipes that round gradients stochastically. Group e's bits are those of a batch of E slices: of
-            `linear` with the e-th words of that batch. None: the bits come from each group's gradient, see `linear`.
-        name: the layer's, for the keyless bits and recipes that treat layers differently.
-        out_dtype: of the result; default: x's.
-        precision: of the three GEMMs, as for `jax.lax.dot`; quantised ones see `scaled_matmul`.
+        key: for recipes that round gradients stochastically. The bits of group e are those of slice e in a batch of E
+            slices of `linear`. None: the bits come from each group's gradient, see `linear`.
+        name: the layer's name, for the bits without a key and for recipes that treat layers differently.
+        out_dtype: the dtype of the result; default: x's.
+        precision: precision of the three GEMMs, as for `jax.lax.dot`; for quantised ones see `scaled_matmul`.
 
     Raises:
-        TypeError: dtypes that do not fit, a recipe that is none.
-        ValueError: shapes that do not fit; recipes that activations in groups have no place for: delayed scaling, whose
-            state is one layer's, square tiles for activations, rotations other than NVFP4's of size 16.
+        TypeError: dtypes do not fit, or the recipe is not a recipe.
+        ValueError: shapes do not fit; or a recipe that grouped activations cannot follow: delayed scaling, whose state
+            is one layer's, square tiles for activations, rotations other than NVFP4's of size 16.
 
     Source: numerics.md 3, 4 and 9 for each group.
 
@@ -143,8 +143,8 @@ def ragged_dot(
     """Drop-in for `jax.lax.ragged_dot`: `grouped_matmul` under the context's recipe.
 
     Arguments:
-        lhs, rhs, group_sizes: x, kernels and group_sizes of `grouped_matmul`.
-        precision: of `grouped_matmul`.
+        lhs, rhs, group_sizes: `x`, `kernels` and `group_sizes` of `grouped_matmul`.
+        precision: as for `grouped_matmul`.
         preferred_element_type: the dtype of the result; default: what lhs and rhs promote to.
         group_offset: not supported, as in JAX.
 
@@ -177,7 +177,7 @@ def _aligned(*operands: Any) -> tuple[Any, ...]:
 
 
 def integer_sizes(who: str, group_sizes: Any) -> Any:
-    """An array of them, NumPy's where they are known."""
+    """The sizes as an array of integers, a NumPy array if they are known."""
     try:
         sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
     except (TypeError, ValueError):
@@ -190,7 +190,7 @@ def integer_sizes(who: str, group_sizes: Any) -> Any:
 
 
 def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
-    """int32 [E], cut to the rows. Sizes that are known are checked whole, before JAX narrows them."""
+    """Sizes as int32 [E], limited to the rows. Known sizes are checked as a whole, before JAX narrows them."""
     sizes = integer_sizes(who, group_sizes)
     if rows >= LEAST_TOO_LARGE:
         raise ValueError(f"{who}: x has {rows} rows; needs fewer than 2^31: split them into several calls")
@@ -202,7 +202,7 @@ def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
 
 
 def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
-    """What the recipe wants of the layer, where rows in groups can have it."""
+    """The recipe's roles for the layer, if grouped rows can have them."""
     if recipe.delayed is not None or isinstance(recipe, Calibrating):
         raise ValueError(
             f"{who}: {recipe} has a state for each layer, but groups are tensors of their own; use current scaling "

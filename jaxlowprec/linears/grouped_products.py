@@ -1,10 +1,10 @@
-"""Products of rows in groups by a weight for each, quantised, and their custom_vjp: the core of `grouped_matmul`.
+"""Quantised products of rows in groups by a weight per group, with their custom_vjp: the core of `grouped_matmul`.
 
     fprop   y_e  = x_e row-quantised            @ w_e
     dgrad   dx_e = dy_e row-quantised           @ w_e transposed
     wgrad   dw_e = x_e column-quantised, transposed @ dy_e column-quantised
 
-As `quantized_matmul` and `weight_only`, which have the rules, for each group. Residuals carry the same checkpoint
+The rules are those of `quantized_matmul` and `weight_only`, for each group. Residuals have the same checkpoint
 names.
 """
 
@@ -46,12 +46,12 @@ from jaxlowprec.wiring.out_sharding import resharded
 
 @dataclasses.dataclass(frozen=True)
 class GroupedProductSpec(Gemms):
-    """What a product is traced with; see `quantized_matmul.ProductSpec`.
+    """The static description of a product; see `quantized_matmul.ProductSpec`.
 
     Attributes:
-        out_dtype: of the result.
-        shardings: of x, w and bias and of their gradients.
-        precision: of all three GEMMs, checked.
+        out_dtype: the dtype of the result.
+        shardings: those of x, w and bias, which their gradients get, too.
+        precision: precision of all three GEMMs, checked.
     """
 
     out_dtype: Any
@@ -60,7 +60,7 @@ class GroupedProductSpec(Gemms):
 
 
 def _weight_ways(w, role, rowwise: bool, columnwise: bool):
-    """The weights quantised in the wanted directions, None for the other."""
+    """The weights quantised in the wanted directions; None for an unwanted one."""
     if role is None:
         return None, None
     if rowwise and columnwise:
@@ -85,7 +85,7 @@ def _row_ways(x, sizes, role, rowwise: bool, columnwise: bool, words=None, amaxe
 
 
 def _fprop(spec: GroupedProductSpec, x, w, bias, sizes, keep_column: bool, keep_row: bool):
-    """The result, x row- and columnwise, and the weights, each quantised as far as it is needed now or kept."""
+    """The result, x row- and columnwise, and the weights, quantised as far as they are needed now or kept."""
     roles = spec.roles
     with in_profiles("quantize input"):
         x_row, x_column = _row_ways(x, sizes, roles.input, spec.fprop, keep_column)
@@ -116,7 +116,7 @@ def _forward(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
 
 
 def _quantized_gradient(spec: GroupedProductSpec, dy, randomness, sizes):
-    """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+    """The gradient of the result, row- and columnwise, as dgrad and wgrad need it."""
     role, amaxes = spec.roles.gradient, None
     if role.format.has_tensor_scale:
         found = group_amaxes(dy, sizes, True, role.hadamard)
@@ -154,7 +154,7 @@ def _backward(spec: GroupedProductSpec, residuals, dy):
 
 
 _matmul.defvjp(_forward, _backward)
-quantized_groups = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once, whatever their names
+quantized_groups = jax.jit(_matmul, static_argnums=0)  # layers with equal specs are traced once, whatever their names
 """GroupedProductSpec, x [..., T, K], w [..., E, K, N], bias [..., E, N] or None, Randomness or None, sizes [..., E] ->
 [..., T, N]."""
 
@@ -164,12 +164,12 @@ quantized_groups = jax.jit(_matmul, static_argnums=0)  # equal layers are traced
 
 @dataclasses.dataclass(frozen=True)
 class GroupedWeightOnlyProductSpec:
-    """What a product by weights that alone are quantised is traced with; see `weight_only`.
+    """The static description of a product with only its weights quantised; see `weight_only`.
 
     Attributes:
-        served: of the recipe.
+        served: how the weights are served.
         out_dtype, shardings: see `GroupedProductSpec`.
-        precision: of the backward GEMMs, checked; the forward one always has float32 sums.
+        precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
     """
 
     served: Served
@@ -227,7 +227,7 @@ None, sizes -> [..., T, N]."""
 
 
 def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:
-    """A rowwise array [..., T, C] as `dtype`; rows in no group are zeros."""
+    """A rowwise array [..., T, C] decoded to `dtype`; rows outside the groups are zeros."""
 
     def one_batch(data, sizes, scale, amax):
         group = jnp.minimum(Groups.of(sizes, x.rows).of_rows(), sizes.shape[0] - 1)
@@ -239,12 +239,12 @@ def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:
 
 
 def biased(y: jax.Array, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
-    """y [..., T, N] float32 plus the bias [..., E, N] of each row's group."""
+    """y [..., T, N] in float32 plus, for each row, the bias [..., E, N] of its group."""
     return y if bias is None else y + bias_of_rows(bias.astype(jnp.float32), sizes, y.shape[-2])
 
 
 def bias_gradient(dy: jax.Array, like: jax.Array | None, sizes: jax.Array, sharding: Any) -> jax.Array | None:
-    """[..., E, N]: the sum over each group's rows, in float32."""
+    """The sum over each group's rows, [..., E, N] in float32."""
     if like is None:
         return None
 

@@ -1,7 +1,7 @@
-"""One call of a layer: what `linear`, `dot_general` and `einsum` share, and the product that they come down to.
+"""One call of a layer: the common part of `linear`, `dot_general` and `einsum`, and the product that they compute.
 
-The product itself is `quantized_matmul`, or `weight_only` where only the weight is quantised. Residuals carry
-checkpoint names (`residuals`), for policies such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+The product is `quantized_matmul`, or `weight_only` if only the weight is quantised. Residuals have checkpoint names
+(`residuals`) for policies such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """What a layer's call was told, checked and resolved once.
+    """The arguments of a layer's call, checked and resolved once.
 
     Attributes:
-        who: the function, for messages.
-        name: the layer's.
-        recipe: that the layer follows here; None for high precision, and for a loaded weight.
-        key: of stochastic rounding, or None.
-        quantized: the weight that is quantised already, or None.
-        state: of delayed scaling, or None.
-        precision: of the three GEMMs.
+        who: the name of the function, for messages.
+        name: the layer's name.
+        recipe: the recipe that the layer follows in this call; None for high precision, and for a loaded weight.
+        key: the key of stochastic rounding, or None.
+        quantized: the weight if it is quantised already, or None.
+        state: the state of delayed scaling, or None.
+        precision: precision of the three GEMMs.
     """
 
     who: str
@@ -55,16 +55,16 @@ class LayerCall:
 
     @functools.cached_property
     def roles(self) -> Roles | None:
-        """What the recipe wants of the layer: asked once a call."""
+        """The recipe's roles for the layer; the recipe is asked once per call."""
         return None if self.recipe is None else self.recipe.roles("linear", self.name)
 
     @property
     def calibrates(self) -> bool:
-        """Whether the product is in high precision, and its amaxes are recorded."""
+        """Whether the product is in high precision while its amaxes are recorded."""
         return isinstance(self.recipe, Calibrating)
 
     def in_high_precision(self, w: Any) -> bool:
-        """Whether nothing is quantised; a loaded weight is, without a recipe."""
+        """Whether nothing is quantised; a loaded weight counts as quantised even without a recipe."""
         loaded = w is None and self.quantized is not None and self.quantized.weight_only
         return self.calibrates or (self.recipe is None and not loaded)
 
@@ -77,7 +77,7 @@ class LayerCall:
         return w
 
     def recorded(self, x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, delayed_scaling.State]:
-        """A product and its state; the state's gradient is what x, w and the gradient of y make of it (calibrating)."""
+        """A product and its state (calibrating): x, w and the gradient of y give the state's gradient."""
         recipe: Any = self.recipe
         state = delayed_scaling.check_state(self.who, recipe.delayed, self.state)
         used, state = delayed_scaling.used_and_handed_on(state)
@@ -95,14 +95,14 @@ class LayerCall:
         """x in the input's role times w in the weight's, and the state for the layer's next call.
 
         Without a recipe `quantized` is a loaded weight. `rows_split`: x is [..., S, T, K] for a weight without S, and
-        so is the result; S and T stay two axes, so that a mesh can split both. The parts are merged where a block would
-        lie on two of them.
+        so is the result; because S and T stay two axes, a mesh can split both. If a block would lie on two parts, they
+        are merged.
         """
         weight: Any = w if w is not None else self.quantized
         if rows_split and _must_merge(self.who, x, weight, self.roles):
             y, state = self.matmul(merged_rows(x), w, bias, out_dtype)
             return resharded(split_rows(y, *x.shape[-3:-1]), out_sharding), state
-        if out_sharding is None and sharding_of(x):  # the same type whatever is kept for the backward pass
+        if out_sharding is None and sharding_of(x):  # the same type, whatever is kept for the backward pass
             features = dimensions_of(w)[-1] if w is not None else dimensions_of(weight.columnwise.data)[-2]
             out_sharding = sharding_of_product(x, features)
         if self.recipe is None or self.roles is None:
@@ -133,7 +133,7 @@ class LayerCall:
             return quantized_matmul(spec, *operands, used), state
 
     def _weight_only(self, x, w, bias, loaded, served, result) -> jax.Array:
-        """The product by a weight that alone is quantised."""
+        """The product if only the weight is quantised."""
         if loaded is None:
             weight_only.check_whole_blocks(self.who, self.name, w, served.format)
         with in_profiles(self.name):
@@ -157,10 +157,10 @@ class LayerCall:
 def layer_call(
     who: str, kernel: Any, quantized: Any, *, recipe: Any, key: Any, name: Any, state: Any, precision: Any
 ) -> tuple[jax.Array | None, LayerCall]:
-    """The kernel in high precision, if that was given, and the call. A loaded kernel becomes the call's `quantized`.
+    """The kernel in high precision, if one was given, and the call. A loaded kernel becomes the call's `quantized`.
 
     Raises:
-        TypeError, ValueError: an argument that is none, a loaded kernel that is not what the recipe wants.
+        TypeError, ValueError: an argument is invalid, or a loaded kernel does not fit the recipe.
     """
     a_text(who, name=name)
     check_key(who, key)
@@ -178,7 +178,7 @@ def layer_call(
 
 
 def check_kernel(who: str, quantized: Any) -> None:
-    """Raises unless it is what `quantize_kernel` makes."""
+    """Raises unless the argument is what `quantize_kernel` makes."""
     if not isinstance(quantized, QuantizedKernel):
         raise TypeError(f"{who}: quantized_kernel={shown(quantized)}; needs what jaxlowprec.quantize_kernel makes")
     check_quantized(who, "quantized_kernel.columnwise", quantized.columnwise)
@@ -187,12 +187,12 @@ def check_kernel(who: str, quantized: Any) -> None:
 
 
 def _must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> bool:
-    """Whether the parts [..., S, T, K] have to be merged, lest a block of x, or of its gradient, lie on two of them.
+    """Whether parts [..., S, T, K] have to be merged because a block of x or of its gradient would lie on two.
 
-    Raises ValueError where that cannot be: two split axes would be strided.
+    Raises ValueError if they cannot be merged: two split axes would become strided.
     """
     if roles is None or roles.ste is not None:  # x is not quantised
-        return len(weight.shape) > 2  # a weight for each of further axes needs matrices
+        return len(weight.shape) > 2  # a weight per further axis needs matrices
     quantised = [role for role in (roles.input, roles.gradient) if role is not None]
     together = math.lcm(*(part_unit(r.format, r.hadamard, r.rounding, columnwise=True) for r in quantised))
     if x.size > 0 and x.shape[-2] % together == 0:
@@ -211,14 +211,14 @@ def _inputs(high_precision: bool) -> str:
 
 
 def rounds_stochastically(roles: Roles) -> bool:
-    """Whether a key is of use."""
+    """Whether a key would have an effect."""
     return roles.gradient is not None and roles.gradient.rounding == "stochastic"
 
 
 def randomness_of(
     who: str, roles: Roles, key: jax.Array | None, batch: tuple[int, ...], gradient: tuple[int, int], name: str
 ) -> Randomness | None:
-    """What the bits of a layer's gradient [*batch, *gradient] come from, if it is rounded stochastically."""
+    """The source of the random bits of a layer's gradient [*batch, *gradient], if it is rounded stochastically."""
     if not rounds_stochastically(roles):
         return None
     if key is not None:

@@ -1,4 +1,4 @@
-"""The quantised linear, and a kernel that is quantised once for many of its calls."""
+"""The quantised linear, and kernels that are quantised once for many calls of it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def quantize_kernel(
 ) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
 
-    Pass it to `linear` as `quantized_kernel=`: the gradient still reaches the kernel, the master weight. It stands for
-    the kernel's value of now: after an optimizer step, quantise again.
+    Pass it to `linear` as `quantized_kernel=`: the gradient still reaches the kernel, the master weight. It has the
+    kernel's present value: after an optimizer step, quantise again.
 
     Arguments:
         kernel: the master weight, bfloat16, float16 or float32.
-        recipe: whose weight role to follow; default: the context's.
-        name: the layer's, for recipes that treat layers differently (`Custom`).
-        state: of delayed scaling, see `linear`.
+        recipe: the recipe whose weight role is used; default: the context's.
+        name: the layer's name, for recipes that treat layers differently (`Custom`).
+        state: the state of delayed scaling, see `linear`.
 
     Raises:
-        ValueError: no recipe, or one that keeps this weight in high precision.
+        ValueError: there is no recipe, or it keeps this weight in high precision.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize_kernel(jnp.ones((64, 32)), jlp.NVFP4BlockScaling()).shape
@@ -70,7 +70,7 @@ def quantize_kernel(
 
 
 def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:
-    """A kernel [batch..., contracted..., features...] as matrices [batch..., K, N], by the number of those axes."""
+    """A kernel [batch..., contracted..., features...] as matrices [batch..., K, N], by the numbers of these axes."""
     sizes, rest = kernel.shape[:batch], kernel.shape[batch:]
     return kernel.reshape(*sizes, math.prod(rest[:contracted]), math.prod(rest[contracted:]))
 
@@ -88,35 +88,34 @@ def linear(
     out_sharding: NamedSharding | PartitionSpec | None = None,
     precision: Any = None,
 ) -> Any:
-    """`x @ kernel + bias`, its three GEMMs on operands quantised as the recipe says.
+    """`x @ kernel + bias`, with the operands of its three GEMMs quantised as the recipe says.
 
-    Gradients have the dtype of what they are gradients of: a float32 master weight gets a float32 gradient, rounded
-    once. The bias is added in float32 before the one rounding of the result, and its gradient is the sum of the
-    unquantised gradient.
+    A gradient has the dtype of its argument: a float32 master weight gets a float32 gradient, rounded once. The bias is
+    added in float32 before the result is rounded once, and its gradient is the sum of the unquantised gradient.
 
     Arguments:
         x: [..., K], bfloat16, float16 or float32: the dtype of the result.
-        kernel: [K, N], any of those dtypes, quantised from its own. None: `quantized_kernel` alone, for inference. Or a
-            loaded QuantizedArray [K, N], quantised along K (axis=-2), for inputs in high precision: it needs no recipe,
-            gives what quantisation-aware training gives for the kernel it was made from, bit for bit, and is a constant
-            to autodiff, as for adapters on a frozen weight.
+        kernel: [K, N], any of those dtypes, quantised from its own dtype. None with `quantized_kernel`, for inference.
+            Or a loaded QuantizedArray [K, N], quantised along K (axis=-2), for inputs in high precision: it needs no
+            recipe, gives bit for bit what quantisation-aware training gives for the kernel that it was made from, and
+            is a constant to autodiff, as for adapters on a frozen weight.
         bias: [N].
         recipe: default: the context's (`autocast`). None: high precision, the kernel cast to x's dtype.
-        key: for recipes that round gradients stochastically; see `quantize`. None: the bits come from the gradient
-            itself (its amax), its shape and `name`, deterministically.
-        quantized_kernel: `quantize_kernel(kernel)`, to save doing it again.
-        name: the layer's, for the keyless bits and recipes that treat layers differently.
-        state: of delayed scaling, as `jaxlowprec.delayed_scaling.init_state` makes it; its gradient is its new value.
-        out_sharding: of the result [..., N], in JAX's explicit-sharding mode, as for `jnp.matmul`.
-        precision: of the three GEMMs, as for `jax.lax.dot`; quantised ones see `scaled_matmul`.
+        key: for recipes that round gradients stochastically; see `quantize`. None: the bits are derived from the
+            gradient itself (its amax), its shape and `name`, deterministically.
+        quantized_kernel: `quantize_kernel(kernel)`, so that it is not quantised again.
+        name: the layer's name, for the bits without a key and for recipes that treat layers differently.
+        state: the state of delayed scaling, of `jaxlowprec.delayed_scaling.init_state`; its gradient is its new value.
+        out_sharding: the sharding of the result [..., N], in JAX's explicit-sharding mode, as for `jnp.matmul`.
+        precision: precision of the three GEMMs, as for `jax.lax.dot`; for quantised ones see `scaled_matmul`.
 
     Returns:
-        [..., N]. With `state` a pair of it and the state, unchanged in value: handing this one to the layer's next call
-        combines the new values of both calls by max.
+        [..., N]. With `state`, a pair of that and the state with an unchanged value: pass this one to the layer's next
+            call, and the new values of both calls are combined by max.
 
     Raises:
-        TypeError: dtypes that do not fit, a recipe that is none.
-        ValueError: shapes that do not fit.
+        TypeError: dtypes do not fit, or the recipe is not a recipe.
+        ValueError: shapes do not fit.
 
     Source: numerics.md 3 and 4; arXiv 2509.25149.
 

@@ -1,11 +1,11 @@
-"""A product of quantised operands, its custom_vjp, and what that keeps: the core of `linear`.
+"""A product of quantised operands with its custom_vjp and its residuals: the core of `linear`.
 
     fprop   y  = x row-quantised            @ w            contracted over K
     dgrad   dx = dy row-quantised           @ w transposed contracted over N
     wgrad   dw = x column-quantised, transposed @ dy column-quantised   contracted over tokens
 
-Each GEMM has its own pair of operands (numerics.md 3). The backward pass keeps x columnwise and w, quantised, instead
-of x and w: they carry the checkpoint names of `residuals`.
+Each GEMM has its own pair of operands (numerics.md 3). The backward pass keeps x columnwise and w, both quantised,
+instead of x and w. They have the checkpoint names of `residuals`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class QuantizedKernel:
     """A kernel [..., K, N] quantised once, for every GEMM that reads it.
 
     Attributes:
-        rowwise: blocks along N, for dgrad; None where the weight alone is quantised, and dgrad decodes the other.
+        rowwise: blocks along N, for dgrad; None if only the weight is quantised, and dgrad decodes `columnwise`.
         columnwise: blocks along K, for fprop.
     """
 
@@ -63,10 +63,10 @@ class QuantizedKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Gemms:
-    """Which of a product's three GEMMs are quantised.
+    """Says which of a product's three GEMMs are quantised.
 
     Attributes:
-        roles, backward_override: of the recipe.
+        roles, backward_override: the recipe's.
     """
 
     roles: Any
@@ -74,33 +74,33 @@ class Gemms:
 
     @property
     def fprop(self) -> bool:
-        """Whether this GEMM is quantised."""
+        """Whether fprop is quantised."""
         return self.roles.input is not None and self.roles.weight is not None
 
     @property
     def dgrad(self) -> bool:
-        """The same."""
+        """Whether dgrad is quantised."""
         return self.backward_override is None and self.roles.gradient is not None and self.roles.weight is not None
 
     @property
     def wgrad(self) -> bool:
-        """The same."""
+        """Whether wgrad is quantised."""
         return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductSpec(Gemms):
-    """What a product is traced with: captured in the forward pass, so that the backward pass never reads the context.
+    """The static description of a product, captured in the forward pass: the backward pass never reads the context.
 
-    The layer's name is no part of it, so equal layers are traced once.
+    It does not contain the layer's name, so equal layers are traced once.
 
     Attributes:
-        delayed: of the recipe.
-        out_dtype: of the result.
-        shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
-        out_sharding: of the result, in explicit mode.
+        delayed: the recipe's `delayed`.
+        out_dtype: the dtype of the result.
+        shardings: those of x, w and bias, which their gradients get, too; see `out_sharding.sharding_of`.
+        out_sharding: the sharding of the result, in explicit mode.
         rows_split: x is [..., S, T, K] for a weight without S.
-        precision: of all three GEMMs, checked.
+        precision: precision of all three GEMMs, checked.
     """
 
     delayed: Any
@@ -114,7 +114,7 @@ class ProductSpec(Gemms):
 def _both_ways(
     x, role: Any, rowwise: bool, columnwise: bool, *, words=None, amax=None, encode=None, rows_split=False
 ) -> tuple[Any, Any]:
-    """x quantised in the wanted directions, None for the other; one pass for both."""
+    """x quantised in the wanted directions, None for an unwanted one; both in one pass."""
     if role is None:
         return None, None
     rotation, options = role.hadamard or False, {"encode_scale": encode, "rows_split": rows_split}
@@ -136,7 +136,7 @@ def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out
 
 
 def _encode_scale(spec: ProductSpec, state, tensor: str):
-    """Of delayed scaling, if that is the spec."""
+    """The encode scale of delayed scaling, if the spec has it."""
     if spec.delayed is None:
         return None
     return delayed_scaling.encode_scale(spec.delayed, state, tensor, _maximum(spec.delayed, tensor))
@@ -161,7 +161,7 @@ def _matmul(spec: ProductSpec, x, w, bias, randomness, quantized, state):
 def _fprop(
     spec: ProductSpec, x, w, bias, quantized: QuantizedKernel | None, state, *, keep_column=False, keep_row=False
 ):
-    """The result, x row- and columnwise, and the kernel, each quantised as far as it is needed now or is to be kept."""
+    """The result, x row- and columnwise, and the kernel, quantised as far as they are needed now or have to be kept."""
     roles = spec.roles
     with in_profiles("quantize input"):
         encode = _encode_scale(spec, state, "input")
@@ -241,9 +241,9 @@ def _backward(spec: ProductSpec, residuals, dy):
 
 
 _matmul.defvjp(_forward, _backward)
-quantized_matmul = jax.jit(_matmul, static_argnums=0)  # equal layers are traced once, whatever their names
-"""ProductSpec, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, state of delayed scaling ->
-[..., T, N]; all but the first two may be None, w where there is a QuantizedKernel."""
+quantized_matmul = jax.jit(_matmul, static_argnums=0)  # layers with equal specs are traced once, whatever their names
+"""ProductSpec, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, state of delayed scaling -> [..., T, N].
+All but the first two may be None; w is None if there is a QuantizedKernel."""
 
 
 # --- calibrating
@@ -251,7 +251,7 @@ quantized_matmul = jax.jit(_matmul, static_argnums=0)  # equal layers are traced
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def recording(delayed: DelayedScaling, x, w, y, state):
-    """y, for calibrating: the state's gradient is what x, w and the gradient of y make of it."""
+    """y, for calibrating: x, w and the gradient of y give the state's gradient."""
     del delayed, x, w, state
     return y
 

@@ -1,4 +1,4 @@
-"""What the linears share around their GEMMs: names in profiles, residuals of the backward pass, and reading these."""
+"""The common part of the linears around their GEMMs: names in profiles, residuals, and reading these."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.wiring.out_sharding import resharded
 
 CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
-"""checkpoint_name of the residuals: data, scale and amax of the columnwise input, and of the weight."""
+"""The checkpoint_names of residuals: data, scale and amax of the columnwise input, and of the weight."""
 
 
 def in_profiles(layer: str, part: str = "") -> contextlib.AbstractContextManager:
-    """Within it operations are called `layer/part` in profiles and in the metadata of compiled code, and nowhere else.
+    """A context in which operations are named `layer/part` in profiles and in the metadata of compiled code.
 
-    A layer without a name, or a name without a part, gives the other one.
+    Without a layer's name, or without a part, the other one is the whole name.
     """
     name = "/".join(filter(None, (layer, part)))
     return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
 def named(residual: Any, name: str) -> Any:
-    """A residual whose arrays carry a checkpoint name where it is quantised, else as it is."""
+    """A residual whose arrays get a checkpoint name if it is quantised; otherwise the residual itself."""
     if residual is None or isinstance(residual, jax.Array):
         return residual
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), residual)
 
 
 def decoded(x: Any, dtype: Any) -> jax.Array:
-    """A residual as an array of `dtype`."""
+    """A residual decoded to an array of `dtype`."""
     return x.dequantize(dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
 
 
 def dtype_marker(x: jax.Array | None) -> jax.Array | None:
-    """An empty array that carries x's dtype to the backward pass: a dtype is no residual."""
+    """An empty array that carries x's dtype to the backward pass, because a dtype cannot be a residual."""
     return None if x is None else jnp.zeros((), x.dtype)
 
 
@@ -56,10 +56,7 @@ def plain_matmul(
 def plain_wgrad(
     x: jax.Array, dy: jax.Array, rows_split: bool, out_dtype: Any, out_sharding: Any = None, precision: Any = None
 ) -> jax.Array:
-    """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`.
-
-    `rows_split`: they are [..., S, T, K] and [..., S, T, N]; S is summed over too.
-    """
+    """x [..., T, K] transposed @ dy [..., T, N], as `plain_matmul`; `rows_split`: also sums over the axis before T."""
     dtype = wider_dtype(x.dtype, dy.dtype)
     terms = "...stk,...stn->...kn" if rows_split else "...tk,...tn->...kn"
     options: Any = {"precision": precision, "preferred_element_type": jnp.float32, "out_sharding": out_sharding}
@@ -67,7 +64,7 @@ def plain_wgrad(
 
 
 def bias_gradient(dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
-    """Of a bias that is added to every row, summed in float32; `sharding`: see `out_sharding.sharding_of`."""
+    """The gradient of a bias that is added to every row, in float32; `sharding`: see `out_sharding.sharding_of`."""
     if like is None:
         return None
     return resharded(dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like.dtype), sharding)
@@ -77,4 +74,4 @@ differentiated_once = no_derivative(
     "linear: there is no second derivative under a recipe; pass recipe=None, or use autocast(enabled=False), "
     "where a gradient is differentiated again"
 )
-"""For the operands of both rules, which are constant to autodiff: it would find a second derivative of zero."""
+"""For the operands of both rules, which are constants to autodiff; otherwise it would find a second derivative of 0."""

@@ -1,10 +1,10 @@
-"""The linear whose weight alone is quantised: in quantisation-aware training, and with a weight that was loaded.
+"""The linear with only its weight quantised: for quantisation-aware training, and for loaded weights.
 
-    fprop   y  = x @ q            the weight-only product that serves, same bits
+    fprop   y  = x @ q            the weight-only product that serves, with the same bits
     dgrad   dx = dy @ q decoded   in high precision
     wgrad   dw = x transposed @ dy, through the straight-through estimator to the master weight
 
-The backward pass keeps x and the quantised weight, whose arrays carry `CHECKPOINT_NAMES[1]`.
+The backward pass keeps x and the quantised weight, whose arrays have the name `CHECKPOINT_NAMES[1]`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Served(NamedTuple):
     """How a weight is served, and how its gradient reaches the master weight.
 
     Attributes:
-        format: what it is quantised to.
+        format: the format that it is quantised to.
         ste: the straight-through estimator, see `fake_quantize`.
-        served_dtype: what the master weight is rounded to before, or None.
+        served_dtype: the dtype that the master weight is rounded to before, or None.
     """
 
     format: Format
@@ -56,13 +56,13 @@ class Served(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ProductSpec:
-    """What a product is traced with. The layer's name is no part of it: equal layers are traced once.
+    """The static description of a product. It does not contain the layer's name: equal layers are traced once.
 
     Attributes:
-        shardings: of x, w and bias and of their gradients, see `out_sharding.sharding_of`.
-        out_sharding: of the result, in explicit mode.
+        shardings: those of x, w and bias, which their gradients get, too; see `out_sharding.sharding_of`.
+        out_sharding: the sharding of the result, in explicit mode.
         rows_split: x is [..., S, T, K] for a weight without S.
-        precision: of the backward GEMMs, checked; the forward one always has float32 sums.
+        precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
     """
 
     served: Served
@@ -82,9 +82,9 @@ def matmul(
     result: tuple[Any, Any, bool],
     precision: Any,
 ) -> Float[Array, "*B T N"]:
-    """x times a weight as it is served: the master weight w, or q, which it was quantised to, or both.
+    """x times a weight as it is served: given the master weight w, its quantised form q, or both.
 
-    `result`: its dtype, its sharding in explicit mode, and `rows_split` (see `_ProductSpec`).
+    `result`: the dtype, the sharding in explicit mode, and `rows_split` (see `_ProductSpec`).
     """
     out_dtype, out_sharding, rows_split = result
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
@@ -98,12 +98,12 @@ def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | 
 
 
 def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
-    """w in that dtype, or as it is."""
+    """w rounded to that dtype; w itself if that is None."""
     return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
 
 
 def through_estimator(dw: jax.Array, w: jax.Array, served: Served) -> jax.Array:
-    """The gradient of the master weight w from that of its quantised form, whose dtype it keeps."""
+    """The gradient of the master weight w from that of its quantised form, in the gradient's dtype."""
     as_served = rounded_to(w, served.served_dtype).astype(jnp.float32)
     _, estimator = jax.vjp(lambda w: fake_quantize(w, served.format, -2, served.ste), as_served)
     return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
@@ -139,7 +139,7 @@ def _shard_of_k(kernel: Any) -> int:
 
 
 def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
-    """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in what a recipe wants if there is one."""
+    """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in the recipe's format if there is one."""
     check_quantized(who, "kernel", q)
     if len(q.matrix_shape) != 2 or q.axis != -2:
         remedy = "pass kernel.mT" if len(q.matrix_shape) == 2 else "needs two dimensions"

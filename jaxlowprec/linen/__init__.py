@@ -1,4 +1,4 @@
-"""Flax Linen layers that follow a recipe: Flax's own classes, arguments, defaults and parameter trees; and experts."""
+"""Flax Linen layers that follow a recipe, with Flax's classes, arguments, defaults and parameter trees; and experts."""
 
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, keep_kernel_dtype

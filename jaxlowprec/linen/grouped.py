@@ -16,11 +16,11 @@ from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
-"""Each expert's kernel as a linear's of its size."""
+"""Initialises each expert's kernel like the kernel of a linear of its size."""
 
 
 class HighPrecisionGroupedDense(nn.Module):
-    """`GroupedDense` without a recipe: what makes the parameters."""
+    """`GroupedDense` without a recipe; it makes the parameters."""
 
     num_experts: int
     features: int
@@ -34,7 +34,7 @@ class HighPrecisionGroupedDense(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
-        """Rows [T, in], expert after expert, and how many each has, to [T, features]."""
+        """Rows [T, in], sorted by expert, and the number of rows per expert, to [T, features]."""
         inputs = layer_inputs(type(self).__name__, inputs)
         shape = (self.num_experts, inputs.shape[-1], self.features)
         self.param("kernel", self.kernel_init, shape, self.param_dtype)
@@ -45,16 +45,16 @@ class HighPrecisionGroupedDense(nn.Module):
 
 
 class GroupedDense(HighPrecisionGroupedDense):
-    """A Dense for each expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
+    """A Dense per expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
 
-    Its kernel is [experts, in, features], its bias [experts, features].
+    The kernel is [experts, in, features], the bias [experts, features].
 
     Attributes:
-        num_experts, features: sizes.
-        precision: of the three GEMMs, see `jaxlowprec.grouped_matmul`.
-        recipe: see `Dense`, whose other attributes these are too. The kernel keeps its dtype: `dtype` is that of the
-            computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not its
-            neighbour's; give these layers `Float8CurrentScaling` of their own.
+        num_experts, features: the number of experts, and the width of the result.
+        precision: precision of the three GEMMs, see `jaxlowprec.grouped_matmul`.
+        recipe: see `Dense`, which also has the other attributes. The kernel keeps its dtype: `dtype` is the dtype of
+            the computation in high precision and of the result. `DelayedScaling` is refused, because experts have
+            different amaxes; give these layers a `Float8CurrentScaling` of their own.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> layer, sizes = jlp.linen.GroupedDense(2, 32), jnp.asarray([5, 3], jnp.int32)
@@ -67,7 +67,7 @@ class GroupedDense(HighPrecisionGroupedDense):
     recipe: Any = FROM_CONTEXT
 
     def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
-        """Rows [T, in], expert after expert, and how many each has, to [T, features].
+        """Rows [T, in], sorted by expert, and the number of rows per expert, to [T, features].
 
         Rows past the sum of the group sizes are zeros.
         """

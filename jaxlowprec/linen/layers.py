@@ -1,14 +1,14 @@
-"""Linen layers. Flax makes the parameters and computes without a recipe; under one, `linear` does.
+"""Linen layers. Flax makes the parameters and computes without a recipe; under a recipe, `linear` computes.
 
-A weight is quantised once for many calls by making the collection "quantized" mutable once and passing it on:
+To quantise a weight once for many calls, make the collection "quantized" mutable once and pass it on:
 
     _, quantized = model.apply(variables, x, mutable="quantized")
     y = model.apply(variables | quantized, x)      # gradients still reach the kernel in "params"
 
-A kernel in "params" may be a loaded QuantizedArray [batch..., K, N], as `jaxlowprec.quantize_params` puts there: it
+A kernel in "params" may be a loaded QuantizedArray [batch..., K, N], as `jaxlowprec.quantize_params` puts there. It
 needs no recipe, and inputs stay in high precision.
 
-Delayed scaling keeps its state in the collection "_overwrite_with_gradient", made by `init` within the recipe's scope.
+The state of delayed scaling is in the collection "_overwrite_with_gradient", which `init` makes under the recipe.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
 def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None) -> tuple[Any, Any, Any]:
-    """A `promote_dtype=` for Flax's own layers beside `dot_general=jlp.dot_general`: it casts all but the kernel.
+    """A `promote_dtype=` for Flax's own layers with `dot_general=jlp.dot_general`: it casts all but the kernel.
 
-    Flax's default rounds a float32 master weight to bfloat16 first, and its gradient on the way back.
+    Flax's default first rounds a float32 master weight to bfloat16, and its gradient on the way back.
     """
     dtype = canonicalize_dtype(inputs, kernel, bias, dtype=dtype)
     inputs, bias = (None if a is None else jnp.asarray(a, dtype) for a in (inputs, bias))
@@ -52,7 +52,7 @@ def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any 
 
 
 def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
-    """The recipe to follow in this call; None also while Flax initialises the parameters."""
+    """The recipe to follow in this call; None while Flax initialises the parameters."""
     recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path))
     if recipe is not None and recipe.delayed is not None and layer.is_initializing():
         for name, value in init_state(recipe.delayed).items():
@@ -71,7 +71,7 @@ def _refuse_dot_general(layer: nn.Module, ignored: str, remedy: str) -> None:
 
 
 def _loaded(layer: nn.Module) -> QuantizedArray | None:
-    """The kernel where it was loaded quantised."""
+    """The kernel if it was loaded quantised, otherwise None."""
     if not layer.has_variable("params", "kernel"):
         return None
     kernel: Any = layer.get_variable("params", "kernel")
@@ -82,10 +82,10 @@ def _loaded(layer: nn.Module) -> QuantizedArray | None:
 
 
 def _operands(layer: nn.Module, inputs: jax.Array, kernel_shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """inputs, kernel and bias as the layer's promote_dtype makes them, Flax's default one keeping the kernel.
+    """Inputs, kernel and bias after the layer's promote_dtype; with Flax's default one, the kernel keeps its dtype.
 
-    The kernel may be missing where one was quantised earlier. One that was loaded counts with the dtype that it was
-    quantised from.
+    The kernel may be missing if one was quantised earlier. A loaded kernel counts with the dtype that it was quantised
+    from.
     """
     kernel: Any = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
     bias = _parameter(layer, "bias") if layer.use_bias else None
@@ -117,13 +117,13 @@ def _options(layer: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
 
 
 _latest_states: weakref.WeakKeyDictionary[Any, tuple[State, State]] = weakref.WeakKeyDictionary()
-"""By scope: the state as it was read, and as the layer's latest call handed it on."""
+"""For each scope, the state as it was read, and as the layer's latest call returned it."""
 
 
 def _state(layer: nn.Module, recipe: DelayedScaling) -> State | None:
-    """The state of delayed scaling, as the layer's previous call in this scope handed it on.
+    """The state of delayed scaling, as the layer's previous call in this scope returned it.
 
-    So its gradient passes through all calls and is combined by max, where reading the variable anew would add it up.
+    So its gradient passes through all calls and is combined by max; reading the variable again would add it up.
     """
     if not layer.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale"):
         return None
@@ -135,7 +135,7 @@ def _state(layer: nn.Module, recipe: DelayedScaling) -> State | None:
 
 
 def _handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
-    """The result of a call with this state, whose own is kept for the next one."""
+    """The result of a call with this state; the state that it returns is kept for the next call."""
     if state is None:
         return result
     y, after = result
@@ -153,7 +153,7 @@ def _quantized(
 ) -> QuantizedKernel | None:
     """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable.
 
-    None where it was loaded, and where the recipe keeps this weight in high precision.
+    None if the kernel was loaded, or if the recipe keeps this weight in high precision.
     """
     name = "/".join(layer.path)
     if recipe is None or isinstance(kernel, QuantizedArray) or recipe.roles(name=name).weight is None:
@@ -170,10 +170,10 @@ class Dense(nn.Dense):
     """`flax.linen.Dense` under a recipe.
 
     Attributes:
-        recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, Flax bit for bit.
+        recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, with Flax's bits.
 
-    Other attributes, their defaults and the parameter tree are Flax's. Gradients round stochastically by the RNG stream
-    "sr" where it is given to `apply`, else by bits of their own; evaluation needs none.
+    Other attributes, their defaults and the parameter tree are Flax's. Stochastic rounding of gradients uses the RNG
+    stream "sr" if `apply` is given one, otherwise bits that are derived from the gradient; evaluation needs none.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> layer = jlp.linen.Dense(32)

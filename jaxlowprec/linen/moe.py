@@ -17,13 +17,13 @@ from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
 class Experts(nn.Module):
-    """What each expert computes: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
+    """An expert: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
 
     Attributes:
-        hidden: size between.
-        inits: of the kernels of gate_proj and up_proj, and of down_proj.
-        num_experts: of `GroupedDense` layers over rows sorted by expert; None: `Dense` layers over tokens.
-        options: of each layer.
+        hidden: the hidden size.
+        inits: initialisers of the kernels of gate_proj and up_proj, and of down_proj.
+        num_experts: for `GroupedDense` layers over rows sorted by expert; None: `Dense` layers over tokens.
+        options: options of each layer.
     """
 
     hidden: int
@@ -49,9 +49,9 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A block of experts under a recipe: each token goes to top_k of them, none is dropped, nothing is padded.
+    """A block of experts under a recipe: each token goes to top_k of them; no token is dropped, and nothing is padded.
 
-    Attributes: those of `jaxlowprec.nnx.MoE`, with the same parts; the size of a token is that of the input.
+    Attributes: those of `jaxlowprec.nnx.MoE`, with the same parts; the size of a token is taken from the input.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> moe, x = jlp.linen.MoE(4, 128, top_k=2), jnp.ones((2, 8, 64))
@@ -87,10 +87,11 @@ class MoE(nn.Module):
     def __call__(
         self, x: Float[Array, "*T D"], tape: Int32[Array, "*T k"] | None = None
     ) -> tuple[Float[Array, "*T D"], MoEAux]:
-        """Tokens [..., features] to the same, and what else there is to say: `MoEAux`.
+        """Tokens [..., features] to outputs of the same shape, and a `MoEAux`.
 
-        `tape`: int32 [..., top_k], the experts to send tokens to, as `aux.tape` of another pass; a row of -1 chooses
-        afresh. The choice alone is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
+        `tape`: int32 [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1
+        chooses afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See
+        `jaxlowprec.moe.route`.
         """
         routing = (self.normalize, self.scoring, self.load_balance_coef, self.expert_axis)
         settings = Settings(self.num_experts, self.top_k, *routing)

@@ -1,7 +1,7 @@
-"""Which recipe where: what applies to each layer of a model, and the export of what was trained.
+"""Shows what a recipe does to each layer of a model, and exports trained models for serving.
 
-A Linen module is traced without computing anything, so that what scopes and layers say of their own is seen as it acts.
-An NNX module is walked; scopes within its `__call__` are not seen: give such layers a recipe of their own.
+A Linen module is traced without computing anything, so recipes that scopes and layers set themselves are seen. An NNX
+module is walked, so scopes within its `__call__` are not seen: give such layers a recipe of their own.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _NNX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, _GROUPED
 
 @dataclasses.dataclass(frozen=True)
 class AppliedRecipe:
-    """What applies to one layer.
+    """What a recipe does to one layer.
 
     Attributes:
-        path: of the layer in the model.
-        kernel: the shape of its kernel or embedding; of a loaded one that of its matrices [batch..., K, N].
-        roles: of its operands; None stays in high precision.
-        note: why it does, or what to mind.
-        axes: how many axes of the kernel are batch axes, and how many come next to be contracted; None where the kernel
-            is no such matrices.
+        path: the layer's path in the model.
+        kernel: the shape of its kernel or embedding; for a loaded kernel that of its matrices [batch..., K, N].
+        roles: the roles of its operands; None stays in high precision.
+        note: why it stays in high precision, or what to watch for.
+        axes: the number of batch axes of the kernel, and of contracted axes after them; None if the kernel does not
+            consist of such matrices.
     """
 
     path: str
@@ -55,7 +55,7 @@ class AppliedRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What applies to each layer of a model; str() is a table.
+    """What a recipe does to each layer of a model; str() is a table.
 
     Attributes:
         layers: in the order of their calls (Linen) or of the model's attributes (NNX).
@@ -65,7 +65,7 @@ class Explanation:
 
     @property
     def formats(self) -> dict[str, Any]:
-        """By path, the format of the kernel; None in high precision."""
+        """Maps each path to the format of the kernel; None in high precision."""
         return {layer.path: layer.roles.weight and layer.roles.weight.format for layer in self.layers}
 
     def __str__(self) -> str:
@@ -85,15 +85,15 @@ def explain(
     """What a recipe does to each layer of a model, without computing anything.
 
     Arguments:
-        model: an NNX module. Or a Linen module; then the arguments of `model.apply` follow, the variables first, arrays
-            or their shapes (`jax.eval_shape`).
+        model: an NNX module. Or a Linen module; then the arguments of `model.apply` follow, beginning with the
+            variables, as arrays or their shapes (`jax.eval_shape`).
         recipe: default: the context's.
 
     Returns:
         A table when printed; `.formats` maps paths to formats.
 
     Raises:
-        TypeError: a model that is neither.
+        TypeError: the model is neither.
 
     >>> import jaxlowprec as jlp
     >>> from flax import nnx
@@ -122,19 +122,20 @@ def _explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> 
 def quantize_params(
     model: nn.Module | nnx.Module, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any
 ) -> Any:
-    """The parameters as they are served: each kernel that was trained quantised as a QuantizedArray.
+    """The parameters for serving: each kernel that was trained quantised becomes a QuantizedArray.
 
-    Exactly those that the recipe applies to, to the bit what training multiplied by; nothing else changes. The layers
-    take them as they are, without a recipe. A kernel of several axes becomes the matrices [batch..., K, N].
+    These are exactly the kernels that the recipe applies to, with the bits that training multiplied by; nothing else
+    changes. The layers accept them without a recipe. A kernel with several axes becomes matrices [batch..., K, N].
 
     Arguments:
-        model: an NNX module, of which a copy is returned, with kernels in `jaxlowprec.nnx.Quantized` variables. Or a
-            Linen module; then the arguments of `model.apply` follow, the variables first, of which a copy is returned.
-        recipe: `Int4QAT` or `WeightQAT`; default: the context's. Layers with a recipe of their own follow that.
+        model: an NNX module; a copy is returned, with kernels in `jaxlowprec.nnx.Quantized` variables. Or a Linen
+            module; then the arguments of `model.apply` follow, beginning with the variables, of which a copy is
+            returned.
+        recipe: `Int4QAT` or `WeightQAT`; default: the context's. Layers with a recipe of their own follow that one.
 
     Raises:
-        TypeError: a model that is neither.
-        ValueError: no layer that was trained for such a weight, or one without a form to be served in.
+        TypeError: the model is neither.
+        ValueError: no layer was trained for such a weight, or a layer cannot be served in this form.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -187,7 +188,7 @@ def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray:
 
 
 def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None) -> AppliedRecipe:
-    """To a layer that calls itself `name`, in the scope of now."""
+    """What the recipe does to a layer of this name in the current scope."""
     if isinstance(kernel, QuantizedArray):
         return AppliedRecipe(path, kernel.shape, Roles(None, Role(kernel.format), None), "loaded")
     if not isinstance(layer, _OURS):
@@ -208,7 +209,7 @@ def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int
 
 
 def _matrices_type(kernel: Any, batch: int, contracted: int) -> Any:
-    """Shape and, where it is one of matrices already, sharding of a kernel as matrices."""
+    """Shape of a kernel as matrices, and its sharding if it already consists of matrices."""
     if kernel.ndim == batch + 2 and contracted == 1:
         return kernel
     return jax.eval_shape(lambda k: kernel_matrices(k, batch, contracted), kernel)
@@ -219,7 +220,7 @@ def _joined(path: Any) -> str:
 
 
 def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
-    """By path."""
+    """The layers by their paths."""
     found = {}
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, _NNX):
@@ -230,7 +231,7 @@ def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
 
 
 def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
-    """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
+    """See `AppliedRecipe.axes`; axes that a transformation put in front count as batch axes."""
     if isinstance(layer, nnx.Linear | jaxlowprec.nnx.GroupedLinear):
         return kernel.ndim - 2, 1
     if isinstance(layer, nnx.LinearGeneral):
@@ -243,12 +244,12 @@ def _nnx_axes(layer: nnx.Module, kernel: Any) -> tuple[int, int] | None:
 
 
 def _einsum_axes(subscripts: str, x_ndim: int, kernel_ndim: int, own_ndim: int) -> tuple[int, int] | None:
-    """Of an einsum's kernel, whose own axes may follow some of transformations."""
+    """`axes` of an einsum's kernel; its own axes may follow axes of transformations."""
     return (kernel_ndim - 2, 1) if contracts_second_last(subscripts, x_ndim, own_ndim) else None
 
 
 def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[str, AppliedRecipe]:
-    """By path."""
+    """The layers by their paths."""
     found: dict[str, AppliedRecipe] = {}
 
     def look(call: Any, call_args: Any, call_kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -263,7 +264,7 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
             found[_joined(layer.path)] = _applied(_joined(layer.path), _joined(layer.path), layer, kernel, axes)
             if not isinstance(
                 kernel, QuantizedArray
-            ):  # in high precision, so that a layer that cannot follow is seen too
+            ):  # in high precision, so that layers that cannot follow the recipe are seen, too
                 ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
                 call = call if ours is None else super(ours, layer).__call__
         return call(*call_args, **call_kwargs)
@@ -284,7 +285,7 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
 def _linen_axes(
     layer: nn.Module, kernel: Any, inputs: Any, einsum_str: Any = None, **others: Any
 ) -> tuple[int, int] | None:
-    """See `AppliedRecipe.axes`; axes that a transformation put in front are batch axes."""
+    """See `AppliedRecipe.axes`; axes that a transformation put in front count as batch axes."""
     if isinstance(layer, nn.Dense | jaxlowprec.linen.GroupedDense):
         return kernel.ndim - 2, 1
     if isinstance(layer, nn.DenseGeneral):

@@ -1,9 +1,9 @@
-"""Tokens to their experts and back: sorted by expert, with no capacity, no padding and no one-hot.
+"""Sends tokens to their experts and back: sorted by expert, without capacity, padding or one-hot matrices.
 
-    x [T, D]  -> rows [T*k, D], expert after expert, an expert's tokens in their order     scatter_to_experts
+    x [T, D]  -> rows [T*k, D], sorted by expert, each expert's tokens in their order     scatter_to_experts
     rows [T*k, N], weights [T, k] -> y [T, N], summed over k in float32, first to last     combine
 
-Both are gathers forward and backward: no addition depends on how other tokens are routed.
+Both are gathers in the forward and the backward pass, so no sum depends on how other tokens are routed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jaxlowprec.ops.rounding import rounded
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """Where each token's k rows are among those sorted by expert. A pytree.
+    """The places of each token's k rows in the sorted rows. A pytree.
 
     Attributes:
-        order: int32 [T*k]: the choice, token * k + its place in the row, that is at each place.
+        order: int32 [T*k]: for each place, the choice that is there: token * k + the choice's index in the token's row.
         places: int32 [T, k]: the place of each choice; the inverse of `order`.
-        group_sizes: int32 [experts]: rows of each expert. Rows past their sum are no expert's.
+        group_sizes: int32 [experts]: rows of each expert. Rows past their sum belong to no expert.
     """
 
     order: Int32[Array, "T*k"]
@@ -42,11 +42,11 @@ def dispatch(experts: Int32[Array, "T k"], num_experts: int) -> Dispatch:
     """Sorts the tokens' choices by expert, stably.
 
     Arguments:
-        experts: int32 [tokens, k]. What is not in [0, num_experts) comes last and is no expert's.
-        num_experts: how many there are.
+        experts: int32 [tokens, k]. Values outside [0, num_experts) come last and belong to no expert.
+        num_experts: the number of experts.
 
     Raises:
-        TypeError, ValueError: experts that are no int32 [tokens, k].
+        TypeError, ValueError: experts is not int32 [tokens, k].
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> found = jlp.moe.dispatch(jnp.asarray([[2, 0], [0, 1]], jnp.int32), 3)
@@ -69,7 +69,7 @@ def dispatch(experts: Int32[Array, "T k"], num_experts: int) -> Dispatch:
 
 
 def scatter_to_experts(x: Float[Array, "T D"], where: Dispatch) -> Float[Array, "T*k D"]:
-    """Each token's row k times, sorted by expert; the gradient of x is added up in float32, in the order of the k.
+    """Each token's row k times, sorted by expert. The gradient of x is summed in float32, in the order of the k.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> found = jlp.moe.dispatch(jnp.asarray([[2, 0], [0, 1]], jnp.int32), 3)
@@ -85,7 +85,7 @@ def scatter_to_experts(x: Float[Array, "T D"], where: Dispatch) -> Float[Array, 
 
 
 def _places(who: str, where: Any) -> tuple[int, int]:
-    """The tokens and the k of a dispatch, if it is one."""
+    """The tokens and the k of a dispatch. Raises if it is not one."""
     if not isinstance(where, Dispatch):
         raise TypeError(f"{who}: where={shown(where)}; needs a Dispatch, as jaxlowprec.moe.dispatch returns")
     shape = jnp.shape(where.places)
@@ -118,9 +118,9 @@ _scatter.defvjp(_scatter_fwd, _scatter_bwd)
 
 
 def combine(rows: Float[Array, "T*k N"], weights: Float[Array, "T k"], where: Dispatch) -> Float[Array, "T N"]:
-    """The experts' rows back with their tokens, weighted and added up in float32 in the order of the k.
+    """Brings the experts' rows back to their tokens: weighted and summed in float32, in the order of the k.
 
-    The result is float32, for more to be added before it is rounded. Gradients of rows have their dtype.
+    The result is float32, so that more can be added before it is rounded. Gradients of rows have their dtype.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> found = jlp.moe.dispatch(jnp.asarray([[2, 0], [0, 1]], jnp.int32), 3)

@@ -1,4 +1,4 @@
-"""What the grouped layers of Linen and NNX compute."""
+"""The computation of the grouped layers of Linen and NNX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxlowprec.linears.grouped import grouped_matmul, integer_sizes
 from jaxlowprec.recipes.roles import Recipe
 
 MODULE_TYPE = "grouped_linear"
-"""What recipes call these layers, see `QuantizerRole`."""
+"""The kind of these layers for recipes, see `QuantizerRole`."""
 
 
 def grouped_linear(
@@ -26,7 +26,7 @@ def grouped_linear(
     name: str = "",
     precision: Any,
 ) -> Float[Array, "T N"]:
-    """Rows sorted by expert times each expert's kernel [E, K, N], and its bias; rows past the groups' sum are zeros."""
+    """Rows sorted by expert times each expert's kernel [E, K, N], plus its bias; rows past the groups' sum are zero."""
     group_sizes = integer_sizes(who, group_sizes)
     if x.ndim != 2 or group_sizes.shape != kernel.shape[:1] or x.shape[1] != kernel.shape[1]:
         raise ValueError(

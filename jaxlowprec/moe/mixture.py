@@ -1,4 +1,4 @@
-"""The mixture-of-experts block, whatever its router and its experts are."""
+"""The mixture-of-experts block for any router and experts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxlowprec.ops.checks import mesh_axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEAux:
-    """What a block of experts says beside its output. A pytree.
+    """The further results of a block of experts. A pytree.
 
     Attributes:
-        load_balance_loss: float32, times `load_balance_coef`: to be added to the loss that is trained.
-        tape: int32 [..., k], the experts used, for `RoutingTape` and replay.
-        group_sizes: int32 [experts], how many tokens went to each.
+        load_balance_loss: float32, already times `load_balance_coef`: add it to the loss that is trained.
+        tape: int32 [..., k], the experts that were used, for `RoutingTape` and replay.
+        group_sizes: int32 [experts], the number of tokens that went to each.
     """
 
     load_balance_loss: Float[Array, ""]
@@ -55,12 +55,12 @@ def mixture(
     experts: Callable[[Array, Array], Array],
     shared: Callable[[Array], Array] | None,
 ) -> tuple[Float[Array, "*T D"], MoEAux]:
-    """Routes, computes, combines.
+    """Routes tokens, computes their experts, and combines the results.
 
     Arguments:
         router: float32 tokens [..., D] to logits [..., experts].
-        experts: rows sorted by expert, and group sizes, to rows; see `GroupedLinear`.
-        shared: what every token goes through; added in float32 before the one rounding of the result.
+        experts: takes rows sorted by expert, and group sizes; returns rows; see `GroupedLinear`.
+        shared: processes every token; its result is added in float32, before the result is rounded once.
     """
     x = array(who, "x", x)
     if x.ndim < 1:
@@ -91,16 +91,16 @@ def mixture(
 
 
 def _experts(x: Array, routing: Any, experts: Any, settings: Settings) -> tuple[Array, Any]:
-    """The weighted sum of the experts' outputs in float32, and the dtype that they had."""
+    """The weighted sum of the experts' outputs in float32, and the dtype of these outputs."""
     where = dispatch(routing.experts, settings.num_experts)
     rows = experts(scatter_to_experts(x, where), where.group_sizes)
     return combine(rows, routing.weights, where), rows.dtype
 
 
 def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -> tuple[Array, Any]:
-    """The same within shard_map, each device along the axis having its part of the experts.
+    """`_experts` within shard_map, where each device along the axis has a part of the experts.
 
-    All devices along it have the same tokens, compute the rows of their own experts, and add up in float32.
+    All devices along the axis have the same tokens. Each computes the rows of its own experts; the sum is in float32.
     """
     axis = settings.expert_axis
     mesh_axes("MoE", axis)
@@ -117,7 +117,7 @@ def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -
 
 
 def check_block(who: str, settings: Settings, gated: Any) -> None:
-    """Raises TypeError or ValueError where a block cannot be made."""
+    """Raises TypeError or ValueError if a block with these arguments cannot be made."""
     experts, k = settings.num_experts, settings.top_k
     for name, size in (("num_experts", experts), ("top_k", k)):
         whole_number(who, name, size)

@@ -1,4 +1,4 @@
-"""How far two tapes agree: what a rollout engine chose against what the trainer would choose."""
+"""Measures how far two tapes agree, such as a rollout engine's choices and the trainer's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxlowprec.moe.tape import RoutingTape, check_experts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How far two tapes agree, layer by layer; NaN in a layer without a token to compare. A pytree.
+    """How far two tapes agree, per layer; NaN in a layer without a token to compare. A pytree.
 
     Attributes:
-        tokens: int32 [layers]: those compared, that both tapes hold a choice of.
+        tokens: int32 [layers]: the number of compared tokens, for which both tapes hold a choice.
         same_set: float32 [layers]: share of them with the same experts, in any order.
         same_order: float32 [layers]: share of them with the same experts in the same order.
         intersection: float32 [layers]: share of a token's k experts that both tapes have, on average.
@@ -35,7 +35,7 @@ def overlap(a: RoutingTape, b: RoutingTape) -> Overlap:
     """Compares the choices of two tapes of the same tokens. Works within jit.
 
     Raises:
-        TypeError: what is no tape.
+        TypeError: an argument is not a tape.
         ValueError: tapes of different shapes.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp

@@ -1,4 +1,4 @@
-"""What a rollout engine says of its routing, as arrays."""
+"""The routing that a rollout engine reports, as arrays."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Se
     """Each sequence's `routed_experts` as int32 [tokens - 1, layers with experts, k]; see `RoutingTape`.
 
     Raises:
-        TypeError: numbers that are no integers.
-        ValueError: what is no such array, and a layer of zeros: the engine did not capture it, and 0 is an expert.
+        TypeError: the numbers are not integers.
+        ValueError: the array has another form, or a layer of zeros: the engine did not capture it, and 0 is an expert.
 
     >>> captured([np.asarray([1, 0, 2, 3], "<i4").tobytes()], num_layers=1, k=2, dense_layers=())[0].tolist()
     [[[1, 0]], [[2, 3]]]
@@ -43,7 +43,7 @@ def captured(sequences: Sequence[Any], num_layers: int, k: int, dense_layers: Se
             needed = f"[tokens - 1, {num_layers}, {k}]"
             raise ValueError(f"{who} has shape {array.shape}; needs {needed}, or as many numbers flat")
         array = _as_int32(who, array.reshape(-1, num_layers, k)[:, with_experts])
-        if k > 1:  # two zeros are no choice; a single one may be
+        if k > 1:  # a choice does not have two zeros; with k = 1 a zero may be a choice
             _check_captured(who, array, with_experts)
         decoded.append(array)
     if k == 1 and decoded:

@@ -1,4 +1,4 @@
-"""The choice of experts: top-k of a router's logits, or the choice that a tape holds."""
+"""The choice of experts: the top k of a router's logits, or the choice that a tape holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 from jaxlowprec.arguments import a_flag, one_of, shown, whole_number
 
 AFRESH = -1
-"""In a tape: this token chooses its experts afresh. A row of k is all of it, or none."""
+"""In a tape: this token chooses its experts afresh. Either all of a row is AFRESH, or nothing of it."""
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -21,13 +21,13 @@ Scoring = Literal["softmax", "sigmoid"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts each token goes to, and with which weights. A pytree.
+    """Which experts each token goes to, and their weights. A pytree.
 
     Attributes:
-        experts: int32 [tokens, k], those used: a tape for the next pass. Never out of range.
+        experts: int32 [tokens, k], the experts that are used: a tape for the next pass. Never out of range.
         weights: float32 [tokens, k], in the order of `experts`; differentiable in the logits.
         group_sizes: int32 [experts], the tokens of each expert; they sum to tokens x k.
-        load_balance_loss: float32, 1 where experts are used alike and up to the number of experts where one takes all.
+        load_balance_loss: float32, 1 if experts are used equally, up to the number of experts if one gets all tokens.
     """
 
     experts: Int32[Array, "T k"]
@@ -44,27 +44,27 @@ def route(
     normalize: bool = True,
     scoring: Scoring = "softmax",
 ) -> Routing:
-    """Sends each token to k experts: those of the highest logits, or those of the tape.
+    """Sends each token to k experts: those with the highest logits, or those of the tape.
 
-    A tape freezes the choice and nothing else: weights are recomputed from these logits, gradients flow through them,
-    and the loss and the group sizes follow the experts used. The order of a row is kept, so that outputs, sums over k,
-    have the same bits. Fresh choices are in descending order; of equal logits the lower expert comes first.
+    A tape freezes only the choice: weights are recomputed from these logits, gradients flow through them, and the loss
+    and the group sizes follow the experts that are used. The order of a row is kept, so that the output, a sum over k,
+    has the same bits. Fresh choices are in descending order; of equal logits the lower expert comes first.
 
-    A row of the tape that is no choice (an expert out of range or twice, -1 beside others) cannot raise within jit: the
-    token's weights, and with them its output, and the loss become NaN, and the token is sent where its logits say.
-    `RoutingTape.check` says beforehand which one it is.
+    An invalid row of the tape (an expert out of range or twice, -1 beside others) cannot raise within jit. Instead, the
+    token's weights, and with them its output, and the loss become NaN, and the token is routed by its logits.
+    `RoutingTape.check` finds such a row beforehand.
 
     Arguments:
         logits: float32 [tokens, experts], computed in float32.
-        k: experts a token.
-        tape: int32 [tokens, k]; a row of -1 chooses afresh. None: all do.
-        normalize: whether a token's weights are made to sum to 1, after they are gathered. With k = 1 that is a
-            constant, which the router learns nothing from.
-        scoring: what makes weights of logits: "softmax" over all experts, or "sigmoid" of each.
+        k: experts per token.
+        tape: int32 [tokens, k]; a row of -1 chooses afresh. None: all tokens do.
+        normalize: whether a token's weights are scaled to sum to 1 after they are gathered. With k = 1 the weight is
+            then constant, so the router gets no gradient.
+        scoring: how logits become weights: "softmax" over all experts, or "sigmoid" of each.
 
     Raises:
-        TypeError: logits that are no float32 array, a tape that is no int32 one.
-        ValueError: shapes that do not fit, k out of range, an unknown scoring.
+        TypeError: logits is not a float32 array, or the tape not an int32 array.
+        ValueError: shapes do not fit, k is out of range, or the scoring is unknown.
 
     Source: load balance: "Switch Transformers", arXiv 2101.03961, equation 4, over k choices; replay: arXiv 2507.18071
     and 2510.11370.
@@ -97,7 +97,7 @@ def route(
 
 
 def replayable(tape: Int32[Array, "*T k"], experts: int) -> tuple[Array, Array]:
-    """Which rows of a tape are a choice of experts, and which choose afresh; the rest is neither, and so an error."""
+    """Which rows of a tape are a choice of experts, and which choose afresh; all other rows are errors."""
     afresh = jnp.all(tape == AFRESH, axis=-1)
     in_range = jnp.all((tape >= 0) & (tape < experts), axis=-1)
     ordered = jnp.sort(tape, axis=-1)
@@ -113,7 +113,7 @@ def in_order(terms: Float[Array, "T k *N"]) -> Float[Array, "T *N"]:
 
 
 def _load_balance_loss(scores: Array, group_sizes: Array, scoring: Scoring) -> Array:
-    """Experts times the sum over them of their share of the choices and their mean probability."""
+    """The number of experts times the sum over experts of (share of the choices) times (mean probability)."""
     if scoring == "sigmoid":
         scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
     tokens, experts = scores.shape

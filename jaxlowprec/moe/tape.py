@@ -1,4 +1,4 @@
-"""The record of a model's routing: made in one pass, replayed in another, checked on the host."""
+"""The record of a model's routing: recorded in one pass, replayed in another, checked on the host."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from jaxlowprec.moe.router import AFRESH
 class RoutingTape:
     """The experts of every token in every layer of a model. A pytree with one leaf.
 
-    It is state of no layer: a pass takes it as an argument and returns the one it used. Under jit, remat and sharding
-    it is an operand like any other; `jax.lax.scan` over layers takes `tape.experts` as xs and returns one as ys.
+    No layer keeps it as state: a pass takes it as an argument and returns the one it used. Under jit, remat and
+    sharding it is an operand like any other; `jax.lax.scan` over layers takes `tape.experts` as xs and returns one as
+    ys.
 
     Attributes:
-        experts: int32 [layers, *tokens, k], in the order in which a token's outputs are added up; a row of -1 chooses
+        experts: int32 [layers, *tokens, k], in the order in which a token's outputs are summed; a row of -1 chooses
             afresh. The axes of tokens are those of the activations, such as [batch, time].
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
@@ -42,7 +43,7 @@ class RoutingTape:
 
     @classmethod
     def afresh(cls, layers: int, tokens: int | tuple[int, ...], k: int) -> RoutingTape:
-        """A tape by which every token chooses afresh: for recording by the program that replays.
+        """A tape with which every token chooses afresh; use it to record with the program that replays.
 
         >>> import jaxlowprec as jlp
         >>> jlp.moe.RoutingTape.afresh(2, (4, 16), k=2).experts.shape
@@ -56,7 +57,7 @@ class RoutingTape:
 
     @classmethod
     def of_layers(cls, layers: Sequence[Int32[Array, "*T k"]]) -> RoutingTape:
-        """The tape of layers that were run one by one: `[aux.tape for each]`.
+        """The tape of layers that are run one by one: `[aux.tape for each]`.
 
         >>> import jax.numpy as jnp, jaxlowprec as jlp
         >>> jlp.moe.RoutingTape.of_layers([jnp.zeros((8, 1), jnp.int32)] * 3)
@@ -85,22 +86,22 @@ class RoutingTape:
     ) -> RoutingTape:
         """The routing that a rollout engine used, as SGLang returns it in `meta_info["routed_experts"]`.
 
-        An engine never runs a sequence's last token: it chooses afresh, as do the places that fill up shorter ones.
+        An engine never runs a sequence's last token, so it chooses afresh, as do the places that pad shorter sequences.
 
         Arguments:
             sequences: for each sequence int32 [tokens - 1, num_layers, k], or the same numbers flat, as little-endian
-                bytes, or as these in base64.
-            num_layers: of the engine's model, with the dense ones.
-            k, num_experts: of every layer with experts.
-            dense_layers: layers without experts, which the tape leaves out; what the engine says of them is not read.
-            length: tokens of each sequence in the tape; default: of the longest.
+                bytes, or as base64 of these bytes.
+            num_layers: the layers of the engine's model, dense layers included.
+            k, num_experts: those of every layer with experts.
+            dense_layers: layers without experts, which the tape leaves out; the engine's values for them are ignored.
+            length: tokens per sequence in the tape; default: those of the longest sequence.
 
         Returns:
             A checked tape [layers with experts, sequences, length, k].
 
         Raises:
-            ValueError: sizes that do not fit, a layer that was not captured (nothing but zeros), rows that are no
-                choice of experts, naming sequence, layer and token.
+            ValueError: sizes that do not fit, a layer that was not captured (all zeros), or rows that are not a choice
+                of experts; the error names sequence, layer and token.
 
         Source: arXiv 2510.11370.
 
@@ -127,13 +128,13 @@ class RoutingTape:
         return cls(jnp.asarray(experts))
 
     def __getitem__(self, layer: int) -> Int32[Array, "*T k"]:
-        """One layer's, as a layer takes it; IndexError where there is none, which JAX would take for the last."""
+        """The tape of one layer, as a layer takes it. Raises IndexError out of range, where JAX would take the last."""
         if isinstance(layer, int) and not -len(self) <= layer < len(self):
             raise IndexError(f"RoutingTape: layer {layer} of {len(self)}; needs one from 0 on and below that")
         return self.experts[layer]
 
     def __len__(self) -> int:
-        """How many layers."""
+        """The number of layers."""
         return self.experts.shape[0]
 
     def __repr__(self) -> str:
@@ -146,16 +147,16 @@ class RoutingTape:
     def check(
         self, num_experts: int, *, layers: int | None = None, tokens: int | tuple[int, ...] | None = None
     ) -> None:
-        """Raises where replaying would not do what the tape says; on the host, before the pass.
+        """Raises if replaying the tape would not do what it says; call it on the host, before the pass.
 
         Arguments:
-            num_experts: of every layer.
-            layers, tokens: that the pass has, where they are to be checked.
+            num_experts: the number of experts of every layer.
+            layers, tokens: the sizes of the pass, if they are to be checked.
 
         Raises:
-            TypeError: experts that are not int32, or not known yet (within jit).
-            ValueError: a shape that does not fit; an expert out of range or twice, or -1 beside others in a row; it
-                names layer and token.
+            TypeError: experts is not int32, or its values are not known yet (within jit).
+            ValueError: a shape that does not fit; an expert out of range or twice, or -1 beside others in a row; the
+                error names layer and token.
 
         >>> import jaxlowprec as jlp
         >>> jlp.moe.RoutingTape.afresh(2, 8, k=1).check(num_experts=4, layers=2, tokens=8)
@@ -177,7 +178,7 @@ class RoutingTape:
 
 
 def check_experts(who: str, experts: Any) -> None:
-    """Raises unless they are int32 [layers, *tokens, k]."""
+    """Raises unless the experts are int32 [layers, *tokens, k]."""
     if not isinstance(experts, jax.Array | np.ndarray):
         raise TypeError(f"{who}: experts are {shown(experts)}; needs an int32 array [layers, *tokens, k]")
     if experts.dtype != np.int32:
@@ -187,13 +188,13 @@ def check_experts(who: str, experts: Any) -> None:
 
 
 def _as_sizes(who: str, tokens: Any) -> tuple[int, ...]:
-    """One size, or those of several axes."""
+    """One size, or the sizes of several axes, as a tuple."""
     sizes = tokens if isinstance(tokens, tuple | list) else (tokens,)
     return tuple(whole_number(who, "tokens", size, 0) for size in sizes)
 
 
 def _check(who: str, experts: np.ndarray, num_experts: int) -> None:
-    """Raises ValueError at the first row of int32 [layers, *tokens, k] that is no choice of experts."""
+    """Raises ValueError at the first row of int32 [layers, *tokens, k] that is not a choice of experts."""
     ordered = np.sort(experts, axis=-1)
     afresh = (experts == AFRESH).all(-1)
     faults = {

@@ -1,4 +1,4 @@
-"""Flax NNX layers that follow a recipe: Flax's own classes, arguments, defaults and state; and experts."""
+"""Flax NNX layers that follow a recipe, with Flax's classes, arguments, defaults and state; and experts."""
 
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import (

@@ -19,20 +19,20 @@ from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 default_kernel_init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
-"""Each expert's kernel as a linear's of its size."""
+"""Initialises each expert's kernel like the kernel of a linear of its size."""
 
 
 class GroupedLinear(_Quantizing, nnx.Module):
-    """A linear for each expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
+    """A linear per expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
 
-    Its kernel is [experts, in_features, out_features], its bias [experts, out_features].
+    The kernel is [experts, in_features, out_features], the bias [experts, out_features].
 
     Arguments:
-        num_experts, in_features, out_features: sizes.
-        precision: of the three GEMMs, see `jaxlowprec.grouped_matmul`.
-        recipe, name: see `Linear`, whose other arguments these are too. The kernel keeps its dtype: `dtype` is that of
-            the computation in high precision and of the result. `DelayedScaling` is refused: an expert's amax is not
-            its neighbour's; give these layers `Float8CurrentScaling` of their own.
+        num_experts, in_features, out_features: the number of experts, and the widths of rows and results.
+        precision: precision of the three GEMMs, see `jaxlowprec.grouped_matmul`.
+        recipe, name: see `Linear`, which also has the other arguments. The kernel keeps its dtype: `dtype` is the dtype
+            of the computation in high precision and of the result. `DelayedScaling` is refused, because experts have
+            different amaxes; give these layers a `Float8CurrentScaling` of their own.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -72,7 +72,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
         self._set_up(recipe, name, rngs)
 
     def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
-        """Rows [T, in_features], expert after expert, and how many each has, to [T, out_features].
+        """Rows [T, in_features], sorted by expert, and the number of rows per expert, to [T, out_features].
 
         Rows past the sum of the group sizes are zeros.
         """
@@ -85,4 +85,4 @@ class GroupedLinear(_Quantizing, nnx.Module):
         return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, **options)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
-        super()._add_state(None)  # groups are tensors of their own and have no place for it
+        super()._add_state(None)  # each group is a tensor of its own, so the layer has no delayed-scaling state

@@ -1,4 +1,4 @@
-"""NNX layers. Flax makes the parameters and computes without a recipe; under one, `linear` does."""
+"""NNX layers. Flax makes the parameters and computes without a recipe; under a recipe, `linear` computes."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
 def keep_kernel_dtype(operands: tuple[Any, Any, Any], /, *, dtype: Any = None) -> tuple[Any, Any, Any]:
-    """A `promote_dtype=` for Flax's own layers beside `dot_general=jlp.dot_general`: it casts all but the kernel."""
+    """A `promote_dtype=` for Flax's own layers with `dot_general=jlp.dot_general`: it casts all but the kernel."""
     return _keep_kernel_dtype(*operands, dtype=dtype)
 
 
 class Quantized(nnx.Variable):
-    """A kernel quantised for many calls, or loaded quantised.
+    """A kernel that was quantised for many calls, or loaded quantised.
 
-    No parameter: optimizers and checkpoints of `nnx.Param` do not see it.
+    It is not a parameter: optimizers and checkpoints of `nnx.Param` do not see it.
     """
 
 
 class OverwriteWithGradient(nnx.Param):
-    """A leaf of a layer's delayed-scaling state. Its gradient is its new value: optimizers of a model that has some are
-    wrapped in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
+    """A leaf of a layer's delayed-scaling state. Its gradient is its new value: wrap the optimizer of a model with such
+    leaves in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
 
 
 class _Quantizing:
-    """What the layers share. To Flax's attributes they add `recipe`, `name`, and `sr`, the RNG stream or None."""
+    """The common part of the layers. They add `recipe`, `name` and `sr` (an RNG stream or None) to Flax's ones."""
 
     kernel: Any
     bias: Any
@@ -63,7 +63,7 @@ class _Quantizing:
 
     def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs) -> None:
         a_text(type(self).__name__, name=name)
-        resolve(type(self).__name__, recipe)  # a wrong one is named here, not at the first call
+        resolve(type(self).__name__, recipe)  # raises for a wrong recipe now, not at the first call
         self.recipe, self.name = recipe, name
         self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
         self.quantized = nnx.data(None)
@@ -79,12 +79,12 @@ class _Quantizing:
         return resolve(type(self).__name__, self.recipe, self.name)
 
     def _loaded(self) -> QuantizedArray | None:
-        """The kernel where it was loaded quantised."""
+        """The kernel if it was loaded quantised, otherwise None."""
         kernel = self.kernel.get_value()
         return kernel if isinstance(kernel, QuantizedArray) else None
 
     def _operands(self, inputs: jax.Array) -> tuple[Any, Any, Any]:
-        """As promote_dtype makes them; a loaded kernel counts with the dtype that it was quantised from."""
+        """The operands after promote_dtype; a loaded kernel counts with the dtype that it was quantised from."""
         promote = keep_kernel_dtype if self.promote_dtype is promote_dtype else self.promote_dtype
         loaded, bias = self._loaded(), None if self.bias is None else self.bias[...]
         kernel = self.kernel[...] if loaded is None else jnp.zeros((), loaded.dtype)
@@ -107,8 +107,8 @@ class _Quantizing:
     def _handed_on(self, result: Any, before: Any) -> jax.Array:
         """The result of a call with this state.
 
-        The state that it handed on becomes the layer's, unchanged in value: the gradient passes through every call and
-        is combined by max, where reading a variable twice would add it up.
+        The state that the call returns becomes the layer's, with the same value. So the gradient passes through every
+        call and is combined by max; reading a variable twice would add it up.
         """
         if before is None:
             return result
@@ -137,13 +137,14 @@ class Linear(_Quantizing, nnx.Linear):
     """`flax.nnx.Linear` under a recipe.
 
     Arguments:
-        recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, Flax bit for bit.
-        name: for recipes that treat layers differently (`Int4QAT`, `Custom`), since an NNX module does not know its
-            path; `name_layers` gives one to every layer of a model.
+        recipe: default: the context's (`jaxlowprec.autocast`); None: high precision, with Flax's bits.
+        name: for recipes that treat layers differently (`Int4QAT`, `Custom`), because an NNX module does not know its
+            path; `name_layers` names all layers of a model.
 
-    Other arguments, their defaults and the parameters are Flax's. Gradients round stochastically by the RNG stream "sr"
-    where `rngs` has one, else by bits of their own; evaluation needs none. The kernel may be a loaded QuantizedArray,
-    as `jaxlowprec.quantize_params` puts there: it needs no recipe, and inputs stay in high precision.
+    Other arguments, their defaults and the parameters are Flax's. Stochastic rounding of gradients uses the RNG stream
+    "sr" if `rngs` has one, otherwise bits that are derived from the gradient; evaluation needs none. The kernel may be
+    a loaded QuantizedArray, as `jaxlowprec.quantize_params` puts there: it needs no recipe, and inputs stay in high
+    precision.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -273,13 +274,13 @@ class Einsum(_Quantizing, nnx.Einsum):
 
 
 def add_delayed_scaling(model: nnx.Module, recipe: DelayedScaling) -> None:
-    """Gives the layers of a model that has none the state of delayed scaling, or a new one.
+    """Gives the layers of a model the state of delayed scaling, or replaces it by a new one.
 
-    Layers made within `autocast(recipe)` have it already. Layers with a recipe of their own keep to that.
+    Layers made within `autocast(recipe)` have it already. A layer with a recipe of its own follows that one.
 
     Arguments:
         model: any NNX module.
-        recipe: whose `amax_history_len` to use.
+        recipe: the recipe whose `amax_history_len` is used.
 
     >>> import jaxlowprec as jlp
     >>> from flax import nnx
@@ -302,7 +303,7 @@ def _check_model(who: str, model: Any) -> None:
 
 
 def name_layers(model: nnx.Module) -> None:
-    """Calls every layer of a model that has no name by its path, such as "blocks/0/up", for recipes that go by names.
+    """Names every unnamed layer of a model by its path, such as "blocks/0/up", for recipes that choose layers by name.
 
     Arguments:
         model: any NNX module.
@@ -322,17 +323,17 @@ def name_layers(model: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -> Iterator[None]:
-    """Within the context, the Linear and LinearGeneral layers of a model reuse weights quantised once, on entry.
+    """Within the context, the Linear and LinearGeneral layers of a model use weights that are quantised once, on entry.
 
-    For microbatches of one optimizer step and for inference: gradients still reach the kernels, but a kernel changed
-    within the context is not seen.
+    Use it for microbatches of one optimizer step and for inference. Gradients still reach the kernels, but a kernel
+    that changes within the context is not quantised again.
 
     Arguments:
         model: any NNX module.
-        recipe: whose weight role to follow; default: the context's. A layer's own recipe comes first.
+        recipe: the recipe whose weight role is used; default: the context's. A layer's own recipe comes first.
 
     Raises:
-        ValueError: no recipe for a layer.
+        ValueError: a layer has no recipe.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx

@@ -20,7 +20,7 @@ _default_init = nnx.initializers.lecun_normal()
 
 
 class Experts(nnx.Module):
-    """What each expert computes: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
+    """An expert: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
 
     Its layers are `Linear`s (shared experts, over tokens) or `GroupedLinear`s (over rows sorted by expert).
     """
@@ -40,24 +40,24 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """A block of experts under a recipe: each token goes to top_k of them, none is dropped, nothing is padded.
+    """A block of experts under a recipe: each token goes to top_k of them; no token is dropped, and nothing is padded.
 
-    Its parts are `router`, float32 whatever the recipe, `experts` (`gate_proj`, `up_proj`, `down_proj`), and
-    `shared_experts`, likewise, where asked for. The router's product is computed in float32.
+    Its parts are `router`, which is computed in float32 whatever the recipe, `experts` (`gate_proj`, `up_proj`,
+    `down_proj`), and optionally `shared_experts`, with the same three layers.
 
     Arguments:
-        num_experts, in_features, hidden_features: sizes; tokens keep in_features.
-        top_k: experts a token.
-        shared_hidden_features: hidden size of what every token goes through beside its experts; 0: there is none.
+        num_experts, in_features, hidden_features: sizes; outputs have in_features, too.
+        top_k: experts per token.
+        shared_hidden_features: hidden size of the shared experts, which process every token; 0: there are none.
         activation, gated: an expert is down(activation(gate(x)) * up(x)), or ungated down(activation(up(x))).
-        normalize: whether a token's weights sum to 1; default: where top_k is 2 or more.
+        normalize: whether a token's weights sum to 1; default: if top_k is 2 or more.
         scoring: "softmax" or "sigmoid", see `jaxlowprec.moe.route`.
         load_balance_coef: what the load-balance loss is multiplied by.
-        expert_axis: a mesh axis within shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
-        dtype, param_dtype, precision, kernel_init: see `GroupedLinear`; none has a bias.
-        down_kernel_init, router_kernel_init: initialisers of their own. `shared_kernel_init` and
-            `shared_down_kernel_init` are those of kernels without an axis of experts.
-        recipe, name: see `Linear`; the parts are called name/experts/up_proj and so on.
+        expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
+        dtype, param_dtype, precision, kernel_init: see `GroupedLinear`; no layer has a bias.
+        down_kernel_init, router_kernel_init: initialisers of these kernels. `shared_kernel_init` and
+            `shared_down_kernel_init` are for the shared experts' kernels, which have no axis of experts.
+        recipe, name: see `Linear`; the parts are named name/experts/up_proj and so on.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -132,9 +132,10 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "*T D"], tape: Int32[Array, "*T k"] | None = None
     ) -> tuple[Float[Array, "*T D"], MoEAux]:
-        """Tokens [..., in_features] to the same, and what else there is to say: `MoEAux`.
+        """Tokens [..., in_features] to outputs of the same shape, and a `MoEAux`.
 
-        `tape`: int32 [..., top_k], the experts to send tokens to, as `aux.tape` of another pass; a row of -1 chooses
-        afresh. The choice alone is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
+        `tape`: int32 [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1
+        chooses afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See
+        `jaxlowprec.moe.route`.
         """
         return mixture(type(self).__name__, x, tape, self.settings, self.router, self.experts, self.shared_experts)

@@ -1,1 +1,1 @@
-"""What a layer quantises, and how: roles, the recipes, and the context that a layer takes its recipe from."""
+"""Recipes: what a layer quantises and how, and the context that a layer takes its recipe from."""

@@ -1,7 +1,7 @@
-"""The scoped recipe: what `linear`, `dot_general`, `einsum` and the layers use when none is passed to them.
+"""The scoped recipe: what `linear`, `dot_general`, `einsum` and the layers use if they are not given one.
 
-JAX keeps the recipe by thread, as part of jit's cache key, and reads it without calling anything here. So a recipe that
-an asyncio task left behind while it waits would be that of every other task: such a task is stopped.
+JAX keeps the recipe per thread, as part of jit's cache key, and reads it without calling this module. If an asyncio
+task waited within a scope, its recipe would apply to every other task, so such a task is stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
 
 FROM_CONTEXT: Any = ...
-"""The default of every `recipe=`: the context's. `recipe=None` is no recipe: high precision."""
+"""The default of every `recipe=`: use the context's. `recipe=None` means high precision."""
 
 _context = jax.make_user_context(None)
 _REMEDY = (
@@ -36,7 +36,7 @@ class _Scope:
     Attributes:
         owner: the `autocast` that was entered.
         task: the asyncio task that entered it, or None.
-        cancels: it has to take back the cancellation that told its task that it waits within the block.
+        cancels: whether it has to withdraw the cancellation that told its task that it waits within the block.
     """
 
     def __init__(self, owner: autocast, task: asyncio.Task[Any] | None):
@@ -44,12 +44,12 @@ class _Scope:
 
 
 class _Here(threading.local):
-    """What is entered in this thread.
+    """The scopes that are entered in this thread.
 
     Attributes:
-        scopes: the innermost last.
-        waited: scopes whose task began to wait within them: no longer in force, but to be left yet.
-        watching: the event loop that is going to look whether a task left one open.
+        scopes: the scopes in force, the innermost last.
+        waited: scopes whose task began to wait within them: no longer in force, but not left yet.
+        watching: the event loop that will check whether a task left a scope open.
     """
 
     def __init__(self):
@@ -64,12 +64,12 @@ _here = _Here()
 def _current_task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
-    except RuntimeError:  # no event loop runs
+    except RuntimeError:  # no event loop is running
         return None
 
 
 def _refuse_anothers_scope(who: str) -> None:
-    """Raises RuntimeError in a task, or a callback, that runs while another one waits within its scope."""
+    """Raises RuntimeError in a task or callback that runs while another task waits within its scope."""
     task = _here.scopes[-1].task if _here.scopes else None
     if task is not None and task is not _current_task():
         raise RuntimeError(
@@ -79,15 +79,15 @@ def _refuse_anothers_scope(who: str) -> None:
 
 
 def _set_innermost() -> None:
-    """Makes JAX's value that of the innermost scope."""
+    """Sets JAX's value to the recipe of the innermost scope."""
     _context(_here.scopes[-1].owner.recipe if _here.scopes else None).__enter__()
 
 
 def _take_back_what_waits() -> None:
-    """Run by the event loop, between the steps of its tasks: a task's open scope is one that it waits in.
+    """The event loop calls this between the steps of its tasks: a task that has a scope open now waits within it.
 
-    The task gets to know by a cancellation, the one way to raise where it waits; leaving the block makes it an error
-    that says why.
+    The task is told by a cancellation, the only way to raise where it waits. Leaving the block turns that into an error
+    with the reason.
     """
     _here.watching = None
     waiting = [scope for scope in _here.scopes if scope.task is not None]
@@ -100,35 +100,35 @@ def _take_back_what_waits() -> None:
 
 
 class autocast:
-    """Within the context, layers that are not told otherwise follow `recipe`.
+    """Within the context, layers without a recipe of their own follow `recipe`.
 
         with jaxlowprec.autocast(recipe): ...
 
     Contexts nest and are restored after exceptions. The recipe is part of jit's cache key: under another recipe a
-    jitted function is traced anew, and returning to the first hits the cache. It is read when a function is traced and
-    kept for its backward pass, wherever that runs.
+    jitted function is traced again, and under the first one it is found in the cache. The recipe is read when a
+    function is traced and kept for its backward pass, even if that runs under another one.
 
-    It also decorates functions: each call runs within it.
+    It can also decorate functions: each call then runs within the context.
 
-    * Threads: each has its own recipe; one that is started within a context has none.
-    * asyncio tasks: a block holds for the task that entered it as long as it does not wait. If it awaits within the
-      block, the await raises RuntimeError (in another task that got there first too, if it asks for the recipe), for
-      every task of the thread would run under that recipe. An async function that is decorated follows the recipe
-      across its awaits, and nobody else does: not the tasks that it starts, either.
-    * Generators: a block that yields stays in force for whoever resumes the generator, until it goes on; so
-      `contextlib.contextmanager` works, and generators that are finished in another order than begun leave the right
-      recipe behind. A generator function that is decorated follows the recipe only while it runs itself.
+    * Threads: each has its own recipe; a thread that is started within a context has none.
+    * asyncio tasks: a block applies to the task that entered it, as long as the task does not wait. An await that waits
+      within the block raises RuntimeError (as does another task that runs first and asks for the recipe), because every
+      task of the thread would run under that recipe. A decorated async function keeps the recipe across its awaits;
+      other tasks, and tasks that it starts, do not get it.
+    * Generators: after a `yield` within a block, the recipe stays in force in the code that resumed the generator,
+      until that goes on. So `contextlib.contextmanager` works, and generators may finish in any order without
+      leaving a wrong recipe behind. A decorated generator function has the recipe only while its own code runs.
 
     Arguments:
-        recipe: such as `NVFP4BlockScaling()`.
-        enabled: False switches to high precision, whatever the outer context says.
+        recipe: for example `NVFP4BlockScaling()`.
+        enabled: False switches to high precision, whatever the outer context is.
         calibrating: for `DelayedScaling`: compute in high precision, and record amaxes so that scales are known when
             quantisation is switched on.
 
     Raises:
-        TypeError: no recipe, or something that is none.
+        TypeError: the recipe is missing or is not a recipe.
         ValueError: `calibrating` with a recipe that keeps no amaxes.
-        RuntimeError: on leaving: the task awaited within the block, or another thread had entered it.
+        RuntimeError: when the block is left: the task awaited within it, or another thread had entered it.
 
     >>> import jaxlowprec as jlp
     >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
@@ -170,7 +170,7 @@ class autocast:
                 "generator in the thread that began it"
             )
         task = _current_task()
-        scope = next((s for s in reversed(entered) if s.task is task), entered[-1])  # another may finish a generator
+        scope = next((s for s in reversed(entered) if s.task is task), entered[-1])  # any task may finish a generator
         if scope in _here.waited:
             _here.waited.remove(scope)
             _raise_awaited(scope, error)
@@ -179,7 +179,7 @@ class autocast:
             _set_innermost()
 
     def __call__(self, function: Any) -> Any:
-        """The function, each of whose calls runs within the context; a coroutine or generator while it is running."""
+        """The function with each call within the context; a coroutine or generator only while it is running."""
         if inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"autocast: {function!r} is an async generator function; needs a function, a generator function or an "
@@ -202,7 +202,7 @@ class autocast:
 
 
 def _raise_awaited(scope: _Scope, error: BaseException | None) -> None:
-    """Raises the error of a block within which its task waited, unless another one is on its way already."""
+    """Raises the error of a block within which its task waited, unless another error is being raised already."""
     others = scope.task.uncancel() if scope.cancels and scope.task is not None else 0
     if isinstance(error, GeneratorExit) or (error is not None and (others or not scope.cancels)):
         return
@@ -212,7 +212,7 @@ def _raise_awaited(scope: _Scope, error: BaseException | None) -> None:
 
 
 class _Steps(collections.abc.Generator):
-    """A coroutine or generator, each step of which, up to where it waits, runs within a context."""
+    """A coroutine or generator whose steps, each up to where it waits, run within a context."""
 
     def __init__(self, context: autocast, inner: Any):
         self.context, self.inner = context, inner
@@ -221,33 +221,33 @@ class _Steps(collections.abc.Generator):
         return self
 
     def send(self, value: Any) -> Any:
-        """The next step."""
+        """Runs the next step."""
         with self.context:
             return self.inner.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """The next step, which begins with an exception."""
+        """Runs the next step, which begins with an exception."""
         with self.context:
             return self.inner.throw(*error)
 
     def close(self) -> None:
-        """Ends it where it waits."""
+        """Ends the coroutine or generator where it waits."""
         with self.context:
             self.inner.close()
 
 
 def current_recipe() -> Recipe | None:
-    """The recipe of the innermost `autocast`; None outside of any and where it is disabled.
+    """The recipe of the innermost `autocast`; None outside any, and if it is disabled.
 
     Raises:
-        RuntimeError: it is that of another asyncio task, see `autocast`.
+        RuntimeError: the recipe belongs to another asyncio task, see `autocast`.
     """
     _refuse_anothers_scope("current_recipe")
     return _context.value
 
 
 def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
-    """What a `recipe=` argument means here and now; with a name, for the layer of that name."""
+    """The recipe that a `recipe=` argument stands for here, for the layer of that name if one is given."""
     if name is not None:
         a_text(who, name=name)
     if isinstance(recipe, types.EllipsisType):

@@ -1,4 +1,4 @@
-"""A recipe from a function of the layer and the tensor, as Transformer Engine's CustomRecipe."""
+"""A recipe made from a function of the layer and the tensor, like Transformer Engine's CustomRecipe."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxlowprec.recipes.transformer_engine import check_common
 
 @dataclasses.dataclass(frozen=True)
 class QuantizerRole:
-    """Which tensor a `Custom` recipe is asked about.
+    """The tensor that a `Custom` recipe is asked about.
 
     Attributes:
         module_type: the kind of layer: "linear", for Dense, Linear, their general forms, einsum and dot_general, or
             "grouped_linear", for `grouped_matmul` and its layers.
         tensor_type: "input", "weight" or "grad_output".
-        name: of the layer, or "".
+        name: the layer's name, or "".
     """
 
     module_type: str
@@ -36,13 +36,13 @@ class Custom(Recipe):
     """A recipe of your own: a function from role to format.
 
     Arguments:
-        factory: `QuantizerRole` -> a format, a `Role`, or None to keep that operand, and the GEMMs it is in, in high
-            precision. It must be hashable and always give the same answer: it is called whenever a function is traced.
-            Two lambdas are two recipes.
+        factory: takes a `QuantizerRole`; returns a format, a `Role`, or None to keep that operand, and the GEMMs that
+            it is in, in high precision. It must be hashable and always return the same for the same role: it is called
+            whenever a function is traced. Two lambdas are two recipes.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
-        TypeError: a factory that is no hashable function, or an answer that is none of those.
+        TypeError: the factory is not a hashable function, or returns something else.
 
     >>> import jaxlowprec as jlp
     >>> def mixed(role):
@@ -60,7 +60,7 @@ class Custom(Recipe):
             raise TypeError(f"Custom: factory={shown(self.factory)}; needs a hashable function of a QuantizerRole")
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """What the factory answers."""
+        """The roles that the factory returns."""
 
         def role(tensor_type: Any) -> Role | None:
             asked = QuantizerRole(module_type, tensor_type, name)

@@ -1,4 +1,4 @@
-"""What fields of recipes have in common: defaults from the environment, and checks."""
+"""The common part of recipes' fields: defaults from the environment, and checks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxlowprec.arguments import is_one_of, shown
 
 
 def environment_flag(variable: str, default: bool = False) -> bool:
-    """What the environment says for a yes or no; the default where it says nothing.
+    """The value of a yes-or-no variable in the environment; the default if it is not set.
 
     Raises:
-        ValueError: a value that is neither.
+        ValueError: the value is neither.
     """
     value = os.environ.get(variable, "").strip().lower()
     if not value:
@@ -26,17 +26,17 @@ def environment_flag(variable: str, default: bool = False) -> bool:
 
 
 def flag(variable: str) -> Any:
-    """A boolean field whose default an environment variable, JAXLOWPREC_ and this name, sets."""
+    """A boolean field whose default is set by the environment variable JAXLOWPREC_ plus this name."""
     return dataclasses.field(default_factory=lambda: environment_flag(f"JAXLOWPREC_{variable}"))
 
 
 def backward_override() -> Any:
-    """A field whose default JAXLOWPREC_BACKWARD_OVERRIDE sets."""
+    """A field whose default is set by JAXLOWPREC_BACKWARD_OVERRIDE."""
     return dataclasses.field(default_factory=lambda: os.environ.get("JAXLOWPREC_BACKWARD_OVERRIDE") or None)
 
 
 def check_field(recipe: Any, field: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError for a field whose value, or its type, is not among those allowed."""
+    """Raises ValueError if a field's value, or its type, is not among the allowed ones."""
     value = getattr(recipe, field)
     if not is_one_of(value, allowed):
         needs = " or ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in allowed)

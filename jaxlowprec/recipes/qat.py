@@ -1,7 +1,7 @@
-"""Recipes of quantisation-aware training: the forward pass with the weight that will be served.
+"""Recipes of quantisation-aware training: the forward pass uses the weight that will be served.
 
-The weight alone is quantised, as it is for serving, and multiplied by the weight-only product that serves it: a trained
-model and its export give the same bits. dgrad reads the same weight, and wgrad reaches the master weight.
+Only the weight is quantised, as it is for serving, and multiplied by the same weight-only product that serves it, so
+a trained model and its export give the same bits. dgrad reads the same weight, and wgrad reaches the master weight.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ DEFAULT_EXCLUDE = (
     r"(?i)(^|[/.])(\w+_)?gate($|[/.])",
     r"(?i)(^|[/.])(\w+_)?head($|[/.])",
 )
-"""Embeddings, norms, routers and gates of experts (`gate`, not `gate_proj`), output heads: what stays as it is."""
+"""Layers that stay in high precision: embeddings, norms, routers, experts' gates (`gate`, not `gate_proj`), heads."""
 
 
 class QAT(Recipe):
-    """What the recipes of quantisation-aware training share.
+    """The common part of the recipes of quantisation-aware training.
 
     Attributes:
-        weight_format: what kernels are quantised to, along K.
-        ste: how the gradient passes that rounding to the master weight, see `fake_quantize`.
-        dtype: what the master weight is rounded to first; None: not at all, or the format does.
+        weight_format: the format that kernels are quantised to, along K.
+        ste: how the gradient passes the rounding to reach the master weight, see `fake_quantize`.
+        dtype: the dtype that the master weight is first rounded to; None: none, or the format rounds itself.
         include, exclude: regular expressions, searched for in a layer's name: in Linen its path ("block_0/mlp/up"), in
-            NNX what it was called (see `jaxlowprec.nnx.name_layers`). A layer follows the recipe that some pattern of
-            `include` matches and none of `exclude`; another is computed as without a recipe.
+            NNX the name that it was given (see `jaxlowprec.nnx.name_layers`). A layer follows the recipe if a pattern
+            of `include` matches and none of `exclude` does; other layers are computed without a recipe.
     """
 
     weight_format: Any
@@ -48,12 +48,12 @@ class QAT(Recipe):
     backward_override = None
 
     def applies_to(self, name: str) -> bool:
-        """Whether some pattern of `include` matches and none of `exclude`."""
+        """Whether a pattern of `include` matches and none of `exclude` does."""
         found = (any(re.search(pattern, name) for pattern in patterns) for patterns in (self.include, self.exclude))
         return next(found) and not next(found)
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """The weight alone, in layers that the patterns choose."""
+        """A role for the weight only, in the layers that the patterns choose."""
         if not self.applies_to(name):
             return Roles(None, None, None)
         return Roles(None, Role(self.weight_format), None, self.ste, self.dtype)
@@ -66,7 +66,7 @@ class QAT(Recipe):
 
 
 def _patterns(recipe: str, field: str, given: Any) -> tuple[str, ...]:
-    """Regular expressions as a tuple, each of which compiles."""
+    """Checks that each regular expression compiles; returns them as a tuple."""
     patterns = tuple(given) if isinstance(given, list | tuple) else None
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
@@ -94,7 +94,7 @@ def _group_size() -> int:
 
 
 def _choice(variable: str, *allowed: str) -> Any:
-    """A field whose default, the first of those, the environment may change."""
+    """A field whose default is the first of those, unless the environment sets another one."""
 
     def read() -> str:
         if (value := _setting(variable, allowed[0])) not in allowed:
@@ -110,18 +110,18 @@ class Int4QAT(QAT):
 
     Arguments:
         group_size: elements along K that share a scale; default 128, or JAXLOWPREC_INT4_QAT_GROUP_SIZE.
-        symmetric: False for a zero point a group; default True, or JAXLOWPREC_INT4_QAT_SYMMETRIC.
-        scale_dtype: "bfloat16" or "float16": that of the served model, which the master weight is first rounded to;
-            default "bfloat16", or JAXLOWPREC_INT4_QAT_SCALE_DTYPE.
+        symmetric: False for a zero point per group; default True, or JAXLOWPREC_INT4_QAT_SYMMETRIC.
+        scale_dtype: "bfloat16" or "float16": the dtype of the served model, which the master weight is first rounded
+            to; default "bfloat16", or JAXLOWPREC_INT4_QAT_SCALE_DTYPE.
         ste: "identity" or "clipped", see `fake_quantize`; default "identity", or JAXLOWPREC_QAT_STE.
-        include, exclude: which layers, see `QAT`; by default all but `DEFAULT_EXCLUDE`. To leave out more:
+        include, exclude: which layers, see `QAT`; by default all except `DEFAULT_EXCLUDE`. To leave out more:
             `exclude=(*jaxlowprec.DEFAULT_EXCLUDE, "attention/")`.
 
     Defaults are read from the environment when the recipe is made. `jaxlowprec.explain` shows what applies where, and
     `jaxlowprec.quantize_params` exports what was trained.
 
     Raises:
-        TypeError, ValueError: a field or an environment variable that is none of those.
+        TypeError, ValueError: a field or an environment variable has another value.
 
     Source: int4_qat.md 1.4.
 
@@ -146,22 +146,22 @@ class Int4QAT(QAT):
 
     @property
     def weight_format(self) -> Int4:
-        """`Int4` of these settings, by the rule that deploys."""
+        """`Int4` with these settings and the rule "deploy"."""
         return Int4(self.group_size, self.symmetric, self.scale_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightQAT(QAT):
-    """Training for weights served in any format, activations in high precision.
+    """Training for weights served in any format, with activations in high precision.
 
     Arguments:
         weight_format: NVFP4, MXFP4, MXFP8, Float8Block, Float8Tensor or Int4, for all chosen layers.
         ste, include, exclude: see `Int4QAT`.
-        dtype: "bfloat16" or "float16": that of the checkpoint whose weights will be quantised; the master weight is
-            rounded to it first. None: the master weight itself is quantised. Int4 rounds to its own `scale_dtype`.
+        dtype: "bfloat16" or "float16": the dtype of the checkpoint whose weights will be quantised; the master weight
+            is rounded to it first. None: the master weight itself is quantised. Int4 rounds to its own `scale_dtype`.
 
     Raises:
-        TypeError, ValueError: a field that is none of those.
+        TypeError, ValueError: a field has another value.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> with jlp.autocast(jlp.WeightQAT(jlp.NVFP4())):

@@ -1,7 +1,7 @@
 """Recipes: what a linear layer quantises, and how.
 
-A recipe is a frozen, hashable description. Its `roles` say for each operand (input, weight, gradient) the format, the
-rounding and the rotation, as data: `linear` reads nothing else, so a new recipe is a new set of roles. Being hashable,
+A recipe is a frozen, hashable description. Its `roles` give the format, rounding and rotation of each operand (input,
+weight, gradient) as data. `linear` reads nothing else, so a new recipe is a new set of roles. Because it is hashable,
 it is part of jit's cache key, and a changed recipe is never ignored. Field names and defaults are Transformer Engine's.
 """
 
@@ -30,12 +30,12 @@ class Role:
     """How the tensors of one role are quantised.
 
     Attributes:
-        format: what to.
-        rounding: of the codes; "stochastic" for gradients alone.
+        format: the format that they are quantised to.
+        rounding: the rounding of codes; "stochastic" only for gradients.
         hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
 
     Raises:
-        TypeError, ValueError: a field that is none of those.
+        TypeError, ValueError: a field has another value.
     """
 
     format: Format
@@ -52,20 +52,20 @@ class Role:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The three operands of a linear. None stays in high precision, and so do the GEMMs it is in.
+    """The three operands of a linear. An operand that is None stays in high precision, and so do its GEMMs.
 
     A linear has three GEMMs, each with its own pair of operands: fprop: input rowwise x weight; dgrad: gradient rowwise
     x weight transposed; wgrad: input columnwise x gradient columnwise.
 
     Attributes:
         input, weight, gradient: the operands.
-        ste: None, or with a weight alone, quantisation-aware training: fprop and dgrad see the quantised weight, and
-            this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
-        served_dtype: what the master weight is rounded to before that, as its exported copy is; None: not at all, or
+        ste: None; or, if only the weight is quantised, quantisation-aware training: fprop and dgrad use the quantised
+            weight, and this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
+        served_dtype: the dtype that the master weight is rounded to before that, like its exported copy; None: none, or
             the format itself rounds (`Int4`).
 
     Raises:
-        TypeError, ValueError: a field that is none of those.
+        TypeError, ValueError: a field has another value.
     """
 
     input: Role | None
@@ -88,7 +88,7 @@ class MMParams:
 
     Attributes:
         use_split_accumulator: True: every product is accumulated in float32. False lets a GPU's tensor cores use their
-            faster, less precise accumulator where they have one; a GEMM without one (all on the CPU) is unchanged.
+            faster, less precise accumulator if they have one; a GEMM without one (all on the CPU) is unchanged.
     """
 
     use_split_accumulator: bool = True
@@ -99,13 +99,13 @@ class MMParams:
 
 @dataclasses.dataclass(frozen=True)
 class QParams:
-    """How one operand is quantised, where it differs from the recipe's default.
+    """How one operand is quantised, as far as it differs from the recipe's default.
 
     Attributes:
         power_2_scale: scales are powers of two.
-        amax_epsilon: the least amax that is scaled by.
+        amax_epsilon: the smallest amax that is used for scales.
         random_hadamard_transform: rotate the columnwise form.
-        stochastic_rounding: of the codes.
+        stochastic_rounding: round codes stochastically.
     """
 
     power_2_scale: bool = False
@@ -119,31 +119,32 @@ class QParams:
         check_amax_epsilon("QParams", self.amax_epsilon)
 
     def role(self, fmt: Any) -> Role:
-        """The role of an operand of this format."""
+        """The role of an operand in this format."""
         fmt = dataclasses.replace(fmt, power_of_two=self.power_2_scale, amax_epsilon=self.amax_epsilon)
         rounding: Literal["nearest", "stochastic"] = "stochastic" if self.stochastic_rounding else "nearest"
         return Role(fmt, rounding, Hadamard() if self.random_hadamard_transform else None)
 
 
 class Recipe:
-    """Base of all recipes.
+    """The base class of all recipes.
 
     Attributes:
         backward_override: None: the backward GEMMs are quantised as the roles say. "high_precision": they are not, and
-            read the original input and weight. "dequantized": they are not, and read what the forward pass saw.
+            read the original input and weight. "dequantized": they are not, and read the decoded operands of the
+            forward pass.
     """
 
     backward_override: BackwardOverride
 
     @property
     def delayed(self) -> DelayedScaling | None:
-        """Whose amax histories the layers keep; None for recipes without state."""
+        """The recipe whose amax histories the layers keep; None for recipes without state."""
         return None
 
     def applies_to(self, name: str) -> bool:
-        """Whether a layer of this name follows the recipe; another is computed as without any."""
+        """Whether a layer of this name follows the recipe; other layers are computed without one."""
         return True
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """The roles of a layer, by what computes it (see `QuantizerRole`) and its name."""
+        """The roles of a layer, by its kind (see `QuantizerRole`) and its name."""
         raise NotImplementedError

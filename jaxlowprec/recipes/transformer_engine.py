@@ -1,4 +1,4 @@
-"""The recipes of Transformer Engine, by its names and with its fields and defaults."""
+"""The recipes of Transformer Engine, with its names, fields and defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Fp8Format = Literal["E4M3", "HYBRID"]
 
 
 def check_common(recipe: Any) -> None:
-    """The fields that several recipes share."""
+    """Checks the fields that several recipes share."""
     fields = {f.name for f in dataclasses.fields(recipe)}
     name = type(recipe).__name__
     check_field(recipe, "backward_override", (None, "high_precision", "dequantized"))
@@ -50,7 +50,7 @@ def check_common(recipe: Any) -> None:
 
 
 def _elements(fp8_format: Fp8Format) -> tuple[Float8, Float8]:
-    """Of the forward operands, and of gradients."""
+    """Element types of the forward operands and of the gradients."""
     return "e4m3", "e5m2" if fp8_format == "HYBRID" else "e4m3"
 
 
@@ -67,15 +67,15 @@ class NVFP4BlockScaling(Recipe):
     Arguments:
         disable_rht: no random Hadamard transform of the wgrad operands.
         disable_stochastic_rounding: gradients round to nearest.
-        disable_2d_quantization: weights in 1x16 blocks, quantised apart for fprop and dgrad.
+        disable_2d_quantization: weights have 1x16 blocks, and are quantised separately for fprop and dgrad.
         backward_override: see `Recipe`.
 
-    A default is 0, or what the environment says when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
+    The default of a flag is 0, unless the environment sets it when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
     JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION,
     JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
-        TypeError: a field that is not listed here, or is no bool.
+        TypeError: a field that is not listed here, or is not a bool.
         ValueError: an environment variable that is neither 0 nor 1.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
@@ -92,7 +92,7 @@ class NVFP4BlockScaling(Recipe):
             check_field(self, field, (True, False))
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """The table above, alike for all layers."""
+        """The roles of the table above, for every layer."""
         rotation = None if self.disable_rht else Hadamard()
         return Roles(
             Role(NVFP4(), hadamard=rotation),
@@ -103,16 +103,16 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """MXFP8: 8-bit floats with a power of two for each 32 elements, in all three GEMMs.
+    """MXFP8: 8-bit floats with a power of two per 32 elements, in all three GEMMs.
 
     Arguments:
         fp8_format: "E4M3" for all operands, or "HYBRID": gradients are E5M2.
-        enable_2d_quantization: weights in 32x32 blocks, so that fprop and dgrad see the same weight.
-        margin, fp8_dpa, fp8_mha: there for Transformer Engine's signature; other values than the defaults raise.
+        enable_2d_quantization: weights have 32x32 blocks, so that fprop and dgrad use the same weight.
+        margin, fp8_dpa, fp8_mha: exist for Transformer Engine's signature; values other than the defaults raise.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: a field that cannot act.
+        TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
 
     Source: "Recipes for Pre-training LLMs with MXFP8", arXiv 2506.08027.
     """
@@ -131,7 +131,7 @@ class MXFP8BlockScaling(Recipe):
             raise ValueError(f"MXFP8BlockScaling: margin={shown(self.margin)}; block scales have no margin: leave it 0")
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """Blocks of 1x32, alike for all layers."""
+        """Roles with blocks of 1x32, the same for all layers."""
         forward, gradient = _elements(self.fp8_format)
         weight = MXFP8(forward, (32, 32) if self.enable_2d_quantization else (1, 32))
         return Roles(Role(MXFP8(forward)), Role(weight), Role(MXFP8(gradient)))
@@ -139,10 +139,11 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """Blockwise FP8, as DeepSeek-V3 trains: a float32 scale for 1x128 or 128x128 elements, in all three GEMMs.
+    """Blockwise FP8, as in DeepSeek-V3: a float32 scale per 1x128 or 128x128 elements, in all three GEMMs.
 
     Arguments:
-        use_f32_scales: scales are any float32, not powers of two; default: JAXLOWPREC_FP8_BLOCK_SCALING_FP32_SCALES.
+        use_f32_scales: scales may be any float32, not only powers of two; default:
+            JAXLOWPREC_FP8_BLOCK_SCALING_FP32_SCALES.
         fp8_format: "E4M3" for all operands, or "HYBRID": gradients are E5M2.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128 blocks, 2 for 128x128; no GEMM
             takes 128x128 on both sides.
@@ -153,7 +154,7 @@ class Float8BlockScaling(Recipe):
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: a field that cannot act.
+        TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
 
     Source: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.
     """
@@ -197,7 +198,7 @@ class Float8BlockScaling(Recipe):
         return getattr(self, f"fp8_quant_{role}") or QParams(power_2_scale=not self.use_f32_scales)
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """Alike for all layers."""
+        """The same roles for all layers."""
         forward, gradient = _elements(self.fp8_format)
 
         def role(role: str, element: Float8, dim: int) -> Role:
@@ -223,7 +224,7 @@ class Float8CurrentScaling(Recipe):
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: a field that cannot act.
+        TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
 
     Source: "FP8 Formats for Deep Learning", arXiv 2209.05433.
     """
@@ -245,7 +246,7 @@ class Float8CurrentScaling(Recipe):
         check_field(self, "use_power_2_scales", (True, False))
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """Alike for all layers."""
+        """The same roles for all layers."""
         forward, gradient = _elements(self.fp8_format)
 
         def role(given: QParams | None, element: Float8) -> Role:
@@ -261,7 +262,7 @@ class Float8CurrentScaling(Recipe):
 _MARGINS = -112, 134
 
 
-"""From where on the largest element of E5M2 times 2**-margin is infinite, to where that of E4M3 is subnormal."""
+"""Margins for which the largest element times 2**-margin is finite for E5M2 and normal for E4M3."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,18 +272,18 @@ class DelayedScaling(Recipe):
     It needs state: see `jaxlowprec.delayed_scaling`.
 
     Arguments:
-        margin: scales are 2**-margin of what would make the amax the largest element; from -112 to 134, which keeps
-            that a number of float32.
+        margin: scales are 2**-margin times the scale that maps the amax to the largest element; from -112 to 134, so
+            that the largest element times 2**-margin is a normal float32 number.
         fp8_format: "HYBRID": gradients are E5M2; "E4M3" for all operands.
-        amax_history_len: steps that are remembered, up to 2^20.
+        amax_history_len: the number of steps that are remembered, up to 2^20.
         amax_compute_algo: "max" of the history, or "most_recent".
-        scaling_factor_compute_algo: None; a function of your own raises.
-        reduce_amax: True: the amax is that of the whole array, however it is sharded; False raises.
+        scaling_factor_compute_algo: only None; a function raises.
+        reduce_amax: True: the amax is that of the whole array, for any sharding; False raises.
         fp8_dpa, fp8_mha: True raises.
         backward_override: None; delayed scaling has no other backward pass.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: a field that cannot act.
+        TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
 
     Source: "FP8 Formats for Deep Learning", arXiv 2209.05433; numerics.md 7.
     """
@@ -314,28 +315,28 @@ class DelayedScaling(Recipe):
                 raise ValueError(f"DelayedScaling: {field}={shown(value)}; needs an int from {least} to {most}")
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """Alike for all layers."""
+        """The same roles for all layers."""
         forward, gradient = _elements(self.fp8_format)
         return Roles(Role(Float8Tensor(forward)), Role(Float8Tensor(forward)), Role(Float8Tensor(gradient)))
 
     @property
     def delayed(self) -> DelayedScaling:
-        """Itself."""
+        """The recipe itself."""
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibrating(Recipe):
-    """High precision that records amaxes for delayed scaling: what `autocast(recipe, calibrating=True)` makes of it."""
+    """High precision that records amaxes for delayed scaling; `autocast(recipe, calibrating=True)` makes it."""
 
     recipe: DelayedScaling
     backward_override: BackwardOverride = None
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
-        """Nothing is quantised."""
+        """No roles: nothing is quantised."""
         return Roles(None, None, None)
 
     @property
     def delayed(self) -> DelayedScaling:
-        """Whose histories are recorded."""
+        """The recipe whose histories are recorded."""
         return self.recipe

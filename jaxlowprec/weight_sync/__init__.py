@@ -1,4 +1,4 @@
-"""Trainer to rollout engine: new versions of the weights while the engine serves the old one whole.
+"""Sends new versions of the weights from a trainer to an engine, which serves the old version whole until then.
 
 >>> import numpy as np
 >>> from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push

@@ -1,7 +1,7 @@
-"""A bucket: some tensors of a version in one buffer, with what is needed to tell that it arrived whole and in turn.
+"""A bucket: some tensors of a version in one buffer, and a header that shows whether it arrived whole and in order.
 
-The header says where each tensor's bytes lie in the payload. Offsets are multiples of 16; gaps hold zeros. The checksum
-is XXH3 of 128 bits over the whole payload: it detects what damages bytes, and authenticates nothing.
+The header says where each tensor's bytes are in the payload. Offsets are multiples of 16; gaps hold zeros. The checksum
+is XXH3 with 128 bits over the whole payload: it detects damage, and does not authenticate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.weight_sync.manifest import MAX_JSON_BYTES, Entry, checked, parse
 
 ALIGNMENT = 16
-"""Of the offsets of tensors in a payload, in bytes."""
+"""Bytes: offsets of tensors in a payload are multiples of this."""
 
 MAX_VERSION = 2**63 - 1
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -32,7 +32,7 @@ _FIELDS = {"version", "index", "last", "entries", "nbytes", "checksum"}
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A tensor, and the place of its first byte in the payload.
+    """A tensor, and the offset of its first byte in the payload.
 
     >>> Placed(Entry("a", "F32", (2,)), 16).end
     24
@@ -43,24 +43,24 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """The place after its last byte."""
+        """The offset after its last byte."""
         return self.offset + self.entry.nbytes
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketHeader:
-    """What a bucket holds.
+    """Describes a bucket.
 
     Attributes:
-        version: of the weights, from 1.
-        index: of the bucket in its version, from 0.
-        last: whether it is the version's last.
+        version: the version of the weights, from 1.
+        index: the bucket's place in its version, from 0.
+        last: whether it is the last bucket of its version.
         entries: its tensors, by their offsets.
-        nbytes: of the payload.
+        nbytes: the bytes of the payload.
         checksum: 32 hexadecimal digits; "" for a payload of arrays, which never leaves the process.
 
     Raises:
-        ValueError: a field out of its bounds; tensors that overlap, are not aligned or end after the payload.
+        ValueError: a field is out of its bounds; tensors overlap, are not aligned or end after the payload.
 
     >>> entries = place([Entry("a", "U8", (3,)), Entry("b", "F32", (2,))])
     >>> header = BucketHeader(1, 0, True, entries, 24, checksum(bytes(24)))
@@ -104,21 +104,21 @@ class BucketHeader:
             raise ValueError(f"BucketHeader: a tensor is there twice: {twice}")
 
     def to_json(self) -> bytes:
-        """For `from_json`."""
+        """The header as JSON, for `from_json`."""
         entries = [[p.entry.name, p.entry.dtype, list(p.entry.shape), p.offset] for p in self.entries]
         content = {**{name: getattr(self, name) for name in _FIELDS}, "entries": entries}
         return json.dumps(content, separators=(",", ":"), sort_keys=True, ensure_ascii=False).encode()
 
     @classmethod
     def from_json(cls, text: bytes, check: Callable[[], None] | None = None) -> BucketHeader:
-        """The header of a bucket of bytes.
+        """The header of a bucket whose payload is bytes.
 
         Arguments:
             text: at most `MAX_JSON_BYTES`.
-            check: called now and then, see `checked`.
+            check: called from time to time, see `checked`.
 
         Raises:
-            ValueError: anything else than what `to_json` gives, or no checksum.
+            ValueError: the text is not what `to_json` gives, or has no checksum.
         """
         content = parse("BucketHeader.from_json", text, MAX_JSON_BYTES, _FIELDS)
         entries: Any = content.pop("entries")
@@ -133,11 +133,11 @@ class BucketHeader:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A header and what it describes.
+    """A header and its payload.
 
     Attributes:
-        header: of the bucket.
-        payload: its bytes, uint8 [nbytes]; or for a transport within the process its tensors as arrays, in order.
+        header: describes the bucket.
+        payload: the bytes, uint8 [nbytes]; or, for a transport within the process, the tensors as arrays, in order.
 
     >>> bucket = pack(1, 0, True, {"a": np.arange(4, dtype=np.float32)})
     >>> bucket.header.nbytes, bucket.index, bucket.last
@@ -151,27 +151,27 @@ class Bucket:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """The version of the weights."""
         return self.header.version
 
     @property
     def index(self) -> int:
-        """Of the bucket in its version."""
+        """The bucket's place in its version."""
         return self.header.index
 
     @property
     def last(self) -> bool:
-        """Whether it is the version's last."""
+        """Whether it is the last bucket of its version."""
         return self.header.last
 
     @property
     def entries(self) -> tuple[Placed, ...]:
-        """Its tensors and their places."""
+        """The bucket's tensors and their offsets."""
         return self.header.entries
 
     @property
     def checksum(self) -> str:
-        """Of the payload."""
+        """The checksum of the payload."""
         return self.header.checksum
 
     @property
@@ -181,7 +181,7 @@ class Bucket:
 
 
 def place(entries: Sequence[Entry]) -> tuple[Placed, ...]:
-    """Tensors one after the other, each aligned.
+    """Places tensors one after the other, each aligned.
 
     >>> place([Entry("a", "U8", (17,)), Entry("b", "U8", (1,))])[1].offset
     32
@@ -194,7 +194,7 @@ def place(entries: Sequence[Entry]) -> tuple[Placed, ...]:
 
 
 def checksum(payload: Any) -> str:
-    """XXH3 of 128 bits of a buffer, in hexadecimal digits.
+    """XXH3 with 128 bits of a buffer, in hexadecimal digits.
 
     >>> checksum(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -203,7 +203,7 @@ def checksum(payload: Any) -> str:
 
 
 def entry_of(name: str, array: Any) -> Entry:
-    """What an array is. Raises ValueError for a dtype that no safetensors file holds.
+    """Name, dtype and shape of an array. Raises ValueError for a dtype that safetensors files cannot hold.
 
     >>> entry_of("a", np.zeros((2, 3), np.int32))
     Entry(name='a', dtype='I32', shape=(2, 3), nbytes=24)
@@ -212,7 +212,7 @@ def entry_of(name: str, array: Any) -> Entry:
 
 
 def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: np.ndarray) -> None:
-    """Writes arrays to their places in a payload, and zeros between them.
+    """Writes arrays to their places in a payload, with zeros between them.
 
     Arguments:
         placed: every tensor of the payload.
@@ -220,7 +220,7 @@ def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: n
         payload: uint8 [nbytes].
 
     Raises:
-        ValueError: an array that is not what was announced, or none.
+        ValueError: an array is not as announced, or is missing.
 
     >>> payload = np.full(17, 9, np.uint8)
     >>> fill(place([Entry("a", "U8", (2,)), Entry("b", "U8", (1,))]), [("a", np.ones(2, np.uint8))], payload)
@@ -241,7 +241,7 @@ def fill(placed: Sequence[Placed], arrays: Iterable[tuple[str, Any]], payload: n
 
 
 def as_bits(array: np.ndarray) -> np.ndarray:
-    """An array as unsigned integers, a view: numpy copies dtypes that it does not know element by element.
+    """A view of an array as unsigned integers; numpy copies dtypes that it does not know element by element.
 
     >>> as_bits(np.ones(2, numpy_dtype("BF16")))
     array([16256, 16256], dtype=uint16)
@@ -250,7 +250,7 @@ def as_bits(array: np.ndarray) -> np.ndarray:
 
 
 def pack(version: int, index: int, last: bool, arrays: dict[str, np.ndarray]) -> Bucket:
-    """A bucket of bytes with a buffer of its own.
+    """A bucket of bytes in a buffer of its own.
 
     >>> pack(1, 0, True, {"a": np.zeros(3, np.uint8)}).header.nbytes
     3
@@ -272,5 +272,5 @@ def views(header: BucketHeader, payload: np.ndarray) -> dict[str, np.ndarray]:
 
 def _view(placed: Placed, payload: np.ndarray) -> np.ndarray:
     dtype = numpy_dtype(placed.entry.dtype)
-    assert dtype is not None  # Entry has refused others
+    assert dtype is not None  # Entry refuses dtypes without one
     return payload[placed.offset : placed.end].view(dtype).reshape(placed.entry.shape)

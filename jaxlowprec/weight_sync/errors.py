@@ -1,10 +1,10 @@
-"""What can go wrong while weights travel. Mistakes in a call are ValueErrors and TypeErrors, as everywhere."""
+"""Errors of a sync. Mistakes in a call are ValueErrors and TypeErrors, as everywhere in the library."""
 
 from __future__ import annotations
 
 
 class SyncError(Exception):
-    """A sync that did not happen. The receiver serves the version that it served before, whole.
+    """A sync that did not take place. The receiver still serves its old version, whole.
 
     >>> issubclass(Refused, SyncError) and issubclass(PeerTimeout, PeerLost)
     True
@@ -12,10 +12,10 @@ class SyncError(Exception):
 
 
 class Refused(SyncError):
-    """The receiver said no, and is as it was before the call.
+    """The receiver refused the call, and is in the same state as before it.
 
     Attributes:
-        reason: why.
+        reason: why it refused.
 
     >>> str(Refused("version 3 is stale; 4 is served"))
     'version 3 is stale; 4 is served'
@@ -27,7 +27,7 @@ class Refused(SyncError):
 
 
 class Aborted(SyncError):
-    """The session was ended by `abort`, from another thread or by the receiver.
+    """`abort` ended the session, in another thread or by the receiver.
 
     >>> str(Aborted("the engine shuts down"))
     'the engine shuts down'

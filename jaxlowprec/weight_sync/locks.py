@@ -1,4 +1,4 @@
-"""Locks of open files and folders, which the system gives back with the process that holds them."""
+"""Locks of open files and folders. The system releases them when the process ends that holds them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _LOOK = 0.02  # seconds between two tries
 
 
 def locked(descriptor: int, timeout: float) -> bool:
-    """Whether an exclusive lock could be had within some seconds; it is given back when the descriptor is closed.
+    """Whether an exclusive lock was obtained within `timeout` seconds. Closing the descriptor releases it.
 
     Raises:
-        OSError: what is open cannot be locked.
+        OSError: the open file cannot be locked.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""What a version of the weights consists of: names, dtypes and shapes in their order, and how weights are quantised."""
+"""The manifest of a version: names, dtypes and shapes of its tensors in order, and how weights are quantised."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from jaxlowprec.checkpoints.files.strict_json import load_json, repeated
 T = TypeVar("T")
 
 MAX_JSON_BYTES = 64 << 20
-"""Of a manifest: a longer one is a damaged message, or one made to exhaust memory."""
+"""The longest manifest: a longer one is damaged, or made to exhaust memory."""
 
 MAX_TENSORS = 1_000_000
-"""Of a version. The largest models of 2026, with a tensor for each part of each expert, have a fifth of that."""
+"""The most tensors of a version. The largest models of 2026, with a tensor per part of each expert, have a fifth."""
 
 _CHECKED_AT_ONCE = 10_000
 _MAX_BYTES = 2**48
 _FORMAT = 1
-_WIDTH = {name: bits // 8 for name, bits in BITS.items() if numpy_dtype(name) is not None}  # bytes of an element
+_WIDTH = {name: bits // 8 for name, bits in BITS.items() if numpy_dtype(name) is not None}  # bytes per element
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor.
+    """Name, dtype and shape of a tensor.
 
     Attributes:
         name: not empty.
-        dtype: safetensors' name of one that arrays have, such as "BF16" or "I32".
+        dtype: safetensors' name of a dtype that arrays can have, such as "BF16" or "I32".
         shape: its sizes, at most `dtypes.MAX_RANK` of them.
-        nbytes: that its elements take; computed where it is not given.
+        nbytes: the bytes of its elements; computed if not given.
 
     Raises:
-        ValueError: a name, dtype or shape that no tensor has, or bytes that do not belong to it.
+        ValueError: no tensor has such a name, dtype or shape, or the bytes do not fit.
 
     >>> Entry("norm.weight", "BF16", (8,))
     Entry(name='norm.weight', dtype='BF16', shape=(8,), nbytes=16)
@@ -75,7 +75,7 @@ class Entry:
 
 
 def _bytes_of(width: int, shape: tuple[int, ...]) -> int | None:
-    """Bytes of an array; None for more than one may have, where sizes of 0 count as 1, as they do to numpy."""
+    """Bytes of an array; None if numpy cannot hold so many, where sizes of 0 count as 1, as in numpy."""
     extent = width
     for size in shape:
         extent *= size or 1
@@ -86,14 +86,14 @@ def _bytes_of(width: int, shape: tuple[int, ...]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All tensors of a version, in the order in which they travel.
+    """All tensors of a version, in the order in which they are sent.
 
     Attributes:
-        entries: the tensors; no name comes twice.
-        scheme: `{"name": ..., **options}` of the quantised ones, as `schemes.by_name` takes them; None: there are none.
+        entries: the tensors; names are unique.
+        scheme: `{"name": ..., **options}` of quantised tensors, as `schemes.by_name` takes it; None: there are none.
 
     Raises:
-        ValueError: a name comes twice, or the scheme has no name.
+        ValueError: a name appears twice, or the scheme has no name.
 
     >>> manifest = Manifest((Entry("a", "F32", (2,)), Entry("b", "U8", (3,))))
     >>> manifest.nbytes
@@ -121,21 +121,21 @@ class Manifest:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Entry]:
-        """The entries by their names."""
+        """The entries, by their names."""
         return {entry.name: entry for entry in self.entries}
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
     @functools.cached_property
     def hash(self) -> str:
-        """SHA-256 of `to_json`, in hexadecimal digits: of what the tensors are, not of the numbers in them."""
+        """SHA-256 of `to_json`, in hexadecimal digits. It covers names, dtypes and shapes, not the numbers."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def to_json(self) -> bytes:
-        """The same bytes for equal manifests."""
+        """The manifest as JSON: the same bytes for equal manifests."""
         content = {
             "format": _FORMAT,
             "entries": [[e.name, e.dtype, list(e.shape)] for e in self.entries],
@@ -145,14 +145,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes, check: Callable[[], None] | None = None) -> Manifest:
-        """The inverse.
+        """The inverse of `to_json`.
 
         Arguments:
             text: at most `MAX_JSON_BYTES`.
-            check: called now and then, see `checked`.
+            check: called from time to time, see `checked`.
 
         Raises:
-            ValueError: anything else than what `to_json` gives.
+            ValueError: the text is not what `to_json` gives.
         """
         content = parse("Manifest.from_json", text, MAX_JSON_BYTES, {"format", "entries", "scheme"})
         entries, scheme = content["entries"], content["scheme"]
@@ -169,7 +169,7 @@ class Manifest:
 
 
 def checked(items: Sequence[T], check: Callable[[], None] | None) -> Iterator[T]:
-    """The same items. Every so many of them something is checked, such as that whoever sent them is still there.
+    """Yields the same items and calls `check` after every few, for example to see whether the sender is still there.
 
     >>> list(checked("ab", lambda: print("still there")))
     still there

@@ -1,4 +1,4 @@
-"""Numbers of versions, as callers, engines and folders give them."""
+"""Version numbers, as callers, engines and folders give them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import operator
 from jaxlowprec.weight_sync.bucket import MAX_VERSION
 from jaxlowprec.weight_sync.errors import Refused
 
-_SHOWN = 40  # characters of what is no version
+_SHOWN = 40  # characters shown of a text that is not a version
 
 
 def whole_number(version: object) -> int | None:
-    """A whole number of any type, such as numpy's and JAX's; None for what is none, True and False among it.
+    """An integer of any type, such as numpy's and JAX's; None for anything else, True and False included.
 
     >>> import numpy as np
     >>> whole_number(np.int64(3)), whole_number(3.0), whole_number(True)
@@ -26,12 +26,12 @@ def whole_number(version: object) -> int | None:
 
 
 def newer(version: object, than: int, state: str = "served") -> int:
-    """A version that may begin.
+    """The number of a version that may begin.
 
     Arguments:
-        version: as announced.
-        than: the newest there is.
-        state: what that is.
+        version: the announced version.
+        than: the newest version.
+        state: what is done with that version, for the error.
 
     Raises:
         Refused: it is not newer, not a whole number, or larger than 2^63 - 1.
@@ -52,10 +52,10 @@ def newer(version: object, than: int, state: str = "served") -> int:
 
 
 def said_version(said: str) -> int:
-    """The version that an engine says it serves; 0 for text that is no number, such as an engine's own name of it.
+    """The version that an engine says it serves; 0 for text that is not a number, such as an engine's own name for it.
 
     Raises:
-        Refused: a number that no version has.
+        Refused: the number cannot be a version.
 
     >>> said_version("12"), said_version("default")
     (12, 0)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints from plain ones, and back: streamed, resumable, whole or not there."""
+"""Quantises plain checkpoints and decodes quantised ones: streamed, resumable, complete or not there."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Report:
     """What a conversion did, or would do.
 
     Attributes:
-        scheme: the format that weights came to, or from.
+        scheme: the format that weights were converted to, or from.
         changed: modules whose format changed.
         left: matrices that stayed as they were, with the reasons.
-        ignore: of the new config.
-        warnings: sentences.
-        source_bytes, output_bytes: of all tensors.
-        written, kept: files of weights: written now, and found finished.
+        ignore: the entry of the new config.
+        warnings: complete sentences.
+        source_bytes, output_bytes: the bytes of all tensors.
+        written, kept: files of weights that were written now, and that were found finished.
         copied, left_out: other files.
-        verified: tensors compared with the source, None where that was not asked for.
-        seconds: it took.
+        verified: the number of tensors compared with the source; None if that was not asked for.
+        seconds: the time that it took.
     """
 
     scheme: str
@@ -60,7 +60,7 @@ class Report:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """The same, for machines."""
+        """The report as a JSON object."""
         return dataclasses.asdict(self)
 
 
@@ -69,7 +69,7 @@ class Run:
     """How a conversion is carried out.
 
     Attributes:
-        workers: tensors at work at a time, which is also how many are in memory.
+        workers: how many tensors are converted, and are in memory, at a time.
         dry_run: plan, and write nothing.
         verify: compute everything again at the end, and compare it with the files.
         progress: see `engine.Progress`.
@@ -88,14 +88,14 @@ class Run:
 
 
 def scheme_for(source: Path, name: str, *, group_size: int | None = None) -> Scheme:
-    """A scheme for a checkpoint: INT4 scales are of the dtype that its config says engines compute in.
+    """A scheme for a checkpoint, with INT4 scales in the dtype that its config says engines compute in.
 
     Arguments:
-        source: folder of the checkpoint.
+        source: the checkpoint's folder.
         name, group_size: see `schemes.by_name`.
 
     Raises:
-        CheckpointError: the scheme has no such group size, or the folder no config.
+        CheckpointError: the scheme does not have this group size, or the folder has no config.
     """
     config = read_json_object(pathlib.Path(source) / CONFIG_FILE)
     options = {"scale_dtype": deployment_dtype(config)} if name.startswith("w4a16") else {}
@@ -121,17 +121,17 @@ def convert(
     Arguments:
         source: folder of a Hugging Face checkpoint in bfloat16, float16 or float32.
         destination: folder that does not exist or is empty, or one that the same conversion left unfinished.
-        scheme: of the new weights.
-        ignore, include, defaults: what is left alone; see `Rules`.
+        scheme: the format of the new weights.
+        ignore, include, defaults: which weights are left alone; see `Rules`.
         leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
-        run: how.
+        run: how the conversion is carried out.
 
     Raises:
         CheckpointError: the source, the destination or the rules do not allow it; see `plan_quantization`.
     """
     rules = Rules(tuple(ignore), tuple(include), tuple(defaults))
     if not run.dry_run:
-        on_the_cpu()  # says at once where JAX cannot use it
+        on_the_cpu()  # raises at once if JAX cannot use the CPU
     with CheckpointFolder(source) as opened:
         plan = plan_quantization(opened, scheme, rules, leave_unfit)
         options = {
@@ -146,13 +146,13 @@ def convert(
 
 
 def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run: Run = Run()) -> Report:  # noqa: B008
-    """The inverse: a plain checkpoint from a quantised one, every weight as an engine decodes it.
+    """The inverse of `convert`: a plain checkpoint from a quantised one, with every weight as an engine decodes it.
 
     Arguments:
         source: folder of a checkpoint in one of the formats of `schemes`.
-        destination: as of `convert`.
-        dtype: of the weights: "bfloat16", "float16" or "float32".
-        run: how.
+        destination: as in `convert`.
+        dtype: the dtype of the weights: "bfloat16", "float16" or "float32".
+        run: how the conversion is carried out.
 
     Raises:
         CheckpointError: the source is not quantised, its tensors are not what its config says, or the destination is

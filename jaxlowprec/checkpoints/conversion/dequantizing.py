@@ -1,4 +1,4 @@
-"""The plan that brings a quantised checkpoint back to high precision."""
+"""The plan that decodes a quantised checkpoint to high precision."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _OTHER_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.
 
 
 def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) -> Plan:
-    """What decoding every quantised weight of a checkpoint writes: `<module>.weight` in the given dtype.
+    """The plan that decodes every quantised weight of a checkpoint to `<module>.weight` in the given dtype.
 
-    A weight goes to the file that holds the first of its tensors; all other tensors stay as they are.
+    A weight goes to the file that holds the first of its tensors. All other tensors stay as they are.
 
     Raises:
-        CheckpointError: no module is quantised, or a module's tensors are not what the scheme has. When it is carried
-            out: a weight is not finite in that dtype.
+        CheckpointError: no module is quantised, or a module's tensors do not fit the scheme; or, when the plan is
+            carried out, a weight is not finite in that dtype.
     """
     modules = quantised_modules(source, scheme)
     if not modules:
@@ -38,7 +38,7 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
             for name in file.header.tensors
             if name in first or name not in consumed
         ]
-        if held:  # a file of scales alone has nothing left to hold
+        if held:  # a file that had only scales has nothing left to hold
             shards[shard] = held
     require_distinct(source.path, shards)
     return Plan(

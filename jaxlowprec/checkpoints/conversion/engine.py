@@ -1,4 +1,4 @@
-"""Carries a plan out: tensor by tensor from the files of one folder into those of another, and compares the result."""
+"""Carries out a plan: converts tensor by tensor from one folder's files to another's, and compares the result."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxlowprec.checkpoints.files.safetensors_header import layout_header
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
 
 Progress = Callable[[int, int, str], None]
-"""Called with bytes done, bytes in all, and what is at work."""
+"""Called with the bytes done, the bytes in all, and the name of what is being converted."""
 
 _COMPARED_AT_ONCE = 1 << 22
 
 
 class Counter:
-    """Adds up the bytes that workers have done and passes them on."""
+    """Adds up the bytes that workers have done and reports them."""
 
     def __init__(self, total: int, label: str, progress: Progress | None):
         self._total, self._label, self._progress = total, label, progress
@@ -34,7 +34,7 @@ class Counter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Counts, and shows."""
+        """Adds bytes and reports the sum."""
         with self._lock:
             self._done += count
             if self._progress:
@@ -44,9 +44,9 @@ class Counter:
 def write_shards(
     plan: Plan, source: CheckpointFolder, destination: pathlib.Path, workers: int, progress: Progress | None
 ) -> list[str]:
-    """Writes the files of a plan that are not finished yet; returns those that were.
+    """Writes the files of a plan that are not finished yet; returns the names of those that were.
 
-    At most `workers` tensors are in memory at a time: what a worker has computed goes to its place in the file at once.
+    At most `workers` tensors are in memory at a time: what a worker has computed is written to its place at once.
     """
     there = {shard: is_finished(plan, shard, destination) for shard in plan.shards}
     finished = [shard for shard in plan.shards if there[shard]]
@@ -73,7 +73,7 @@ def write_shards(
 def _written(
     plan: Plan, shard: str, source: CheckpointFolder, destination: pathlib.Path, workers: int, counter: Counter
 ) -> SafetensorsWriter:
-    """The writer of a file whose tensors are all written, to be committed."""
+    """The writer of a file after all its tensors were written, ready to be committed."""
     writer = SafetensorsWriter(destination / shard, plan.specs(shard))
 
     def write(job: Job) -> None:
@@ -93,7 +93,7 @@ def _written(
 
 
 def is_finished(plan: Plan, shard: str, destination: pathlib.Path) -> bool:
-    """Whether a file is there, whole, and has what the plan says."""
+    """Whether a file is there, is complete, and holds the tensors that the plan says."""
     path = destination / shard
     if not path.exists():
         return False
@@ -104,10 +104,10 @@ def is_finished(plan: Plan, shard: str, destination: pathlib.Path) -> bool:
 def compare_shards(
     plan: Plan, source: CheckpointFolder, destination: CheckpointFolder, workers: int, progress: Progress | None
 ) -> int:
-    """Computes every tensor of a plan again and compares it with what is in the files; returns how many.
+    """Computes every tensor of a plan again and compares it with the files; returns how many were compared.
 
     Raises:
-        CheckpointError: one differs in a bit, is missing, or stands for infinity or NaN, as its source does not.
+        CheckpointError: a tensor differs in a bit, is missing, or is infinite or NaN although its source is finite.
     """
     counter = Counter(plan.source_bytes, "verifying", progress)
     if destination.shard_of != plan.shard_of:
@@ -126,7 +126,7 @@ def compare_shards(
 
 
 def _require_finite(job: Job, destination: CheckpointFolder) -> None:
-    """Raises CheckpointError if what was written for a finite weight stands for infinity or NaN."""
+    """Raises CheckpointError if what was written for a finite weight decodes to infinity or NaN."""
     if job.decode is None:
         return
     with np.errstate(over="ignore", invalid="ignore"):
@@ -148,15 +148,15 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def same(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> bool:
-    """Whether bytes that come in pieces are equal; both in pieces of one size, the last one aside."""
+    """Whether two sequences of pieces hold equal bytes; all pieces have one size, except the last."""
     return all(x is not None and y is not None and np.array_equal(x, y) for x, y in itertools.zip_longest(a, b))
 
 
 def in_parallel(work: Callable[[Any], None], items: Iterable[Any], workers: int) -> None:
-    """Does some work for each item, by several threads. The first error ends it, and is raised.
+    """Does some work for each item in several threads. The first error ends it and is raised.
 
     Raises:
-        CheckpointError: the system starts no more threads.
+        CheckpointError: the system cannot start more threads.
     """
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
@@ -172,7 +172,7 @@ def _submitted(
 ) -> concurrent.futures.Future[Any]:
     try:
         return pool.submit(work, *given)
-    except RuntimeError as error:  # of threading
+    except RuntimeError as error:  # raised by threading
         raise CheckpointError(f"{error}; give fewer workers, or raise the limit of processes (ulimit -u)") from None
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the format and size of each module, and its error against a copy in high precision."""
+"""Lists a checkpoint: format and size of each module, and its error against a copy in high precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
 from jaxlowprec.checkpoints.schemes.base import Scheme
 
 _CHUNK = 1 << 20
-_DIGITS = 9  # of a layer's number: other digits are a name
+_DIGITS = 9  # of a layer's number: a longer run of digits is a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +38,14 @@ class WeightError:
 
 @dataclasses.dataclass(frozen=True)
 class InspectedModule:
-    """A module's weight, or a tensor that belongs to none.
+    """A module's weight, or a tensor that belongs to no module.
 
     Attributes:
-        name: of the module, or tensor.
-        format: a scheme's name, or the dtype that the file says.
-        shape: of the weight.
-        nbytes: of all its tensors.
-        error: against the reference; None where there is none to compare with.
+        name: the name of the module or tensor.
+        format: a scheme's name, or the dtype in the file.
+        shape: the shape of the weight.
+        nbytes: the bytes of all tensors of the module.
+        error: the error against the reference; None if there is nothing to compare with.
     """
 
     name: str
@@ -56,7 +56,7 @@ class InspectedModule:
 
     @property
     def bits(self) -> float:
-        """Of an element, scales included."""
+        """Bits per element of the weight, scales included."""
         return 8 * self.nbytes / max(math.prod(self.shape), 1)
 
 
@@ -70,7 +70,7 @@ class Inspection:
 
     @property
     def by_format(self) -> dict[str, tuple[int, int]]:
-        """Format to the number of modules and their bytes."""
+        """Maps each format to the number of its modules and their bytes."""
         found: dict[str, tuple[int, int]] = {}
         for module in self.modules:
             count, nbytes = found.get(module.format, (0, 0))
@@ -78,7 +78,7 @@ class Inspection:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The same, for machines."""
+        """The inspection as a JSON object."""
         formats = {name: {"modules": count, "bytes": nbytes} for name, (count, nbytes) in self.by_format.items()}
         modules = [{**dataclasses.asdict(m), "bits_per_element": m.bits} for m in self.modules]
         return {"path": self.path, "scheme": self.scheme, "formats": formats, "modules": modules}
@@ -100,8 +100,8 @@ def inspect(
         progress: see `engine.Progress`.
 
     Raises:
-        CheckpointError: a folder is no checkpoint, the config's format is unknown, or the reference lacks a weight or
-            has another shape of it.
+        CheckpointError: a folder is not a checkpoint, the config's format is unknown, or the reference lacks a weight
+            or has it in another shape.
     """
     with CheckpointFolder(path) as opened:
         scheme = _scheme_of(opened)
@@ -168,7 +168,7 @@ def _compared(
 
 
 def error_of(decoded: np.ndarray, reference: np.ndarray) -> WeightError:
-    """Compares two arrays of one shape, sums in float64, piece by piece. NaN and infinity stay what they are."""
+    """Compares two arrays of one shape piece by piece, with sums in float64. NaN and infinity stay what they are."""
     decoded, reference = decoded.reshape(-1), reference.reshape(-1)
     signal: Any = np.float64(0)
     noise: Any = np.float64(0)
@@ -186,7 +186,7 @@ def error_of(decoded: np.ndarray, reference: np.ndarray) -> WeightError:
 
 
 def is_number(part: str) -> bool:
-    """Whether a part of a module's name is the number of a layer or expert: some ASCII digits.
+    """Whether a part of a module's name is the number of a layer or expert: ASCII digits, not too many.
 
     >>> [is_number(part) for part in ("12", "w1", "²", "9" * 5000)]
     [True, False, False, False]
@@ -195,10 +195,10 @@ def is_number(part: str) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """The first number in a module's name: its layer."""
+    """The first number in a module's name, which is its layer."""
     return next((int(part) for part in name.split(".") if is_number(part)), None)
 
 
 def _layer_order(name: str) -> list[tuple[int, int, str]]:
-    """Sorts numbers in names as numbers."""
+    """A sort key that orders numbers in names as numbers."""
     return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in name.split(".")]

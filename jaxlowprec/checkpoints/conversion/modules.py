@@ -1,4 +1,4 @@
-"""The modules of a quantised checkpoint: which tensors belong together, by their names."""
+"""The modules of a quantised checkpoint: tensors are grouped by their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
 
 _PLAIN = ("weight", "bias")
-_SHAPE_BYTES = 64  # at most, of a tensor that holds a shape
+_SHAPE_BYTES = 64  # the most that a tensor holding a shape takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,9 @@ class QuantisedModule:
     """A module held in a scheme's format.
 
     Attributes:
-        name: of the module.
-        scheme: with the dtype of its scales, which no config says.
-        tensors: the names of its tensors, by their last parts.
+        name: the module's name.
+        scheme: the format, with the dtype of the module's scales, which the config does not say.
+        tensors: full tensor names by their last parts.
     """
 
     name: str
@@ -34,16 +34,16 @@ class QuantisedModule:
     tensors: Mapping[str, str]
 
     def read(self, source: CheckpointFolder) -> dict[str, np.ndarray]:
-        """Its tensors, by the last parts of their names."""
+        """The module's tensors, by the last parts of their names."""
         return {last: source.read(name) for last, name in self.tensors.items()}
 
     def shape(self, source: CheckpointFolder) -> tuple[int, int]:
-        """[N, K] of its weight. Raises CheckpointError unless its tensors are what the scheme has."""
+        """[N, K] of the weight. Raises CheckpointError unless the tensors fit the scheme."""
         with naming(source, self.name):
             return self.scheme.shape_of({last: _announced(source, name) for last, name in self.tensors.items()})
 
     def decode(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
-        """Its weight [N, K], infinite where its codes and scales say so in this dtype.
+        """The weight [N, K], infinite where its codes and scales decode to infinity in this dtype.
 
         Raises:
             CheckpointError: as `shape`, and for scales that no weight can have.
@@ -52,7 +52,7 @@ class QuantisedModule:
             return self.scheme.decompress(self.read(source), dtype)
 
     def decode_finite(self, source: CheckpointFolder, dtype: str) -> np.ndarray:
-        """The same. Raises CheckpointError where it is not finite."""
+        """As `decode`, but raises CheckpointError if the weight is not finite."""
         decoded = self.decode(source, dtype)
         if not all_finite(decoded):
             where, largest = f"{source.path}: module {self.name!r}", amax(self.decode(source, "float32"))
@@ -65,12 +65,12 @@ class QuantisedModule:
         return decoded
 
     def nbytes(self, source: CheckpointFolder) -> int:
-        """Of all its tensors."""
+        """Bytes of all tensors of the module."""
         return sum(source.spec(name).nbytes for name in self.tensors.values())
 
 
 def _announced(source: CheckpointFolder, name: str) -> np.ndarray:
-    """A tensor of the same dtype and shape, read only where it is as short as one that holds a shape."""
+    """A tensor with the right dtype and shape; its bytes are read only if it is short enough to hold a shape."""
     spec = source.spec(name)
     dtype = numpy_dtype(spec.dtype)
     if dtype is None or spec.nbytes <= _SHAPE_BYTES:
@@ -80,7 +80,7 @@ def _announced(source: CheckpointFolder, name: str) -> np.ndarray:
 
 @contextlib.contextmanager
 def naming(source: CheckpointFolder, module: str) -> Iterator[None]:
-    """Says of which module a scheme's error is."""
+    """Adds the name of the module to a scheme's error."""
     try:
         yield
     except ValueError as error:
@@ -88,7 +88,7 @@ def naming(source: CheckpointFolder, module: str) -> Iterator[None]:
 
 
 def scheme_of(source: CheckpointFolder) -> Scheme:
-    """The scheme that a checkpoint's config names. Raises CheckpointError where it names none that is supported."""
+    """The scheme that a checkpoint's config names. Raises CheckpointError if it names none that is supported."""
     try:
         return from_config(source.config())
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a conversion will write: every file, tensor and byte of it, known before anything is computed."""
+"""What a conversion will write. Every file, tensor and byte is known before anything is computed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Tensors of an output file that are made together.
+    """Tensors of an output file that are computed together.
 
     Attributes:
-        module: whose they are; for a copy the tensor's name.
-        outputs: what is written.
-        source_bytes: that it reads.
-        make: computes them; None: the one tensor is copied, byte for byte, from the tensor of its name.
-        decode: the weight that tensors of the outputs' names stand for, where a finite weight must stay finite.
+        module: the module that they belong to; for a copy the tensor's name.
+        outputs: the tensors to write.
+        source_bytes: the bytes that it reads.
+        make: computes the tensors; None: the one tensor is copied, byte for byte, from the tensor of the same name.
+        decode: decodes the weight from tensors with the outputs' names; set if a finite weight must stay finite.
     """
 
     module: str
@@ -49,11 +49,11 @@ class Plan:
 
     Attributes:
         shards: file name to the jobs whose tensors it holds.
-        config: of the new checkpoint.
+        config: the config of the new checkpoint.
         changed: modules whose format changes.
         left: matrices that stay as they are. Vectors and scalars stay too, and are not listed.
-        warnings: sentences.
-        ignore: the entry of the new config.
+        warnings: complete sentences.
+        ignore: the `ignore` entry of the new config.
         drop_files: other files of the source that would be wrong beside the new weights.
     """
 
@@ -66,7 +66,7 @@ class Plan:
     drop_files: Sequence[str] = ()
 
     def specs(self, shard: str) -> dict[str, TensorSpec]:
-        """What each tensor of a file is."""
+        """Dtype and shape of each tensor of a file."""
         return {name: spec for job in self.shards[shard] for name, spec in job.outputs.items()}
 
     @property
@@ -76,17 +76,17 @@ class Plan:
 
     @property
     def source_bytes(self) -> int:
-        """Of all tensors read."""
+        """Bytes of all tensors that are read."""
         return sum(job.source_bytes for jobs in self.shards.values() for job in jobs)
 
     @property
     def output_bytes(self) -> int:
-        """Of all tensors written."""
+        """Bytes of all tensors that are written."""
         return sum(spec.nbytes for shard in self.shards for spec in self.specs(shard).values())
 
 
 def require_distinct(where: object, shards: Mapping[str, Sequence[Job]]) -> None:
-    """Raises CheckpointError if two jobs write a tensor of one name, such as a copy and what a module is changed to."""
+    """Raises CheckpointError if two jobs write a tensor of one name, such as a copy and a module's new tensor."""
     module_of: dict[str, str] = {}
     for job in (job for jobs in shards.values() for job in jobs):
         for name in job.outputs:
@@ -100,12 +100,12 @@ def require_distinct(where: object, shards: Mapping[str, Sequence[Job]]) -> None
 
 
 def copy_job(name: str, spec: TensorSpec) -> Job:
-    """A tensor that stays as it is."""
+    """A job that copies a tensor unchanged."""
     return Job(name, {name: spec}, spec.nbytes)
 
 
 def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-    """What a module's tensors will be, under their full names."""
+    """Dtype and shape of a module's future tensors, by their full names."""
     dtype = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[spec.dtype]
     announced = scheme.output_specs(spec.shape, dtype).items()
     return {

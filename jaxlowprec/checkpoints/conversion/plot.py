@@ -9,17 +9,17 @@ from collections import defaultdict
 from jaxlowprec.checkpoints.conversion.inspect import Inspection, is_number, layer_of
 from jaxlowprec.checkpoints.errors import CheckpointError
 
-_LEAST_RANGE = 2.0  # dB: tenths are no difference between layers
+_LEAST_RANGE = 2.0  # dB: tenths of a dB are not a difference between layers
 
 
 def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
-    """Draws the SQNR of every compared module that has noise, over the layers; one line a kind of module.
+    """Draws the SQNR of every compared module that has noise, over the layers; one line per kind of module.
 
-    Where a layer has several of a kind (experts), the line is their median and the band reaches from least to largest.
+    If a layer has several modules of a kind (experts), the line is their median the band goes from least to largest.
 
     Arguments:
-        inspection: with a reference.
-        path: of the picture; its ending says the format (png, svg, pdf).
+        inspection: an inspection with a reference.
+        path: the picture's path; its ending says the format (png, svg, pdf).
 
     Raises:
         CheckpointError: matplotlib is missing or does not know the format, or nothing was compared.
@@ -35,7 +35,7 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
     layers = sorted({layer for points in series.values() for layer in points if layer is not None})
-    outside = (layers[-1] if layers else -1) + 1  # where modules of no layer stand
+    outside = (layers[-1] if layers else -1) + 1  # the place of modules that belong to no layer
     for number, (kind, points) in enumerate(series.items()):
         places = sorted((outside if layer is None else layer, values) for layer, values in points.items())
         x = [place for place, _ in places]
@@ -48,7 +48,7 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel("SQNR / dB")
     title = f"{pathlib.Path(inspection.path).name}: {inspection.scheme or 'weights'} against the reference"
-    axes.set_title(title, parse_math=False)  # names are no formulas
+    axes.set_title(title, parse_math=False)  # a name is not a formula
     ticks = [int(t) for t in MaxNLocator(integer=True).tick_values(0, max(outside - 1, 1)) if 0 <= t < outside]
     labels = [str(tick) for tick in ticks]
     if any(None in points for points in series.values()):
@@ -69,7 +69,7 @@ def plot_sqnr(inspection: Inspection, path: str | pathlib.Path) -> None:
 
 
 def sqnr_by_kind(inspection: Inspection) -> dict[str, dict[int | None, list[float]]]:
-    """Kind of module (its name without numbers, from the layer on) to layer to the SQNR of its modules, in dB."""
+    """Maps each kind of module (its name without numbers, from the layer on) to {layer: SQNR of its modules in dB}."""
     found: dict[str, dict[int | None, list[float]]] = defaultdict(lambda: defaultdict(list))
     for module in inspection.modules:
         if module.error is not None and module.error.sqnr_db is not None:

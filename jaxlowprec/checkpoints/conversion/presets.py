@@ -1,7 +1,7 @@
-"""What is left alone unless it is asked for: rules that hold for the names of published models.
+"""The default rules for weights that stay in high precision, by the names that published models use.
 
-Every expression ends in `(\\.|$)`, or may end anywhere: so it matches a module's name, the name of its weight, and what
-lies within, and programs that compare rules with tensor names decide alike.
+Every expression ends in `(\\.|$)` or may end anywhere. So it matches a module's name, the name of its weight and the
+names inside the module, and programs that compare rules with tensor names decide in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VISION = (
 )
 LINEAR_ATTENTION = r"re:(.*\.)?(linear_attn|conv1d|mamba)(\.|$)"
 MULTI_TOKEN_PREDICTION = r"re:(.*\.)?(eh_proj|mtp\.fc)(\.|$)"
-INDEXERS = r"re:.*\.indexer(\.|$)"  # DeepSeek-V3.2's sparse attention: its choice of tokens, not its arithmetic
+INDEXERS = r"re:.*\.indexer(\.|$)"  # DeepSeek-V3.2's sparse attention: it only chooses tokens
 
 KINDS = {
     HEADS: "heads",
@@ -33,4 +33,4 @@ KINDS = {
 """What each default rule is for."""
 
 DEFAULTS = tuple(KINDS)
-"""For Llama, Qwen, Mixtral, DeepSeek and GLM models, with vision and multi-token prediction, and names like theirs."""
+"""For Llama, Qwen, Mixtral, DeepSeek and GLM models, with vision and multi-token prediction, and similar names."""

@@ -36,14 +36,14 @@ _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[^.]+")
 
 
 def plan_quantization(source: CheckpointFolder, scheme: Scheme, rules: Rules, leave_unfit: bool = False) -> Plan:
-    """What quantising a checkpoint writes.
+    """The plan that quantises a checkpoint.
 
-    Quantised is every matrix `<module>.weight` of bfloat16, float16 or float32 that no rule leaves alone.
+    Every matrix `<module>.weight` of bfloat16, float16 or float32 that no rule leaves alone is quantised.
 
     Arguments:
-        source: of high precision.
-        scheme: of the new weights.
-        rules: what is left alone.
+        source: a checkpoint in high precision.
+        scheme: the format of the new weights.
+        rules: which weights are left alone.
         leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
 
     Raises:
@@ -102,7 +102,7 @@ def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, 
         with naming(source, module):
             made = scheme.compress(source.read(name), amax=amax)
     except CheckpointError:
-        amaxes.own(module)  # says so if the weight is not finite, which no scale can hold
+        amaxes.own(module)  # raises if the weight is not finite, which no scale can hold
         raise
     return {f"{module}.{suffix}": array for suffix, array in made.items()}
 
@@ -113,14 +113,14 @@ def _decompress(scheme: Scheme, module: str, dtype: str, tensors: Arrays) -> np.
 
 
 class _Amaxes:
-    """The largest magnitudes of weights, each computed once."""
+    """The largest magnitudes of weights. Each is computed once."""
 
     def __init__(self, source: CheckpointFolder, quantised: Mapping[str, str]):
         self._source, self._quantised = source, quantised
         self._known: dict[str, float] = {}
 
     def own(self, module: str) -> float:
-        """Of a module's weight. Raises CheckpointError for NaN and infinity, which no scale can hold."""
+        """The amax of a module's weight. Raises CheckpointError for NaN and infinity, which no scale can hold."""
         if module not in self._known:
             name = self._quantised[module]
             found = amax(self._source.read(name))
@@ -132,12 +132,12 @@ class _Amaxes:
         return self._known[module]
 
     def shared(self, module: str) -> float:
-        """The largest of the projections that an engine fuses it with: what they are all scaled by."""
+        """The largest amax of the projections that an engine fuses with this one: they all scale by it."""
         return max(self.own(sibling) for sibling in fused_siblings(module, self._quantised))
 
 
 def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
-    """Why a tensor is left alone; "" for what is no matrix; None if it is to be quantised."""
+    """Why a tensor is left alone; "" if it is not a matrix; None if it is to be quantised."""
     if len(spec.shape) < 2:
         return ""
     if not name.endswith(".weight"):
@@ -152,12 +152,12 @@ def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
 
 
 def _module(name: str) -> str:
-    """A tensor's module; what holds no weight of a module is called by its own name."""
+    """A tensor's module; a tensor that is not the weight of a module is called by its own name."""
     return name.removesuffix(".weight")
 
 
 def _ignore(rules: Rules, left: set[str], quantised: set[str]) -> list[str]:
-    """The config's entry. It also names the head of a model that ties it to the embeddings: no tensor, but a module."""
+    """The config's entry. It also names the head of a model with tied embeddings, which has no tensor."""
     ignore = config_ignore(rules, left, quantised)
     head = ["lm_head"] if rules.why_left_alone("lm_head") and not matching("lm_head", ignore) else []
     experts = _experts_to_ignore(left, ignore)
@@ -166,7 +166,7 @@ def _ignore(rules: Rules, left: set[str], quantised: set[str]) -> list[str]:
 
 
 def _experts_to_ignore(left: set[str], ignore: list[str]) -> list[str]:
-    """Parents of experts that are held in one array and that no rule names yet; none lies in another."""
+    """Parents of experts that are held in one array and that no rule names yet; none lies inside another."""
     names, expressions = set(ignore), [rule for rule in ignore if rule.startswith("re:")]
     found: list[str] = []
     for parent in sorted({f[1] for m in left if (f := _FUSED_EXPERTS.fullmatch(m))}, key=lambda name: f"{name}."):
@@ -177,7 +177,7 @@ def _experts_to_ignore(left: set[str], ignore: list[str]) -> list[str]:
 
 
 def _lies_in(module: str, parents: list[str]) -> bool:
-    """Whether a module lies in one of these, which are sorted as `_experts_to_ignore` does: only one can hold it."""
+    """Whether a module lies in one of these, which are sorted as in `_experts_to_ignore`: only one can hold it."""
     at = bisect.bisect_right(parents, module, key=lambda parent: f"{parent}.")
     return at > 0 and module.startswith(f"{parents[at - 1]}.")
 
@@ -194,7 +194,7 @@ def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
 
 
 def _require_whole(left: set[str], quantised: set[str]) -> None:
-    """Engines hold some weights as one: all of them are quantised, or none."""
+    """Raises CheckpointError if only some of the weights that engines hold as one matrix are quantised."""
     pairs = splits(left, quantised)
     if pairs:
         alone, other = pairs[0]
@@ -225,7 +225,7 @@ def _warnings(rules: Rules, ignore: list[str], modules: Mapping[str, str], left:
         for rule in (*rules.ignore, *rules.include)
         if not any(matching(module, [rule]) for module in modules)
     ]
-    asked = {*rules.ignore, *rules.defaults}  # an expression that names experts' arrays is read alike everywhere
+    asked = {*rules.ignore, *rules.defaults}  # all programs read expressions for experts' arrays alike
     found += disagreements([rule for rule in ignore if rule in asked or not rule.startswith("re:")], modules)
     if fused := [entry.module for entry in left if entry.reason.startswith("all experts")]:
         found.append(

@@ -1,7 +1,7 @@
-"""A destination folder that belongs to one conversion until it is done: so that a killed one goes on where it stopped.
+"""Claims a destination folder for one conversion until it is done, so that a killed conversion can be continued.
 
-While a conversion runs, its folder holds `MANIFEST`: what is converted, and how. Files get their names only when they
-are whole and on the disk, so a file that is there under its name is finished. The manifest goes last.
+While a conversion runs, its folder holds `MANIFEST`, which says what is converted and how. Files get their names only
+when they are complete and on the disk, so a file with its final name is finished. The manifest is removed last.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _VERSION = 1
 
 
 def fingerprint(source: CheckpointFolder, options: dict[str, Any]) -> dict[str, Any]:
-    """What a conversion is of and how, as JSON: equal for two runs that would write the same bytes.
+    """The source and the options of a conversion as JSON: equal for two runs that would write the same bytes.
 
-    A file of weights counts by its size, its time and its header's bytes, which is what can be read at once.
+    A file of weights is represented by its size, its time and its header's bytes, which can be read quickly.
     """
     files = {}
     for name, file in source.shards.items():
@@ -62,13 +62,13 @@ def check_apart(source: pathlib.Path, destination: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]:
-    """Takes a destination for one conversion: a new or empty folder, or one that the same conversion left unfinished.
+    """Claims a destination for one conversion: a new or empty folder, or one that the same conversion left unfinished.
 
-    Yields whether it goes on with an unfinished one. Leftovers of writers that were killed are removed first. The
-    manifest is removed when the block ends, and stays when it raises.
+    Yields whether an unfinished conversion is continued. Leftovers of killed writers are removed first. The manifest is
+    removed when the block ends, and stays when the block raises.
 
     Raises:
-        CheckpointError: the folder holds anything else or links, also at the end, or another process is at work in it.
+        CheckpointError: the folder holds anything else, or links, also at the end; or another process is working in it.
     """
     check_claim(destination, wanted)
     destination.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def claimed(destination: pathlib.Path, wanted: dict[str, Any]) -> Iterator[bool]
         with about(destination):
             os.fsync(descriptor)
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # also releases the lock
 
 
 def check_claim(destination: pathlib.Path, wanted: dict[str, Any]) -> bool:

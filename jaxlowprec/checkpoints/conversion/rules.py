@@ -1,8 +1,8 @@
-"""Which modules are quantised: rules over module names, with the meaning that the engines give them.
+"""Which modules are quantised: rules over module names, read as the engines read them.
 
-A rule is a module's exact name, or "re:" and a regular expression that is matched from the name's start (`re.match`):
-what compressed-tensors, transformers and vLLM do with the `ignore` entries of a checkpoint's config. slime compares the
-same entries with tensor names, where a plain name is a prefix: `disagreements` says where that decides otherwise.
+A rule is a module's exact name, or "re:" and a regular expression that is matched from the name's start (`re.match`).
+compressed-tensors, transformers and vLLM read the `ignore` entries of a checkpoint's config in this way. slime compares
+the same entries with tensor names, where a plain name is a prefix; `disagreements` says where that changes the result.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _EXPERT = re.compile(r"(.*\.experts)\.[0-9]+(\..+)")
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is left alone.
+    """Which modules are left alone.
 
     Attributes:
-        ignore: rules that were asked for: what matches is left alone.
-        include: rules that were asked for: what matches is quantised although `defaults` would leave it alone.
-        defaults: rules of `presets`, of less weight than both.
+        ignore: rules from the user: modules that match are left alone.
+        include: rules from the user: modules that match are quantised although `defaults` would leave them alone.
+        defaults: rules of `presets`; both others override them.
     """
 
     ignore: tuple[str, ...] = ()
@@ -47,18 +47,18 @@ class Rules:
             check_rule(rule)
 
     def why_left_alone(self, module: str) -> str | None:
-        """The first rule that leaves a module alone, or None."""
+        """The first rule that leaves a module alone, or None if it is to be quantised."""
         if rule := matching(module, self.ignore):
             return rule
         return None if matching(module, self.include) else matching(module, self.defaults)
 
 
 def check_rule(rule: str) -> None:
-    """Raises CheckpointError unless it is a rule."""
+    """Raises CheckpointError unless the text is a valid rule."""
     if not rule or rule == "re:":
         raise CheckpointError(f'rule {rule!r} is empty; needs the name of a module, or "re:" and a regular expression')
     try:
-        rule.encode()  # into the config
+        rule.encode()  # as it is written to the config
     except UnicodeEncodeError:
         raise CheckpointError(f"rule {rule!r} is not text in UTF-8, as the names of modules are") from None
     if rule.startswith("re:"):
@@ -83,8 +83,8 @@ def _pattern(rule: str) -> re.Pattern[str]:
 def config_ignore(rules: Rules, left: Collection[str], quantised: Collection[str]) -> list[str]:
     """The `ignore` entry of a config under which exactly the modules of `left` are left alone.
 
-    A rule is written as it is where it matches none of the quantised modules, since engines call a module by other
-    names than the checkpoint does; what no such rule covers is written by its exact name.
+    A rule is kept unchanged if it matches none of the quantised modules, because engines may call modules by other
+    names than the checkpoint does. Modules that no such rule covers are written by their exact names.
     """
     written = [
         rule
@@ -112,7 +112,7 @@ def splits(left: Collection[str], quantised: Collection[str]) -> list[tuple[str,
 
 
 def fused_units(module: str) -> list[str]:
-    """Names of what an engine holds a module's weight in, together with others: none, one or two."""
+    """Names of the units in which an engine holds a module's weight together with others: none, one or two."""
     units = []
     parent, _, last = module.rpartition(".")
     if last in _FUSED_OF:
@@ -133,8 +133,8 @@ def disagreements(ignore: Sequence[str], modules: Mapping[str, str]) -> list[str
     """Sentences that say where other programs read an `ignore` entry differently.
 
     Arguments:
-        ignore: as in the config.
-        modules: name of each module with a weight, to the name of its weight's tensor.
+        ignore: the entries, as in the config.
+        modules: maps each module with a weight to the name of its weight's tensor.
     """
     found = []
     slime = _SlimesReading(modules)
@@ -153,10 +153,10 @@ def disagreements(ignore: Sequence[str], modules: Mapping[str, str]) -> list[str
 
 
 class _SlimesReading:
-    """Where slime takes a rule for another (`slime_matches`).
+    """Where slime reads a rule differently (`slime_matches`).
 
-    A config may name every module: those whose tensors begin with a name are neighbours among the sorted ones, which
-    saves looking at all for each.
+    A config may name every module. Modules whose tensors begin with a name are neighbours in sorted order, so not all
+    modules have to be searched for each rule.
     """
 
     def __init__(self, modules: Mapping[str, str]):
@@ -164,7 +164,7 @@ class _SlimesReading:
         self._sorted = sorted((tensor, module) for module, tensor in modules.items())
 
     def differs(self, rule: str) -> list[tuple[tuple[str, int], str]]:
-        """Of the modules that slime leaves alone or quantises against the rule: the first, how many, and which."""
+        """For modules that slime leaves alone, or quantises, against the rule: the first, how many, and the verb."""
         if not rule.startswith("re:"):
             apart = self._begin_with(rule)
             return [(apart, "leaves alone")] if apart else []
@@ -174,7 +174,7 @@ class _SlimesReading:
         return [((min(apart), len(apart)), verb) for apart, verb in both if apart]
 
     def _begin_with(self, name: str) -> tuple[str, int] | None:
-        """The modules, `name` aside, whose tensors' names begin with it: the first, and how many there are."""
+        """The modules except `name` whose tensors' names begin with it: the first of them, and how many there are."""
         begin = bisect.bisect_left(self._sorted, (name, ""))
         end = bisect.bisect_left(self._sorted, True, begin, key=lambda pair: not pair[0].startswith(name))
         count = end - begin - (name in self._modules)
@@ -185,7 +185,7 @@ class _SlimesReading:
 
 
 def slime_matches(tensor: str, rule: str) -> bool:
-    """Whether slime's converter and weight synchronisation take a rule to name a tensor (int4_qat.md 2.3)."""
+    """Whether slime's converter and weight synchronisation read a rule as naming this tensor (int4_qat.md 2.3)."""
     if rule.startswith("re:"):
         return bool(_pattern(rule).match(tensor))
     return tensor.startswith(rule)

@@ -1,4 +1,4 @@
-"""config.json of a quantised checkpoint, and of the plain one it came from."""
+"""config.json of quantised checkpoints and of the plain ones that they come from."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxlowprec.checkpoints.errors import CheckpointError, brief
 
 _KEYS = ("quantization_config", "compression_config")
 _TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Where the configs of models for text and more keep that of their text model."""
+"""Keys under which configs of multimodal models keep the config of their text model."""
 
 
 def with_quantization(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
-    """A config that says how weights are quantised.
+    """A config with the entry that says how weights are quantised.
 
-    It is said at the top, where vLLM, SGLang and transformers look, and again in each nested text model: engines that
-    build the text model from its own config alone would otherwise take packed weights for plain ones.
+    The entry is at the top, where vLLM, SGLang and transformers look, and again in each nested text model: engines that
+    build the text model only from its own config would otherwise take packed weights for plain ones.
     """
     config = copy.deepcopy(config)
     for place in _places(config):
@@ -25,7 +25,7 @@ def with_quantization(config: dict[str, Any], quantization: dict[str, Any]) -> d
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The inverse."""
+    """The config without such entries: the inverse of `with_quantization`."""
     config = copy.deepcopy(config)
     for place in _places(config):
         for key in _KEYS:
@@ -34,10 +34,10 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """What a config says of how weights are quantised; None where it says nothing.
+    """The entry of a config that says how weights are quantised; None if there is none.
 
     Raises:
-        CheckpointError: it says that in something else than an object.
+        CheckpointError: the entry is not an object.
     """
     for place in _places(config):
         for key in _KEYS:
@@ -50,14 +50,14 @@ def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def deployment_dtype(config: dict[str, Any]) -> str:
-    """The dtype that engines compute in: float16 where the config says so, else bfloat16."""
+    """The dtype that engines compute in: float16 if the config says so, otherwise bfloat16."""
     said = (place.get(key) for place in _places(config) for key in ("dtype", "torch_dtype"))
     first = next((dtype for dtype in said if isinstance(dtype, str)), "bfloat16")
     return "float16" if first.removeprefix("torch.") == "float16" else "bfloat16"
 
 
 def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config, and those of text models nested in it."""
+    """The config itself, and the configs of text models nested in it."""
     places = [config]
     for key in _TEXT_MODELS:
         if isinstance(config.get(key), dict):

@@ -1,4 +1,4 @@
-"""The dtypes of safetensors files, by the names they have there."""
+"""The dtypes of safetensors files, by their names in the files."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ BITS = {
     "F64": 64,
     "C64": 64,
 }
-"""Bits of an element, of every dtype that safetensors defines."""
+"""Bits per element of every dtype that safetensors defines."""
 
 HIGH_PRECISION = ("BF16", "F16", "F32")
-"""Dtypes of weights that are quantised, and compared with quantised ones."""
+"""Dtypes of weights that are quantised, or compared with quantised weights."""
 
 QUANTISED = frozenset(name for name, bits in BITS.items() if name.startswith("F") and bits <= 8)
-"""Floats that are codes of a quantised weight."""
+"""Float dtypes that hold the codes of a quantised weight."""
 
 MAX_RANK = 64
-"""Dimensions of a tensor: as many as numpy's arrays have."""
+"""The most dimensions of a tensor: as many as numpy's arrays have."""
 
 MAX_BITS = 2**63 - 1
-"""Of a tensor, its dimensions of 0 left aside: what numpy and the format's own library can address."""
+"""The most bits of a tensor, not counting dimensions of 0: what numpy and the format's own library can address."""
 
 _NUMPY = {
     "BOOL": np.bool_,
@@ -71,12 +71,12 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _NUMPY.items()}
 
 
 def numpy_dtype(name: str) -> np.dtype | None:
-    """The dtype of an array that holds it; None where numpy has none (elements of 4 and 6 bits are packed)."""
+    """The dtype of an array that holds it; None if numpy has none (elements of 4 and 6 bits are packed)."""
     return np.dtype(_NUMPY[name]) if name in _NUMPY else None
 
 
 def file_dtype(dtype: np.typing.DTypeLike) -> str:
-    """A dtype's name in the file. Raises ValueError for one that no safetensors file holds."""
+    """A dtype's name in the file. Raises ValueError for a dtype that safetensors files cannot hold."""
     try:
         return _NAMES[np.dtype(dtype)]
     except KeyError:

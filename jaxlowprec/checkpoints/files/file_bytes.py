@@ -1,7 +1,7 @@
-"""Bytes of open files by their place: all that were asked for, or an error that names the file.
+"""Reads and writes bytes of open files by position: either all bytes that were asked for, or an error with the file.
 
-Files are read and never mapped. The bytes of a mapped file that becomes shorter are gone: touching them ends the
-process with SIGBUS, which no Python code can catch.
+Files are read and never mapped. If a mapped file becomes shorter, touching the missing bytes ends the process with
+SIGBUS, which Python code cannot catch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jaxlowprec.checkpoints.errors import CheckpointError
 
 _ALIGNMENT = 64  # of memory for tensors: JAX takes such arrays over without a copy
-_AT_ONCE = 1 << 30  # the system reads and writes at most 2 GiB in one call
+_AT_ONCE = 1 << 30  # bytes: the system reads and writes at most 2 GiB in one call
 _COPIED_AT_ONCE = 1 << 22
 
 
@@ -32,18 +32,18 @@ def memory(nbytes: int) -> np.ndarray:
 
 
 class OpenFile:
-    """An open file and its name, which the system's errors about an open file lack.
+    """An open file and its name, which the system's errors about an open file do not contain.
 
     Arguments:
-        path: for errors.
-        descriptor: of the file, which is closed with this.
+        path: the file's path, for errors.
+        descriptor: the open file, which `close` closes.
     """
 
     def __init__(self, path: pathlib.Path, descriptor: int):
         self.path, self.descriptor = path, descriptor
 
     def read(self, begin: int, destination: np.ndarray) -> None:
-        """Fills contiguous memory from a place in the file.
+        """Fills contiguous memory from a position in the file.
 
         Raises:
             CheckpointError: the file ends before that.
@@ -62,21 +62,21 @@ class OpenFile:
                 left, begin = left[got:], begin + got
 
     def write(self, begin: int, data: memoryview) -> None:
-        """Writes all of it to a place in the file. Raises OSError where the disk fails or is full."""
+        """Writes all data to a position in the file. Raises OSError if the disk fails or is full."""
         with about(self.path):
             while data.nbytes:
                 written = os.pwrite(self.descriptor, data[:_AT_ONCE], begin)
                 data, begin = data[written:], begin + written
 
     def close(self) -> None:
-        """Closes the file. May be called again."""
+        """Closes the file. May be called more than once."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def copy_range(source: OpenFile, begin: int, destination: OpenFile, offset: int, count: int) -> None:
-    """Copies bytes between two open files, inside the kernel where it can.
+    """Copies bytes between two open files, inside the kernel where possible.
 
     Raises:
         CheckpointError: the source ends before that.
@@ -92,9 +92,9 @@ def copy_range(source: OpenFile, begin: int, destination: OpenFile, offset: int,
 
 
 def _copied_in_kernel(source: OpenFile, begin: int, destination: OpenFile, offset: int, count: int) -> int:
-    """Copies as far as the kernel can; returns how many bytes. What stopped it, if anything is wrong, comes again."""
+    """Copies as far as the kernel can; returns the number of bytes. The next step raises the error that stopped it."""
     done = 0
-    with contextlib.suppress(AttributeError, OSError):  # no such call; between two file systems
+    with contextlib.suppress(AttributeError, OSError):  # the call is missing, or cannot copy between these file systems
         while done < count:
             left = min(count - done, _AT_ONCE)
             copied = os.copy_file_range(source.descriptor, destination.descriptor, left, begin + done, offset + done)
@@ -106,7 +106,7 @@ def _copied_in_kernel(source: OpenFile, begin: int, destination: OpenFile, offse
 
 @contextlib.contextmanager
 def about(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Gives the system's errors the name of the file where they have none.
+    """Adds the name of the file to the system's errors that have none.
 
     >>> with about("model.safetensors"):
     ...     raise OSError(27, "File too large")

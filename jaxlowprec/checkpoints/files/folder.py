@@ -1,4 +1,4 @@
-"""A checkpoint's folder: its config, and its tensors over one safetensors file or several with an index."""
+"""A checkpoint's folder: its config, and its tensors in one safetensors file, or in several with an index."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
-_LONGEST_NAME = 255  # bytes: what file systems take
+_LONGEST_NAME = 255  # bytes: the limit of file systems
 
 
 class CheckpointFolder:
-    """A checkpoint, open for reading: every header is read and checked, no tensor yet.
+    """A checkpoint, open for reading. Every header is read and checked; no tensor is read yet.
 
     Attributes:
-        path: of the folder.
+        path: the folder's path.
         indexed: whether it has an index file.
-        shards: file name to open file, in the order of their names.
-        shard_of: tensor name to the name of the file that holds it.
+        shards: maps file names to open files, in the order of the names.
+        shard_of: maps tensor names to the names of the files that hold them.
 
     Raises:
-        CheckpointError: no checkpoint is there, a file is missing or wrong, or index and files disagree.
+        CheckpointError: there is no checkpoint, a file is missing or wrong, or index and files disagree.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -55,7 +55,7 @@ class CheckpointFolder:
             raise
 
     def _shard_of(self, weight_map: Mapping[str, str] | None) -> dict[str, str]:
-        """Where each tensor is, after what the files hold; index and files must say the same."""
+        """Maps tensors to files, from the files' headers; the index must say the same."""
         found: dict[str, str] = {}
         for shard, file in self.shards.items():
             for name in file.header.tensors:
@@ -76,11 +76,11 @@ class CheckpointFolder:
         return found
 
     def config(self) -> dict[str, Any]:
-        """What config.json holds."""
+        """The content of config.json."""
         return read_json_object(self.path / CONFIG_FILE)
 
     def spec(self, name: str) -> TensorSpec:
-        """What a tensor is."""
+        """Dtype and shape of a tensor."""
         return self.file_of(name).header.tensors[name].spec
 
     def file_of(self, name: str) -> SafetensorsFile:
@@ -91,7 +91,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path}: no tensor {name!r}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor."""
+        """A tensor's array."""
         return self.file_of(name).read(name)
 
     @property
@@ -100,7 +100,7 @@ class CheckpointFolder:
         return sum(entry.spec.nbytes for file in self.shards.values() for entry in file.header.tensors.values())
 
     def close(self) -> None:
-        """Closes its files."""
+        """Closes the files."""
         for file in self.shards.values():
             file.close()
 
@@ -112,7 +112,7 @@ class CheckpointFolder:
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
-    """A checkpoint's tensors by their names, each read when it is asked for, and again when it is asked for again."""
+    """A checkpoint's tensors by their names. Each access reads the tensor from its file again."""
 
     def __init__(self, folder: CheckpointFolder):
         self._folder = folder
@@ -133,10 +133,10 @@ class LazyTensors(Mapping[str, np.ndarray]):
 
 
 def read_index(path: pathlib.Path) -> dict[str, str]:
-    """An index file's map from tensors to files, whose names are safe to join with the folder's.
+    """An index file's map from tensors to files; the file names are safe to join with the folder's path.
 
     Raises:
-        CheckpointError: it is no index, or names a file that is not in its own folder.
+        CheckpointError: the file is not an index, or names a file outside its own folder.
     """
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -150,12 +150,12 @@ def read_index(path: pathlib.Path) -> dict[str, str]:
 
 
 def write_index(folder: pathlib.Path, shard_of: Mapping[str, str], total_size: int) -> None:
-    """Writes the index of a folder. `total_size`: bytes of all tensors."""
+    """Writes the index of a folder. `total_size`: the bytes of all tensors."""
     weight_map = {name: shard_of[name] for name in sorted(shard_of)}
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _plain_file_name(name: str) -> bool:
-    """Whether it is the name of a safetensors file and no path: nothing that leads out of its folder, on any system."""
+    """Whether it is the name of a safetensors file and not a path, so that it cannot lead out of its folder."""
     plain = not name.startswith(".") and not set(name) & set("/\\:\0")
     return name.endswith(".safetensors") and plain and len(os.fsencode(name)) <= _LONGEST_NAME

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that are not its weights: copied with it."""
+"""The files of a checkpoint other than its weights, which are copied with it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NOT_CONTENT = {".git", ".cache", ".gitattributes"}
 def other_files(source: CheckpointFolder, drop: Collection[str] = ()) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
     """Relative paths of the files to copy, and of those to leave out.
 
-    Left out are the same weights in other files, which would be wrong beside the new ones, what `drop` names, and the
-    bookkeeping of git, of download caches and of conversions. Subfolders are copied whole; links to files are files.
+    Left out are copies of the weights in other files, which would be wrong beside the new weights, the names in `drop`,
+    and the bookkeeping of git, download caches and conversions. Subfolders are copied whole, links as files.
 
     Raises:
         OSError: a folder cannot be read.
@@ -43,14 +43,14 @@ def other_files(source: CheckpointFolder, drop: Collection[str] = ()) -> tuple[l
 
 
 def own_files(source: CheckpointFolder) -> list[str]:
-    """Names of the files that a checkpoint consists of, as far as they are there."""
+    """Names of the files that a checkpoint consists of, if they exist."""
     return [*source.shards, *(name for name in (CONFIG_FILE, INDEX_FILE) if (source.path / name).is_file())]
 
 
 def copy_files(
     source: pathlib.Path, destination: pathlib.Path, paths: Collection[pathlib.Path], follow_links: bool = False
 ) -> None:
-    """Copies files by their relative paths. Raises CheckpointError as `real_path`."""
+    """Copies files by their relative paths. Raises CheckpointError as `real_path` does."""
     for path in paths:
         make_folder_in(destination, path.parent)
         copy_whole(real_path(source, path, follow_links), destination / path)

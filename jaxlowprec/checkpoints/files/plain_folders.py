@@ -1,7 +1,7 @@
-"""Folders that hold files and folders and nothing else: what is written there goes nowhere else through a link.
+"""Folders that hold only files and folders, so that nothing is written elsewhere through a link.
 
-Somebody may have put links into a folder before. Who may write into it while it is being written can still exchange
-whole folders; nothing is promised against that.
+Links may have been put into a folder beforehand. Whoever may write into it while it is being written can still
+exchange whole folders; nothing is promised against that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX
 def entries(
     folder: pathlib.Path, enter: Callable[[pathlib.Path], bool] = lambda path: True
 ) -> Iterator[tuple[pathlib.Path, os.stat_result]]:
-    """What lies in a folder and below, with its status; links are not followed.
+    """Yields what is in a folder and below it, with its status; links are not followed.
 
     Arguments:
-        folder: that exists.
-        enter: whether to look into a folder below.
+        folder: an existing folder.
+        enter: says whether to look into a subfolder.
 
     Raises:
         OSError: a folder cannot be read.
@@ -38,14 +38,14 @@ def entries(
 
 
 def is_leftover(path: pathlib.Path, status: os.stat_result) -> bool:
-    """Whether an entry is what a writer that was killed may have left: no folder, under a temporary name."""
+    """Whether an entry may be left over from a killed writer: not a folder, and under a temporary name."""
     return path.name.startswith(TEMPORARY_PREFIX) and not stat.S_ISDIR(status.st_mode)
 
 
 def remove_temporaries(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Removes what writers that were killed have left in a folder and below; returns what it removed.
+    """Removes what killed writers left in a folder and below it; returns what it removed.
 
-    Of a link that lies in such a place the link goes, and what it points to stays.
+    A link in such a place is removed; the file that it points to stays.
     """
     left = [path for path, status in entries(folder) if is_leftover(path, status)]
     for path in left:
@@ -54,7 +54,7 @@ def remove_temporaries(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def require_plain(folder: pathlib.Path) -> None:
-    """Raises CheckpointError if there is a link, a pipe or a device in a folder or below."""
+    """Raises CheckpointError if there is a link, a pipe or a device in a folder or below it."""
     for path, status in entries(folder):
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             kind = "a link" if stat.S_ISLNK(status.st_mode) else "no file"
@@ -62,7 +62,7 @@ def require_plain(folder: pathlib.Path) -> None:
 
 
 def make_folder_in(root: pathlib.Path, relative: pathlib.Path) -> None:
-    """Makes a folder and those above it up to `root`, which is there. Raises CheckpointError for a link among them."""
+    """Makes a folder and its missing parents below `root`, which exists. Raises CheckpointError for a link there."""
     for part in relative.parts:
         root = root / part
         with contextlib.suppress(FileExistsError):

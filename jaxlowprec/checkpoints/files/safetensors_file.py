@@ -1,4 +1,4 @@
-"""Safetensors files: a reader that trusts nothing, and a writer that takes tensors one by one."""
+"""Safetensors files: a reader that trusts nothing in the file, and a writer that takes tensors one by one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from jaxlowprec.checkpoints.files.safetensors_header import (
 from jaxlowprec.checkpoints.files.written_whole import NewFile, publish
 
 METADATA = {"format": "pt"}
-"""What Hugging Face's loaders ask of a file."""
+"""Metadata that Hugging Face's loaders require in a file."""
 
 
 class SafetensorsFile:
-    """A file, open for reading.
+    """A safetensors file, open for reading.
 
-    Its tensors are read when they are asked for; they cannot be written to, and stay valid after `close`. A file that
-    becomes shorter, or a disk that fails, is an error of the tensor that was asked for.
+    Tensors are read when they are asked for. The arrays are read-only and stay valid after `close`. If the file becomes
+    shorter or the disk fails, asking for the tensor raises an error.
 
     Raises:
         CheckpointError: the file is missing, truncated, or its header is wrong in any way; see `parse_header`.
@@ -56,11 +56,11 @@ class SafetensorsFile:
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """What each tensor is."""
+        """Dtype and shape of each tensor."""
         return {name: entry.spec for name, entry in self.header.tensors.items()}
 
     def raw(self, name: str) -> np.ndarray:
-        """A tensor's bytes, uint8 [nbytes]."""
+        """The bytes of a tensor, uint8 [nbytes]."""
         data = memory(self._entry(name).spec.nbytes)
         self.read_into(name, data)
         data.flags.writeable = False
@@ -70,9 +70,9 @@ class SafetensorsFile:
         """Fills contiguous memory with a tensor's bytes.
 
         Arguments:
-            name: of the tensor.
-            destination: not longer than what is left of the tensor.
-            begin: the first byte, counted from the tensor's.
+            name: the tensor's name.
+            destination: memory, not longer than the rest of the tensor.
+            begin: the first byte to read, counted from the start of the tensor.
 
         Raises:
             CheckpointError: there is no such tensor, it has fewer bytes, or the file became shorter.
@@ -84,7 +84,7 @@ class SafetensorsFile:
         self._file.read(entry.offset + begin, destination)
 
     def pieces(self, name: str, nbytes: int) -> Iterator[np.ndarray]:
-        """A tensor's bytes, so many at a time, in memory that each piece takes from the one before."""
+        """A tensor's bytes, `nbytes` at a time; each piece reuses the memory of the piece before."""
         total = self._entry(name).spec.nbytes
         buffer = memory(min(nbytes, total))
         for begin in range(0, total, nbytes):
@@ -93,7 +93,7 @@ class SafetensorsFile:
             yield piece
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor. Raises CheckpointError for elements of 4 or 6 bits, which no numpy array holds: see `raw`."""
+        """A tensor. Raises CheckpointError for elements of 4 or 6 bits, which numpy arrays cannot hold: see `raw`."""
         spec = self._entry(name).spec
         dtype = numpy_dtype(spec.dtype)
         if dtype is None:
@@ -101,7 +101,7 @@ class SafetensorsFile:
         return self.raw(name).view(dtype).reshape(spec.shape)
 
     def copy_to(self, name: str, destination: OpenFile, offset: int) -> None:
-        """Copies a tensor's bytes into another file, inside the kernel where it can."""
+        """Copies a tensor's bytes into another file, inside the kernel where possible."""
         entry = self._entry(name)
         copy_range(self._file, entry.offset, destination, offset, entry.spec.nbytes)
 
@@ -123,7 +123,7 @@ class SafetensorsFile:
 
 
 def read_header(file: OpenFile) -> Header:
-    """The checked header of an open file. Reads the header alone."""
+    """The checked header of an open file. Reads only the header."""
     path, size = file.path, os.fstat(file.descriptor).st_size
     if size < LENGTH_BYTES:
         raise CheckpointError(f"{path}: the file is truncated: {size} bytes hold no safetensors header")
@@ -140,15 +140,15 @@ def read_header(file: OpenFile) -> Header:
 
 
 class SafetensorsWriter:
-    """Writes a file whose tensors are all known beforehand; they come in any order, from any thread.
+    """Writes a file whose tensors are all known beforehand; they may come in any order, from any thread.
 
-    Use it as a context: the file gets its name when the block ends and every tensor was written, and leaves nothing
-    behind when the block raises. Until then it lies beside its place, under a temporary name.
+    Use it as a context manager: the file gets its name when the block ends and every tensor was written. If the block
+    raises, nothing stays behind. Until the end, the file has a temporary name in the same folder.
 
     Arguments:
-        path: of the file to be.
-        specs: of every tensor.
-        metadata: of the file.
+        path: the final path.
+        specs: dtype and shape of every tensor.
+        metadata: the file's metadata.
 
     Raises:
         CheckpointError: a tensor is unknown, written twice, not what was announced, or missing at the end.
@@ -185,7 +185,7 @@ class SafetensorsWriter:
         source.copy_to(source_name, self._file, entry.offset)
 
     def commit(self) -> None:
-        """Puts the file on the disk and gives it its name; removes it where that fails."""
+        """Flushes the file to the disk and gives it its name; removes it if that fails."""
         try:
             if self._missing:
                 missing = f"{len(self._missing)} tensors were not written: {min(self._missing)}"
@@ -196,7 +196,7 @@ class SafetensorsWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the file, and removes it if it has not got its name."""
+        """Closes the file, and removes it if it did not get its name."""
         self._file.abandon()
 
     def _claim(self, name: str) -> TensorEntry:

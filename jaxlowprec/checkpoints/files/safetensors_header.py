@@ -1,8 +1,8 @@
-"""The header of a safetensors file: read with every check that the format allows, and laid out for writing.
+"""The header of a safetensors file: parsed with every check that the format allows, and laid out for writing.
 
 A file is eight bytes that hold a length (little-endian), a JSON object of that length, and the tensors' bytes one after
-the other. The object maps a name to `{"dtype", "shape", "data_offsets": [begin, end]}`, the offsets counted from the
-object's end. `__metadata__` maps strings to strings.
+the other. The object maps a name to `{"dtype", "shape", "data_offsets": [begin, end]}`; offsets count from the end of
+the object. `__metadata__` maps strings to strings.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit: a longer header is a damaged file, or one made to exhaust memory."""
 
-_ALIGNMENT = 64  # where the first tensor begins: what XLA and vector units want
+_ALIGNMENT = 64  # bytes: alignment of the first tensor, as XLA and vector units want it
 _MAX_DIMENSION = 2**63 - 1
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is: its dtype (safetensors' name) and shape."""
+    """Dtype (safetensors' name) and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file: what it is, and where its first byte lies, counted from the file's start."""
+    """A tensor in a file: its spec, and the position of its first byte, counted from the start of the file."""
 
     spec: TensorSpec
     offset: int
@@ -48,7 +48,7 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a file holds: `tensors` in the order of their bytes, `metadata`, and `size`, the bytes of the whole file."""
+    """A file's content: `tensors` in the order of their bytes, `metadata`, and `size`, the bytes of the whole file."""
 
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
@@ -90,10 +90,10 @@ def parse_header(where: str, text: bytes, file_size: int) -> Header:
 
 
 def layout_header(where: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """A new file's first bytes (length and header), and the places of its tensors.
+    """The first bytes of a new file (length and header), and the positions of its tensors.
 
-    Tensors of wide elements come first, so that each is aligned to its elements; within one width they are in the order
-    of their names. The header ends in spaces up to a multiple of 64 bytes.
+    Tensors with wide elements come first, so that each is aligned to its elements; tensors of one width are in the
+    order of their names. The header is padded with spaces to a multiple of 64 bytes.
     """
     order = sorted(specs, key=lambda name: (-BITS[specs[name].dtype], name))
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -136,11 +136,11 @@ def _span(where: str, name: str, info: Any) -> tuple[str, int, int, TensorSpec]:
     if bits != 8 * given:
         takes = f"{bits / 8:g}" if bits <= MAX_BITS else "more than 2**60"
         raise CheckpointError(f"{tensor} has {given} bytes; {dtype} of shape {brief(shape)} takes {takes}")
-    if bits_of(dtype, [size for size in shape if size]) > MAX_BITS:  # no array is so large, be it empty
+    if bits_of(dtype, [size for size in shape if size]) > MAX_BITS:  # even an empty array cannot have this shape
         raise CheckpointError(f"{tensor} has shape {brief(shape)}, which no array can have")
     return name, offsets[0], offsets[1], TensorSpec(dtype, tuple(shape))
 
 
 def _whole_numbers(values: list[Any]) -> bool:
-    """Whether all are integers from 0 to 2**63 - 1; true and false are none."""
+    """Whether all values are integers from 0 to 2**63 - 1; true and false are not."""
     return all(type(v) is int and 0 <= v <= _MAX_DIMENSION for v in values)

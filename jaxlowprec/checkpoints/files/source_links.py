@@ -1,7 +1,7 @@
-"""Links in a checkpoint's folder: what lies outside of it is not part of it, and is copied only if that was asked for.
+"""Links in a checkpoint's folder: a file outside the folder is not part of it, and is copied only if asked for.
 
-Who can put a link into a folder that somebody else converts could otherwise have any file copied that the other one may
-read.
+Otherwise, whoever can put a link into a folder that somebody else converts could get any file copied that the other
+person may read.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 
 
 def real_path(source: pathlib.Path, relative: pathlib.Path, follow_links: bool = False) -> pathlib.Path:
-    """Where a file of a checkpoint lies.
+    """The real path of a file of a checkpoint.
 
-    In Hugging Face's cache the files of `snapshots/<revision>` are links to `blobs` beside it, which belongs to it.
+    In Hugging Face's cache, the files of `snapshots/<revision>` are links to `blobs`, which belongs to the checkpoint.
 
     Arguments:
-        source: folder of the checkpoint.
+        source: the checkpoint's folder.
         relative: path of the file in it.
-        follow_links: wherever a link points to.
+        follow_links: allow links that point anywhere.
 
     Raises:
         CheckpointError: it lies outside of the checkpoint.

@@ -1,4 +1,4 @@
-"""JSON as files of a checkpoint may hold it: what is ambiguous, or is read differently elsewhere, is an error."""
+"""JSON in checkpoint files: JSON that is ambiguous, or that other programs read differently, is an error."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
 
 MAX_DEPTH = 100
-"""Of lists and objects in each other: configs have four or five."""
+"""The most levels of nested lists and objects; configs have four or five."""
 
 _NESTED = (list, dict)
 
 
 def load_json(where: str, text: bytes, *, finite: bool = False) -> Any:
-    """JSON of UTF-8 text, with no name given twice, no numbers that JSON lacks, and no deep nesting.
+    """Parses UTF-8 JSON; refuses repeated names, numbers that JSON does not have, and deep nesting.
 
     Arguments:
-        where: for errors.
-        text: of the whole.
-        finite: refuse numbers beyond float64, which else are infinite.
+        where: the place, for errors.
+        text: the whole JSON text.
+        finite: refuse numbers beyond float64, which otherwise become infinite.
 
     Raises:
-        CheckpointError: it is not that.
+        CheckpointError: the text is not such JSON.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def load_json(where: str, text: bytes, *, finite: bool = False) -> Any:
         loaded = json.loads(decoded, object_pairs_hook=unique, parse_constant=no_constant, parse_float=number)
         if _deeper(loaded, MAX_DEPTH):
             raise CheckpointError(f"{where}: is nested more than {MAX_DEPTH} deep")
-        json.dumps(loaded, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(loaded, ensure_ascii=False).encode()  # half of a surrogate pair is not valid text
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -55,7 +55,7 @@ def load_json(where: str, text: bytes, *, finite: bool = False) -> Any:
 
 
 def repeated(names: Iterable[str]) -> str | None:
-    """The first name that comes again, or None.
+    """The first name that appears twice, or None.
 
     >>> repeated("abcb")
     'b'
@@ -69,7 +69,7 @@ def repeated(names: Iterable[str]) -> str | None:
 
 
 def _deeper(value: Any, depth: int) -> bool:
-    """Whether lists and objects stand in each other more than `depth` times; level by level, without recursion."""
+    """Whether lists and objects are nested more than `depth` times; checked level by level, without recursion."""
     level = [value] if isinstance(value, _NESTED) else []
     for _ in range(depth):
         level = [c for v in level for c in (v.values() if isinstance(v, dict) else v) if isinstance(c, _NESTED)]

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written under a temporary name in their folder, then renamed."""
+"""Files that appear complete or not at all: written under a temporary name in their folder, then renamed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxlowprec.checkpoints.files.safetensors_header import MAX_HEADER_BYTES
 from jaxlowprec.checkpoints.files.strict_json import load_json
 
 TEMPORARY_PREFIX = ".jaxlowprec-writing-"
-_MAX_JSON_BYTES = MAX_HEADER_BYTES  # an index names the tensors that headers do
-_LONGEST_NAME = 255  # bytes that file systems take
+_MAX_JSON_BYTES = MAX_HEADER_BYTES  # an index names the same tensors as the headers
+_LONGEST_NAME = 255  # bytes: the limit of file systems
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:
-    """Where a file is written before it gets its name: in the same folder, so that renaming is atomic."""
+    """The temporary name of a file until it is published: in the same folder, so that renaming is atomic."""
     name = TEMPORARY_PREFIX + path.name
     if len(os.fsencode(name)) > _LONGEST_NAME:
         name = TEMPORARY_PREFIX + hashlib.sha256(os.fsencode(path.name)).hexdigest()
@@ -30,7 +30,7 @@ def temporary_path(path: pathlib.Path) -> pathlib.Path:
 
 
 def publish(path: pathlib.Path) -> None:
-    """Gives a temporary file, already on the disk, its name, and puts the folder on the disk."""
+    """Renames a temporary file, already flushed to the disk, to its final name, and flushes the folder."""
     temporary_path(path).replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -41,13 +41,13 @@ def publish(path: pathlib.Path) -> None:
 
 
 class NewFile(OpenFile):
-    """A file that is being written under its temporary name: made here, so that nothing is written through a link.
+    """A file that is being written under its temporary name. It is created here, so nothing is written through a link.
 
     Arguments:
-        path: that it will have. What lies under the temporary name is removed first.
+        path: the final path. A file that already has the temporary name is removed first.
 
     Raises:
-        OSError: it cannot be made, or somebody else made one of this name just now.
+        OSError: it cannot be created, or somebody else created a file of this name just now.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -56,7 +56,7 @@ class NewFile(OpenFile):
         super().__init__(path, os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
     def put_on_disk(self) -> None:
-        """Before it is published. Raises CheckpointError if somebody put another file in its place."""
+        """Flushes the file before it is published. Raises CheckpointError if somebody put another file in its place."""
         with about(self.path):
             os.fsync(self.descriptor)
         temporary = temporary_path(self.path)
@@ -64,14 +64,14 @@ class NewFile(OpenFile):
             raise CheckpointError(f"{temporary}: is not the file that was written; somebody else writes to this folder")
 
     def abandon(self) -> None:
-        """Closes the file, and removes it if it has not got its name."""
+        """Closes the file, and removes it if it did not get its name."""
         self.close()
         temporary_path(self.path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def written_whole(path: pathlib.Path) -> Iterator[NewFile]:
-    """The file to write; it gets its name when the block ends, and is removed when the block raises."""
+    """Yields the file to write. It gets its name when the block ends, and is removed when the block raises."""
     file = NewFile(path)
     try:
         yield file
@@ -82,7 +82,7 @@ def written_whole(path: pathlib.Path) -> Iterator[NewFile]:
 
 
 def write_json(path: pathlib.Path, content: Any) -> None:
-    """A JSON file, written whole."""
+    """Writes a JSON file with `written_whole`."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     with written_whole(path) as file:
         file.write(0, memoryview(text.encode()))
@@ -92,7 +92,7 @@ def read_json(path: pathlib.Path) -> Any:
     """A JSON file's content.
 
     Raises:
-        CheckpointError: it is missing, not a file, larger than 100 MB, or no JSON.
+        CheckpointError: it is missing, not a file, larger than 100 MB, or not JSON.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
@@ -102,7 +102,7 @@ def read_json(path: pathlib.Path) -> Any:
 
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:
-    """The same, of a file that must hold an object."""
+    """The content of a JSON file that must hold an object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: needs a JSON object, holds a {type(content).__name__}")
@@ -110,12 +110,12 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def copy_whole(source: pathlib.Path, destination: pathlib.Path) -> None:
-    """A copy of a file (of what a link points to), with its time and permissions, written whole.
+    """Copies a file (a link's target), with its time and permissions; the copy appears complete or not at all.
 
     Raises:
-        CheckpointError: the source is no regular file, or becomes shorter.
+        CheckpointError: the source is not a regular file, or becomes shorter.
     """
-    opened = OpenFile(source, os.open(source, os.O_RDONLY | os.O_NONBLOCK))  # a pipe must not wait for its writer
+    opened = OpenFile(source, os.open(source, os.O_RDONLY | os.O_NONBLOCK))  # does not wait for the writer of a pipe
     try:
         status = os.fstat(opened.descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -28,7 +28,7 @@ class AWQ(Scheme):
 
     Arguments:
         group_size: elements along K that share a scale.
-        symmetric: all zero points are 8. AWQ's own files are asymmetric.
+        symmetric: whether all zero points are 8. AWQ's own files are asymmetric.
         scale_dtype: "float16" or "bfloat16".
     """
 
@@ -43,16 +43,16 @@ class AWQ(Scheme):
 
     @property
     def format(self) -> Format:
-        """Int4."""
+        """The Int4 format."""
         return Int4(self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
 
     def check(self, shape: Sequence[int]) -> str | None:
-        """See `Scheme`."""
+        """See `Scheme.check`."""
         reason = super().check(shape)
         return reason or (f"its {shape[0]} rows are no multiple of 8, which fill words" if shape[0] % 8 else None)
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
-        """See `Scheme`."""
+        """See `Scheme.output_specs`."""
         n, k = shape
         groups = k // self.group_size
         return {
@@ -62,7 +62,7 @@ class AWQ(Scheme):
         }
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """See `Scheme`. Modules by name: readers look for these words anywhere in a module's name."""
+        """See `Scheme`. Modules must be named: readers search for each entry anywhere in a module's name."""
         self._refuse_regexes(ignore)
         return {
             "quant_method": "awq",
@@ -93,7 +93,7 @@ class AWQ(Scheme):
         n, k = shape
         codes = unpack_words(tensors["qweight"], n, AWQ_ORDER).T
         zeros = self._zeros(tensors, n)
-        if k % 2:  # our last nibble holds the code of zero
+        if k % 2:  # a QuantizedArray fills the last nibble with the code of zero
             codes = np.concatenate([codes, zeros[:, -1:]], axis=1)
         scale = jnp.asarray(np.ascontiguousarray(tensors["scales"].T))
         zero_point = None if self.symmetric else jnp.asarray(zeros)

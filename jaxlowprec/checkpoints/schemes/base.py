@@ -1,4 +1,4 @@
-"""What every published format of a quantised weight offers."""
+"""The interface of a published format of quantised weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.wiring import native
 
 Tensors = Mapping[str, np.ndarray]
-"""The tensors of one module by the last part of their names: "weight_packed", "weight_scale" and so on."""
+"""The tensors of one module, by the last part of their names: "weight_packed", "weight_scale" and so on."""
 
 Spec = tuple[str, tuple[int, ...]]
-"""Name of a dtype, and a shape."""
+"""The name of a dtype, and a shape."""
 
 FLOATS = ("bfloat16", "float16", "float32")
 
-_MOST_THAT_ROUNDING_ADDS = 4  # times: a group's range is at most twice its amax, a scale at most doubled by rounding
+_MOST_THAT_ROUNDING_ADDS = 4  # a factor: a range is at most twice the amax, and rounding at most doubles a scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Scheme(abc.ABC):
 
     Attributes:
         name: what `schemes.by_name` calls it.
-        required: tensors of a module, by the last part of their names.
-        optional: tensors that `load` accepts and does not need.
+        required: names of a module's tensors, by their last parts.
+        optional: tensors that `load` accepts but does not need.
         shares_global_scale: whether projections that an engine fuses (q, k and v; gate and up) must be compressed with
-            one `amax`, that of the largest.
+            one `amax`, the largest of them.
         scale_dtypes: dtypes that scales may have, for schemes with a `scale_dtype` of their own.
         regex_ignores: whether `quantization_config` can name modules by regular expressions ("re:...").
     """
@@ -55,25 +55,25 @@ class Scheme(abc.ABC):
     scale_dtypes: ClassVar[tuple[str, ...]] = ()
     regex_ignores: ClassVar[bool] = True
     also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Further dtypes that `load` takes for a tensor."""
+    """Other dtypes that `load` accepts for a tensor."""
 
     @property
     @abc.abstractmethod
     def format(self) -> Format:
-        """What weights are quantised to."""
+        """The format that weights are quantised to."""
 
     @abc.abstractmethod
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
-        """Dtype and shape of each tensor that `compress` makes of a weight, nothing computed.
+        """Dtype and shape of each tensor that `compress` makes of a weight. Nothing is computed.
 
         Arguments:
-            shape: [N, K] of the weight.
-            dtype: of the weight.
+            shape: the weight's, [N, K].
+            dtype: the weight's.
         """
 
     @abc.abstractmethod
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """The entry of that name in a checkpoint's config.json.
+        """The value of `quantization_config` in a checkpoint's config.json.
 
         Arguments:
             ignore: modules left in high precision: names, or "re:" and a regular expression.
@@ -81,22 +81,22 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
-        """[N, K] as far as the tensors tell."""
+        """[N, K], as far as the tensors show it."""
 
     @abc.abstractmethod
     def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-        """The weight [N, K], rounded to a dtype."""
+        """Decodes the weight [N, K] and rounds it to a dtype."""
 
     @abc.abstractmethod
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
-        """The tensors, which were checked, as a QuantizedArray."""
+        """Makes a QuantizedArray of tensors that were checked."""
 
     @abc.abstractmethod
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
-        """The inverse."""
+        """The inverse of `_read`."""
 
     def check(self, shape: Sequence[int]) -> str | None:
-        """Why a weight of this shape cannot be held; None where it can."""
+        """Why a weight of this shape does not fit the format; None if it fits."""
         if len(shape) != 2:
             return f"it has {len(shape)} dimensions; {self.name} holds matrices [N, K]"
         if 0 in shape:
@@ -107,16 +107,16 @@ class Scheme(abc.ABC):
         return None
 
     def compress(self, weight: np.ndarray, *, amax: float | None = None) -> dict[str, np.ndarray]:
-        """Quantises a weight, with `jaxlowprec.quantize` on the CPU: the bytes are the same on every machine.
+        """Quantises a weight with `jaxlowprec.quantize` on the CPU: the bytes are the same on every machine.
 
         Arguments:
             weight: [N, K], bfloat16, float16 or float32.
-            amax: the magnitude to scale by, for formats with a scale a tensor: where it must be shared over several.
+            amax: the magnitude to scale by, for formats with a scale per tensor, where several weights must share it.
 
         Raises:
-            TypeError: a dtype that is none of those.
-            ValueError: a shape that cannot be held (`check`), NaN or infinity, or numbers so close to the largest of
-                their dtype that what they are rounded to is infinite.
+            TypeError: another dtype.
+            ValueError: a shape that does not fit (`check`), NaN or infinity, or numbers so close to the largest of
+                their dtype that they would be rounded to infinity.
         """
         weight = np.asarray(weight)
         if weight.dtype.name not in FLOATS:
@@ -124,13 +124,13 @@ class Scheme(abc.ABC):
         self._require(weight.shape, "compress")
         with on_the_cpu():
             given = None if amax is None else jnp.float32(amax)
-            x = jax.device_put(weight)  # the same memory, where it is aligned; jnp.asarray copies it
+            x = jax.device_put(weight)  # uses the same memory if it is aligned; jnp.asarray would copy it
             made = self.store(quantize(x, self.format, amax=given))
         self._require_finite(made, weight)
         return made
 
     def shape_of(self, tensors: Tensors) -> tuple[int, int]:
-        """[N, K] of the weight that tensors stand for, which are checked. Raises ValueError as `decompress`."""
+        """Checks the tensors; returns [N, K] of the weight that they hold. Raises ValueError as `decompress` does."""
         return self._checked(tensors, "shape_of")
 
     def decompress(self, tensors: Tensors, dtype: Any = "bfloat16") -> np.ndarray:
@@ -145,19 +145,19 @@ class Scheme(abc.ABC):
         return self._decode(tensors, self._checked(tensors, "decompress"), target)
 
     def load(self, tensors: Tensors, dtype: Any = "bfloat16") -> QuantizedArray:
-        """The tensors as a QuantizedArray [N, K], `axis=-1`; codes and scales as they are.
+        """The tensors as a QuantizedArray [N, K] with `axis=-1`; codes and scales stay as they are.
 
         Arguments:
-            tensors: of one module.
+            tensors: the tensors of one module.
             dtype: what the result dequantises to by default.
 
         Raises:
-            ValueError: as `decompress`.
+            ValueError: as in `decompress`.
         """
         return self._read(tensors, self._checked(tensors, "load"), as_dtype(dtype))
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Scheme:
-        """The scheme with the dtype that a module's scales have, which no configuration says, where it is supported.
+        """The scheme with the scale dtype that a module's tensors have, if supported; no configuration names it.
 
         Arguments:
             dtypes: names of the tensors' dtypes, by the last part of the tensors' names.
@@ -171,8 +171,8 @@ class Scheme(abc.ABC):
         """The inverse of `load`.
 
         Raises:
-            TypeError: q is no QuantizedArray.
-            ValueError: one of another format, orientation or shape, or one that holds NaN.
+            TypeError: q is not a QuantizedArray.
+            ValueError: q has another format, orientation or shape, or holds NaN.
         """
         who = f"{self.name}.store"
         if not isinstance(q, QuantizedArray):
@@ -191,12 +191,12 @@ class Scheme(abc.ABC):
         return self._write(q)
 
     def _holds(self, fmt: Format) -> bool:
-        """Whether codes and scales of a format are laid out as this one's, however they were chosen."""
+        """Whether codes and scales of the given format have this scheme's layout, however they were chosen."""
         layout = operator.attrgetter("element", "block", "scale_dtype", "has_zero_point")
         return type(fmt) is type(self.format) and layout(fmt) == layout(self.format)
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:
-        """What engines decode a weight of some dtype to: INT4 to that of its scales, other formats to the weight's."""
+        """The dtype that engines decode a weight to: for INT4 that of its scales, otherwise the weight's own."""
         return dtype if self.format.served_dtype is None else as_dtype(self.format.served_dtype)
 
     def _require_finite(self, made: Tensors, weight: np.ndarray) -> None:
@@ -225,7 +225,7 @@ class Scheme(abc.ABC):
             raise ValueError(f"{self.name}.{verb}: cannot hold a weight of shape {tuple(shape)}: {reason}")
 
     def _checked(self, tensors: Tensors, verb: str) -> tuple[int, int]:
-        """[N, K], after the tensors were compared with what `output_specs` says of it."""
+        """[N, K], after comparing the tensors with `output_specs` of that shape."""
         who = f"{self.name}.{verb}"
         if missing := [name for name in self.required if name not in tensors]:
             raise ValueError(f"{who}: tensors {', '.join(missing)} are missing; given: {', '.join(sorted(tensors))}")
@@ -251,7 +251,7 @@ class Scheme(abc.ABC):
 
 
 def as_dtype(dtype: Any) -> np.dtype:
-    """A numpy dtype, also of the names that numpy lacks."""
+    """A numpy dtype; accepts names that numpy lacks, too."""
     return (
         np.dtype(getattr(ml_dtypes, dtype)) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else np.dtype(dtype)
     )
@@ -265,7 +265,7 @@ def _all_finite(scale: np.ndarray) -> bool:
 
 
 def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Within it JAX puts arrays and work on the CPU, where it has one beside an accelerator.
+    """A context in which JAX puts arrays and work on the CPU, also if there is an accelerator.
 
     Raises:
         CheckpointError: the platforms that JAX is told to use cannot be started, or the CPU is not among them.

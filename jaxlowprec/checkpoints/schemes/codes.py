@@ -1,4 +1,4 @@
-"""Codes of 4 and 8 bits: how they are packed, two to a byte and eight to an int32 word, and what they stand for."""
+"""Codes of 4 and 8 bits: packing (two to a byte, eight to an int32 word) and the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4,
 """The number that each 4-bit float stands for."""
 
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-"""The number that each 8-bit float stands for: a look-up takes a third of the time of a cast."""
+"""The number that each 8-bit float stands for. A look-up takes a third of the time of a cast."""
 
 Codes = np.ndarray
-"""uint8, one code of 0 to 15 an element."""
+"""uint8, one code (0 to 15) per element."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Nibble of a word that holds the j-th of eight columns in AWQ's GEMM layout."""
+"""The nibble of a word that holds the j-th of eight columns in AWQ's GEMM layout."""
 
 
 def unpack_bytes(data: np.ndarray, length: int) -> Codes:
@@ -34,7 +34,7 @@ def pack_bytes(codes: Codes) -> np.ndarray:
 
 
 def words_of_bytes(data: np.ndarray) -> np.ndarray:
-    """[..., B] bytes as [..., ceil(B/4)] little-endian int32 words, filled up with 0; a view where B % 4 == 0."""
+    """[..., B] bytes as [..., ceil(B/4)] little-endian int32 words, padded with 0; a view if B % 4 == 0."""
     missing = -data.shape[-1] % 4
     if missing:
         data = np.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, missing)])
@@ -42,16 +42,16 @@ def words_of_bytes(data: np.ndarray) -> np.ndarray:
 
 
 def bytes_of_words(words: np.ndarray, length: int) -> np.ndarray:
-    """The [..., ceil(length/2)] bytes of words that hold `length` codes, a view of them where possible."""
+    """The [..., ceil(length/2)] bytes of words that hold `length` codes, as a view if possible."""
     return np.ascontiguousarray(words).view(np.uint8)[..., : -(-length // 2)]
 
 
 def pack_words(codes: Codes, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """[..., K] codes as [..., ceil(K/8)] int32 words, filled up with 0.
+    """[..., K] codes as [..., ceil(K/8)] int32 words, padded with 0.
 
     Arguments:
-        codes: one an element.
-        order: nibble of the word for each of eight codes; None: 0 to 7. Needs K in whole words.
+        codes: one per element.
+        order: the nibble of the word for each of eight codes; None: 0 to 7. Needs K in whole words.
     """
     return words_of_bytes(pack_bytes(codes if order is None else _reorder(codes, np.argsort(order))))
 

@@ -19,13 +19,13 @@ _DEFAULTS: dict[str, Any] = {
 def config_of(
     format: str, weights: Mapping[str, Any], ignore: Sequence[str], activations: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The entry for one group that holds all linear layers but the ignored ones.
+    """The entry for one group with all linear layers except the ignored ones.
 
     Arguments:
-        format: name of the compressor.
-        weights: how weights are quantised, as far as it differs from the defaults.
+        format: the compressor's name.
+        weights: how weights are quantised, where that differs from the defaults.
         ignore: module names, or "re:" and an expression that is matched from the name's start.
-        activations: how inputs are quantised; None: they stay in high precision.
+        activations: how inputs are quantised; None: not at all.
     """
     group = {
         "targets": ["Linear"],

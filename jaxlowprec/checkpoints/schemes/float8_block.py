@@ -25,12 +25,12 @@ TILE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tiles(Scheme):
-    """Compressed-tensors "float-quantized" in tiles: weights, and activations quantised as they come (W8A8).
+    """Compressed-tensors "float-quantized" in tiles: weights, and activations that are quantised at run time (W8A8).
 
     Arguments:
         power_of_two: round scales to powers of two.
-        scale_dtype: "float32", which vLLM and SGLang hold, or "bfloat16", to read what compressed-tensors writes for
-            a bfloat16 weight. Scales quantised here are not rounded to it: `store` takes those that are bfloat16.
+        scale_dtype: "float32", which vLLM and SGLang use, or "bfloat16", to read what compressed-tensors writes for a
+            bfloat16 weight. `compress` does not round scales to it; `store` accepts scales that are bfloat16 numbers.
     """
 
     power_of_two: bool = False
@@ -69,7 +69,7 @@ class Float8Tiles(Scheme):
     def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
         scale = tensors[self.scales].astype(np.float32)
         values = E4M3[tensors["weight"].view(np.uint8)]
-        for row in range(scale.shape[0]):  # tiles of a row at a time: no float32 copy of all scales
+        for row in range(scale.shape[0]):  # one row of tiles at a time, to avoid a float32 copy of all scales
             values[row * TILE : (row + 1) * TILE] *= np.repeat(scale[row], TILE)[: shape[1]]
         return values.astype(dtype, copy=False)
 
@@ -89,9 +89,9 @@ class Float8Tiles(Scheme):
 
 @dataclasses.dataclass(frozen=True)
 class DeepSeekFloat8(Float8Tiles):
-    """DeepSeek's files: `weight_scale_inv` is, for all its name, what a code is multiplied by.
+    """DeepSeek's files. Despite its name, `weight_scale_inv` is what a code is multiplied by.
 
-    With `power_of_two` the configuration says `"scale_fmt": "ue8m0"`; scales are float32 all the same.
+    With `power_of_two` the configuration says `"scale_fmt": "ue8m0"`; scales are float32 nevertheless.
     """
 
     name: ClassVar[str] = "deepseek_fp8"

@@ -1,4 +1,4 @@
-"""GPTQ: codes and zero points in words along K and N, [K, N] as the GEMM reads them.
+"""GPTQ: codes and zero points in words along K and N; weights are [K, N], as the GEMM reads them.
 
     w = RNE_dtype((code - zero) * scale)
     qweight [K/8, N]      nibble i of row r is the code of k = 8r + i: compressed-tensors' words, transposed
@@ -26,13 +26,13 @@ from jaxlowprec.checkpoints.schemes.int4 import decode
 
 @dataclasses.dataclass(frozen=True)
 class GPTQ(Scheme):
-    """GPTQ's files in 4 bits. Groups that are not consecutive (act-order) decompress, and do not load.
+    """GPTQ's 4-bit files. Files with groups that are not consecutive (act-order) can be decompressed but not loaded.
 
     Arguments:
         group_size: elements along K that share a scale.
-        symmetric: all zero points are 8.
+        symmetric: whether all zero points are 8.
         scale_dtype: "float16" or "bfloat16".
-        version: 1: zero points are stored minus one, so that 0 has no code; 2: as they are.
+        version: 1: zero points are stored minus one, so 0 cannot be stored; 2: they are stored as they are.
     """
 
     group_size: int = 128
@@ -50,7 +50,7 @@ class GPTQ(Scheme):
 
     @property
     def format(self) -> Format:
-        """Int4."""
+        """The Int4 format."""
         return Int4(self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
 
     def check(self, shape: Sequence[int]) -> str | None:

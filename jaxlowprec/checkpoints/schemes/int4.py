@@ -1,6 +1,6 @@
 """INT4 in int32 words: compressed-tensors "pack-quantized", symmetric and asymmetric.
 
-    w = RNE_dtype((code - zero) * scale)        zero 8, or one a group
+    w = RNE_dtype((code - zero) * scale)        zero is 8, or one per group
 
 Source: int4_qat.md 1.4 and 2.1 to 2.3; compressed-tensors 0.20.
 """
@@ -24,12 +24,12 @@ from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
 def decode(
     codes: np.ndarray, zeros: np.ndarray | None, scale: np.ndarray, scale_dtype: str, dtype: np.dtype
 ) -> np.ndarray:
-    """Codes [N, K] as numbers, rounded to the scale's dtype and then to `dtype`.
+    """Decodes codes [N, K]: rounded to the scale's dtype and then to `dtype`.
 
     Arguments:
         codes: uint8.
-        zeros: uint8, shaped like the scale; None: 8.
-        scale: [N, K/g], or [N, K] where groups are scattered.
+        zeros: uint8, in the shape of the scale; None: 8.
+        scale: [N, K/g], or [N, K] if groups are scattered.
     """
     n, k = codes.shape
     values = codes.astype(np.float32).reshape(n, scale.shape[1], -1)
@@ -44,7 +44,7 @@ class PackedInt4(Scheme):
 
     Arguments:
         group_size: elements along K that share a scale.
-        scale_dtype: "bfloat16" or "float16": of the scales, and the dtype that the engine computes in.
+        scale_dtype: "bfloat16" or "float16": the dtype of the scales, in which the engine also computes.
     """
 
     group_size: int = 128
@@ -101,7 +101,7 @@ class PackedInt4(Scheme):
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
         k = shape[1]
         data, zeros = bytes_of_words(tensors["weight_packed"], k), self._zeros(tensors, shape)
-        if k % 2:  # our last nibble holds the code of zero
+        if k % 2:  # a QuantizedArray fills the last nibble with the code of zero
             last = SYMMETRIC_ZERO if zeros is None else zeros[:, -1]
             data = data.copy()
             data[:, -1] = data[:, -1] & 15 | last << 4
@@ -112,7 +112,7 @@ class PackedInt4(Scheme):
         data = np.asarray(q.data)
         if q.matrix_shape[1] % 2:
             data = data.copy()
-            data[:, -1] &= 15  # compressed-tensors fills a word up with 0
+            data[:, -1] &= 15  # compressed-tensors fills the rest of a word with 0
         return {
             "weight_packed": words_of_bytes(data),
             "weight_scale": np.asarray(q.scale),
@@ -122,10 +122,10 @@ class PackedInt4(Scheme):
 
 @dataclasses.dataclass(frozen=True)
 class PackedInt4Asymmetric(PackedInt4):
-    """Compressed-tensors "pack-quantized" with a zero point a group, eight rows of them to a word.
+    """Compressed-tensors "pack-quantized" with a zero point per group; eight rows of zero points share a word.
 
     Arguments:
-        zero_point_order: "compressed-tensors", or "slime" to read (not write) what slime's converter writes:
+        zero_point_order: "compressed-tensors", or "slime" to read (not write) the files of slime's converter:
             [K/g, N/8] with AWQ's order of nibbles.
     """
 

@@ -1,4 +1,4 @@
-"""How large the numbers of an array are, and whether they are numbers."""
+"""How large the numbers of an array are, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def amax(array: np.ndarray) -> float:
-    """The largest magnitude of a bfloat16, float16 or float32 array; NaN or infinity where it holds one.
+    """The largest magnitude of a bfloat16, float16 or float32 array; NaN or infinity if it holds one.
 
-    Magnitudes order as the bits without the sign do, NaN above infinity above all others: integers are compared.
+    Magnitudes have the order of their bits without the sign, NaN last and infinity before it, so integers are compared.
 
     >>> amax(np.float32([1, -3]))
     3.0

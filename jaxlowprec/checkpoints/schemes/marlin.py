@@ -1,15 +1,15 @@
-"""Marlin's layouts of 4-bit weights, and the way back: permutations, so that both directions are exact.
+"""Marlin's layouts of 4-bit weights, and the inverse conversions. All are permutations, so both directions are exact.
 
-A Marlin kernel reads the tile of a tensor-core instruction in the order in which its threads hold it. vLLM and SGLang
-repack weights when they load them; with the inverse, weights that are live in an engine can be compared with those of a
-checkpoint or updated in part.
+A Marlin kernel reads the tile of a tensor-core instruction in the order in which the threads hold it. vLLM and SGLang
+repack weights when they load them. With the inverse, the live weights of an engine can be compared with those of a
+checkpoint, or updated in part.
 
     weight       int32 [K/16, 2N]    from GPTQ's int32 [K/8, N]
-    scale        [K/g, N]            two orders: in groups, and one group alone
+    scale        [K/g, N]            two orders: for several groups, and for a single group
     zero points  int32 [K/g, N/8]
     bias         [N]
 
-All functions take leading axes, of experts. Codes are unsigned nibbles: q + 8, or the code beside a zero point.
+All functions accept leading axes, for experts. Codes are unsigned nibbles: q + 8, or the code beside a zero point.
 Source: int4_qat.md 3; IST-DASLab/marlin; vLLM's gptq_marlin_repack.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 from jaxlowprec.checkpoints.schemes.codes import pack_words, unpack_words
 
 INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Nibble of a word that holds the j-th of eight zero points."""
+"""The nibble of a word that holds the j-th of eight zero points."""
 
 
 def repack(qweight: np.ndarray) -> np.ndarray:
-    """GPTQ's words as Marlin's.
+    """Converts GPTQ's words to Marlin's.
 
     Arguments:
         qweight: int32 [..., K/8, N]: nibble i of row r is the code of k = 8r + i.
@@ -33,7 +33,7 @@ def repack(qweight: np.ndarray) -> np.ndarray:
         int32 [..., K/16, 2N].
 
     Raises:
-        ValueError: K is no multiple of 16 or N none of 64.
+        ValueError: K is not a multiple of 16, or N not of 64.
     """
     rows, n = _matrix("repack", "qweight", qweight)
     _multiples("repack", K=(8 * rows, 16), N=(n, 64))
@@ -50,13 +50,13 @@ def unpack(weight: np.ndarray) -> np.ndarray:
 
 
 def _to_tiles(codes: np.ndarray) -> np.ndarray:
-    """[..., K, N] as [..., K/16, 16N], each eight of them a word.
+    """[..., K, N] as [..., K/16, 16N]; each eight codes are a word.
 
     Within a tile of 16 x 64: word 4 * (4 * (n % 8) + k % 8 / 2) + n / 16,
     nibble k / 8 + 2 * (n % 16 / 8) + 4 * (k % 2).
     """
     k, n = codes.shape[-2:]
-    # row, k's (half, pair, parity); column tile, n's (sixteen, half, column)
+    # the axes of row: k's (half, pair, parity); of column: the tile, n's (sixteen, half, column)
     split = codes.reshape(*codes.shape[:-2], k // 16, 2, 4, 2, n // 64, 4, 2, 8)
     first = split.ndim - 8
     row, khalf, pair, parity, tile, sixteen, nhalf, column = range(first, first + 8)
@@ -77,16 +77,16 @@ def _from_tiles(codes: np.ndarray) -> np.ndarray:
 def permute_scale(scale: np.ndarray, group_size: int, k: int) -> np.ndarray:
     """Scales as Marlin's kernel reads them. The permutation is its own inverse.
 
-    The kernel's choice of order depends on the number of groups: one alone, whether or not it is called channelwise,
-    is read in the order of `permute_bias`.
+    The kernel chooses the order by the number of groups: a single group, whether or not it is called channelwise, is
+    read in the order of `permute_bias`.
 
     Arguments:
         scale: [..., K/g, N].
         group_size: g; -1 for one group.
-        k: K of the whole weight.
+        k: the K of the whole weight.
 
     Raises:
-        ValueError: a scale that has another number of groups; N that is no multiple of 64 (32 for one group).
+        ValueError: the scale has another number of groups, or N is not a multiple of 64 (32 for one group).
     """
     groups, n = _matrix("permute_scale", "scale", scale)
     size = k if group_size == -1 else group_size
@@ -101,12 +101,12 @@ def permute_scale(scale: np.ndarray, group_size: int, k: int) -> np.ndarray:
 
 
 def permute_bias(bias: np.ndarray) -> np.ndarray:
-    """[..., N] in the order that the accumulators have, which is its own inverse.
+    """[..., N] in the order of the accumulators. The permutation is its own inverse.
 
     n goes to 32 * (n / 32) + 8 * (n % 8 / 2) + 2 * (n % 32 / 8) + n % 2.
 
     Raises:
-        ValueError: N is no multiple of 32.
+        ValueError: N is not a multiple of 32.
     """
     n = bias.shape[-1] if bias.ndim else 0
     _multiples("permute_bias", N=(n, 32))
@@ -124,7 +124,7 @@ def pack_zero_points(zeros: np.ndarray) -> np.ndarray:
         int32 [..., K/g, N/8].
 
     Raises:
-        ValueError: N is no multiple of 64.
+        ValueError: N is not a multiple of 64.
     """
     _, n = _matrix("pack_zero_points", "zeros", zeros)
     _multiples("pack_zero_points", N=(n, 64))
@@ -139,7 +139,7 @@ def unpack_zero_points(words: np.ndarray) -> np.ndarray:
 
 
 def why_not(n: int, k: int, group_size: int) -> str | None:
-    """Why vLLM's dense Marlin kernel cannot take a weight; None where it can. Newer versions pad such weights.
+    """Why vLLM's dense Marlin kernel cannot take a weight; None if it can. Newer versions pad such weights.
 
     Arguments:
         n, k: of the weight [N, K], as one device holds it.
@@ -155,7 +155,7 @@ def why_not(n: int, k: int, group_size: int) -> str | None:
 
 
 def why_not_experts(hidden: int, intermediate: int, group_size: int) -> str | None:
-    """The same of its kernel for experts.
+    """Why vLLM's Marlin kernel for experts cannot take a weight; None if it can.
 
     Arguments:
         hidden, intermediate: sizes of an expert, as one device holds it.

@@ -1,6 +1,6 @@
 """MX formats: compressed-tensors "mxfp4-pack-quantized" and "mxfp8-quantized", and miles' MXFP8.
 
-    w = element * 2**(scale - 127)       exact also in bfloat16
+    w = element * 2**(scale - 127)       exact in bfloat16, too
 
 Source: int4_qat.md 2.4; OCP Microscaling Formats (MX) v1.0.
 """
@@ -27,18 +27,18 @@ BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class _MX(Scheme):
-    """What the files of MX formats have in common.
+    """The common part of the MX formats.
 
     Arguments:
-        scale_rule: see `jaxlowprec.MXFP8`. Every rule's scales are read alike. The defaults are nearest to what
-            compressed-tensors chooses: "even" for MXFP4, the same bytes; "up" for MXFP8, which differs only where an
-            amax is 1.75 times a power of two (there it saturates nothing either, and keeps one bit more).
+        scale_rule: see `jaxlowprec.MXFP8`. Scales of every rule are read in the same way. The defaults are closest to
+            compressed-tensors: "even" for MXFP4 gives the same bytes; "up" for MXFP8 differs only where an amax is 1.75
+            times a power of two (neither rule saturates there; "up" keeps one bit more).
     """
 
     scale_rule: ScaleRule = "even"
 
     codes: ClassVar[str]
-    """Name of the tensor of codes."""
+    """The name of the tensor of codes."""
     scales: ClassVar[str] = "weight_scale"
     also_read = {"weight_scale": ("float8_e8m0fnu",), "weight_scale_inv": ("float8_e8m0fnu",)}  # noqa: RUF012
 
@@ -71,7 +71,7 @@ class PackedMXFP4(_MX):
 
     @property
     def format(self) -> Format:
-        """MXFP4 in blocks of 1x32."""
+        """The MXFP4 format in blocks of 1x32."""
         return MXFP4(scale_rule=self.scale_rule)
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
@@ -93,7 +93,7 @@ class PackedMXFP4(_MX):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMXFP8(_MX):
-    """Compressed-tensors "mxfp8-quantized": weights, and activations quantised as they come (W8A8)."""
+    """Compressed-tensors "mxfp8-quantized": weights, and activations that are quantised at run time (W8A8)."""
 
     scale_rule: ScaleRule = "up"
 
@@ -103,7 +103,7 @@ class QuantizedMXFP8(_MX):
 
     @property
     def format(self) -> Format:
-        """MXFP8 E4M3 in blocks of 1x32."""
+        """The MXFP8 E4M3 format in blocks of 1x32."""
         return MXFP8(scale_rule=self.scale_rule)
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
@@ -124,7 +124,7 @@ class QuantizedMXFP8(_MX):
 
 @dataclasses.dataclass(frozen=True)
 class MilesMXFP8(QuantizedMXFP8):
-    """Miles' and SGLang's MXFP8: DeepSeek's names with scales of one byte."""
+    """MXFP8 of miles and SGLang: DeepSeek's names with scales of one byte."""
 
     name: ClassVar[str] = "miles_mxfp8"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_inv")

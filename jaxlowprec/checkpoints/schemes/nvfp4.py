@@ -1,10 +1,10 @@
 """NVFP4: compressed-tensors "nvfp4-pack-quantized" and ModelOpt's NVFP4.
 
-    compressed-tensors   w = e2m1 * (scale / weight_global_scale)      the global scale encodes: 2688 / amax
-    ModelOpt             w = e2m1 * (scale * weight_scale_2)           the second scale decodes: amax / 2688
+    compressed-tensors   w = e2m1 * (scale / weight_global_scale)      the global scale is an encode scale, 2688 / amax
+    ModelOpt             w = e2m1 * (scale * weight_scale_2)           the second scale is a decode scale, amax / 2688
 
-each in float32, left to right within the brackets, rounded once. `jaxlowprec.dequantize` multiplies by amax instead:
-in float32 the two may differ in the last bit.
+Each is computed in float32, left to right within the brackets, and rounded once. `jaxlowprec.dequantize` multiplies by
+amax instead, so its float32 results may differ in the last bit.
 
 Source: int4_qat.md 2.4; numerics.md 2.
 """
@@ -30,21 +30,21 @@ LARGEST = np.float32(2688)
 
 
 def encode_scale(amax: np.float32) -> np.float32:
-    """What a tensor is multiplied by before it is cast (numerics.md 2): 2688 / amax, capped; 1 if it is all zero."""
+    """What a tensor is multiplied by before it is cast (numerics.md 2): 2688 / amax, capped; 1 if all of it is zero."""
     with np.errstate(divide="ignore"):
         return np.float32(1) if amax == 0 else np.minimum(LARGEST / np.float32(amax), np.float32(2.0**126))
 
 
 def decode_scale(amax: np.float32) -> np.float32:
-    """Amax / 2688, which ModelOpt stores; 1 for a tensor of zeros, so that no reader divides by 0."""
+    """The scale that ModelOpt stores: amax / 2688; 1 for a tensor of zeros, so that no reader divides by 0."""
     return np.float32(1) if amax == 0 else np.float32(amax) / LARGEST
 
 
 def amax_of(scale: np.float32, scale_of: Callable[[np.float32], np.float32], guess: np.float32) -> np.float32 | None:
-    """The amax whose scale this is, or None where no float32 has it.
+    """The amax that has this scale, or None if no float32 number has it.
 
-    Division skips some float32 numbers and gives others twice. Of several amaxes the one with the shortest mantissa is
-    taken: that of the weight, where its dtype is bfloat16 or float16.
+    The division skips some float32 numbers and gives others twice. Of two possible amaxes, the one with the shorter
+    mantissa is taken: it is that of the weight if its dtype is bfloat16 or float16.
     """
     nearby = (np.float32(guess).view(np.int32) + np.arange(-3, 4, dtype=np.int32)).view(np.float32)
     matches = [amax for amax in nearby if amax > 0 and np.isfinite(amax) and scale_of(amax) == scale]
@@ -57,35 +57,35 @@ def _trailing_zeros(bits: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _TwoLevel(Scheme):
-    """What both files of NVFP4 have in common.
+    """The common part of both kinds of NVFP4 files.
 
     Arguments:
-        nearest_amax: `load` takes the nearest float32 amax for a tensor scale that none has exactly, as other writers
-            may store (such as 1536 / amax). False: that is an error, since `store` could not give it back.
+        nearest_amax: whether `load` takes the nearest float32 amax if no amax has exactly the stored tensor scale, as
+            with other writers (such as 1536 / amax). False: that is an error, because `store` could not give it back.
     """
 
     nearest_amax: bool = False
 
     shares_global_scale: ClassVar[bool] = True
     codes: ClassVar[str]
-    """Name of the tensor of codes."""
+    """The name of the tensor of codes."""
 
     @property
     def format(self) -> Format:
-        """NVFP4 in blocks of 1x16."""
+        """The NVFP4 format in blocks of 1x16."""
         return NVFP4()
 
     @abc.abstractmethod
     def _tensor_scale(self, tensors: Tensors) -> np.float32:
-        """As it is stored."""
+        """The tensor scale as it is stored."""
 
     @abc.abstractmethod
     def _amax(self, stored: np.float32) -> tuple[np.float32 | None, np.float32]:
-        """The amax that the stored scale comes from exactly, and the nearest."""
+        """The amax that has exactly the stored scale (or None), and the nearest one."""
 
     @abc.abstractmethod
     def _block_scales(self, scale: np.ndarray, stored: np.float32) -> np.ndarray:
-        """What codes are multiplied by, float32."""
+        """The float32 numbers that codes are multiplied by."""
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`."""
@@ -97,7 +97,7 @@ class _TwoLevel(Scheme):
         return (codes.shape[0], 2 * codes.shape[1]) if codes.ndim == 2 else codes.shape  # type: ignore[return-value]
 
     def _says_zero(self, tensors: Tensors) -> bool:
-        """Whether the tensor scale is 0, as some writers have it for a tensor of zeros."""
+        """Whether the tensor scale is 0, as some writers store it for a tensor of zeros."""
         return self._tensor_scale(tensors) == 0 and not (tensors[self.codes] & 0x77).any()
 
     def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
@@ -139,7 +139,7 @@ class _TwoLevel(Scheme):
 
     @abc.abstractmethod
     def _scales(self, amax: np.float32) -> dict[str, np.ndarray]:
-        """The tensors of one number each."""
+        """The tensors that hold one number each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +183,11 @@ class PackedNVFP4(_TwoLevel):
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptNVFP4(_TwoLevel):
-    """ModelOpt's NVFP4, which SGLang, vLLM and TensorRT-LLM call "modelopt": weights and activations.
+    """ModelOpt's NVFP4, which SGLang, vLLM and TensorRT-LLM call "modelopt": weights and activations are quantised.
 
     Arguments:
-        input_scale: what `store` writes as the decode scale of activations, their amax / 2688. It belongs to no weight
-            and comes from calibration, so `load` leaves it aside. The default says nothing of them.
+        input_scale: the decode scale of activations that `store` writes, their amax / 2688. It comes from calibration
+            and does not belong to a weight, so `load` ignores it. The default, 1, stands for no calibration.
     """
 
     input_scale: float = 1.0

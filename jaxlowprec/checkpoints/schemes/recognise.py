@@ -1,4 +1,4 @@
-"""Which scheme a checkpoint is in: from its configuration, or from the tensors of one module."""
+"""Finds the scheme of a checkpoint from its configuration, or from the tensors of one module."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def from_config(config: Mapping[str, Any]) -> Scheme:
     """The scheme that a configuration names.
 
     Arguments:
-        config: a config.json, also of a model with a nested text model, its `quantization_config` alone, or ModelOpt's
+        config: a config.json (a nested text model may hold the entry), only its `quantization_config`, or ModelOpt's
             hf_quant_config.json.
 
     Raises:
-        ValueError: none, one that is not supported, or groups of modules in different formats (mixed precision):
-            `detect` tells these apart by each module's tensors.
+        ValueError: no scheme, one that is not supported, or groups of modules in different formats (mixed precision);
+            for these, `detect` finds the scheme of each module from its tensors.
     """
     entry = _entry(_object(config, "the configuration"))
     method = entry.get("quant_method")
@@ -43,14 +43,14 @@ def detect(tensors: Mapping[str, Any]) -> Scheme | None:
     """The scheme of one module, from its tensors.
 
     Arguments:
-        tensors: by the last part of their names: arrays, other things with a `dtype` and a `shape`, or pairs of a
-            dtype's name and a shape. Other tensors than a scheme's, such as "bias", are left aside.
+        tensors: by the last part of their names: arrays, other objects with a `dtype` and a `shape`, or pairs of a
+            dtype's name and a shape. Tensors that belong to no scheme, such as "bias", are ignored.
 
     Returns:
-        None for a module that is not quantised as any scheme has it.
+        None for a module that is not quantised in a known format.
 
     Raises:
-        ValueError: GPTQ, whose tensors do not say which version of zero points they hold.
+        ValueError: GPTQ, because its tensors do not show which version of zero points they hold.
     """
     specs = {name: _spec(tensor) for name, tensor in tensors.items()}
     dtypes = {name: dtype for name, (dtype, _) in specs.items()}

@@ -28,17 +28,17 @@ _CLASSES: tuple[type[Scheme], ...] = (
 _SCHEMES = {scheme.name: scheme for scheme in _CLASSES}
 
 NAMES = tuple(_SCHEMES)
-"""Of all schemes."""
+"""The names of all schemes."""
 
 
 def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Scheme:
-    """A scheme.
+    """The scheme of a name.
 
     Arguments:
         name: one of `NAMES`.
-        group_size: elements along K that share a scale, for the INT4 schemes, which leave it open.
-            None: the scheme's own.
-        options: fields of the scheme's class.
+        group_size: elements along K that share a scale, for the INT4 schemes, which leave it open. None: the scheme's
+            default.
+        options: other fields of the scheme's class.
 
     Raises:
         ValueError: an unknown name or option, or a group size that the format does not have.

@@ -1,1 +1,1 @@
-"""Parameter trees, and the names and tensors under which checkpoints have them."""
+"""Parameter trees, and the names and tensors of their leaves in checkpoints."""

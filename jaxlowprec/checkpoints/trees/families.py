@@ -1,4 +1,4 @@
-"""The names that families of models have in Hugging Face's checkpoints."""
+"""The tensor names of model families in Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = TreeMapping(
         Rule("lm_head.kernel", "lm_head.weight"),
     )
 )
-"""Llama, Mistral and dense Qwen, for a tree whose modules are called as Hugging Face's, without "model."."""
+"""Llama, Mistral and dense Qwen, for a tree whose modules have Hugging Face's names without "model."."""
 
 QWEN3_MOE = TreeMapping(
     (
@@ -37,4 +37,4 @@ QWEN3_MOE = TreeMapping(
         ),
     )
 )
-"""Qwen3's mixtures of experts: the same, `mlp` being `jaxlowprec.nnx.MoE` or Linen's, without biases."""
+"""Qwen3's mixtures of experts: as `LLAMA`, with `mlp` a `jaxlowprec.nnx.MoE` or Linen's, without biases."""

@@ -1,4 +1,4 @@
-"""A leaf of a tree as tensors of a checkpoint: what they are is known before they are made."""
+"""A leaf of a tree as the tensors of a checkpoint, whose names, dtypes and shapes are known before they are made."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class LeafTensors:
-    """A leaf, and how it is stored.
+    """A leaf and the way in which it is stored.
 
     Attributes:
-        path: of the leaf in its tree.
-        name: of its tensor; for a quantised kernel that of the float weight.
+        path: the leaf's path in its tree.
+        name: the tensor's name; for a quantised kernel the name of the float weight.
         leaf: an array, or a QuantizedArray [K, N] quantised along K.
         is_kernel: whether the leaf is a matrix [K, N] that is stored as [N, K].
         scheme: the format of quantised leaves.
-        dtype: what a float leaf is rounded to; None: its own.
-        expert: which of a leaf's first axis this is, where each expert has tensors of its own; None: all of the leaf.
+        dtype: the dtype that a float leaf is rounded to; None: its own.
+        expert: the index into the leaf's first axis, if each expert has its own tensors; None: the whole leaf.
 
     >>> stored = LeafTensors("up.kernel", "up.weight", np.zeros((2, 3), np.float32), True, dtype="bfloat16")
     >>> stored.specs()
@@ -52,7 +52,7 @@ class LeafTensors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is stored, before a kernel is transposed."""
+        """The shape of what is stored, before a kernel is transposed."""
         shape = tuple(self.leaf.shape)
         return shape if self.expert is None else shape[1:]
 
@@ -67,7 +67,7 @@ class LeafTensors:
         return isinstance(self.leaf, QuantizedArray)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """What the tensors will be, by their names; nothing is computed."""
+        """Dtypes and shapes of the tensors, by their names; nothing is computed."""
         shape = self.shape
         if self.is_kernel and len(shape) != 2:
             raise ValueError(
@@ -80,10 +80,10 @@ class LeafTensors:
         return {self.name: TensorSpec(file_dtype(as_dtype(self.dtype or self.leaf.dtype)), shape)}
 
     def make(self, on_device: bool = False) -> dict[str, Any]:
-        """The tensors by their names.
+        """The tensors, by their names.
 
         Arguments:
-            on_device: a float leaf of JAX's stays a JAX array where it is; else all are numpy's.
+            on_device: a float leaf that is a JAX array stays one, on its device; all other tensors are numpy arrays.
         """
         if self.is_quantized:
             scheme = self._scheme()
@@ -99,13 +99,13 @@ class LeafTensors:
         return {self.name: array}
 
     def taken(self) -> Any:
-        """The leaf, or the expert's part of it, where it lies."""
+        """The leaf, or the expert's part of it, on its device."""
         if self.expert is None:
             return self.leaf
         return jax.tree.map(lambda array: array[self.expert], self.leaf)
 
     def on_host(self) -> np.ndarray:
-        """The same of a float leaf, as numpy's."""
+        """The float leaf, or the expert's part of it, as a numpy array."""
         return on_host(self.path, self.taken())
 
     def _scheme(self) -> Scheme:
@@ -115,7 +115,7 @@ class LeafTensors:
 
 
 def transposed(path: str, array: Any) -> Any:
-    """A kernel as the file holds it, or back. Raises ValueError unless it has two axes.
+    """A kernel as the file holds it, or the inverse. Raises ValueError unless it has two axes.
 
     >>> transposed("up.kernel", np.ones((2, 3))).shape
     (3, 2)
@@ -126,7 +126,7 @@ def transposed(path: str, array: Any) -> Any:
 
 
 def rounded(path: str, array: Any, dtype: np.dtype) -> Any:
-    """A float array in a dtype. Raises ValueError if a number of numpy's becomes infinite; JAX's are not looked at.
+    """A float array in a dtype. Raises ValueError if a number of a numpy array becomes infinite; JAX's are not checked.
 
     >>> rounded("up.bias", np.ones(2, np.float32), np.dtype("float16"))
     array([1., 1.], dtype=float16)
@@ -147,8 +147,8 @@ def rounded(path: str, array: Any, dtype: np.dtype) -> Any:
 def contiguous(array: np.ndarray) -> np.ndarray:
     """A C-contiguous copy of an array that may be a transposed one.
 
-    numpy reads a transposed matrix along its long axis, one element a cache line; a few rows at a time take a seventh
-    of the time.
+    numpy reads a transposed matrix along its long axis, one element per cache line. Copying a few rows at a time takes
+    a seventh of the time.
 
     >>> contiguous(np.arange(6).reshape(2, 3).T)
     array([[0, 3],
@@ -165,7 +165,7 @@ def contiguous(array: np.ndarray) -> np.ndarray:
 
 
 def about(path: str, work: Callable[[], T]) -> T:
-    """What `work()` returns; its ValueErrors name the leaf as well.
+    """What `work()` returns. Its ValueErrors get the name of the leaf.
 
     >>> about("up.kernel", lambda: int("x"))
     Traceback (most recent call last):

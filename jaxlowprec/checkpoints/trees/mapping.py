@@ -1,12 +1,12 @@
-"""Flax parameter trees and Hugging Face tensors: a declared list of which is which, read both ways.
+"""Flax parameter trees and Hugging Face tensors: a list of rules that map one to the other, in both directions.
 
-    kernel       [K, N]   <->   weight [N, K]      the one transposition; a quantised kernel stays as its bytes are
+    kernel       [K, N]   <->   weight [N, K]      the only transposition; the bytes of a quantised kernel stay
     embedding    [V, D]   <->   weight [V, D]
     scale, bias  [N]      <->   weight, bias [N]
 
-A rule's path is that of a leaf of the tree, its name that of a tensor. `{i}` stands for a number, the same in both:
-`layers.{i}.q.kernel` is `layers[i].q.kernel` of an NNX module and `layers_i/q/kernel` of Linen parameters. A name with
-`{expert}`, which the path has not, is that of tensors of each expert: kernels [E, K, N] <-> E weights [N, K].
+A rule's path is the path of a leaf in the tree, its name the name of a tensor. `{i}` stands for a number, the same in
+both: `layers.{i}.q.kernel` is `layers[i].q.kernel` of an NNX module and `layers_i/q/kernel` of Linen parameters. A name
+with `{expert}`, which the path does not have, stands for one tensor per expert: kernels [E, K, N] <-> E weights [N, K].
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from jaxlowprec.checkpoints.trees.tree_paths import leaves, rebuilt
 Arrays = Mapping[str, np.ndarray]
 
 EXPERT = "{expert}"
-"""Stands for an expert's number in a rule's name."""
+"""Stands for the number of an expert in a rule's name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of leaf.
+    """Maps one kind of leaf to its tensor.
 
     Attributes:
-        path: of the leaf in the tree, parts joined by dots, `{i}` for a number.
-        name: of the tensor.
+        path: the leaf's path in the tree, parts joined by dots, `{i}` for a number.
+        name: the tensor's name.
 
     >>> rule = Rule("mlp.{i}.up_proj.kernel", "model.{i}.experts.{expert}.up_proj.weight")
     >>> rule.name_of("mlp.3.up_proj.kernel")
@@ -50,7 +50,7 @@ class Rule:
 
     @property
     def of_experts(self) -> bool:
-        """Whether the leaf's first axis is that of the experts, each with a tensor of its own."""
+        """Whether the leaf's first axis counts experts, each of which has a tensor."""
         return EXPERT in self.name and EXPERT not in self.path
 
     @property
@@ -59,7 +59,7 @@ class Rule:
         return self.path.endswith("kernel")
 
     def name_of(self, path: str) -> str | None:
-        """The tensor's name for a leaf, an expert's with `{expert}` in it, or None where the rule is not about it."""
+        """The tensor's name for a leaf, with `{expert}` in it for experts; None if the rule does not match the path."""
         pattern = re.sub(r"\\\.\\\{(\w+)\\\}", r"[._](?P<\1>\\d+)", re.escape(self.path))
         match = re.fullmatch(pattern, path)
         return None if match is None else self.name.format(**{"expert": EXPERT} | match.groupdict())
@@ -67,21 +67,21 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class TreeMapping:
-    """All rules of a kind of model.
+    """All rules for one kind of model.
 
-    `to_tensors` and `from_tensors` are inverse to each other: for float leaves up to the dtype that was asked for, for
-    quantised ones byte for byte.
+    `to_tensors` and `from_tensors` are inverse to each other: for float leaves up to the requested dtype, for quantised
+    leaves byte for byte.
     """
 
     rules: tuple[Rule, ...]
 
     def names(self, tree: Any) -> dict[str, str]:
-        """The tensor's name for each leaf's path; for a kernel that of the float weight, also where it is quantised.
+        """Maps each leaf's path to its tensor's name; a kernel's is that of the float weight, even if it is quantised.
 
-        Of experts the name has `{expert}` in it.
+        The names of experts' tensors have `{expert}` in them.
 
         Raises:
-            ValueError: leaves that no rule is about, or two leaves of one name.
+            ValueError: leaves that no rule matches, or two leaves with one name.
         """
         return {path: name for path, name, _, _ in self._named("names", tree)}
 
@@ -97,10 +97,10 @@ class TreeMapping:
             tree: an NNX module or state, or Linen's variables or parameters. Leaves are float arrays, and
                 QuantizedArrays for kernels quantised along K: `quantize(kernel, fmt, axis=-2)`.
             scheme: the format of quantised kernels.
-            dtype: what float leaves are rounded to. None: each its own.
+            dtype: the dtype that float leaves are rounded to. None: each keeps its own.
 
         Raises:
-            ValueError: leaves that no rule is about; quantised leaves without a scheme or that it cannot hold.
+            ValueError: leaves that no rule matches; quantised leaves without a scheme, or that the scheme cannot hold.
         """
         tensors: dict[str, np.ndarray] = {}
         for stored in self.stored(tree, scheme, dtype):
@@ -108,7 +108,7 @@ class TreeMapping:
         return tensors
 
     def stored(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> list[LeafTensors]:
-        """The same leaf by leaf, of experts each by itself, before anything is computed or gathered."""
+        """The leaves, each expert by itself, before anything is computed or gathered. Arguments as in `to_tensors`."""
         return self._stored("to_tensors", tree, scheme, dtype)
 
     def _stored(self, who: str, tree: Any, scheme: Scheme | None, dtype: Any) -> list[LeafTensors]:
@@ -126,14 +126,14 @@ class TreeMapping:
         """A tree with a checkpoint's numbers.
 
         Arguments:
-            tensors: all of the checkpoint.
+            tensors: all tensors of the checkpoint.
             like: the tree to fill: its structure, shapes and float dtypes count; its leaves may be abstract
                 (`jax.ShapeDtypeStruct`). Kernels that the checkpoint holds in the scheme's format become
                 QuantizedArrays [K, N].
             scheme: the format of quantised weights.
 
         Returns:
-            As `like`; for an NNX module the state of its parameters and quantised kernels, for `nnx.update`.
+            A tree like `like`; for an NNX module the state of its parameters and quantised kernels, for `nnx.update`.
 
         Raises:
             ValueError: tensors that are missing or left over; other shapes; a leaf whose dtype would round what the
@@ -161,7 +161,7 @@ class TreeMapping:
         return rebuilt(like, found)
 
     def _named(self, who: str, tree: Any) -> Iterator[tuple[str, str, Rule, Any]]:
-        """(path, name, rule, leaf) of each leaf."""
+        """Yields (path, name, rule, leaf) for each leaf."""
         found = leaves(tree)
         ruled = {path: match for path in found if (match := self._rule(path))}
         if unknown := [path for path in found if path not in ruled]:
@@ -178,7 +178,7 @@ class TreeMapping:
 
 
 def _experts(who: str, path: str, leaf: Any) -> range:
-    """The first axis of a leaf."""
+    """The indices of a leaf's first axis."""
     if not leaf.shape:
         raise ValueError(f"{who}: {path} is a scalar; a rule with {EXPERT} in its name needs a first axis of experts")
     return range(leaf.shape[0])
@@ -189,7 +189,7 @@ def _name_of_expert(name: str, index: int) -> str:
 
 
 def _stacked(path: str, arrays: list[Any]) -> Any:
-    """Those of all experts as one leaf; raises ValueError where they differ in shape, dtype or format."""
+    """The experts' arrays as one leaf; raises ValueError if they differ in shape, dtype or format."""
     kinds = {
         (jax.tree.structure(array), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(array))) for array in arrays
     }
@@ -201,7 +201,7 @@ def _stacked(path: str, arrays: list[Any]) -> Any:
 def _read(
     tensors: Arrays, scheme: Scheme | None, used: set[str], path: str, name: str, is_kernel: bool, dtype: Any
 ) -> Any:
-    """A leaf, or one expert's part of it, from its tensors, which are added to `used`; None where there are none."""
+    """A leaf, or one expert's part of it, from its tensors, which are added to `used`; None if they are missing."""
     array = tensors.get(name)
     quantized = is_kernel and (array is None or array.dtype.name not in FLOATS)
     if quantized and scheme is not None and (parts := _quantized_parts(tensors, name, scheme)):
@@ -221,13 +221,13 @@ def _module(name: str) -> str:
 
 
 def _quantized_parts(tensors: Arrays, name: str, scheme: Scheme) -> dict[str, str]:
-    """A module's tensors of a scheme that are there, the full name of each."""
+    """The tensors of a module in a scheme's format: maps their last parts to their full names."""
     parts = {part: f"{_module(name)}.{part}" for part in (*scheme.required, *scheme.optional)}
     return {part: full for part, full in parts.items() if full in tensors}
 
 
 def _widened(path: str, array: np.ndarray, dtype: Any) -> jax.Array:
-    """The array in a dtype that holds its numbers."""
+    """The array in a dtype that holds its numbers exactly."""
     if array.dtype.name not in FLOATS:
         raise ValueError(f"from_tensors: {path} is {array.dtype.name} in the checkpoint; needs {' or '.join(FLOATS)}")
     dtype = as_dtype(dtype)

@@ -1,4 +1,4 @@
-"""Trees of arrays by the paths of their leaves, and arrays that are spread over devices."""
+"""Trees of arrays as maps from paths to leaves, and gathering of arrays that are spread over devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def leaves(tree: Any) -> dict[str, Any]:
 
 
 def rebuilt(like: Any, found: Mapping[str, Any]) -> Any:
-    """`like` with other arrays.
+    """`like` with other arrays in its leaves.
 
     >>> rebuilt({"a": 1, "b": [2]}, {"a": 3, "b.0": 4})
     {'a': 3, 'b': [4]}
@@ -52,14 +52,14 @@ def rebuilt(like: Any, found: Mapping[str, Any]) -> Any:
 
 
 def on_host(path: str, array: Any) -> np.ndarray:
-    """An array of any kind as numpy's, gathered from its devices. The array itself keeps no copy of it.
+    """Any array as a numpy array, gathered from its devices. The given array does not keep the gathered copy.
 
     Arguments:
-        path: of the leaf, for errors.
-        array: numpy's or JAX's.
+        path: the leaf's path, for errors.
+        array: a numpy or JAX array.
 
     Raises:
-        ValueError: some of it lies in other processes.
+        ValueError: parts of it are in other processes.
 
     >>> on_host("a", jax.numpy.arange(3))
     array([0, 1, 2], dtype=int32)
@@ -71,7 +71,7 @@ def on_host(path: str, array: Any) -> np.ndarray:
     shards = array.addressable_shards
     if array.is_fully_replicated:
         return _on_host(shards[0].data)
-    # np.asarray(array) would be the same, but every array would keep what was gathered for as long as it lives
+    # np.asarray(array) would do the same, but then every array would keep the gathered copy as long as it lives
     whole = np.empty(array.shape, array.dtype)
     for shard in shards:
         if shard.replica_id == 0:
@@ -80,7 +80,7 @@ def on_host(path: str, array: Any) -> np.ndarray:
 
 
 def _on_host(single: jax.Array) -> np.ndarray:
-    """An array of one device; on the CPU a view of it."""
+    """The array of a single device; on the CPU a view of it."""
     if next(iter(single.devices())).platform != "cpu":
         single = jax.device_put(single, jax.local_devices(backend="cpu")[0])
     return np.asarray(single)

@@ -1,4 +1,4 @@
-"""Whole parameter trees as checkpoint folders, and back."""
+"""Saves whole parameter trees as checkpoint folders, and loads them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def save(
     """Writes a tree as a Hugging Face checkpoint.
 
     Arguments:
-        folder: a new or empty one.
+        folder: a new or empty folder.
         tree, mapping, scheme, dtype: see `TreeMapping.to_tensors`.
-        config: of config.json; what it says of quantisation is replaced by the scheme's, with every kernel that is not
-            quantised ignored by name.
-        shard_bytes: tensors are spread over files of this size, at least one tensor in each.
+        config: the content of config.json; the scheme replaces what it says about quantisation, and every kernel that
+            is not quantised is ignored by name.
+        shard_bytes: the size of files that tensors are spread over, with at least one tensor in each.
 
     Raises:
-        CheckpointError: the folder holds something.
+        CheckpointError: the folder is not empty.
         ValueError: see `TreeMapping.to_tensors`.
     """
     path = pathlib.Path(folder)
@@ -68,12 +68,12 @@ def load(folder: Folder, like: Any, mapping: TreeMapping, *, scheme: Scheme | No
     """Reads a tree from a Hugging Face checkpoint.
 
     Arguments:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         like, mapping: see `TreeMapping.from_tensors`.
-        scheme: the format of quantised weights. None: what the checkpoint's config says.
+        scheme: the format of quantised weights. None: the one that the checkpoint's config names.
 
     Raises:
-        CheckpointError: files that are missing or wrong.
+        CheckpointError: files are missing or wrong.
         ValueError: see `TreeMapping.from_tensors` and `schemes.from_config`.
     """
     with CheckpointFolder(folder) as source:
@@ -87,7 +87,7 @@ def _spec(tensor: np.ndarray) -> TensorSpec:
 
 
 def _files(tensors: Mapping[str, np.ndarray], shard_bytes: int) -> dict[str, list[str]]:
-    """Names of files, and of the tensors in each."""
+    """Maps file names to the names of the tensors in each."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():

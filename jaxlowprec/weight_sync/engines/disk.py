@@ -1,4 +1,4 @@
-"""What engines have in common that load a version from a shared disk when they are told to."""
+"""The common part of engines that load a version from a shared disk when they are told to."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jaxlowprec.weight_sync.versions import said_version
 
 
 class DiskEngine:
-    """Writes versions to a folder (see `DirectoryTransport`), and has an engine load them. See `Transport`.
+    """Writes versions to a folder (see `DirectoryTransport`) and tells an engine to load them. See `Transport`.
 
-    The engine serves while the version is written, and is paused only while it loads, within `commit`. It loads over
-    the weights that it has: if that fails, it is told to load the version before, which is still on the disk. `resume`
-    always reaches an engine that was told to pause, also where the answer to that was lost.
+    The engine serves while the version is written, and is paused only while it loads, in `commit`. It overwrites the
+    weights that it has: if loading fails, it is told to load the previous version, which is still on the disk. `resume`
+    always reaches an engine that was told to pause, even if its answer to that was lost.
 
-    Subclasses say what is called: `_pause`, `_load`, `_go_on`, `_served`.
+    Subclasses make the calls: `_pause`, `_load`, `_go_on`, `_served`.
 
     Arguments:
-        url: of the engine's server.
-        path: of the folder of versions, the same on the trainer's and the engine's machines, or see `engine_path`.
-        engine_path: of that folder as the engine sees it.
-        api_key: that the server asks for.
-        keep, files, shard_bytes: see `DirectoryTransport`. config.json belongs to `files`: engines read it.
+        url: the URL of the engine's server.
+        path: the folder of versions: one path on the trainer's and the engine's machine, or see `engine_path`.
+        engine_path: the path of that folder on the engine's machine.
+        api_key: the key that the server asks for.
+        keep, files, shard_bytes: see `DirectoryTransport`. config.json has to be in `files`: engines read it.
 
     >>> DiskEngine("http://localhost:30000", "/shared/weights", keep=1)
     Traceback (most recent call last):
@@ -60,7 +60,7 @@ class DiskEngine:
         self._paused = False
 
     def version(self, timeout: float) -> int:
-        """The newest that is published or that the engine says it serves; what is no number counts as 0."""
+        """The newest version that is published or that the engine says it serves; text without a number counts as 0."""
         return max(self._folders.version(timeout), said_version(self._served(timeout)))
 
     def pause(self, timeout: float) -> None:
@@ -68,7 +68,7 @@ class DiskEngine:
         self._folders.pause(timeout)
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
-        """A new version follows."""
+        """Starts a new version."""
         self._folders.begin(version, manifest, timeout)
 
     def send(self, bucket: Bucket, timeout: float) -> None:
@@ -76,11 +76,11 @@ class DiskEngine:
         self._folders.send(bucket, timeout)
 
     def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
-        """Publishes the folder, pauses the engine, and has it load the version; each call may take `timeout` s.
+        """Publishes the folder, pauses the engine and makes it load the version; each call may take `timeout` s.
 
         Raises:
-            Refused, PeerLost: the engine did not load it. It was told to load the version before; the error says if
-                that failed too. The new version stays published; the next one has to have a higher number.
+            Refused, PeerLost: the engine did not load it. It was told to load the previous version; the error says if
+                that failed, too. The new version stays published; the next one has to have a higher number.
         """
         before = self._folders.version(timeout)
         self._folders.commit(version, manifest_hash, timeout)
@@ -97,7 +97,7 @@ class DiskEngine:
         self._folders.abort(reason, timeout)
 
     def resume(self, timeout: float) -> None:
-        """Has the engine go on, and leaves the folder to other trainers."""
+        """Makes the engine go on, and releases the folder to other trainers."""
         try:
             if self._paused:
                 self._go_on(timeout)
@@ -106,10 +106,10 @@ class DiskEngine:
             self._folders.resume(timeout)
 
     def reload(self, timeout: float) -> int:
-        """Has the engine load the newest version that is published, as after its restart.
+        """Makes the engine load the newest published version, for example after its restart.
 
         Returns:
-            the version; 0: none is published, and the engine is left alone.
+            The version; 0: none is published, and the engine is not called.
         """
         newest = max(folders.versions(self._folders.path), default=0)
         if newest:
@@ -123,7 +123,7 @@ class DiskEngine:
         return newest
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Releases the folder."""
         self._folders.close()
 
     def _go_back(self, before: int, error: SyncError, timeout: float) -> None:
@@ -138,7 +138,7 @@ class DiskEngine:
             )
 
     def _seen(self, version: int) -> str:
-        """A version's folder as the engine sees it."""
+        """The path of a version's folder on the engine's machine."""
         return str(self._engine_path / folders.folder_name(version))
 
     def _pause(self, timeout: float) -> None:

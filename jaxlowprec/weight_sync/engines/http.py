@@ -1,4 +1,4 @@
-"""JSON over HTTP with a deadline for each call and a bound on what is read. An answer counts if all of it is there."""
+"""JSON over HTTP with a deadline for each call and a limit on the answer's size. Only complete answers count."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.transports.sockets import Deadline
 
 MAX_BYTES = 1 << 20
-"""Of an answer."""
+"""The most bytes of an answer."""
 
 _MAX_REASON = 500  # characters
 
 
 class HttpEngine:
-    """An engine's server.
+    """Calls an engine's server.
 
     Arguments:
-        url: "http://host:port", or https, with a path that goes before every call's.
+        url: "http://host:port", or https; it may have a path, which every call's path is appended to.
         api_key: sent as a bearer token, if any.
 
     Raises:
-        ValueError: a URL of something else.
+        ValueError: the URL is of another kind.
 
     >>> HttpEngine("localhost:30000")
     Traceback (most recent call last):
@@ -53,17 +53,17 @@ class HttpEngine:
         query: str = "",
         needs: str | None = None,
     ) -> dict[str, Any]:
-        """Sends a request, and gives the answer's object; {} for one that is text or nothing.
+        """Sends a request and returns the answer's object; {} if the answer is text or empty.
 
         Arguments:
-            method, path, query, body: of the request.
-            timeout: seconds that it may take in all.
-            needs: a field without which an answer of status 200 does not say that the call took effect.
+            method, path, query, body: the request's.
+            timeout: seconds for the whole call.
+            needs: a field that an answer of status 200 must have to show that the call took effect.
 
         Raises:
-            Refused: another status than 200, or a `success` that is not true; with what the engine says.
-            PeerTimeout: no answer in time. PeerLost: no connection, or an answer that is cut off or lacks what it
-                needs. Whether the call took effect is unknown then.
+            Refused: another status than 200, or a `success` that is not true; with the engine's reason.
+            PeerTimeout: no answer in time. PeerLost: no connection, or an answer that is cut off or lacks `needs`. It
+                is then unknown whether the call took effect.
         """
         status, answer = self._exchange(method, path + (f"?{query}" if query else ""), body, timeout)
         try:
@@ -111,9 +111,9 @@ class HttpEngine:
 
 
 class _Timed:
-    """What `http.client` uses of a socket. All reads and writes count down to one deadline.
+    """The part of a socket that `http.client` uses. All reads and writes share one deadline.
 
-    A socket's own timeout is for each of them: an answer of a byte now and then would have no end.
+    A socket's own timeout is for each read: an answer that sends a byte now and then would never end.
     """
 
     def __init__(self, connection: socket.socket, deadline: Deadline):
@@ -129,7 +129,7 @@ class _Timed:
         return io.BufferedReader(_TimedReads(self._connection, self._deadline))
 
     def close(self) -> None:
-        self._connection.close()  # what `makefile` gave reads on until it is closed too
+        self._connection.close()  # the file of `makefile` can be read until it is closed, too
 
 
 class _TimedReads(io.RawIOBase):

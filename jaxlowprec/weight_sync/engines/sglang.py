@@ -9,17 +9,17 @@ from jaxlowprec.weight_sync.engines.disk import DiskEngine
 
 
 class SGLang(DiskEngine):
-    """Has an SGLang server load versions from a shared disk. See `Transport` and `DiskEngine` for the rest.
+    """Makes an SGLang server load versions from a shared disk. See `Transport` and `DiskEngine` for the rest.
 
     Unverified against a real engine. The calls are those of SGLang 0.5.23: `/pause_generation`, `/flush_cache`,
-    `/update_weights_from_disk`, `/continue_generation`, `/model_info`. Tensors over HTTP are not offered: SGLang
+    `/update_weights_from_disk`, `/continue_generation`, `/model_info`. Tensors are not sent over HTTP, because SGLang
     unpickles them.
 
     Arguments:
         url: "http://host:30000".
-        path: of the folder of versions.
-        mode: what becomes of running requests: "abort" ends them, "retract" runs them again from their prompts and what
-            they have, "in_place" keeps them and their key-value cache of the old weights.
+        path: the folder of versions.
+        mode: what happens to running requests: "abort" ends them, "retract" runs them again from their prompts and the
+            tokens that they have, "in_place" keeps them and their key-value cache of the old weights.
         options: see `DiskEngine`.
 
     >>> transport = SGLang("http://localhost:30000", "/shared/weights", mode="retract")
@@ -43,7 +43,7 @@ class SGLang(DiskEngine):
 
     def _pause(self, timeout: float) -> None:
         self._engine.call("POST", "/pause_generation", {"mode": self._mode}, timeout=timeout)
-        if self._mode != "in_place":  # which keeps the cache
+        if self._mode != "in_place":  # this mode keeps the cache
             self._engine.call("POST", "/flush_cache", timeout=timeout, query=f"timeout={timeout:g}")
 
     def _load(self, folder: str, version: int, timeout: float) -> None:

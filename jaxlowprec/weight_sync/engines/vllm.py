@@ -9,17 +9,17 @@ from jaxlowprec.weight_sync.engines.disk import DiskEngine
 
 
 class VLLM(DiskEngine):
-    """Has a vLLM server load versions from a shared disk. See `Transport` and `DiskEngine` for the rest.
+    """Makes a vLLM server load versions from a shared disk. See `Transport` and `DiskEngine` for the rest.
 
     Unverified against a real engine. The server has these calls only with VLLM_SERVER_DEV_MODE=1, which lets everybody
-    who reaches it call any of its methods: keep it on a private network. They are those of vLLM 0.33.0: `/pause`,
+    who reaches it call any of its methods: keep it on a private network. The calls are those of vLLM 0.33.0: `/pause`,
     `/collective_rpc` with `reload_weights`, `/reset_prefix_cache`, `/update_weight_version`, `/resume`, `/weight_info`.
     `/start_weight_update` and its companions are for NCCL and IPC, and have no backend for a disk.
 
     Arguments:
         url: "http://host:8000".
-        path: of the folder of versions.
-        mode: what becomes of running requests: "abort" ends them, "wait" lets them finish, "keep" keeps them and their
+        path: the folder of versions.
+        mode: what happens to running requests: "abort" ends them, "wait" lets them finish, "keep" keeps them and their
             key-value cache of the old weights.
         options: see `DiskEngine`.
 
@@ -48,7 +48,7 @@ class VLLM(DiskEngine):
     def _load(self, folder: str, version: int, timeout: float) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": timeout}
         self._engine.call("POST", "/collective_rpc", body, timeout=timeout, needs="results")
-        if self._mode != "keep":  # prefixes that were computed with the old weights
+        if self._mode != "keep":  # drops prefixes that were computed with the old weights
             self._engine.call("POST", "/reset_prefix_cache", timeout=timeout)
         self._engine.call("POST", "/update_weight_version", {"new_version": str(version)}, timeout=timeout)
 

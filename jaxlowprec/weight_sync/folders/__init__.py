@@ -1,1 +1,1 @@
-"""By a shared folder of versions, complete or as changes."""
+"""Sync through a shared folder of versions, which are complete or changes."""

@@ -1,28 +1,28 @@
-"""Which bytes of a tensor changed: runs, as gaps and lengths of 16 bits, and the new bytes.
+"""The changed bytes of a tensor: runs, each a gap and a length of 16 bits, and the new bytes.
 
-A run is (bytes to skip, bytes to write). Unchanged bytes between two changed ones are written too where that is shorter
-than another run. A gap that is longer than 65535 is several runs with nothing to write. Applying runs twice gives what
-applying them once gives.
+A run is (bytes to skip, bytes to write). Unchanged bytes between two changed ones are written, too, if that is shorter
+than another run. A gap that is longer than 65535 becomes several runs with nothing to write. Applying runs twice has
+the same result as applying them once.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_MERGE = 4  # bytes of a run: so many unchanged bytes cost as much
+_MERGE = 4  # bytes of a run: it costs as much as writing this many unchanged bytes
 _CHUNK = 1 << 24  # bytes compared at once, which bounds memory
-_RUNS = 1 << 16  # written at once
+_RUNS = 1 << 16  # runs written at once
 _MOST = 65535
 
 
 def changed_runs(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What changed from one tensor's bytes to another's of the same length.
+    """The difference from one tensor's bytes to another's of the same length.
 
     Arguments:
         old, new: uint8 [n].
 
     Returns:
-        runs, uint16 [r, 2], and the bytes that they write, uint8 [m].
+        Runs, uint16 [r, 2], and the bytes that they write, uint8 [m].
 
     >>> changed_runs(np.zeros(9, np.uint8), np.asarray([0, 0, 7, 0, 8, 0, 0, 0, 0], np.uint8))
     (array([[2, 3]], dtype=uint16), array([7, 0, 8], dtype=uint8))
@@ -70,7 +70,7 @@ def _encode(gaps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def apply_runs(tensor: np.ndarray, runs: np.ndarray, values: np.ndarray) -> None:
-    """Writes what changed into a tensor's bytes, uint8 [n].
+    """Applies changes to a tensor's bytes, uint8 [n].
 
     Raises:
         ValueError: the runs are longer than the tensor, or do not fit the bytes; nothing was written.
@@ -90,7 +90,7 @@ def apply_runs(tensor: np.ndarray, runs: np.ndarray, values: np.ndarray) -> None
     for first in range(0, len(runs), _RUNS):
         some = runs[first : first + _RUNS].astype(np.int64)
         ends, count = place + np.cumsum(some.sum(1)), some[:, 1]
-        if count.sum() > _CHUNK:  # few and long
+        if count.sum() > _CHUNK:  # the runs are few and long
             for end, length in zip(ends.tolist(), count.tolist(), strict=True):
                 tensor[end - length : end] = values[taken : taken + length]
                 taken += length

@@ -1,6 +1,6 @@
-"""Versions as what changed since the one before: between two steps of training most bytes stay.
+"""Versions as changes since the previous version: between two steps of training most bytes stay the same.
 
-Nothing is ever applied to weights that are served: `pull` makes the new version beside the old one.
+Changes are never applied to weights that are served: `pull` makes the new version beside the old one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class DeltaTransport(DirectoryTransport):
-    """Publishes what changed since the version before; every so often, and after a restart, a complete version.
+    """Publishes what changed since the previous version; at intervals, and after a restart, a complete version.
 
-    The trainer's process keeps the bytes of the version before in memory, as much as one version has. Which versions
-    are complete shows in their names. Everything else is as in `DirectoryTransport`.
+    The trainer's process keeps the bytes of the previous version in memory, as many as one version has. The names of
+    versions show which are complete. Everything else is as in `DirectoryTransport`.
 
     Arguments:
-        path, keep, files, shard_bytes: see there. `keep` counts complete versions; their deltas stay with them.
-        full_every: every so many versions a complete one.
+        path, keep, files, shard_bytes: see `DirectoryTransport`. `keep` counts complete versions; their deltas stay.
+        full_every: one version in this many is complete.
 
     >>> import tempfile
     >>> import numpy as np
@@ -69,12 +69,12 @@ class DeltaTransport(DirectoryTransport):
         base, self._base = self._base, None
         try:
             self._base = _advanced(base, written)
-        except (OSError, ValueError) as error:  # the version is out: only what the next one is compared with is lost
+        except (OSError, ValueError) as error:  # the version is published; only the base for the next one is lost
             _LOG.warning("weight sync: the next version will be complete, not a delta: %s", error)
 
 
 def _advanced(base: Base | None, written: WrittenVersion) -> Base:
-    """A base brought to the version that was published, from its files."""
+    """Brings a base to the version that was published, from its files."""
     staging = written.staging
     if base is not None and folders.is_delta(written.folder):
         with Changes(written.folder, count_files(written.folder)) as changes:

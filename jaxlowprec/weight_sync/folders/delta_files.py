@@ -1,8 +1,8 @@
-"""The files of a delta: what changed since a base version, written and applied.
+"""Writes and applies the files of a delta, which hold what changed since a base version.
 
 A delta's folder holds `delta-00000.safetensors` and so on, one for each bucket in which something changed. A tensor
-that changed in few places is there as `runs:NAME` and `bytes:NAME` (see `changes.py`), another as `whole:NAME`, its
-bytes; one that did not change is not there. manifest.json has every tensor's checksum before and after.
+that changed in few places is stored as `runs:NAME` and `bytes:NAME` (see `changes.py`), one that changed in many as
+`whole:NAME`, its bytes; an unchanged one is not stored. manifest.json has every tensor's checksum before and after.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jaxlowprec.weight_sync.folders.record import Record, refusing
 from jaxlowprec.weight_sync.folders.written_version import as_bytes
 from jaxlowprec.weight_sync.manifest import Manifest
 
-_DENSE = 8  # one byte in so many changed: the whole tensor is shorter, or not much longer
+_DENSE = 8  # from one changed byte in this many on, the whole tensor is shorter than runs, or not much longer
 
 
 class Base:
-    """The bytes of the version before, which a trainer keeps to compare with.
+    """The bytes of the previous version, which a trainer keeps to compare with.
 
     >>> base = Base(7, Manifest(()), {}, {})
     >>> base.version, base.deltas
@@ -36,15 +36,15 @@ class Base:
 
     def __init__(self, version: int, manifest: Manifest, tensors: dict[str, np.ndarray], checksums: dict[str, str]):
         self.version, self.manifest, self.tensors, self.checksums = version, manifest, tensors, checksums
-        self.deltas = 0  # since the last complete version
+        self.deltas = 0  # number of deltas since the last complete version
 
 
 class ChangesWriter:
     """Writes what changed since a base version.
 
     Arguments:
-        folder: that exists.
-        base: to compare with; it is not changed.
+        folder: an existing folder.
+        base: the version to compare with; it is not changed.
 
     >>> import tempfile
     >>> old, new = np.zeros(99, np.uint8), np.eye(1, 99, 5, np.uint8)[0]
@@ -62,7 +62,7 @@ class ChangesWriter:
         self._folder, self._base, self._files = folder, base, 0
 
     def write(self, arrays: Mapping[str, np.ndarray], checksums: Mapping[str, str]) -> None:
-        """Compares, and writes a file if anything changed."""
+        """Compares the tensors, and writes a file if anything changed."""
         changed: dict[str, np.ndarray] = {}
         for name, array in arrays.items():
             if checksums[name] == self._base.checksums[name]:
@@ -83,19 +83,19 @@ class ChangesWriter:
             self._files += 1
 
     def finish(self) -> tuple[int | None, int, dict[str, str]]:
-        """Every file is on the disk already."""
+        """Does nothing more: every file is on the disk already."""
         return self._base.version, self._files, dict(self._base.checksums)
 
     def abandon(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 class Changes:
-    """What a delta holds, open for reading. A context manager. See `ChangesWriter`.
+    """The changes of a delta, open for reading. A context manager. See `ChangesWriter`.
 
     Arguments:
-        folder: of the delta.
-        files: so many it has.
+        folder: the delta's folder.
+        files: the number of its files.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -113,7 +113,7 @@ class Changes:
             raise
 
     def apply(self, name: str, tensor: np.ndarray) -> None:
-        """Makes a tensor's bytes, uint8 [nbytes], this version's. Raises ValueError for changes that do not fit."""
+        """Changes a tensor's bytes, uint8 [nbytes], to this version's. Raises ValueError if the changes do not fit."""
         if whole := self._file_of.get(f"whole:{name}"):
             size = whole.header.tensors[f"whole:{name}"].spec.nbytes
             if size != tensor.size:
@@ -138,16 +138,16 @@ class Changes:
 
 
 def apply_delta(name: str, tensor: np.ndarray, digest: str, changes: Changes, record: Record) -> str:
-    """Makes a tensor's bytes those of a delta's version. What was applied already is left as it is.
+    """Changes a tensor's bytes to those of a delta's version. A tensor that already has them is left as it is.
 
     Arguments:
-        name: of the tensor.
+        name: the tensor's name.
         tensor: uint8 [nbytes]; a copy, never one that is served.
         digest: its checksum.
-        changes, record: of the delta.
+        changes, record: the delta's.
 
     Returns:
-        the checksum afterwards.
+        The checksum afterwards.
 
     Raises:
         Refused: the tensor is neither the delta's base nor its result, or the delta is damaged.
@@ -172,7 +172,7 @@ def apply_delta(name: str, tensor: np.ndarray, digest: str, changes: Changes, re
 
 
 def count_files(folder: pathlib.Path) -> int:
-    """How many files of changes a delta's folder has.
+    """The number of files with changes in a delta's folder.
 
     >>> count_files(pathlib.Path("/nowhere"))
     0

@@ -1,7 +1,7 @@
 """Versions as folders of safetensors files on a disk that trainer and engines share.
 
-The transport writes; `pull` (see `pulling.py`) reads on the engine's side, whenever the engine wants to. Between them
-is nothing but the file system: a version appears whole, by one rename, after all of it is on the disk.
+The transport writes. `pull` (see `pulling.py`) reads on the engine's side, whenever the engine calls it. Only the file
+system is between them: a version appears as a whole, by one rename, after all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from jaxlowprec.weight_sync.transports.sockets import check_timeout
 from jaxlowprec.weight_sync.versions import newer
 
 SHARD_BYTES = 5 << 30
-"""Of a safetensors file, unless one tensor has more."""
+"""The most bytes of a safetensors file, unless a single tensor has more."""
 
 
 class DirectoryTransport:
     """Publishes each version as a folder `v000007` with everything that an engine loads. See `Transport`.
 
-    The folder is written under a temporary name and gets its own at `commit`, when all of it is on the disk. Nobody is
-    paused: engines take a version when they like, with `pull` or by themselves. One trainer writes at a time. Writing
-    and waiting for the disk is not cut short by a `timeout`; waiting for another trainer is.
+    The folder is written under a temporary name and gets its final name at `commit`, when all of it is on the disk.
+    Engines are not paused: they take a version when they want, by `pull` or on their own. One trainer writes at a time.
+    `timeout` limits waiting for another trainer; it does not limit writing and waiting for the disk.
 
     Arguments:
-        path: of the folder of versions; made if it is missing.
-        keep: so many complete versions stay, and those that somebody reads.
-        files: that every version gets a copy of, such as config.json and the tokenizer's.
-        shard_bytes: of a safetensors file.
+        path: the folder of versions; it is made if it is missing.
+        keep: how many complete versions stay; versions that somebody reads stay, too.
+        files: files that are copied into every version, such as config.json and the tokenizer's files.
+        shard_bytes: the size of a safetensors file.
 
     Raises:
-        Refused: another trainer is writing; a version that is not newer than what is there; buckets out of order or
-            damaged.
+        Refused: another trainer is writing; the version is not newer than those in the folder; or buckets are out of
+            order or damaged.
 
     >>> import tempfile
     >>> import numpy as np
@@ -88,14 +88,14 @@ class DirectoryTransport:
             raise ValueError(f"{type(self).__name__}: files has {twice}; needs files with names of their own")
         self._lock: int | None = None
         self._open: WrittenVersion | None = None
-        self._newest = 0  # that this transport published
+        self._newest = 0  # the newest version that this transport published
 
     def version(self, timeout: float) -> int:
-        """The newest that is published; 0: none yet. It counts on where somebody empties the folder."""
+        """The newest published version; 0: none yet. It keeps counting even if somebody empties the folder."""
         return max((self._newest, *folders.versions(self.path)))
 
     def pause(self, timeout: float) -> None:
-        """Takes the folder for this trainer, and removes what a killed one left."""
+        """Takes the folder for this trainer, and removes what a killed trainer left."""
         if self._lock is not None:
             raise Refused(f"pause: {self.path}: a session is open already; resume it first")
         check_timeout("pause", timeout)
@@ -107,7 +107,7 @@ class DirectoryTransport:
         folders.remove_unfinished(self.path)
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
-        """A new version follows."""
+        """Starts a new version."""
         if self._lock is None:
             raise Refused("begin: no session is open; pause first")
         if self._open is not None:
@@ -119,7 +119,7 @@ class DirectoryTransport:
         self._opened("send").take(bucket)
 
     def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
-        """Puts the version on the disk, gives it its name, and removes old ones."""
+        """Flushes the version to the disk, gives it its name, and removes old versions."""
         opened = self._opened("commit")
         staging = opened.staging
         if (version, manifest_hash) != (staging.version, staging.manifest.hash):
@@ -137,14 +137,14 @@ class DirectoryTransport:
         self._forget()
 
     def resume(self, timeout: float) -> None:
-        """Leaves the folder to other trainers."""
+        """Releases the folder to other trainers."""
         self._forget()
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
     def close(self) -> None:
-        """Ends a session that is open."""
+        """Ends an open session."""
         self.resume(timeout=0)
 
     def _opened(self, verb: str) -> WrittenVersion:
@@ -158,16 +158,16 @@ class DirectoryTransport:
             opened.abandon()
 
     def _next(self, version: int, manifest: Manifest) -> WrittenVersion:
-        """What the next version is written to."""
+        """The writer of the next version."""
         folder = self.path / folders.folder_name(version)
         return WrittenVersion(folder, version, manifest, lambda to: CompleteWriter(to, manifest, self._shard_bytes))
 
     def _published(self, written: WrittenVersion) -> None:
-        """A version has got its name."""
+        """Called after a version got its name."""
 
 
 def _lock(path: pathlib.Path, timeout: float) -> int:
-    """An open descriptor that holds the trainers' lock. Raises Refused where another has it, or none can."""
+    """An open descriptor that holds the trainers' lock. Raises Refused if another trainer has it, or locking fails."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:

@@ -1,11 +1,11 @@
-"""A folder of versions on a disk that trainer and engines share: names, locks, and what a version says of itself.
+"""The layout of a folder of versions on a disk that trainer and engines share: names, locks, publishing and pruning.
 
     v000007/         a complete version: safetensors files as Hugging Face has them, and manifest.json
-    v000008-delta/   what changed since the version before
+    v000008-delta/   what changed since the previous version
     .lock            held by the trainer that writes
 
-A version gets its name when all of it is on the disk, and never changes afterwards: what has a name is complete. A
-version is a folder: a link or a file of such a name is none. No link within the folder of versions is followed.
+A version gets its name when all of it is on the disk, and never changes afterwards: a folder with such a name is
+complete. A link or a file with such a name is not a version. No link within the folder of versions is followed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def folder_name(version: int, delta: bool = False) -> str:
-    """A version's name.
+    """The name of a version's folder.
 
     >>> folder_name(7), folder_name(8, delta=True)
     ('v000007', 'v000008-delta')
@@ -41,10 +41,10 @@ def folder_name(version: int, delta: bool = False) -> str:
 
 
 def versions(path: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The versions that a folder holds, oldest first; a complete one goes before a delta of the same number.
+    """The versions in a folder, oldest first; a complete one comes before a delta of the same number.
 
     Raises:
-        Refused: it cannot be listed; one that is missing holds nothing.
+        Refused: the folder cannot be listed; a missing folder has no versions.
 
     >>> versions(pathlib.Path("/nowhere"))
     {}
@@ -61,7 +61,7 @@ def versions(path: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def _is_version(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder with the name that `folder_name` gives."""
+    """Whether it is a folder with a name that `folder_name` gives."""
     match = _NAME.fullmatch(entry.name)
     if match is None or not entry.is_dir(follow_symlinks=False):
         return False
@@ -70,7 +70,7 @@ def _is_version(entry: os.DirEntry[str]) -> bool:
 
 
 def is_delta(folder: pathlib.Path) -> bool:
-    """Whether a version is what changed, after its name.
+    """Whether a version is a delta, by its name.
 
     >>> is_delta(pathlib.Path("v000008-delta"))
     True
@@ -82,10 +82,10 @@ def unfinished(folder: pathlib.Path) -> pathlib.Path:
     """A new folder, in which a version is written before it gets its name.
 
     Arguments:
-        folder: of the version to be. The new one lies beside it.
+        folder: the version's final folder. The new one is made beside it.
 
     Raises:
-        Refused: something has the version's name that is not a version. OSError: it cannot be made.
+        Refused: something that is not a version has the version's name. OSError: the folder cannot be made.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -98,7 +98,7 @@ def unfinished(folder: pathlib.Path) -> pathlib.Path:
         raise Refused(f"{folder}: is there already, and is not a version; remove it")
     try:
         temporary_path(folder).mkdir()
-    except FileExistsError:  # a killed trainer left it, or somebody put it there, and it could not be removed
+    except FileExistsError:  # left by a killed trainer or put there by somebody, and it could not be removed
         other = _unlikely(folder)
         other.mkdir()
         return other
@@ -106,19 +106,19 @@ def unfinished(folder: pathlib.Path) -> pathlib.Path:
 
 
 def publish(written: pathlib.Path, folder: pathlib.Path) -> None:
-    """Gives a version, written in full in an `unfinished` folder, its name."""
+    """Gives a version, completely written in an `unfinished` folder, its name."""
     sync_folder(written)
     written.rename(folder)
     sync_folder(folder.parent)
 
 
 def _unlikely(folder: pathlib.Path) -> pathlib.Path:
-    """A temporary path that nothing has."""
+    """A temporary path that does not exist."""
     return temporary_path(folder).with_name(f"{temporary_path(folder).name}.{secrets.token_hex(8)}")
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Puts a folder's list of files on the disk.
+    """Flushes a folder's list of files to the disk.
 
     >>> sync_folder(pathlib.Path("."))
     """
@@ -140,7 +140,7 @@ def being_read(folder: pathlib.Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, _FOLDER)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: an unlinked file stays readable
+        with contextlib.suppress(OSError):  # without locks in the file system: an unlinked file stays readable
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         if not os.path.samestat(folder.lstat(), os.fstat(descriptor)):
             raise FileNotFoundError(f"{folder}: was pruned")
@@ -176,7 +176,7 @@ def _remove(folder: pathlib.Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        condemned = folder.rename(_unlikely(folder))  # nobody sees half of it
+        condemned = folder.rename(_unlikely(folder))  # so that nobody sees half of it
     except OSError:  # it is being read
         return False
     finally:
@@ -186,7 +186,7 @@ def _remove(folder: pathlib.Path) -> bool:
 
 
 def remove_unfinished(path: pathlib.Path) -> None:
-    """Removes what trainers that were killed have left, and whatever else has such a name; no link is followed.
+    """Removes what killed trainers have left, and anything else with such a name; no link is followed.
 
     >>> remove_unfinished(pathlib.Path("/nowhere"))
     """

@@ -1,4 +1,4 @@
-"""The engine's side of a folder of versions: the newest one, from complete files or from changes, into a receiver."""
+"""The engine's side of a folder of versions: brings the newest version, complete or as changes, to a receiver."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _LOOK = 0.1  # seconds between two looks for a version
 def pull(path: str | os.PathLike[str], receiver: Receiver, *, wait: float = 0.0, timeout: float = 60.0) -> int:
     """Brings a receiver to the newest version of a folder, if that is newer than its own.
 
-    A delta is applied to a copy of what it changes, with all deltas in between in their order: of what the receiver
-    serves if it has an older version of the chain, else of the complete version that the chain begins with. Every
-    tensor's checksum is compared before and after, and every bucket's. While it reads, the version is not pruned.
+    A delta, and all deltas before it in their order, are applied to a copy: of what the receiver serves if that is an
+    older version of the chain, otherwise of the complete version that the chain begins with. The checksums of all
+    tensors are compared before and after, and those of all buckets. A version that is being read is not pruned.
 
     Arguments:
-        path: of the folder.
-        receiver: that serves published bytes (form "published") or whatever it makes of complete versions.
-        wait: seconds to wait for a newer version, if there is none; 0: look once.
+        path: the folder of versions.
+        receiver: for deltas it has to serve published bytes (form "published"); complete versions fit any form.
+        wait: seconds to wait if there is no newer version; 0: look once.
         timeout: seconds that the engine may take to pause.
 
     Returns:
-        the version that is served now.
+        The version that is served now.
 
     Raises:
-        ValueError: a wait or timeout that never ends.
+        ValueError: `wait` or `timeout` never ends.
         Refused: the newest version is damaged or cannot be opened, or its chain of deltas is broken; the path is not a
             folder of versions; or its newest version is older than the one that is served. The receiver serves its old
             version.
@@ -62,7 +62,7 @@ def pull(path: str | os.PathLike[str], receiver: Receiver, *, wait: float = 0.0,
             try:
                 _feed(folder, newest, receiver, timeout)
                 return receiver.version
-            except FileNotFoundError as error:  # it was pruned: then there is a newer one. Or it never can be opened
+            except FileNotFoundError as error:  # pruned, so there is a newer one; or it can never be opened
                 vanished[newest] = error
         elif time.monotonic() >= until:
             _check_newest(folder, max(listed, default=0), receiver.version, vanished)
@@ -72,7 +72,7 @@ def pull(path: str | os.PathLike[str], receiver: Receiver, *, wait: float = 0.0,
 
 
 def _check_newest(path: pathlib.Path, newest: int, served: int, vanished: dict[int, FileNotFoundError]) -> None:
-    """Raises Refused where a folder has something to say, and no version that could be taken."""
+    """Raises Refused if a folder has versions, but none that could be taken."""
     if newest in vanished:
         raise Refused(
             f"{path}: version {newest} is listed and cannot be opened: {vanished[newest]}; publish a complete version"
@@ -85,7 +85,7 @@ def _check_newest(path: pathlib.Path, newest: int, served: int, vanished: dict[i
 
 
 def _feed(path: pathlib.Path, newest: int, receiver: Receiver, timeout: float) -> None:
-    """Brings a version to a receiver. Raises FileNotFoundError if it was pruned before it was open."""
+    """Brings a version to a receiver. Raises FileNotFoundError if it was pruned before it was opened."""
     with contextlib.ExitStack() as opened:
         record, read = _chain(path, newest, receiver, opened)
         receiver.pause(timeout)
@@ -108,11 +108,11 @@ def _feed(path: pathlib.Path, newest: int, receiver: Receiver, timeout: float) -
 
 
 Read = Callable[[str, np.ndarray], None]
-"""Puts a tensor's bytes to their destination, uint8 [nbytes]."""
+"""Writes a tensor's bytes to their destination, uint8 [nbytes]."""
 
 
 def _chain(path: pathlib.Path, newest: int, receiver: Receiver, opened: contextlib.ExitStack) -> tuple[Record, Read]:
-    """A version's record, and what reads its tensors; all that it needs stays open."""
+    """A version's record, and a function that reads its tensors; the files that it needs stay open."""
     found = folders.versions(path)
     links: list[tuple[Record, Changes]] = []  # newest first
     version = newest
@@ -143,7 +143,7 @@ def _chain(path: pathlib.Path, newest: int, receiver: Receiver, opened: contextl
 
 
 def _is_base(receiver: Receiver, record: Record) -> bool:
-    """Whether what a receiver serves is, to the byte, what a delta is a change of."""
+    """Whether a receiver serves, to the byte, the base of a delta."""
     weights = receiver.weights
     if (
         weights.version != record.base_version
@@ -181,7 +181,7 @@ def _from_files(folder: pathlib.Path, record: Record, opened: contextlib.ExitSta
 
 
 def _reading(base: Read, links: list[tuple[Record, Changes]]) -> Read:
-    """Reads from the base, and applies deltas, the oldest first."""
+    """A function that reads from the base and applies the deltas, oldest first."""
 
     def read(name: str, destination: np.ndarray) -> None:
         base(name, destination)

@@ -1,4 +1,4 @@
-"""What a published version says of itself: `manifest.json`."""
+"""The record of a published version: `manifest.json`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FIELDS = {"format", "version", "base_version", "files", "manifest", "buckets", 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What `manifest.json` says of a version.
+    """The content of a version's `manifest.json`.
 
     Attributes:
         version: its number.
-        base_version: of a delta: the version that it changes; None: it is complete.
-        files: how many files of changes a delta has.
-        manifest: what the version consists of, changed or not.
-        buckets: the headers under which it was sent, with the checksums of its whole bytes.
-        before, after: checksum of each tensor's bytes in the base version (of a delta) and in this one.
+        base_version: the version that a delta changes; None: the version is complete.
+        files: the number of a delta's files.
+        manifest: all tensors of the version, changed or not.
+        buckets: the headers under which it was sent, with checksums of the complete bytes.
+        before, after: checksum of each tensor's bytes in a delta's base version, and in this version.
 
     >>> record = Record(1, None, 0, Manifest(()), (), {}, {})
     >>> Record.from_json(record.to_json()) == record
@@ -47,7 +47,7 @@ class Record:
     after: dict[str, str]
 
     def to_json(self) -> dict[str, object]:
-        """For `from_json`, with a checksum of itself."""
+        """The record as JSON for `from_json`, with a checksum of itself."""
         content: dict[str, object] = {
             "format": _FORMAT,
             "version": self.version,
@@ -62,7 +62,7 @@ class Record:
 
     @classmethod
     def from_json(cls, content: dict[str, object]) -> Record:
-        """The inverse. Raises ValueError for anything else than what `to_json` gives."""
+        """The inverse of `to_json`. Raises ValueError for anything that `to_json` does not give."""
         if set(content) != _FIELDS or type(content["format"]) is not int or content["format"] != _FORMAT:
             raise ValueError(
                 f"it has {brief(sorted(content))}, format {brief(content.get('format'))}; this version reads {_FORMAT}"
@@ -89,7 +89,7 @@ class Record:
 
 
 def _checksums(given: object, of: Mapping[str, object]) -> dict[str, str]:
-    """Given checksums, if there is one for each of some tensors."""
+    """The given checksums. Raises ValueError unless there is one for each of the tensors."""
     if not isinstance(given, dict) or given.keys() != of.keys() or not all(isinstance(c, str) for c in given.values()):
         raise ValueError("before and after must map tensors to checksums")
     return given
@@ -100,10 +100,10 @@ def _checksum(content: dict[str, object]) -> str:
 
 
 def read_record(folder: pathlib.Path) -> Record:
-    """What a version says of itself.
+    """The record of a version.
 
     Raises:
-        Refused: its manifest is missing, damaged or another version's.
+        Refused: its manifest is missing, damaged, or that of another version.
 
     >>> read_record(pathlib.Path("v000001"))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -118,7 +118,7 @@ def read_record(folder: pathlib.Path) -> Record:
 
 @contextlib.contextmanager
 def refusing(folder: pathlib.Path) -> Iterator[None]:
-    """What is wrong with a version on the disk becomes Refused, which says what to do.
+    """Turns errors about a version on the disk into Refused, which says what to do.
 
     >>> with refusing(pathlib.Path("v000003")):
     ...     raise ValueError("it is damaged")

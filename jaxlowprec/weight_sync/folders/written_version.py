@@ -1,4 +1,4 @@
-"""A version while it is written to a disk."""
+"""A version that is being written to a disk."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Writer(Protocol):
     """Writes the tensors of one version into its folder."""
 
     def write(self, arrays: Mapping[str, np.ndarray], checksums: Mapping[str, str]) -> None:
-        """The tensors of the next bucket, and the checksums of their bytes."""
+        """Writes the tensors of the next bucket, whose bytes have these checksums."""
 
     def finish(self) -> tuple[int | None, int, dict[str, str]]:
-        """Puts everything on the disk: (base version, files of changes, checksums of the base's tensors)."""
+        """Flushes everything to the disk; returns (base version, files of changes, checksums of the base's tensors)."""
 
     def abandon(self) -> None:
-        """Closes what is open."""
+        """Closes open files."""
 
 
 class CompleteWriter:
     """Writes a complete version: shards and their index, as Hugging Face has them.
 
     Arguments:
-        folder: that exists.
-        manifest: of the version.
-        shard_bytes: of a file, unless one tensor has more.
+        folder: an existing folder.
+        manifest: the version's manifest.
+        shard_bytes: the size of a file, unless a single tensor has more.
 
     >>> import tempfile
     >>> from jaxlowprec.weight_sync.manifest import Entry
@@ -76,12 +76,12 @@ class CompleteWriter:
             raise
 
     def write(self, arrays: Mapping[str, np.ndarray], checksums: Mapping[str, str]) -> None:
-        """Writes each to its shard."""
+        """Writes each tensor to its shard."""
         for name, array in arrays.items():
             self._writer_of[name].write(name, array)
 
     def finish(self) -> tuple[int | None, int, dict[str, str]]:
-        """Puts the shards on the disk, and writes the index of several."""
+        """Flushes the shards to the disk, and writes the index if there are several."""
         while self._open:
             self._open.pop().commit()
         if self._sharded:
@@ -96,19 +96,19 @@ class CompleteWriter:
 
 
 class WrittenVersion:
-    """A version that is being written, in a folder that gets its name at the end.
+    """A version that is being written, in a folder that gets its final name at the end.
 
     Arguments:
-        folder: that it will be; until then it lies beside, under a temporary name.
+        folder: the final path; until the end, a folder beside it with a temporary name is used.
         version, manifest: as announced.
-        writer: makes what writes its tensors, given the temporary folder.
+        writer: makes the writer of the tensors, given the temporary folder.
 
     Attributes:
         folder: as given.
         checksums: of the tensors that were written.
 
     Raises:
-        Refused: a bucket is out of order, damaged, or not what the manifest says.
+        Refused: a bucket is out of order, damaged, or does not fit the manifest.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -143,11 +143,11 @@ class WrittenVersion:
         self._writer.write(arrays, checksums)
         self.checksums |= checksums
         self._headers.append(bucket.header)
-        # They are in the file: only that they came counts.
+        # The arrays are in the file; `staging` only has to count that they came.
         self.staging.take_arrays(Bucket(bucket.header, tuple(arrays.values())), lambda name, array: None)
 
     def finish(self, files: Sequence[pathlib.Path]) -> None:
-        """Puts the version on the disk, with copies of `files`, and gives it its name."""
+        """Flushes the version to the disk, with copies of `files`, and gives it its name."""
         self.staging.complete()
         base_version, count, before = self._writer.finish()
         for file in files:
@@ -164,7 +164,7 @@ class WrittenVersion:
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """An array's bytes, uint8 [nbytes], as a view where it is contiguous.
+    """An array's bytes, uint8 [nbytes]; a view if the array is contiguous.
 
     >>> as_bytes(np.ones(2, np.int16))
     array([1, 0, 1, 0], dtype=uint8)

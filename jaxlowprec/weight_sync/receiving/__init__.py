@@ -1,1 +1,1 @@
-"""The engine's side: what was received, in which form, and when it is served."""
+"""The engine's side: receives versions of the weights, in one of several forms, and serves them."""

@@ -1,4 +1,4 @@
-"""Whether what is served is what was sent."""
+"""Compares the served weights with those that were sent."""
 
 from __future__ import annotations
 

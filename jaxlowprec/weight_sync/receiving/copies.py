@@ -1,4 +1,4 @@
-"""Arrays that are the receiver's own, whatever becomes of the trainer's."""
+"""Copies of arrays that belong to the receiver, whatever the trainer does with its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxlowprec.weight_sync.receiving.memory import Memory
 
 
 def own_copy(array: Any, sharding: Any = None, memory: Memory | None = None) -> Any:
-    """A copy, from device to device: a GPU's array does not pass through the host.
+    """A copy, made from device to device: a GPU's array does not pass through the host.
 
     Arguments:
-        array: JAX's or numpy's.
-        sharding: of the copy, a `jax.sharding.Sharding` or a device. None: the array's own; numpy's stay numpy's.
-        memory: where the copy lies, if that is on the CPU and laid out as the array is.
+        array: a JAX or numpy array.
+        sharding: the copy's `jax.sharding.Sharding` or device. None: the array's own; numpy arrays stay numpy's.
+        memory: memory for the copy, used if the copy is on the CPU and laid out as the array is.
 
     Raises:
         ValueError: see `placed`.
@@ -32,7 +32,7 @@ def own_copy(array: Any, sharding: Any = None, memory: Memory | None = None) -> 
     on_the_cpu = all(device.platform == "cpu" for device in array.devices())
     if sharding not in (None, given) or not on_the_cpu or not array.is_fully_addressable:
         return placed(array, given if sharding is None else sharding, may_alias=False)
-    # XLA's allocator takes fresh pages of 4 KiB, which is slower than the copy; numpy asks for huge ones
+    # XLA's allocator takes fresh pages of 4 KiB, which is slower than the copy; numpy asks for huge pages
     parts = [
         jax.device_put(_of_numpy(np.asarray(shard.data), memory), shard.device) for shard in array.addressable_shards
     ]
@@ -40,10 +40,10 @@ def own_copy(array: Any, sharding: Any = None, memory: Memory | None = None) -> 
 
 
 def placed(array: Any, sharding: Any, may_alias: bool | None = None) -> jax.Array:
-    """An array where it shall lie.
+    """An array on the device or devices of a sharding.
 
     Raises:
-        ValueError: a dtype that JAX would change, as it does of 64 bits unless it is told not to.
+        ValueError: a dtype that JAX would change, as it changes 64-bit dtypes by default.
 
     >>> placed(np.ones(1), jax.devices()[0])
     Traceback (most recent call last):
@@ -56,7 +56,7 @@ def placed(array: Any, sharding: Any, may_alias: bool | None = None) -> jax.Arra
 
 
 def _of_numpy(array: np.ndarray, memory: Memory) -> np.ndarray:
-    """Read-only, in memory that JAX can use as it is."""
+    """A read-only copy in memory that JAX can use without copying it."""
     copy = memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
     np.copyto(as_bits(copy), as_bits(array))
     copy.flags.writeable = False

@@ -1,4 +1,4 @@
-"""A model made of the weights that came over: the way back from a `WeightSource` without a mapping."""
+"""Makes a model from received weights: the inverse of a `WeightSource` without a mapping."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from jaxlowprec.weight_sync.sending.source import PARTS, check_arrays
 def to_tree(weights: Mapping[str, Any], like: Any) -> Any:
     """A tree with these weights in its leaves, QuantizedArrays included. No parameter needs to be initialised for it.
 
-    For weights of a `WeightSource` without a mapping, whose names are the leaves' paths; with one, see
-    `TreeMapping.from_tensors`.
+    For weights of a `WeightSource` without a mapping, whose names are the leaves' paths. For weights with a mapping,
+    see `TreeMapping.from_tensors`.
 
     Arguments:
-        weights: by their names, as `Receiver.weights` in published form has them; of a QuantizedArray its parts.
+        weights: by their names, as `Receiver.weights` in published form has them; a QuantizedArray has one per part.
         like: the tree to fill: structure, shapes and dtypes count. Its leaves may be abstract (`jax.ShapeDtypeStruct`,
             as `jax.eval_shape` and `nnx.eval_shape` give).
 
     Returns:
-        As `like`, of JAX arrays; for an NNX module the state of its parameters and quantised kernels, for `nnx.update`.
+        A tree of JAX arrays like `like`; for an NNX module the state of its parameters and quantised kernels, for
+        `nnx.update`.
 
     Raises:
         TypeError: leaves of `like` that are not arrays. ValueError: weights that are missing or left over, or of

@@ -1,12 +1,12 @@
-"""Forms in which a receiver holds weights, and the way back to the tensors that were sent.
+"""Forms in which a receiver holds weights, and the inverse conversions to the tensors that were sent.
 
-    published   as they travelled
+    published   as they were sent
     plain       quantised weights decoded: <module>.weight [N, K]
     gptq        4-bit integers as GPTQ's qweight, qzeros, scales, g_idx; version 1 where symmetric, else version 2
     marlin      4-bit integers as Marlin's qweight [K/16, 2N], scales [K/g, N], qzeros [K/g, N/8] where asymmetric, and
                 the module's bias, each in the order of its kernel
 
-What is not quantised is the same in every form, but for that bias.
+Weights that are not quantised are the same in every form, except for that bias.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SMALL_BYTES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One form of a module.
+    """The conversions of a module to a form and back.
 
     Attributes:
-        decode: (tensors of a module by the last part of their names, scheme, dtype) to (the live ones, what is kept
-            beside them).
-        encode: (live, kept, scheme) to the tensors.
+        decode: takes (tensors of a module by the last part of their names, scheme, dtype), returns (the live tensors,
+            the tensors that are kept beside them).
+        encode: takes (live, kept, scheme), returns the tensors that were sent.
     """
 
     decode: Callable[[Arrays, Scheme, Any], tuple[Arrays, Arrays]]
@@ -51,7 +51,7 @@ def _to_plain(tensors: Arrays, scheme: Scheme, dtype: Any) -> tuple[Arrays, Arra
     if not _certain(tensors, scheme, weight.dtype):
         try:
             again = requantized(weight, beside, codes, scheme)[codes]
-        except ValueError:  # scales that only decode
+        except ValueError:  # the tensors can be decoded but not loaded
             again = None
         if again is None or again.tobytes() != tensors[codes].tobytes():
             beside[codes] = tensors[codes].copy()
@@ -69,7 +69,7 @@ def _certain(tensors: Arrays, scheme: Scheme, dtype: np.dtype) -> bool:
 
 def _from_plain(live: Arrays, kept: Arrays, scheme: Scheme) -> Arrays:
     codes = scheme.required[0]
-    if codes in kept:  # the weight does not say them; it can still differ from what they say
+    if codes in kept:  # the weight does not determine the codes, but it has to agree with them
         decoded = scheme.decompress(kept, live["weight"].dtype)
         if decoded.tobytes() == live["weight"].tobytes():
             return kept
@@ -130,11 +130,11 @@ _FORMS = {
 }
 
 NAMES = ("published", *_FORMS)
-"""Of all forms."""
+"""The names of all forms."""
 
 
 def check(described: Mapping[str, Any] | None, form: str) -> None:
-    """Raises ValueError for a scheme that nobody knows or that the form cannot hold.
+    """Raises ValueError for a scheme that is unknown or that the form cannot hold.
 
     >>> check({"name": "nvfp4"}, "marlin")
     Traceback (most recent call last):
@@ -152,10 +152,10 @@ def check(described: Mapping[str, Any] | None, form: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A quantised module of a live version: what is needed to tell what was sent.
+    """A quantised module of a live version, with all that is needed to restore what was sent.
 
     Attributes:
-        scheme: its format as it travelled.
+        scheme: the format in which it was sent.
         live: names of the live tensors, by their last parts.
         kept: tensors that are not live, by their last parts.
     """
@@ -168,16 +168,16 @@ class Module:
 def decoded(
     arrays: Arrays, described: Mapping[str, Any] | None, form: str, dtype: Any
 ) -> tuple[Arrays, dict[str, Module]]:
-    """Tensors of whole modules in a form.
+    """Converts the tensors of whole modules to a form.
 
     Arguments:
-        arrays: by their names.
+        arrays: the tensors, by their names.
         described: the manifest's scheme.
         form: one of `NAMES`.
-        dtype: of plain weights.
+        dtype: the dtype of plain weights.
 
     Returns:
-        The live tensors by their names, and the quantised modules.
+        The live tensors, by their names, and the quantised modules.
 
     Raises:
         ValueError: a module lacks tensors, or cannot be decoded to the form.
@@ -227,9 +227,9 @@ def encoded(live: Mapping[str, Any], modules: Mapping[str, Module], form: str) -
 
 
 def _quantised(arrays: Arrays, scheme: Scheme) -> dict[str, dict[str, str]]:
-    """The modules that have the scheme's codes: their tensors' names by the last parts."""
+    """The modules that have the scheme's codes: maps each to its tensors' names, by their last parts."""
     codes, parts = scheme.required[0], (*scheme.required, *scheme.optional)
     own = [name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == codes]
-    if codes == "weight":  # also what a float weight is called
+    if codes == "weight":  # a float weight has this name, too
         own = [m for m in own if any(f"{m}.{part}" in arrays for part in scheme.required[1:])]
     return {m: {part: f"{m}.{part}" for part in parts if f"{m}.{part}" in arrays} for m in own}

@@ -1,9 +1,9 @@
-"""Codes of weights whose scales are known: the way back from decoded weights to the bytes that they came from.
+"""Codes of weights whose scales are known: restores the bytes that decoded weights came from.
 
-    w = RNE_dtype((code - zero) * scale)    the code is the nearest to w / scale, plus zero
+    w = RNE_dtype((code - zero) * scale)    the code is the one nearest to w / scale, plus zero
 
-bfloat16 and float16 round by 2^-9 of w at most, a quarter of what lies between two codes at the least: the nearest code
-is the one that was decoded, except where a scale is zero or a product leaves the range of the dtype.
+bfloat16 and float16 round w by at most 2^-9 of it, a quarter of the smallest distance between two codes. So the nearest
+code is the one that was decoded, unless a scale is zero or a product leaves the range of the dtype.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jaxlowprec.checkpoints.schemes.codes import pack_bytes
 
 
 def requantized(weight: np.ndarray, beside: Tensors, codes: str, scheme: Scheme) -> dict[str, np.ndarray]:
-    """The tensors of a module again.
+    """All tensors of a module, codes included, from its decoded weight.
 
     Arguments:
         weight: [N, K], decoded.
         beside: the module's tensors without its codes.
-        codes: name of the tensor of codes.
-        scheme: of the module.
+        codes: the name of the tensor of codes.
+        scheme: the module's scheme.
 
     Raises:
-        ValueError: tensors that the scheme does not load.
+        ValueError: the scheme does not load such tensors.
 
     >>> from jaxlowprec.checkpoints.schemes import by_name
     >>> scheme = by_name("w4a16", group_size=16)
@@ -51,7 +51,7 @@ def _numpy(name: str) -> np.dtype:
 
 
 def _int4(weight: np.ndarray, q: QuantizedArray) -> np.ndarray:
-    """Bytes of two codes."""
+    """Codes as bytes, two in each."""
     n, k = weight.shape
     scale = np.asarray(q.scale).astype(np.float32)[..., None]
     zero = SYMMETRIC_ZERO if q.zero_point is None else np.asarray(q.zero_point)[..., None].astype(np.int32)
@@ -59,14 +59,14 @@ def _int4(weight: np.ndarray, q: QuantizedArray) -> np.ndarray:
     steps = np.divide(groups, scale, out=np.zeros_like(groups), where=scale != 0)
     found = np.clip(np.rint(steps) + zero, 0, 15).astype(np.uint8)
     data = pack_bytes(found.reshape(n, k))
-    if k % 2:  # our last nibble holds the code of zero
+    if k % 2:  # a QuantizedArray fills the last nibble with the code of zero
         last = SYMMETRIC_ZERO if q.zero_point is None else np.asarray(q.zero_point)[:, -1]
         data[:, -1] = data[:, -1] & 15 | np.uint8(last) << 4
     return data
 
 
 def _float(weight: np.ndarray, q: QuantizedArray, scheme: Scheme) -> np.ndarray:
-    """Bytes of two codes, or codes of 8 bits."""
+    """4-bit codes as bytes, two in each, or 8-bit codes."""
     element, packed = q.format.numbers.dtype, q.format.packed
     one = np.ones(1, element).view(np.uint8)[0]
     ones = np.full(q.data.shape, one | one << 4 if packed else one, np.uint8).view(np.asarray(q.data).dtype)

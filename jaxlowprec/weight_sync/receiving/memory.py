@@ -1,4 +1,4 @@
-"""Memory of versions that nobody holds any more, for the next version.
+"""Reuses the memory of versions that nobody holds any more for the next version.
 
 Fresh memory costs as much as the copy into it: the kernel clears every page that it hands out.
 """
@@ -13,14 +13,14 @@ import numpy as np
 from jaxlowprec.checkpoints.files.file_bytes import memory
 
 _LEAST_BYTES = 1 << 16
-"""Smaller buffers come from the allocator, which keeps such memory itself."""
+"""The smallest buffer in bytes that is reused; smaller ones come from the allocator, which reuses memory itself."""
 
 
 class Memory:
-    """Lends buffers. One comes back when the last array that is a view of it is gone, whoever held that.
+    """Lends buffers. A buffer comes back when the last array that is a view of it is gone, whoever held that array.
 
     Arguments:
-        keep: whether to keep what came back.
+        keep: whether to keep buffers that came back.
 
     >>> memory = Memory()
     >>> buffer = memory.take(1 << 20)
@@ -39,11 +39,11 @@ class Memory:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the buffers that nobody holds."""
+        """Bytes of the buffers that came back and are kept."""
         return sum(size * len(buffers) for size, buffers in list(self._free.items()))
 
     def take(self, nbytes: int) -> np.ndarray:
-        """A buffer, uint8 [nbytes], that begins at a multiple of 64 bytes. Its content is anything."""
+        """A buffer, uint8 [nbytes], that begins at a multiple of 64 bytes. Its content is undefined."""
         if not self._keep or nbytes < _LEAST_BYTES:
             return memory(nbytes)
         free = self._free.setdefault(nbytes, [])
@@ -56,13 +56,13 @@ class Memory:
         return np.asarray(lent)
 
     def trim(self) -> None:
-        """Gives back to the system what nobody holds now."""
+        """Returns the memory of all kept buffers to the system."""
         for free in self._free.values():
             free.clear()
 
 
 class _Lent:
-    """What all views of a buffer hold; unlike an array's own memory it can be watched."""
+    """The object that all views of a buffer hold; unlike an array's own memory, its end can be observed."""
 
     def __init__(self, buffer: np.ndarray):
         self.__array_interface__: Any = buffer.__array_interface__

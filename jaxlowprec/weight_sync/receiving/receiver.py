@@ -1,9 +1,9 @@
-"""The receiving side: double-buffered, so that whatever happens a complete version is served.
+"""The receiving side. It holds two versions, so that a complete version is served whatever happens.
 
     serving --pause--> paused --begin--> receiving --commit--> paused --resume--> serving
                           ^------------abort-----------'
 
-`resume` is allowed in every state and leads to "serving"; what was being received is forgotten.
+`resume` is allowed in every state and leads to "serving"; a version that was being received is dropped.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ class Receiver:
     """Receives versions of the weights and serves the newest complete one.
 
     One thread, the trainer's or a transport's, calls the verbs; engine threads read `weights` at any time without
-    waiting. Arrays received as bytes are numpy's, read-only.
+    waiting. Arrays that are received as bytes are read-only numpy arrays.
 
     Arguments:
-        form: what weights are decoded to before a version is served, one of `forms.NAMES`.
-        dtype: of weights under form="plain".
-        shardings: where arrays shall lie: a `jax.sharding.Sharding` or device by name, or a function of the name;
-            None for an array: where it lay, and for bytes numpy's memory.
-        on_pause: stops the engine, called with the seconds it may take; raises TimeoutError if that is too short.
-        on_resume: lets it go on; called after every `on_pause`, also one that failed.
-        max_bytes: of a version; a manifest of more is refused. None: no bound.
-        keep_memory: keep the memory of the version before, once nobody holds it, for the next one, instead of asking
-            the system for as much again at every sync.
+        form: the form that weights are decoded to before a version is served, one of `forms.NAMES`.
+        dtype: the dtype of weights under form="plain".
+        shardings: where arrays are placed: maps names to a `jax.sharding.Sharding` or device, or is a function of the
+            name; None for an array: where it was; arrays that come as bytes stay numpy's.
+        on_pause: stops the engine; it is called with the seconds that it may take, and raises TimeoutError if they
+            pass.
+        on_resume: lets the engine go on; called after every `on_pause`, even if that failed.
+        max_bytes: the most bytes of a version; a larger manifest is refused. None: no limit.
+        keep_memory: reuse the memory of the previous version, once nobody holds it, for the next one, instead of asking
+            the system for memory at every sync.
         timeout: seconds that a call waits for another thread's call.
 
     Raises:
-        ValueError: an unknown form, or a timeout that never ends.
-        Refused: by every verb, where the state or the arguments forbid it; nothing has changed then.
+        ValueError: the form is unknown, or the timeout never ends.
+        Refused: by every verb, if the state or the arguments forbid it; nothing has changed then.
 
     >>> from jaxlowprec.weight_sync.bucket import pack
     >>> bucket = pack(1, 0, True, {"a": np.ones(2, np.float32)})
@@ -95,16 +96,16 @@ class Receiver:
 
     @property
     def weights(self) -> Weights:
-        """The newest complete version. A snapshot: it stays as it is when another version comes."""
+        """The newest complete version. It is a snapshot, which does not change when another version comes."""
         return self._live
 
     @property
     def version(self) -> int:
-        """Of `weights`; 0 before the first commit."""
+        """The version of `weights`; 0 before the first commit."""
         return self._live.version
 
     def dump(self) -> dict[str, np.ndarray]:
-        """The live weights as the tensors that were sent, from whatever form they are in."""
+        """The tensors that were sent, restored from the live weights in any form."""
         return self._live.dump()
 
     @property
@@ -128,7 +129,7 @@ class Receiver:
                 raise
 
     def begin(self, version: int, manifest: Manifest) -> None:
-        """A version follows that consists of these tensors."""
+        """Starts a version that consists of these tensors."""
         with self._alone("begin"):
             if self._staging is not None:
                 raise Refused(f"begin: version {self._staging.version} is being received; abort it first")
@@ -144,7 +145,7 @@ class Receiver:
             self._staging = Staging(version, manifest, self._memory)
 
     def receive(self, bucket: Bucket) -> None:
-        """The next bucket, of bytes or arrays, which is copied: the caller may overwrite, donate or delete its own."""
+        """Takes the next bucket, of bytes or arrays, by copying: the caller may overwrite, donate or delete its own."""
         if bucket.holds_arrays:
             with self._alone("receive"):
                 self._receiving("receive").take_arrays(bucket, self._own)
@@ -155,26 +156,26 @@ class Receiver:
         self.received(bucket.header)
 
     def destination(self, header: BucketHeader) -> memoryview:
-        """Where a transport shall write the payload of the next bucket: writable bytes [header.nbytes].
+        """The memory to which a transport writes the payload of the next bucket: writable bytes [header.nbytes].
 
-        They become the weights' own memory. After the last byte call `received`; until then nothing counts as
-        received, and after a transfer that failed `destination` may be asked again. Never write to it after `received`.
+        It becomes the weights' own memory. Call `received` after the last byte; until then nothing counts as received,
+        and after a failed transfer `destination` may be called again. Never write to the memory after `received`.
         """
         with self._alone("receive"):
             return self._receiving("receive").destination(header)
 
     def received(self, header: BucketHeader, digest: str | None = None) -> None:
-        """The payload is in its place. Verifies its checksum.
+        """Says that the payload is in its place; verifies its checksum.
 
         Arguments:
-            header: that `destination` was asked with.
+            header: the header that `destination` was called with.
             digest: the payload's checksum, if it was computed while the bytes came; None: it is computed here.
         """
         with self._alone("receive"):
             self._receiving("receive").received(header, digest)
 
     def commit(self, version: int, manifest_hash: str) -> None:
-        """From here on the new version is served. A commit that fails while it decodes forgets what was received."""
+        """From here on the new version is served. A commit that fails while it decodes drops what was received."""
         with self._alone("commit"):
             staging = self._receiving("commit")
             if version != staging.version:
@@ -183,18 +184,18 @@ class Receiver:
                 raise Refused(f"commit: manifest {brief(manifest_hash)}; {staging.manifest.hash!r} is being received")
             staging.complete()
             self._staging = None
-            self._memory.trim()  # what this version had no use for; the old one's memory comes back after this
+            self._memory.trim()  # frees what this version did not use; the old version's memory comes back after this
             self._live = self._finished(staging)
 
     def abort(self, reason: str) -> None:
-        """Forgets what was received since `begin`; the old version stays. Does nothing in another state."""
+        """Drops what was received since `begin`; the old version stays. Does nothing in another state."""
         with self._alone("abort"):
             if self._staging is not None:
                 _LOG.info("weight sync: version %d is given up: %s", self._staging.version, reason)
             self._staging = None
 
     def resume(self) -> None:
-        """The engine goes on, with the version that is complete. Does nothing when it was not paused."""
+        """Lets the engine go on, with the version that is complete. Does nothing if it was not paused."""
         with self._alone("resume"):
             self._go_on()
 
@@ -214,13 +215,13 @@ class Receiver:
         return self._staging
 
     def _finished(self, staging: Staging) -> Weights:
-        """The received version in the receiver's form. Raises Refused where it cannot be decoded."""
+        """The received version in the receiver's form. Raises Refused if it cannot be decoded."""
         live: dict[str, Any] = {}
         modules: dict[str, forms.Module] = {}
         scheme = staging.manifest.scheme
         try:
             staging.buckets.reverse()
-            while staging.buckets:  # what one bucket held is freed before the next is decoded
+            while staging.buckets:  # frees the memory of one bucket before the next is decoded
                 arrays, found = forms.decoded(staging.buckets.pop(), scheme, self._form, self._dtype)
                 live |= {name: self._placed(name, arrays.pop(name)) for name in list(arrays)}
                 modules |= found

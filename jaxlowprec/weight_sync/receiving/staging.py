@@ -1,4 +1,4 @@
-"""The version that is being received: what has arrived, and what may come next."""
+"""The version that is being received: what has arrived, and which bucket comes next."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxlowprec.weight_sync.receiving.memory import Memory
 
 
 class Staging:
-    """Buckets of one version, in turn. What is refused leaves it as it was.
+    """Takes the buckets of one version in order. A refused bucket changes nothing.
 
-    A bucket of bytes takes one buffer, which the arrays of the version are views of: nothing is copied again.
+    A bucket of bytes uses one buffer, and the version's arrays are views of it: nothing is copied again.
 
     Arguments:
         version, manifest: as announced.
-        memory: where buffers come from.
+        memory: gives the buffers.
 
     >>> from jaxlowprec.weight_sync.bucket import pack
     >>> bucket = pack(1, 0, True, {"a": np.arange(3, dtype=np.uint8)})
@@ -43,7 +43,7 @@ class Staging:
         self._pending: tuple[BucketHeader, np.ndarray] | None = None
 
     def check(self, header: BucketHeader) -> None:
-        """Raises Refused unless it is the next bucket's."""
+        """Raises Refused unless the header is that of the next bucket."""
         if header.version != self.version:
             raise Refused(f"bucket {header.index} is of version {header.version}; version {self.version} is received")
         index = len(self.buckets)
@@ -61,9 +61,9 @@ class Staging:
             raise Refused(f"bucket {header.index} is called the last; {late} tensors are missing: {absent}")
 
     def destination(self, header: BucketHeader) -> memoryview:
-        """Where the payload of the next bucket has to be written, [nbytes]; `received` follows.
+        """The memory to which the payload of the next bucket has to be written, [nbytes]; call `received` afterwards.
 
-        Asked again for the same bucket, as after a transfer that failed, it gives the same memory.
+        A second call for the same bucket, as after a failed transfer, gives the same memory.
         """
         self.check(header)
         if not header.checksum:
@@ -72,7 +72,7 @@ class Staging:
             self._pending = None  # frees the other buffer first
             try:
                 self._pending = (header, self._memory.take(header.nbytes))
-            except (MemoryError, ValueError) as error:  # numpy's ValueError: more than it can count
+            except (MemoryError, ValueError) as error:  # numpy raises ValueError for more than it can count
                 raise Refused(
                     f"bucket {header.index} of version {self.version} has {header.nbytes} bytes: {error}"
                 ) from error
@@ -80,11 +80,11 @@ class Staging:
         return self._pending[1].data
 
     def received(self, header: BucketHeader, digest: str | None = None) -> None:
-        """The payload is in its place.
+        """Says that the payload is in its place.
 
         Arguments:
-            header: that `destination` was asked with.
-            digest: its checksum, where the caller computed it while the bytes came; None: it is computed here.
+            header: the header that `destination` was called with.
+            digest: its checksum, if the caller computed it while the bytes came; None: it is computed here.
         """
         if self._pending is None or self._pending[0] != header:
             raise Refused(f"bucket {header.index} of version {header.version} was not announced by its header")
@@ -101,11 +101,11 @@ class Staging:
         self._take(header, arrays)
 
     def take_arrays(self, bucket: Bucket, copy: Callable[[str, Any], Any]) -> None:
-        """A bucket of arrays.
+        """Takes a bucket of arrays.
 
         Arguments:
             bucket: the next one.
-            copy: makes the receiver's own of an array, given its name too.
+            copy: copies an array for the receiver; it is also given the array's name.
         """
         self.check(bucket.header)
         if len(bucket.payload) != len(bucket.entries):

@@ -12,12 +12,12 @@ from jaxlowprec.weight_sync.receiving.forms import Module, encoded
 
 
 class Weights(Mapping[str, Any]):
-    """The arrays of one version by their names. Never changes: who holds it keeps this version, whole.
+    """The arrays of one version, by their names. It never changes: whoever holds it keeps this version, whole.
 
     Attributes:
         version: 0 before anything was received.
-        manifest: of the version as it travelled.
-        form: what weights were decoded to, see `forms`.
+        manifest: the manifest of the version as it was sent.
+        form: the form that weights were decoded to, see `forms`.
 
     >>> weights = Weights({"a": 1}, 7, Manifest(()))
     >>> weights["a"], weights.version, len(weights)
@@ -48,10 +48,10 @@ class Weights(Mapping[str, Any]):
         return len(self._arrays)
 
     def dump(self) -> dict[str, np.ndarray]:
-        """The tensors as they were sent, in their order: the inverse of what brought them into the form.
+        """The tensors as they were sent, in their order, restored from the form.
 
         Raises:
-            ValueError: live tensors that stand for none that could have been sent: somebody changed them.
+            ValueError: no sent tensors decode to the live ones: somebody changed them.
         """
         sent = encoded(self._arrays, self._modules, self.form)
         return {entry.name: sent[entry.name] for entry in self.manifest.entries}
@@ -61,4 +61,4 @@ class Weights(Mapping[str, Any]):
 
 
 NOTHING = Weights({}, 0, Manifest(()))
-"""What is served before the first version."""
+"""Served before the first version arrives."""

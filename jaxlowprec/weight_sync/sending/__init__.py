@@ -1,1 +1,1 @@
-"""The trainer's side: what is sent, in which pieces, in which session."""
+"""The trainer's side: the tensors of a version, the buckets that they are sent in, and the session."""

@@ -1,4 +1,4 @@
-"""Which bundles travel together, and the buckets made of them ahead of the transfer."""
+"""Decides which bundles are sent together, and makes their buckets ahead of the transfer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jaxlowprec.weight_sync.sending.source import Bundle, WeightSource
 Buffers = Callable[[int, int], list[np.ndarray]]
 
 DEFAULT_BYTES = 512 << 20
-"""Of a bucket."""
+"""The default for the most bytes of a bucket."""
 
 
 class Bucketizer:
-    """Puts bundles into buckets, in their order; none is split.
+    """Puts bundles into buckets, in their order; no bundle is split.
 
     Arguments:
-        max_bytes: of a bucket. A bundle of more gets a bucket of its own, which is as large as the bundle.
+        max_bytes: the most bytes of a bucket. A larger bundle gets a bucket of its own, as large as the bundle.
 
     Raises:
-        ValueError: max_bytes is no positive number.
+        ValueError: max_bytes is not a positive number.
 
     >>> import numpy as np
     >>> bundles = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"}).bundles
@@ -62,20 +62,22 @@ class Bucketizer:
         buffers: Buffers | None = None,
         timeout: float = 600.0,
     ) -> Iterator[Iterator[Bucket]]:
-        """The buckets of a version, each made while the one before it is used.
+        """The buckets of a version, each made while the previous one is used.
 
-        Two payloads are alive at a time: that of a bucket is overwritten once the one after it was asked for. Within
-        the block a thread makes them; it has ended when the block ends.
+        Two payloads exist at a time: a bucket's payload is overwritten once the next bucket was asked for. Within the
+        block a thread makes the buckets; it has ended when the block ends.
 
         Arguments:
-            source: what to send.
-            version: of the weights.
-            as_arrays: payloads are arrays where they lie; else bytes.
-            buffers: gives memory for payloads: called with how many and of how many bytes. None: numpy's.
+            source: the tensors to send.
+            version: the version of the weights.
+            as_arrays: payloads are arrays on their devices; otherwise bytes.
+            buffers: gives memory for payloads; called with the number of buffers and the bytes of each. None: numpy's
+                memory.
             timeout: seconds to wait for a bucket.
 
         Raises:
-            SyncError: a bucket took longer, or no thread could be started. What making a bucket raises is raised here.
+            SyncError: a bucket took longer, or no thread could be started. Errors while making a bucket are raised
+                here.
 
         >>> import numpy as np
         >>> source = WeightSource({name: np.zeros(6, np.uint8) for name in "abc"})
@@ -121,7 +123,7 @@ class _Ahead:
             self._free.put(None)
 
     def stop(self, timeout: float) -> None:
-        """Ends the thread, after the bucket that it is making."""
+        """Ends the thread after the bucket that it is making."""
         self._stopped.set()
         self._free.put(None)
         self._thread.join(timeout)
@@ -154,7 +156,7 @@ def _numpys(count: int, nbytes: int) -> list[np.ndarray]:
 
 
 def _end(bundle: Bundle, begin: int) -> int:
-    """Where a bundle ends in a payload, after what ends at `begin`."""
+    """The offset at which a bundle ends in a payload, if it follows what ends at `begin`."""
     for entry in bundle.entries:
         begin += -begin % ALIGNMENT + entry.nbytes
     return begin

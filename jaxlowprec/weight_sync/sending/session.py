@@ -1,4 +1,4 @@
-"""A sync from its first verb to its last, whatever happens between."""
+"""A sync from its first verb to its last, with all errors handled."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jaxlowprec.weight_sync.versions import whole_number
 
 
 class Session:
-    """Pause, begin, buckets, commit, resume.
+    """A session with a receiver: pause, begin, buckets, commit, resume.
 
-    Use it as a context. The block's end commits what `send` sent; an exception aborts, so that the receiver keeps the
-    old version. In both cases the engine is resumed, also when the commit or the abort failed.
+    Use it as a context manager. At the end of the block, what `send` sent is committed; an exception aborts, so that
+    the receiver keeps the old version. In both cases the engine is resumed, even if the commit or the abort failed.
 
     Arguments:
-        transport: to the receiver.
-        version: of the weights; more than the receiver serves. None: one more.
-        max_bytes: of a bucket, see `Bucketizer`. The trainer holds two.
+        transport: the connection to the receiver.
+        version: the number of the version; higher than the one the receiver serves. None: the next number.
+        max_bytes: the most bytes of a bucket, see `Bucketizer`. The trainer holds two.
         timeout: seconds that each step may take.
 
     Raises:
-        SyncError: see `Transport`. A `Refused` pause leaves the receiver to the session that it is in.
+        SyncError: see `Transport`. A `Refused` pause does not disturb the session that the receiver is in.
 
     >>> import numpy as np
     >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
@@ -59,13 +59,13 @@ class Session:
             self._transport.pause(self._timeout)
         except Refused:
             raise
-        except BaseException as error:  # it may have paused all the same
+        except BaseException as error:  # the engine may have been paused nevertheless
             self._end(error)
             raise
         return self
 
     def send(self, source: WeightSource) -> None:
-        """Sends a version: all of its tensors, once a session."""
+        """Sends a version with all of its tensors; once per session."""
         if not isinstance(source, WeightSource):
             raise TypeError(f"Session.send: source is a {type(source).__name__}; needs a WeightSource of it")
         if self._manifest_hash is not None:
@@ -101,7 +101,7 @@ class Session:
         self._transport.resume(self._timeout)
 
     def _end(self, error: BaseException) -> None:
-        """Aborts and resumes because of an error, which keeps what else goes wrong as notes."""
+        """Aborts and resumes because of an error, which gets further errors as notes."""
         steps = (
             ("abort", lambda: self._transport.abort(f"{type(error).__name__}: {error}", self._timeout)),
             ("resume", lambda: self._transport.resume(self._timeout)),

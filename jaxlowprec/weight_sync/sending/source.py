@@ -1,4 +1,4 @@
-"""What a trainer sends: the tensors of a tree in a fixed order, made bundle by bundle."""
+"""The trainer's tensors: the leaves of a tree in a fixed order, made bundle by bundle."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
 PARTS = ("data", "scale", "amax", "zero_point")
-"""Of a QuantizedArray, each sent where it is there."""
+"""The arrays of a QuantizedArray; each is sent if it exists."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Tensors that must arrive together: those of one module, or of the modules that an engine fuses.
+    """Tensors that must arrive together: those of one module, or of modules that an engine fuses.
 
     Attributes:
-        key: names it, such as "layers.0.mlp.gate_proj+up_proj".
+        key: the group's name, such as "layers.0.mlp.gate_proj+up_proj".
         entries: its tensors, in the order in which `arrays` makes them.
-        members: the leaves that they are made from.
+        members: the leaves that the tensors are made from.
         compressed: paths of the float kernels that the scheme quantises.
 
     >>> import numpy as np
@@ -48,14 +48,15 @@ class Bundle:
 
     @property
     def nbytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all tensors of the group."""
         return sum(entry.nbytes for entry in self.entries)
 
     def arrays(self, on_device: bool = False) -> Iterator[tuple[str, Any]]:
-        """The tensors by their names, quantised, packed and gathered one leaf at a time.
+        """The tensors, by their names; quantised, packed and gathered one leaf at a time.
 
         Arguments:
-            on_device: float leaves of JAX's stay JAX arrays where they are; else all are numpy's.
+            on_device: float leaves that are JAX arrays stay so, on their devices; otherwise all tensors are numpy
+                arrays.
         """
         shared = self._shared_amax()
         for member in self.members:
@@ -66,7 +67,7 @@ class Bundle:
             yield from member.make(on_device).items()
             return
         scheme, (weight,) = member.scheme, dataclasses.replace(member, dtype=None).make().values()
-        assert scheme is not None  # WeightSource compresses with one only
+        assert scheme is not None  # WeightSource quantises only with a scheme
         largest = shared
         if scheme.format.has_tensor_scale and not scheme.shares_global_scale:
             largest = amax(weight)
@@ -74,7 +75,7 @@ class Bundle:
         yield from ((f"{member.module}.{part}", tensor) for part, tensor in made.items())
 
     def _shared_amax(self) -> float | None:
-        """The largest magnitude of all kernels, where the scheme scales them by one number."""
+        """The largest magnitude of all kernels, if the scheme scales them by one number."""
         kernels = [member for member in self.members if member.path in self.compressed]
         scheme = kernels[0].scheme if kernels else None
         if scheme is None or not (scheme.format.has_tensor_scale and scheme.shares_global_scale):
@@ -83,24 +84,24 @@ class Bundle:
 
 
 class WeightSource:
-    """A tree's tensors: named, in the natural order of their bundles' names, made when they are asked for.
+    """A tree's tensors, in the natural order of their bundles' names. They are made when they are asked for.
 
     Arguments:
-        tree: an NNX module or state, Linen's variables or parameters, or any pytree of arrays: numpy's, or JAX's of any
-            sharding within the process. Kernels may be QuantizedArrays [K, N].
-        mapping: names of the tensors. None: the leaves' paths; of a QuantizedArray `data`, `scale` and so on.
+        tree: an NNX module or state, Linen's variables or parameters, or any pytree of arrays: numpy arrays, or JAX
+            arrays with any sharding within the process. Kernels may be QuantizedArrays [K, N].
+        mapping: gives the tensors' names. None: the leaves' paths, for a QuantizedArray with `data`, `scale` and so on.
         scheme: the format of quantised kernels; needs a mapping.
-        dtype: what float leaves are rounded to that stay float leaves. None: each its own.
-        quantize: which float kernels are quantised on the way, as `jaxlowprec convert` does, from their own dtype:
-            all but those that these rules leave alone. None: none; only what is quantised already is stored so.
+        dtype: the dtype that float leaves are rounded to if they are not quantised. None: each keeps its own.
+        quantize: which float kernels are quantised on the way, from their own dtype, as `jaxlowprec convert` does: all
+            except those that these rules leave alone. None: only kernels that are quantised already are stored so.
 
     Attributes:
-        manifest: what the tensors are. It is known at once; nothing is computed before `bundles` are asked for arrays.
-        bundles: the tensors, what belongs together together.
+        manifest: describes the tensors. It is known at once; nothing is computed before `bundles` are asked for arrays.
+        bundles: the tensors, in bundles that must arrive together.
 
     Raises:
-        TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent as.
-        ValueError: leaves that no rule is about; a scheme without a mapping or that cannot hold a kernel; some
+        TypeError: leaves that are not arrays, such as Python's numbers, which have no dtype to be sent in.
+        ValueError: leaves that no rule matches; a scheme without a mapping, or one that cannot hold a kernel; some
             projections of a fused matrix would be quantised and others not.
 
     >>> import numpy as np
@@ -147,7 +148,7 @@ class WeightSource:
 
 
 def check_arrays(who: str, what: str, tree: Any) -> None:
-    """Raises TypeError for a tree with leaves that have no shape and dtype.
+    """Raises TypeError if a leaf of the tree has no shape and dtype.
 
     >>> check_arrays("example", "the tree", {"lr": 0.1})
     Traceback (most recent call last):
@@ -164,7 +165,7 @@ def check_arrays(who: str, what: str, tree: Any) -> None:
 
 
 def described(scheme: Scheme) -> dict[str, Any]:
-    """A scheme as a manifest holds it; `schemes.by_name(**described(scheme))` is the scheme.
+    """A scheme as it is written in a manifest; `schemes.by_name(**described(scheme))` is the scheme.
 
     >>> from jaxlowprec.checkpoints.schemes import by_name
     >>> described(by_name("w4a16", group_size=32))
@@ -174,15 +175,15 @@ def described(scheme: Scheme) -> dict[str, Any]:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A key to sort names by, in which numbers count as numbers.
+    """A sort key for names, in which numbers are compared as numbers.
 
     >>> sorted(["layers.10", "layers.9", "embed"], key=natural)
     ['embed', 'layers.9', 'layers.10']
     """
     parts = re.split(r"([0-9]+)", name)
-    digits = [part.lstrip("0") for part in parts]  # compared by their count first: int() takes 4300 at most
+    digits = [part.lstrip("0") for part in parts]  # compared by length first: int() takes at most 4300 digits
     key = [(1, len(digits[i]), digits[i]) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
-    return [*key, (-1, 0, name)]  # which decides between 1 and 01
+    return [*key, (-1, 0, name)]  # the name decides between 1 and 01
 
 
 def bundle_of(member: LeafTensors) -> str:
@@ -217,7 +218,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozenset[str]:
-    """Paths of the float kernels to be quantised."""
+    """Paths of the float kernels that are to be quantised."""
     if quantize is None:
         return frozenset()
     kernels = {member.module: member for member in stored if member.is_kernel}

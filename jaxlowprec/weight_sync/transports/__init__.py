@@ -1,1 +1,1 @@
-"""Between processes: TCP, shared memory, or a call."""
+"""Transports between trainer and engine: TCP, shared memory, or calls in one process."""

@@ -1,4 +1,4 @@
-"""Two ends of a connection prove to each other that they hold the same secret, without sending it.
+"""A handshake in which both ends of a connection prove that they hold the same secret, without sending it.
 
 The engine's side speaks first. Lengths are fixed, and nothing is parsed:
 
@@ -6,11 +6,11 @@ The engine's side speaks first. Lengths are fixed, and nothing is parsed:
     trainer -> engine   magic [8], trainer's nonce [32], HMAC-SHA256(key, "trainer", both nonces) [32]
     engine -> trainer   verdict [1]: 1, then HMAC-SHA256(key, "engine", both nonces) [32]; 0, then zeros
 
-The magic ends in the protocol's version: sides of two versions refuse each other before they prove anything. The key is
-SHA-256 of a label, the secret's length and the secret: HMAC by itself takes a secret that ends in zeros, or a long one
-and its hash, for the same. Fresh nonces of both sides make a recorded proof worthless; the roles' labels keep a peer
-from answering a challenge with the other's own answer. From the same key and nonces come the two keys, one a direction,
-that sign the frames.
+The magic ends in the protocol's version: sides with two versions refuse each other before they prove anything. The key
+is SHA-256 of a label, the secret's length and the secret, because HMAC by itself treats a secret and the same secret
+with zeros at its end, or a long secret and its hash, as equal. Fresh nonces of both sides make a recorded proof
+worthless. The labels of the roles keep a peer from answering a challenge with the other side's own answer. The two
+keys that sign the frames, one per direction, are derived from the same key and nonces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT = 5.0
 """Seconds that a peer has to prove itself."""
 
 PROTOCOL = 2
-"""Its version: 1 had HMAC take the secret as it was."""
+"""The protocol and its version. In version 1, HMAC took the secret without hashing it first."""
 
 _NAME = b"JLPSYNC"
 _MAGIC = _NAME + bytes([PROTOCOL])
@@ -46,7 +46,7 @@ class NotAuthenticated(SyncError):
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What signs the frames of one connection: each direction has its own key.
+    """The keys that sign the frames of one connection: one for each direction.
 
     >>> Keys(b"a", b"b").outgoing
     b'a'
@@ -57,7 +57,7 @@ class Keys:
 
 
 def check_secret(secret: bytes | str) -> bytes:
-    """A secret's bytes.
+    """The bytes of a secret.
 
     Raises:
         ValueError: it is shorter than 16 bytes. TypeError: it is neither bytes nor text.
@@ -80,10 +80,10 @@ def check_secret(secret: bytes | str) -> bytes:
 
 
 def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT) -> Keys:
-    """The engine's part: lets a trainer in that holds the secret.
+    """The engine's part: admits a trainer that holds the secret.
 
     Raises:
-        NotAuthenticated: it does not. PeerLost: it said nothing in time, went away, or speaks another protocol.
+        NotAuthenticated: it does not hold it. PeerLost: it was silent, went away, or speaks another protocol.
 
     >>> import threading
     >>> a, b = socket.socketpair()
@@ -109,10 +109,10 @@ def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT) ->
 
 
 def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT) -> Keys:
-    """The trainer's part: proves itself, and has the engine prove itself.
+    """The trainer's part: proves itself, and makes the engine prove itself.
 
     Raises:
-        NotAuthenticated: the secrets differ. PeerLost: no answer in time, or of another protocol.
+        NotAuthenticated: the secrets differ. PeerLost: no answer in time, or one of another protocol.
 
     >>> a, b = socket.socketpair()
     >>> a.sendall(b"HTTP/1.1 400 Bad Request")
@@ -147,11 +147,11 @@ def _expect_magic(connection: socket.socket, deadline: Deadline) -> None:
 
 
 def _key(secret: bytes) -> bytes:
-    """HMAC's key: 32 bytes, others for every other secret."""
+    """HMAC's key: 32 bytes, which differ for different secrets."""
     return hashlib.sha256(b"jaxlowprec weight sync secret " + len(secret).to_bytes(8, "big") + secret).digest()
 
 
 def _sign(key: bytes, role: bytes, engine_nonce: bytes, trainer_nonce: bytes) -> bytes:
-    """All parts but the role have fixed lengths, so no two inputs give the same message."""
+    """The HMAC of the parts. All parts but the role have fixed lengths, so two inputs never give the same message."""
     message = b"jaxlowprec weight sync %d " % PROTOCOL + role + b"\0" + engine_nonce + trainer_nonce
     return hmac.digest(key, message, hashlib.sha256)

@@ -8,7 +8,7 @@ from jaxlowprec.weight_sync.receiving.receiver import Receiver
 
 
 class InProcess:
-    """Calls a receiver of the same process directly. Arrays go from device to device; the receiver gets its own copies.
+    """Calls a receiver in the same process directly. Arrays go from device to device; the receiver makes copies.
 
     >>> InProcess(Receiver()).version(timeout=1)
     0

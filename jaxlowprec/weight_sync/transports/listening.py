@@ -1,4 +1,4 @@
-"""Listening for trainers at a socket of any kind, and feeding a receiver from what they say."""
+"""Listens for trainers at a socket of any kind, and passes their requests to a receiver."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from jaxlowprec.weight_sync.transports.sockets import close
 from jaxlowprec.weight_sync.transports.stream import Channel, Inline, Payloads
 
 MOST_STRANGERS = 32
-"""Connections that have not proved themselves yet; one more closes the oldest."""
+"""The most connections that have not proved themselves yet; one more closes the oldest."""
 
 MOST_TRAINERS = 8
-"""Connections that have; one more is told so and closed. Only one of them can have a session."""
+"""The most connections that have proved themselves; one more is told so and closed. Only one can have a session."""
 
-_PAUSE_MS = 100  # after a connection that could not be taken
+_PAUSE_MS = 100  # the wait after a connection that could not be accepted
 _NO_ROOM = f"{MOST_TRAINERS} trainers are connected already; let one end, or stop it"
 _LOG = logging.getLogger(__name__)
 
 
 class Listening:
-    """Lets trainers in that prove a secret. A context manager; `close` ends it.
+    """Admits trainers that prove a secret. A context manager; `close` ends it.
 
     Arguments:
-        receiver: to feed.
-        secret: that trainers have to hold too.
-        listener: a listening socket; closed with this.
-        timeout: seconds of silence in a session, which has to cover the making of a bucket; also the most that a pause
+        receiver: the receiver to pass requests to.
+        secret: the secret that trainers have to hold, too.
+        listener: a listening socket; `close` closes it.
+        timeout: seconds of silence in a session, which have to cover the making of a bucket; also the most that a pause
             may take.
-        handshake_timeout: seconds.
+        handshake_timeout: seconds for the handshake.
 
     >>> with Listening(Receiver(), "0123456789abcdef", socket.create_server(("127.0.0.1", 0)), 5.0, 5.0) as listening:
     ...     pass
@@ -55,9 +55,9 @@ class Listening:
         self._timeout = timeout
         self._handshake_timeout = handshake_timeout
         self._slot, self._lock, self._numbers = Slot(), threading.Lock(), itertools.count()
-        self._strangers: dict[int, socket.socket] = {}  # in the order in which they came
+        self._strangers: dict[int, socket.socket] = {}  # in the order of their arrival
         self._admitted: dict[int, socket.socket] = {}
-        self._trainers: set[int] = set()  # those of the admitted that are served
+        self._trainers: set[int] = set()  # the admitted connections that are served
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._listener = listener
@@ -69,11 +69,11 @@ class Listening:
             unless_listening.pop_all()
 
     def _payloads(self, connection: socket.socket) -> contextlib.AbstractContextManager[Payloads]:
-        """How buckets travel on a connection that was let in."""
+        """How buckets are transferred on an admitted connection."""
         return contextlib.nullcontext(Inline())
 
     def close(self) -> None:
-        """Stops listening and ends every connection; an open session is aborted. May be called again."""
+        """Stops listening and ends every connection; an open session is aborted. May be called more than once."""
         with self._lock:
             if self._closed:
                 return
@@ -84,7 +84,7 @@ class Listening:
         self._wake.close()  # wakes the listening thread
         try:
             for thread in threads:
-                if thread is not threading.current_thread():  # an engine may close it when it is paused or resumed
+                if thread is not threading.current_thread():  # an engine may close this while it is paused or resumed
                     thread.join(self._timeout)
         finally:
             self._listener.close()
@@ -97,7 +97,7 @@ class Listening:
         self.close()
 
     def _accept(self) -> None:
-        coming, woken = select.poll(), select.poll()  # select() takes no descriptor from 1024 on, and engines have many
+        coming, woken = select.poll(), select.poll()  # select() refuses descriptors from 1024 on, and engines have many
         coming.register(self._listener, select.POLLIN)
         for waiting in (coming, woken):
             waiting.register(self._woken, select.POLLIN)
@@ -105,7 +105,7 @@ class Listening:
             try:
                 self._take()
             except (OSError, RuntimeError, MemoryError) as error:
-                # It went away again, or there are no descriptors, threads or memory left: others may give some back.
+                # The connection is gone, or descriptors, threads or memory ran out: others may release some.
                 _LOG.warning("weight sync: a connection could not be taken: %s", error)
                 woken.poll(_PAUSE_MS)
 
@@ -123,7 +123,7 @@ class Listening:
             thread = threading.Thread(
                 target=self._meet, args=(number, connection, name), name="weight sync", daemon=True
             )
-            thread.start()  # before the lock is given back: `close` joins those that have started
+            thread.start()  # before the lock is released: `close` joins the threads that have started
             self._strangers[number], self._threads[number] = connection, thread
             unless_met.pop_all()
 
@@ -139,7 +139,7 @@ class Listening:
                         turn_away(channel, _NO_ROOM, self._handshake_timeout)
         except SyncError as error:
             _LOG.warning("weight sync: %s: %s", name, error)
-        except Exception:  # what the engine raised when it was resumed: it is the engine's, not the next trainer's
+        except Exception:  # raised by the engine when it was resumed: not the next trainer's error
             _LOG.exception("weight sync: the session of %s could not be ended", name)
         finally:
             with self._lock:
@@ -153,18 +153,18 @@ class Listening:
         try:
             keys = admit(connection, self._secret, self._handshake_timeout)
         except SyncError as error:
-            level = logging.WARNING if isinstance(error, NotAuthenticated) else logging.INFO  # else strangers fill logs
+            level = logging.WARNING if isinstance(error, NotAuthenticated) else logging.INFO  # strangers may fill logs
             _LOG.log(level, "weight sync: %s was not let in: %s", name, error)
             return None
         with self._lock:
             self._strangers.pop(number, None)
-            if self._closed or len(self._admitted) >= 2 * MOST_TRAINERS:  # so many are not even turned away
+            if self._closed or len(self._admitted) >= 2 * MOST_TRAINERS:  # too many even to tell them why
                 return None
             self._admitted[number] = connection
         return keys
 
     def _enlist(self, number: int) -> bool:
-        """Whether there is room for another trainer; then it is one of them."""
+        """Whether there is room for another trainer; if so, it is added."""
         with self._lock:
             room = len(self._trainers) < MOST_TRAINERS
             if room:
@@ -173,6 +173,6 @@ class Listening:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Ends a connection that another thread reads and will close."""
+    """Ends a connection that another thread reads and closes later."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

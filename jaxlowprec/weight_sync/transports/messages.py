@@ -1,4 +1,4 @@
-"""What the frames of a session say beside the contract's own headers: versions, timeouts, answers."""
+"""The headers of a session's frames, other than those of buckets and manifests: versions, timeouts, answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxlowprec.weight_sync.manifest import Manifest, parse
 from jaxlowprec.weight_sync.versions import newer, whole_number
 
 MAX_BYTES = 1 << 16
-"""Of each but BEGIN, which holds a manifest."""
+"""The most bytes of each header except BEGIN's, which holds a manifest."""
 
 _MAX_REASON = 4000  # characters
 _VERSION = struct.Struct("!Q")
@@ -27,7 +27,7 @@ _ERRORS: dict[str, Callable[[str], SyncError]] = {
 
 
 def write(**fields: object) -> bytes:
-    """A header of a few fields.
+    """A header with a few fields.
 
     >>> write(version=3)
     b'{"version":3}'
@@ -36,7 +36,7 @@ def write(**fields: object) -> bytes:
 
 
 def read_version(header: bytes) -> int:
-    """The version of an answer. Raises ValueError for anything else.
+    """The version in an answer. Raises ValueError for anything else.
 
     >>> read_version(write(version=3))
     3
@@ -63,7 +63,7 @@ def read_timeout(header: bytes) -> float:
 
 
 def write_commit(version: int, manifest_hash: str) -> bytes:
-    """What `read_commit` reads.
+    """The header that `read_commit` reads.
 
     >>> read_commit(write_commit(3, "ab"))
     (3, 'ab')
@@ -91,17 +91,17 @@ def read_reason(header: bytes) -> str:
 
 
 def write_begin(version: int, manifest: Manifest) -> bytes:
-    """A version and its manifest.
+    """The header with a version and its manifest.
 
     >>> read_begin(write_begin(3, Manifest(())))
     (3, Manifest(entries=(), scheme=None))
     """
-    number = 0 if whole_number(version) == 0 else newer(version, 0)  # the receiver says what is stale
+    number = 0 if whole_number(version) == 0 else newer(version, 0)  # the receiver reports stale versions
     return _VERSION.pack(number) + manifest.to_json()
 
 
 def read_begin(header: bytes, check: Callable[[], None] | None = None) -> tuple[int, Manifest]:
-    """The inverse. Raises ValueError for anything else. `check`: see `manifest.checked`.
+    """The inverse of `write_begin`. Raises ValueError for anything else. `check`: see `manifest.checked`.
 
     >>> read_begin(b"")
     Traceback (most recent call last):
@@ -113,7 +113,7 @@ def read_begin(header: bytes, check: Callable[[], None] | None = None) -> tuple[
 
 
 def write_error(error: Exception) -> bytes:
-    """What went wrong, for the other side.
+    """The header that tells the other side about an error.
 
     >>> read_error(write_error(Refused("version 3 is stale")))
     Refused('version 3 is stale')
@@ -127,7 +127,7 @@ def write_error(error: Exception) -> bytes:
 
 
 def read_error(header: bytes) -> SyncError:
-    """The error to raise."""
+    """The error that a header tells about."""
     content = parse("error", header, MAX_BYTES, {"error", "reason"})
     kind, reason = content["error"], content["reason"]
     return _ERRORS.get(kind, Refused)(reason) if isinstance(kind, str) else Refused(str(reason))

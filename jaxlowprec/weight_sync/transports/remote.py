@@ -1,4 +1,4 @@
-"""The trainer's side of a channel: a transport, whatever connects it."""
+"""The trainer's side of a channel: a transport over any kind of connection."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from jaxlowprec.weight_sync.transports.stream import BadFrame, Channel, Inline, 
 
 
 class RemoteTransport:
-    """The verbs of a receiver at the other end of a channel. See `Transport`; `TcpTransport` is one.
+    """The verbs of a receiver at the other end of a channel. See `Transport`; `TcpTransport` is an example.
 
-    A session has a connection of its own, from `pause` to `resume`. Once it was lost, or an answer did not come in
-    time, it is given up: the receiver then aborts and resumes by itself, and `abort` and `resume` do nothing more.
+    A session has a connection of its own, from `pause` to `resume`. If the connection is lost, or an answer does not
+    come in time, the connection is given up: the receiver then aborts and resumes by itself, and `abort` and `resume`
+    do nothing.
 
     Arguments:
-        connect: gives a new authenticated channel, within the seconds that it is called with.
-        payloads: how buckets travel.
+        connect: makes a new authenticated channel, within the seconds that it is called with.
+        payloads: how buckets are transferred.
 
     >>> def connect(timeout):
     ...     raise PeerLost("nobody listens")
@@ -47,7 +48,7 @@ class RemoteTransport:
                 self._disconnect()
 
     def pause(self, timeout: float) -> None:
-        """Connects, and has the engine stop. Raises Refused while another trainer's session is open."""
+        """Connects, and stops the engine. Raises Refused while another trainer's session is open."""
         try:
             self._ask(Kind.PAUSE, messages.write(timeout=float(timeout)), timeout=timeout, connect=True)
         except BaseException:
@@ -55,25 +56,25 @@ class RemoteTransport:
             raise
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
-        """A new version follows."""
+        """Starts a new version."""
         self._ask(Kind.BEGIN, messages.write_begin(version, manifest), timeout=timeout)
 
     def send(self, bucket: Bucket, timeout: float) -> None:
-        """The next bucket, from its own buffer."""
+        """Sends the next bucket from its own buffer."""
         deadline = Deadline(timeout, f"answer to bucket {bucket.index}")
         self._exchange(Kind.BUCKET, bucket.header.to_json(), bucket.payload, deadline)
 
     def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
-        """From here on the receiver serves the new version. After PeerLost ask `version` which it is."""
+        """From here on the receiver serves the new version. After PeerLost, ask `version` which one it serves."""
         self._ask(Kind.COMMIT, messages.write_commit(version, manifest_hash), timeout=timeout)
 
     def abort(self, reason: str, timeout: float) -> None:
-        """The receiver forgets what it was sent since `begin`."""
+        """The receiver drops what it was sent since `begin`."""
         if self._channel is not None:
             self._ask(Kind.ABORT, messages.write(reason=reason[:1000]), timeout=timeout)
 
     def resume(self, timeout: float) -> None:
-        """The engine goes on; the connection ends."""
+        """Lets the engine go on; the connection ends."""
         if self._channel is not None:
             try:
                 self._ask(Kind.RESUME, timeout=timeout)
@@ -94,7 +95,7 @@ class RemoteTransport:
         return self._exchange(kind, header, None, deadline)
 
     def _exchange(self, kind: Kind, header: bytes, payload: object, deadline: Deadline) -> int:
-        """Sends a frame and takes the answer: the version that is served."""
+        """Sends a frame and reads the answer: the version that is served."""
         if self._channel is None:
             raise PeerLost(f"{kind.name.lower()}: no session is open (none was paused for, or its connection was lost)")
         outgoing = () if payload is None else self._payloads.outgoing(payload)
@@ -106,7 +107,7 @@ class RemoteTransport:
             error = messages.read_error(answer.header) if answer.kind is Kind.FAILED else None
             version = messages.read_version(answer.header) if error is None else 0
         except BaseException as failure:
-            self._disconnect()  # an answer that came later would be taken for the next one's
+            self._disconnect()  # otherwise a late answer would be taken for the next one
             if isinstance(failure, ValueError):
                 raise BadFrame(f"an answer that cannot be read: {failure}") from None
             raise

@@ -1,7 +1,7 @@
-"""The receiver's side of a channel: carries out what a trainer asks, and cleans up after one that dies.
+"""The receiver's side of a channel: carries out a trainer's requests, and cleans up after a trainer that dies.
 
-A frame is answered by one frame: DONE with `{"version": v}`, or FAILED with `{"error": ..., "reason": ...}`. When a
-connection ends before `resume`, whatever the cause, the session is aborted and the engine resumed.
+Each frame is answered by one frame: DONE with `{"version": v}`, or FAILED with `{"error": ..., "reason": ...}`. If a
+connection ends before `resume`, for any reason, the session is aborted and the engine resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_SKIPPED = 1 << 30  # bytes of a refused payload; a longer one costs the co
 
 
 class Slot:
-    """Whose session it is: one trainer's at a time, from its `pause` to its `resume` or its end.
+    """Which trainer has the session: one at a time, from its `pause` to its `resume` or its end.
 
     >>> slot = Slot()
     >>> slot.take("10.0.0.7")
@@ -38,7 +38,7 @@ class Slot:
         self._since = 0.0
 
     def take(self, name: str) -> None:
-        """For a trainer. Raises Refused where one, even the same, has it."""
+        """Takes the session for a trainer. Raises Refused if a trainer has it, even if it is the same one."""
         with self._lock:
             if self._owner is not None:
                 raise Refused(
@@ -49,22 +49,22 @@ class Slot:
             self._owner, self._since = name, time.monotonic()
 
     def release(self) -> None:
-        """The session is over."""
+        """Ends the session."""
         with self._lock:
             self._owner = None
 
 
 class Serving:
-    """One trainer's connection, on the receiver's side.
+    """One trainer's connection on the receiver's side.
 
     Arguments:
-        channel: to the trainer; closed when `run` returns.
-        receiver: that is told what to do.
+        channel: the connection to the trainer; closed when `run` returns.
+        receiver: the receiver that carries out the requests.
         timeout: seconds of silence within a frame or between two, after which the trainer counts as dead, however much
-            it has still to send; also the most that a pause may take.
+            it still has to send; also the most that a pause may take.
         slot: shared by all connections to the receiver.
-        name: of the trainer, for messages.
-        payloads: how buckets travel.
+        name: the trainer's name, for messages.
+        payloads: how buckets are transferred.
 
     >>> import socket
     >>> from jaxlowprec.weight_sync.transports.handshake import Keys
@@ -84,7 +84,7 @@ class Serving:
     ):
         self._channel, self._receiver, self._timeout, self._slot, self._name = channel, receiver, timeout, slot, name
         self._payloads = Inline() if payloads is None else payloads
-        self._open = False  # whether the receiver's session is this trainer's
+        self._open = False  # whether this trainer has the receiver's session
 
     def run(self) -> None:
         """Serves until the connection ends. Raises nothing that a trainer can cause."""
@@ -120,7 +120,7 @@ class Serving:
             raise BadFrame(f"a {frame.kind.name} with a payload of {frame.payload_bytes} bytes")
         try:
             self._carry_out(frame)
-        except PeerLost:  # the stream itself, not the receiver: see _call
+        except PeerLost:  # of the stream, not of the receiver: see _call
             raise
         except _Failed as failed:
             self._send(Kind.FAILED, messages.write_error(failed.error))
@@ -190,12 +190,12 @@ class Serving:
 
 
 def turn_away(channel: Channel, reason: str, timeout: float) -> None:
-    """Refuses what a trainer asks first, so that it learns why, and ends the connection.
+    """Refuses a trainer's first request, so that it learns the reason, and ends the connection.
 
     Arguments:
-        channel: to the trainer.
-        reason: what it is told.
-        timeout: seconds that it may take to ask.
+        channel: the connection to the trainer.
+        reason: the reason that it is told.
+        timeout: seconds that its request may take.
     """
     with contextlib.closing(channel):
         asked = channel.receive(Deadline(timeout, "frame from the trainer"))
@@ -204,7 +204,7 @@ def turn_away(channel: Channel, reason: str, timeout: float) -> None:
 
 
 class _Failed(Exception):
-    """What a receiver's verb raised, as opposed to what the stream raised."""
+    """An error of a receiver's verb, as opposed to an error of the stream."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -212,7 +212,7 @@ class _Failed(Exception):
 
 @contextlib.contextmanager
 def _failing():
-    """The receiver's errors become the trainer's: the connection goes on."""
+    """Sends the receiver's errors to the trainer; the connection goes on."""
     try:
         yield
     except Exception as error:

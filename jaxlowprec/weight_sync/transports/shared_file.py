@@ -1,7 +1,7 @@
-"""Memory that two processes share and that has no name: the system frees it with the last process that holds it.
+"""Memory without a name that two processes share: the system frees it with the last process that holds it.
 
-The descriptor of an anonymous file travels over a Unix socket. There is nothing to unlink, whichever process is killed
-at whichever moment.
+The descriptor of an anonymous file is sent over a Unix socket. Nothing has to be removed, whichever process is killed
+at any moment.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxlowprec.weight_sync.errors import PeerLost
 from jaxlowprec.weight_sync.transports.sockets import Deadline, as_bytes
 from jaxlowprec.weight_sync.transports.stream import BadFrame, Channel, Frame
 
-_NOTE = struct.Struct("!QQ")  # where the payload begins in the file, and its bytes
-_PAGE = 1 << 21  # of the largest page: no two buffers share one
+_NOTE = struct.Struct("!QQ")  # the payload's offset in the file, and its bytes
+_PAGE = 1 << 21  # bytes of the largest page: two buffers never share one
 _GREETING = b"M"
 
 
 class SharedFile:
-    """An anonymous file, and payloads that travel as notes of where they lie in it.
+    """An anonymous file, and payloads that are sent as notes of their place in it.
 
     Arguments:
-        descriptor: of the file, which is closed with this. None: a new file.
+        descriptor: the open file, which `close` closes. None: a new file.
 
     >>> trainer = SharedFile()
     >>> (payload,) = trainer.buffers(1, 5)
@@ -50,7 +50,7 @@ class SharedFile:
         self._memory = np.empty(0, np.uint8)
 
     def buffers(self, count: int, nbytes: int) -> list[np.ndarray]:
-        """Memory for payloads, `count` times uint8 [nbytes]. Those of an earlier call are overwritten."""
+        """Memory for payloads, `count` times uint8 [nbytes]. It overwrites the buffers of an earlier call."""
         stride = -(-nbytes // _PAGE) * _PAGE
         if self._memory.nbytes < count * stride:
             os.ftruncate(self.descriptor, count * stride)
@@ -58,7 +58,7 @@ class SharedFile:
         return [self._memory[i * stride : i * stride + nbytes] for i in range(count)]
 
     def outgoing(self, payload: Any) -> Sequence[object]:
-        """The note of a payload, which is copied into the file if it does not lie there."""
+        """The note for a payload, which is copied into the file if it is not there."""
         given = np.frombuffer(payload, np.uint8)
         begin = given.ctypes.data - self._memory.ctypes.data
         if not (self._memory.nbytes and 0 <= begin <= self._memory.nbytes - given.nbytes):
@@ -68,7 +68,7 @@ class SharedFile:
         return [_NOTE.pack(begin, given.nbytes)]
 
     def incoming(self, channel: Channel, frame: Frame, destination: memoryview, timeout: float) -> str | None:
-        """Reads the payload that a frame's note is about. Raises BadFrame for a note of anything else."""
+        """Reads the payload that a frame's note points to. Raises BadFrame for any other note."""
         if frame.payload_bytes != _NOTE.size:
             raise BadFrame(f"a note of {frame.payload_bytes} bytes; needs {_NOTE.size}")
         note = bytearray(_NOTE.size)
@@ -77,7 +77,7 @@ class SharedFile:
         return None
 
     def read(self, note: bytes | bytearray, destination: memoryview) -> None:
-        """Copies a payload to where it belongs. The file is read, not mapped: a file cut short is an error only."""
+        """Copies a payload to its destination. The file is read, not mapped, so a shortened file is only an error."""
         begin, nbytes = _NOTE.unpack(note)
         left, found = as_bytes(destination), os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -87,14 +87,14 @@ class SharedFile:
         while left.nbytes:
             try:
                 got = os.preadv(self.descriptor, [left[: 1 << 30]], begin)
-            except OSError as error:  # it may be opened for writing only, or lie on a disk that fails
+            except OSError as error:  # the file may be write-only, or on a disk that fails
                 raise BadFrame(f"the shared memory cannot be read: {error.strerror}") from None
             if not got:
                 raise BadFrame(f"the shared memory ends {left.nbytes} bytes before the bucket does")
             left, begin = left[got:], begin + got
 
     def close(self) -> None:
-        """Gives the file back; buffers stay valid for as long as they are held. May be called again."""
+        """Releases the file; buffers stay valid as long as they are held. May be called more than once."""
         self._memory = np.empty(0, np.uint8)
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -102,7 +102,7 @@ class SharedFile:
 
 
 def send_descriptor(connection: socket.socket, descriptor: int, deadline: Deadline) -> None:
-    """Gives a file to the other process. Raises PeerLost where that went away.
+    """Sends a file to the other process. Raises PeerLost if that process went away.
 
     >>> a, b = socket.socketpair()
     >>> file = SharedFile()
@@ -120,7 +120,7 @@ def send_descriptor(connection: socket.socket, descriptor: int, deadline: Deadli
 
 
 def receive_descriptor(connection: socket.socket, deadline: Deadline) -> int:
-    """The file that the other process gives. Raises PeerLost where it gives none."""
+    """The file that the other process sends. Raises PeerLost if it sends none."""
     connection.settimeout(deadline.left())
     try:
         greeting, descriptors, flags, _ = socket.recv_fds(connection, len(_GREETING), 1)
@@ -140,8 +140,8 @@ def receive_descriptor(connection: socket.socket, deadline: Deadline) -> int:
 def _anonymous() -> int:
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("jaxlowprec weight sync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # The trainer maps it: cut short by a process that it was given to, it would end the trainer with SIGBUS.
+        # The trainer maps the file: if the other process could shorten it, the trainer would end with SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         return descriptor
-    with tempfile.TemporaryFile() as file:  # has lost its name already
+    with tempfile.TemporaryFile() as file:  # it has no name any more
         return os.dup(file.fileno())

@@ -1,7 +1,7 @@
-"""Weights through shared memory: for a trainer and an engine on one machine.
+"""Weights through shared memory, for a trainer and an engine on one machine.
 
-Verbs and headers take the way of `tcp`, over a Unix socket; a bucket is made in memory that both processes share, and
-copied once, to where it is served from. That memory has no name: nothing is left behind, whoever is killed. See
+Verbs and headers are sent as in `tcp`, over a Unix socket. A bucket is made in memory that both processes share, and
+copied once, to where it is served from. That memory has no name: nothing is left behind if a process is killed. See
 `shared_file`.
 """
 
@@ -29,20 +29,21 @@ Path = str | os.PathLike[str]
 
 
 class SharedMemoryReceiver(Listening):
-    """Listens for trainers of this machine and feeds a receiver, as `TcpReceiver` does.
+    """Listens for trainers on this machine and passes their requests to a receiver, as `TcpReceiver` does.
 
     Arguments:
-        receiver: to feed.
-        secret: that trainers have to hold too, at least 16 bytes that nobody can guess.
-        path: of the socket, which its owner alone may open, in a folder that others cannot write to. What a killed
-            receiver left there is replaced; a socket that a process has is not, even if it does not listen yet.
-        timeout: seconds of silence in a session, which has to cover the making of a bucket; also the most that a pause
+        receiver: the receiver to pass requests to.
+        secret: the secret that trainers have to hold, too: at least 16 bytes that nobody can guess.
+        path: the socket's path, in a folder that others cannot write to. Only its owner may open the socket. A socket
+            that a killed receiver left there is replaced; one that a process holds is not, even if it does not listen
+            yet.
+        timeout: seconds of silence in a session, which have to cover the making of a bucket; also the most that a pause
             may take.
-        handshake_timeout: seconds.
+        handshake_timeout: seconds for the handshake.
 
     Raises:
-        ValueError: a secret that is too short, or a timeout that never ends. OSError: the path is taken or too long, or
-            the system has no Unix sockets; use TCP on loopback there.
+        ValueError: the secret is too short, or the timeout never ends. OSError: the path is taken or too long, or the
+            system has no Unix sockets; use TCP on loopback there.
 
     >>> import tempfile
     >>> from jaxlowprec.weight_sync.sending.session import push
@@ -79,7 +80,7 @@ class SharedMemoryReceiver(Listening):
             raise
 
     def close(self) -> None:
-        """Stops listening and ends every connection; an open session is aborted. May be called again."""
+        """Stops listening and ends every connection; an open session is aborted. May be called more than once."""
         try:
             super().close()
         finally:
@@ -87,7 +88,7 @@ class SharedMemoryReceiver(Listening):
 
     def _remove_name(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(self.path.lstat(), self._name):  # not another receiver's
+            if os.path.samestat(self.path.lstat(), self._name):  # it is not another receiver's socket
                 self.path.unlink()
 
     @contextlib.contextmanager
@@ -101,17 +102,17 @@ class SharedMemoryReceiver(Listening):
 
 
 class SharedMemoryTransport(RemoteTransport):
-    """A trainer's transport to a `SharedMemoryReceiver`. See `Transport`. Each session connects anew.
+    """A trainer's transport to a `SharedMemoryReceiver`. See `Transport`. Each session makes a new connection.
 
     It holds memory for two buckets from the first session until `close`.
 
     Arguments:
-        path: of the receiver's socket.
+        path: the path of the receiver's socket.
         secret: the receiver's.
-        timeout: seconds that connecting and the handshake may take together, within those of the call.
+        timeout: seconds for connecting and the handshake together, within the timeout of the call.
 
     Raises:
-        NotAuthenticated: the secrets differ. PeerLost: nobody listens there, or something else does.
+        NotAuthenticated: the secrets differ. PeerLost: nothing, or something else, listens there.
 
     >>> transport = SharedMemoryTransport("/no/such/socket", "0123456789abcdef")
     >>> transport.version(timeout=5)  # doctest: +ELLIPSIS
@@ -127,11 +128,11 @@ class SharedMemoryTransport(RemoteTransport):
         super().__init__(self._dial, self._shared)
 
     def buffers(self, count: int, nbytes: int) -> list[np.ndarray]:
-        """Memory for payloads that need no copy into the shared one, `count` times uint8 [nbytes]."""
+        """Memory for payloads that need not be copied to shared memory, `count` times uint8 [nbytes]."""
         return self._shared.buffers(count, nbytes)
 
     def close(self) -> None:
-        """Ends the connection and gives the memory back. Nothing else works afterwards."""
+        """Ends the connection and releases the memory. Nothing else works afterwards."""
         super().close()
         self._shared.close()
 

@@ -1,7 +1,7 @@
-"""Bytes over a connected socket, whole or not at all, and never later than a deadline.
+"""Sends and receives bytes over a connected socket, completely or not at all, and never later than a deadline.
 
-A `Deadline` is of all that is waited for: of a stranger's proof, of a trainer's call. `Silence` is of each read: of
-what an authenticated peer sends, however much that is and however slow its network.
+A `Deadline` covers a whole wait, such as for a stranger's proof or a trainer's call. A `Silence` covers each read of
+what an authenticated peer sends, however much that is and however slow its network is.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Iterable
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
 
 MOST_SECONDS = 2_000_000
-"""Of a wait: the system's clocks of sockets and locks end a little later, with an OverflowError."""
+"""The longest wait in seconds; from a little more on, the system's sockets and locks raise OverflowError."""
 
 _MOST_AT_ONCE = 1 << 30  # macOS refuses more in one call
-_MOST_BUFFERS = 64  # of one sendmsg or recvmsg_into; systems allow 1024
+_MOST_BUFFERS = 64  # buffers of one sendmsg or recvmsg_into; systems allow 1024
 
 
 class Deadline:
-    """A moment that every step of a wait counts down to.
+    """A moment that all steps of a wait count down to.
 
     Arguments:
-        seconds: from now.
-        what: is waited for; it goes into the error.
+        seconds: from now on.
+        what: names what is waited for, for the error.
 
     >>> Deadline(5.0, "an answer").left() <= 5.0
     True
@@ -42,14 +42,14 @@ class Deadline:
         self._at = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then, more than 0. Raises PeerTimeout afterwards."""
+        """Seconds until the deadline, more than 0. Raises PeerTimeout afterwards."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise self.missed()
         return left
 
     def came(self) -> None:
-        """Some bytes came or went, and more are waited for."""
+        """Called when some bytes came or went and more are waited for."""
 
     def missed(self) -> PeerTimeout:
         """The error of a deadline that has passed."""
@@ -57,9 +57,9 @@ class Deadline:
 
 
 class Silence(Deadline):
-    """A deadline that begins anew with every byte: it passes when nothing comes for so many seconds.
+    """A deadline that starts again with every byte: it passes if nothing comes for `seconds`.
 
-    A peer that sends a byte now and then is waited for without an end.
+    A peer that sends a byte now and then is waited for without limit.
 
     >>> silence = Silence(5.0, "more of the payload")
     >>> silence.came()
@@ -68,12 +68,12 @@ class Silence(Deadline):
     """
 
     def came(self) -> None:
-        """Some bytes came or went: from now on as long again."""
+        """Called when some bytes came or went: the deadline starts again."""
         self._at = time.monotonic() + self.seconds
 
 
 def check_timeout(who: str, timeout: float) -> float:
-    """A timeout that ends. Raises ValueError for one that does not.
+    """A timeout that ends. Raises ValueError for one that never ends.
 
     >>> check_timeout("example", float("inf"))
     Traceback (most recent call last):
@@ -87,7 +87,7 @@ def check_timeout(who: str, timeout: float) -> float:
 
 
 def as_bytes(buffer: object) -> memoryview:
-    """A buffer's bytes in one dimension, without a copy.
+    """A buffer's bytes as a one-dimensional view.
 
     >>> as_bytes(bytearray(b"abc")).nbytes
     3
@@ -97,10 +97,10 @@ def as_bytes(buffer: object) -> memoryview:
 
 
 def send_all(connection: socket.socket, buffers: Iterable[object], deadline: Deadline) -> None:
-    """Sends buffers one after the other; none is copied.
+    """Sends buffers one after the other, without copying.
 
     Raises:
-        PeerTimeout: the peer did not take them in time. PeerLost: it went away. Part of them may have been sent.
+        PeerTimeout: the peer did not take them in time. PeerLost: it went away. A part may have been sent.
 
     >>> a, b = socket.socketpair()
     >>> send_all(a, [b"one", b"", bytearray(b"two")], Deadline(1.0, "room"))
@@ -124,10 +124,10 @@ def send_all(connection: socket.socket, buffers: Iterable[object], deadline: Dea
 
 
 def receive_into(connection: socket.socket, buffers: Iterable[object], deadline: Deadline) -> None:
-    """Fills buffers one after the other with the bytes that come.
+    """Fills buffers one after the other with received bytes.
 
     Raises:
-        PeerTimeout: they did not come in time. PeerLost: the peer went away before.
+        PeerTimeout: the bytes did not come in time. PeerLost: the peer went away before.
 
     >>> a, b = socket.socketpair()
     >>> a.sendall(b"onetwo")
@@ -161,7 +161,7 @@ def receive_into(connection: socket.socket, buffers: Iterable[object], deadline:
 
 
 def receive(connection: socket.socket, count: int, deadline: Deadline) -> bytearray:
-    """`count` bytes. Memory grows with what has come, not with what was announced.
+    """Receives `count` bytes. Memory grows with what has come, not with what was announced.
 
     >>> a, b = socket.socketpair()
     >>> a.sendall(b"abc")
@@ -179,7 +179,7 @@ def receive(connection: socket.socket, count: int, deadline: Deadline) -> bytear
 
 
 def no_connection(where: str, error: OSError, needs: str) -> PeerLost:
-    """The error of a connection that could not be made.
+    """The error for a connection that could not be made.
 
     >>> no_connection("engine:5000", ConnectionRefusedError(111, "Connection refused"), "a TcpReceiver")
     PeerLost('engine:5000: Connection refused; needs a TcpReceiver that listens there')
@@ -191,7 +191,7 @@ def no_connection(where: str, error: OSError, needs: str) -> PeerLost:
 
 
 def close(connection: socket.socket) -> None:
-    """Ends a connection, and wakes whoever waits for it in another thread.
+    """Ends a connection, and wakes another thread that waits for it.
 
     >>> a, b = socket.socketpair()
     >>> close(a)
@@ -199,13 +199,13 @@ def close(connection: socket.socket) -> None:
     b''
     >>> close(b)
     """
-    with contextlib.suppress(OSError):  # it was over already
+    with contextlib.suppress(OSError):  # it had ended already
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def _rest(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of buffers after their first bytes are done."""
+    """The rest of buffers whose first `done` bytes are done."""
     for index, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[index + 1 :]]

@@ -1,4 +1,4 @@
-"""Frames over an authenticated connection: what TCP and shared memory have in common.
+"""Frames over an authenticated connection: the common part of TCP and shared memory.
 
     magic [4], kind [1], zeros [3], header length u32, payload length u64, code [32], header, payload
 
@@ -43,7 +43,7 @@ _SCRATCH = 1 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame says. The first ones are a trainer's, the last two a receiver's answers.
+    """The kind of a frame. The first kinds are a trainer's requests, the last two a receiver's answers.
 
     >>> Kind(4).name
     'BUCKET'
@@ -61,7 +61,7 @@ class Kind(enum.IntEnum):
 
 
 class BadFrame(PeerLost):
-    """A frame that no peer sends who follows the protocol. What follows it in the stream has no meaning.
+    """A frame that a peer never sends if it follows the protocol. What follows it in the stream has no meaning.
 
     >>> issubclass(BadFrame, PeerLost)
     True
@@ -70,7 +70,7 @@ class BadFrame(PeerLost):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A frame whose code was right; its payload is still in the stream.
+    """A frame with a correct code; its payload is still in the stream.
 
     >>> Frame(Kind.DONE, b"{}", 0).kind
     <Kind.DONE: 64>
@@ -82,14 +82,14 @@ class Frame:
 
 
 class Channel:
-    """One end of an authenticated connection. One thread sends, and one receives.
+    """One end of an authenticated connection. One thread sends and one thread receives.
 
     Arguments:
         connection: a connected socket of any family; the channel closes it.
-        keys: of this end, from the handshake.
+        keys: this end's keys, from the handshake.
 
     Raises:
-        BadFrame: what came is no frame, or not the next one. PeerTimeout, PeerLost: nothing came.
+        BadFrame: the bytes are not a frame, or not the next one. PeerTimeout, PeerLost: nothing came.
 
     >>> a, b = socket.socketpair()
     >>> trainer, engine = Channel(a, Keys(b"1", b"2")), Channel(b, Keys(b"2", b"1"))
@@ -110,7 +110,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: Kind, header: bytes = b"", payload: Sequence[object] = (), *, deadline: Deadline) -> None:
-        """Sends a frame; the payload's buffers go from where they are."""
+        """Sends a frame; the payload's buffers are not copied."""
         count = sum(as_bytes(buffer).nbytes for buffer in payload)
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"Channel.send: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} travel")
@@ -139,11 +139,11 @@ class Channel:
         return Frame(Kind(kind), header, payload_bytes)
 
     def receive_payload(self, destination: object, timeout: float) -> None:
-        """Receives a payload to where it belongs, which has its length. `timeout`: seconds of silence."""
+        """Receives a payload into memory of its length. `timeout`: seconds of silence."""
         receive_into(self.connection, [destination], Silence(timeout, "more of the payload"))
 
     def skip_payload(self, count: int, timeout: float) -> None:
-        """Receives a payload that nobody wants, so that the next frame can be read. `timeout`: seconds of silence."""
+        """Receives and drops a payload, so that the next frame can be read. `timeout`: seconds of silence."""
         scratch = bytearray(min(count, _SCRATCH))
         deadline = Silence(timeout, "more of the payload")
         while count:
@@ -151,7 +151,7 @@ class Channel:
             count -= min(count, len(scratch))
 
     def check_peer(self) -> None:
-        """Raises PeerLost if the peer has ended the connection. Takes nothing of what has come from it."""
+        """Raises PeerLost if the peer has ended the connection. Reads nothing that has come from it."""
         try:
             self.connection.settimeout(0)
             if self.connection.recv(1, socket.MSG_PEEK):
@@ -168,29 +168,29 @@ class Channel:
 
 
 class Payloads(Protocol):
-    """How the bytes of a bucket travel: in the frame, or elsewhere with a note in the frame that says where.
+    """How the bytes of a bucket are transferred: in the frame, or elsewhere with a note in the frame of their place.
 
     >>> transport: Payloads = Inline()
     """
 
     def outgoing(self, payload: Any) -> Sequence[object]:
-        """What a bucket's frame carries for a payload, uint8 [nbytes].
+        """The buffers that a bucket's frame carries for a payload, uint8 [nbytes].
 
-        The receiver has the payload when it has answered, not before.
+        The receiver has the payload only when it has answered.
         """
 
     def incoming(self, channel: Channel, frame: Frame, destination: memoryview, timeout: float) -> str | None:
-        """Takes a frame's payload from the stream, and brings the bucket's bytes to their destination, [nbytes].
+        """Takes a frame's payload from the stream, and writes the bucket's bytes to their destination, [nbytes].
 
-        Returns their checksum if it was computed on the way, else None.
+        Returns their checksum if it was computed on the way, otherwise None.
 
         Raises:
-            BadFrame: the frame's payload is not one of this bucket.
+            BadFrame: the frame's payload does not belong to this bucket.
         """
 
 
 class Inline:
-    """In the frame, from the trainer's buffer straight into the weights' own memory.
+    """Payloads in the frame, received from the trainer's buffer straight into the weights' own memory.
 
     >>> Inline().outgoing(b"abc")
     [b'abc']

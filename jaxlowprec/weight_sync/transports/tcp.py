@@ -1,9 +1,9 @@
-"""Weights over TCP: for trainers and engines on different machines, or in different containers of one.
+"""Weights over TCP, for trainers and engines on different machines, or in different containers of one machine.
 
-Both ends prove that they hold one secret, and every frame is signed, but nothing is encrypted and payloads are only
-checked for damage: who can read the network can read the weights, and who can rewrite packets can change them. Outside
-a trusted network use an SSH tunnel, WireGuard or the like, and leave the receiver on loopback, where it listens unless
-told otherwise.
+Both ends prove that they hold one secret, and every frame is signed. Nothing is encrypted, and payloads are only
+checked for damage: whoever can read the network can read the weights, and whoever can rewrite packets can change them.
+Outside a trusted network use an SSH tunnel, WireGuard or the like, and leave the receiver on loopback, where it listens
+by default.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from jaxlowprec.weight_sync.transports.stream import Channel
 
 
 class TcpReceiver(Listening):
-    """Listens for trainers and feeds a receiver, from threads of its own. A context manager; `close` ends it.
+    """Listens for trainers and passes their requests to a receiver, in its own threads. A context manager.
 
     A trainer whose connection breaks, or that is silent for `timeout` seconds in its session, counts as dead: its
-    session is aborted, the engine resumes, and the next trainer may come. Peers that do not prove the secret within
-    `handshake_timeout` seconds are dropped; they get no memory and no session, however many they are.
+    session is aborted, the engine resumes, and the next trainer may connect. Peers that do not prove the secret within
+    `handshake_timeout` seconds are dropped. They get no memory and no session, however many there are.
 
     Arguments:
-        receiver: to feed.
-        secret: that trainers have to hold too, at least 16 bytes that nobody can guess.
-        host, port: to listen at; port 0 is one that is free, see `address`.
-        timeout: seconds of silence, which has to cover the making of a bucket; also the most that a pause may take.
-        handshake_timeout: seconds.
+        receiver: the receiver to pass requests to.
+        secret: the secret that trainers have to hold, too: at least 16 bytes that nobody can guess.
+        host, port: the address to listen at; port 0 chooses a free one, see `address`.
+        timeout: seconds of silence, which have to cover the making of a bucket; also the most that a pause may take.
+        handshake_timeout: seconds for the handshake.
 
     Attributes:
-        address: (host, port) that it listens at.
+        address: the (host, port) that it listens at.
 
     Raises:
-        ValueError: a secret that is too short, or a timeout that never ends. OSError: the address cannot be had.
+        ValueError: the secret is too short, or the timeout never ends. OSError: the address is not available.
 
     >>> from jaxlowprec.weight_sync.bucket import pack
     >>> from jaxlowprec.weight_sync.manifest import Manifest
@@ -77,15 +77,15 @@ class TcpReceiver(Listening):
 
 
 class TcpTransport(RemoteTransport):
-    """A trainer's transport to a `TcpReceiver`. See `Transport`. Each session connects anew.
+    """A trainer's transport to a `TcpReceiver`. See `Transport`. Each session makes a new connection.
 
     Arguments:
-        host, port: of the receiver.
+        host, port: the receiver's address.
         secret: the receiver's.
-        timeout: seconds that connecting and the handshake may take together, within those of the call.
+        timeout: seconds for connecting and the handshake together, within the timeout of the call.
 
     Raises:
-        NotAuthenticated: the secrets differ. PeerLost: nobody listens there, or something else does.
+        NotAuthenticated: the secrets differ. PeerLost: nothing, or something else, listens there.
 
     >>> TcpTransport("127.0.0.1", 1, "0123456789abcdef").version(timeout=5)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""What carries a sync from a trainer to a receiver, as the trainer sees it."""
+"""The interface that carries a sync from a trainer to a receiver, as the trainer sees it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jaxlowprec.weight_sync.manifest import Manifest
 
 @runtime_checkable
 class Transport(Protocol):
-    """The verbs of `Receiver`, from afar. One thread calls them.
+    """The verbs of a remote `Receiver`. One thread calls them.
 
-    Each waits at most `timeout` seconds for the receiver's answer.
+    Each call waits at most `timeout` seconds for the receiver's answer.
 
     Attributes:
         takes_arrays: whether the payload of a bucket is its arrays, which the transport copies from device to device;
-            else it is bytes.
+            otherwise it is bytes.
 
     A transport may have a method `buffers(count, nbytes)` that gives memory for payloads, `count` times uint8 [nbytes],
     from which it sends without a copy.
 
     Raises:
-        Refused: the receiver said no, and why.
+        Refused: the receiver refused, and says why.
         PeerTimeout: no answer in time. PeerLost: no connection.
 
     >>> from jaxlowprec.weight_sync.transports.in_process import InProcess
@@ -37,22 +37,22 @@ class Transport(Protocol):
         """The version that the receiver serves; 0: none yet."""
 
     def pause(self, timeout: float) -> None:
-        """The engine stops, between two requests or steps as it can."""
+        """Stops the engine, between two requests or steps."""
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
-        """A new version follows."""
+        """Starts a new version."""
 
     def send(self, bucket: Bucket, timeout: float) -> None:
-        """The next bucket. When it returns, the receiver has it, and the payload's buffer is the caller's again."""
+        """Sends the next bucket. When it returns, the receiver has it, and the payload's buffer may be reused."""
 
     def commit(self, version: int, manifest_hash: str, timeout: float) -> None:
         """From here on the receiver serves the new version."""
 
     def abort(self, reason: str, timeout: float) -> None:
-        """The receiver forgets what it was sent since `begin`. Does nothing after a commit."""
+        """The receiver drops what it was sent since `begin`. Does nothing after a commit."""
 
     def resume(self, timeout: float) -> None:
-        """The engine goes on."""
+        """Lets the engine go on."""
 
     def close(self) -> None:
-        """Gives back what the transport holds. Nothing else works afterwards."""
+        """Releases what the transport holds. Nothing else works afterwards."""

@@ -1,4 +1,4 @@
-"""Unix sockets by the paths of their names: one path, one receiver."""
+"""Unix sockets at paths: one receiver per path."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from jaxlowprec.weight_sync.locks import locked
 
-_BOUND = pathlib.Path("/proc/net/unix")  # what processes of this machine have bound, on Linux
-_PATIENCE = 5.0  # seconds that another receiver may take to begin
+_BOUND = pathlib.Path("/proc/net/unix")  # the sockets that processes of this machine have bound, on Linux
+_PATIENCE = 5.0  # seconds that another receiver may take to start
 
 
 def unix_socket() -> socket.socket:
-    """A socket that is neither bound nor connected. Raises OSError where the system has none.
+    """A socket that is neither bound nor connected. Raises OSError if the system has no Unix sockets.
 
     >>> unix_socket().close()
     """
@@ -26,10 +26,11 @@ def unix_socket() -> socket.socket:
 
 
 def listen_at(path: pathlib.Path, backlog: int) -> socket.socket:
-    """A socket that listens at a path and that its owner alone may open. What a killed process left there is replaced.
+    """A socket that listens at a path and that only its owner may open. Replaces a socket that a killed process left.
 
     Raises:
-        OSError: something else is there, or a socket that somebody holds, listening or not; the path is too long.
+        OSError: something else is at the path, or a socket that a process holds, listening or not; the path is too
+            long.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +42,7 @@ def listen_at(path: pathlib.Path, backlog: int) -> socket.socket:
     """
     with contextlib.ExitStack() as unless_listening:
         listener = unless_listening.enter_context(unix_socket())
-        os.fchmod(listener.fileno(), 0o600)  # Linux gives its mode to the name
+        os.fchmod(listener.fileno(), 0o600)  # on Linux the path gets this mode
         with _alone(path.parent):
             if path.is_socket() and not _is_held(path):
                 path.unlink(missing_ok=True)
@@ -55,12 +56,12 @@ def listen_at(path: pathlib.Path, backlog: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _alone(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other receivers that begin in a folder waiting: one could take what another has just put in place."""
+    """Makes other receivers that start in a folder wait: otherwise one could remove a socket that another just made."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             alone = locked(descriptor, _PATIENCE)
-        except OSError:  # a file system that cannot lock a folder
+        except OSError:  # the file system cannot lock a folder
             alone = True
         if not alone:
             raise OSError(errno.EBUSY, f"somebody has had the folder locked for {_PATIENCE:g} s", str(folder))
@@ -70,7 +71,7 @@ def _alone(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _is_held(path: pathlib.Path) -> bool:
-    """Whether a process has the socket, which it may not listen at yet."""
+    """Whether a process holds the socket, even if it does not listen yet."""
     with unix_socket() as probe:
         probe.settimeout(1.0)
         try:
@@ -83,7 +84,7 @@ def _is_held(path: pathlib.Path) -> bool:
 
 
 def _bound() -> set[str]:
-    """Paths of the sockets that are bound, as far as the system tells."""
+    """Paths of the bound sockets, as far as the system shows them."""
     try:
         lines = _BOUND.read_text(errors="surrogateescape").splitlines()
     except OSError:
