@@ -242,7 +242,7 @@ def _backward(spec: ProductSpec, residuals, dy):
 
 _matmul.defvjp(_forward, _backward)
 quantized_matmul = jax.jit(_matmul, static_argnums=0)  # layers with equal specs are traced once, whatever their names
-"""ProductSpec, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, state of delayed scaling -> [..., T, N].
+"""ProductSpec, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, delayed scaling's state -> [..., T, N].
 All but the first two may be None; w is None if there is a QuantizedKernel."""
 
 

@@ -30,7 +30,7 @@ class Bundle:
     """Tensors that must arrive together: those of one module, or of modules that an engine fuses.
 
     Attributes:
-        key: the group's name, such as "layers.0.mlp.gate_proj+up_proj".
+        key: the bundle's name, such as "layers.0.mlp.gate_proj+up_proj".
         entries: its tensors, in the order in which `arrays` makes them.
         members: the leaves that the tensors are made from.
         compressed: paths of the float kernels that the scheme quantises.
@@ -48,7 +48,7 @@ class Bundle:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the group."""
+        """Bytes of all tensors of the bundle."""
         return sum(entry.nbytes for entry in self.entries)
 
     def arrays(self, on_device: bool = False) -> Iterator[tuple[str, Any]]:
