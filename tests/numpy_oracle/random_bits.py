@@ -16,7 +16,7 @@ def philox(counter, key):
 
 
 def random_bytes(key, stream, rows, groups):
-    """uint8 [R, 16 G]: a byte for each element, by its row and group of 16."""
+    """uint8 [R, 16 G]: a byte for each element, by its row and sixteen."""
     counter = np.zeros((len(rows), len(groups), 4), np.uint32)
     counter[..., 0], counter[..., 1], counter[..., 2] = np.asarray(groups)[None], np.asarray(rows)[:, None], stream
     words = philox(counter, np.broadcast_to(np.asarray(key, np.uint32), (*counter.shape[:2], 2)))

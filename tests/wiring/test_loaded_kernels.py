@@ -147,7 +147,7 @@ class TestMeshes:
         )
         assert_same_bytes(jax.jit(call)(X, W), jlp.linear(X, W, recipe=self.recipe))
 
-    def test_k_split_into_whole_groups_in_shard_map(self):
+    def test_k_split_into_whole_blocks_in_shard_map(self):
         def partial(x, w):
             return jax.lax.psum(jlp.linear(x.astype(jnp.float32), w, recipe=self.recipe), "a")
 
@@ -156,7 +156,7 @@ class TestMeshes:
         whole = jlp.linear(X.astype(jnp.float32), W, recipe=self.recipe)
         np.testing.assert_allclose(jax.jit(call)(X, W), whole, rtol=1e-5, atol=1e-3)
 
-    def test_k_split_within_a_group_in_shard_map(self):
+    def test_k_split_within_a_block_in_shard_map(self):
         mesh = mesh_of((4,))
         call = jax.shard_map(
             lambda x, w: jax.lax.psum(jlp.linear(x, w, recipe=self.recipe, name="up"), "a"),
@@ -167,8 +167,8 @@ class TestMeshes:
         with pytest.raises(ValueError, match="layer 'up'.*K = 16, which is no multiple of the block of 32"):
             call(X, W)
 
-    def test_k_split_within_a_group_is_seen(self):
-        message = "layer 'up'.*K = 64, in shards of 16, .* a group would lie on two shards"
+    def test_k_split_within_a_block_is_seen_where_the_sharding_is_known(self):
+        message = "layer 'up'.*K = 64, in shards of 16, .* a block would lie on two shards"
         auto, explicit = mesh_of((4,)), mesh_of((4,), jax.sharding.AxisType.Explicit)
         with pytest.raises(ValueError, match=message):
             jlp.linear(X, place(W, auto, P("a")), recipe=self.recipe, name="up")

@@ -65,7 +65,11 @@ def pair_name(pair):
     return "-by-".join(map(format_name, pair))
 
 
-over_pairs = pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
+over_pairs = pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=[] if pair in ONE_OF_EACH_KIND else pytest.mark.slow) for pair in PAIRS],
+    ids=pair_name,
+)
 over_kinds = pytest.mark.parametrize("pair", ONE_OF_EACH_KIND, ids=pair_name)
 
 
