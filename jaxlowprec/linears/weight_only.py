@@ -120,13 +120,13 @@ def check_whole_groups(who: str, name: str, kernel: Any, fmt: Format) -> None:
     given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
     if isinstance(fmt, Int4) and not fmt.pad and length % group:
         raise ValueError(
-            f"{given}, which is no multiple of the group of {group} of {fmt}: use a group_size that divides it, or "
+            f"{given}, which is not a multiple of the group of {group} of {fmt}: use a group_size that divides it, or "
             "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"
         )
     if shard != length and shard % group:
         raise ValueError(
-            f"{given}, in shards of {shard}, which is no multiple of the group of {group} of {fmt}: a group would lie "
-            "on two shards; use a group_size that divides it, or shard N instead"
+            f"{given}, in shards of {shard}, which is not a multiple of the group of {group} of {fmt}: a group would "
+            "lie on two shards; use a group_size that divides it, or shard N instead"
         )
 
 

@@ -164,7 +164,7 @@ class TestMeshes:
             in_specs=(P(None, "a"), P("a")),
             out_specs=P(),
         )
-        with pytest.raises(ValueError, match="layer 'up'.*K = 16, which is no multiple of the group of 32"):
+        with pytest.raises(ValueError, match="layer 'up'.*K = 16, which is not a multiple of the group of 32"):
             call(X, W)
 
     def test_k_split_within_a_group_is_seen_where_the_sharding_is_known(self):
