@@ -2,9 +2,9 @@
 
     python examples/pipeline.py --stages 4 --microbatches 8
 
-Step by step, every device works on the microbatch that its predecessor sent and sends on its result with lax.ppermute;
-in the first and last `stages - 1` steps some wait. Autodiff runs the same backwards. Each microbatch is quantised by
-itself, on whichever device: the losses are those of the stages one after the other on one device.
+In each step, every device works on the microbatch that its predecessor sent, and sends its result on with lax.ppermute.
+In the first and last `stages - 1` steps some devices wait. Autodiff runs the same steps backwards. Each microbatch is
+quantised by itself, so the losses are the same as if one device ran the stages one after the other.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def initial_parameters(stages: int, width: int, seed: int = 0) -> dict[str, jax.
 
 
 def pipeline_mesh(stages: int) -> Mesh:
-    """As many devices along "pipe"."""
+    """A mesh with one device per stage along "pipe"."""
     return jax.make_mesh((stages,), ("pipe",), axis_types=(AxisType.Auto,), devices=jax.devices()[:stages])
 
 
 def stage(parameters: dict[str, jax.Array], x: jax.Array, recipe: jlp.Recipe | None) -> jax.Array:
-    """A residual MLP: [rows, width] to the same."""
+    """A residual MLP, [rows, width] to [rows, width]."""
     hidden = jax.nn.gelu(jlp.linear(x, parameters["up"], recipe=recipe))
     return x + jlp.linear(hidden, parameters["down"], recipe=recipe)
 
 
 def loss_of(y: jax.Array, target: jax.Array) -> jax.Array:
-    """Mean square of the difference."""
+    """The mean squared difference."""
     return jnp.mean((y - target) ** 2)
 
 
@@ -59,10 +59,10 @@ def sequential_loss(parameters: Any, x: jax.Array, target: jax.Array, recipe: jl
 def pipelined_loss(
     parameters: Any, x: jax.Array, target: jax.Array, recipe: jlp.Recipe | None, mesh: Mesh
 ) -> jax.Array:
-    """The same with stage i on device i of the mesh's axis "pipe".
+    """The loss of the same microbatches, with stage i on device i of the mesh's axis "pipe".
 
     Raises:
-        ValueError: another number of stages than devices.
+        ValueError: the number of stages is not that of devices.
     """
     stages, count = mesh.shape["pipe"], x.shape[0]
     if parameters["up"].shape[0] != stages:
@@ -90,9 +90,9 @@ def pipelined_loss(
 
 
 def main() -> None:
-    """Losses of a few steps of gradient descent, both ways."""
+    """Prints the losses of a few steps of gradient descent, computed in both ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4, help="and devices; a CPU is divided into so many")
+    parser.add_argument("--stages", type=int, default=4, help="and devices; a CPU is divided into that many")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()

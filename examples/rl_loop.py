@@ -2,9 +2,9 @@
 
     python examples/rl_loop.py --iterations 120 --out runs/rl
 
-A small policy with experts learns to sort digits from its reward alone (GRPO), under INT4 quantisation-aware training.
-In each iteration the trainer sends 4-bit weights to the rollout, has it write answers, replays its routing, and ends
-with an error unless the rollout's log-probabilities are its own, bit for bit.
+A small policy with experts learns to sort digits only from its reward (GRPO), under INT4 quantisation-aware training.
+In each iteration the trainer sends 4-bit weights to the rollout, which writes answers with them. The trainer replays
+the rollout's routing, and ends with an error unless the rollout's log-probabilities equal its own, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rl.task import Task
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses and checks the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=120)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/rl"))
-    parser.add_argument("--seed", type=int, default=0, help="of the first parameters, the prompts and the answers")
-    parser.add_argument("--digits", type=int, default=4, help="to sort")
-    parser.add_argument("--prompts", type=int, default=16, help="of an iteration")
-    parser.add_argument("--answers", type=int, default=16, help="to each prompt")
-    parser.add_argument("--updates", type=int, default=2, help="optimizer steps of an iteration")
+    parser.add_argument("--seed", type=int, default=0, help="seed of initial parameters, prompts and answers")
+    parser.add_argument("--digits", type=int, default=4, help="digits to sort")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per iteration")
+    parser.add_argument("--answers", type=int, default=16, help="answers per prompt")
+    parser.add_argument("--updates", type=int, default=2, help="optimizer steps per iteration")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--kl", type=float, default=0.0, help="weight of the divergence from the initial policy")
     parser.add_argument("--layers", type=int, default=2)
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> None:
-    """The trainer's process."""
+    """Trains: the trainer's process."""
     task = Task(options.digits)
     config = Config(layers=options.layers, width=options.width, experts=options.experts, length=task.length)
     settings = Settings(options.prompts, options.answers, options.updates, options.learning_rate, kl=options.kl)
@@ -101,13 +101,13 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """The trainer, or in the process that it starts the rollout."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU, where there is one, is for both
+    """Runs the trainer, or, in the process that the trainer starts, the rollout."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both processes share a GPU, if there is one
     if sys.argv[1:] == ["--rollout"]:
         rollout.main()
         return
-    # Ctrl-C ends this process at once, and the rollout with it; a KeyboardInterrupt is lost if it meets a collection of
-    # garbage, whose callbacks (JAX has one) may not raise.
+    # Ctrl-C ends this process at once, and the rollout with it. A KeyboardInterrupt would be lost during a garbage
+    # collection, because its callbacks (JAX has one) may not raise.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         train(arguments())

@@ -1,10 +1,10 @@
-"""Serves what train_lm.py trained with --recipe int4_qat, in 4 bits, and shows that its logits are those of training.
+"""Serves a model that train_lm.py trained with --recipe int4_qat in 4 bits; its logits are those of training.
 
     python examples/train_lm.py --recipe int4_qat --steps 200 --out runs/int4
     python examples/serve_int4.py --run runs/int4 --out runs/int4/served
 
-The trained parameters are exported, written as a compressed-tensors checkpoint that vLLM, SGLang and transformers read
-weights from, read back, and used for generation.
+The trained parameters are exported, written as a compressed-tensors checkpoint, whose weights vLLM, SGLang and
+transformers can read, read back, and used for generation.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ RUN = "int4_qat"
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses and checks the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=pathlib.Path, required=True, help=f"--out of train_lm.py with --recipe {RUN}")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="new or empty folder for the 4-bit checkpoint")
-    parser.add_argument("--prompt", default="def ", help="text to go on from")
+    parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=64, help="bytes to generate")
     options = parser.parse_args()
     if not (options.run / "report.json").exists() or not (options.run / RUN / "checkpoints").exists():
@@ -74,17 +74,17 @@ def loaded_model(folder: pathlib.Path, config: Config) -> LanguageModel:
 
 @nnx.jit
 def logits_of(model: LanguageModel, tokens: jax.Array) -> jax.Array:
-    """Of every place."""
+    """The logits at every place."""
     return model(tokens)
 
 
 def generate(model: LanguageModel, prompt: bytes, count: int) -> tuple[bytes, np.ndarray, float]:
-    """The most likely continuation, the logits it was chosen by [count, 256], and bytes a second."""
+    """The most likely continuation, the logits [count, 256] that it was chosen by, and bytes per second."""
     context = model.config.context
     text, chosen_by, started = list(prompt), [], 0.0
     for _ in range(count):
         window = text[-context:]
-        tokens = np.zeros((1, context), np.int32)  # one shape; attention is causal, so what follows is not seen
+        tokens = np.zeros((1, context), np.int32)  # always one shape; attention is causal: zeros are not seen
         tokens[0, : len(window)] = window
         chosen_by.append(np.asarray(logits_of(model, tokens)[0, len(window) - 1]))
         text.append(int(chosen_by[-1].argmax()))
@@ -93,7 +93,7 @@ def generate(model: LanguageModel, prompt: bytes, count: int) -> tuple[bytes, np
 
 
 def main() -> None:
-    """Exports, saves, loads, generates, compares."""
+    """Exports the model, saves it, loads it, generates with it, and compares the logits."""
     options = arguments()
     recipe = jlp.Int4QAT()
     trained = trained_model(options.run, recipe)

@@ -39,21 +39,21 @@ RECIPES = {
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses and checks the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="bf16,nvfp4", help=f"one or more of {', '.join(RECIPES)}, with commas")
+    parser.add_argument("--recipe", default="bf16,nvfp4", help=f"one or more, with commas, of {', '.join(RECIPES)}")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--batch", type=int, default=8, help="windows of the context's length in a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the schedule")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial parameters and the data's order")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial parameters and the data's order")
     parser.add_argument("--bf16-first", type=int, default=0, help="blocks kept in bf16 at the input's end")
     parser.add_argument("--bf16-last", type=int, default=1, help="blocks kept in bf16 at the output's end")
-    parser.add_argument("--experts", type=int, default=0, help="of each block, instead of its MLP")
+    parser.add_argument("--experts", type=int, default=0, help="experts in each block, instead of its MLP")
     parser.add_argument("--top-k", type=int, default=2, help="experts that each byte goes to")
     parser.add_argument("--text", help="file or folder to learn from; default: Python's standard library")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
     parser.add_argument("--mesh", help="sizes such as data=2,fsdp=2,tensor=2; a CPU is divided into so many devices")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations along time over tensor too")
@@ -92,7 +92,7 @@ def arguments() -> argparse.Namespace:
 
 
 def layout(options: argparse.Namespace) -> mesh.Layout:
-    """Where the arrays go, as --mesh says; on a CPU, in as many virtual devices as it needs. Joins other processes."""
+    """Where arrays are placed, from --mesh; a CPU is divided into as many virtual devices. Joins other processes."""
     if not options.mesh:
         return mesh.ONE_DEVICE
     sizes = mesh.parse(options.mesh)
@@ -102,7 +102,7 @@ def layout(options: argparse.Namespace) -> mesh.Layout:
 
 
 def main() -> None:
-    """Trains, compares, reports."""
+    """Trains all runs, compares them and writes the report."""
     options = arguments()
     config, where = options.config, options.layout
     schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)

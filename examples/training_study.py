@@ -1,10 +1,10 @@
-"""Repeats the comparison of train_lm.py over seeds, lengths and ablations, and writes what came out.
+"""Repeats the comparison of train_lm.py over seeds, lengths and ablations, and writes a summary.
 
     python examples/training_study.py --out runs/study    # an hour on 2 cores; resumes where it was stopped
 
 Every run of a seed starts from the same parameters and sees the same data. Gaps are relative differences of the mean
-training loss over the last 50 steps, and of the validation loss, from bf16's. The noise floor is what a change of the
-initial parameters by 1e-4 does to a bf16 run: smaller gaps say nothing.
+training loss over the last 50 steps, and of the validation loss, from bf16's. The noise floor is the gap of a bf16 run
+whose initial parameters are changed by 1e-4: smaller gaps say nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lm.training import Run, Schedule, train
 from train_lm import RECIPES
 
 BASELINES = (Run("bf16"), Run("bf16 perturbed", perturbation=1e-4))
-DEFAULT = "nvfp4"  # the others leave something out of it
-POINTS = 40  # of a curve in the results
+DEFAULT = "nvfp4"  # the whole recipe, trained at every length; all other recipes only at --ablation-steps
+POINTS = 40  # points of a curve in the results
 
 
 def study(options: argparse.Namespace, batches_of, config) -> list[dict]:
-    """All runs, those already in `options.out` read from there."""
+    """The results of all runs; runs that are already in `options.out` are read from there."""
     found = []
     for steps in options.steps:
         for seed in range(options.seeds):
@@ -76,7 +76,7 @@ def summarize(runs: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    """Runs what is missing, prints and writes the summary."""
+    """Trains the missing runs, and prints and writes the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=[n for n in RECIPES if n != "bf16"])
     parser.add_argument("--steps", nargs="+", type=int, default=[400, 1000])

@@ -1,1 +1,1 @@
-"""A byte-level language model, its data, its training loop and its report: the parts of train_lm.py."""
+"""A byte-level language model, its data, its training loop and its report; used by train_lm.py."""

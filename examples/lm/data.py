@@ -1,4 +1,4 @@
-"""Real text on every machine: by default the sources of Python's standard library."""
+"""Real text that every machine has: by default the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def read_text(path: str | None) -> np.ndarray:
 
 
 class Batches:
-    """Windows of the text at random places, the same for the same seed and step; the last 5 % are for validation."""
+    """Windows of the text at random places, fixed by seed and step. The last 5 % of the text are for validation."""
 
     def __init__(self, text: np.ndarray, batch: int, context: int, seed: int, rows: np.ndarray | None = None):
-        """`rows`: which of a batch's windows to load; default: all."""
+        """`rows`: the windows of a batch to load; default: all."""
         split = int(text.size * 0.95)
         self.training, self.validation = text[:split], text[split:]
         self.batch, self.context, self.seed = batch, context, seed
@@ -49,7 +49,7 @@ class Batches:
         return np.stack([text[s : s + self.context + 1] for s in starts[self.rows]]).astype(np.int32)
 
     def train(self, step: int) -> np.ndarray:
-        """int32 [rows, context + 1] for a training step."""
+        """The windows for a training step, int32 [rows, context + 1]."""
         return self._windows(self.training, np.random.default_rng((self.seed, step)))
 
     def validate(self, count: int) -> Iterator[np.ndarray]:

@@ -1,7 +1,7 @@
-"""The model over many devices: what the axes of a mesh split, and where arrays begin.
+"""The model over many devices: what the axes of a mesh split, and where arrays are placed.
 
-The model names the axes of its parameters and activations by what they are ("embed", "heads"); RULES says which axis of
-the mesh splits each.
+The model names the axes of its parameters and activations by their meaning ("embed", "heads"); RULES says which axis of
+the mesh splits each of them.
 
 | axis | splits |
 |---|---|
@@ -36,20 +36,20 @@ RULES = (
 
 
 def partitioned(init: Callable, *axes: str | None) -> Callable:
-    """An initialiser whose parameter carries the names of its axes. It places nothing: the model needs no mesh."""
+    """An initialiser that attaches the names of its axes to a parameter. It places nothing: the model needs no mesh."""
     return nnx.with_partitioning(init, axes, eager_sharding=False)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Splits an activation as the rules in force say of its axes; without any, and so without a mesh, it is x."""
+    """Splits an activation as the rules in force say for its axes; without rules (without a mesh) returns x."""
     return jax.lax.with_sharding_constraint(x, get_pspec(axes)) if get_logical_axis_rules() else x
 
 
 def parse(text: str) -> dict[str, int]:
-    """The sizes in "data=2,fsdp=2,tensor=2", 1 where left out.
+    """The sizes in text such as "data=2,fsdp=2,tensor=2"; axes that are left out have size 1.
 
     Raises:
-        ValueError: no such axis, or no positive integer.
+        ValueError: the axis does not exist, or its size is not a positive integer.
     """
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
@@ -61,16 +61,16 @@ def parse(text: str) -> dict[str, int]:
 
 
 def check(sizes: dict[str, int], config: Any, batch: int, sequence_parallel: bool) -> None:
-    """Raises ValueError where a mesh does not divide the batch or the model."""
+    """Raises ValueError if a mesh does not divide the batch or the model."""
     tensor, parts = sizes["tensor"], sizes["data"] * sizes["fsdp"]
     needs = [
-        (batch % parts, f"--batch {batch} is no multiple of data * fsdp = {parts}"),
-        (config.width % sizes["fsdp"], f"the width {config.width} is no multiple of fsdp = {sizes['fsdp']}"),
-        (config.heads % tensor, f"{config.heads} heads are no multiple of tensor = {tensor}"),
-        (config.width % tensor, f"the width {config.width} is no multiple of tensor = {tensor}"),
+        (batch % parts, f"--batch {batch} is not a multiple of data * fsdp = {parts}"),
+        (config.width % sizes["fsdp"], f"the width {config.width} is not a multiple of fsdp = {sizes['fsdp']}"),
+        (config.heads % tensor, f"{config.heads} heads are not a multiple of tensor = {tensor}"),
+        (config.width % tensor, f"the width {config.width} is not a multiple of tensor = {tensor}"),
         (
             sequence_parallel and config.context % tensor,
-            f"--sequence-parallel: the context {config.context} is no multiple of tensor = {tensor}",
+            f"--sequence-parallel: the context {config.context} is not a multiple of tensor = {tensor}",
         ),
     ]
     for remainder, message in needs:
@@ -79,10 +79,10 @@ def check(sizes: dict[str, int], config: Any, batch: int, sequence_parallel: boo
 
 
 def make_mesh(sizes: dict[str, int]) -> Mesh:
-    """A mesh of the first devices; of all, where there are several processes.
+    """A mesh of the first devices; with several processes, of all devices.
 
     Raises:
-        ValueError: there are fewer devices, or more in several processes.
+        ValueError: there are fewer devices, or several processes have more.
     """
     needed, devices = math.prod(sizes.values()), jax.devices()
     given = f"--mesh {','.join(f'{a}={n}' for a, n in sizes.items())}: needs {needed} devices"
@@ -95,11 +95,11 @@ def make_mesh(sizes: dict[str, int]) -> Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a run's arrays are.
+    """Where a run's arrays are placed.
 
     Attributes:
-        mesh: None leaves all to one device.
-        sequence_parallel: between the blocks' products, "tensor" splits activations along time.
+        mesh: the mesh; None for a single device.
+        sequence_parallel: whether "tensor" splits activations along time between the blocks' products.
     """
 
     mesh: Mesh | None = None
@@ -107,7 +107,7 @@ class Layout:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """In it, `constrain` and the names of parameters' axes mean this mesh."""
+        """A context in which `constrain` and the names of parameters' axes refer to this mesh."""
         if self.mesh is None:
             yield
             return
@@ -116,15 +116,15 @@ class Layout:
             yield
 
     def shardings(self, tree: Any) -> Any:
-        """Those of a tree of variables, by their axes' names; arrays without names are on every device."""
+        """The shardings of a tree of variables, by their axes' names; arrays without names are on every device."""
         return None if self.mesh is None else nnx.get_named_sharding(tree, self.mesh)
 
     def replicated(self) -> Any:
-        """The sharding of what every device has."""
+        """The sharding of arrays that every device holds."""
         return None if self.mesh is None else NamedSharding(self.mesh, P())
 
     def create(self, function: Callable, *args: Any) -> Any:
-        """What a function of arrays makes, each part made where it belongs."""
+        """The result of a function of arrays, with each part made on its own device."""
         if self.mesh is None:
             return function(*args)
         return jax.jit(function, out_shardings=self.shardings(jax.eval_shape(function, *args)))(*args)
@@ -133,7 +133,7 @@ class Layout:
         return NamedSharding(self.mesh, P(("data", "fsdp")))
 
     def rows(self, batch: int) -> np.ndarray:
-        """Which rows of a batch this process loads."""
+        """The rows of a batch that this process loads."""
         if self.mesh is None:
             return np.arange(batch)
         parts = self._batches().addressable_devices_indices_map((batch,)).values()

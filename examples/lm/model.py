@@ -20,11 +20,11 @@ class Config:
     """Sizes of the model.
 
     Attributes:
-        layers, width, heads: of the transformer.
-        context: bytes it sees.
-        high_precision_first, high_precision_last: how many blocks ignore the recipe, at either end.
-        dtype: of activations. Parameters are float32.
-        experts: 0, or how many each block's MLP is divided into; top_k: how many of them each byte goes to.
+        layers, width, heads: sizes of the transformer.
+        context: the number of bytes that it sees.
+        high_precision_first, high_precision_last: how many blocks at each end ignore the recipe.
+        dtype: the dtype of activations. Parameters are float32.
+        experts: 0, or the number of experts in place of each block's MLP; top_k: how many of them each byte goes to.
     """
 
     layers: int = 4
@@ -51,7 +51,7 @@ SIZES = {
 
 
 class Block(nnx.Module):
-    """Pre-norm causal attention and a GELU MLP, or experts instead of it. Norms, softmax and both attention products
+    """Pre-norm causal attention and a GELU MLP, or experts in its place. Norms, softmax and both attention products
     stay in high precision."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear]):
@@ -90,7 +90,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jlp.moe.MoEAux | None]:
-        """Activations [batch, time, width], and what the experts say beside theirs."""
+        """Activations [batch, time, width], and the experts' `MoEAux`, if there are experts."""
         batch, time, width = x.shape
         normed = constrain(self.norm1(x), "batch", "time", None)
         qkv = self.qkv(normed).reshape(batch, time, 3, self.heads, width // self.heads)
@@ -108,15 +108,15 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Bytes [batch, time] to float32 logits [batch, time, 256].
 
-    `linear` makes the linears of the blocks that follow a recipe: Flax's own for a model without jaxlowprec, otherwise
-    the same. All others are Flax's.
+    `linear` makes the linears of the blocks that follow a recipe; with Flax's own `nnx.Linear` the model does without
+    jaxlowprec. All other linears are Flax's.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear] = jlp.nnx.Linear):
         dtype = jnp.dtype(config.dtype)
         init = nnx.initializers.normal(0.02)
         self.config = config
-        table = partitioned(init, "vocabulary", None)  # split along the width, its rows would have to be regrouped
+        table = partitioned(init, "vocabulary", None)  # a split along the width would regroup its rows
         self.tokens = nnx.Embed(VOCABULARY, config.width, dtype=dtype, embedding_init=table, rngs=rngs)
         self.positions = nnx.Embed(config.context, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
         layers = [linear if config.follows_recipe(layer) else nnx.Linear for layer in range(config.layers)]
@@ -129,7 +129,7 @@ class LanguageModel(nnx.Module):
         return self.with_experts(tokens)[0]
 
     def with_experts(self, tokens: jax.Array) -> tuple[jax.Array, list[jlp.moe.MoEAux]]:
-        """The logits, and what each block's experts say; nothing where there are none."""
+        """The logits, and the `MoEAux` of each block with experts."""
         x = constrain(self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1])), "batch", "time", None)
         said = []
         for block in self.blocks:
@@ -145,10 +145,10 @@ def loss(model: LanguageModel, tokens: jax.Array) -> jax.Array:
 
 
 def training_loss(model: LanguageModel, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """What is trained: `loss` and, where there are experts, what levels their load.
+    """The loss that is trained: `loss`, plus the load-balance loss if there are experts.
 
-    Beside it `loss` alone, and how many times its even share the most loaded expert has, averaged over the blocks; None
-    without experts.
+    It comes with `loss` by itself, and with the load of the busiest expert divided by an even share, averaged over the
+    blocks (None without experts).
     """
     logits, said = model.with_experts(tokens[:, :-1])
     value = _cross_entropy(logits, tokens)

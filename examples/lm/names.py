@@ -1,4 +1,4 @@
-"""The names of the model's parameters in a checkpoint of Hugging Face's kind."""
+"""The names of the model's parameters in a Hugging Face checkpoint."""
 
 from jaxlowprec.checkpoints import Rule, TreeMapping
 

@@ -1,4 +1,4 @@
-"""Several processes, one program: joining JAX's distributed runtime, and what to say when one of them is gone."""
+"""One program in several processes: joins JAX's distributed runtime, and reports when another process is gone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import jax
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of jax.distributed.initialize."""
+    """Adds the options of jax.distributed.initialize."""
     group = parser.add_argument_group("several processes")
     group.add_argument(
-        "--distributed", action="store_true", help="ask the cluster (Slurm, Kubernetes, MPI, TPU) for these"
+        "--distributed", action="store_true", help="get these options from the cluster (Slurm, Kubernetes, MPI, TPU)"
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    group.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    group.add_argument("--process", type=int, metavar="I", help="which one this is, 0 to N - 1")
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process", type=int, metavar="I", help="number of this process, 0 to N - 1")
     group.add_argument(
         "--heartbeat-timeout", type=int, default=100, help="seconds until a silent process counts as dead"
     )
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError where the options do not go together."""
+    """Raises ValueError if the options do not fit together."""
     given = [v is not None for v in (options.coordinator, options.processes, options.process)]
     if any(given) and not all(given):
         raise ValueError("--coordinator, --processes and --process go together; on a cluster --distributed finds them")
@@ -43,9 +43,9 @@ def several(options: argparse.Namespace) -> bool:
 
 
 def start(options: argparse.Namespace, devices: int) -> None:
-    """Before any device is touched: a CPU is divided into this process's share of `devices`, and the others are joined.
+    """Divides a CPU into this process's share of `devices`, and joins the other processes. Call it before using JAX.
 
-    How many processes a cluster has is known too late for that: there, JAX_NUM_CPU_DEVICES says how many.
+    The number of a cluster's processes is known too late for that: there, JAX_NUM_CPU_DEVICES gives the devices.
     """
     if jax.config.jax_num_cpu_devices < 0 and not options.distributed:
         jax.config.update("jax_num_cpu_devices", max(1, devices // (options.processes or 1)))
@@ -67,10 +67,10 @@ def start(options: argparse.Namespace, devices: int) -> None:
 
 @contextlib.contextmanager
 def naming_the_dead(options: argparse.Namespace) -> Iterator[None]:
-    """Ends this process with a message where a collective fails because another process is gone.
+    """A context that ends this process with a message if a collective fails because another process is gone.
 
-    On a CPU that is at once. Where a collective would wait forever, JAX's heartbeat ends the process, with its own
-    message, after --heartbeat-timeout.
+    On a CPU that happens at once. If a collective would wait forever, JAX's heartbeat ends the process, with a message
+    of its own, after --heartbeat-timeout.
     """
     try:
         yield
@@ -84,4 +84,4 @@ def naming_the_dead(options: argparse.Namespace) -> Iterator[None]:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(1)  # leaving the runtime in order would wait for the dead
+        os._exit(1)  # an orderly exit would wait for the dead process

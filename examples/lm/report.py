@@ -9,7 +9,7 @@ import numpy as np
 
 
 def add_gaps(results: list[dict], baseline: str = "bf16") -> None:
-    """Relative differences of each run's losses from the baseline's, in percent."""
+    """Adds the relative differences of each run's losses from the baseline's, in percent."""
     base = next((r for r in results if r["name"] == baseline), None)
     for r in results:
         for key in ("loss", "validation_loss"):
@@ -17,7 +17,7 @@ def add_gaps(results: list[dict], baseline: str = "bf16") -> None:
 
 
 def table(results: list[dict]) -> str:
-    """One row a run."""
+    """The results as a table with one row per run."""
     experts = any("expert_load" in r for r in results)
     heads = ("run", "loss", "gap", "val. loss", "gap", "step", "tokens/s", "compile", "saved for backward")
     rows = [(*heads, "largest load") if experts else heads]
@@ -41,13 +41,13 @@ def table(results: list[dict]) -> str:
 
 
 def smooth(values: list[float], width: int) -> np.ndarray:
-    """A running mean that uses what there is at both ends."""
+    """A running mean; at both ends it averages fewer values."""
     kernel = np.ones(max(1, width))
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
 def picture(results: list[dict], path: pathlib.Path) -> None:
-    """Loss curves, below them their gaps against bf16 where it was trained too, and the experts' loads if there are."""
+    """Draws the loss curves, their gaps against bf16 if that was trained, and the experts' loads if there are any."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -98,7 +98,7 @@ def picture(results: list[dict], path: pathlib.Path) -> None:
 
 
 def write(results: list[dict], settings: dict, folder: pathlib.Path) -> None:
-    """report.json and loss.png."""
+    """Writes report.json and loss.png."""
     floor = next((r for r in results if r["name"] == "bf16 perturbed"), None)
     report = {
         "settings": settings,

@@ -25,11 +25,11 @@ from lm.model import Config, LanguageModel, loss, training_loss
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What makes a run.
+    """One run of a comparison.
 
     Attributes:
-        name: of its folder and its row in the report.
-        recipe: None is bf16.
+        name: the name of its folder and of its row in the report.
+        recipe: the recipe; None is bf16.
         perturbation: relative size of a random change of the initial parameters: 0, or 1e-4 for the noise floor.
     """
 
@@ -53,7 +53,7 @@ class Schedule:
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
     """AdamW: linear warm-up over a tenth of the steps (40 at most), cosine decay to a tenth, clipping at norm 1.
 
-    The amax histories of delayed scaling, where a recipe has them, go past all of it.
+    The amax histories of delayed scaling, if a recipe has them, are not touched by any of this.
     """
     rate = optax.warmup_cosine_decay_schedule(
         0.0,
@@ -67,9 +67,9 @@ def optimizer(schedule: Schedule) -> optax.GradientTransformation:
 
 
 def initial_parameters(config: Config, run: Run, seed: int, layout: Layout) -> tuple[nnx.GraphDef, Any]:
-    """The model's structure and its parameters, alike for all runs of a seed but for the perturbation.
+    """The model's structure and its parameters, the same for all runs of a seed except for the perturbation.
 
-    Made in the recipe's scope: delayed scaling's state comes with the parameters.
+    They are made in the recipe's scope, so that delayed scaling's state is made with the parameters.
     """
 
     def model():
@@ -89,15 +89,15 @@ def initial_parameters(config: Config, run: Run, seed: int, layout: Layout) -> t
 
 
 def recipe_context(recipe: jlp.Recipe | None):
-    """The recipe's scope; none for bf16."""
+    """The recipe's scope; an empty one for bf16."""
     return contextlib.nullcontext() if recipe is None else jlp.autocast(recipe)
 
 
 def make_steps(graph: nnx.GraphDef, transformation: optax.GradientTransformation, shardings: Any = None):
     """The jitted training step and evaluation. The recipe is part of jit's cache key: call them in its context.
 
-    A step gives parameters, optimizer state and the loss; with experts instead of it a pair of loss and load, see
-    `training_loss`. `shardings`: of all three.
+    A step returns parameters, optimizer state and the loss; with experts, a pair of loss and load in place of the loss,
+    see `training_loss`. `shardings`: those of all three results.
     """
 
     @jax.jit(donate_argnums=(0, 1), out_shardings=shardings)
@@ -119,7 +119,7 @@ def make_steps(graph: nnx.GraphDef, transformation: optax.GradientTransformation
 def saved_bytes(graph: nnx.GraphDef, parameters: Any, recipe: jlp.Recipe | None, shape: tuple[int, int]) -> int:
     """Bytes that autodiff keeps on all devices for the backward pass and that grow with the batch.
 
-    `shape`: that of a batch.
+    `shape`: the shape of a batch.
     """
 
     def kept(batch):
@@ -134,9 +134,9 @@ def saved_bytes(graph: nnx.GraphDef, parameters: Any, recipe: jlp.Recipe | None,
 
 
 class Checkpoints:
-    """A run's parameters, optimizer state, losses and experts' loads so far, in its folder; restored to any layout.
+    """Saves a run's parameters, optimizer state, losses and experts' loads in its folder; restores them to any layout.
 
-    Every process saves its part; the first one writes the losses.
+    Every process saves its part; the first process writes the losses.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -146,7 +146,7 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
 
     def restore(self, parameters: Any, state: Any) -> tuple[Any, Any, list[float], list[float]]:
-        """The latest parameters and state, placed as those given, and the figures; those given where there are none."""
+        """The latest parameters, state and figures, placed like those given; without a checkpoint those given."""
         step = self.manager.latest_step()
         if step is None or not self.log.exists():
             return parameters, state, [], []
@@ -155,7 +155,7 @@ class Checkpoints:
         return restored["parameters"], restored["state"], json.loads(self.log.read_text())[:step], loads
 
     def save(self, parameters: Any, state: Any, losses: list[float], loads: list[float]) -> None:
-        """After as many steps as there are losses."""
+        """Saves a checkpoint; the number of losses is the number of its step."""
         if jax.process_index() == 0:
             self.log.write_text(json.dumps(losses))
             if loads:

@@ -1,1 +1,1 @@
-"""A policy, its task, GRPO, and the rollout in a process of its own: the parts of rl_loop.py."""
+"""A policy, its task, GRPO, and the rollout in a process of its own; used by rl_loop.py."""

@@ -1,4 +1,4 @@
-"""Whether two passes found the same log-probabilities, to the bit, and what to say where they did not."""
+"""Compares the log-probabilities of two passes, to the bit, and describes their differences."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Two passes compared.
+    """The result of comparing two passes.
 
     Attributes:
-        largest: the largest absolute difference; NaN where one is not a number.
-        differing: how many differ in a bit, or are no numbers.
-        compared: how many there are.
+        largest: the largest absolute difference; NaN if a log-probability is NaN.
+        differing: how many differ in a bit, or are NaN.
+        compared: how many were compared.
         first: (sequence, token) of the first that differs.
     """
 
@@ -25,7 +25,7 @@ class Agreement:
 
     @property
     def exact(self) -> bool:
-        """Whether all are numbers with the same bits."""
+        """Whether all have the same bits, and none is NaN."""
         return self.differing == 0
 
     def __str__(self) -> str:
@@ -39,12 +39,12 @@ class Agreement:
 
 
 def compare(one: np.ndarray, other: np.ndarray, where: np.ndarray) -> Agreement:
-    """Compares float32 [sequences, length - 1] of tokens 1, 2, ..., where bool [sequences, length - 1] says so.
+    """Compares log-probabilities of tokens 1, 2, ..., float32 [sequences, length - 1], where the bool `where` is True.
 
-    Bits are compared: zeros of either sign differ. A NaN agrees with nothing.
+    Bits are compared, so zeros of different sign differ. A NaN differs from everything.
 
     Raises:
-        ValueError: dtypes other than float32, different shapes, nothing to compare.
+        ValueError: dtypes other than float32, different shapes, or nothing to compare.
 
     >>> a = np.zeros((1, 3), np.float32)
     >>> print(compare(a, a + np.float32([0, 0, 0.5]), np.ones((1, 3), bool)))

@@ -1,6 +1,6 @@
-"""What two processes of one machine say to each other: a line of JSON, and arrays as a safetensors file's bytes.
+"""Messages between two processes of one machine: a line of JSON, and arrays as the bytes of a safetensors file.
 
-Nothing is unpickled. Every wait ends, and the end of one process is an error in the other at once.
+Nothing is unpickled. Every wait ends. If one process ends, the other gets an error at once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MOST_BYTES = 1 << 28
 
 
 class Ended(Exception):
-    """The other process is gone, or says nothing within the time that it was given."""
+    """The other process is gone, or sent nothing in time."""
 
 
 class Channel:
     """Messages over one end of a socket pair.
 
     Arguments:
-        end: of `socket.socketpair`.
-        other: what to call the process at the other end in errors.
+        end: one end of `socket.socketpair`.
+        other: the name of the other process in errors.
 
     >>> ours, theirs = (Channel(end, "the other") for end in socket.socketpair())
     >>> ours.send({"do": "add"}, {"x": np.arange(3)}, timeout=1)
@@ -44,7 +44,7 @@ class Channel:
         self._unread = bytearray()
 
     def send(self, message: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None, *, timeout: float):
-        """Raises Ended where the other process does not take it within `timeout` seconds."""
+        """Sends a message. Raises Ended if the other process does not take it within `timeout` seconds."""
         payload = safetensors.numpy.save(dict(arrays)) if arrays else b""
         line = json.dumps({"message": message, "bytes": len(payload)}).encode() + b"\n"
         self._end.settimeout(timeout)
@@ -56,7 +56,7 @@ class Channel:
             raise Ended(f"{self._other} has ended") from error
 
     def receive(self, *, timeout: float) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The next message and its arrays. Raises Ended where they are not there, whole, within `timeout` seconds."""
+        """The next message and its arrays. Raises Ended if they are not complete within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (newline := self._unread.find(b"\n")) < 0:
             if len(self._unread) > LONGEST_LINE:
@@ -73,7 +73,7 @@ class Channel:
         return head["message"], safetensors.numpy.load(payload) if size else {}
 
     def close(self) -> None:
-        """The other process sees the end."""
+        """Ends the channel, which the other process notices."""
         self._end.close()
 
     def _read(self, deadline: float, timeout: float) -> None:

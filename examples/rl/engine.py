@@ -1,4 +1,4 @@
-"""The rollout's process as the trainer sees it: started, synced, asked, ended."""
+"""The rollout's process as the trainer sees it: starts it, sends it weights, asks it for answers, ends it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 10.0
 
 
 class RolloutLost(Exception):
-    """The rollout's process ended, or does not answer in time."""
+    """The rollout's process has ended, or does not answer in time."""
 
 
 class Stale(Exception):
@@ -34,7 +34,7 @@ class Stale(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """What the rollout wrote, and by which version; its arrays are those of `rollout.write`."""
+    """The rollout's answers, and the version that wrote them; the arrays are those of `rollout.write`."""
 
     version: int
     tokens: np.ndarray
@@ -45,20 +45,20 @@ class Answers:
 class Rollout:
     """A rollout in a process of its own. A context manager: at the end of its block the process has ended.
 
-    The process is told a secret that is made for this run, over a socket that only these two have; no argument and no
+    A secret is made for each run and sent over a socket that only the two processes have; no argument and no
     environment variable holds it.
 
     Arguments:
-        config: of the policy.
-        timeout: seconds that each wait for the other process may take, in both; it has to cover compiling.
-        damage_version: None, or the version in which the rollout shall change one 4-bit code of one weight.
+        config: the sizes of the policy.
+        timeout: seconds that each process waits for the other; it has to cover compiling.
+        damage_version: None, or the version in which the rollout changes one 4-bit code of one weight.
 
     Attributes:
-        process: the rollout's.
-        address: that it takes weights at.
+        process: the rollout's process.
+        address: the address at which it receives weights.
 
     Raises:
-        RolloutLost: in every method, when the process is gone or silent.
+        RolloutLost: in every method, if the process is gone or silent.
     """
 
     def __init__(self, config: Config, timeout: float = 300.0, damage_version: int | None = None):
@@ -85,7 +85,7 @@ class Rollout:
         self.close()
 
     def push(self, policy: Policy, version: int) -> tuple[int, float]:
-        """Exports the policy in 4 bits and sends it. Gives the bytes that travelled and the seconds it took."""
+        """Exports the policy in 4 bits and sends it. Returns the number of bytes sent, and the seconds it took."""
         started = time.perf_counter()
         source = WeightSource(jlp.quantize_params(policy, RECIPE))
         with self._naming_its_end(f"syncing version {version}"):
@@ -96,7 +96,7 @@ class Rollout:
         """Answers to prompts [sequences, prompt], written by this version of the weights.
 
         Raises:
-            Stale: they were written by another.
+            Stale: another version wrote them.
         """
         with self._naming_its_end("generating"):
             self._channel.send({"do": "generate", "seed": seed}, {"prompts": prompts}, timeout=self._timeout)
@@ -109,7 +109,7 @@ class Rollout:
         return Answers(said["version"], **arrays)
 
     def differing_weights(self, policy: Policy) -> list[str]:
-        """Names of the rollout's live tensors that are not, to the bit, those that the policy is exported to."""
+        """Names of the rollout's live tensors that differ in a bit from the exported policy's."""
         with self._naming_its_end("comparing weights"):
             self._channel.send({"do": "digests"}, timeout=self._timeout)
             theirs = self._channel.receive(timeout=self._timeout)[0]["digests"]
@@ -117,7 +117,7 @@ class Rollout:
         return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
     def close(self) -> None:
-        """Ends the process: it is asked to, then made to."""
+        """Ends the process: asks it to end, and kills it if it does not."""
         with contextlib.suppress(Ended):
             self._channel.send({"do": "end"}, timeout=1)
         self._channel.close()

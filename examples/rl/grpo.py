@@ -20,13 +20,13 @@ from rl.policy import Policy, of_next
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How GRPO learns.
+    """The settings of GRPO.
 
     Attributes:
-        prompts, answers: of an iteration: so many answers are compared to each prompt.
+        prompts, answers: prompts per iteration, and answers per prompt, which are compared with each other.
         updates: optimizer steps on an iteration's answers.
-        learning_rate: of Adam at first; it falls to a tenth.
-        clip: how far a ratio of probabilities may be from 1 and still be followed.
+        learning_rate: Adam's initial rate; it falls to a tenth.
+        clip: how far a ratio of probabilities may be from 1 before it is clipped.
         kl: weight of the divergence from the initial policy; 0: it is not computed.
     """
 
@@ -39,14 +39,14 @@ class Settings:
 
     @property
     def sequences(self) -> int:
-        """Of an iteration."""
+        """The number of sequences of an iteration."""
         return self.prompts * self.answers
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """What an iteration learns from. A pytree.
+    """The data that an iteration learns from. A pytree.
 
     Attributes:
         tokens: int32 [sequences, length].
@@ -54,7 +54,7 @@ class Experience:
         old: float32 [sequences, length - 1], the log-probabilities of tokens[:, 1:] when they were written.
         advantages: float32 [sequences].
         tape: the routing when they were written.
-        reference: as `old`, of the initial policy; None without a divergence.
+        reference: the initial policy's log-probabilities, like `old`; None if the divergence is not computed.
     """
 
     tokens: jax.Array
@@ -66,7 +66,7 @@ class Experience:
 
 
 def advantages(rewards: np.ndarray, answers: int) -> np.ndarray:
-    """Rewards [sequences] less their group's mean, in its standard deviations; the answers to a prompt are neighbours.
+    """Rewards [sequences] minus their group's mean, over its standard deviation; a prompt's answers are neighbours.
 
     >>> advantages(np.asarray([0.0, 1.0, 0.5, 0.5]), answers=2).tolist()
     [-1.0, 1.0, 0.0, 0.0]
@@ -85,7 +85,7 @@ def objective(model: Policy, given: Experience, settings: Settings) -> tuple[jax
 
 
 def surrogate(new: jax.Array, given: Experience, settings: Settings) -> jax.Array:
-    """GRPO's loss of log-probabilities `new` [sequences, length - 1]: the mean over what the policy wrote."""
+    """GRPO's loss for log-probabilities `new` [sequences, length - 1]: the mean over tokens that the policy wrote."""
     ratio = jnp.exp(new - given.old)
     clipped = jnp.clip(ratio, 1 - settings.clip, 1 + settings.clip)
     worth = given.advantages[:, None]
@@ -97,14 +97,14 @@ def surrogate(new: jax.Array, given: Experience, settings: Settings) -> jax.Arra
 
 
 def optimizer(settings: Settings, iterations: int) -> optax.GradientTransformation:
-    """Adam whose rate falls along a cosine, gradients clipped at norm 1."""
+    """Adam with a rate that falls along a cosine, and gradients clipped at norm 1."""
     rate = optax.cosine_decay_schedule(settings.learning_rate, iterations * settings.updates, alpha=0.1)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
 
 
 @nnx.jit(static_argnames="settings")
 def update(model: Policy, state: nnx.Optimizer, given: Experience, settings: Settings) -> tuple[Any, Any]:
-    """One step of the optimizer; the loss before it, and what `objective` says beside it."""
+    """Takes one step of the optimizer; returns the loss before it, and the log-probabilities of `objective`."""
     (loss, new), gradients = nnx.value_and_grad(objective, has_aux=True)(model, given, settings)
     state.update(model, gradients)
     return loss, new

@@ -25,7 +25,7 @@ class Disagreement(Exception):
 def replay(policy: Policy, answers: Answers) -> tuple[jlp.moe.RoutingTape, jax.Array]:
     """The rollout's routing as a checked tape, and the log-probabilities that the trainer finds with it.
 
-    The pass is that of training: weights quantised from the float32 master weights as they are multiplied.
+    It is the forward pass of training, which quantises the float32 master weights when it multiplies by them.
     """
     config = policy.config
     tape = jlp.moe.RoutingTape.from_routed_experts(
@@ -37,7 +37,7 @@ def replay(policy: Policy, answers: Answers) -> tuple[jlp.moe.RoutingTape, jax.A
 
 
 def check(agreement: Agreement, version: int, policy: Policy, engine: Rollout) -> None:
-    """Raises Disagreement, saying what differs, unless the log-probabilities are the same to the bit."""
+    """Raises Disagreement, with the differences, unless the log-probabilities are the same to the bit."""
     if agreement.exact:
         return
     names = engine.differing_weights(policy)
@@ -54,14 +54,14 @@ def learn(
     engine: Rollout,
     initial: Policy | None,
 ) -> dict[str, Any]:
-    """Replays, checks, takes the optimizer's steps. Gives the iteration's part of the report.
+    """Replays the routing, checks the bits, and takes the optimizer's steps. Returns the iteration's record.
 
     Arguments:
-        engine: asked about its weights where log-probabilities differ.
-        initial: the policy before training, where the settings want a divergence from it; else None.
+        engine: is asked about its weights if log-probabilities differ.
+        initial: the policy before training, if the settings need the divergence from it; otherwise None.
 
     Raises:
-        Disagreement: before anything was learned.
+        Disagreement: log-probabilities differ; nothing was learned then.
     """
     started = time.perf_counter()
     tape, old = replay(policy, answers)
@@ -71,7 +71,7 @@ def learn(
     check(agreement, answers.version, policy, engine)
 
     same_before = routing_agreement(policy, answers.tokens, tape)
-    with jlp.autocast(enabled=False):  # what there would be to correct for, had the trainer not quantised
+    with jlp.autocast(enabled=False):  # the difference if the trainer did not quantise
         unquantised = of_next(scores(policy, answers.tokens, tape)[0], jnp.asarray(answers.tokens))
     rewards = task.reward(answers.tokens)
     given = Experience(

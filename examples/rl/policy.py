@@ -21,9 +21,9 @@ class Config:
     """Sizes of the policy. Activations are float32.
 
     Attributes:
-        layers, width, heads: of the transformer; width is a multiple of the recipe's groups.
-        experts, top_k: of each block.
-        length: tokens of a sequence.
+        layers, width, heads: sizes of the transformer; width is a multiple of the recipe's group size.
+        experts, top_k: experts in each block, and experts per token.
+        length: tokens per sequence.
     """
 
     layers: int = 2
@@ -46,7 +46,7 @@ class Block(nnx.Module):
         self.moe = jlp.nnx.MoE(config.experts, width, 2 * width, top_k=config.top_k, rngs=rngs)
 
     def __call__(self, x: jax.Array, tape: jax.Array) -> tuple[jax.Array, jlp.moe.MoEAux]:
-        """Activations [batch, time, width]; `tape`: this layer's."""
+        """Activations [batch, time, width] and the experts' `MoEAux`; `tape`: the tape of this layer."""
         qkv = self.qkv(self.norm1(x)).reshape(*x.shape[:2], 3, self.heads, -1)
         attended = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
         x = x + self.out(attended.reshape(x.shape))
@@ -64,14 +64,14 @@ class Policy(nnx.Module):
         self.positions = nnx.Embed(config.length, config.width, embedding_init=init, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
-        head = nnx.initializers.normal(0.02)  # the first answers are any digits
+        head = nnx.initializers.normal(0.02)  # so that the first answers are random digits
         self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, kernel_init=head, rngs=rngs)
         jlp.nnx.name_layers(self)
 
     def __call__(
         self, tokens: jax.Array, tape: jlp.moe.RoutingTape
     ) -> tuple[jax.Array, jlp.moe.RoutingTape, jax.Array]:
-        """Float32 log-probabilities [batch, length, vocabulary], the routing used, the experts' load-balance loss."""
+        """Float32 log-probabilities [batch, length, vocabulary], the used routing, and the load-balance loss."""
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         said = []
         for layer, block in enumerate(self.blocks):
@@ -83,15 +83,15 @@ class Policy(nnx.Module):
 
 
 def afresh(config: Config, sequences: int) -> jlp.moe.RoutingTape:
-    """The tape by which every token chooses its experts itself."""
+    """The tape with which every token chooses its experts itself."""
     return jlp.moe.RoutingTape.afresh(config.layers, (sequences, config.length), config.top_k)
 
 
 @nnx.jit
 def scores(model: Policy, tokens: jax.Array, tape: jlp.moe.RoutingTape) -> tuple[jax.Array, jlp.moe.RoutingTape]:
-    """The log-probabilities of all tokens at all places, and the routing used.
+    """The log-probabilities of all tokens at all places, and the used routing.
 
-    Trainer and rollout call this one, with arrays of one shape: XLA may add up in another order for another.
+    Trainer and rollout both call this function with arrays of one shape: XLA may sum in another order for other shapes.
     """
     found, used, _ = model(tokens, tape)
     return found, used

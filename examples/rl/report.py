@@ -1,4 +1,4 @@
-"""A run's report: a line an iteration, JSON, and a picture of the reward and of what trainer and rollout differ by."""
+"""A run's report: a line per iteration, JSON, and a picture of reward, differences and routing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AVERAGED = 10
 
 
 class Progress:
-    """A bar with the latest figures on a terminal, a line an iteration elsewhere. A context manager."""
+    """Shows a bar with the latest figures on a terminal, otherwise a line per iteration. A context manager."""
 
     def __init__(self, iterations: int):
         self._iterations = iterations
@@ -28,7 +28,7 @@ class Progress:
         self._bar.close()
 
     def show(self, record: dict[str, Any]) -> None:
-        """An iteration is done."""
+        """Shows a finished iteration."""
         figures = line(record)
         self._bar.set_postfix_str(figures, refresh=False)
         self._bar.update()
@@ -37,7 +37,7 @@ class Progress:
 
 
 def line(record: dict[str, Any]) -> str:
-    """The figures of an iteration."""
+    """The figures of an iteration as a line of text."""
     return (
         f"reward {record['reward']:.3f}, log-prob difference {record['train_rollout_logprob_abs_diff']:g}, "
         f"loss {record['loss']:+.4f}, "
@@ -49,7 +49,7 @@ def line(record: dict[str, Any]) -> str:
 
 
 def running_mean(values: list[float], width: int = AVERAGED) -> np.ndarray:
-    """The mean of each value and those before it, `width` at most.
+    """The mean of each value and those before it, over at most `width` values.
 
     >>> running_mean([1.0, 3.0, 5.0], width=2).tolist()
     [1.0, 2.0, 4.0]
@@ -61,7 +61,7 @@ def running_mean(values: list[float], width: int = AVERAGED) -> np.ndarray:
 
 
 def picture(records: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """The reward, below it the differences of log-probabilities, below them the routing."""
+    """Draws the reward, below it the differences of log-probabilities, and below them the routing."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,7 +102,7 @@ def picture(records: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def write(records: list[dict[str, Any]], settings: dict[str, Any], folder: pathlib.Path) -> None:
-    """report.json and reward.png."""
+    """Writes report.json and reward.png."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps({"settings": settings, "iterations": records}, indent=1) + "\n")
     picture(records, folder / "reward.png")

@@ -1,4 +1,4 @@
-"""The rollout's process: takes versions of the weights over TCP, and writes answers with the one it serves.
+"""The rollout's process: receives versions of the weights over TCP, and writes answers with the one that it serves.
 
 It has no parameters of its own, no recipe and no optimizer.
 """
@@ -25,8 +25,8 @@ DAMAGED = "blocks.0.qkv.kernel.data"
 
 
 def main() -> None:
-    """The process: its standard input is the channel to the trainer. Ends when the trainer says so, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the trainer, and its end this process
+    """Runs the process. Its standard input is the channel to the trainer. Ends when the trainer says so, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the trainer, which ends this process
     try:
         channel = Channel(socket.socket(fileno=os.dup(0)), "the trainer")
     except OSError:
@@ -41,8 +41,8 @@ def main() -> None:
 def serve(channel: Channel) -> None:
     """Answers the trainer's requests, one after the other.
 
-    The first message says the secret of this run, the policy's sizes and how long to wait for the next request. The
-    weights come beside these, by `TcpReceiver`'s own threads. Answers are written with a snapshot of them.
+    The first message has the secret of this run, the policy's sizes and how long to wait for the next request. The
+    threads of `TcpReceiver` receive the weights separately. Answers are written with a snapshot of them.
     """
     said, _ = channel.receive(timeout=FIRST_MESSAGE)
     config, timeout = Config(**said["config"]), said["timeout"]
@@ -67,22 +67,22 @@ def serve(channel: Channel) -> None:
 
 
 def write(model: Policy, prompts: np.ndarray, seed: int, version: int) -> dict[str, np.ndarray]:
-    """Answers to prompts, token by token, drawn with the policy's own probabilities.
+    """Writes answers to prompts, token by token, drawn with the policy's own probabilities.
 
-    There is no cache of keys and values: each token is found by a pass over all places of one shape, in which those
-    that are not written yet are masked and add exact zeros.
+    There is no cache of keys and values: each token is computed by a pass over all places, so that arrays always have
+    one shape. Places that are not written yet are masked and add exact zeros.
 
     Arguments:
-        model: with 4-bit kernels.
+        model: the policy with 4-bit kernels.
         prompts: int32 [sequences, prompt].
-        seed, version: what the random draws follow from.
+        seed, version: determine the random draws.
 
     Returns:
         tokens: int32 [sequences, length].
-        log_probabilities: float32 [sequences, length - 1], of each token but the first when it was written; zeros for
-            the prompt's.
-        routed_experts: int32 [sequences, length - 1, layers, k], as SGLang has them: of each token when it was run,
-            and the last one never is.
+        log_probabilities: float32 [sequences, length - 1], of each token except the first when it was written; zeros
+            for the prompt.
+        routed_experts: int32 [sequences, length - 1, layers, k], in SGLang's form: the experts of each token when it
+            was run; the last token never is.
     """
     (count, begin), config = prompts.shape, model.config
     tokens = np.zeros((count, config.length), np.int32)
@@ -101,7 +101,7 @@ def write(model: Policy, prompts: np.ndarray, seed: int, version: int) -> dict[s
 
 
 def damaged(weights: Any) -> dict[str, Any]:
-    """The same tensors but for one 4-bit code, which is one less or more."""
+    """The same tensors, except that one 4-bit code is changed by one."""
     codes = np.array(weights[DAMAGED])
     codes.reshape(-1)[0] ^= 1
     return {**weights, DAMAGED: codes}

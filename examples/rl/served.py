@@ -1,4 +1,4 @@
-"""The policy as the rollout serves it: made of the tensors that came over, and of nothing else."""
+"""The policy as the rollout serves it, made only from the tensors that it received."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def served(config: Config, tensors: Mapping[str, Any]) -> Policy:
     """The policy with 4-bit kernels that needs no recipe.
 
     Arguments:
-        config: its sizes; no parameter is ever initialised.
+        config: the policy's sizes; no parameter is initialised.
         tensors: by their names, as a `WeightSource` of the exported policy sends them.
 
     Raises:
-        ValueError: a tensor that is missing, left over, or of another dtype or shape.
+        ValueError: a tensor is missing or left over, or has another dtype or shape.
     """
     model = nnx.eval_shape(lambda: jlp.quantize_params(Policy(config, nnx.Rngs(0)), RECIPE))
     nnx.update(model, to_tree(tensors, model))
@@ -29,7 +29,7 @@ def served(config: Config, tensors: Mapping[str, Any]) -> Policy:
 
 
 def digests(model: Policy) -> dict[str, str]:
-    """SHA-256 of the dtype, shape and bytes of each tensor that stands for the policy, by their names."""
+    """SHA-256 of the dtype, shape and bytes of each tensor of the policy, by their names."""
     return {
         name: hashlib.sha256(f"{array.dtype.name} {array.shape} ".encode() + array.tobytes()).hexdigest()
         for name, array in WeightSource(model).arrays()

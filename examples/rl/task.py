@@ -3,7 +3,7 @@
     3 1 3 0 =        the prompt
     0 1 3 3          the right answer
 
-The reward of an answer is the share of its places that hold the right digit: nothing else is ever shown to the policy.
+The reward of an answer is the share of its places with the right digit. The policy never sees anything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VOCABULARY = DIGITS + 1
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """How many digits there are to sort."""
+    """The task of sorting `digits` digits."""
 
     digits: int = 4
 
@@ -39,7 +39,7 @@ class Task:
         return np.concatenate([digits, np.full((count, 1), EQUALS)], axis=1).astype(np.int32)
 
     def reward(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [sequences] of tokens [sequences, length]: 0 for an answer without a right place, 1 for a right one.
+        """Rewards float32 [sequences] of tokens [sequences, length]: 1 if all digits are right, 0 if none is.
 
         >>> Task(digits=4).reward(np.asarray([[3, 1, 3, 0, EQUALS, 0, 1, 2, 3]])).tolist()
         [0.75]

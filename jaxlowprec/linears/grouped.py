@@ -181,10 +181,10 @@ def integer_sizes(who: str, group_sizes: Any) -> Any:
     try:
         sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
     except (TypeError, ValueError):
-        raise TypeError(f"{who}: group_sizes={shown(group_sizes)}; needs integers [E], one a group") from None
+        raise TypeError(f"{who}: group_sizes={shown(group_sizes)}; needs integers [E], one per group") from None
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim != 1:
         raise TypeError(
-            f"{who}: group_sizes has dtype {sizes.dtype} and shape {sizes.shape}; needs integers [E], one a group"
+            f"{who}: group_sizes has dtype {sizes.dtype} and shape {sizes.shape}; needs integers [E], one per group"
         )
     return sizes
 

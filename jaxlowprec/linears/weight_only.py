@@ -120,13 +120,13 @@ def check_whole_blocks(who: str, name: str, kernel: Any, fmt: Format) -> None:
     given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
     if not fmt.pad and length % block:
         raise ValueError(
-            f"{given}, which is no multiple of the block of {block} of {fmt}: use a group_size that divides it, or "
+            f"{given}, which is not a multiple of the group of {block} of {fmt}: use a group_size that divides it, or "
             "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"
         )
     if shard != length and shard % block:
         raise ValueError(
-            f"{given}, in shards of {shard}, which is no multiple of the block of {block} of {fmt}: a block would lie "
-            "on two shards; use a group_size that divides it, or shard N instead"
+            f"{given}, in shards of {shard}, which is not a multiple of the group of {block} of {fmt}: a group would "
+            "lie on two shards; use a group_size that divides it, or shard N instead"
         )
 
 

@@ -72,7 +72,7 @@ def _array(who: str, routed: Any) -> np.ndarray:
         try:
             routed = base64.b64decode(routed, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"{who}: text that is no base64 ({error}); needs int32 numbers in base64") from None
+            raise ValueError(f"{who}: text that is not base64 ({error}); needs int32 numbers in base64") from None
     if isinstance(routed, bytes | bytearray | memoryview):
         if len(routed) % 4:
             raise ValueError(f"{who}: {len(routed)} bytes; needs int32 numbers, a multiple of 4 bytes")

@@ -77,7 +77,7 @@ def _patterns(recipe: str, field: str, given: Any) -> tuple[str, ...]:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"{recipe}: {field} has {shown(pattern)}, which is no regular expression: {error}"
+                f"{recipe}: {field} has {shown(pattern)}, which is not a valid regular expression: {error}"
             ) from None
     return patterns
 

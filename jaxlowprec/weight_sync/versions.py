@@ -43,7 +43,7 @@ def newer(version: object, than: int, state: str = "served") -> int:
     number = whole_number(version)
     if number is None:
         given = f"{version!r}"[:_SHOWN]
-        raise Refused(f"begin: version {given} is stale or no number; needs a whole number above {than}")
+        raise Refused(f"begin: version {given} is stale or not a number; needs a whole number above {than}")
     if number > MAX_VERSION:
         raise Refused(f"begin: a version of {number.bit_length()} bits; needs at most {MAX_VERSION}")
     if number <= than:

@@ -82,7 +82,7 @@ def test_options_reach_the_conversion(capsys, source, tmp_path):
         (["convert", "SRC", "DST", "--scheme", "w4a16", "--group-size", "0"], "group_size=0"),
         (["convert", "SRC", "DST", "--scheme", "nvfp4", "--group-size", "32"], "nvfp4 has groups of 16"),
         (["convert", "SRC", "DST", "--scheme", "mxfp4", "--workers", "0"], "workers=0; needs 1 or more"),
-        (["convert", "SRC", "DST", "--scheme", "mxfp4", "--ignore", "re:("], "no regular expression"),
+        (["convert", "SRC", "DST", "--scheme", "mxfp4", "--ignore", "re:("], "not a valid regular expression"),
         (["convert", "NONE", "DST", "--scheme", "mxfp4"], "no such file"),
         (["convert", "SRC", "SRC", "--scheme", "mxfp4"], "lies in the source"),
         (["dequantize", "SRC", "DST"], "no quantization_config"),

@@ -193,9 +193,9 @@ def test_a_checkpoint_goes_on_on_any_mesh(recipe, on_one_device, tmp_path):
     [
         (("--mesh", "model=2"), "'model=2' is none of data=N, fsdp=N, tensor=N"),
         (("--mesh", "data=0"), "'data=0' is none of data=N"),
-        (("--mesh", "data=3"), "--batch 8 is no multiple of data * fsdp = 3"),
-        (("--mesh", "tensor=3"), "4 heads are no multiple of tensor = 3"),
-        (("--mesh", "fsdp=3", "--batch", "9"), "the width 128 is no multiple of fsdp = 3"),
+        (("--mesh", "data=3"), "--batch 8 is not a multiple of data * fsdp = 3"),
+        (("--mesh", "tensor=3"), "4 heads are not a multiple of tensor = 3"),
+        (("--mesh", "fsdp=3", "--batch", "9"), "the width 128 is not a multiple of fsdp = 3"),
         (("--sequence-parallel",), "--sequence-parallel needs --mesh"),
         (("--mesh", "data=4,tensor=4"), "needs 16 devices, there are 8 of cpu"),
     ],

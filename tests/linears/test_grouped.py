@@ -342,7 +342,7 @@ class TestErrors:
                 "square tiles",
             ),
             ({"recipe": "nvfp4"}, TypeError, "needs a recipe"),
-            ({"recipe": jlp.Int4QAT(group_size=128)}, ValueError, "no multiple of the block of 128"),
+            ({"recipe": jlp.Int4QAT(group_size=128)}, ValueError, "not a multiple of the group of 128"),
         ],
     )
     def test_say_what_is_needed(self, change, error, message):

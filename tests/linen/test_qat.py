@@ -149,9 +149,9 @@ class TestModel:
     def test_explain_notes_a_kernel_that_does_not_divide(self, model):
         module, variables, x = model
         notes = {layer.path: layer.note for layer in jlp.explain(module, jlp.Int4QAT(64), variables, x).layers}
-        assert "K = 32, which is no multiple of the block of 64" in notes["up"]
+        assert "K = 32, which is not a multiple of the group of 64" in notes["up"]
         assert notes["out"] == ""
-        with pytest.raises(ValueError, match="quantize_params: layer 'qkv' .* no multiple of the block of 64"):
+        with pytest.raises(ValueError, match="quantize_params: layer 'qkv' .* not a multiple of the group of 64"):
             jlp.quantize_params(module, jlp.Int4QAT(64), variables, x)
 
     def test_explain_notes_a_group_that_would_lie_on_two_shards(self, model):

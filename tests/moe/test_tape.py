@@ -141,7 +141,7 @@ class TestFromRoutedExperts:
             (captured(6)[:, :2], {}, ValueError, r"shape \(5, 2, 2\); needs \[tokens - 1, 3, 2\]"),
             (captured(6).ravel()[:-1], {}, ValueError, "or as many numbers flat"),
             (captured(6).tobytes()[:-1], {}, ValueError, "119 bytes"),
-            ("no base64!", {}, ValueError, "no base64"),
+            ("no base64!", {}, ValueError, "not base64"),
             (captured(6).astype(np.float32), {}, TypeError, "float32; needs int32"),
             (captured(6) + np.int64(2**32), {}, ValueError, "has 42949672.*; needs ids of experts, int32"),
             (captured(6), {"dense_layers": [3]}, ValueError, "dense_layers has 3; needs 0 to 2"),

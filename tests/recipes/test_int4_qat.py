@@ -81,7 +81,7 @@ class TestRecipe:
             (ValueError, 'Int4QAT: ste=\'soft\'; needs "identity" or "clipped"', {"ste": "soft"}),
             (TypeError, "Int4QAT: include='mlp'; needs a tuple of regular expressions", {"include": "mlp"}),
             (TypeError, "Int4QAT: exclude=\\(1,\\); needs a tuple", {"exclude": (1,)}),
-            (ValueError, r"exclude has '\(', which is no regular expression", {"exclude": ("(",)}),
+            (ValueError, r"exclude has '\(', which is not a valid regular expression", {"exclude": ("(",)}),
         ],
     )
     def test_a_field_that_does_not_fit(self, error, message, fields):
@@ -436,7 +436,7 @@ class TestReuse:
 
 
 class TestWholeGroups:
-    message = r"layer 'mlp/up' has a kernel of shape \(48, 32\), K = 48, which is no multiple of the block of 32"
+    message = r"layer 'mlp/up' has a kernel of shape \(48, 32\), K = 48, which is not a multiple of the group of 32"
 
     def test_k_must_be_a_multiple_of_the_group(self):
         x, w = jnp.ones((8, 48)), jnp.ones((48, 32))

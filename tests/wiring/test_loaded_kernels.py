@@ -164,11 +164,11 @@ class TestMeshes:
             in_specs=(P(None, "a"), P("a")),
             out_specs=P(),
         )
-        with pytest.raises(ValueError, match="layer 'up'.*K = 16, which is no multiple of the block of 32"):
+        with pytest.raises(ValueError, match="layer 'up'.*K = 16, which is not a multiple of the group of 32"):
             call(X, W)
 
-    def test_k_split_within_a_block_is_seen_where_the_sharding_is_known(self):
-        message = "layer 'up'.*K = 64, in shards of 16, .* a block would lie on two shards"
+    def test_k_split_within_a_block_is_seen(self):
+        message = "layer 'up'.*K = 64, in shards of 16, .* a group would lie on two shards"
         auto, explicit = mesh_of((4,)), mesh_of((4,), jax.sharding.AxisType.Explicit)
         with pytest.raises(ValueError, match=message):
             jlp.linear(X, place(W, auto, P("a")), recipe=self.recipe, name="up")

@@ -132,7 +132,9 @@ def _require_finite(job: Job, destination: CheckpointFolder) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         decoded = job.decode({name: destination.read(name) for name in job.outputs})
     if not all_finite(decoded):
-        raise CheckpointError(f"{destination.path}: module {job.module!r} is infinite or NaN there, not in the source")
+        raise CheckpointError(
+            f"{destination.path}: module {job.module!r} is infinite or NaN there, but finite in the source"
+        )
 
 
 def _expected(job: Job, source: CheckpointFolder) -> dict[str, Iterator[np.ndarray]]:
@@ -180,4 +182,6 @@ def _require_space(plan: Plan, shards: list[str], destination: pathlib.Path) -> 
     needed = sum(spec.nbytes for shard in shards for spec in plan.specs(shard).values())
     free = shutil.disk_usage(destination).free
     if needed > free:
-        raise CheckpointError(f"{destination}: {needed} bytes are to be written, {free} are free on its disk")
+        raise CheckpointError(
+            f"{destination}: needs {needed} bytes, only {free} are free on its disk; free some, or use another disk"
+        )

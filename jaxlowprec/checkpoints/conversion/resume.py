@@ -99,7 +99,7 @@ def check_claim(destination: pathlib.Path, wanted: dict[str, Any]) -> bool:
     if not destination.exists():
         return False
     if not destination.is_dir():
-        raise CheckpointError(f"{destination}: is no folder")
+        raise CheckpointError(f"{destination}: is not a folder; choose another path")
     if not (destination / MANIFEST).exists():
         if any(not is_leftover(path, path.lstat()) for path in destination.iterdir()):
             raise CheckpointError(

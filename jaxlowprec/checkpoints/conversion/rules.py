@@ -65,7 +65,7 @@ def check_rule(rule: str) -> None:
         try:
             _pattern(rule)
         except re.error as error:
-            raise CheckpointError(f"rule {rule!r} is no regular expression: {error}") from None
+            raise CheckpointError(f"rule {rule!r} is not a valid regular expression: {error}") from None
     elif rule.endswith(".weight"):
         raise CheckpointError(f"rule {rule!r} names a tensor; rules name modules: {rule.removesuffix('.weight')!r}")
 

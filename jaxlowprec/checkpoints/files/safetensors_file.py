@@ -181,7 +181,7 @@ class SafetensorsWriter:
         """Copies a tensor from another file."""
         entry = self._claim(name)
         if source.header.tensors[source_name].spec != entry.spec:
-            raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}, the source's differs")
+            raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}; the source's differs")
         source.copy_to(source_name, self._file, entry.offset)
 
     def commit(self) -> None:

@@ -65,7 +65,7 @@ def parse_header(where: str, text: bytes, file_size: int) -> Header:
     """
     content = load_json(where, text)
     if not isinstance(content, dict) or not text.startswith(b"{"):
-        raise CheckpointError(f"{where}: the header is no JSON object")
+        raise CheckpointError(f"{where}: the header is not a JSON object")
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ in the header must map strings to strings")

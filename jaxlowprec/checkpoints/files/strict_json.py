@@ -34,7 +34,7 @@ def load_json(where: str, text: bytes, *, finite: bool = False) -> Any:
         return found
 
     def no_constant(name: str) -> None:
-        raise CheckpointError(f"{where}: {name} is no JSON")
+        raise CheckpointError(f"{where}: {name} is not valid JSON")
 
     def number(digits: str) -> float:
         if math.isinf(value := float(digits)) and finite:

@@ -119,7 +119,9 @@ def copy_whole(source: pathlib.Path, destination: pathlib.Path) -> None:
     try:
         status = os.fstat(opened.descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{source}: is no file that can be copied")
+            raise CheckpointError(
+                f"{source}: is not a regular file, and only those are copied; remove it from the checkpoint"
+            )
         with written_whole(destination) as file:
             copy_range(opened, 0, file, 0, status.st_size)
             with about(destination):

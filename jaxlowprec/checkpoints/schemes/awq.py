@@ -49,7 +49,7 @@ class AWQ(Scheme):
     def check(self, shape: Sequence[int]) -> str | None:
         """See `Scheme.check`."""
         reason = super().check(shape)
-        return reason or (f"its {shape[0]} rows are no multiple of 8, which fill words" if shape[0] % 8 else None)
+        return reason or (f"its {shape[0]} rows are not a multiple of 8, which fill words" if shape[0] % 8 else None)
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme.output_specs`."""

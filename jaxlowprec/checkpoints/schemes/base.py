@@ -103,7 +103,7 @@ class Scheme(abc.ABC):
             return "it is empty"
         length = self.format.length
         if not self.format.tiles and shape[1] % length:
-            return f"its {shape[1]} columns are no multiple of the {length} that share a scale"
+            return f"its {shape[1]} columns are not a multiple of the {length} that share a scale"
         return None
 
     def compress(self, weight: np.ndarray, *, amax: float | None = None) -> dict[str, np.ndarray]:
@@ -216,7 +216,7 @@ class Scheme(abc.ABC):
     def _refuse_regexes(self, ignore: Sequence[str]) -> None:
         if regexes := [rule for rule in ignore if rule.startswith("re:")]:
             raise ValueError(
-                f"{self.name}.quantization_config: readers know no regular expressions; name the modules that "
+                f"{self.name}.quantization_config: readers do not support regular expressions; name the modules that "
                 f"{', '.join(regexes)} stands for"
             )
 

@@ -82,7 +82,7 @@ class Float8Tiles(Scheme):
         stored = scale.astype(jnp.dtype(self.scale_dtype), copy=False)
         if not np.array_equal(stored.astype(np.float32, copy=False), scale):
             raise ValueError(
-                f"{self.name}.store: scales of q are no {self.scale_dtype} numbers; use scale_dtype='float32'"
+                f"{self.name}.store: scales of q are not {self.scale_dtype} numbers; use scale_dtype='float32'"
             )
         return {"weight": np.asarray(q.data), self.scales: stored}
 

@@ -56,7 +56,9 @@ class GPTQ(Scheme):
     def check(self, shape: Sequence[int]) -> str | None:
         """See `Scheme`."""
         reason = super().check(shape)
-        return reason or ("its sizes are no multiples of 8, which fill words" if shape[0] % 8 or shape[1] % 8 else None)
+        if reason is None and (shape[0] % 8 or shape[1] % 8):
+            return "its sizes are not multiples of 8, which fill words"
+        return reason
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`."""

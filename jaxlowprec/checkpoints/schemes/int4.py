@@ -145,7 +145,7 @@ class PackedInt4Asymmetric(PackedInt4):
         """See `Scheme`."""
         if (reason := super().check(shape)) or self.zero_point_order != "slime":
             return reason
-        return f"its {shape[0]} rows are no multiple of 8, which slime's zero points need" if shape[0] % 8 else None
+        return f"its {shape[0]} rows are not a multiple of 8, which slime's zero points need" if shape[0] % 8 else None
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`."""

@@ -148,9 +148,9 @@ def why_not(n: int, k: int, group_size: int) -> str | None:
     if group_size not in (-1, 32, 64, 128):
         return f"groups of {group_size}; it has -1 (one group), 32, 64 and 128"
     if n % 64:
-        return f"N={n} is no multiple of 64"
+        return f"N={n} is not a multiple of 64"
     if k % 128:
-        return f"K={k} is no multiple of 128"
+        return f"K={k} is not a multiple of 128"
     return None
 
 
@@ -164,9 +164,9 @@ def why_not_experts(hidden: int, intermediate: int, group_size: int) -> str | No
     if group_size not in (-1, 32, 64, 128):
         return f"groups of {group_size}; it has -1 (one group), 32, 64 and 128"
     if hidden % 128:
-        return f"the hidden size {hidden} is no multiple of 128"
+        return f"the hidden size {hidden} is not a multiple of 128"
     if intermediate % max(64, group_size):
-        return f"the intermediate size {intermediate} is no multiple of {max(64, group_size)}"
+        return f"the intermediate size {intermediate} is not a multiple of {max(64, group_size)}"
     return None
 
 

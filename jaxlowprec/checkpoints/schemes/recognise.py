@@ -132,7 +132,7 @@ def _flag(entry: Mapping[str, Any], key: str, default: bool) -> bool:
 def _group_size(entry: Mapping[str, Any], default: int | None) -> int | None:
     size = entry.get("group_size", default)
     if size == -1:
-        raise ValueError(f"{_WHO}: group_size is -1 (one scale a row); supported are groups")
+        raise ValueError(f"{_WHO}: group_size is -1 (one scale per row); supported are groups")
     if size != default and (type(size) is not int or not 0 < size <= _LARGEST_GROUP):
         raise ValueError(f"{_WHO}: group_size is {brief(size)}; needs a whole number of 1 to {_LARGEST_GROUP}")
     return size

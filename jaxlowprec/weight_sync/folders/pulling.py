@@ -75,7 +75,7 @@ def _check_newest(path: pathlib.Path, newest: int, served: int, vanished: dict[i
     """Raises Refused if a folder has versions, but none that could be taken."""
     if newest in vanished:
         raise Refused(
-            f"{path}: version {newest} is listed and cannot be opened: {vanished[newest]}; publish a complete version"
+            f"{path}: version {newest} is listed but cannot be opened: {vanished[newest]}; publish a complete version"
         ) from vanished[newest]
     if 0 < newest < served:
         raise Refused(

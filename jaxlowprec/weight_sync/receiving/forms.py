@@ -145,7 +145,7 @@ def check(described: Mapping[str, Any] | None, form: str) -> None:
     try:
         scheme = by_name(**described)
     except TypeError as error:
-        raise ValueError(f"no scheme is described by {brief(dict(described))}: {error}") from None
+        raise ValueError(f"{brief(dict(described))} does not describe a known scheme: {error}") from None
     if form != "plain":
         _as_gptq(scheme)
 

@@ -125,7 +125,7 @@ class Channel:
         magic, kind, header_bytes, payload_bytes = _PREFIX.unpack(prefix)
         known = magic == _MAGIC and not any(prefix[5:8]) and kind in Kind._value2member_map_
         if not known:
-            raise BadFrame(f"frame {self._received}: its first bytes, {prefix[:8]!r}, are no frame's")
+            raise BadFrame(f"frame {self._received}: it begins with {prefix[:8]!r}, as no frame does")
         if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
             raise BadFrame(
                 f"frame {self._received}: a header of {header_bytes} and a payload of {payload_bytes} bytes; at most "

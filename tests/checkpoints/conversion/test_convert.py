@@ -171,7 +171,7 @@ def test_columns_that_split_a_group_are_refused_and_listed(tmp_path):
     ):
         convert(source, tmp_path / "low", MXFP4)
     report = convert(source, tmp_path / "low", MXFP4, leave_unfit=True)
-    left = [entry.module for entry in report.left if "no multiple" in entry.reason]
+    left = [entry.module for entry in report.left if "not a multiple" in entry.reason]
     assert left == ["model.layers.0.mlp.down_proj", "model.layers.0.self_attn.o_proj"]
     assert set(left) < set(read_config(tmp_path / "low")["quantization_config"]["ignore"])
     assert {f"{m}.weight" for m in left} < set(read_tensors(tmp_path / "low"))
@@ -359,7 +359,7 @@ def test_a_destination_of_its_own(source, tmp_path):
     (tmp_path / "link").symlink_to(source)
     for destination, message in [
         (tmp_path / "full", "is not empty"),
-        (tmp_path / "file", "is no folder"),
+        (tmp_path / "file", "is not a folder; choose another path"),
         (source, "is, holds, or lies in the source"),
         (source / "low", "is, holds, or lies in the source"),
         (tmp_path / "link", "is, holds, or lies in the source"),
@@ -394,7 +394,7 @@ def test_nothing_to_quantise_is_an_error(source, tmp_path):
 
 def test_a_full_disk_is_said_before_it_is_full(source, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with pytest.raises(CheckpointError, match="bytes are to be written, 10 are free"):
+    with pytest.raises(CheckpointError, match="bytes, only 10 are free"):
         convert(source, tmp_path / "low", MXFP4)
 
 

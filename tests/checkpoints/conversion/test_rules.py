@@ -96,7 +96,12 @@ def test_what_was_asked_for_comes_before_the_defaults(rules, left_alone):
 
 @pytest.mark.parametrize(
     ("rule", "message"),
-    [("", "empty"), ("re:", "empty"), ("re:(", "no regular expression"), ("a.weight", "rules name modules: 'a'")],
+    [
+        ("", "empty"),
+        ("re:", "empty"),
+        ("re:(", "not a valid regular expression"),
+        ("a.weight", "rules name modules: 'a'"),
+    ],
 )
 def test_what_is_no_rule(rule, message):
     with pytest.raises(CheckpointError, match=message):

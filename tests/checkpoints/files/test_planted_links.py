@@ -131,6 +131,6 @@ def test_a_copy_keeps_only_time_and_permissions(tmp_path):
 def test_what_is_no_file_is_not_copied_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
-        with pytest.raises(CheckpointError, match="is no file that can be copied"):
+        with pytest.raises(CheckpointError, match="is not a regular file, and only those are copied"):
             copy_whole(tmp_path / name, tmp_path / "b")
     assert [p.name for p in tmp_path.iterdir()] == ["pipe"]

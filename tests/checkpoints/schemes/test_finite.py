@@ -79,7 +79,7 @@ def infinite(path, name="mxfp4"):
 
 def test_verification_compares_whether_weights_are_finite(tmp_path, unchecked):
     source, _ = infinite(tmp_path)
-    with pytest.raises(CheckpointError, match=f"module '{MODULE}' is infinite or NaN there, not in the source"):
+    with pytest.raises(CheckpointError, match=f"module '{MODULE}' is infinite or NaN there, but finite in the source"):
         convert(source, tmp_path / "again", schemes.by_name("mxfp4"), run=Run(verify=True))
 
 

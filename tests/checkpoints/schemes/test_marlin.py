@@ -158,8 +158,8 @@ class TestConstraints:
         [
             ((128, 256, 128), None),
             ((64, 128, -1), None),
-            ((96, 128, 32), "N=96 is no multiple of 64"),
-            ((64, 192, 64), "K=192 is no multiple of 128"),
+            ((96, 128, 32), "N=96 is not a multiple of 64"),
+            ((64, 192, 64), "K=192 is not a multiple of 128"),
             ((64, 128, 16), "groups of 16; it has -1 (one group), 32, 64 and 128"),
         ],
     )
@@ -170,9 +170,9 @@ class TestConstraints:
         ("arguments", "reason"),
         [
             ((256, 192, 64), None),
-            ((192, 256, 64), "the hidden size 192 is no multiple of 128"),
-            ((256, 96, 32), "the intermediate size 96 is no multiple of 64"),
-            ((256, 192, 128), "the intermediate size 192 is no multiple of 128"),
+            ((192, 256, 64), "the hidden size 192 is not a multiple of 128"),
+            ((256, 96, 32), "the intermediate size 96 is not a multiple of 64"),
+            ((256, 192, 128), "the intermediate size 192 is not a multiple of 128"),
             ((256, 256, 8), "groups of 8; it has -1 (one group), 32, 64 and 128"),
         ],
     )

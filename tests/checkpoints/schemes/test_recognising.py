@@ -36,7 +36,7 @@ class TestFromConfig:
         if scheme.regex_ignores:
             assert ".*self_attn.*" in str(scheme.quantization_config(["re:.*self_attn.*"]))
         else:
-            with pytest.raises(ValueError, match=r"readers know no regular expressions; .* re:\.\*self_attn"):
+            with pytest.raises(ValueError, match=r"readers do not support regular expressions; .* re:\.\*self_attn"):
                 scheme.quantization_config(["re:.*self_attn.*"])
 
     def test_modelopts_own_file(self):

@@ -95,7 +95,7 @@ class TestEveryScheme:
             scheme.compress(np.zeros((128, 256)))
         if not scheme.format.tiles:
             k = 256 + scheme.format.length // 2
-            reason = f"its {k} columns are no multiple of the {scheme.format.length} that share a scale"
+            reason = f"its {k} columns are not a multiple of the {scheme.format.length} that share a scale"
             assert scheme.check((128, k)) == reason
 
     @over_schemes

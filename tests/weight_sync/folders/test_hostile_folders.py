@@ -69,7 +69,7 @@ def test_an_unopenable_version_does_not_hide_an_older_one(tmp_path, monkeypatch,
     gone(monkeypatch, {3})
     assert pull(tmp_path, receiver, wait=wait) == 2 and is_whole(receiver.weights, 2)
     started = time.monotonic()
-    with pytest.raises(Refused, match="version 3 is listed and cannot be opened: .*No such file"):
+    with pytest.raises(Refused, match="version 3 is listed but cannot be opened: .*No such file"):
         pull(tmp_path, receiver, wait=wait)
     assert wait <= time.monotonic() - started < wait + 1.0
     assert is_whole(receiver.weights, 2) and receiver.state == "serving"

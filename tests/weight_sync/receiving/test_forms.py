@@ -123,7 +123,7 @@ def test_a_changed_live_weight_shows_in_the_dump(form):
             "w4a16",
             (96, 256),
             "marlin",
-            "version 2 cannot be decoded: m: Marlin's kernel cannot take it: N=96 is no multiple of 64",
+            "version 2 cannot be decoded: m: Marlin's kernel cannot take it: N=96 is not a multiple of 64",
         ),
         ("w4a16", (12, 256), "gptq", "version 2 cannot be decoded: m: gptq.store: .*multiples of 8"),
     ],
