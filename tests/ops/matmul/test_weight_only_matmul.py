@@ -100,11 +100,41 @@ def assert_multiplies(x, q, *implementations, **options):
             assert_same_numbers(both[1], before)
 
 
+@jax.jit
+def products(pairs):
+    """Of each pair by the kernels, in one compilation."""
+    return [jlp.scaled_matmul(x, q, out_dtype=jnp.float32, implementation="ffi") for x, q in pairs]
+
+
+@functools.cache
+def pairs_and_products(fmt):
+    pairs = [operands(sizes, fmt) for sizes in SIZES]
+    return pairs, [expected(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
+
+
+ADDED = ((), ("bias",), ("accumulate",), ("bias", "accumulate"))
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "out_dtype"))
+def with_epilogues(x, q, extras, activation, out_dtype):
+    """The result and, with a GELU, the pre-activation for each of ADDED, in one compilation."""
+    always = {name: extras[name] for name in ["activation_input"] * (activation == "dgelu")}
+    options = {"activation": activation, "out_dtype": out_dtype, "implementation": "ffi"}
+    found = []
+    for names in ADDED:
+        some = {name: extras[name] for name in names} | always
+        y = jlp.scaled_matmul(x, q, **some, **options)
+        both = jlp.scaled_matmul(x, q, return_pre_activation=True, **some, **options) if activation == "gelu" else ()
+        found.append((y, *both))
+    return found
+
+
 class TestBytes:
-    @pytest.mark.parametrize("sizes", SIZES, ids=str)
     @over_formats
-    def test_native_bytes_are_the_rules(self, isa, fmt, sizes):
-        assert_multiplies(*operands(sizes, fmt), "ffi", out_dtype=jnp.float32)
+    def test_native_bytes_are_the_rules(self, isa, fmt):
+        pairs, wanted = pairs_and_products(fmt)
+        for y, w in zip(products(pairs), wanted, strict=True):
+            assert_same_numbers(y, w)
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_a_row_reads_no_scale_of_the_next(self, isa, symmetric):
@@ -148,9 +178,11 @@ class TestBytes:
             "accumulate": random_array((2, 5, 21), out_dtype, 4),
             "activation_input": random_array((2, 5, 21), "bfloat16", 5),
         }
-        for names in ((), ("bias",), ("accumulate",), ("bias", "accumulate")):
+        for names, found in zip(ADDED, with_epilogues(x, q, extras, activation, out_dtype), strict=True):
             some = {name: extras[name] for name in (*names, *["activation_input"] * (activation == "dgelu"))}
-            assert_multiplies(x, q, "ffi", activation=activation, out_dtype=out_dtype, **some)
+            wanted, before = expected(x, q, activation=activation, out_dtype=out_dtype, **some)
+            for y, w in zip(found, (wanted, wanted, before), strict=False):
+                assert_same_numbers(y, w)
 
     @given(
         sizes=st.tuples(st.integers(1, 40), st.integers(1, 700), st.integers(1, 140)),
@@ -188,9 +220,9 @@ class TestWhatChangesNothing:
     @over_formats
     def test_a_row_is_the_same_among_any_number_of_rows(self, isa, fmt):
         x, q = operands((40, 330, 70), fmt, "float32")
-        whole = jlp.scaled_matmul(x, q, implementation="ffi")
-        for rows in (1, 2, 3, 4, 5, 17):
-            assert_same_bytes(jlp.scaled_matmul(x[:rows], q, implementation="ffi"), whole[:rows])
+        *some, whole = products([(x[:rows], q) for rows in (1, 2, 3, 4, 5, 17, 40)])
+        for y in some:
+            assert_same_bytes(y, whole[: len(y)])
 
     def test_the_number_of_threads(self):
         code = (
