@@ -225,7 +225,7 @@ def combined_by_max(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, the states in its first argument typed so that autodiff combines their new values by max.
 
     For `jax.grad` and `jax.value_and_grad`, within `jax.jit`, of what reaches a layer more than once; gradients keep
-    their dtype. Flax's trick: a dtype that is added by max, which JAX knows in traced functions alone.
+    their dtype. Flax's trick: a dtype that is added by max, which JAX knows only in traced functions.
 
     Arguments:
         function: of a tree of variables, and more.

@@ -288,7 +288,7 @@ def _einsum_of_loaded(
     if not contracts_second_last(subscripts, x.ndim, q.ndim):
         raise ValueError(
             f"{who}: {subscripts!r} with a quantised second operand of shape {q.shape}; it is quantised along its "
-            "second last axis, which alone can be contracted, its last being free and the others batch axes"
+            "second last axis: contract only that axis, keep the last one free, and let the others be batch axes"
         )
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
     lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])

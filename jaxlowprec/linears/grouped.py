@@ -220,7 +220,7 @@ def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
         rotation = role.hadamard
         if rotation is not None and (role.format.scaling != "two_level" or rotation.size != BLOCK):
             raise ValueError(
-                f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups have NVFP4's "
-                f"rotation of size {BLOCK} alone"
+                f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups take only "
+                f"NVFP4's rotation of size {BLOCK}"
             )
     return roles

@@ -159,7 +159,7 @@ quantized_groups = jax.jit(_matmul, static_argnums=0)  # layers with equal specs
 [..., T, N]."""
 
 
-# --- the weights alone
+# --- only the weights are quantised
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Custom(Recipe):
                     f"Custom: the factory answered {shown(answer)} to {asked}; needs a format, a Role or None"
                 )
             if answer is not None and answer.rounding != "nearest" and tensor_type != "grad_output":
-                raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is for grad_output alone")
+                raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is only for grad_output")
             return answer
 
         return Roles(role("input"), role("weight"), role("grad_output"))

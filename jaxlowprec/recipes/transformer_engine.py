@@ -38,7 +38,7 @@ def check_common(recipe: Any) -> None:
             raise TypeError(f"{name}: {field}={shown(value)}; needs a jaxlowprec.QParams or None")
     for field in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight"):
         if field in fields and (given := getattr(recipe, field)) is not None and given.stochastic_rounding:
-            raise ValueError(f"{name}: {field} has stochastic_rounding=True; it is for gradients alone")
+            raise ValueError(f"{name}: {field} has stochastic_rounding=True; it is only for gradients")
     if "fp8_quant_fwd_inp" in fields:
         rotated = [getattr(recipe, f"fp8_quant_{r}") or QParams() for r in ("fwd_inp", "fwd_weight", "bwd_grad")]
         x, w, dy = (q.random_hadamard_transform for q in rotated)

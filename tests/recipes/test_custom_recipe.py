@@ -114,7 +114,9 @@ class TestAnswers:
         def factory(role):
             return Role(jlp.MXFP8(), "stochastic" if role.tensor_type == tensor_type else "nearest")
 
-        with pytest.raises(ValueError, match=f"Custom: .*{tensor_type}.* rounds stochastic; that is for grad_output"):
+        with pytest.raises(
+            ValueError, match=f"Custom: .*{tensor_type}.* rounds stochastic; that is only for grad_output"
+        ):
             jlp.Custom(factory).roles()
 
 
