@@ -11,8 +11,19 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxlowprec as jlp
+
+
+def often(chosen, values):
+    """Parameters of which the chosen ones always run, and the others with --slow. A tuple has several arguments."""
+    slow = pytest.mark.slow
+    return [
+        value if value in chosen else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=slow)
+        for value in values
+    ]
+
 
 FLOATS = ("bfloat16", "float16", "float32")
 FLOAT8 = ("e4m3", "e5m2")

@@ -99,7 +99,8 @@ def assert_same_run(run, expected):
     assert run["validation_loss"] == expected["validation_loss"]
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2"), pytest.param(2, "fsdp=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2"), (2, "fsdp=2,tensor=2")])
 def test_the_losses_are_those_of_one_process_bit_for_bit(text, in_one_process, tmp_path, count, mesh):
     processes = Processes(text, tmp_path, count, mesh)
     assert_same_run(processes.report(), in_one_process(mesh))

@@ -85,6 +85,7 @@ def on_one_device(tmp_path_factory):
     ids=str,
 )
 class TestLosses:
+    @pytest.mark.slow
     def test_in_high_precision_are_those_of_one_device(self, sizes, sequence_parallel, on_one_device, tmp_path):
         run = trained("bf16", layout_of(sizes, sequence_parallel), tmp_path)
         assert max(difference(run, on_one_device("bf16"))) < FLOAT32

@@ -10,7 +10,7 @@ import pipeline
 import pytest
 
 import jaxlowprec as jlp
-from tests.helpers import run_python
+from tests.helpers import often, run_python
 from tests.sharding.meshes import collectives
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -24,8 +24,8 @@ def problem(stages, count=6, width=32):
     return pipeline.initial_parameters(stages, width), x, jnp.roll(x, 1, axis=-1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize(("stages", "count"), [(4, 6), (2, 1)])
+@pytest.mark.parametrize("recipe", often([PLAIN], RECIPES), ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(("stages", "count"), often([(4, 6)], [(4, 6), (2, 1)]))
 def test_losses_and_gradients_are_those_of_the_sequential_model(recipe, stages, count):
     """A weight's gradient sums microbatches in another order: float32's rounding."""
     parameters, x, target = problem(stages, count)

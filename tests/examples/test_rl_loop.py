@@ -62,6 +62,7 @@ def test_every_iteration_agrees_to_the_bit(run):
     assert (out / "reward.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_second_run_has_the_same_rewards_and_losses(run, tmp_path):
     _, again = outcome(tmp_path, "--iterations", "3")
     for name in ("reward", "loss", "gradient_pass_logprob_abs_diff", "routing_same_after"):
@@ -108,7 +109,7 @@ def test_a_killed_rollout_ends_the_trainer_with_a_message(trainer):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_rollout_ends_when_the_trainer_does(trainer, how):
     """It shares the trainer's standard error, whose end is read only when both have ended."""
     rollout_of(trainer)

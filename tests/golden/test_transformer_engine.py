@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from tests.helpers import digest, golden_input
+from tests.helpers import digest, golden_input, often
 
 ENTRIES = [
     entry
@@ -92,13 +92,18 @@ def test_the_digests_cover_every_float8_block_format():
     assert len(entries) == 144
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=name)
+def of(dtype, entries):
+    """Entries of a dtype, and the others as slow tests."""
+    return often([entry for entry in entries if entry["dtype"] == dtype], entries)
+
+
+@pytest.mark.parametrize("entry", of("bfloat16", ENTRIES), ids=name)
 def test_native_bytes_are_transformer_engines(entry):
     assert in_one_pass(entry, "ffi") == expected(entry)
     assert separately(entry, "ffi") == expected(entry)
 
 
-@pytest.mark.parametrize("entry", FOR_REFERENCE, ids=name)
+@pytest.mark.parametrize("entry", of("float32", FOR_REFERENCE), ids=name)
 def test_reference_bytes_are_transformer_engines(entry):
     """One direction at a time: tests/ops/quantize/test_quantize.py."""
     assert in_one_pass(entry, "reference") == expected(entry)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.sharding.meshes import by_axis_type, mesh_of, on_mesh
 
 FORMATS = (*ONE_OF_EACH, jlp.Int4(group_size=32), jlp.Int4(group_size=32, symmetric=False))
@@ -43,7 +43,7 @@ def gather_on(mesh, x, quantize, gathered, axis_name="a", check_vma=False):
 @over_formats
 @over_orientations
 @over_gathered_axes
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("devices", often([8], [1, 2, 8]))
 def test_the_bytes_are_those_of_the_whole_array(fmt, axis, gathered, devices):
     shape = [256, 256]
     shape[gathered] = 128 * devices

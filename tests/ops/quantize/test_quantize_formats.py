@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 import jaxlowprec as jlp
 from tests.against_oracle import assert_matches_quantized, quantized
-from tests.helpers import FLOAT8_TENSORS, FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.helpers import (
+    FLOAT8_TENSORS,
+    FLOATS,
+    FORMATS,
+    ONE_OF_EACH,
+    assert_same_bytes,
+    format_name,
+    often,
+    random_array,
+)
 
 NEW = tuple(
     fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4)
@@ -60,7 +69,7 @@ def expected(fmt):
 
 
 class TestBytes:
-    @pytest.mark.parametrize("fmt", NEW, ids=format_name)
+    @pytest.mark.parametrize("fmt", often(ONE_OF_EACH, NEW), ids=format_name)
     def test_native_in_all_directions_and_roundings(self, isa, fmt):
         cases = itertools.product(inputs(SHAPES), ROUNDINGS)
         for (x, (rounding, _)), ways, wanted in zip(cases, all_ways(inputs(SHAPES), fmt), expected(fmt), strict=True):
@@ -68,7 +77,7 @@ class TestBytes:
                 name = f"{x.shape} {x.dtype} {rounding} {('rowwise', 'columnwise')[one]}"
                 assert_matches_quantized(way[one], wanted[one], name)
 
-    @pytest.mark.parametrize("fmt", NEW, ids=format_name)
+    @pytest.mark.parametrize("fmt", often(ONE_OF_EACH, NEW), ids=format_name)
     def test_reference(self, fmt):
         """Rowwise: columnwise is the same of the transposed array. Stochastic once for each element and scaling."""
         x = random_array((2, 33, 130), FLOATS[NEW.index(fmt) % 3], seed=1)
