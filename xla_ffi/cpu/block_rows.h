@@ -139,8 +139,8 @@ struct Ahead {
 /// The codes of a span.
 template <class E, class Element, bool kStochastic>
 __attribute__((noinline)) void encode_span(const typename E::Storage* x, int groups, const BlockSpan& span,
-                                           const RandomSpan<kStochastic>& random, const BlockContext& context,
-                                           const Ahead<E>& ahead, uint8_t* data) {
+                                           const RandomSpan& random, const BlockContext& context, const Ahead<E>& ahead,
+                                           uint8_t* data) {
   constexpr bool kPacked = std::is_same_v<Element, E2M1>;
   const bool ordinary = span.finite && context.scales.up;  // of E2M1
   with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
@@ -160,12 +160,30 @@ __attribute__((noinline)) void encode_span(const typename E::Storage* x, int gro
     if (span.encode[i] != span.encode[i]) memset(data + i * kBlock, 0, kBlock);
 }
 
+/// How elements become codes. Only these functions are compiled for each element format and rounding; the rest of the kernel
+/// is compiled once for each type of input.
+template <class E>
+struct BlockEncoder {
+  using Storage = typename E::Storage;
+  bool packed, stochastic;
+  /// encode_span
+  void (*span)(const Storage* x, int groups, const BlockSpan& span, const RandomSpan& random, const BlockContext& context,
+               const Ahead<E>& ahead, uint8_t* data);
+  /// encode_columns_of_granule
+  void (*columns)(const Storage* x, const float* encode, const uint32_t (*random)[kUnit], int columns,
+                  const BlockContext& context, const Ahead<E>& ahead, uint8_t* codes);
+
+  /// How many bytes `elements` codes take.
+  int64_t code_bytes(int64_t elements) const { return packed ? elements / 2 : elements; }
+};
+
 /// A run of elements of one row, quantised with blocks along it.
-template <class E, class Element, bool kStochastic>
-void quantize_blocks_of_row(const typename E::Storage* x, int64_t elements, const BlockContext& context, uint32_t row,
-                            const uint32_t* granules, uint8_t* data, uint8_t* scale) {
+template <class E>
+void quantize_blocks_of_row(const BlockEncoder<E>& encoder, const typename E::Storage* x, int64_t elements,
+                            const BlockContext& context, uint32_t row, const uint32_t* granules, uint8_t* data,
+                            uint8_t* scale) {
   BlockSpan span;
-  RandomSpan<kStochastic> random;
+  RandomSpan random;
   while (elements > 0) {
     alignas(64) typename E::Storage padded[kUnit];
     alignas(64) uint8_t codes[kUnit];
@@ -176,21 +194,20 @@ void quantize_blocks_of_row(const typename E::Storage* x, int64_t elements, cons
     if (!whole) {
       memset(padded, 0, sizeof padded);
       memcpy(padded, x, count * sizeof *x);
-      if (kStochastic) memcpy(padded_granules, granules, divide_up(count, kBlock) * sizeof *granules);
+      if (encoder.stochastic) memcpy(padded_granules, granules, divide_up(count, kBlock) * sizeof *granules);
     }
     const auto* from = whole ? x : padded;
     const uint32_t* ids = whole ? granules : padded_granules;
     span.template compute<E>(from, groups, context);
-    for (int g = 0; kStochastic && g < groups; ++g) random_row_group(context.random, row, ids + g * kLanes, random.bytes[g]);
-    encode_span<E, Element, kStochastic>(from, groups, span, random, context, {from + kSpan * kGroup, kUnit},
-                                         whole ? data : codes);
+    if (encoder.stochastic) random.compute(context.random, &row, 1, ids, groups);
+    encoder.span(from, groups, span, random, context, {from + kSpan * kGroup, kUnit}, whole ? data : codes);
     if (!whole) memcpy(data, codes, context.format.row_bytes(count));
     if (!context.is_tensor()) {
       const int64_t bytes = context.format.blocks(count) * context.scales.bytes();
       memcpy(scale, span.scale, bytes);
       scale += bytes;
     }
-    x += count, elements -= count, data += code_bytes<Element>(count), granules += count / kBlock;
+    x += count, elements -= count, data += encoder.code_bytes(count), granules += count / kBlock;
   }
 }
 

@@ -37,7 +37,7 @@ struct BlockTile {
   int blocks_down(const BlockContext& context) const { return static_cast<int>(divide_up(input.rows, block_rows(context))); }
 
   /// Scales and factors of all columns: of their own blocks, of square tiles, or the tensor's.
-  void compute(const BlockContext& context) {
+  __attribute__((noinline)) void compute(const BlockContext& context) {
     finite = true;
     if (context.is_tensor()) {
       finite = amax_of<E>(input.x[0], kColumnTileRows * kUnit) < kInfinityBits;
@@ -60,13 +60,63 @@ struct BlockTile {
       }
     }
   }
+
+  /// Factors of the granules of `count` rows of a tile of square blocks.
+  __attribute__((noinline)) void take_tile_factors(const BlockContext& context, int first, int count,
+                                                   BlockSpan& span) const {
+    span.finite = finite;
+    float factors[kUnitGranules];
+    for (int r = first; r < first + count; ++r) {
+      const int block = context.format.block;
+      if (r == first || r % block == 0)
+        for (int i = 0; i < kUnitGranules; ++i) factors[i] = encode[r / block][i * kBlock];
+      memcpy(span.encode + (r - first) * kUnitGranules, factors, sizeof factors);
+    }
+  }
+
+  __attribute__((noinline)) void store_column_scales(const QuantizeProblem& p, const BlockContext& context) const {
+    const int64_t bytes = context.scales.bytes(), first = row / p.format.block;
+    const int64_t stride = p.columnwise.scale_stride ? p.columnwise.scale_stride : p.format.blocks(p.rows) * bytes;
+    const int blocks = blocks_down(context);
+    for (int c = 0; c < input.columns; ++c) {
+      uint8_t* to = p.columnwise.scale + (batch * p.columns + column + c) * stride + first * bytes;
+      if (context.scales.e8m0)
+        for (int b = 0; b < blocks; ++b) to[b] = static_cast<uint8_t>(scale[b][c]);
+      else
+        memcpy(to, &scale[0][c], 4);
+    }
+  }
+
+  /// Scales of square blocks: the columnwise ones are the transposed.
+  __attribute__((noinline)) void store_tile_scales(const QuantizeProblem& p, const BlockContext& context) const {
+    const int block = p.format.block;
+    const int64_t across = p.format.blocks(p.columns), down = p.format.blocks(p.rows), bytes = context.scales.bytes();
+    for (int b = 0; b < blocks_down(context); ++b)
+      for (int i = 0; i < input.columns; i += block) {
+        const int64_t tile_row = row / block + b, tile_column = (column + i) / block;
+        if (p.rowwise.data)
+          memcpy(p.rowwise.scale + ((batch * down + tile_row) * across + tile_column) * bytes, &scale[b][i], bytes);
+        if (p.columnwise.data)
+          memcpy(p.columnwise.scale + ((batch * across + tile_column) * down + tile_row) * bytes, &scale[b][i], bytes);
+      }
+  }
 };
+
+/// Random words of 16 rows of columns. Not inlined: all formats and types of elements share it.
+__attribute__((noinline)) static void random_words(const Random& random, const uint32_t* columns, uint32_t block, int count,
+                                                   uint32_t (*words)[kUnit]) {
+  const RandomKey key(random);
+  for (int i = 0; i < count; i += kLanes) {
+    U32 four[4];
+    random_columns(key, load<U32>(columns + i), block, four);
+    for (int w = 0; w < 4; ++w) store(&words[w][i], four[w]);
+  }
+}
 
 /// 16 rows of a tile, each column with its own factor. `random` has four words a column: byte r of them is row r's.
 template <class E, class Element, bool kStochastic, bool kExponents>
-__attribute__((noinline)) void encode_columns_of_granule(const typename E::Storage* x, const float* encode,
-                                                         const uint32_t (*random)[kUnit], int columns, const Ahead<E>& ahead,
-                                                         uint8_t* codes) {
+void encode_columns_of_granule_by(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kUnit],
+                                  int columns, const Ahead<E>& ahead, uint8_t* codes) {
   const auto byte = [&](int row, int column) {
     return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
   };
@@ -95,6 +145,18 @@ __attribute__((noinline)) void encode_columns_of_granule(const typename E::Stora
   }
 }
 
+template <class E, class Element, bool kStochastic>
+void encode_columns_of_granule(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kUnit],
+                               int columns, const BlockContext& context, const Ahead<E>& ahead, uint8_t* codes) {
+  with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
+    encode_columns_of_granule_by<E, Element, kStochastic, exponents>(x, encode, random, columns, ahead, codes);
+  });
+}
+
+template <class E, class Element, bool kStochastic>
+constexpr BlockEncoder<E> kBlockEncoder = {std::is_same_v<Element, E2M1>, kStochastic, encode_span<E, Element, kStochastic>,
+                                           encode_columns_of_granule<E, Element, kStochastic>};
+
 /// A piece of a line of the result: past the caches where it is whole cache lines.
 JLP_RULE void store_codes(uint8_t* to, const uint8_t* codes, int64_t bytes) {
   if (bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
@@ -104,8 +166,8 @@ JLP_RULE void store_codes(uint8_t* to, const uint8_t* codes, int64_t bytes) {
 }
 
 /// Rows of codes [lines][kUnit] to the K-major result, of which `bytes` a column are wanted, `stride` apart.
-JLP_RULE void store_transposed(const uint8_t (*codes)[kUnit], int lines, int columns, uint8_t* data, int64_t bytes,
-                               int64_t stride) {
+__attribute__((noinline)) static void store_transposed(const uint8_t (*codes)[kUnit], int lines, int columns, uint8_t* data,
+                                                       int64_t bytes, int64_t stride) {
   alignas(64) uint8_t out[16][kColumnTileRows];
   for (int column = 0; column < columns; column += 16) {
     for (int line = 0; line < lines; line += 16) transpose_bytes(&codes[line][column], kUnit, &out[0][line], sizeof out[0]);

@@ -35,7 +35,8 @@ struct Int4Columns {
   }
 
   /// kStrip columns of one group.
-  static void fake_quantize(const Storage* x, int64_t stride, int64_t rows, Storage* result, int64_t result_stride) {
+  __attribute__((noinline, noclone)) static void fake_quantize(const Storage* x, int64_t stride, int64_t rows,
+                                                               Storage* result, int64_t result_stride) {
     Groups groups;
     scales_of(x, stride, rows, groups);
     for (int64_t r = 0; r < rows; ++r)
@@ -111,14 +112,7 @@ struct Int4Columns {
         I::store_two_bytes(&codes[r][j], code(one.even, ga) | (code(next.even, ga) << 4),
                            code(one.odd, gb) | (code(next.odd, gb) << 4));
       }
-    for (int j = 0; j < kStrip; j += 16) {
-      Bytes16 v[16];
-      JLP_UNROLL(16)
-      for (int r = 0; r < 16; ++r) v[r] = load<Bytes16>(&codes[r][j]);
-      transpose(v);
-      JLP_UNROLL(16)
-      for (int c = 0; c < 16; ++c) store(data + (j + c) * line_bytes, v[c]);
-    }
+    codes_to_lines(codes, data, line_bytes);
   }
 
   /// Column by column as rows. Not fast.

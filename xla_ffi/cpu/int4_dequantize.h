@@ -55,8 +55,8 @@ struct Int4DecodedRows {
   }
 
   /// A line, or a piece of one that starts with a group, in the deployment dtype.
-  static void decode_line(const uint8_t* data, int64_t length, int64_t group, const uint16_t* scale, const uint8_t* zero,
-                          uint16_t* to) {
+  __attribute__((noinline)) static void decode_line(const uint8_t* data, int64_t length, int64_t group,
+                                                    const uint16_t* scale, const uint8_t* zero, uint16_t* to) {
     for (int64_t first = 0; first < length; first += group, ++scale) {
       const Int4Table table = Int4Table::of<Deploy>(*scale, zero ? *zero++ : kInt4Middle);
       decode_group(data, first, std::min(group, length - first), table, to + first);
@@ -66,7 +66,7 @@ struct Int4DecodedRows {
 
 /// Elements of the deployment dtype as elements of the result's type.
 template <class E, class Deploy>
-void convert(const uint16_t* from, int64_t count, typename E::Storage* to) {
+__attribute__((noinline)) void convert(const uint16_t* from, int64_t count, typename E::Storage* to) {
   using From = Int4Elements<std::conditional_t<std::is_same_v<Deploy, DeployF16>, F16, BF16>>;
   for (; count >= kLanes; count -= kLanes, from += kLanes, to += kLanes) E::store_lanes(to, From::load_lanes(from));
   uint16_t padded[kLanes] = {};
@@ -133,14 +133,7 @@ struct Int4Decoded {
   /// 16 bytes of each of kStrip lines.
   static void decode_32_rows(const uint8_t* data, int64_t line_bytes, const Columns& columns, Storage* to, int64_t stride) {
     alignas(64) uint8_t codes[16][kStrip];
-    for (int j = 0; j < kStrip; j += 16) {
-      Bytes16 v[16];
-      JLP_UNROLL(16)
-      for (int c = 0; c < 16; ++c) v[c] = load<Bytes16>(data + (j + c) * line_bytes);
-      transpose(v);
-      JLP_UNROLL(16)
-      for (int r = 0; r < 16; ++r) store(&codes[r][j], v[r]);
-    }
+    lines_to_codes(data, line_bytes, codes);
     for (int r = 0; r < 16; ++r, to += 2 * stride)
       for (int j = 0; j < kStrip; j += kStep) {
         U32 a, b;

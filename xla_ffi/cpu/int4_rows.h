@@ -66,7 +66,7 @@ struct Int4Rows {
   }
 
   /// Decoded values of `groups` groups.
-  static void fake_quantize(const Storage* x, int64_t groups, int64_t group, Storage* result) {
+  __attribute__((noinline)) static void fake_quantize(const Storage* x, int64_t groups, int64_t group, Storage* result) {
     Groups scales;
     for (; groups > 0; groups -= kLanes, x += kLanes * group, result += kLanes * group) {
       const int count = static_cast<int>(std::min<int64_t>(kLanes, groups));
@@ -86,7 +86,8 @@ struct Int4Rows {
   }
 
   /// Bytes of codes, scales and zero points of `groups` groups, each of a whole number of bytes.
-  static void quantize(const Storage* x, int64_t groups, int64_t group, uint8_t* data, uint16_t* scale, uint8_t* zero) {
+  __attribute__((noinline)) static void quantize(const Storage* x, int64_t groups, int64_t group, uint8_t* data,
+                                                 uint16_t* scale, uint8_t* zero) {
     Groups scales;
     for (; groups > 0; groups -= kLanes, x += kLanes * group, data += kLanes * group / 2) {
       const int count = static_cast<int>(std::min<int64_t>(kLanes, groups));
@@ -122,7 +123,8 @@ struct Int4Rows {
   }
 
   /// `data` is the line's, whose byte 0 holds the piece's first code.
-  static void quantize_line(const Storage* x, int64_t length, int64_t group, uint8_t* data, uint16_t* scale, uint8_t* zero) {
+  __attribute__((noinline)) static void quantize_line(const Storage* x, int64_t length, int64_t group, uint8_t* data,
+                                                      uint16_t* scale, uint8_t* zero) {
     const int64_t direct = group % kStep == 0 ? length / group * group : 0;
     quantize(x, direct / group, group, data, scale, zero);
     int64_t done = direct / group;

@@ -1,7 +1,7 @@
 // How a matrix quantised along its columns is cut into tiles.
 #pragma once
 
-#include "tiles.h"
+#include "codes.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -34,6 +34,15 @@ struct Int4Tile {
     return columns == kStrip && rows % m.format.group == 0 && m.format.group % 32 == 0;
   }
 };
+
+/// The bytes of 16 pairs of rows of a strip to as many bytes of each column's line, and back. Not inlined: every type of
+/// elements shares them.
+__attribute__((noinline)) static void codes_to_lines(const uint8_t (*codes)[kStrip], uint8_t* lines, int64_t line_bytes) {
+  for (int j = 0; j < kStrip; j += 16) transpose_bytes(&codes[0][j], kStrip, lines + j * line_bytes, line_bytes);
+}
+__attribute__((noinline)) static void lines_to_codes(const uint8_t* lines, int64_t line_bytes, uint8_t (*codes)[kStrip]) {
+  for (int j = 0; j < kStrip; j += 16) transpose_bytes(lines + j * line_bytes, line_bytes, &codes[0][j], kStrip);
+}
 
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

@@ -1,4 +1,4 @@
-// Quantisation to formats with a scale a block, or one for the tensor.
+// Quantisation to formats with one scale per block, or one per tensor.
 #include "entry.h"
 #include "quantize_blocks.h"
 
@@ -6,18 +6,21 @@ namespace jaxlowprec {
 namespace JLP_ISA {
 namespace {
 
+template <class E, bool kStochastic>
+const BlockEncoder<E>& encoder_of(CodeType code) {
+  switch (code) {
+    case CodeType::kE2M1: return kBlockEncoder<E, E2M1, kStochastic>;
+    case CodeType::kE4M3: return kBlockEncoder<E, E4M3, kStochastic>;
+    default: return kBlockEncoder<E, E5M2, kStochastic>;
+  }
+}
+
 template <class Visit>
 auto resolve(const QuantizeProblem& p, Visit visit) {
   return with_element(p.type, [&](auto e) {
     using E = decltype(e);
-    return with_bool(p.rowwise.random.key || p.columnwise.random.key, [&](auto stochastic) {
-      constexpr bool kStochastic = decltype(stochastic)::value;
-      switch (p.format.code) {
-        case CodeType::kE2M1: return visit(QuantizeBlocks<E, E2M1, kStochastic>{});
-        case CodeType::kE4M3: return visit(QuantizeBlocks<E, E4M3, kStochastic>{});
-        default: return visit(QuantizeBlocks<E, E5M2, kStochastic>{});
-      }
-    });
+    const bool stochastic = p.rowwise.random.key || p.columnwise.random.key;
+    return visit(QuantizeBlocks<E>{stochastic ? encoder_of<E, true>(p.format.code) : encoder_of<E, false>(p.format.code)});
   });
 }
 

@@ -8,13 +8,8 @@ namespace {
 
 template <class Visit>
 auto resolve(const QuantizeProblem& p, Visit visit) {
-  return with_element(p.type, [&](auto e) {
-    return with_bool(p.format.tiles, [&](auto tiles) {
-      return with_bool(p.rowwise.random.key || p.columnwise.random.key, [&](auto stochastic) {
-        return visit(QuantizeNvfp4<decltype(e), decltype(tiles)::value, decltype(stochastic)::value>{});
-      });
-    });
-  });
+  const bool stochastic = p.rowwise.random.key || p.columnwise.random.key;
+  return with_element(p.type, [&](auto e) { return visit(QuantizeNvfp4<decltype(e)>{stochastic}); });
 }
 
 }  // namespace

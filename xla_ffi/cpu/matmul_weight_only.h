@@ -70,23 +70,8 @@ struct Totals {
   static constexpr float kNvfp4WeightScale = 3.7202381645329296588897705078125e-4f;  // 1 / 2688
 };
 
-template <class Row>
-struct WeightOnly {
-  static int64_t chunks_per_matrix(const WeightOnlyProblem& p) { return cut(p).per_matrix(); }
-
-  static void chunk(const WeightOnlyProblem& p, int64_t batch, int64_t chunk) {
-    const MatmulRange range = cut(p).range(chunk);
-    if (few_rows(p))
-      multiply_few_rows(p, batch, range);
-    else
-      multiply_steps(p, batch, range);
-  }
-
- private:
-  // --- how the result is cut
-
-  static constexpr int kFewRows = 4;
-  static constexpr int kChains = kLanes == 16 ? 8 : 4;  // of multiply-adds, as many as registers hold beside the tables
+/// Tiles of many rows of x by unpacked columns of w: the same for every kind of weight.
+struct WeightOnlyTiles {
 #if defined(JLP_ISA_AVX512)
   static constexpr int kRows = 4, kColumns = 6;
 #elif defined(JLP_ISA_AVX2)
@@ -95,34 +80,6 @@ struct WeightOnly {
   static constexpr int kRows = 1, kColumns = 3;
 #endif
   static constexpr int64_t kStep = 512;  // of K, that a tile's sums stay in registers for; whole runs of E2M1
-  static constexpr int64_t kMostRows = 64,
-                           kMostColumns = 48;  // of a chunk: what it unpacks and its sums stay in the second cache
-
-  static bool few_rows(const WeightOnlyProblem& p) { return Row::kInRegisters && p.rows <= kFewRows; }
-
-  static MatmulChunks cut(const WeightOnlyProblem& p) {
-    if (few_rows(p)) return {p, {kFewRows, 128}, {kFewRows, kSums}, {1, kSums}};
-    return {p, {kMostRows, kMostColumns}, {8 * kRows, kMostColumns}, {kRows, kMostColumns}};
-  }
-
-  static int64_t padded_depth(const WeightOnlyProblem& p) { return divide_up(p.depth, kUnpacked) * kUnpacked; }
-
-  // --- a few rows
-
-  static void multiply_few_rows(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range) {
-    const int64_t depth = padded_depth(p), stride = Totals::stride_of(range);
-    float* x = reinterpret_cast<float*>(thread_scratch((depth + stride) * p.rows * sizeof(float)));
-    const Totals totals = {x + depth * p.rows, stride};
-    arrange_rows(p, batch, 0, p.rows, 0, depth, depth, x);
-    with_rows<kFewRows>(p.rows, [&](auto rows) {
-      constexpr int kTogether = std::max(1, kChains / (rows * kParts));  // columns
-      int64_t c = 0;
-      for (; c + kTogether <= range.columns; c += kTogether)
-        multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
-      for (; c < range.columns; ++c) multiply_columns<rows, 1>(p, batch, range.first_column + c, x, depth, totals, c);
-    });
-    totals.finish(p, batch, range);
-  }
 
   /// Calls visit with `rows`, 1 to kMost, as a constant.
   template <int kMost, class Visit>
@@ -131,49 +88,6 @@ struct WeightOnly {
       if (rows < kMost) return with_rows<kMost - 1>(rows, visit);
     visit(std::integral_constant<int, kMost>{});
   }
-
-  template <int... kColumn>
-  JLP_RULE std::array<Row, sizeof...(kColumn)> rows_of_weight(const WeightOnlyProblem& p, int64_t batch, int64_t column,
-                                                              std::integer_sequence<int, kColumn...>) {
-    return {Row(p, batch, column + kColumn)...};
-  }
-
-  template <int... kColumn>
-  JLP_RULE std::array<typename Row::Run, sizeof...(kColumn)> runs_of(const std::array<Row, sizeof...(kColumn)>& rows,
-                                                                     int64_t run, std::integer_sequence<int, kColumn...>) {
-    return {rows[kColumn].run(run)...};
-  }
-
-  /// All rows by kCount columns from `column` on.
-  template <int kWide, int kCount>
-  __attribute__((noinline)) static void multiply_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column,
-                                                         const float* x, int64_t depth, const Totals& totals, int64_t at) {
-    const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
-    Sixteen sums[kWide][kCount];
-    for_each<kWide, kCount>([&](int r, int c) { sums[r][c] = {}; });
-    const int64_t next = kCount * rows[0].bytes;  // columns: what is ahead of so many short streams is not foreseen
-    const int64_t length = rows[0].run_length();
-    for (int64_t run = 0, k = 0; k < depth; ++run) {
-      const int64_t end = k + std::min(length, depth - k);
-      const auto runs = runs_of(rows, run, std::make_integer_sequence<int, kCount>());
-      for (; k < end; k += kUnpacked) {
-        JLP_UNROLL(8)
-        for (int c = 0; c < kCount; ++c) {
-          __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
-          Sixteen w[2];
-          runs[c].unpack(k, w);
-          JLP_UNROLL(4)
-          for (int r = 0; r < kWide; ++r) {
-            add_products(sums[r][c], load_sixteen(x + r * depth + k), w[0]);
-            add_products(sums[r][c], load_sixteen(x + r * depth + k + kSums), w[1]);
-          }
-        }
-      }
-    }
-    for_each<kWide, kCount>([&](int r, int c) { totals.y[r * totals.stride + at + c] = total(sums[r][c]); });
-  }
-
-  // --- many rows
 
   /// A chunk's scratch memory.
   struct Part {
@@ -192,37 +106,13 @@ struct WeightOnly {
   };
   static constexpr int64_t kTile = kRows * kColumns * kSums;
 
-  static void multiply_steps(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range) {
-    const Part part(range);
-    const int64_t depth = padded_depth(p);
-    for (int64_t k = 0; k < depth || k == 0; k += kStep) {
-      const int64_t count = std::min(kStep, depth - k);
-      arrange_rows(p, batch, range.first_row, range.rows, k, count, kStep, part.x);
-      for (int64_t c = 0; c < range.columns; ++c)
-        unpack_column(p, batch, range.first_column + c, k, k + count, part.w + c * kStep);
-      const bool first = k == 0, last = k + kStep >= depth;
-      float* sums = part.sums;
-      for (int64_t c = 0; c < range.columns; c += kColumns)
-        for (int64_t r = 0; r < range.rows; r += kRows, sums += kTile)
-          multiply_tile_of(range, part, r, c, count, sums, first, last);
-    }
-    part.totals.finish(p, batch, range);
-  }
-
-  __attribute__((noinline)) static void unpack_column(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
-                                                      int64_t end, float* out) {
-    const Row row(p, batch, column);
-    __builtin_prefetch(row.codes + 4 * row.bytes + Row::byte_of(k));
-    const int64_t length = row.run_length();
-    for (int64_t index = k / length; k < end; ++index) {
-      const auto run = row.run(index);
-      const int64_t run_end = std::min((index + 1) * length, end);
-      for (; k < run_end; k += kUnpacked, out += kUnpacked) {
-        Sixteen w[2];
-        run.unpack(k, w);
-        store_sixteen(out, w[0]), store_sixteen(out + kSums, w[1]);
-      }
-    }
+  /// The products of one step, `count` of K: added to the sums that wait, or the first, and if it is the last their totals.
+  __attribute__((noinline)) static void multiply_step(const MatmulRange& range, const Part& part, int64_t count, bool first,
+                                                      bool last) {
+    float* sums = part.sums;
+    for (int64_t c = 0; c < range.columns; c += kColumns)
+      for (int64_t r = 0; r < range.rows; r += kRows, sums += kTile)
+        multiply_tile_of(range, part, r, c, count, sums, first, last);
   }
 
   /// A tile of 1 to kRows rows and 1 to kColumns columns.
@@ -272,6 +162,125 @@ struct WeightOnly {
     for (int r = 0; r < kHigh; ++r) {
       JLP_UNROLL(8)
       for (int c = 0; c < kWide; ++c) visit(r, c);
+    }
+  }
+};
+
+template <class Row>
+struct WeightOnly : WeightOnlyTiles {
+  static int64_t chunks_per_matrix(const WeightOnlyProblem& p) { return cut(p).per_matrix(); }
+
+  static void chunk(const WeightOnlyProblem& p, int64_t batch, int64_t chunk) {
+    const MatmulRange range = cut(p).range(chunk);
+    if (few_rows(p))
+      multiply_few_rows(p, batch, range);
+    else
+      multiply_steps(p, batch, range);
+  }
+
+ private:
+  // --- how the result is cut
+
+  static constexpr int kFewRows = 4;
+  static constexpr int kChains = kLanes == 16 ? 8 : 4;  // of multiply-adds, as many as registers hold beside the tables
+  static constexpr int64_t kMostRows = 64,
+                           kMostColumns = 48;  // of a chunk: what it unpacks and its sums stay in the second cache
+
+  static bool few_rows(const WeightOnlyProblem& p) { return Row::kInRegisters && p.rows <= kFewRows; }
+
+  static MatmulChunks cut(const WeightOnlyProblem& p) {
+    if (few_rows(p)) return {p, {kFewRows, 128}, {kFewRows, kSums}, {1, kSums}};
+    return {p, {kMostRows, kMostColumns}, {8 * kRows, kMostColumns}, {kRows, kMostColumns}};
+  }
+
+  static int64_t padded_depth(const WeightOnlyProblem& p) { return divide_up(p.depth, kUnpacked) * kUnpacked; }
+
+  // --- a few rows
+
+  static void multiply_few_rows(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range) {
+    const int64_t depth = padded_depth(p), stride = Totals::stride_of(range);
+    float* x = reinterpret_cast<float*>(thread_scratch((depth + stride) * p.rows * sizeof(float)));
+    const Totals totals = {x + depth * p.rows, stride};
+    arrange_rows(p, batch, 0, p.rows, 0, depth, depth, x);
+    with_rows<kFewRows>(p.rows, [&](auto rows) {
+      constexpr int kTogether = std::max(1, kChains / (rows * kParts));  // columns
+      int64_t c = 0;
+      for (; c + kTogether <= range.columns; c += kTogether)
+        multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
+      for (; c < range.columns; ++c) multiply_columns<rows, 1>(p, batch, range.first_column + c, x, depth, totals, c);
+    });
+    totals.finish(p, batch, range);
+  }
+
+  template <int... kColumn>
+  JLP_RULE std::array<Row, sizeof...(kColumn)> rows_of_weight(const WeightOnlyProblem& p, int64_t batch, int64_t column,
+                                                              std::integer_sequence<int, kColumn...>) {
+    return {Row(p, batch, column + kColumn)...};
+  }
+
+  template <int... kColumn>
+  JLP_RULE std::array<typename Row::Run, sizeof...(kColumn)> runs_of(const std::array<Row, sizeof...(kColumn)>& rows,
+                                                                     int64_t run, std::integer_sequence<int, kColumn...>) {
+    return {rows[kColumn].run(run)...};
+  }
+
+  /// All rows by kCount columns from `column` on.
+  template <int kWide, int kCount>
+  __attribute__((noinline)) static void multiply_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column,
+                                                         const float* x, int64_t depth, const Totals& totals, int64_t at) {
+    const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
+    Sixteen sums[kWide][kCount];
+    for_each<kWide, kCount>([&](int r, int c) { sums[r][c] = {}; });
+    const int64_t next = kCount * rows[0].bytes;  // columns: what is ahead of so many short streams is not foreseen
+    const int64_t length = rows[0].run_length();
+    for (int64_t run = 0, k = 0; k < depth; ++run) {
+      const int64_t end = k + std::min(length, depth - k);
+      const auto runs = runs_of(rows, run, std::make_integer_sequence<int, kCount>());
+      for (; k < end; k += kUnpacked) {
+        JLP_UNROLL(8)
+        for (int c = 0; c < kCount; ++c) {
+          __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
+          Sixteen w[2];
+          runs[c].unpack(k, w);
+          JLP_UNROLL(4)
+          for (int r = 0; r < kWide; ++r) {
+            add_products(sums[r][c], load_sixteen(x + r * depth + k), w[0]);
+            add_products(sums[r][c], load_sixteen(x + r * depth + k + kSums), w[1]);
+          }
+        }
+      }
+    }
+    for_each<kWide, kCount>([&](int r, int c) { totals.y[r * totals.stride + at + c] = total(sums[r][c]); });
+  }
+
+  // --- many rows
+
+  static void multiply_steps(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range) {
+    const Part part(range);
+    const int64_t depth = padded_depth(p);
+    for (int64_t k = 0; k < depth || k == 0; k += kStep) {
+      const int64_t count = std::min(kStep, depth - k);
+      arrange_rows(p, batch, range.first_row, range.rows, k, count, kStep, part.x);
+      for (int64_t c = 0; c < range.columns; ++c)
+        unpack_column(p, batch, range.first_column + c, k, k + count, part.w + c * kStep);
+      multiply_step(range, part, count, k == 0, k + kStep >= depth);
+    }
+    part.totals.finish(p, batch, range);
+  }
+
+  __attribute__((noinline)) static void unpack_column(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
+                                                      int64_t end, float* out) {
+    const Row row(p, batch, column);
+    __builtin_prefetch(row.codes + 4 * row.bytes + Row::byte_of(k));
+    const int64_t length = row.run_length();
+    for (int64_t index = k / length; k < end; ++index) {
+      const auto run = row.run(index);
+      const int64_t run_end = std::min((index + 1) * length, end);
+      for (; k < run_end; k += kUnpacked, out += kUnpacked) {
+        Sixteen w[2];
+        run.unpack(k, w);
+        store_sixteen(out, w[0]), store_sixteen(out + kSums, w[1]);
+      }
     }
   }
 };

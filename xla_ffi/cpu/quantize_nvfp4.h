@@ -55,36 +55,47 @@ struct Span {
   bool ordinary;
 
   template <class E>
-  JLP_RULE void compute(Span& span, const typename E::Storage* x, int groups, const Nvfp4TensorScale& tensor) {
-    span.ordinary = true;
+  __attribute__((noinline)) void compute(const typename E::Storage* x, int groups, const Nvfp4TensorScale& tensor) {
+    ordinary = true;
     for (int g = 0; g < groups; ++g) {
-      U32 scale;
-      F32 encode;
-      span.ordinary &= block_scales(E::block_amax(x + g * kGroup), tensor, scale, encode);
-      store(span.encode[g], encode);
-      store_low_bytes(span.scale[g], scale);
+      U32 scales;
+      F32 factors;
+      ordinary &= block_scales(E::block_amax(x + g * kGroup), tensor, scales, factors);
+      store(encode[g], factors);
+      store_low_bytes(scale[g], scales);
     }
   }
 };
 
+/// The codes of groups that lie together, each by factors of its own or all by the same (kShared), `data_step` bytes apart.
+/// `ahead`, where given, is fetched for the next span: it may lie in a page that the processor does not fetch ahead by
+/// itself.
+template <class E, bool kStochastic, bool kShared>
+__attribute__((noinline)) void encode_groups(const typename E::Storage* x, int groups, const float* __restrict encode,
+                                             bool ordinary, const RandomSpan& random, const typename E::Storage* ahead,
+                                             uint8_t* __restrict data, int64_t data_step) {
+  for (int g = 0; g < groups; ++g, data += data_step) {
+    if (ahead) {
+      const char* next = reinterpret_cast<const char*>(ahead + g * kGroup);
+      for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(next + line);
+    }
+    quantize_row_group<E, kStochastic>(x + g * kGroup, encode + (kShared ? 0 : g * kLanes), ordinary, random.bytes[g], data);
+  }
+}
+
 /// A run of elements of one row, quantised with 1x16 blocks.
-template <class E, bool kStochastic>
-__attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, int64_t elements,
+template <class E>
+__attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, int64_t elements, bool stochastic,
                                                 const DirectionContext& context, uint32_t row, const uint32_t* blocks,
                                                 uint8_t* data, uint8_t* scale) {
   Span span;
-  RandomSpan<kStochastic> random;
+  RandomSpan random;
+  const auto encode = stochastic ? encode_groups<E, true, false> : encode_groups<E, false, false>;
   while (elements >= kGroup) {
     const int groups = static_cast<int>(std::min<int64_t>(kSpan, elements / kGroup));
-    Span::compute<E>(span, x, groups, context.tensor);
-    for (int g = 0; kStochastic && g < groups; ++g, blocks += kLanes)
-      random_row_group(context.random, row, blocks, random.bytes[g]);
-    for (int g = 0; g < groups; ++g) {
-      const char* next_span = reinterpret_cast<const char*>(x + (kSpan + g) * kGroup);  // a page that none fetches ahead
-      for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(next_span + line);
-      quantize_row_group<E, kStochastic>(x + g * kGroup, span.encode[g], span.ordinary, random.bytes[g],
-                                         data + g * kGroupBytes);
-    }
+    span.compute<E>(x, groups, context.tensor);
+    if (stochastic) random.compute(context.random, &row, 1, blocks, groups), blocks += groups * kLanes;
+    encode(x, groups, span.encode[0], span.ordinary, random, x + kSpan * kGroup, data, kGroupBytes);
     memcpy(scale, span.scale, groups * kLanes);
     x += groups * kGroup, elements -= groups * kGroup, data += groups * kGroupBytes, scale += groups * kLanes;
   }
@@ -94,10 +105,10 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
   alignas(64) uint32_t padded_blocks[kLanes] = {};
   const int count = static_cast<int>(divide_up(elements, kBlock));
   memcpy(padded, x, elements * sizeof *x);
-  if (kStochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
-  Span::compute<E>(span, padded, 1, context.tensor);
-  if (kStochastic) random_row_group(context.random, row, padded_blocks, random.bytes[0]);
-  quantize_row_group<E, kStochastic>(padded, span.encode[0], span.ordinary, random.bytes[0], codes);
+  if (stochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
+  span.compute<E>(padded, 1, context.tensor);
+  if (stochastic) random.compute(context.random, &row, 1, padded_blocks, 1);
+  encode(padded, 1, span.encode[0], span.ordinary, random, nullptr, codes, kGroupBytes);
   memcpy(data, codes, count * 8);
   memcpy(scale, span.scale, count);
 }
@@ -145,6 +156,14 @@ JLP_RULE void encode_columns(const F32 (&v)[kBlock], F32 factor, const U32 (&ran
   }
 }
 
+/// Columns whose elements may exceed the largest code; those whose factor is NaN get codes 0.
+template <bool kStochastic>
+__attribute__((noinline)) void encode_columns_saturating(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4],
+                                                         U32 (&codes)[2]) {
+  encode_columns<kStochastic, true>(v, factor, random, codes);
+  for (U32& code : codes) code = factor != factor ? U32{} : code;
+}
+
 /// A K-major tile under construction: 8 bytes of codes and one scale a slab for each column.
 struct ColumnTile {
   alignas(64) uint8_t data[kGroup][8 * kSlabs];
@@ -162,10 +181,25 @@ JLP_RULE U32 quantize_columns(const typename E::Storage* x, const DirectionConte
   if (__builtin_expect(ordinary, 1)) {
     encode_columns<kStochastic, false>(v, factor, random, codes);
   } else {
-    encode_columns<kStochastic, true>(v, factor, random, codes);
-    for (U32& code : codes) code = factor != factor ? U32{} : code;
+    F32 copy[kBlock];  // only copies are in memory: v and codes stay in registers
+    U32 saturated[2];
+    JLP_UNROLL(16)
+    for (int r = 0; r < kBlock; ++r) copy[r] = v[r];
+    encode_columns_saturating<kStochastic>(copy, factor, random, saturated);
+    codes[0] = saturated[0], codes[1] = saturated[1];
   }
   return scale;
+}
+
+/// Random words of the even and the odd columns of `pairs` pairs. Not inlined: every kind of slab shares it.
+__attribute__((noinline)) static void random_pairs(const Random& random, const uint32_t* columns, uint32_t block, int pairs,
+                                                   U32 (*words)[2][4]) {
+  const RandomKey key(random);
+  for (int j = 0; j < pairs; ++j) {
+    const U32 a = load<U32>(columns + 2 * kLanes * j), b = load<U32>(columns + 2 * kLanes * j + kLanes);
+    random_columns(key, shuffle<EvenLanes>(a, b), block, words[j][0]);
+    random_columns(key, shuffle<OddLanes>(a, b), block, words[j][1]);
+  }
 }
 
 /// The K-major half of one slab: the s-th 8 bytes of every column of the tile.
@@ -174,12 +208,8 @@ __attribute__((noinline)) void quantize_slab_columns(const Slab<E>& slab, const 
                                                      const float* tile_encode, bool tiles_ordinary, const uint32_t* rows,
                                                      uint32_t block, int s, ColumnTile& tile) {
   const int pairs = std::min<int>(kPairs, static_cast<int>(divide_up(slab.columns, 2 * kLanes)));
-  U32 random[kStochastic ? kPairs : 1][2][4] = {};  // words of the even and the odd columns: byte r for row r
-  for (int j = 0; kStochastic && j < pairs; ++j) {
-    const U32 a = load<U32>(rows + 2 * kLanes * j), b = load<U32>(rows + 2 * kLanes * j + kLanes);
-    random_columns(context.random, shuffle<EvenLanes>(a, b), block, random[j][0]);
-    random_columns(context.random, shuffle<OddLanes>(a, b), block, random[j][1]);
-  }
+  U32 random[kStochastic ? kPairs : 1][2][4];  // words of the even and the odd columns: byte r for row r
+  if constexpr (kStochastic) random_pairs(context.random, rows, block, pairs, random);
   for (int j = 0; j < pairs; ++j) {
     const auto* x = slab.x[0] + 2 * kLanes * j;
     const F32 factor = kTiles ? expand_blocks(tile_encode, j) : F32{};
@@ -231,33 +261,43 @@ struct LineStrides {
         scale(direction.scale_stride ? direction.scale_stride : blocks) {}
 };
 
-/// One operation on one matrix of the batch: which directions, from which elements, in which blocks, rounded how.
-template <class E, bool kTiles, bool kStochastic>
+/// One operation on one matrix of the batch, from one type of elements.
+template <class E>
 struct QuantizeNvfp4 {
   using Storage = typename E::Storage;
+  bool stochastic;
 
   static int64_t row_blocks(const QuantizeProblem& p) { return divide_up(p.columns, kBlock); }
   static int64_t column_blocks(const QuantizeProblem& p) { return divide_up(p.rows, kBlock); }
 
   /// The rowwise half of one slab.
-  static void slab_rows(const QuantizeProblem& p, int64_t batch, const Slab<E>& slab, const DirectionContext& context,
-                        const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column) {
+  void slab_rows(const QuantizeProblem& p, int64_t batch, const Slab<E>& slab, const DirectionContext& context,
+                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column) const {
     const int64_t blocks = row_blocks(p), block = column / kBlock;
     const int count = static_cast<int>(divide_up(slab.columns, kBlock));
     Span span;
-    if (!kTiles) Span::compute<E>(span, slab.x[0], kBlock, context.tensor);
+    if (!p.format.tiles) span.compute<E>(slab.x[0], kBlock, context.tensor);
     alignas(64) uint32_t ids[kLanes] = {};
-    if (kStochastic) memcpy(ids, context.random.groups + block, count * sizeof *ids);
-    RandomSpan<kStochastic> random;
-    for (int r = 0; kStochastic && r < slab.rows; ++r)
-      random_row_group(context.random, context.random.rows[row + r], ids, random.bytes[r]);
+    if (stochastic) memcpy(ids, context.random.groups + block, count * sizeof *ids);
+    RandomSpan random;
+    if (stochastic) random.compute(context.random, context.random.rows + row, slab.rows, ids, 1);
+    const bool whole = count == kLanes;
+    const int64_t first = (batch * p.rows + row) * blocks + block;
+    alignas(64) uint8_t codes[kBlock][kGroupBytes];
+    uint8_t* data = whole ? p.rowwise.data + first * 8 : codes[0];
+    const int64_t step = whole ? blocks * 8 : kGroupBytes;
+    if (p.format.tiles)
+      (stochastic ? encode_groups<E, true, true> : encode_groups<E, false, true>)(slab.x[0], slab.rows, tile_encode,
+                                                                                  tiles_ordinary, random, nullptr, data,
+                                                                                  step);
+    else
+      (stochastic ? encode_groups<E, true, false> : encode_groups<E, false, false>)(slab.x[0], slab.rows, span.encode[0],
+                                                                                    span.ordinary, random, nullptr, data,
+                                                                                    step);
     for (int r = 0; r < slab.rows; ++r) {
-      const int64_t at = (batch * p.rows + row + r) * blocks + block;
-      alignas(64) uint8_t codes[kGroupBytes];
-      quantize_row_group<E, kStochastic>(slab.x[r], kTiles ? tile_encode : span.encode[r],
-                                         kTiles ? tiles_ordinary : span.ordinary, random.bytes[r], codes);
-      memcpy(p.rowwise.data + at * 8, codes, count * 8);
-      if (!kTiles) memcpy(p.rowwise.scale + at, span.scale[r], count);
+      const int64_t at = first + r * blocks;
+      if (!whole) memcpy(p.rowwise.data + at * 8, codes[r], count * 8);
+      if (!p.format.tiles) memcpy(p.rowwise.scale + at, span.scale[r], count);
     }
   }
 
@@ -273,18 +313,27 @@ struct QuantizeNvfp4 {
         stream_line(data, tile.data[c]);
       else
         memcpy(data, tile.data[c], slabs * 8);
-      if (!kTiles) memcpy(p.columnwise.scale + line * strides.scale + block, tile.scale[c], slabs);
+      if (!p.format.tiles) memcpy(p.columnwise.scale + line * strides.scale + block, tile.scale[c], slabs);
     }
   }
 
+  /// The columnwise half of a slab, as the problem wants it: 16x16 tiles are not rotated.
+  auto slab_columns(const QuantizeProblem& p) const {
+    if (p.format.tiles)
+      return stochastic ? quantize_slab_columns<E, false, true, true> : quantize_slab_columns<E, false, false, true>;
+    if (p.rotate_columns)
+      return stochastic ? quantize_slab_columns<E, true, true, false> : quantize_slab_columns<E, true, false, false>;
+    return stochastic ? quantize_slab_columns<E, false, true, false> : quantize_slab_columns<E, false, false, false>;
+  }
+
   /// A tile of up to 128 rows by a group of columns, in the wanted directions.
-  template <bool kRotate>
-  static void tile(const QuantizeProblem& p, int64_t batch, int64_t first_row, int64_t column) {
+  void tile(const QuantizeProblem& p, int64_t batch, int64_t first_row, int64_t column) const {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
     const DirectionContext row_context(rowwise ? p.rowwise : p.columnwise, batch, 0);
     const DirectionContext column_context(columnwise ? p.columnwise : p.rowwise, batch, p.sign_mask);
     const int64_t last_row = std::min(first_row + kColumnTileRows, p.rows);
+    const auto quantize_slab = slab_columns(p);
     ColumnTile columns;
     alignas(64) float encode[kLanes];
     alignas(64) uint8_t scale[kLanes];
@@ -294,16 +343,15 @@ struct QuantizeNvfp4 {
     for (int64_t row = first_row; row < last_row; row += kBlock, ++slabs) {
       const Slab<E> slab(x, p.rows, p.columns, row, column);
       width = slab.columns;
-      if (kTiles) {
+      if (p.format.tiles) {
         ordinary = tile_scales(slab, row_context.tensor, encode, scale);
         store_tile_scales(p, batch, row / kBlock, column / kBlock, scale, static_cast<int>(divide_up(width, kBlock)));
       }
       if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column);
       if (!columnwise) continue;
-      if (kStochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
-      const uint32_t id = kStochastic ? column_context.random.groups[row / kBlock] : 0;
-      quantize_slab_columns<E, kRotate, kStochastic, kTiles>(slab, column_context, encode, ordinary, ids, id, slabs,
-                                                             columns);
+      if (stochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
+      const uint32_t id = stochastic ? column_context.random.groups[row / kBlock] : 0;
+      quantize_slab(slab, column_context, encode, ordinary, ids, id, slabs, columns);
     }
     if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
   }
@@ -319,23 +367,24 @@ struct QuantizeNvfp4 {
 
   // Chunks: tiles where columns or 16x16 blocks are wanted, runs of rows otherwise.
 
-  static bool by_tiles(const QuantizeProblem& p) { return kTiles || p.columnwise.data; }
+  static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
 
-  static int64_t chunks_per_matrix(const QuantizeProblem& p) {
+  int64_t chunks_per_matrix(const QuantizeProblem& p) const {
     if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kGroup);
-    return RowRuns(p, kStochastic).count();
+    return RowRuns(p, stochastic).count();
   }
 
-  static void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
+  void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
     QuantizeProblem wanted = p;
-    const int64_t rows_out = kTiles ? column_blocks(p) : p.rows, columns_out = kTiles ? row_blocks(p) : p.columns;
+    const int64_t rows_out = p.format.tiles ? column_blocks(p) : p.rows,
+                  columns_out = p.format.tiles ? row_blocks(p) : p.columns;
     poison_if_not_finite(wanted.rowwise, batch, chunk, p.rows, rows_out, row_blocks(p));
     poison_if_not_finite(wanted.columnwise, batch, chunk, p.columns, columns_out, column_blocks(p));
     if (!wanted.rowwise.data && !wanted.columnwise.data) return;
     if (!by_tiles(p)) return run(wanted, batch, chunk);
     const int64_t across = divide_up(p.columns, kGroup);
     const int64_t row = chunk / across * kColumnTileRows, column = chunk % across * kGroup;
-    return p.rotate_columns ? tile<true>(wanted, batch, row, column) : tile<false>(wanted, batch, row, column);
+    return tile(wanted, batch, row, column);
   }
 
  private:
@@ -351,16 +400,16 @@ struct QuantizeNvfp4 {
     direction.data = nullptr;
   }
 
-  static void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) {
+  void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
     const int64_t blocks = row_blocks(p);
     const DirectionContext context(p.rowwise, batch, 0);
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     uint8_t* data = p.rowwise.data + batch * p.rows * blocks * 8;
     uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
-    RowRuns(p, kStochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
-      quantize_row_run<E, kStochastic>(x + row * p.columns + column, columns, context,
-                                       kStochastic ? context.random.rows[row] : 0, context.random.groups,
-                                       data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
+    RowRuns(p, stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+      quantize_row_run<E>(x + row * p.columns + column, columns, stochastic, context,
+                          stochastic ? context.random.rows[row] : 0, context.random.groups,
+                          data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
     });
   }
 };

@@ -31,8 +31,10 @@
 #include <simde/x86/avx512.h>
 
 #include "emulated_conversions.h"
-#elif defined(__SSE2__)
+#elif defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>  // immintrin.h takes half a second to compile
 #endif
 
 namespace jaxlowprec {

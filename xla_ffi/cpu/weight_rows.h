@@ -11,14 +11,15 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-/// What every kind of row begins with.
+/// What every kind of row begins with. Constructors are always inlined: with few rows of x
+/// they are a noticeable part of the time.
 struct WeightRow {
   const uint8_t* codes;
   int64_t bytes;  // of codes
   const uint8_t* scales;
   int32_t block;
 
-  WeightRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+  __attribute__((always_inline)) WeightRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : bytes(p.weight.format.row_bytes(p.depth)),
         scales(scales_of_row(p.weight, p.columns, batch, row)),
         block(p.weight.format.block) {
@@ -33,7 +34,8 @@ struct Int4Row : WeightRow {
   static constexpr bool kInRegisters = true;
   const uint8_t* zeros;
 
-  Int4Row(const WeightOnlyProblem& p, int64_t batch, int64_t row) : WeightRow(p, batch, row), zeros(nullptr) {
+  __attribute__((always_inline)) Int4Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : WeightRow(p, batch, row), zeros(nullptr) {
     if (p.zero_point) zeros = p.zero_point + (scales - p.weight.scale) / 2;
   }
   int64_t run_length() const { return block; }
@@ -92,7 +94,8 @@ struct E2M1Row : WeightRow {
   static constexpr bool kInRegisters = true;
   static constexpr int64_t kRun = 512;
   const E2M1Tables& tables = kCodes == kSums ? E2M1Tables::e4m3() : E2M1Tables::e8m0();
-  using WeightRow::WeightRow;
+  __attribute__((always_inline)) E2M1Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : WeightRow(p, batch, row) {}
   int64_t run_length() const { return kRun; }
 
   struct Run {
@@ -127,7 +130,7 @@ struct Float8Row : WeightRow {
   static constexpr bool kInRegisters = true;
   Scaling scaling;
 
-  Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+  __attribute__((always_inline)) Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
   JLP_RULE int64_t byte_of(int64_t k) { return k; }
   int64_t run_length() const { return scaling == Scaling::kTensor ? INT64_MAX : block; }
