@@ -87,12 +87,13 @@ def on_one_device(tmp_path_factory):
 class TestLosses:
     @pytest.mark.slow
     def test_in_high_precision_are_those_of_one_device(self, sizes, sequence_parallel, on_one_device, tmp_path):
-        run = trained("bf16", layout_of(sizes, sequence_parallel), tmp_path)
-        assert max(difference(run, on_one_device("bf16"))) < FLOAT32
+        run = trained("bf16", layout_of(sizes, sequence_parallel), tmp_path, config=IN_FLOAT32)
+        assert max(difference(run, on_one_device("bf16", config=IN_FLOAT32))) < FLOAT32
 
     def test_under_a_recipe_part_no_more_than_perturbed_runs(self, sizes, sequence_parallel, on_one_device, tmp_path):
-        run, one = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path), on_one_device("nvfp4")
-        floor = max(difference(on_one_device("nvfp4", perturbation=1e-4), one))
+        one = on_one_device("nvfp4", config=IN_FLOAT32)
+        run = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path, config=IN_FLOAT32)
+        floor = max(difference(on_one_device("nvfp4", config=IN_FLOAT32, perturbation=1e-4), one))
         largest, first, validation = difference(run, one)
         assert first < FLIPPED and max(largest, validation) < 2 * floor < 0.01
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import assert_same_bytes, random_array
+from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes
 from tests.sharding.meshes import assert_same_to_rounding, collectives, mesh_of, place
 
@@ -81,7 +81,7 @@ def run(layer, variables, x):
 @by_names
 @each_layer
 class TestMesh:
-    @pytest.mark.parametrize("name", RECIPES)
+    @pytest.mark.parametrize("name", often(["nvfp4"], RECIPES))
     def test_outputs_and_gradients_are_those_of_one_device(self, kind, attributes, axes, spec, shape, logical, name):
         layer, x, mesh = made(kind, attributes, axes, spec, logical), random_array(shape, "float32"), mesh_of((2, 4))
         with jlp.autocast(RECIPES[name]):

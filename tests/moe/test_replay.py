@@ -21,10 +21,15 @@ FORMS = {
 }
 
 
+ALWAYS = [("scan of remat", name) for name in OFTEN]
+
+
 @pytest.mark.parametrize(  # of the other recipes the form that has most in it
     "name, how",
     [
-        pytest.param(name, how, marks=[] if name in OFTEN else pytest.mark.slow, id=f"{form}-{name}")
+        pytest.param(
+            name, how, marks=[] if name in OFTEN and form == "scan of remat" else pytest.mark.slow, id=f"{form}-{name}"
+        )
         for name in (*OFTEN, *SLOWLY)
         for form, how in FORMS.items()
         if name in OFTEN or form == "scan of remat"

@@ -15,7 +15,7 @@ from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad, rows_by_chunks, wgrad_by_chunks
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_quantize_op, over_batches
 from jaxlowprec.ops.grouped_matmul.weight_only import GroupedWeightOnlySpec, grouped_weight_only
-from tests.helpers import assert_same_bytes, format_name, random_array
+from tests.helpers import assert_same_bytes, format_name, often, random_array
 from tests.ops.matmul.test_grouped_matmul import FORMATS, PAIRS, SIZES, rotation_of, weights, words_of
 
 CASES = {  # more rows than a tile has, and groups that begin within one
@@ -24,7 +24,7 @@ CASES = {  # more rows than a tile has, and groups that begin within one
     "fewer rows than groups": ([0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 0], 5, 32),
 } | {name: case for name, case in SIZES.items() if case[1]}
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
-by_case = pytest.mark.parametrize("case", CASES)
+by_case = pytest.mark.parametrize("case", often(["tiles", "uneven"], CASES))
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 
 

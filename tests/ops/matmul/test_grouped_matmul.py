@@ -18,7 +18,7 @@ from jaxlowprec.ops.grouped_matmul.api import (
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
-from tests.helpers import as_bytes, assert_same_bytes, format_name, random_array
+from tests.helpers import as_bytes, assert_same_bytes, format_name, often, random_array
 
 FORMATS = (
     jlp.NVFP4(),
@@ -83,7 +83,7 @@ def quantized(fmt, case, stochastic, implementation):
 
 class TestQuantizing:
     @by_format
-    @by_sizes
+    @pytest.mark.parametrize("case", often(["uneven", "more than there are"], SIZES))
     @by_rounding
     def test_both_implementations_give_the_same_bytes(self, fmt, case, stochastic):
         assert_same_bytes(quantized(fmt, case, stochastic, "ffi")[1], quantized(fmt, case, stochastic, "reference")[1])
@@ -216,7 +216,7 @@ class TestProducts:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
-    @pytest.mark.parametrize("case", WITH_ROWS)
+    @pytest.mark.parametrize("case", often(["uneven", "more than there are"], WITH_ROWS))
     def test_wgrad_has_the_bytes_of_each_group_alone(self, fmt, case):
         sizes, rows, _ = SIZES[case]
         x, (_, column) = quantized(fmt, case, False, "ffi")
