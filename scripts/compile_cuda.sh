@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles the GPU kernels alone: warnings, register spills and local memory are errors, and so are kernels that keep too few
+# Compiles only the GPU kernels: warnings, register spills and local memory are errors, and so are kernels that keep too few
 # bytes in flight (check_machine_code.sh). It needs nvcc, and no GPU.
 #   compile_cuda.sh             all architectures
 #   compile_cuda.sh 90a         one, while developing

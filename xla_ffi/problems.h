@@ -1,5 +1,5 @@
-// What the kernels are asked to do: formats as jaxlowprec/arrays/formats.py describes them, and one struct an operation. The
-// CPU's and the GPU's kernels take the same ones, with pointers into their own memory.
+// What the kernels are asked to do: formats as jaxlowprec/arrays/formats.py describes them, and one struct per operation.
+// The CPU's and the GPU's kernels take the same structs, with pointers into their own memory.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@ enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2, kInt4 };
 
 /// What codes are relative to.
 enum class Scaling : int32_t {
-  kTwoLevel,  // NVFP4: an E4M3 scale a block, and the amax of the matrix
-  kE8M0,      // MX: a power of two a block
-  kFloat32,   // FP8 blockwise: a float32 a block
-  kTensor,    // a float32 a matrix
-  kFloat16,   // Int4: a bfloat16 or float16 a block, and zero points where it is asymmetric
+  kTwoLevel,  // NVFP4: an E4M3 scale per block, and the amax of the matrix
+  kE8M0,      // MX: a power of two per block
+  kFloat32,   // FP8 blockwise: a float32 per block
+  kTensor,    // a float32 per matrix
+  kFloat16,   // Int4: a bfloat16 or float16 per block, and zero points if it is asymmetric
 };
 
 /// How an amax becomes an E8M0 scale (numerics.md 6).
@@ -35,7 +35,7 @@ struct Format {
   float amax_epsilon;                           // of kFloat32 and kTensor
   ElementType scale_type = ElementType::kBF16;  // of kFloat16
 
-  bool packed() const { return code == CodeType::kE2M1 || code == CodeType::kInt4; }  // two codes a byte
+  bool packed() const { return code == CodeType::kE2M1 || code == CodeType::kInt4; }  // two codes per byte
   int64_t blocks(int64_t elements) const { return (elements + block - 1) / block; }
   /// Bytes of codes of `columns` elements: packed ones fill whole blocks.
   int64_t row_bytes(int64_t columns) const { return packed() ? (blocks(columns) * block + 1) / 2 : columns; }
@@ -52,7 +52,7 @@ struct Format {
 struct Random {
   const uint32_t* key = nullptr;     // [batch, 2]; null: round to nearest
   const uint32_t* rows = nullptr;    // [rows of the quantised orientation]
-  const uint32_t* groups = nullptr;  // [groups of 16 along the quantised axis]
+  const uint32_t* groups = nullptr;  // [sixteens of elements along the quantised axis]
   uint32_t stream = 0;
   int64_t rows_step = 0, groups_step = 0;  // from one matrix's indices to the next's; 0: all have the same
 
@@ -165,7 +165,7 @@ struct DequantizeProblem {
   ElementType type;
 };
 
-/// 4-bit integers with a 16-bit scale a group, as jaxlowprec.Int4 by its "deploy" rule.
+/// 4-bit integers with a 16-bit scale per group, as jaxlowprec.Int4 by its "deploy" rule.
 struct Int4Format {
   int64_t group;      // elements along the quantised axis that share a scale
   bool symmetric;     // else a zero point a group

@@ -155,7 +155,7 @@ TEST(weight_only_every_code_by_every_scale) {
     if (!f.packed() || f.tiles) continue;
     const check::Given given(kind.name);
     const auto& scales = f.scale_bytes() == 2 ? words : bytes;
-    const int64_t columns = 16 * static_cast<int64_t>(scales.size()), depth = f.block;  // a code and a scale a column
+    const int64_t columns = 16 * static_cast<int64_t>(scales.size()), depth = f.block;  // a code and a scale per column
     for (const int64_t rows : {1, 5}) {
       const Case c(kind, {1, rows, columns, depth}, ElementType::kF32, random);
       std::fill_n(c.x.as<float>(), rows * depth, 1.0f);

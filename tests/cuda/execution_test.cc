@@ -73,7 +73,7 @@ struct Halves {
 void uses_bytes_of_a_word(unsigned char* out) {
   Halves& shared = block_shared<Halves>();
   if (threadIdx.x == 0) shared.totals[0] = 0x40302010;
-  shared.bytes[threadIdx.x] = static_cast<unsigned char>(threadIdx.x);  // four threads a word
+  shared.bytes[threadIdx.x] = static_cast<unsigned char>(threadIdx.x);  // four threads per word
   __syncthreads();
   const uint32_t word = *reinterpret_cast<const uint32_t*>(shared.bytes + threadIdx.x / 4 * 4);
   const unsigned char byte = reinterpret_cast<const unsigned char*>(shared.totals)[threadIdx.x % 4];

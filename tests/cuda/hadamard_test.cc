@@ -93,7 +93,7 @@ TEST(indices_pass_two_to_the_31) {
     reference::hadamard(p, expected.data());
     const Array<uint16_t> result(kRows * kColumns, "result");
     p.x = x.data(), p.result = result.data(), p.rows = kRows;
-    // The last block: of 32 transforms of two a row, or of 64 columns.
+    // The last block: of 32 transforms of two per row, or of 64 columns.
     const unsigned blocks = static_cast<unsigned>(vertical ? kRows / 256 * 8 : kRows * 2 / 32);
     cuda_on_cpu::options().only_blocks = {dim3(blocks - 1, 0, 0)};
     CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);

@@ -21,9 +21,6 @@ FORMS = {
 }
 
 
-ALWAYS = [("scan of remat", name) for name in OFTEN]
-
-
 @pytest.mark.parametrize(  # of the other recipes the form that has most in it
     "name, how",
     [

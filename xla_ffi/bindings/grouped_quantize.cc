@@ -123,7 +123,7 @@ struct GroupedResult {
 
 /// x [..., rows, columns], sizes [..., groups], for formats with a tensor scale an amax [..., groups] a direction, and for
 /// stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines and of their groups of 16, those
-/// along the rows counted from each group's first -> data and scale a direction.
+/// along the rows counted from each group's first -> data and scale per direction.
 ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sizes, ffi::RemainingArgs args,
                             ffi::RemainingRets results, ffi::Dictionary format_attributes, bool rowwise, bool columnwise,
                             bool rotate_columns, bool stochastic, int32_t sign_mask) {

@@ -6,9 +6,9 @@
 namespace jaxlowprec {
 namespace {
 
-/// x, for formats with a tensor scale an amax (or the encode scale) a direction, and for stochastic rounding the key and, a
-/// direction, the global indices of its lines (rows, or columns) and of their groups of 16, of all matrices or, with batch
-/// axes, of each -> data and scale a direction.
+/// Operands: x; for formats with a tensor scale, the amax (or the encode scale) of each direction; for stochastic rounding,
+/// the key and, for each direction, the global indices of its lines (rows or columns) and of their sixteens, for all
+/// matrices or, with batch axes, for each. Results: data and scale of each direction.
 template <class Engine>
 ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
                     ffi::Dictionary format_attributes, bool rowwise, bool columnwise, bool rotate_columns, bool stochastic,

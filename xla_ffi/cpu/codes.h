@@ -63,7 +63,7 @@ __attribute__((noinline)) void encode_row_group_saturating(const typename E::Sto
     if (encode[b] != encode[b]) memset(data + 8 * b, 0, 8);
 }
 
-/// The codes of one group, by its 16 random bytes a block.
+/// The codes of one group, by its 16 random bytes per block.
 template <class E, bool kStochastic>
 JLP_RULE void quantize_row_group(const typename E::Storage* x, const float* encode, bool ordinary, const uint8_t* random,
                                  uint8_t* data) {

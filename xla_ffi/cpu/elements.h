@@ -41,7 +41,7 @@ JLP_RULE U32 group_magnitudes16(const uint16_t* p) {
   return max_magnitude(most & 0xFFFFu, most >> 16);
 }
 
-/// The largest magnitudes, as element bits, of 2 * kLanes columns of 16-bit elements, two columns a lane.
+/// The largest magnitudes, as element bits, of 2 * kLanes columns of 16-bit elements, two columns per lane.
 JLP_RULE U32 column_magnitudes16(const uint16_t* p, int rows, int stride) {
   U32 even = U32{}, odd = U32{};  // rows: one chain of maxima would take a step's latency a row
   for (int r = 0; r < rows; r += 2) {

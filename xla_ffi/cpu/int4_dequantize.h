@@ -31,7 +31,7 @@ struct Int4Table {
             JLP_SHUFFLE(Bytes16, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
   }
 
-  /// 16 codes, one a byte, to as many 16-bit numbers.
+  /// 16 codes, one per byte, to as many 16-bit numbers.
   JLP_RULE void decode(const Int4Table& table, Bytes16 codes, uint16_t* to) {
     const Bytes16 low = look_up(table.low, codes), high = look_up(table.high, codes);
     store(to, interleave_low_bytes(low, high)), store(to + 8, interleave_high_bytes(low, high));

@@ -33,7 +33,7 @@ struct Int4Runs {
   }
 };
 
-/// Two codes a byte from the k-th nibble on: `bytes` has them from its first one on. Nibbles are written in order.
+/// Two codes per byte from the k-th nibble on: `bytes` has them from its first one on. Nibbles are written in order.
 inline void place_nibbles(uint8_t* line, int64_t k, const uint8_t* bytes, int64_t count) {
   if (k % 2 == 0) {
     memcpy(line + k / 2, bytes, (count + 1) / 2);

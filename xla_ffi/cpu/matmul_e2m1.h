@@ -64,7 +64,7 @@ JLP_RULE U8 twice_e2m1() {
   return v;
 }
 
-/// Decodes 2 codes a byte into the low (even) and the high (odd) ones.
+/// Decodes 2 codes per byte into the low (even) and the high (odd) ones.
 JLP_RULE void decode_nibbles(U8 packed, uint8_t offset, U8& even, U8& odd) {
   const U8 table = twice_e2m1() + offset, low = packed & 15, high = (U8)((U32)packed >> 4) & 15;
 #if defined(JLP_ISA_AVX512)

@@ -60,7 +60,7 @@ struct Int4Row : WeightRow {
 #endif
 };
 
-/// Its other group sizes: a scale an element.
+/// Its other group sizes: a scale per element.
 template <class E>
 struct Int4AnyGroupRow : Int4Row<E> {
   static constexpr bool kInRegisters = false;

@@ -2,7 +2,7 @@
 // pair (a, b) to (a + b, a - b), then times size^-1/2, rounded to the input's type. Signs are flipped first, or last of an
 // inverse. Every arrangement below does these additions in this order; which thread does one changes no byte.
 //
-// Bytes moved per element: it is read once and written once, in 16 bytes a lane along rows and 4 along columns.
+// Bytes moved per element: it is read once and written once, in 16 bytes per lane along rows and 4 along columns.
 //
 // Rows: `lanes` threads share a transform, each with `vectors` of 16 bytes of it, lanes * 16 bytes apart. Strides within
 // 16 bytes are done in registers, then those across lanes by shuffles (p + v or p - v as one fused multiply-add by 1 or -1,

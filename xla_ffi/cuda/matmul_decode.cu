@@ -9,8 +9,8 @@ namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-/// How many blocks share K: so that 32 weight rows a block fill an H100 twice, with two chunks a warp at least. A function
-/// of the weight's shape alone: bytes depend neither on the device nor on the rows of x.
+/// How many blocks share K: so that 32 weight rows per block fill an H100 twice, with two chunks per warp at least. A
+/// function of the weight's shape alone: bytes depend neither on the device nor on the rows of x.
 int64_t splits_of(int64_t columns, int64_t depth) {
   constexpr int64_t kBlocks = 264;
   const int64_t most = divide_up(divide_up(depth, kChunk), 2 * kDecodeWarps);

@@ -10,7 +10,7 @@
 // Sums meet in a fixed order: over warps in shared memory, over blocks in the workspace, by a second kernel.
 //
 // Bytes moved: a weight row's codes and scales once for every 16 rows of x; x once per 16 * kRowTiles weight rows (from L2);
-// the result once, and with splits 8 bytes an element and split of the workspace.
+// the result once, and with splits 8 bytes per element and split of the workspace.
 // Launch: (weight rows / (16 * kRowTiles), splits of K, M / 16) blocks of 8 warps.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Which way a GEMM of quantised operands takes on a GPU, and the workspace it needs: by formats, sizes and compute
-// capability alone, so that it is known when a program is compiled. No device is asked.
+// Chooses how a GEMM of quantised operands is computed on a GPU, and its workspace. The choice depends only on formats,
+// sizes and compute capability, so it is known when a program is compiled. No device is asked.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ inline const char* route_name(MatmulRoute route) {
 
 /// Most rows of a for which reading b's codes takes longer than multiplying by them.
 constexpr int64_t kSmallRows = 16;
-/// Below this K (one block) a GEMM of FP8 blocks keeps room to be decoded, at most 256 bytes a row: cuBLASLt's manual does
+/// Below this K (one block) a GEMM of FP8 blocks keeps room to be decoded, at most 256 bytes per row: cuBLASLt's manual does
 /// not say whether there is a least K.
 constexpr int64_t kBlock128Depth = 128;
 /// At least what matmul_decode.h needs for partial sums: 264 blocks of 32 columns, or one split and none.
@@ -77,7 +77,7 @@ inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::str
     problem = blocks + " have no exact bfloat16, which sums in float32 (precision=\"highest\") need: " + remedy +
               ", or leave out precision";
   else
-    problem = blocks + " have tensor cores on compute capability 9.0 alone, and no exact bfloat16: " + remedy;
+    problem = blocks + " have tensor cores only on compute capability 9.0, and no exact bfloat16: " + remedy;
   return MatmulRoute::kNone;
 }
 

@@ -35,7 +35,8 @@ QuantizeArguments quantize_arguments(const QuantizeProblem& p) {
   return a;
 }
 
-/// Rows alone: where blocks are whole and need not know their row, or their matrix, all of it may be taken for one long row.
+/// For a pass over rows only. If blocks are whole and no value depends on a row or a matrix, all rows are taken as one long
+/// row.
 inline QuantizeProblem as_long_rows(QuantizeProblem p) {
   const bool stochastic = p.rowwise.random.key, has_tensor = p.rowwise.tensor;
   if (stochastic) return p;

@@ -1,7 +1,7 @@
-// Quantisation along rows alone, for blocks of one row: no shared memory for elements, every thread takes 16 of them from
+// Quantisation only along rows, for blocks of one row: no shared memory for elements, every thread takes 16 of them from
 // memory to its registers.
 //
-//   elements (32 bytes a thread, 64 of float32) -> block amax over 1, 2 or 8 lanes -> scale -> codes (8 or 16 bytes a
+//   elements (32 bytes per thread, 64 of float32) -> block amax over 1, 2 or 8 lanes -> scale -> codes (8 or 16 bytes a
 //   thread)
 //
 // Bytes moved per element: 2 or 4 read; 1/2 or 1 written and the scales: 1/16 (NVFP4), 1/32 (MX) or 1/32 (Float8Block).

@@ -60,7 +60,7 @@ struct BlockScale {
   JLP_DEVICE bool poisoned(const BlockScale& scale) { return scale.encode != scale.encode; }
 };
 
-/// An encode scale for every byte that a block's scale can be: a division a byte instead of one a block.
+/// An encode scale for every byte that a block's scale can be: a division per byte instead of one per block.
 using EncodeTable = float[128];
 
 /// What one matrix fixes for all of its blocks in one direction.

@@ -27,7 +27,7 @@ inline WeightOnlyPlan plan_weight_only(const WeightOnlyProblem& p, int capabilit
   const bool int4 = w.code == CodeType::kInt4;
   if (!int4 && w.scaling != Scaling::kTwoLevel) return {"b is neither NVFP4 nor Int4"};
   if (int4 && w.scale_type != ElementType::kBF16) return {"b has float16 scales: quantise with scale_dtype=\"bfloat16\""};
-  if (int4 && w.block % 32 != 0) return {"b has groups that are no multiple of 32"};
+  if (int4 && w.block % 32 != 0) return {"b has groups that are not a multiple of 32"};
   if (p.rows > kSmallRows) return {"a has more than " + std::to_string(kSmallRows) + " rows"};
   if (p.depth > kMaximumDecodeDepth) return {"the contracted axis is longer than " + std::to_string(kMaximumDecodeDepth)};
   return {"", kSmallSums + MatmulPlan::kAlignment};

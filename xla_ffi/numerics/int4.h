@@ -1,5 +1,5 @@
-// Int4: 4-bit integers with a 16-bit scale a group, decoded to the bits that a served model multiplies with (int4_qat.md 1.2
-// and 1.4). Elements are numbers of the deployment dtype, held as float32.
+// Int4: 4-bit integers with a 16-bit scale per group, decoded to the bits that a served model multiplies with
+// (int4_qat.md 1.2 and 1.4). Elements are numbers of the deployment dtype, held as float32.
 //
 // Rounding x / s needs no division an element: t = x * (1/s) + 192 is a multiple of 2^-16. An exact half k + 1/2 is one and
 // is restored from the product's error of 2^-20 at most; any other quotient of two 11-bit numbers below 16 is 2^-13 or more
