@@ -7,9 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.arrays.formats import (
-    Format,
-)
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.recipes.fields import backward_override
 from jaxlowprec.recipes.roles import BackwardOverride, Recipe, Role, Roles
 from jaxlowprec.recipes.transformer_engine import check_common
