@@ -56,7 +56,7 @@ def quantize_kernel(
     roles = given.roles("linear", name)
     role = roles.weight
     if recipe is None or role is None:
-        raise ValueError(f"quantize_kernel: {given} keeps the weight of layer {name!r} in high precision")
+        raise ValueError(f"quantize_kernel: {given!r} keeps the weight of layer {name!r} in high precision")
     if roles.ste is not None:
         weight_only.check_whole_blocks("quantize_kernel", name, kernel, role.format)
         with in_profiles(name, "quantize weight"):

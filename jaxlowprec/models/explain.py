@@ -197,8 +197,8 @@ def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int
     if recipe is None:
         return AppliedRecipe(path, kernel.shape, note="no recipe")
     note = "" if recipe.applies_to(name) else "left out by the recipe"
-    if not name and recipe.applies_to(name) != recipe.applies_to(path):
-        note = f"nameless; by its path {'left out' if not note else 'chosen'}: see jaxlowprec.nnx.name_layers"
+    if not name and recipe.at(name) != recipe.at(path):
+        note = f"nameless; by its path {_choice(recipe.at(name), recipe.at(path))}: see jaxlowprec.nnx.name_layers"
     roles = recipe.roles(MODULE_TYPE if isinstance(layer, _GROUPED) else "linear", name)
     if roles.ste is not None and roles.weight is not None and axes is not None:
         try:
@@ -206,6 +206,13 @@ def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int
         except ValueError as error:
             note = str(error)
     return AppliedRecipe(path, kernel.shape, roles, note, axes)
+
+
+def _choice(given: Recipe | None, by_path: Recipe | None) -> str:
+    """What the path of a layer without a name would choose."""
+    if by_path is None:
+        return "left out"
+    return "chosen" if given is None else type(by_path).__name__
 
 
 def _matrices_type(kernel: Any, batch: int, contracted: int) -> Any:

@@ -68,6 +68,7 @@ class _Quantizing:
         self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
         self.quantized = nnx.data(None)
         own = current_recipe() if recipe is FROM_CONTEXT else recipe
+        own = own.at(name) if own is not None and name else own
         self._add_state(None if own is None else own.delayed)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:

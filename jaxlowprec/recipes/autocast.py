@@ -253,10 +253,10 @@ def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
     if isinstance(recipe, types.EllipsisType):
         _refuse_anothers_scope(who)
         recipe = _context.value
-    if recipe is None or (isinstance(recipe, Recipe) and (name is None or recipe.applies_to(name))):
-        return recipe
-    if isinstance(recipe, Recipe):
+    if recipe is None:
         return None
+    if isinstance(recipe, Recipe):
+        return recipe if name is None else recipe.at(name)
     raise TypeError(
         f"{who}: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or None for high precision"
     )

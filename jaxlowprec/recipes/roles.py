@@ -145,6 +145,10 @@ class Recipe:
         """Whether a layer of this name follows the recipe; other layers are computed without one."""
         return True
 
+    def at(self, name: str) -> Recipe | None:
+        """The recipe that a layer of this name follows; None for high precision."""
+        return self if self.applies_to(name) else None
+
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of a layer, by its kind (see `QuantizerRole`) and its name."""
         raise NotImplementedError
