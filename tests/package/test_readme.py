@@ -61,9 +61,17 @@ def test_the_recipe_of_the_documents_answers_by_role():
     assert recipe.roles("linear", "model/head").weight is None
 
 
+def test_the_recipe_of_the_documents_chooses_by_name(capsys):
+    names = {"jlp": jlp}
+    exec(programs("docs/how-to/recipes.md")[1], names)
+    chosen = [names["recipe"].at(name) for name in ("block_21/mlp/up", "block_9/attention/out", "block_9/mlp/up")]
+    assert chosen == [None, jlp.MXFP8BlockScaling(), jlp.NVFP4BlockScaling()]
+    assert "all others" in capsys.readouterr().out
+
+
 def test_the_delayed_scaling_program_of_the_documents_runs():
     names = {}
-    exec(programs("docs/how-to/recipes.md")[2], names)
+    exec(programs("docs/how-to/recipes.md")[3], names)
     history = getattr(names["model"], OVERWRITE_WITH_GRADIENT)["input_amax_history"][...]
     amax = abs(names["x"]).max()
     assert history[0] == history[-1] == amax and history.sum() == 2 * amax
@@ -71,7 +79,7 @@ def test_the_delayed_scaling_program_of_the_documents_runs():
 
 def test_the_recipe_of_the_documents_leaves_out_what_it_says():
     names = {"jlp": jlp}
-    exec(programs("docs/how-to/recipes.md")[1], names)
+    exec(programs("docs/how-to/recipes.md")[2], names)
     applies = [names["recipe"].applies_to(name) for name in ("attention/qkv", "attention/out", "lm_head")]
     assert applies == [True, False, False]
 
