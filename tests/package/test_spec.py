@@ -175,7 +175,9 @@ def test_what_saturation_takes_is_what_the_page_says():
     beyond = lost > 0
     found = beyond.mean(), (lost / np.abs(x))[beyond].mean(), (lost * np.abs(x)).sum() / (x * x).sum()
     said = re.search(
-        r"([\d.]+) % do, and lose ([\d.]+) % on average.* is ([\d.]+) % less", PAGES["numerics.md"], re.DOTALL
+        r"([\d.]+) % of these numbers do, and lose ([\d.]+) % on average.* is ([\d.]+) % less",
+        PAGES["numerics.md"],
+        re.DOTALL,
     )
     assert [100 * number for number in found] == pytest.approx([float(number) for number in said.groups()], rel=0.02)
     assert (lost / np.abs(x)).max() <= 1 / 17 + 1e-6

@@ -253,7 +253,11 @@ GEMM_SETTINGS = [
     ({"fp8_gemm_fprop": True}, TypeError, "fp8_gemm_fprop=True; needs a jaxlowprec.MMParams"),
     ({"fp8_gemm_wgrad": None}, TypeError, "fp8_gemm_wgrad=None; needs a jaxlowprec.MMParams"),
     ({"fp8_quant_fwd_inp": {}}, TypeError, "fp8_quant_fwd_inp={}; needs a jaxlowprec.QParams or None"),
-    ({"fp8_quant_fwd_inp": STOCHASTIC}, ValueError, "fp8_quant_fwd_inp has stochastic_rounding=True; it is for grad"),
+    (
+        {"fp8_quant_fwd_inp": STOCHASTIC},
+        ValueError,
+        "fp8_quant_fwd_inp has stochastic_rounding=True; it is only for grad",
+    ),
     ({"fp8_quant_fwd_weight": STOCHASTIC}, ValueError, "fp8_quant_fwd_weight has stochastic_rounding=True"),
     ({"fp8_quant_fwd_weight": ROTATED}, ValueError, "transform of input, weight and gradient is False, True, False"),
     ({"fp8_quant_bwd_grad": ROTATED}, ValueError, "set it for input and gradient, or for none"),

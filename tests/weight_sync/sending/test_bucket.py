@@ -50,7 +50,7 @@ wrong_headers = {
     "not JSON": (b"{", "not JSON"),
     "a list": (b"[]", "needs a JSON object"),
     "a field twice": (b'{"version": 1, "version": 1}', "given twice"),
-    "NaN": (b'{"version": NaN}', "no JSON"),
+    "NaN": (b'{"version": NaN}', "not valid JSON"),
     "a field too few": (changed(last=None), "needs a JSON object with"),
     "a field too many": (changed(more=1), "needs a JSON object with"),
     "version 0": (changed(version=0), "version is 0"),
