@@ -71,7 +71,7 @@ gpu-check:
 
 .venv/installed: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing JAX and compiling the kernels: one to three minutes"
+	@echo "installing JAX and compiling the kernels: about 90 seconds on two cores"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 
