@@ -15,6 +15,7 @@ from jaxlowprec.linears.grouped import grouped_matmul, ragged_dot
 from jaxlowprec.linears.linear import linear, quantize_kernel
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
+from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
@@ -85,6 +86,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_kernel",
+    "quantize_matmuls",
     "quantize_params",
     "ragged_dot",
     "scaled_matmul",

@@ -101,15 +101,15 @@ def grouped_matmul(
     dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
     precision = checked_precision(who, precision)
 
+    recipe, given = resolve(who, recipe, name), resolve(who, recipe)
     if isinstance(kernels, QuantizedArray):
-        weight_only.check_loaded(who, name, kernels, resolve(who, recipe))
+        weight_only.check_loaded(who, name, kernels, given)
         loaded = (sharding_of(x), None, sharding_of(bias))
         served = weight_only.Served(kernels.format, "identity", None)
         spec = GroupedWeightOnlyProductSpec(served, dtype, loaded, precision)
         operands = _aligned(x, None, bias, kernels, sizes)
         with in_profiles(name):
             return weight_only_groups(spec, *operands)
-    recipe = resolve(who, recipe, name)
     if recipe is None:
         x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
         wide = dtype if bias is None else jnp.dtype("float32")

@@ -169,8 +169,9 @@ def layer_call(
         delayed_scaling.check_mapping(who, state)
     if quantized is not None:
         check_kernel(who, quantized)
+    own = resolve(who, recipe, name)
     if not isinstance(kernel, QuantizedArray):
-        return kernel, LayerCall(who, name, resolve(who, recipe, name), key, quantized, state, precision)
+        return kernel, LayerCall(who, name, own, key, quantized, state, precision)
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))

@@ -1,7 +1,7 @@
 """Shows what a recipe does to each layer of a model, and exports trained models for serving.
 
-A Linen module is traced without computing anything, so recipes that scopes and layers set themselves are seen. An NNX
-module is walked, so scopes within its `__call__` are not seen: give such layers a recipe of their own.
+A Linen module and a function are traced without computing anything, so recipes that scopes and layers set themselves
+are seen. An NNX module is walked, so scopes within its `__call__` are not seen: give such layers a recipe of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.dot_general import contracts_second_last
 from jaxlowprec.linears.linear import kernel_matrices
 from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
+from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.roles import Recipe, Role, Roles
@@ -79,21 +80,22 @@ class Explanation:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def explain(
-    model: nn.Module | nnx.Module, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any
-) -> Explanation:
-    """What a recipe does to each layer of a model, without computing anything.
+def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:
+    """What a recipe does to each layer of a model, or to each product of a function, without computing anything.
 
     Arguments:
         model: an NNX module. Or a Linen module; then the arguments of `model.apply` follow, beginning with the
-            variables, as arrays or their shapes (`jax.eval_shape`).
-        recipe: default: the context's.
+            variables, as arrays or their shapes (`jax.eval_shape`). Or any function as `quantize_matmuls` takes and
+            returns it; then its arguments follow, of which the first has the parameters, or those that
+            `quantize_matmuls` was told.
+        recipe: default: the context's, or that of `quantize_matmuls`.
 
     Returns:
-        A table when printed; `.formats` maps paths to formats.
+        A table when printed; `.formats` maps paths to formats. Of a function it has each product by a parameter, and
+        the parameters that are in no product.
 
     Raises:
-        TypeError: the model is neither.
+        TypeError: the model is none of these.
 
     >>> import jaxlowprec as jlp
     >>> from flax import nnx
@@ -107,8 +109,11 @@ def explain(
 
 
 def _explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> Explanation:
+    is_module = isinstance(model, nn.Module | nnx.Module)
+    if who == "explain" and callable(model) and not is_module and not isinstance(model, type):
+        return _of_function(model, recipe, args, kwargs)
     resolved = resolve(who, recipe)
-    with autocast(resolved, enabled=resolved is not None):
+    with autocast(resolved, enabled=resolved is not None, strict=None):
         if isinstance(model, nnx.Module):
             return Explanation(tuple(_nnx_layers(model).values()))
         if isinstance(model, nn.Module):
@@ -116,7 +121,36 @@ def _explained(who: str, model: Any, recipe: Any, *args: Any, **kwargs: Any) -> 
                 given = shown(args[0]) if args else "nothing"
                 raise TypeError(f"{who}: a Linen module, then {given}; needs its variables, then the model's inputs")
             return Explanation(tuple(_linen_layers(model, *args, **kwargs).values()))
-    raise TypeError(f"{who}: model is a {type(model).__name__}; needs a Flax Linen or NNX module")
+    raise TypeError(f"{who}: model is a {type(model).__name__}; needs a Flax Linen or NNX module, or a function")
+
+
+def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
+    """What a recipe does to the products of a function by its parameters."""
+    params: tuple[int | str, ...] = (0,)
+    if isinstance(given := getattr(fn, "transformation", None), QuantizedMatmuls):
+        fn, params, recipe = given.fn, given.params, given.rules if recipe is FROM_CONTEXT else recipe
+    rules = resolve("explain", recipe)
+    traced = TracedFunction(fn, params, args, kwargs, rules)
+    layers, seen = [], set()
+    for product in traced.following.products:
+        if sum(n > 1 for n in product.shape) < 2:  # a vector, such as a score's
+            continue
+        name, note = product.weight.name, product.reason
+        own = traced.following.recipe_at(name)
+        seen.add(product.weight.leaf)
+        if not note and own is None:
+            note = "no recipe" if rules is None else "left out by the recipe"
+        module_type = MODULE_TYPE if product.grouped else "linear"
+        roles = _HIGH_PRECISION if note or own is None else own.roles(module_type, name)
+        if not note and rules is not None and (ends := rules.ends(name)):
+            note = f"but the first {ends[0]} and last {ends[1]} of its stack"
+        layers.append(AppliedRecipe(name, product.shape, roles, note))
+    for number, leaf in enumerate(traced.leaves):
+        if leaf.name is not None and number not in seen and sum(n > 1 for n in leaf.shape) > 1:
+            lost = traced.following.lost.get(number)
+            note = "in no product" + (f": not followed through {lost}" if lost else "")
+            layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))
+    return Explanation(tuple(layers))
 
 
 def quantize_params(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections.abc
+import copy
 import functools
 import inspect
 import threading
@@ -16,7 +17,8 @@ from typing import Any
 
 import jax
 
-from jaxlowprec.arguments import a_flag, a_text, shown
+from jaxlowprec.arguments import a_flag, a_text, one_of, shown
+from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
 
@@ -124,10 +126,12 @@ class autocast:
         enabled: False switches to high precision, whatever the outer context is.
         calibrating: for `DelayedScaling`: compute in high precision, and record amaxes so that scales are known when
             quantisation is switched on.
+        strict: what happens when the block is left and no layer has followed the recipe, or a rule of `PerLayer` has
+            matched none: False warns, once; True raises; None does nothing.
 
     Raises:
         TypeError: the recipe is missing or is not a recipe.
-        ValueError: `calibrating` with a recipe that keeps no amaxes.
+        ValueError: `calibrating` with a recipe that keeps no amaxes; when the block is left: see `strict`.
         RuntimeError: when the block is left: the task awaited within it, or another thread had entered it.
 
     >>> import jaxlowprec as jlp
@@ -137,8 +141,16 @@ class autocast:
     None
     """
 
-    def __init__(self, recipe: Recipe | None = None, *, enabled: bool = True, calibrating: bool = False):
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        enabled: bool = True,
+        calibrating: bool = False,
+        strict: bool | None = False,
+    ):
         a_flag("autocast", enabled=enabled, calibrating=calibrating)
+        one_of("autocast", "strict", strict, True, False, None)
         if enabled and not isinstance(recipe, Recipe):
             raise TypeError(
                 f"autocast: recipe={shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or enabled=False"
@@ -152,6 +164,7 @@ class autocast:
                 )
             recipe, enabled = Calibrating(recipe), True
         self.recipe = recipe if enabled else None
+        self.strict = strict
 
     def __enter__(self) -> None:
         _refuse_anothers_scope("autocast")
@@ -177,6 +190,16 @@ class autocast:
         else:
             _here.scopes.remove(scope)
             _set_innermost()
+        if error is None and self.recipe is not None and self.strict is not None:
+            self._check()
+
+    def _check(self) -> None:
+        """Warns, or raises, if the recipe did nothing."""
+        recipe: Any = self.recipe
+        found = silence.of_scope(recipe)
+        if found and self.strict:
+            raise ValueError("autocast: " + "; ".join(found))
+        silence.warn_once("autocast", recipe, found, depth=2)
 
     def __call__(self, function: Any) -> Any:
         """The function with each call within the context; a coroutine or generator only while it is running."""
@@ -215,7 +238,8 @@ class _Steps(collections.abc.Generator):
     """A coroutine or generator whose steps, each up to where it waits, run within a context."""
 
     def __init__(self, context: autocast, inner: Any):
-        self.context, self.inner = context, inner
+        self.context, self.inner = copy.copy(context), inner
+        self.context.strict = None  # a step need not call any layer
 
     def __await__(self) -> _Steps:
         return self
@@ -253,6 +277,8 @@ def resolve(who: str, recipe: Any, name: str | None = None) -> Recipe | None:
     if isinstance(recipe, types.EllipsisType):
         _refuse_anothers_scope(who)
         recipe = _context.value
+        if recipe is not None and name is not None:
+            silence.saw(recipe, [name])
     if recipe is None:
         return None
     if isinstance(recipe, Recipe):

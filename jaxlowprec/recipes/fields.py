@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 from jaxlowprec.arguments import is_one_of, shown
@@ -43,3 +44,23 @@ def check_field(recipe: Any, field: str, allowed: tuple[Any, ...]) -> None:
         raise (TypeError if all(isinstance(a, bool) for a in allowed) else ValueError)(
             f"{type(recipe).__name__}: {field}={shown(value)}; needs {needs}"
         )
+
+
+def check_patterns(who: str, field: str, given: Any) -> tuple[str, ...]:
+    """Checks a field of regular expressions; returns them as a tuple."""
+    patterns = tuple(given) if isinstance(given, list | tuple) else None
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f'{who}: {field}={shown(given)}; needs a tuple of regular expressions, such as ("mlp/", "out$")'
+        )
+    for pattern in patterns:
+        check_pattern(f"{who}: {field}", pattern)
+    return patterns
+
+
+def check_pattern(where: str, pattern: str) -> None:
+    """Raises ValueError if a text is not a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{where} has {shown(pattern)}, which is not a valid regular expression: {error}") from None

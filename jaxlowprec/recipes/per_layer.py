@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from jaxlowprec.arguments import shown
+from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.recipes.fields import check_pattern, check_patterns
+from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating, DelayedScaling
 
@@ -22,9 +25,14 @@ class PerLayer(Recipe):
     Arguments:
         rules: pairs of a regular expression and the recipe of the layers that it matches; None: high precision.
         default: the recipe of all other layers; None: high precision.
+        exclude: regular expressions, searched for in a layer's name: these layers stay in high precision, whatever the
+            rules say; for embeddings, norms, routers and heads `DEFAULT_EXCLUDE`.
+        stacks: of layers whose kernels are stacked along a first axis and run by `lax.scan` (`nn.scan`, `nnx.scan`):
+            triples of a regular expression on their names and how many of the first and of the last ones stay in high
+            precision. Only `quantize_matmuls` knows a layer's place in its stack; it runs the stack in pieces.
 
     Raises:
-        TypeError: a rule is not a pair of a text and a recipe or None.
+        TypeError: a rule is not a pair of a text and a recipe or None, or a stack not a triple.
         ValueError: a regular expression is not valid, no layer could have a recipe, or two rules have different
             `DelayedScaling`, whose states could not be told apart.
 
@@ -42,6 +50,8 @@ class PerLayer(Recipe):
 
     rules: tuple[tuple[str, Recipe | None], ...]
     default: Recipe | None = None
+    exclude: tuple[str, ...] = ()
+    stacks: tuple[tuple[str, int, int], ...] = ()
     backward_override = None  # each layer's own recipe has it
 
     def __post_init__(self):
@@ -54,28 +64,104 @@ class PerLayer(Recipe):
             if not isinstance(pattern, str):
                 raise TypeError(f"PerLayer: a rule begins with {shown(pattern)}; needs a regular expression as a text")
             _check_recipe(f"rule {pattern!r}", recipe)
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"PerLayer: {shown(pattern)} is not a valid regular expression: {error}") from None
+            check_pattern("PerLayer: a rule", pattern)
         _check_recipe("default", self.default)
         object.__setattr__(self, "rules", tuple((pattern, recipe) for pattern, recipe in given))
-        if all(recipe is None for recipe in self._recipes()):
+        object.__setattr__(self, "exclude", check_patterns("PerLayer", "exclude", self.exclude))
+        object.__setattr__(self, "stacks", _checked_stacks(self.stacks))
+        if not self._recipes():
             raise ValueError("PerLayer: no rule and no default has a recipe, so nothing would be quantised; give one")
-        delayed = {recipe.delayed for recipe in self._recipes() if recipe is not None and recipe.delayed is not None}
+        delayed = {recipe.delayed for recipe in self._recipes() if recipe.delayed is not None}
         if len(delayed) > 1:
             raise ValueError(
                 f"PerLayer: {len(delayed)} rules have different DelayedScaling; layers keep one kind of state: give "
                 "all of them the same one"
             )
 
-    def _recipes(self) -> list[Recipe | None]:
-        return [*(recipe for _, recipe in self.rules), self.default]
+    @classmethod
+    def keep_ends(
+        cls,
+        recipe: Recipe,
+        blocks: int | None = None,
+        first: int = 2,
+        last: int = 8,
+        *,
+        block: str = "block_{}",
+        exclude: tuple[str, ...] = DEFAULT_EXCLUDE,
+    ) -> PerLayer:
+        """Rules that keep the first and last blocks of a model in high precision, as published NVFP4 runs do.
+
+        Arguments:
+            recipe: of the layers between.
+            blocks: how many blocks the model has; None for a stack, which knows it.
+            first, last: how many of the first and of the last blocks stay in high precision.
+            block: what a block is called in its layers' names, with {} for its number, counted from 0. Without {} it is
+                a stack of blocks run by a scan, see `stacks`.
+            exclude: regular expressions, searched for in a layer's name: these layers stay in high precision, too;
+                by default embeddings, norms, routers and heads (`DEFAULT_EXCLUDE`).
+
+        Raises:
+            TypeError, ValueError: an argument is invalid, or no block is left.
+
+        >>> import jaxlowprec as jlp
+        >>> print(jlp.PerLayer.keep_ends(jlp.NVFP4BlockScaling(), 24, 1, 2, exclude=("head",)))
+        rule                          recipe
+        names with head               high precision
+        (.*/)?block_(0|22|23)(/.*)?   high precision
+        all others                    NVFP4BlockScaling
+        """
+        who = "PerLayer.keep_ends"
+        for name, count in (("first", first), ("last", last), *([] if blocks is None else [("blocks", blocks)])):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"{who}: {name}={shown(count)}; needs a whole number, 0 or more")
+        a_text(who, block=block)
+        before, number, after = block.partition("{}")
+        if not number:
+            if blocks is not None:
+                raise ValueError(f'{who}: blocks={blocks} with block={block!r}, a stack; needs "{{}}" for the number')
+            return cls((), recipe, exclude, ((rf"(.*/)?{re.escape(block)}(/.*)?", first, last),))
+        if blocks is None or first + last >= blocks:
+            raise ValueError(
+                f"{who}: blocks={blocks}, of which the first {first} and the last {last} stay in high precision; needs "
+                "more blocks than that"
+            )
+        numbers = "|".join(map(str, (*range(first), *range(blocks - last, blocks))))
+        ends = rf"(.*/)?{re.escape(before)}({numbers}){re.escape(after)}(/.*)?"
+        return cls(((ends, None),) if numbers else (), recipe, exclude)
+
+    def _recipes(self) -> list[Recipe]:
+        return [recipe for recipe in (*(recipe for _, recipe in self.rules), self.default) if recipe is not None]
 
     def at(self, name: str) -> Recipe | None:
-        """The recipe of the layer of this name: that of the first rule that matches, else the default."""
+        """The recipe of the layer of this name: that of the first rule that matches, else the default.
+
+        Raises:
+            ValueError: the layer is in one of `stacks`, so its place would have to be known.
+        """
+        found = self.within(name)
+        if found is not None and self.ends(name):
+            raise ValueError(
+                f"PerLayer: layer {name!r} is in a stack whose first and last layers stay in high precision; only "
+                "quantize_matmuls knows a layer's place in its stack: transform the model's function"
+            )
+        return found
+
+    def ends(self, name: str) -> tuple[int, int] | None:
+        """How many of the first and of the last layers of the stack of this name stay in high precision, or None."""
+        return next(((first, last) for pattern, first, last in self.stacks if re.fullmatch(pattern, name)), None)
+
+    def within(self, name: str) -> Recipe | None:
+        """The recipe of a layer that is not among the ends of its stack."""
+        if any(re.search(pattern, name) for pattern in self.exclude):
+            return None
         found = next((recipe for pattern, recipe in self.rules if re.fullmatch(pattern, name)), self.default)
-        return None if found is None else found.at(name)
+        return None if found is None else found.within(name)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The regular expressions of rules and stacks that match none of these names."""
+        names = list(names)
+        patterns = [*(rule[0] for rule in self.rules), *(stack[0] for stack in self.stacks)]
+        return [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)]
 
     def applies_to(self, name: str) -> bool:
         """Whether the layer of this name has a recipe."""
@@ -89,10 +175,14 @@ class PerLayer(Recipe):
     @property
     def delayed(self) -> DelayedScaling | None:
         """The `DelayedScaling` of the rules that have one: layers that are made without a name get its state."""
-        return next((r.delayed for r in self._recipes() if r is not None and r.delayed is not None), None)
+        return next((r.delayed for r in self._recipes() if r.delayed is not None), None)
 
     def __str__(self) -> str:
-        rows = [("rule", "recipe"), *((pattern, _named(recipe)) for pattern, recipe in self.rules)]
+        rows = [("rule", "recipe")]
+        rows += [(f"names with {pattern}", _named(None)) for pattern in self.exclude]
+        rows += [(pattern, _named(recipe)) for pattern, recipe in self.rules]
+        for pattern, first, last in self.stacks:
+            rows.append((pattern, f"high precision in the first {first} and last {last} of the stack"))
         rows.append(("all others", _named(self.default)))
         width = max(len(pattern) for pattern, _ in rows)
         return "\n".join(f"{pattern:{width}}   {recipe}" for pattern, recipe in rows)
@@ -111,6 +201,17 @@ def _named(recipe: Recipe | None) -> str:
         if (value := getattr(recipe, field.name)) != default:
             fields.append(f"{field.name}={shown(value)}")
     return f"{name}({', '.join(fields)})" if fields else name
+
+
+def _checked_stacks(given: Any) -> tuple[tuple[str, int, int], ...]:
+    stacks: Any = given if isinstance(given, list | tuple) else [None]
+    for stack in stacks:
+        pattern, *ends = stack if isinstance(stack, list | tuple) else [None]
+        counts = [n for n in ends if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+        if not isinstance(pattern, str) or len(ends) != 2 or counts != ends:
+            raise TypeError(f'PerLayer: stacks={shown(given)}; needs triples such as (("layers/.*", 2, 8),)')
+        check_pattern("PerLayer: a stack", pattern)
+    return tuple((pattern, first, last) for pattern, first, last in stacks)
 
 
 def _check_recipe(where: str, recipe: object) -> None:

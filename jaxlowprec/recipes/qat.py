@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format, Int4
-from jaxlowprec.recipes.fields import environment_flag
+from jaxlowprec.recipes.fields import check_patterns, environment_flag
 from jaxlowprec.recipes.roles import Recipe, Role, Roles, StraightThrough
 
 DEFAULT_EXCLUDE = (
@@ -62,24 +62,7 @@ class QAT(Recipe):
         name = type(self).__name__
         one_of(name, "ste", self.ste, "identity", "clipped")
         for field in ("include", "exclude"):
-            object.__setattr__(self, field, _patterns(name, field, getattr(self, field)))
-
-
-def _patterns(recipe: str, field: str, given: Any) -> tuple[str, ...]:
-    """Checks that each regular expression compiles; returns them as a tuple."""
-    patterns = tuple(given) if isinstance(given, list | tuple) else None
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(
-            f'{recipe}: {field}={shown(given)}; needs a tuple of regular expressions, such as ("mlp/", "out$")'
-        )
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"{recipe}: {field} has {shown(pattern)}, which is not a valid regular expression: {error}"
-            ) from None
-    return patterns
+            object.__setattr__(self, field, check_patterns(name, field, getattr(self, field)))
 
 
 def _setting(variable: str, default: str) -> str:

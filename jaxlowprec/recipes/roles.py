@@ -149,6 +149,14 @@ class Recipe:
         """The recipe that a layer of this name follows; None for high precision."""
         return self if self.applies_to(name) else None
 
+    def within(self, name: str) -> Recipe | None:
+        """The same of a layer that is known not to be among the ends of its stack, see `ends`."""
+        return self.at(name)
+
+    def ends(self, name: str) -> tuple[int, int] | None:
+        """How many of the first and of the last layers of a stack of this name stay in high precision; None: none."""
+        return None
+
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of a layer, by its kind (see `QuantizerRole`) and its name."""
         raise NotImplementedError

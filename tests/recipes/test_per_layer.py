@@ -162,7 +162,7 @@ class TestErrors:
             ((".*",), TypeError, "PerLayer: rules='.*'; needs pairs"),
             ((((".*",),),), TypeError, "needs pairs"),
             ((((3, NVFP4),),), TypeError, "a rule begins with 3; needs a regular expression"),
-            (((("(", NVFP4),),), ValueError, r"'\(' is not a valid regular expression"),
+            (((("(", NVFP4),),), ValueError, r"a rule has '\(', which is not a valid regular expression"),
             ((((".*", "nvfp4"),),), TypeError, "rule '.*' has 'nvfp4'; needs a recipe"),
             (((), jlp.NVFP4()), TypeError, "default has NVFP4.*; needs a recipe"),
             (((), Calibrating(jlp.DelayedScaling())), TypeError, "default has .*; needs a recipe"),

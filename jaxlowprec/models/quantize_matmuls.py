@@ -1,0 +1,237 @@
+"""quantize_matmuls: any JAX function with its matrix products by parameters computed under recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlowprec.arguments import shown
+from jaxlowprec.models.transform import modules
+from jaxlowprec.models.transform.evaluating import evaluate
+from jaxlowprec.models.transform.following import Following
+from jaxlowprec.models.transform.weights import Traced, Weight, is_float
+from jaxlowprec.recipes import silence
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe
+
+_WHO = "quantize_matmuls"
+_KERNELS = ("kernel", "w", "weight")  # a layer's name is its path without what its matrix is called
+
+
+def quantize_matmuls(
+    fn: Callable[..., Any], rules: Recipe | None = FROM_CONTEXT, params: int | str | Sequence[int | str] = 0
+) -> Callable[..., Any]:
+    """fn with its matrix products by parameters computed under recipes: a transformation, as `jax.grad` is one.
+
+    Every `dot_general` and `ragged_dot` of which one operand is a leaf of the parameters becomes this library's
+    product (`dot_general`, `grouped_matmul`), forward and backward. The leaf may have been transposed, reshaped, cut,
+    indexed, cast to another float dtype or handed to a loop, in `jit`, `scan`, `while_loop`, `cond`, `remat` and
+    `shard_map` too. A cast parameter is quantised from its own dtype, and its gradient has that dtype. Everything else
+    runs as fn has it: without a recipe for any product, the result is fn's, bit for bit.
+
+    What stays as it is: products of two activations or of two parameters, convolutions, and what is inside
+    `custom_vjp` and `custom_jvp` functions; `explain` lists them. Transform the function that computes the loss, and
+    then take its gradient: in a function that contains `jax.grad`, gradients' products would be taken for layers.
+
+    The name of a layer, by which `PerLayer` chooses its recipe, is the path of its parameter, such as "block_0/mlp/up";
+    a last "kernel", "w" or "weight" is left out.
+
+    Each call traces fn: call the result under `jax.jit`.
+
+    Arguments:
+        fn: a function that JAX can trace.
+        rules: the recipe, a `PerLayer` of recipes, or None: high precision. Default: the context's (`autocast`).
+        params: which arguments are parameters, by position or by name: trees of arrays, or an NNX module.
+
+    Returns:
+        A function of fn's arguments.
+
+    Raises:
+        TypeError: fn is not callable, or rules is no recipe.
+        ValueError: params names no argument.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> def loss(params, x):
+    ...     return jnp.square(jnp.tanh(x @ params["up"]) @ params["down"]).mean()
+    >>> params = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))}
+    >>> quantized = jlp.quantize_matmuls(loss, jlp.NVFP4BlockScaling())
+    >>> grads = jax.jit(jax.grad(quantized))(params, jnp.ones((16, 32), jnp.bfloat16))
+    >>> grads["up"].shape, grads["up"].dtype
+    ((32, 64), dtype('float32'))
+    """
+    if not callable(fn):
+        raise TypeError(f"{_WHO}: fn={shown(fn)}; needs a function")
+    chosen = _chosen(params)
+    resolve(_WHO, rules)  # a wrong one is an error here, not in the first call
+
+    @functools.wraps(fn)
+    def quantized(*args: Any, **kwargs: Any) -> Any:
+        recipe = resolve(_WHO, rules)
+        if recipe is None:
+            return fn(*args, **kwargs)
+        traced = TracedFunction(fn, chosen, args, kwargs, recipe)
+        if rules is FROM_CONTEXT:
+            silence.saw(recipe, traced.names)
+        silence.warn_once(_WHO, recipe, traced.complaints(), depth=1)
+        return traced.computed() if traced.changes else fn(*args, **kwargs)
+
+    transformed: Any = quantized
+    transformed.transformation = QuantizedMatmuls(fn, rules, chosen)
+    return transformed
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatmuls:
+    """What `quantize_matmuls` made a function of; the function has it as its attribute `transformation`.
+
+    Attributes:
+        fn, rules: its arguments.
+        params: the arguments of fn that are parameters.
+    """
+
+    fn: Callable[..., Any]
+    rules: Any
+    params: tuple[int | str, ...]
+
+
+def _chosen(params: Any) -> tuple[int | str, ...]:
+    """The arguments that are parameters."""
+    given = (params,) if isinstance(params, str) or not isinstance(params, Sequence) else tuple(params)
+    chosen: list[int | str] = []
+    for one in given:
+        if isinstance(one, str):
+            chosen.append(one)
+            continue
+        try:
+            chosen.append(operator.index(one))
+        except TypeError:
+            break
+    if isinstance(params, bool) or len(chosen) != len(given) or not chosen:
+        raise TypeError(f"{_WHO}: params={shown(params)}; needs an argument's position or name, or several of them")
+    return tuple(chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """An array among the arguments.
+
+    Attributes:
+        name: the layer's name if it is a parameter, else None.
+        shape: its shape.
+    """
+
+    name: str | None
+    shape: tuple[int, ...]
+
+
+class TracedFunction:
+    """A function, traced for these arguments, and what a recipe does to its products.
+
+    Attributes:
+        leaves: the arrays among the arguments.
+        following: what was found.
+        changes: whether any product follows the recipe.
+    """
+
+    def __init__(self, fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any, recipe: Recipe | None):
+        chosen = _positions(fn, params, args, kwargs)
+        given, self._modules = modules.opened((args, kwargs))
+        leaves, structure = jax.tree_util.tree_flatten_with_path(given)
+        arrays = [i for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)]
+        self.leaves = [_Leaf(_layer_name(leaves[i][0], chosen), np.shape(leaves[i][1])) for i in arrays]
+        self._values = [leaves[i][1] for i in arrays]
+
+        def flat(*values: Any) -> Any:
+            given = dict(zip(arrays, values, strict=True))
+            all_leaves = [given.get(i, leaf) for i, (_, leaf) in enumerate(leaves)]
+            (args, kwargs), made = modules.closed(jax.tree.unflatten(structure, all_leaves))
+            result = fn(*args, **kwargs)
+            return result, modules.changes(made)
+
+        try:
+            self._closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*self._values)
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(f"{_WHO}: {_named(fn)} has to be traceable by jax.jit")
+            raise
+        self._results = jax.tree.structure(shapes)
+        ends_of: Any = (lambda name: None) if recipe is None else recipe.ends
+        variables = zip(self.leaves, self._closed.jaxpr.invars, strict=True)
+        self._weights = tuple(
+            None if leaf.name is None or not is_float(v.aval) else Weight(leaf.name, i, ends=ends_of(leaf.name))
+            for i, (leaf, v) in enumerate(variables)
+        )
+        self.following = Following(recipe)
+        self.changes = self.following.through(self._closed.jaxpr, self._weights).changes
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all layers: of each parameter that could be a weight, or is one in part."""
+        found = {product.weight.leaf for product in self.following.products}
+        found |= {i for i, leaf in enumerate(self.leaves) if sum(n > 1 for n in leaf.shape) > 1}
+        return [w.name for w in self._weights if w is not None and w.leaf in found]
+
+    def complaints(self) -> list[str]:
+        """What the recipe did not reach."""
+        recipe: Any = self.following.recipe
+        names = [product.weight.name for product in self.following.products if not product.reason]
+        return silence.complaints(recipe, self.names, [n for n in names if recipe.within(n) is not None])
+
+    def computed(self) -> Any:
+        """The function's result under the recipe."""
+        arguments = [Traced(v, w, v) for v, w in zip(self._values, self._weights, strict=True)]
+        results = evaluate(self.following, self._closed.jaxpr, self._closed.consts, arguments)
+        result, states = jax.tree.unflatten(self._results, [t.value for t in results])
+        modules.update(self._modules, states)
+        return result
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _named(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+def _positions(fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any) -> set[int | str]:
+    """The given arguments that are parameters: positions as numbers, keywords as texts."""
+    found: set[int | str] = set()
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # a built-in function
+        names = []
+    for one in params:
+        if isinstance(one, int) and -len(args) <= one < len(args):
+            found.add(one % len(args))
+        elif isinstance(one, int) and 0 <= one < len(names) and names[one] in kwargs:
+            found.add(names[one])
+        elif one in kwargs:
+            found.add(one)
+        elif one in names and names.index(one) < len(args):
+            found.add(names.index(one))
+        else:
+            raise ValueError(
+                f"{_WHO}: params={one!r}, but {_named(fn)} is called with {len(args)} positional arguments and the "
+                f"keywords {sorted(kwargs)}; needs the position or the name of one of them"
+            )
+    return found
+
+
+def _layer_name(path: Any, chosen: set[int | str]) -> str | None:
+    """The name of the layer of an argument's leaf; None if it is no parameter."""
+    _, argument, *rest = path  # (args, kwargs), then the argument in one of them
+    if getattr(argument, "idx", getattr(argument, "key", None)) not in chosen:
+        return None
+    names = jax.tree_util.keystr(rest, simple=True, separator="/").split("/")
+    if rest and isinstance(rest[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # of an NNX variable
+        names.pop()
+    if len(names) > 1 and names[-1] in _KERNELS:
+        names.pop()
+    return "/".join(names)

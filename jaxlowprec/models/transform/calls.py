@@ -1,0 +1,290 @@
+"""Equations that contain jaxprs (jit, scan, remat, ...): how parameters pass through them, and how they are built anew.
+
+A rebuilt call gets the masters of cast parameters as further operands, and hands out those of cast results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.models.transform.weights import Traced, Weight, Weights, masters_of, traced
+
+Through = Callable[[Any, Weights], Any]
+"""(an open jaxpr, the parameters that its arguments are) -> following.Flow."""
+Run = Callable[[Any, Any, list[Traced]], list[Traced]]
+"""(an open jaxpr, its constants, its arguments) -> its results, with products changed."""
+
+
+def of(eqn: Any) -> _Call | None:
+    """The call that an equation is; None if it is none, or one that must stay as it is."""
+    kind = _KINDS.get(eqn.primitive.name)
+    if kind is None or (kind is _Remat and eqn.params["differentiated"]):  # a backward pass: its products are gradients
+        return None
+    return kind(eqn)
+
+
+def _open(jaxpr: Any) -> tuple[Any, Any]:
+    """A jaxpr without its constants, and these. JAX has one class for both kinds, or two."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def _values(operands: list[Traced]) -> list[Any]:
+    return [t.value for t in operands]
+
+
+class _Call:
+    """A call of one jaxpr whose operands and results are the equation's."""
+
+    def __init__(self, eqn: Any):
+        self.eqn, self.params = eqn, eqn.params
+        self.jaxpr, self.constants = _open(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+
+    def flow(self, through: Through, given: list[Weight | None]) -> tuple[Weights, bool]:
+        """The parameters that the results are, and whether products change."""
+        flow = through(self.jaxpr, tuple(given))
+        return flow.results, flow.changes
+
+    def rebuilt(self, run: Run, operands: list[Traced], results: Weights) -> list[Traced]:
+        """The results of the call with its products changed."""
+        weights = [t.weight for t in operands]
+
+        def body(values: list[Any], masters: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = run(self.jaxpr, self.constants, traced(values, weights, masters))
+            return _values(out), masters_of(out)
+
+        values, masters = self.wrapped(body, weights, results)(_values(operands), masters_of(operands))
+        return traced(values, results, masters)
+
+    def wrapped(self, body: Any, weights: list[Weight | None], results: Weights) -> Any:
+        """The function, called in the equation's way."""
+        return body
+
+
+def _with_masters(of_values: Any, weights: Any) -> tuple[list[Any], list[Any]]:
+    """What holds for each value, and for the masters of the cast ones."""
+    return list(of_values), [v for v, w in zip(of_values, weights, strict=True) if w is not None and w.cast]
+
+
+class _Jit(_Call):
+    def wrapped(self, body, weights, results):
+        body.__name__ = self.params["name"]
+        return jax.jit(
+            body,
+            in_shardings=_with_masters(self.params["in_shardings"], weights),
+            out_shardings=_with_masters(self.params["out_shardings"], results),
+            inline=self.params["inline"],
+            compiler_options=dict(self.params["compiler_options_kvs"]) or None,
+        )
+
+
+class _Remat(_Call):
+    def wrapped(self, body, weights, results):
+        return jax.checkpoint(body, prevent_cse=self.params["prevent_cse"], policy=self.params["policy"])
+
+
+class _ShardMap(_Call):
+    def wrapped(self, body, weights, results):
+        return jax.shard_map(
+            body,
+            mesh=self.params["mesh"],
+            in_specs=_with_masters(self.params["in_specs"], weights),
+            out_specs=_with_masters(self.params["out_specs"], results),
+            axis_names=set(self.params["newly_manual_axes"]),
+            check_vma=self.params["check_vma"],
+        )
+
+
+class _Loop(_Call):
+    """A call of a body with constants, carries and slices. A carry is a parameter only if the body never changes it."""
+
+    carries: int
+    first: int  # the number of the first carry among the body's arguments
+
+    def _constant(self) -> list[bool]:
+        """Which carries the body returns as it got them."""
+        inner = self.jaxpr
+        return [inner.invars[self.first + i] is inner.outvars[i] for i in range(self.carries)]
+
+    def _arguments(self, given: list[Any], changed: Callable[[Any], Any]) -> list[Any]:
+        """What the body gets, in its first round as in any other."""
+        arguments = list(given)
+        for i, constant in enumerate(self._constant(), start=self.first):
+            arguments[i] = arguments[i] if constant else changed(arguments[i])
+        return arguments
+
+    def _results(self, carries: list[Any], operands: list[Traced], others: list[Any]) -> list[Traced]:
+        given = operands[self.first : self.first + self.carries]
+        kept = [
+            Traced(value, t.weight, t.master) if constant else Traced(value)
+            for value, t, constant in zip(carries, given, self._constant(), strict=True)
+        ]
+        return [*kept, *map(Traced, others)]
+
+    def flow(self, through, given):
+        arguments = self._arguments(self._of_body(given), lambda _: None)
+        flow = through(self.jaxpr, tuple(arguments))
+        carried = arguments[self.first : self.first + self.carries]
+        return (*carried, *[None] * (len(flow.results) - self.carries)), flow.changes
+
+    def _of_body(self, operands: list[Any]) -> list[Any]:
+        """The operands that the body gets."""
+        return operands
+
+
+class _Scan(_Loop):
+    """Slices and stacked results have one axis more outside; their numbers' names differ between versions of JAX.
+
+    A stack some of whose first and last layers stay in high precision is run in pieces, one scan each.
+    """
+
+    def __init__(self, eqn: Any):
+        super().__init__(eqn)
+        slices = sum(v.aval.shape != i.aval.shape for v, i in zip(eqn.invars, self.jaxpr.invars, strict=True))
+        outer_and_inner = zip(eqn.outvars, self.jaxpr.outvars, strict=True)
+        self.carries = sum(v.aval.shape == i.aval.shape for v, i in outer_and_inner)
+        self.first = len(eqn.invars) - slices - self.carries
+        self.sliced = self.first + self.carries  # the number of the first slice
+
+    def _pieces(self, given: list[Weight | None]) -> list[tuple[int, int, list[Weight | None]]]:
+        """The first round of each piece, the round after its last, and the parameters that the body's arguments are."""
+        length = self.params["length"]
+        ends = [(w.ends[0], max(length - w.ends[1], 0)) for w in given[self.sliced :] if w is not None and w.ends]
+        cuts = sorted({0, length, *(min(n, length) for pair in ends for n in pair)})
+        pieces = []
+        for start, stop in itertools.pairwise(cuts):
+            weights = self._arguments(given, lambda _: None)
+            for i, w in enumerate(weights[self.sliced :], start=self.sliced):
+                if w is not None and w.ends:
+                    quantised = w.ends[0] <= start and stop <= length - w.ends[1]
+                    weights[i] = dataclasses.replace(w, ends=None) if quantised else None
+            pieces.append((start, stop, weights))
+        return pieces or [(0, 0, self._arguments(given, lambda _: None))]
+
+    def flow(self, through, given):
+        flows = [through(self.jaxpr, tuple(weights)) for *_, weights in self._pieces(given)]
+        carried = self._arguments(given, lambda _: None)[self.first : self.sliced]
+        results = (*carried, *[None] * (len(self.jaxpr.outvars) - self.carries))
+        return results, any(flow.changes for flow in flows)
+
+    def rebuilt(self, run, operands, results):
+        pieces, length = self._pieces([t.weight for t in operands]), self.params["length"]
+        carries = _values(operands[self.first : self.sliced])
+        stacks = []
+        for start, stop, weights in reversed(pieces) if self.params["reverse"] else pieces:
+            given = zip(operands, weights, self._given(operands, carries), strict=True)
+            arguments = [Traced(v, w, t.master if w is not None else None) for t, w, v in given]
+            whole = (start, stop) == (0, length)
+            cut = arguments if whole else self._cut(arguments, start, stop)
+            carries, stacked = self._scanned(run, cut, stop - start)
+            stacks.append(stacked)
+        if self.params["reverse"]:
+            stacks.reverse()
+        joined = [jnp.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*stacks, strict=True)]
+        return self._results(carries, operands, joined)
+
+    def _given(self, operands: list[Traced], carries: list[Any]) -> list[Any]:
+        values = _values(operands)
+        values[self.first : self.sliced] = carries
+        return values
+
+    def _cut(self, arguments: list[Traced], start: int, stop: int) -> list[Traced]:
+        """The arguments of the rounds from start to stop."""
+
+        def part(stack: Any) -> Any:
+            return None if stack is None else jax.lax.slice_in_dim(stack, start, stop)
+
+        slices = [Traced(part(t.value), t.weight, part(t.master)) for t in arguments[self.sliced :]]
+        return [*arguments[: self.sliced], *slices]
+
+    def _scanned(self, run: Run, arguments: list[Traced], length: int) -> Any:
+        """One scan: the last carries, and the stacked results."""
+        constants, carried, sliced = (
+            arguments[: self.first],
+            arguments[self.first : self.sliced],
+            arguments[self.sliced :],
+        )
+        weights = [t.weight for t in sliced]
+
+        def body(carries: list[Any], slices: Any) -> Any:
+            now = [Traced(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
+            out = run(self.jaxpr, self.constants, [*constants, *now, *traced(slices[0], weights, slices[1])])
+            return _values(out[: self.carries]), _values(out[self.carries :])
+
+        slices = _values(sliced), masters_of(sliced)
+        options = {name: self.params[name] for name in ("reverse", "unroll")}
+        return jax.lax.scan(body, _values(carried), slices, length, **options)
+
+
+class _While(_Loop):
+    def __init__(self, eqn: Any):
+        self.eqn, self.params = eqn, eqn.params
+        self.jaxpr, self.constants = _open(eqn.params["body_jaxpr"])
+        self.of_condition, self.first = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        self.carries = len(self.jaxpr.outvars)
+
+    def _of_body(self, operands):
+        return operands[self.of_condition :]
+
+    def rebuilt(self, run, operands, results):
+        condition, constants = _open(self.params["cond_jaxpr"])
+        given = [Traced(t.value) for t in operands[: self.of_condition]]
+        operands = self._arguments(self._of_body(operands), lambda t: Traced(t.value))
+        carried = operands[self.first :]
+
+        def go_on(carries: list[Any]) -> Any:
+            return run(condition, constants, [*given, *map(Traced, carries)])[0].value
+
+        def body(carries: list[Any]) -> list[Any]:
+            carried_now = [Traced(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
+            return _values(run(self.jaxpr, self.constants, [*operands[: self.first], *carried_now]))
+
+        return self._results(jax.lax.while_loop(go_on, body, _values(carried)), operands, [])
+
+
+class _Cond(_Call):
+    """A choice among branches, by a number or by the platform; what leaves a branch is no longer a parameter."""
+
+    def __init__(self, eqn: Any):
+        self.eqn, self.params = eqn, eqn.params
+        self.branches = [_open(branch) for branch in eqn.params["branches"]]
+
+    def flow(self, through, given):
+        flows = [through(jaxpr, tuple(given[1:])) for jaxpr, _ in self.branches]
+        return (None,) * len(self.eqn.outvars), any(flow.changes for flow in flows)
+
+    def rebuilt(self, run, operands, results):
+        index, *given = operands
+        weights = [t.weight for t in given]
+
+        def branch(jaxpr: Any, constants: Any) -> Any:
+            return lambda values, masters: _values(run(jaxpr, constants, traced(values, weights, masters)))
+
+        functions = [branch(*branch_) for branch_ in self.branches]
+        arguments = _values(given), masters_of(given)
+        platforms = self.params.get("branches_platforms")
+        if platforms is None:
+            return [*map(Traced, jax.lax.switch(index.value, functions, *arguments))]
+        by_platform = {name: f for names, f in zip(platforms, functions, strict=True) for name in names or ("default",)}
+        default = by_platform.pop("default", None)
+        return [*map(Traced, jax.lax.platform_dependent(*arguments, default=default, **by_platform))]
+
+
+_KINDS: dict[str, type[_Call]] = {
+    "jit": _Jit,
+    "pjit": _Jit,
+    "closed_call": _Call,
+    "core_call": _Call,
+    "eval_jaxpr": _Call,
+    "remat2": _Remat,
+    "checkpoint": _Remat,
+    "shard_map": _ShardMap,
+    "scan": _Scan,
+    "while": _While,
+    "cond": _Cond,
+}

@@ -1,0 +1,98 @@
+"""A pass over a jaxpr that finds which of its values are parameters and which of its products a recipe changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxlowprec.models.transform import calls
+from jaxlowprec.models.transform.products import Product, product_of
+from jaxlowprec.models.transform.weights import Weight, Weights, is_matrix, moved
+from jaxlowprec.recipes.roles import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An equation that has parameters among its operands.
+
+    Attributes:
+        results: the parameters that its results are.
+        changes: whether it is, or contains, a product that follows a recipe.
+        product: the product that it is, if it follows a recipe.
+    """
+
+    results: Weights
+    changes: bool = False
+    product: Product | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """What becomes of the parameters among a jaxpr's arguments.
+
+    Attributes:
+        results: the parameters that its results are.
+        changes: whether any of its products follows a recipe.
+        steps: its equations that have parameters among their operands, by their numbers.
+    """
+
+    results: Weights
+    changes: bool
+    steps: dict[int, Step]
+
+
+class Following:
+    """Follows parameters through a function's jaxpr; each inner jaxpr is looked at once for the same parameters.
+
+    Attributes:
+        recipe: the recipe, or the rules; None: high precision.
+        products: every product by a parameter, in the order of the trace.
+        lost: maps a parameter's number to the first primitive that it was given to and not followed through.
+    """
+
+    def __init__(self, recipe: Recipe | None):
+        self.recipe = recipe
+        self.products: list[Product] = []
+        self.lost: dict[int, str] = {}
+        self._flows: dict[tuple[int, Weights], tuple[Any, Flow]] = {}
+
+    def recipe_at(self, name: str) -> Recipe | None:
+        """The recipe of the layer of a name."""
+        return None if self.recipe is None else self.recipe.within(name)
+
+    def through(self, jaxpr: Any, weights: Weights) -> Flow:
+        """The flow through an open jaxpr whose arguments are these."""
+        key = id(jaxpr), weights
+        if key not in self._flows:
+            self._flows[key] = jaxpr, self._walked(jaxpr, weights)  # with the jaxpr, so that its id stays its own
+        return self._flows[key][1]
+
+    def _walked(self, jaxpr: Any, weights: Weights) -> Flow:
+        found: dict[Any, Weight | None] = dict(zip(jaxpr.invars, weights, strict=True))
+        steps = {}
+        for number, eqn in enumerate(jaxpr.eqns):
+            given = [None if _is_literal(v) else found.get(v) for v in eqn.invars]
+            if any(given):
+                steps[number] = step = self._step(eqn, given)
+                found |= zip(eqn.outvars, step.results, strict=True)
+        results = tuple(None if _is_literal(v) else found.get(v) for v in jaxpr.outvars)
+        return Flow(results, any(step.changes for step in steps.values()), steps)
+
+    def _step(self, eqn: Any, given: list[Weight | None]) -> Step:
+        nothing: Weights = (None,) * len(eqn.outvars)
+        if (product := product_of(eqn, given)) is not None:
+            self.products.append(product)
+            follows = not product.reason and self.recipe_at(product.weight.name) is not None
+            return Step(nothing, follows, product if follows else None)
+        if (call := calls.of(eqn)) is not None:
+            return Step(*call.flow(self.through, given))
+        results = tuple(moved(eqn, given) or nothing)
+        kept = {weight.leaf for weight in results if weight is not None}
+        for variable, weight in zip(eqn.invars, given, strict=True):
+            if weight is not None and weight.leaf not in kept and is_matrix(variable.aval):
+                self.lost.setdefault(weight.leaf, eqn.primitive.name)
+        return Step(results)
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")

@@ -1,0 +1,117 @@
+"""The products of a traced function that a recipe can have, and how they are computed under it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxlowprec.linears.dot_general import dot_general
+from jaxlowprec.linears.grouped import grouped_matmul
+from jaxlowprec.models.transform.weights import FLOATS, Weight
+from jaxlowprec.recipes.roles import Recipe
+
+_PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of the function one operand of which is a parameter.
+
+    Attributes:
+        weight: the parameter.
+        side: which operand it is, 0 or 1.
+        shape: the operand's shape.
+        grouped: rows in groups, with a matrix per group.
+        reason: why it cannot follow any recipe, or "".
+    """
+
+    weight: Weight
+    side: int
+    shape: tuple[int, ...]
+    grouped: bool
+    reason: str = ""
+
+
+def product_of(eqn: Any, weights: list[Weight | None]) -> Product | None:
+    """The product that an equation is; None if none of its operands is a parameter."""
+    if eqn.primitive.name not in _PRODUCTS or not any(weights[:2]):
+        return None
+    side = 1 if weights[1] is not None else 0
+    weight: Any = weights[side]
+    grouped = eqn.primitive.name != "dot_general"
+    if weight.ends:
+        reason = "its stack of layers is not run by a scan, so its first and last layers are not known"
+    else:
+        reason = (_why_no_grouped_product if grouped else _why_no_product)(eqn, side, weights)
+    return Product(weight, side, eqn.invars[side].aval.shape, grouped, reason)
+
+
+def _why_no_product(eqn: Any, side: int, weights: list[Weight | None]) -> str:
+    if all(weights[:2]):
+        return "both operands are parameters"
+    (contract, batch) = eqn.params["dimension_numbers"]
+    aval = eqn.invars[side].aval
+    if not contract[side]:
+        return "it contracts nothing"
+    free = [n for axis, n in enumerate(aval.shape) if axis not in (*contract[side], *batch[side])]
+    if math.prod(free) == 1:
+        return "the parameter is contracted whole: no matrix"
+    return _why_no_floats(eqn)
+
+
+def _why_no_grouped_product(eqn: Any, side: int, weights: list[Weight | None]) -> str:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    contract, batch = numbers.dot_dimension_numbers
+    plain = (
+        side == 1
+        and weights[0] is None
+        and [v.aval.ndim for v in eqn.invars[:2]] == [2, 3]
+        and (tuple(contract[0]), tuple(contract[1])) == ((1,), (1,))
+        and not batch[0]
+        and tuple(numbers.lhs_ragged_dimensions) == (0,)
+        and tuple(numbers.rhs_group_dimensions) == (0,)
+        and eqn.params.get("group_offset") is None
+        and len(eqn.invars) == 3
+    )
+    return _why_no_floats(eqn) if plain else "a ragged product other than [T, K] by [E, K, N] in groups of rows"
+
+
+def _why_no_floats(eqn: Any) -> str:
+    dtypes = [v.aval.dtype for v in (*eqn.invars[:2], *eqn.outvars)]
+    odd = next((d for d in dtypes if d not in FLOATS), None)
+    return "" if odd is None else f"it has {odd} operands; needs bfloat16, float16 or float32"
+
+
+def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recipe: Recipe) -> Any:
+    """The result of a product's equation, computed under a recipe from the parameter in its own dtype."""
+    out_dtype, name = eqn.outvars[0].aval.dtype, product.weight.name
+    options: Any = {"recipe": recipe, "name": name, "precision": eqn.params["precision"]}
+    if product.grouped:
+        return grouped_matmul(operands[0], master, operands[2], out_dtype=out_dtype, **options)
+    contract, batch = eqn.params["dimension_numbers"]
+    x, other = operands[1 - product.side], 1 - product.side
+    # Contracted axes in the input's order, as `einsum` and the layers have them: it decides what a block is.
+    pairs = sorted(zip(contract[other], contract[product.side], strict=True))
+    dims: Any = (tuple(zip(*pairs, strict=True)), (batch[other], batch[product.side]))
+    batches, x_free = len(batch[0]), x.ndim - len(batch[0]) - len(pairs)
+    w_free = master.ndim - batches - len(pairs)
+    out_sharding, back = eqn.params["out_sharding"], None
+    if product.side == 0:  # from [batch, input's free axes, weight's free axes] to the equation's order
+        back = (*range(batches), *range(batches + x_free, batches + x_free + w_free), *range(batches, batches + x_free))
+        out_sharding = _transposed(out_sharding, back)
+    y = dot_general(x, master, dims, preferred_element_type=out_dtype, out_sharding=out_sharding, **options)
+    return y if back is None else y.transpose(back)
+
+
+def _transposed(out_sharding: Any, back: tuple[int, ...]) -> Any:
+    """The sharding of the array whose transpose by `back` has this one."""
+    if out_sharding is None:
+        return None
+    named = isinstance(out_sharding, NamedSharding)
+    given = out_sharding.spec if named else out_sharding
+    axes = [*given, *[None] * (len(back) - len(given))]
+    spec = PartitionSpec(*(axes[back.index(i)] for i in range(len(back))))
+    return NamedSharding(out_sharding.mesh, spec) if named else spec

@@ -1,0 +1,133 @@
+"""Which values of a traced function are parameters, perhaps moved, cut or cast."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+# Primitives whose first operand is moved or cut, and nothing else.
+_LAYOUT = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "dynamic_slice",
+    "gather",
+    "name",
+    "reshape",
+    "reshard",
+    "rev",
+    "sharding_constraint",
+    "slice",
+    "split",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+}
+# Primitives that hand on each operand as the result of the same number.
+_EACH = {"device_put", "optimization_barrier", "pvary"}
+FLOATS: tuple[Any, ...] = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """Says which parameter a value is.
+
+    Attributes:
+        name: the layer's name: the parameter's path in its tree.
+        leaf: the parameter's number among the function's array leaves.
+        cast: the value has another dtype than the parameter. Then a master goes with it: the parameter itself, moved
+            and cut in the same way.
+        ends: of a stack of layers that no scan has taken apart yet: how many of the first and of the last layers stay
+            in high precision; None otherwise.
+    """
+
+    name: str
+    leaf: int
+    cast: bool = False
+    ends: tuple[int, int] | None = None
+
+
+Weights = tuple[Weight | None, ...]
+
+
+def is_float(aval: Any) -> bool:
+    """Whether a value can be a weight, or a vector that weights are cut from."""
+    return getattr(aval, "dtype", None) in FLOATS and aval.size > 1
+
+
+def is_matrix(aval: Any) -> bool:
+    """Whether a value can be a weight: a float array, at least two axes of which are longer than 1."""
+    return is_float(aval) and sum(n != 1 for n in aval.shape) > 1
+
+
+def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
+    """What the results of an equation that only moves, cuts or casts its operands are; None for any other equation."""
+    name = eqn.primitive.name
+    if name in _EACH and len(eqn.invars) == len(eqn.outvars):
+        return list(weights)
+    if name not in _LAYOUT:
+        return None
+    if name == "split":
+        return [_cut(weights[0], eqn.invars[0].aval, result.aval) for result in eqn.outvars]
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    weight = _cut(weights[0], before, after)
+    if weight is None:
+        return [None]
+    if name == "broadcast_in_dim" and after.size != before.size:
+        return [None]
+    if name == "gather" and not (is_matrix(before) and eqn.invars[1].aval.ndim == 1):  # several rows of an embedding
+        return [None]
+    if name == "convert_element_type":
+        return [dataclasses.replace(weight, cast=True)]
+    return [weight]
+
+
+def _cut(weight: Weight | None, before: Any, after: Any) -> Weight | None:
+    """A parameter, or a part of it; None if it is no weight any more: a row of an embedding is an activation."""
+    row = is_matrix(before) and not is_matrix(after) and after.size < before.size
+    return None if row or not is_float(after) else weight
+
+
+def source(eqn: Any, number: int) -> int:
+    """The number of the operand that a result of such an equation is."""
+    return number if eqn.primitive.name in _EACH else 0
+
+
+def moved_master(eqn: Any, number: int, master: Any, operands: list[Any]) -> Any:
+    """What such an equation makes of its operand's master, for the result of that number; it stays in its dtype."""
+    if eqn.primitive.name in ("convert_element_type", "optimization_barrier"):
+        return master
+    operands = [master if i == source(eqn, number) else operand for i, operand in enumerate(operands)]
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return results[number] if eqn.primitive.multiple_results else results
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A value of the function.
+
+    Attributes:
+        value: the value.
+        weight: the parameter that it is, or None.
+        master: that parameter in its own dtype, moved and cut as the value is; the value itself if it was not cast.
+    """
+
+    value: Any
+    weight: Weight | None = None
+    master: Any = None
+
+
+def traced(values: Any, weights: Any, masters: Any) -> list[Traced]:
+    """Values with the parameters that they are. `masters` has those of the cast ones, in order."""
+    left = iter(masters)
+    return [
+        Traced(value, weight, None if weight is None else next(left) if weight.cast else value)
+        for value, weight in zip(values, weights, strict=True)
+    ]
+
+
+def masters_of(values: list[Traced]) -> list[Any]:
+    """The masters of the cast ones, in order."""
+    return [t.master for t in values if t.weight is not None and t.weight.cast]

@@ -1,0 +1,63 @@
+"""Says when a recipe did nothing: no layer followed it, or one of its rules matched no layer."""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import warnings
+from collections.abc import Iterable
+
+from jaxlowprec.recipes.per_layer import PerLayer
+from jaxlowprec.recipes.roles import Recipe
+
+_NEAREST = 3
+_seen: dict[Recipe, set[str]] = collections.defaultdict(set)
+"""The names of the layers that have asked for the recipe of a scope, since the process began: a function that is found
+in jit's cache was traced under the same recipe before."""
+_said: set[tuple[Recipe, str]] = set()
+
+
+def saw(recipe: Recipe, names: Iterable[str]) -> None:
+    """Notes that layers of these names have asked for a scope's recipe."""
+    _seen[recipe].update(names)
+
+
+def of_scope(recipe: Recipe) -> list[str]:
+    """What the layers that asked for a scope's recipe left unused."""
+    names = _seen.get(recipe, set())
+    return complaints(recipe, names, [name for name in names if recipe.within(name) is not None])
+
+
+def complaints(recipe: Recipe, names: Iterable[str], followed: Iterable[str]) -> list[str]:
+    """What a recipe did not reach.
+
+    Arguments:
+        names: of every layer that there is.
+        followed: of those that followed the recipe.
+    """
+    names, title = sorted(set(names)), type(recipe).__name__
+    found = []
+    if not any(True for _ in followed):
+        there = f"; the layers are {_listed(names)}" if names else ""
+        found.append(
+            f"no layer followed {title}: everything was computed in high precision{there}. Use this library's layers, "
+            "or jaxlowprec.quantize_matmuls for any function"
+        )
+    if isinstance(recipe, PerLayer) and names:
+        for pattern in recipe.unmatched(names):
+            nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.0)
+            found.append(f"the rule {pattern!r} of {title} matches no layer; the nearest names are {_listed(nearest)}")
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:_NEAREST]))
+    return f"{shown} and {len(names) - _NEAREST} more" if len(names) > _NEAREST else shown
+
+
+def warn_once(who: str, recipe: Recipe, messages: Iterable[str], depth: int) -> None:
+    """Warns of each of these, once for a recipe, at the line of the caller that many functions up."""
+    for message in messages:
+        if (recipe, message) not in _said:
+            _said.add((recipe, message))
+            warnings.warn(f"{who}: {message}", stacklevel=2 + depth)

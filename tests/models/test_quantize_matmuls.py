@@ -1,0 +1,338 @@
+"""quantize_matmuls: a function without this library's layers has the bytes of the same one with them."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxlowprec as jlp
+from tests.helpers import assert_same_bytes, often, random_array
+
+NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
+X = random_array((16, 32))
+PARAMS = {"up": {"kernel": random_array((32, 48), "float32", 1)}, "down": {"w": random_array((48, 32), "float32", 2)}}
+STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf, leaf / 2, leaf]), PARAMS)
+
+
+def forms(product):
+    """Functions of parameters and activations, by name; product(x, weight, name) multiplies."""
+
+    def plain(params, x):
+        hidden = jnp.tanh(product(x, params["up"]["kernel"], "up"))
+        return product(hidden, params["down"]["w"], "down")
+
+    def scan(params, x):
+        return lax.scan(lambda carry, layer: (jnp.tanh(plain(layer, carry)), carry[0]), x, params, reverse=True)
+
+    def scan_of_remat(params, x):
+        body = jax.checkpoint(lambda carry, layer: (jnp.tanh(plain(layer, carry)), None), prevent_cse=False)
+        return lax.scan(body, x, params, unroll=2)[0]
+
+    def fori_over_the_pair(params, x):
+        return lax.fori_loop(0, 3, lambda _, pair: (pair[0], jnp.tanh(plain(*pair))), (params, x))[1]
+
+    def indexed(params, x):
+        body = lambda i, x: jnp.tanh(plain(jax.tree.map(lambda leaf: leaf[i], params), x))  # noqa: E731
+        return lax.fori_loop(0, 4, body, x)
+
+    def while_(params, x):
+        return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(plain(params, c[0])), c[1] + 1), (x, 0))[0]
+
+    def cond(params, x):
+        one = lax.cond(x[0, 0] > 0, lambda: plain(params, x), lambda: plain(params, -x))
+        return one + lax.switch(1, [lambda: x, lambda: plain(params, x), lambda: -x])
+
+    def platform(params, x):
+        return lax.platform_dependent(params, x, cpu=plain, default=lambda params, x: -plain(params, x))
+
+    def remat(params, x):
+        return jax.checkpoint(plain, policy=jax.checkpoint_policies.dots_saveable)(params, x)
+
+    def nested_jit(params, x):
+        return jax.jit(lambda params, x: jax.jit(plain)(params, x) + x)(params, x)
+
+    local = locals()
+    return {name: local[name] for name in local if name not in ("product", "plain")} | {"plain": plain}
+
+
+THEIRS = forms(lambda x, w, name: x @ w.astype(x.dtype))
+OF_STACKS = ("scan", "scan_of_remat", "indexed")
+SOMETIMES = ("while_", "platform", "indexed", "fori_over_the_pair")
+
+
+def ours(recipe):
+    return forms(lambda x, w, name: jlp.linear(x, w, recipe=recipe, name=name))
+
+
+def nameless(x, w, name=""):
+    return jlp.linear(x, w, recipe=NVFP4)
+
+
+def params_of(form):
+    return STACKED if form in OF_STACKS else PARAMS
+
+
+def with_gradients(function):
+    """A jitted function's result and gradients."""
+
+    def loss(params, x):
+        y = function(params, x)
+        return sum(jnp.sum(jnp.cos(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(y)), y
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def casting_first(function):
+    """The function, given parameters that a jitted function has cast."""
+    cast = jax.jit(functools.partial(jax.tree.map, lambda leaf: leaf.astype(jnp.bfloat16)))
+    return lambda params, x: function(cast(params), x)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("form", often(set(THEIRS) - set(SOMETIMES), THEIRS))
+    def test_are_those_of_the_layers(self, form):
+        args = params_of(form), X
+        run = jax.jit if form in ("while_", "indexed") else with_gradients  # these have no gradient, or a slow one
+        expected = run(ours(NVFP4)[form])(*args)
+        assert_same_bytes(run(jlp.quantize_matmuls(THEIRS[form], NVFP4))(*args), expected)
+        assert_same_bytes(run(jlp.quantize_matmuls(casting_first(THEIRS[form]), NVFP4))(*args), expected)
+
+    def test_under_vmap_each_slice_is_a_tensor(self):
+        x = random_array((3, 16, 32))
+        run = lambda f: jax.jit(jax.vmap(f, (None, 0)))(PARAMS, x)  # noqa: E731
+        assert_same_bytes(run(jlp.quantize_matmuls(THEIRS["plain"], NVFP4)), run(ours(NVFP4)["plain"]))
+
+    def test_a_vmap_in_the_function_is_one_product(self):
+        """Its rows have one amax, as those of a layer that is given [2, 8, 32]."""
+        x = X.reshape(2, 8, 32)
+        theirs = jlp.quantize_matmuls(jax.vmap(THEIRS["plain"], (None, 0)), NVFP4)
+        assert_same_bytes(jax.jit(theirs)(PARAMS, x), jax.jit(ours(NVFP4)["plain"])(PARAMS, x))
+
+    def test_without_a_recipe_they_are_the_functions(self):
+        expected = with_gradients(THEIRS["plain"])(PARAMS, X)
+        for rules in (None, jlp.PerLayer(((".*", None),), NVFP4), ...):
+            assert_same_bytes(with_gradients(jlp.quantize_matmuls(THEIRS["plain"], rules))(PARAMS, X), expected)
+
+    def test_rules_choose_by_the_parameters_paths(self):
+        rules = jlp.PerLayer((("down", None),), NVFP4)
+        theirs = with_gradients(jlp.quantize_matmuls(THEIRS["plain"], rules))(PARAMS, X)
+        assert_same_bytes(theirs, with_gradients(ours(rules)["plain"])(PARAMS, X))
+
+    def test_a_scope_decides_by_default(self):
+        function = jax.jit(jlp.quantize_matmuls(THEIRS["plain"]))
+        with jlp.autocast(MXFP8):
+            assert_same_bytes(function(PARAMS, X), jax.jit(ours(MXFP8)["plain"])(PARAMS, X))
+        assert_same_bytes(function(PARAMS, X), jax.jit(THEIRS["plain"])(PARAMS, X))
+
+
+def product_of(subscripts, x_ndim=2):
+    """The einsum of a parameter as its first operand."""
+    return lambda w, x: jnp.einsum(subscripts, w.astype(x.dtype), x)
+
+
+class TestProducts:
+    @pytest.mark.parametrize(
+        ("subscripts", "w", "x"),
+        [
+            ("kn,tk->nt", (32, 48), (16, 32)),
+            ("nk,tk->tn", (48, 32), (16, 32)),
+            ("bkn,btk->bnt", (2, 32, 48), (2, 16, 32)),
+            ("khd,btk->bthd", (32, 3, 16), (2, 8, 32)),
+            ("hdk,bthd->btk", (3, 16, 32), (2, 8, 3, 16)),
+        ],
+        ids=str,
+    )
+    def test_a_parameter_as_the_first_operand(self, subscripts, w, x):
+        w, x = random_array(w, "float32", 1), random_array(x)
+        first, second, result = subscripts.replace("->", ",").split(",")
+        swapped = functools.partial(jlp.einsum, f"{second},{first}->{result}", recipe=NVFP4, name="")
+        actual = jax.jit(jlp.quantize_matmuls(product_of(subscripts), NVFP4))(w, x)
+        assert_same_bytes(actual, jax.jit(lambda w, x: swapped(x, w))(w, x))
+
+    def test_rows_in_groups(self):
+        kernels, sizes = random_array((3, 32, 48), "float32", 1), jnp.array([5, 0, 11])
+        function = jlp.quantize_matmuls(lambda p, x: lax.ragged_dot(x, p["e"]["w"].astype(x.dtype), sizes), NVFP4)
+        expected = jlp.grouped_matmul(X, kernels, sizes, recipe=NVFP4, name="e")
+        assert_same_bytes(function({"e": {"w": kernels}}, X), expected)
+
+    def test_moved_and_cut_parameters(self):
+        """One array holds everything, as after `jax.flatten_util.ravel_pytree`."""
+        flat, restore = jax.flatten_util.ravel_pytree(PARAMS)
+        function = jlp.quantize_matmuls(lambda flat, x: THEIRS["plain"](restore(flat), x), NVFP4)
+        expected = with_gradients(lambda flat, x: forms(nameless)["plain"](restore(flat), x))(flat, X)
+        assert_same_bytes(with_gradients(function)(flat, X), expected)
+        moved = jlp.quantize_matmuls(lambda w, x: x @ w.reshape(48, 32).T[:, 8:40].astype(x.dtype), NVFP4)
+        w = PARAMS["up"]["kernel"]
+        expected = jax.jit(lambda w, x: nameless(x, w.reshape(48, 32).T[:, 8:40]))(w, X)
+        assert_same_bytes(jax.jit(moved)(w, X), expected)
+
+    def test_a_tied_embedding_is_looked_up_as_it_is(self):
+        table, tokens = {"embed": random_array((40, 32), "float32", 3)}, jnp.arange(16)
+
+        def tied(params, product):
+            x = jnp.take(params["embed"], tokens, axis=0).astype(jnp.bfloat16)
+            return product(x, params["embed"].T)
+
+        theirs = jlp.quantize_matmuls(lambda params: tied(params, lambda x, w: x @ w.astype(x.dtype)), NVFP4)
+        expected = tied(table, lambda x, w: jlp.linear(x, w, recipe=NVFP4, name="embed"))
+        assert_same_bytes(theirs(table), expected)
+
+    def test_integers_and_two_parameters_stay(self):
+        params = {"a": random_array((16, 32), "float32"), "b": random_array((32, 16), "float32"), "c": jnp.eye(8, 4)}
+
+        def function(params, x):
+            whole = jax.lax.dot_general(x, params["c"].astype(jnp.int32), (((1,), (0,)), ((), ())))
+            return params["a"] @ params["b"], whole
+
+        x = jnp.ones((4, 8), jnp.int32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_same_bytes(jlp.quantize_matmuls(function, NVFP4)(params, x), function(params, x))
+        notes = {layer.path: layer.note for layer in jlp.explain(function, NVFP4, params, x).layers}
+        assert notes["b"] == "both operands are parameters"
+        assert notes["c"] == "in no product: not followed through convert_element_type"
+
+
+class TestStacks:
+    RULES = jlp.PerLayer((), NVFP4, stacks=((".*", 1, 2),))
+
+    def test_run_in_pieces_give_the_unrolled_model(self):
+        x, params = X.astype(jnp.float32), STACKED
+
+        def unrolled(params, x):
+            first = []
+            for i in reversed(range(4)):
+                first.append(x[0])
+                layer = jax.tree.map(lambda leaf, i=i: leaf[i], params)
+                x = jnp.tanh(ours(NVFP4 if i == 1 else None)["plain"](layer, x))
+            return x, jnp.stack(first[::-1])
+
+        theirs = with_gradients(jlp.quantize_matmuls(THEIRS["scan"], self.RULES))(params, x)
+        assert_same_bytes(theirs, with_gradients(unrolled)(params, x))
+
+    def test_layers_of_a_stack_that_no_scan_runs_stay(self):
+        function = jlp.quantize_matmuls(THEIRS["indexed"], self.RULES)
+        with pytest.warns(UserWarning, match="no layer followed PerLayer"):
+            assert_same_bytes(jax.jit(function)(STACKED, X), jax.jit(THEIRS["indexed"])(STACKED, X))
+        assert "not run by a scan" in str(jlp.explain(function, ..., STACKED, X))
+
+    def test_the_librarys_own_layers_do_not_know_their_place(self):
+        with pytest.raises(ValueError, match="only quantize_matmuls knows a layer's place"):
+            jlp.linear(X, PARAMS["up"]["kernel"], recipe=self.RULES)
+
+
+class Block(nnx.Module):
+    def __init__(self, linear, rngs):
+        options = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
+        self.up, self.down = linear(32, 48, **options), linear(48, 32, **options)
+        self.norm, self.dropout = nnx.BatchNorm(48, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(jnp.tanh(self.norm(self.up(x))).astype(jnp.bfloat16)))
+
+
+def test_an_nnx_model_learns_and_counts_as_with_our_layers():
+    def loss(model, x):
+        return jnp.square(model(x).astype(jnp.float32)).mean()
+
+    theirs, ours = Block(nnx.Linear, nnx.Rngs(0)), Block(jlp.nnx.Linear, nnx.Rngs(0))
+    jlp.nnx.name_layers(ours)
+    result = nnx.jit(nnx.value_and_grad(jlp.quantize_matmuls(loss, NVFP4)))(theirs, X)
+    with jlp.autocast(NVFP4):
+        expected = nnx.jit(nnx.value_and_grad(loss))(ours, X)
+    assert_same_bytes(jax.tree.leaves(result), jax.tree.leaves(expected))
+    assert_same_bytes(nnx.state(theirs, nnx.BatchStat), nnx.state(ours, nnx.BatchStat))
+    assert theirs.dropout.rngs.count.get_value() == ours.dropout.rngs.count.get_value() == 1
+
+
+class TestExplain:
+    def test_every_product_and_parameter(self):
+        def function(params, x):
+            y = lax.scan(lambda c, w: (jnp.tanh(c @ w.astype(c.dtype)), None), x, params["layers"])[0]
+            y = lax.conv(y[None, None], params["conv"].astype(y.dtype), (1, 1), "SAME")[0, 0]
+            return y @ params["head"].astype(y.dtype)
+
+        params = {"layers": jnp.ones((2, 32, 32)), "head": jnp.ones((32, 8)), "conv": jnp.ones((1, 1, 3, 3))}
+        rules = jlp.PerLayer((("head", None),), MXFP8)
+        expected = """
+layer   kernel   weight           input            gradient
+layers  32x32    MXFP8 E4M3 1x32  MXFP8 E4M3 1x32  MXFP8 E4M3 1x32
+head    32x8     -                -                -                left out by the recipe
+conv    1x1x3x3  -                -                -                in no product: not followed through conv_general_dilated"""  # noqa: E501
+        for explained in (
+            jlp.explain(function, rules, params, X),
+            jlp.explain(jlp.quantize_matmuls(function, rules), ..., params, X),
+        ):
+            assert str(explained) == expected.strip()
+
+
+class TestSilence:
+    def test_a_recipe_that_no_layer_follows_warns_once(self):
+        function = jlp.quantize_matmuls(lambda p, x: x + p["up"], jlp.MXFP8BlockScaling(fp8_format="HYBRID"))
+        with pytest.warns(UserWarning, match="no layer followed MXFP8BlockScaling.*'up'") as said:
+            function({"up": jnp.ones((4, 4))}, 1.0)
+            function({"up": jnp.ones((4, 4))}, 1.0)
+        assert len(said) == 1
+
+    def test_a_rule_that_matches_nothing_names_the_nearest(self):
+        rules = jlp.PerLayer((("op", None),), MXFP8)
+        with pytest.warns(UserWarning, match="the rule 'op' of PerLayer matches no layer; the nearest names are 'up'"):
+            jlp.quantize_matmuls(THEIRS["plain"], rules)(PARAMS, X)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ((3,), TypeError, "fn=3; needs a function"),
+            ((len, 3), TypeError, "recipe=3; needs a recipe"),
+            ((len, None, 1.5), TypeError, "params=1.5; needs an argument's position or name"),
+            ((len, None, ()), TypeError, "needs an argument's position or name"),
+            ((len, None, True), TypeError, "needs an argument's position or name"),
+        ],
+    )
+    def test_arguments(self, arguments, error, message):
+        with pytest.raises(error, match=f"quantize_matmuls: .*{message}"):
+            jlp.quantize_matmuls(*arguments)
+
+    @pytest.mark.parametrize("params", [2, -3, "weights"])
+    def test_params_that_name_no_argument(self, params):
+        with pytest.raises(
+            ValueError, match="2 positional arguments and the keywords .*needs the position or the name"
+        ):
+            jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params)(PARAMS, X)
+
+    def test_params_by_name_and_several(self):
+        expected = jax.jit(ours(NVFP4)["plain"])(PARAMS, X)
+        for params in ("params", [-2], ("params",)):
+            assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4, params))(PARAMS, X), expected)
+        assert_same_bytes(jax.jit(jlp.quantize_matmuls(THEIRS["plain"], NVFP4))(params=PARAMS, x=X), expected)
+
+    def test_a_function_that_cannot_be_traced(self):
+        def branches(w, x):
+            return x @ w if x.sum() > 0 else x
+
+        with pytest.raises(jax.errors.ConcretizationTypeError) as raised:
+            jlp.quantize_matmuls(branches, NVFP4)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+        assert "has to be traceable by jax.jit" in raised.value.__notes__[-1]
+
+
+def test_the_program_is_as_long_as_the_hand_written_one():
+    def lines(function):
+        return len(jax.jit(function).lower(STACKED, X).as_text().splitlines())
+
+    assert lines(jlp.quantize_matmuls(THEIRS["scan"], NVFP4)) == lines(ours(NVFP4)["scan"])
+
+
+def test_other_arguments_are_not_traced():
+    def function(w, x, how, scale):
+        assert how == "tanh" and isinstance(scale, float)
+        return np.float32(scale) * getattr(jnp, how)(x @ w.astype(x.dtype))
+
+    y = jlp.quantize_matmuls(function, NVFP4)(PARAMS["up"]["kernel"], X, "tanh", 2.0)
+    assert y.shape == (16, 48)
