@@ -223,4 +223,9 @@ def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
                 f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups take only "
                 f"NVFP4's rotation of size {BLOCK}"
             )
+    if roles.weight is not None and roles.weight.hadamard is not None:
+        raise ValueError(
+            f"{who}: the recipe rotates the weight by {roles.weight.hadamard}, and it would not cancel in fprop and "
+            "dgrad; rotate the input and the gradient, or none"
+        )
     return roles
