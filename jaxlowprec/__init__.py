@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import delayed_scaling, layouts, moe, traffic
+from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, moe, traffic
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
@@ -69,6 +69,7 @@ __all__ = [
     "WeightQAT",
     "all_gather_quantized",
     "autocast",
+    "checkpoint_policies",
     "checkpoints",
     "current_recipe",
     "delayed_scaling",

@@ -17,6 +17,9 @@ from jaxlowprec.wiring.out_sharding import resharded
 CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
 """The checkpoint_names of residuals: data, scale and amax of the columnwise input, and of the weight."""
 
+PRODUCT_NAME = "jaxlowprec_product"
+"""The checkpoint_name of the result of a linear's forward GEMM, quantised or not."""
+
 
 def in_profiles(layer: str, part: str = "") -> contextlib.AbstractContextManager:
     """A context in which operations are named `layer/part` in profiles and in the metadata of compiled code.
@@ -32,6 +35,11 @@ def named(residual: Any, name: str) -> Any:
     if residual is None or isinstance(residual, jax.Array):
         return residual
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), residual)
+
+
+def product(y: jax.Array) -> jax.Array:
+    """The result of a forward GEMM, with its checkpoint name."""
+    return checkpoint_name(y, PRODUCT_NAME)
 
 
 def decoded(x: Any, dtype: Any) -> jax.Array:
