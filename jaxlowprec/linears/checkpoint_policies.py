@@ -14,12 +14,9 @@ import jax
 from jax.ad_checkpoint import Recompute
 
 from jaxlowprec.arguments import a_text, shown
-from jaxlowprec.linears.residuals import CHECKPOINT_NAMES, PRODUCT_NAME
+from jaxlowprec.linears.residuals import PRODUCT, QUANTIZED_INPUT, QUANTIZED_WEIGHT
 
 Policy = Callable[..., Any]
-
-QUANTIZED_INPUT, QUANTIZED_WEIGHT = CHECKPOINT_NAMES
-PRODUCT = PRODUCT_NAME
 
 _quantized = jax.checkpoint_policies.save_only_these_names(QUANTIZED_INPUT, QUANTIZED_WEIGHT)
 _products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
