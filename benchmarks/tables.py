@@ -11,6 +11,7 @@ import pathlib
 import re
 import sys
 
+import memory_tables
 import mesh_tables
 import recipe_table
 import speed_tables
@@ -27,7 +28,7 @@ TABLES = {
         *(speed_tables.convert, speed_tables.weight_sync, speed_tables.best_speed, speed_tables.train_step),
         *(speed_tables.scaling, speed_tables.study, speed_tables.gpu),
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
-        recipe_table.recipes,
+        *(recipe_table.recipes, memory_tables.checkpoint_policies),
     )
 }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import delayed_scaling, layouts, moe, traffic
+from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, moe, traffic
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.diagnostics.support import Supported, supported
 from jaxlowprec.linears.collectives import all_gather_quantized
 from jaxlowprec.linears.dot_general import dot_general, einsum
 from jaxlowprec.linears.grouped import grouped_matmul, ragged_dot
@@ -65,9 +66,11 @@ __all__ = [
     "Recipe",
     "Role",
     "Roles",
+    "Supported",
     "WeightQAT",
     "all_gather_quantized",
     "autocast",
+    "checkpoint_policies",
     "checkpoints",
     "current_recipe",
     "delayed_scaling",
@@ -90,6 +93,7 @@ __all__ = [
     "quantize_params",
     "ragged_dot",
     "scaled_matmul",
+    "supported",
     "traffic",
     "weight_sync",
 ]

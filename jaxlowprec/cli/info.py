@@ -8,57 +8,85 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor
+from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Format, Int4
 from jaxlowprec.cli.streams import emit
 from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
-from jaxlowprec.ops.scaled_matmul.cuda import route
+from jaxlowprec.diagnostics import support
+from jaxlowprec.recipes.qat import Int4QAT
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.transformer_engine import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from jaxlowprec.wiring import native
 
 _PACKAGES = ("jaxlowprec", "jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 
-# For each operation: its FFI target, what it covers, and what the CPU emulates of a GPU.
+_INT4 = (Int4(),)
+
+
+class _Operation(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        name: of the line.
+        op: see `support.runs`.
+        covers: what it can do.
+        formats: for which the platforms' ways are shown, each as `support.runs` takes it.
+    """
+
+    name: str
+    op: str
+    covers: str
+    formats: tuple[tuple[Format, ...], ...] = ((),)
+
+
 _OPERATIONS = (
-    (
-        "quantize",
-        "jaxlowprec_quantize",
-        "NVFP4, MXFP8, MXFP4, Float8Block, Float8Tensor; both ways, rotated, stochastic",
-        "",
+    _Operation(
+        "quantize", "quantize", "NVFP4, MXFP8, MXFP4, Float8Block, Float8Tensor; both ways, rotated, stochastic"
     ),
-    ("amax", "jaxlowprec_amax", "of a tensor, and of its rotation, in one pass", ""),
-    ("dequantize", "jaxlowprec_dequantize", "all formats, rotation undone", ""),
-    ("quantize, Int4", "jaxlowprec_int4_quantize", "any group size, both ways, symmetric or not", ""),
-    ("dequantize, Int4", "jaxlowprec_int4_dequantize", "the same", ""),
-    ("fake_quantize, Int4", "jaxlowprec_int4_fake_quantize", "the same, in one pass", ""),
-    ("hadamard_transform", "jaxlowprec_hadamard", "sizes 16 to 256, rows and columns", ""),
-    (
+    _Operation("amax", "amax", "of a tensor, and of its rotation, in one pass"),
+    _Operation("dequantize", "dequantize", "all formats, rotation undone"),
+    _Operation("quantize, Int4", "quantize", "any group size, both ways, symmetric or not", (_INT4,)),
+    _Operation("dequantize, Int4", "dequantize", "the same", (_INT4,)),
+    _Operation("fake_quantize, Int4", "fake_quantize", "the same, in one pass", (_INT4,)),
+    _Operation("hadamard_transform", "hadamard_transform", "sizes 16 to 256, rows and columns"),
+    _Operation(
         "scaled_matmul, 4-bit",
-        "jaxlowprec_scaled_matmul",
+        "scaled_matmul",
         "NVFP4 x NVFP4, MXFP4 x MXFP4, square blocks on either side",
-        "exact integer dot products instead of FP4 tensor cores",
+        tuple((fmt, fmt) for fmt in (NVFP4(), MXFP4())),
     ),
-    (
+    _Operation(
         "scaled_matmul, 8-bit",
-        "jaxlowprec_scaled_matmul",
+        "scaled_matmul",
         "MXFP8 x MXFP8 or MXFP4, Float8Block x Float8Block, Float8Tensor x Float8Tensor",
-        "codes decoded to float32 instead of FP8 tensor cores",
+        tuple((fmt, fmt) for fmt in (MXFP8(), Float8Block(), Float8Tensor())),
     ),
-    (
+    _Operation(
         "scaled_matmul, weight-only",
-        "jaxlowprec_weight_only_matmul",
+        "scaled_matmul",
         "bfloat16, float16 or float32 by every format, Int4 too",
-        "",
+        ((NVFP4(),),),
     ),
 )
 
-
-_MULTIPLIED = {  # formats for whose GEMMs a GPU has its own instructions
-    "scaled_matmul, 4-bit": (NVFP4(), MXFP4()),
-    "scaled_matmul, 8-bit": (MXFP8(), Float8Block(), Float8Tensor()),
-}
+_RECIPES: tuple[type[Recipe], ...] = (
+    NVFP4BlockScaling,
+    MXFP8BlockScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    DelayedScaling,
+    Int4QAT,
+)
+_NEWEST = 10.0  # the compute capability for which GPUs are described where there is none
 
 
 def add_parser(commands: Any) -> None:
@@ -108,19 +136,18 @@ def _cuda() -> dict[str, Any]:
     }
 
 
-def _how_on_cuda(operation: str, capability: float | None) -> str:
-    """What computes an operation on a GPU; on this machine's GPU if it has one."""
-    if operation == "scaled_matmul, weight-only":
-        return (
-            "up to 16 rows of bfloat16 by NVFP4 or Int4: codes decoded in registers; others: XLA's GEMM of the decoded "
-            "weight"
-        )
-    formats = _MULTIPLIED.get(operation)
-    if formats is None:
-        return "CUDA kernels"
-    known = round(10 * (capability or 10))
-    parts = [f"{type(fmt).__name__}: {route(fmt, known) or 'none below compute capability 8.0'}" for fmt in formats]
-    return "; ".join(parts) + ("" if capability else " (on the newest GPUs)")
+def _runs(operation: _Operation, platform: str) -> dict[str, str]:
+    """How an operation runs on a platform, and why: for each format that goes its own way."""
+    capability = native.compute_capability() or _NEWEST
+    ways = {formats: support.runs(operation.op, platform, formats, capability) for formats in operation.formats}
+    first = next(iter(ways.values()))
+    why = first.why
+    if platform == "cuda" and first.how != "reference":
+        if len(ways) > 1:
+            why = "; ".join(f"{type(formats[0]).__name__}: {way.why}" for formats, way in ways.items())
+            why += "" if native.compute_capability() else " (on the newest GPUs)"
+        why += "" if VERIFIED_ON_GPUS else "; never verified on a GPU"
+    return {"runs": first.how, "why": why}
 
 
 def _devices() -> tuple[list[Any], str | None]:
@@ -142,29 +169,20 @@ def collect() -> dict[str, Any]:
     """Versions, devices, the native library, and how each operation runs on each platform present."""
     library = native.library()
     cuda = _cuda()
-    targets: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
-    if library.module:
-        targets["cpu"], targets["cuda"] = set(library.module.cpu_handlers()), set(library.module.cuda_handlers())
     names = {"gpu": "cuda" if cuda["compute_capability"] else "rocm"}  # JAX calls both "gpu"
     devices, why_no_devices = _devices()
     present = {names.get(device.platform, device.platform) for device in devices} | {"cpu"}
     platforms = sorted(present if cuda["reason"] else present | {"cuda"})
-    unverified = "" if cuda["verified_on"] else "; never verified on a GPU"
-    operations = []
-    for name, target, covers, emulation in _OPERATIONS:
-        runs = {}
-        for p in platforms:
-            reason = native.why_not(p)
-            if reason is None and target not in targets[p]:
-                reason = f"the compiled library has no {target}"
-            if p == "cuda":
-                how = "reference" if reason else "native"
-                why = reason or _how_on_cuda(name, cuda["compute_capability"]) + unverified
-            else:
-                how = "reference" if reason else ("emulated" if emulation else "native")
-                why = reason or emulation or f"{native.isa()} kernels"
-            runs[p] = {"runs": how, "why": why}
-        operations.append({"operation": name, "covers": covers, "platforms": runs})
+    operations = [
+        {"operation": o.name, "covers": o.covers, "platforms": {p: _runs(o, p) for p in platforms}} for o in _OPERATIONS
+    ]
+    recipes = [
+        {
+            "recipe": recipe.__name__,
+            "platforms": {p: support.supported(recipe(), p)._asdict() for p in platforms if p in support.PLATFORMS},
+        }
+        for recipe in _RECIPES
+    ]
     return {
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         "machine": f"{platform.system()} {platform.machine()}",
@@ -179,6 +197,7 @@ def collect() -> dict[str, Any]:
         },
         "cuda": cuda,
         "operations": operations,
+        "recipes": recipes,
     }
 
 
@@ -220,4 +239,9 @@ def render(found: dict[str, Any]) -> list[str]:
             rows.append((operation["operation"], p, how["runs"], how["why"], operation["covers"]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, "", table[0], "-" * len(table[0]), *table[1:]]
+    lines += ["", table[0], "-" * len(table[0]), *table[1:], ""]
+    for recipe in found["recipes"]:
+        for answer in recipe["platforms"].values():
+            says = "runs" if answer["supported"] else "does not run"
+            lines.append(f"{recipe['recipe']} {says}. {answer['reason']}")
+    return lines

@@ -19,7 +19,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.delayed_scaling import State
 from jaxlowprec.linears.layer_call import LayerCall, layer_call
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
-from jaxlowprec.linears.residuals import in_profiles
+from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.ops.checks import (
     a_sharding,
     axis_from_the_front,
@@ -104,12 +104,12 @@ def _dot_general(
         not_quantized(who, "lhs", lhs)
         rhs = call.high_precision_weight(rhs)
         with in_profiles(call.name):
-            return jax.lax.dot_general(lhs, rhs, given, **options), call.state
+            return product(jax.lax.dot_general(lhs, rhs, given, **options)), call.state
     lhs = float_array(who, "lhs", lhs)
     rhs = None if rhs is None else float_array(who, "rhs", rhs)
     if call.calibrates:
         rhs = call.high_precision_weight(rhs)
-        y = jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options)
+        y = product(jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options))
         return call.recorded(lhs, rhs, y)
     dims = dimension_numbers(who, given, lhs.ndim, None if rhs is None else rhs.ndim)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
@@ -240,7 +240,7 @@ def _einsum(
         for i, operand in enumerate(operands):
             not_quantized(who, f"operand {i}", operand)
         with in_profiles(call.name):
-            return jnp.einsum(subscripts, *operands, **options), state
+            return product(jnp.einsum(subscripts, *operands, **options)), state
     if len(operands) != 2:
         raise ValueError(
             f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"
@@ -252,7 +252,7 @@ def _einsum(
     if not contract:
         return jnp.einsum(subscripts, x, w, **options), state
     if call.calibrates:
-        y = jnp.einsum(subscripts, x, w.astype(x.dtype), **options)
+        y = product(jnp.einsum(subscripts, x, w.astype(x.dtype), **options))
         return call.recorded(x, w, y)
     x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
     w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))

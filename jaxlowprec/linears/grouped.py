@@ -25,7 +25,7 @@ from jaxlowprec.linears.grouped_products import (
     weight_only_groups,
 )
 from jaxlowprec.linears.layer_call import randomness_of
-from jaxlowprec.linears.residuals import in_profiles
+from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
@@ -115,7 +115,7 @@ def grouped_matmul(
         wide = dtype if bias is None else jnp.dtype("float32")
         with in_profiles(name):
             y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
-            return biased(y, bias, sizes).astype(dtype)
+            return product(biased(y, bias, sizes).astype(dtype))
     roles = _checked_roles(who, recipe, name)
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
@@ -223,4 +223,9 @@ def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
                 f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups take only "
                 f"NVFP4's rotation of size {BLOCK}"
             )
+    if roles.weight is not None and roles.weight.hadamard is not None:
+        raise ValueError(
+            f"{who}: the recipe rotates the weight by {roles.weight.hadamard}, and it would not cancel in fprop and "
+            "dgrad; rotate the input and the gradient, or none"
+        )
     return roles

@@ -25,6 +25,7 @@ from jaxlowprec.linears.residuals import (
     dtype_marker,
     in_profiles,
     named,
+    product,
 )
 from jaxlowprec.linears.weight_only import Served, quantize_weight, through_estimator
 from jaxlowprec.ops.dequantize.reference import dequantize_rows
@@ -112,7 +113,7 @@ def _forward(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
     kept_x = x_column if spec.wgrad else x_row if dequantized else x
     kept_w = w_row if spec.dgrad else w_column if dequantized else w
     kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
-    return y, (kept, tuple(dtype_marker(a) for a in (x, w, bias)), randomness, sizes)
+    return product(y), (kept, tuple(dtype_marker(a) for a in (x, w, bias)), randomness, sizes)
 
 
 def _quantized_gradient(spec: GroupedProductSpec, dy, randomness, sizes):
@@ -197,7 +198,7 @@ def _weight_only_forward(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, size
     y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     kept = None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if spec.served.ste == "clipped" else None
-    return y, (kept, like, sizes)
+    return product(y), (kept, like, sizes)
 
 
 def _weight_only_backward(spec: GroupedWeightOnlyProductSpec, residuals, dy):

@@ -14,7 +14,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.layer_call import layer_call
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
-from jaxlowprec.linears.residuals import in_profiles
+from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.quantize.api import quantize_both
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -147,7 +147,7 @@ def linear(
         dims = (((x.ndim - 1,), (0,)), ((), ()))
         with in_profiles(name):
             y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, call.precision, out_sharding=out_sharding)
-            y = y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
+            y = product(y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape))
         if call.calibrates:
             y, state = call.recorded(x, kernel, y)
         return y if state is None else (y, state)

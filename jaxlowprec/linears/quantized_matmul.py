@@ -30,6 +30,7 @@ from jaxlowprec.linears.residuals import (
     named,
     plain_matmul,
     plain_wgrad,
+    product,
 )
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
@@ -196,7 +197,7 @@ def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
     if spec.delayed is not None:
         new_state = _recorded(spec.delayed, state, "input", x, spec.rows_split)
         new_state = new_state if w is None else _recorded(spec.delayed, new_state, "kernel", w)
-    return y, (kept, like, randomness, new_state)
+    return product(y), (kept, like, randomness, new_state)
 
 
 def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state):

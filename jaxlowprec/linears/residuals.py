@@ -14,7 +14,16 @@ from jaxlowprec.ops.checks import wider_dtype
 from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.wiring.out_sharding import resharded
 
-CHECKPOINT_NAMES = ("jaxlowprec_quantized_input", "jaxlowprec_quantized_weight")
+QUANTIZED_INPUT = "jaxlowprec_quantized_input"
+"""The checkpoint_name of data, scale and amax of the input, in the form that the backward pass reads."""
+
+QUANTIZED_WEIGHT = "jaxlowprec_quantized_weight"
+"""The checkpoint_name of data, scale and amax of the weight, in the form that the backward pass reads."""
+
+PRODUCT = "jaxlowprec_product"
+"""The checkpoint_name of the result of a layer's forward GEMM, of layers in high precision too."""
+
+CHECKPOINT_NAMES = (QUANTIZED_INPUT, QUANTIZED_WEIGHT)
 """The checkpoint_names of residuals: data, scale and amax of the columnwise input, and of the weight."""
 
 
@@ -32,6 +41,11 @@ def named(residual: Any, name: str) -> Any:
     if residual is None or isinstance(residual, jax.Array):
         return residual
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), residual)
+
+
+def product(y: jax.Array) -> jax.Array:
+    """The result of a forward GEMM, with its checkpoint name."""
+    return checkpoint_name(y, PRODUCT)
 
 
 def decoded(x: Any, dtype: Any) -> jax.Array:

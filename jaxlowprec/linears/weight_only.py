@@ -30,6 +30,7 @@ from jaxlowprec.linears.residuals import (
     in_profiles,
     named,
     plain_wgrad,
+    product,
 )
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
@@ -177,7 +178,7 @@ def _forward(spec: _ProductSpec, x, w, bias, q):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _fprop(spec, x, w, bias, q)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
-    return y, (
+    return product(y), (
         None if w is None else x,
         named(q, CHECKPOINT_NAMES[1]),
         w if spec.served.ste == "clipped" else None,

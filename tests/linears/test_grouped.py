@@ -357,3 +357,19 @@ class TestErrors:
         recipe = jlp.Float8CurrentScaling(fp8_quant_fwd_inp=rotated, fp8_quant_bwd_grad=rotated)
         with pytest.raises(ValueError, match="rotation of size 16"):
             jlp.grouped_matmul(x, w, jnp.asarray(SIZES["uneven"]), recipe=recipe)
+
+    @pytest.mark.parametrize(
+        ("roles", "message"),
+        [
+            ({"weight": jlp.MXFP8()}, "there is no GEMM of formats scaled differently"),
+            ({"grad_output": jlp.MXFP8()}, "there is no GEMM of formats scaled differently"),
+            ({"input": jlp.Role(jlp.NVFP4(), hadamard=jlp.Hadamard())}, "a rotation cancels only if both operands"),
+            ({"weight": jlp.Role(jlp.NVFP4(), hadamard=jlp.Hadamard())}, "the recipe rotates the weight"),
+        ],
+    )
+    def test_a_pair_without_a_gemm_raises_when_traced(self, roles, message):
+        x, w, *_ = operands()
+        recipe = jlp.Custom(lambda role: roles.get(role.tensor_type, jlp.NVFP4()))
+        loss = lambda x, w: jlp.grouped_matmul(x, w, jnp.asarray(SIZES["uneven"]), recipe=recipe).sum()  # noqa: E731
+        with pytest.raises((ValueError, NotImplementedError), match=f"grouped_matmul: .*{message}"):
+            jax.eval_shape(jax.grad(loss, (0, 1)), x, w)

@@ -33,7 +33,7 @@ FLOORS = (
     ("checkpoints",),
     ("weight_sync",),
     ("cli",),
-    ("delayed_scaling", "layouts", "traffic"),  # public names of modules in the rooms
+    ("checkpoint_policies", "delayed_scaling", "layouts", "traffic"),  # public names of modules in the rooms
 )
 MOST_FILES = 15
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
@@ -46,7 +46,7 @@ def test_the_public_names_of_the_design_are_there():
         MXFP8 MXFP4 Float8Block Float8Tensor layouts delayed_scaling
         MXFP8BlockScaling Float8BlockScaling Float8CurrentScaling DelayedScaling Custom MMParams QParams
         Int4 Int4QAT WeightQAT fake_quantize explain quantize_params all_gather_quantized traffic moe
-        grouped_matmul ragged_dot weight_sync
+        grouped_matmul ragged_dot weight_sync supported checkpoint_policies
     """.split()  # noqa: SIM905
     assert set(names) <= set(jlp.__all__)
     for name in jlp.__all__:
@@ -149,6 +149,7 @@ def test_no_folder_has_more_than_fifteen_python_files(top):
 
 PUBLIC = [
     jlp,
+    jlp.checkpoint_policies,
     jlp.checkpoints,
     jlp.delayed_scaling,
     jlp.layouts,

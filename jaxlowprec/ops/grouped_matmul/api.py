@@ -17,6 +17,7 @@ from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, grouped_matmul_o
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
+from jaxlowprec.ops.scaled_matmul.api import check_pair, check_rotations
 
 
 @functools.partial(
@@ -134,6 +135,7 @@ def multiply_groups(
     Rows in no group give zeros. The bias is added in float32, before the one rounding. For `precision` see
     `scaled_matmul`.
     """
+    check_pair("grouped_matmul", a.format, b.format)
     columns, depth = b.matrix_shape
     fmt = b.format
     ragged_depth = depth % fmt.length != 0
@@ -153,6 +155,8 @@ def multiply_within_groups(
     precision: Any = None,
 ) -> Float[Array, "*B E M N"]:
     """a columnwise, of [..., T, M], transposed @ b columnwise, of [..., T, N], within each group."""
+    check_pair("grouped_matmul", a.format, b.format)
+    check_rotations("grouped_matmul", a.hadamard, b.hadamard)
     exact = wants_float32_sums(checked_precision("grouped_matmul", precision))
     spec = GroupedMatmulSpec(a.format, b.format, False, False, False, jnp.dtype(out_dtype), exact)
     amaxes = (a.amax, b.amax) if spec.two_level else ()

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation, check_implementation
@@ -217,6 +218,15 @@ def check_pair(who: str, a: Format, b: Format) -> None:
             )
 
 
+def check_rotations(who: str, a: Hadamard | None, b: Hadamard | None) -> None:
+    """Raises unless both operands are rotated alike."""
+    if a != b:
+        raise ValueError(
+            f"{who}: a has hadamard={a} and b has {b}; a rotation cancels only if both operands have it, with the same "
+            "signs"
+        )
+
+
 def _check_operands(who: str, a: QuantizedArray, b: QuantizedArray) -> None:
     for name, q in (("a", a), ("b", b)):
         if len(q.matrix_shape) != 2:
@@ -234,8 +244,4 @@ def _check_operands(who: str, a: QuantizedArray, b: QuantizedArray) -> None:
         raise ValueError(
             f"{who}: a {a.shape} and b {b.shape} differ in their batch axes; broadcast them before quantising"
         )
-    if a.hadamard != b.hadamard:
-        raise ValueError(
-            f"{who}: a has hadamard={a.hadamard} and b has {b.hadamard}; "
-            "a rotation cancels only if both operands have it, with the same signs"
-        )
+    check_rotations(who, a.hadamard, b.hadamard)

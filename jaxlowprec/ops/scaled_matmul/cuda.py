@@ -46,11 +46,13 @@ def _as_mx(fmt: Format, capability: float) -> bool:
     return fmt.scaling == "float32" and fmt.power_of_two and capability >= 10
 
 
-def route(fmt: Format, capability: int) -> str:
-    """In words, how GPUs of that compute capability (90 for 9.0) multiply many rows of a format; "" if they cannot."""
-    attributes = (MXFP8() if _as_mx(fmt, capability / 10) else fmt).attributes
+def route(a_format: Format, b_format: Format, capability: int) -> tuple[str, str]:
+    """Why GPUs of that compute capability (90 for 9.0) cannot multiply many rows, or ""; and how they do, in words."""
+    if _as_mx(a_format, capability / 10):
+        a_format, b_format = (MXFP8(f.element) for f in (a_format, b_format))  # type: ignore[arg-type]
     plan = native.library().module.cuda_matmul_plan  # type: ignore[union-attr]
-    return plan(attributes, attributes, 4096, 4096, 4096, False, False, capability)[2]
+    problem, _, words, _ = plan(a_format.attributes, b_format.attributes, 4096, 4096, 4096, False, False, capability)
+    return problem, words
 
 
 def sum_errors(
