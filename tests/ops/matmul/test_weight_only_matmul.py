@@ -17,10 +17,8 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests import numpy_oracle
-from tests.helpers import FLOATS, as_bytes, assert_same_bytes, assert_same_numbers, python_environment, random_array
+from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, python_environment, random_array
 from tests.helpers import quantized_from_bytes as floats_from_bytes
-from tests.numpy_oracle import weight_only
 from tests.sharding.meshes import by_axis_type, collectives, lengthened, mesh_of, place
 
 INT4S = (
@@ -64,29 +62,6 @@ def operands(sizes, fmt, dtype="bfloat16", seed=0, **fields):
     """x [batch..., M, K] and a weight [batch..., N, K]."""
     *batch, m, k, n = sizes
     return random_array((*batch, m, k), dtype, seed), weight_from_bytes((*batch, n, k), fmt, seed + 1, **fields)
-
-
-def expected(x, q, bias=None, accumulate=None, activation_input=None, **options):
-    """The oracle's result and pre-activation; one weight for all batch axes if it has none."""
-    batch = x.shape[:-2]
-    flat = [None if v is None else np.asarray(v).reshape(-1, *v.shape[-2:]) for v in (x, accumulate, activation_input)]
-    out = []
-    for i, matrix in enumerate(flat[0]):
-        index = () if q.ndim == 2 else np.unravel_index(i, batch)
-
-        def leaf(v, index=index):
-            return None if v is None else np.asarray(v)[index]
-
-        scale = leaf(q.scale)
-        scale = as_bytes(scale) if scale.dtype.itemsize == 1 else scale
-        data = as_bytes(leaf(q.data))
-        y = weight_only.product(matrix.astype(np.float32), data, scale, leaf(q.amax), leaf(q.zero_point), q.format)
-        one = {"accumulate": flat[1], "activation_input": flat[2]}
-        one = {name: None if v is None else v[i] for name, v in one.items()}
-        b = None if bias is None else np.broadcast_to(np.asarray(bias), (*batch, y.shape[1])).reshape(-1, y.shape[1])[i]
-        dtype = jnp.dtype(options.get("out_dtype", "bfloat16"))
-        out.append(numpy_oracle.epilogue(y, b, options.get("activation"), **one, dtype=dtype))
-    return tuple(np.stack(part).reshape(*x.shape[:-1], q.shape[-2]) for part in zip(*out, strict=True))
 
 
 def assert_multiplies(x, q, *implementations, **options):
