@@ -93,7 +93,8 @@ class HadamardCases:
     @pytest.mark.parametrize("magnitude", [-126, -122, -100, 100, 122, 126])
     def test_any_magnitude(self, magnitude):
         """Subnormal intermediates count as zero, sums that overflow are infinite."""
-        x = jnp.asarray(np.ldexp(random_array((32, 64), "float32", seed=2), magnitude))
+        with np.errstate(over="ignore"):
+            x = jnp.asarray(np.ldexp(random_array((32, 64), "float32", seed=2), magnitude))
         assert_is_the_rule(self.implementation, [x])
         assert_is_the_rule(self.implementation, [x], 32)
 
