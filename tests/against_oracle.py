@@ -93,7 +93,7 @@ def assert_multiplies(a, b, *implementations, **options):
 
 
 def weight_only_product(x, q, bias=None, accumulate=None, activation_input=None, **options):
-    """The result and the pre-activation for plain activations, with one quantised weight for all batch axes or for each."""
+    """The result and the pre-activation of activations and one quantised weight for all batch axes, or one for each."""
     batch = x.shape[:-2]
     flat = [None if v is None else np.asarray(v).reshape(-1, *v.shape[-2:]) for v in (x, accumulate, activation_input)]
     out = []

@@ -161,7 +161,7 @@ def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=No
         scale = np.asarray(fill(scales, number, *(() if fmt.scaling == "tensor" else blocks)), np.float32)
     if fmt.scaling == "two_level":
         amax = np.exp2(rng.uniform(-8, 8, batch)) if amax is None else np.broadcast_to(amax, batch)
-        amax = jnp.asarray(amax, jnp.float32)
+        amax = jnp.asarray(np.asarray(amax, np.float32))
     data, scale = jnp.asarray(data), jnp.asarray(scale)
     return jlp.QuantizedArray(data, scale, amax, None, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), axis, hadamard)
 

@@ -10,7 +10,11 @@ ABOUT_PROCESSES = (
     "tests/scripts",
 )
 ABOUT_LOWERING = ("tests/wiring", "tests/sharding")
-CPU_BYTES = ("TestBytes", "TestWhatDoesNotChangeTheBytes")  # of a GEMM: the CPU's order of additions (numerics.md 9)
+CPU_BYTES = (
+    "TestBytes",
+    "TestWhatDoesNotChangeTheBytes",
+    "test_kernels_of_arbitrary",
+)  # of a GEMM: the CPU's order of additions (numerics.md 9)
 
 
 def why_only_on_the_cpu(item) -> str | None:

@@ -55,9 +55,9 @@ def weight_from_bytes(shape, fmt, seed=0, **fields):
     rng = np.random.default_rng(seed)
     *lines, length = shape
     groups = -(-length // fmt.group_size)
-    data = jnp.asarray(rng.integers(0, 256, (*lines, -(-groups * fmt.group_size // 2))), jnp.uint8)
-    scale = jnp.asarray(np.exp2(rng.uniform(-8, 8, (*lines, groups))), fmt.scale_dtype)
-    zero = None if fmt.symmetric else jnp.asarray(rng.integers(0, 16, scale.shape), jnp.uint8)
+    data = jnp.asarray(rng.integers(0, 256, (*lines, -(-groups * fmt.group_size // 2)), np.uint8))
+    scale = jnp.asarray(np.exp2(rng.uniform(-8, 8, (*lines, groups))).astype(jnp.dtype(fmt.scale_dtype)))
+    zero = None if fmt.symmetric else jnp.asarray(rng.integers(0, 16, scale.shape, np.uint8))
     return jlp.QuantizedArray(data, scale, None, zero, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), -1, None)
 
 
