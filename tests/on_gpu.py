@@ -22,7 +22,8 @@ def why_only_on_the_cpu(item) -> str | None:
     name = item.nodeid
     if name.startswith(ABOUT_PROCESSES):
         return "about processes that run on the CPU"
-    if name.startswith(ABOUT_LOWERING) or hasattr(item.module, "mesh_of"):
+    takes_a_mesh = "mesh" in item.fixturenames or "mesh_of" in item.function.__code__.co_names
+    if name.startswith(ABOUT_LOWERING) or hasattr(item.module, "mesh_of") or takes_a_mesh:
         return "needs the eight devices that the CPU pretends to be"
     if "scaled_matmul" in name and any(group in name for group in CPU_BYTES):
         return "the bytes of a GEMM are defined on the CPU; tests/gpu has its error on a GPU"

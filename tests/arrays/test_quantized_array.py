@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
 from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.sharding import meshes
 
 over_formats = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 quantize = functools.partial(jlp.quantize, fmt=jlp.NVFP4())
@@ -261,21 +262,21 @@ class TestPlacement:
 
     def test_one_sharding_splits_the_batch_axis_of_every_field(self):
         q = quantize(random_array((8, 20, 37)))
-        sharding = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+        sharding = NamedSharding(meshes.mesh_of((4,)), PartitionSpec("a"))
         placed = jax.device_put(q, sharding)
         assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(placed))
         assert_same(placed, q)
         assert_same_bytes(placed.dequantize(), q.dequantize())
 
     def test_fields_split_by_rows_and_blocks(self):
-        mesh = jax.make_mesh((2, 2), ("x", "y"))
-        split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("x", "y"), PartitionSpec()))
+        mesh = meshes.mesh_of((2, 2))
+        split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("a", "b"), PartitionSpec()))
         a, b = quantize(random_array((32, 64))), quantize(random_array((48, 64), seed=1))
         placed = jax.device_put(a, dataclasses.replace(a, data=split, scale=split, amax=whole))
         assert placed.data.sharding == placed.scale.sharding == split
         assert_same(placed, a)
         assert_same_bytes(placed.dequantize(), a.dequantize())
-        by_rows = NamedSharding(mesh, PartitionSpec("x"))
+        by_rows = NamedSharding(mesh, PartitionSpec("a"))
         placed = jax.device_put(a, dataclasses.replace(a, data=by_rows, scale=by_rows, amax=whole))
         assert_same_bytes(jlp.scaled_matmul(placed, jax.device_put(b, whole)), jlp.scaled_matmul(a, b))
 
