@@ -13,10 +13,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
-from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.sharding import meshes
 
 over_formats = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
+over_scalings = pytest.mark.parametrize(
+    "fmt",
+    often([jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Block("e5m2", (128, 128), False), jlp.Float8Tensor()], ONE_OF_EACH),
+    ids=format_name,
+)
 quantize = functools.partial(jlp.quantize, fmt=jlp.NVFP4())
 
 
@@ -173,14 +178,14 @@ class TestStructure:
 
 
 class TestTransformations:
-    @over_formats
+    @over_scalings
     def test_jit_takes_and_returns_it(self, fmt):
         x, make = random_array((20, 37)), functools.partial(jlp.quantize, fmt=fmt)
         assert_same(jax.jit(make)(x), make(x))
         assert_same(jax.jit(lambda q: q)(make(x)), make(x))
         assert_same_bytes(jax.jit(jlp.dequantize)(make(x)), make(x).dequantize())
 
-    @over_formats
+    @over_scalings
     def test_vmap_does_what_a_batch_axis_does(self, fmt):
         x = random_array((3, 20, 37))
         make = functools.partial(jlp.quantize, fmt=fmt, axis=-2, hadamard=True)
@@ -189,7 +194,7 @@ class TestTransformations:
         assert_same(jax.vmap(make, in_axes=1)(jnp.swapaxes(x, 0, 1)), make(x))
         assert_same_bytes(jax.vmap(jlp.dequantize)(make(x)), make(x).dequantize())
 
-    @over_formats
+    @over_scalings
     def test_scan_over_its_leading_axis(self, fmt):
         q = jlp.quantize(random_array((3, 20, 37)), fmt)
 
@@ -220,7 +225,7 @@ class TestTransformations:
         other = quantize(random_array((20, 37), seed=1))
         assert_same(jax.jit(lambda p: jax.lax.cond(p, lambda: q, lambda: other))(False), other)
 
-    @over_formats
+    @over_scalings
     def test_remat(self, fmt):
         q, v = jlp.quantize(random_array((20, 37), "float32"), fmt), random_array((37,), "float32", 1)
 
