@@ -7,6 +7,7 @@ import numpy as np
 import jaxlowprec as jlp
 from tests import numpy_oracle
 from tests.helpers import as_bytes, assert_same_numbers
+from tests.numpy_oracle import weight_only
 
 
 def slices(q):
@@ -89,3 +90,26 @@ def assert_multiplies(a, b, *implementations, **options):
             both = jlp.scaled_matmul(a, b, implementation=implementation, return_pre_activation=True, **options)
             assert_same_numbers(both[0], expected)
             assert_same_numbers(both[1], before)
+
+
+def weight_only_product(x, q, bias=None, accumulate=None, activation_input=None, **options):
+    """The result and the pre-activation of activations and one quantised weight for all batch axes, or one for each."""
+    batch = x.shape[:-2]
+    flat = [None if v is None else np.asarray(v).reshape(-1, *v.shape[-2:]) for v in (x, accumulate, activation_input)]
+    out = []
+    for i, matrix in enumerate(flat[0]):
+        index = () if q.ndim == 2 else np.unravel_index(i, batch)
+
+        def leaf(v, index=index):
+            return None if v is None else np.asarray(v)[index]
+
+        scale = leaf(q.scale)
+        scale = as_bytes(scale) if scale.dtype.itemsize == 1 else scale
+        data = as_bytes(leaf(q.data))
+        y = weight_only.product(matrix.astype(np.float32), data, scale, leaf(q.amax), leaf(q.zero_point), q.format)
+        one = {"accumulate": flat[1], "activation_input": flat[2]}
+        one = {name: None if v is None else v[i] for name, v in one.items()}
+        b = None if bias is None else np.broadcast_to(np.asarray(bias), (*batch, y.shape[1])).reshape(-1, y.shape[1])[i]
+        dtype = jnp.dtype(options.get("out_dtype", "bfloat16"))
+        out.append(numpy_oracle.epilogue(y, b, options.get("activation"), **one, dtype=dtype))
+    return tuple(np.stack(part).reshape(*x.shape[:-1], q.shape[-2]) for part in zip(*out, strict=True))

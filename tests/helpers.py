@@ -16,11 +16,14 @@ import pytest
 import jaxlowprec as jlp
 
 
-def often(chosen, values):
-    """Parameters of which the chosen ones always run, and the others with --slow. A tuple has several arguments."""
-    slow = pytest.mark.slow
+def often(chosen, values, arguments=1):
+    """Parameters of which the chosen ones always run, and the others with --slow.
+
+    Arguments:
+        arguments: how many arguments of a test a value has; if several, values are tuples of as many.
+    """
     return [
-        value if value in chosen else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=slow)
+        pytest.param(*(value if arguments > 1 else [value]), marks=[] if value in chosen else pytest.mark.slow)
         for value in values
     ]
 
@@ -124,7 +127,7 @@ def random_array(shape, dtype="bfloat16", seed=0):
     x = np.where(kind == 4, x * np.float32(1e-6), x)
     if x.ndim > 1 and x.shape[-2] > 2:
         x[..., 1, :] *= np.float32(1e-7)  # block scales that underflow
-    return jnp.asarray(x).astype(dtype)
+    return jnp.asarray(x.astype(jnp.dtype(dtype)))  # NumPy's cast: an eager one of JAX is a program for each shape
 
 
 def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=None, axis=-1, hadamard=None):
@@ -150,17 +153,16 @@ def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=No
         return np.where(raw & 0x7F > largest, largest, raw)
 
     width = blocks[1] * block[1] // 2 if fmt.packed else length
-    data = jnp.asarray(fill(codes, code, lines, width), jnp.uint8)
+    data = fill(codes, code, lines, width).astype(np.uint8).view(np.uint8 if fmt.packed else fmt.data_dtype)
     if fmt.scaling in ("two_level", "e8m0"):
         low, high = (0, 0x7F) if fmt.scaling == "two_level" else (107, 148)
-        scale = jnp.asarray(fill(scales, lambda full: rng.integers(low, high, full), *blocks), jnp.uint8)
-        scale = jax.lax.bitcast_convert_type(scale, fmt.scale_dtype)
+        scale = fill(scales, lambda full: rng.integers(low, high, full), *blocks).astype(np.uint8).view(fmt.scale_dtype)
     else:
-        scale = jnp.asarray(fill(scales, number, *(() if fmt.scaling == "tensor" else blocks)), jnp.float32)
+        scale = np.asarray(fill(scales, number, *(() if fmt.scaling == "tensor" else blocks)), np.float32)
     if fmt.scaling == "two_level":
         amax = np.exp2(rng.uniform(-8, 8, batch)) if amax is None else np.broadcast_to(amax, batch)
-        amax = jnp.asarray(amax, jnp.float32)
-    data = data if fmt.packed else jax.lax.bitcast_convert_type(data, fmt.data_dtype)
+        amax = jnp.asarray(np.asarray(amax, np.float32))
+    data, scale = jnp.asarray(data), jnp.asarray(scale)
     return jlp.QuantizedArray(data, scale, amax, None, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), axis, hadamard)
 
 

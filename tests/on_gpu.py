@@ -10,7 +10,11 @@ ABOUT_PROCESSES = (
     "tests/scripts",
 )
 ABOUT_LOWERING = ("tests/wiring", "tests/sharding")
-CPU_BYTES = ("TestBytes", "TestWhatDoesNotChangeTheBytes")  # of a GEMM: the CPU's order of additions (numerics.md 9)
+CPU_BYTES = (
+    "TestBytes",
+    "TestWhatDoesNotChangeTheBytes",
+    "test_kernels_of_arbitrary",
+)  # of a GEMM: the CPU's order of additions (numerics.md 9)
 
 
 def why_only_on_the_cpu(item) -> str | None:
@@ -18,7 +22,8 @@ def why_only_on_the_cpu(item) -> str | None:
     name = item.nodeid
     if name.startswith(ABOUT_PROCESSES):
         return "about processes that run on the CPU"
-    if name.startswith(ABOUT_LOWERING) or hasattr(item.module, "mesh_of"):
+    takes_a_mesh = "mesh" in item.fixturenames or "mesh_of" in item.function.__code__.co_names
+    if name.startswith(ABOUT_LOWERING) or hasattr(item.module, "mesh_of") or takes_a_mesh:
         return "needs the eight devices that the CPU pretends to be"
     if "scaled_matmul" in name and any(group in name for group in CPU_BYTES):
         return "the bytes of a GEMM are defined on the CPU; tests/gpu has its error on a GPU"

@@ -1,14 +1,62 @@
-"""What a GEMM may differ from the exact product by, and what a function compiles to and keeps."""
+"""Products in one compilation, how far a GEMM may be from the exact one, and what a function compiles to and keeps."""
 
 import collections
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxlowprec as jlp
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.wiring import native
+from tests.helpers import quantized_from_bytes
+
+
+def operands(sizes, pair, seed=0, **fields):
+    """Any codes and scales, [batch..., M, K] and [batch..., N, K]: partial sums of every magnitude."""
+    *batch, m, k, n = sizes
+    a = quantized_from_bytes((*batch, m, k), pair[0], seed, **fields)
+    return a, quantized_from_bytes((*batch, n, k), pair[1], seed + 1, **fields)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def products(pairs, implementation):
+    """Of each pair of operands, in one compilation."""
+    return [jlp.scaled_matmul(*pair, out_dtype=jnp.float32, implementation=implementation) for pair in pairs]
+
+
+def _options(extras, case):
+    names, activation, dtype, out_dtype = case
+    names = (*names, *["activation_input"] * (activation == "dgelu"))
+    return {name: extras[dtype][name] for name in names} | {"activation": activation, "out_dtype": out_dtype}
+
+
+@functools.partial(jax.jit, static_argnames=("cases", "implementation"))
+def with_epilogues(a, b, extras, cases, implementation):
+    """The result and, with a GELU, result and pre-activation for each case, in one compilation.
+
+    Arguments:
+        extras: by dtype, the operands of epilogues by their argument's name.
+        cases: (names of the operands taken, activation, their dtype, out_dtype) of each.
+    """
+    found = []
+    for case in cases:
+        options = _options(extras, case) | {"implementation": implementation}
+        y = jlp.scaled_matmul(a, b, **options)
+        both = jlp.scaled_matmul(a, b, return_pre_activation=True, **options) if case[1] == "gelu" else ()
+        found.append((y, *both))
+    return found
+
+
+def epilogues_by_oracle(product, a, b, extras, cases):
+    """What `with_epilogues` must give, by one of tests/against_oracle.py's products."""
+    found = []
+    for case in cases:
+        y, before = product(a, b, **_options(extras, case))
+        found.append((y, y, before) if case[1] == "gelu" else (y,))
+    return found
 
 
 def decoded(q):

@@ -13,9 +13,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
-from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
+from tests.sharding import meshes
 
 over_formats = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
+over_scalings = pytest.mark.parametrize(
+    "fmt",
+    often([jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Block("e5m2", (128, 128), False), jlp.Float8Tensor()], ONE_OF_EACH),
+    ids=format_name,
+)
 quantize = functools.partial(jlp.quantize, fmt=jlp.NVFP4())
 
 
@@ -172,14 +178,14 @@ class TestStructure:
 
 
 class TestTransformations:
-    @over_formats
+    @over_scalings
     def test_jit_takes_and_returns_it(self, fmt):
         x, make = random_array((20, 37)), functools.partial(jlp.quantize, fmt=fmt)
         assert_same(jax.jit(make)(x), make(x))
         assert_same(jax.jit(lambda q: q)(make(x)), make(x))
         assert_same_bytes(jax.jit(jlp.dequantize)(make(x)), make(x).dequantize())
 
-    @over_formats
+    @over_scalings
     def test_vmap_does_what_a_batch_axis_does(self, fmt):
         x = random_array((3, 20, 37))
         make = functools.partial(jlp.quantize, fmt=fmt, axis=-2, hadamard=True)
@@ -188,7 +194,7 @@ class TestTransformations:
         assert_same(jax.vmap(make, in_axes=1)(jnp.swapaxes(x, 0, 1)), make(x))
         assert_same_bytes(jax.vmap(jlp.dequantize)(make(x)), make(x).dequantize())
 
-    @over_formats
+    @over_scalings
     def test_scan_over_its_leading_axis(self, fmt):
         q = jlp.quantize(random_array((3, 20, 37)), fmt)
 
@@ -219,7 +225,7 @@ class TestTransformations:
         other = quantize(random_array((20, 37), seed=1))
         assert_same(jax.jit(lambda p: jax.lax.cond(p, lambda: q, lambda: other))(False), other)
 
-    @over_formats
+    @over_scalings
     def test_remat(self, fmt):
         q, v = jlp.quantize(random_array((20, 37), "float32"), fmt), random_array((37,), "float32", 1)
 
@@ -261,21 +267,21 @@ class TestPlacement:
 
     def test_one_sharding_splits_the_batch_axis_of_every_field(self):
         q = quantize(random_array((8, 20, 37)))
-        sharding = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+        sharding = NamedSharding(meshes.mesh_of((4,)), PartitionSpec("a"))
         placed = jax.device_put(q, sharding)
         assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(placed))
         assert_same(placed, q)
         assert_same_bytes(placed.dequantize(), q.dequantize())
 
     def test_fields_split_by_rows_and_blocks(self):
-        mesh = jax.make_mesh((2, 2), ("x", "y"))
-        split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("x", "y"), PartitionSpec()))
+        mesh = meshes.mesh_of((2, 2))
+        split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("a", "b"), PartitionSpec()))
         a, b = quantize(random_array((32, 64))), quantize(random_array((48, 64), seed=1))
         placed = jax.device_put(a, dataclasses.replace(a, data=split, scale=split, amax=whole))
         assert placed.data.sharding == placed.scale.sharding == split
         assert_same(placed, a)
         assert_same_bytes(placed.dequantize(), a.dequantize())
-        by_rows = NamedSharding(mesh, PartitionSpec("x"))
+        by_rows = NamedSharding(mesh, PartitionSpec("a"))
         placed = jax.device_put(a, dataclasses.replace(a, data=by_rows, scale=by_rows, amax=whole))
         assert_same_bytes(jlp.scaled_matmul(placed, jax.device_put(b, whole)), jlp.scaled_matmul(a, b))
 

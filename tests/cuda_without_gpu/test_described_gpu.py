@@ -17,6 +17,7 @@ from tests.cuda_without_gpu.described_gpu import GPUS, compiled, described
 from tests.gpu.test_training import RECIPES, SIZES, LanguageModel, Schedule, make_steps, optimizer, recipe_context
 from tests.helpers import ONE_OF_EACH
 from tests.linears.test_grouped import RECIPES as GROUPED_RECIPES
+from tests.sharding.meshes import mesh_of
 
 NOT_RUN_ON_THE_SIDE = ("copy", "transpose")  # of whole arrays, between the custom calls
 
@@ -105,7 +106,7 @@ def test_a_training_step_of_the_demo(name):
 def test_several_gpus(spec):
     """Each has its part of x; where the contraction is split, partial sums are added up."""
     with described("H100", 4) as devices:
-        mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = mesh_of((len(devices),), names="x", devices=devices)
         kernel_spec = PartitionSpec("x", None) if spec[1] else PartitionSpec()
         x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         w = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=NamedSharding(mesh, kernel_spec))
@@ -162,7 +163,7 @@ def test_a_training_step_of_rows_in_groups(name):
 def test_rows_in_groups_on_several_gpus(spec):
     """Each multiplies its part of every group's weights; where the contraction is split, partial sums are added up."""
     with described("H100", 4) as devices:
-        mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = mesh_of((len(devices),), names="x", devices=devices)
         shape = lambda size, dtype, *spec: jax.ShapeDtypeStruct(  # noqa: E731
             size, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
         )

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.docs.pages import differs, pieces, printed_by
+from tests.helpers import often
 from tests.package.test_readme import ROOT
 
 TUTORIALS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorials").glob("*.md"))
@@ -10,7 +11,7 @@ PAGES = ["docs/index.md", *(page for page in TUTORIALS if pieces(page))]
 LONG = "docs/tutorials/experts_and_rl.md"
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow) if p == LONG else p for p in PAGES])
+@pytest.mark.parametrize("page", often([page for page in PAGES if page != LONG], PAGES))
 def test_a_page_prints_what_it_shows(page):
     names = {}
     for piece in pieces(page):

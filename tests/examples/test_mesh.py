@@ -20,6 +20,8 @@ from lm.data import Batches
 from lm.model import SIZES
 from train_lm import RECIPES
 
+from tests.helpers import often
+
 BATCH, STEPS = 8, 20
 IN_FLOAT32 = dataclasses.replace(SIZES["tiny"], dtype="float32")
 ONE_BLOCK = dataclasses.replace(IN_FLOAT32, layers=1, high_precision_last=0)
@@ -81,7 +83,7 @@ def on_one_device(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("sizes", "sequence_parallel"),
-    [MESHES[0], *(pytest.param(*m, marks=pytest.mark.slow) for m in MESHES[1:])],
+    often(MESHES[:1], MESHES, 2),
     ids=str,
 )
 class TestLosses:

@@ -18,7 +18,7 @@ from rl.learning import replay
 from rl.policy import Config, Policy
 from rl.task import Task
 
-from tests.helpers import python_environment, run_python
+from tests.helpers import often, python_environment, run_python
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -109,7 +109,7 @@ def test_a_killed_rollout_ends_the_trainer_with_a_message(trainer):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", often([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
 def test_the_rollout_ends_when_the_trainer_does(trainer, how):
     """It shares the trainer's standard error, whose end is read only when both have ended."""
     rollout_of(trainer)

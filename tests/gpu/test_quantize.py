@@ -9,7 +9,7 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.gpu.sides import assert_same_bytes_on
-from tests.helpers import FLOATS, FORMATS, NVFP4S, ONE_OF_EACH, format_name, quantized_from_bytes, random_array
+from tests.helpers import FLOATS, FORMATS, NVFP4S, ONE_OF_EACH, format_name, often, quantized_from_bytes, random_array
 
 KEY = np.array([3, 5], np.uint32)
 ROUNDINGS = ({}, {"rounding": "stochastic", "key": KEY})
@@ -37,7 +37,7 @@ def test_every_format_rounding_and_direction(cpu, gpu, fmt, dtype):
 
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=("signs", "plain"))
 @pytest.mark.parametrize("fmt", (*NVFP4S, jlp.MXFP8(), jlp.Float8Tensor()), ids=format_name)
-@pytest.mark.parametrize("dtype", (FLOATS[0], *(pytest.param(d, marks=pytest.mark.slow) for d in FLOATS[1:])))
+@pytest.mark.parametrize("dtype", often(FLOATS[:1], FLOATS))
 def test_rotated(cpu, gpu, fmt, dtype, rotation):
     for shape, options in itertools.product(SHAPES, ROUNDINGS):
         x = random_array(shape, dtype, seed=sum(shape))

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compute_on import compute_on
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.gpu.sides import ON_A_GPU, assert_same_bytes_on, environment, run_on
 from tests.helpers import assert_same_bytes, digest, random_array, run_python
+from tests.sharding import meshes
 
 COMMAND_BUFFERS = {
     "off": "--xla_gpu_enable_command_buffer=",
@@ -116,7 +117,7 @@ class TestSeveralDevices:
 
     def test_a_mesh(self, cpu, two):
         x = random_array((256, 512), "bfloat16")
-        placed = jax.device_put(x, NamedSharding(Mesh(np.array(two), ("a",)), P("a")))
+        placed = jax.device_put(x, NamedSharding(meshes.mesh_of((2,), devices=two), P("a")))
         for fmt in (jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Block()):
             found = jax.jit(lambda x, fmt=fmt: jlp.quantize_both(x, fmt))(placed)
             expected = run_on(cpu, lambda x, fmt=fmt: jlp.quantize_both(x, fmt), x)

@@ -1,5 +1,7 @@
 """Arrays without elements: every op gives what jnp would, nothing or zeros, natively and by reference."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
-from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often
 from tests.low_precision import ALL, recipes, state_for, without_state
 
 RECIPES = recipes("nvfp4", *ALL, "nvfp4_qat 2d", "high precision backward", "dequantized backward") | {
@@ -16,15 +18,7 @@ RECIPES = recipes("nvfp4", *ALL, "nvfp4_qat 2d", "high precision backward", "deq
     "int4_qat clipped": jlp.Int4QAT(group_size=4, symmetric=False, ste="clipped"),
 }
 
-
-def some_often(*often):
-    """Every recipe, these always and the others in slow runs: each is compiled for every shape."""
-    return pytest.mark.parametrize(
-        "recipe",
-        [pytest.param(r, id=n, marks=[] if n in often else pytest.mark.slow) for n, r in RECIPES.items()],
-    )
-
-
+OFTEN = ("nvfp4", "fp8_block")
 NOTHING = [(0, 4, 32), (0, 0, 32), (2, 4, 0, 32), (0, 0), (2, 0, 4, 32), (4, 0)]
 IMPLEMENTATIONS = ("ffi", "reference")
 
@@ -50,15 +44,14 @@ def assert_as_in_jnp(ours, theirs, *operands):
 class TestProducts:
     @pytest.mark.parametrize(  # of all recipes no rows, and no contraction; of two any shape
         ("recipe", "shape"),
-        [
-            *((name, shape) for name in ("nvfp4", "fp8_block") for shape in NOTHING),
-            *(
-                pytest.param(name, shape, marks=pytest.mark.slow)
-                for name in RECIPES
-                if name not in ("nvfp4", "fp8_block")
-                for shape in NOTHING[-2:]
-            ),
-        ],
+        often(
+            list(itertools.product(OFTEN, NOTHING)),
+            [
+                *itertools.product(OFTEN, NOTHING),
+                *((name, shape) for name in RECIPES if name not in OFTEN for shape in NOTHING[-2:]),
+            ],
+            2,
+        ),
         ids=str,
     )
     def test_linear(self, recipe, shape):
@@ -71,7 +64,7 @@ class TestProducts:
 
         assert_as_in_jnp(ours, lambda x, w, bias: x @ w.astype(x.dtype) + bias.astype(x.dtype), x, w, bias)
 
-    @some_often("nvfp4")
+    @pytest.mark.parametrize("recipe", often([RECIPES["nvfp4"]], RECIPES.values()), ids=RECIPES)
     @pytest.mark.parametrize(
         "lhs, rhs, dims",
         [
@@ -94,10 +87,7 @@ class TestProducts:
 
     @pytest.mark.parametrize(
         "name",
-        [
-            "mxfp8",
-            *(pytest.param(n, marks=pytest.mark.slow) for n in ("nvfp4", "fp8_block", "fp8_current", "int4_qat")),
-        ],
+        often(["mxfp8"], ["mxfp8", "nvfp4", "fp8_block", "fp8_current", "int4_qat"]),
     )
     @pytest.mark.parametrize("rows, depth, features", [(0, 32, 8), (6, 0, 8), (6, 32, 0), (0, 0, 8)])
     def test_grouped_matmul(self, name, rows, depth, features):
@@ -124,11 +114,7 @@ class TestProducts:
             assert k or (y == 1).all()
 
 
-SHAPES = [
-    (0, 32),
-    (2, 128, 0),
-    *(pytest.param(s, marks=pytest.mark.slow) for s in ((0,), (32, 0), (2, 0, 32), (0, 0, 128, 32))),
-]
+SHAPES = often([(0, 32), (2, 128, 0)], [(0, 32), (2, 128, 0), (0,), (32, 0), (2, 0, 32), (0, 0, 128, 32)])
 
 
 class TestArrays:
@@ -151,7 +137,7 @@ class TestArrays:
         assert_same_bytes(native, reference)
 
     @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
-    @pytest.mark.parametrize("shape", [(0, 128, 32), pytest.param((2, 0, 32), marks=pytest.mark.slow)], ids=str)
+    @pytest.mark.parametrize("shape", often([(0, 128, 32)], [(0, 128, 32), (2, 0, 32)]), ids=str)
     def test_split_rows(self, fmt, shape):
         x = jnp.ones(shape)
         options = [{"rows_split": True, "implementation": i} for i in IMPLEMENTATIONS]
@@ -167,8 +153,8 @@ class TestArrays:
 
 
 class TestLayers:
-    @pytest.mark.parametrize("name", ["fp8_block", pytest.param("nvfp4", marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("lead", [(0,), (2, 0), pytest.param((0, 3), marks=pytest.mark.slow)], ids=str)
+    @pytest.mark.parametrize("name", often(["fp8_block"], ["fp8_block", "nvfp4"]))
+    @pytest.mark.parametrize("lead", often([(0,), (2, 0)], [(0,), (2, 0), (0, 3)]), ids=str)
     def test_nnx(self, name, lead):
         layers = [
             jlp.nnx.Linear(32, 8, rngs=nnx.Rngs(0)),

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
+from tests.sharding import meshes
 
 FULL = jlp.NVFP4BlockScaling()
 linear = functools.partial(jlp.linear, recipe=FULL)
@@ -98,7 +99,7 @@ class TestScanAndRemat:
 
 @pytest.fixture(scope="module")
 def mesh():
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return meshes.mesh_of((4, 2), names=("data", "model"))
 
 
 class TestMesh:
@@ -150,7 +151,7 @@ class TestMesh:
         assert_same_bytes(y, linear(self.x, self.w))
 
     def test_explicit_sharding(self):
-        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+        mesh = meshes.mesh_of((4, 2), AxisType.Explicit, ("data", "model"))
         with jax.set_mesh(mesh):
             x, w, dy = self.placed(mesh, P("data"), P(None, "model"), P("data", "model"))
             y, (dx, dw) = jax.jit(linear)(x, w), jax.jit(gradients)(x, w, dy)
@@ -168,7 +169,7 @@ class TestShardMap:
 
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_over_rows_is_the_loop_over_shards(self, check_vma):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+        mesh = meshes.mesh_of((4,), names=("data",))
         mapped = jax.shard_map(linear, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
         xs, dys = jnp.split(self.x, 4), jnp.split(self.dy, 4)
         assert_same_bytes(mapped(self.x, self.w), jnp.concatenate([linear(x, self.w) for x in xs]))
@@ -180,7 +181,7 @@ class TestShardMap:
         np.testing.assert_allclose(dw, sum(g[1] for g in loop), rtol=1e-5, atol=1e-4)
 
     def test_gradient_of_a_replicated_kernel_is_reduced(self):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+        mesh = meshes.mesh_of((4,), names=("data",))
 
         def step(x, w, dy):
             return jax.grad(lambda w: (linear(x, w).astype(jnp.float32) * dy).sum())(w)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.low_precision import ALL, recipes, state_for, without_state
 
 
@@ -27,16 +28,12 @@ RECIPES = recipes(
 )
 
 
-def by_mode_and_recipe(*often):
+def by_mode_and_recipe(*chosen):
     """All of them, these always and the others in slow runs."""
-    pairs = [(mode, name) for mode in MODES for name in RECIPES]
-    marks = [[] if pair in often else pytest.mark.slow for pair in pairs]
-    return pytest.mark.parametrize("mode, name", [pytest.param(*p, marks=m) for p, m in zip(pairs, marks, strict=True)])
+    return pytest.mark.parametrize("mode, name", often(chosen, itertools.product(MODES, RECIPES), 2))
 
 
-slowly_by_mode = pytest.mark.parametrize(
-    "mode", ["disable_jit", *(pytest.param(m, marks=pytest.mark.slow) for m in MODES if m != "disable_jit")]
-)
+slowly_by_mode = pytest.mark.parametrize("mode", often(["disable_jit"], MODES))
 
 
 @functools.cache
@@ -92,8 +89,7 @@ def test_rows_in_groups_and_their_gradients(mode, name):
 @slowly_by_mode
 @pytest.mark.parametrize(
     "fmt",
-    [jlp.NVFP4(), jlp.Int4(16, False)]
-    + [pytest.param(fmt, marks=pytest.mark.slow) for fmt in (*ONE_OF_EACH[1:], jlp.Int4(16))],
+    often([jlp.NVFP4(), jlp.Int4(16, False)], [*ONE_OF_EACH, jlp.Int4(16, False), jlp.Int4(16)]),
     ids=format_name,
 )
 def test_ops(mode, fmt):

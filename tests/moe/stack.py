@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
+from tests.helpers import often
 from tests.low_precision import recipes
 
 LAYERS, EXPERTS, K, WIDTH, HIDDEN, TOKENS = 2, 8, 2, 64, 64, (8, 16)
@@ -14,10 +15,8 @@ RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qa
 OFTEN, SLOWLY = ("bf16", "nvfp4"), ("fp8_current", "int4_qat")
 each_recipe = pytest.mark.parametrize(
     "recipe",
-    [
-        *(pytest.param(RECIPES[name], id=name) for name in OFTEN),
-        *(pytest.param(RECIPES[name], marks=pytest.mark.slow, id=name) for name in SLOWLY),
-    ],
+    often([RECIPES[name] for name in OFTEN], [RECIPES[name] for name in (*OFTEN, *SLOWLY)]),
+    ids=[*OFTEN, *SLOWLY],
 )
 
 

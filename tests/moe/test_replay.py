@@ -1,5 +1,7 @@
 """Recorded in one pass and replayed in another: the same bits, whatever transformations the passes go through."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, often
 from tests.moe import stack
 from tests.moe.stack import OFTEN, RECIPES, SLOWLY, block, each_recipe, step
 from tests.sharding.meshes import mesh_of, place
@@ -22,17 +24,15 @@ FORMS = {
 
 
 @pytest.mark.parametrize(  # of the other recipes the form that has most in it
-    "name, how",
-    [
-        pytest.param(
-            name, how, marks=[] if name in OFTEN and form == "scan of remat" else pytest.mark.slow, id=f"{form}-{name}"
-        )
-        for name in (*OFTEN, *SLOWLY)
-        for form, how in FORMS.items()
-        if name in OFTEN or form == "scan of remat"
-    ],
+    ("form", "name"),
+    often(
+        [("scan of remat", name) for name in OFTEN],
+        [*itertools.product(FORMS, OFTEN), *(("scan of remat", name) for name in SLOWLY)],
+        2,
+    ),
 )
-def test_replaying_a_record_gives_its_outputs_and_gradients(name, how):
+def test_replaying_a_record_gives_its_outputs_and_gradients(form, name):
+    how = FORMS[form]
     moe = block(RECIPES[name])
     recorded = step(moe, PARAMS, X, AFRESH, **how)
     tape = recorded[1]
@@ -109,7 +109,7 @@ def test_a_tape_of_other_tokens_is_named():
         block().apply({"params": jax.tree.map(lambda leaf: leaf[0], PARAMS)}, X, AFRESH.experts)
 
 
-@pytest.mark.parametrize("spec", [pytest.param(P(None, "a"), marks=pytest.mark.slow), P("a", "b")], ids=str)
+@pytest.mark.parametrize("spec", often([P("a", "b")], [P(None, "a"), P("a", "b")]), ids=str)
 def test_eight_devices_record_and_replay_as_one(spec):
     moe, mesh = block(dtype=jnp.float32), mesh_of((2, 4)) if "b" in str(spec) else mesh_of((8,))
     x = stack.tokens(dtype=jnp.float32)

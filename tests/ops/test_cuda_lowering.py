@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
@@ -17,7 +18,7 @@ from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.ops.weight_only_matmul import cuda as weight_only_cuda
 from jaxlowprec.ops.weight_only_matmul.op import WeightOnlySpec
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
-from tests.helpers import ONE_OF_EACH, assert_same_numbers, random_array
+from tests.helpers import FLOATS, ONE_OF_EACH, assert_same_numbers, often, random_array
 
 GEMM_WORKSPACE = (32 << 20) + 256  # cuBLASLt's own, and room to align it
 TILES = {"NVFP4": (16, 16), "MXFP8": (32, 32), "MXFP4": (32, 32), "Float8Block": (128, 128)}
@@ -234,13 +235,18 @@ class TestFP8BlocksAsMX:
     @pytest.mark.parametrize("block", [(1, 128), (128, 128)])
     @pytest.mark.parametrize("shape", [(4, 128), (40, 160), (2, 130, 320)], ids=str)
     def test_they_stand_for_the_same_numbers(self, shape, block, element):
-        x = random_array(shape, "float32", 3) * jnp.exp2(jnp.arange(shape[-1]) / 8 - 20)
-        x = x.at[..., 1, 2].set(jnp.nan)
-        q = jlp.quantize(x, jlp.Float8Block(element, block))
-        scale, fmt = cuda._as_mxfp8(q.scale, q.format, *shape[-2:])
-        same = dataclasses.replace(q, scale=scale, format=fmt)
-        assert_same_numbers(same.dequantize(), q.dequantize())
-        assert jnp.isnan(same.dequantize()).any()
+        x = np.asarray(random_array(shape, "float32", 3)) * np.exp2(np.arange(shape[-1], dtype=np.float32) / 8 - 20)
+        x[..., 1, 2] = np.nan
+
+        @jax.jit
+        def both(x):
+            q = jlp.quantize(x, jlp.Float8Block(element, block))
+            scale, fmt = cuda._as_mxfp8(q.scale, q.format, *shape[-2:])
+            return dataclasses.replace(q, scale=scale, format=fmt).dequantize(), q.dequantize()
+
+        same, numbers = both(x)
+        assert_same_numbers(same, numbers)
+        assert np.isnan(same).any()
 
     def test_the_gemm_gets_them(self):
         one, two = jlp.Float8Block(), jlp.Float8Block("e5m2", (128, 128))
@@ -319,8 +325,18 @@ class TestWeightOnly:
         assert self.calls(jlp.NVFP4(), 1, 7.5) == []
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("fmt", [*ONE_OF_EACH, jlp.Int4(32), jlp.Int4(32, False, "float16")], ids=str)
+WEIGHTS = (*ONE_OF_EACH, jlp.Int4(32), jlp.Int4(32, False, "float16"))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    often(
+        [*((fmt, "bfloat16") for fmt in WEIGHTS), (WEIGHTS[-1], "float16"), (WEIGHTS[0], "float32")],
+        list(itertools.product(WEIGHTS, FLOATS)),
+        2,
+    ),
+    ids=str,
+)
 def test_xlas_gemm_of_the_decoded_weight_is_the_product(fmt, dtype):
     """Run on the CPU: what it computes is the same on a GPU."""
     x, w = random_array((5, 160), dtype, 1), random_array((40, 160), seed=2)

@@ -1,6 +1,7 @@
-"""hadamard_transform: native and reference against an oracle, byte for byte, and what the transform is for."""
+"""hadamard_transform: every implementation against an oracle, byte for byte, and what the transform is for."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 import jaxlowprec as jlp
 from tests import numpy_oracle
-from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, random_array
+from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, often, random_array
+from tests.ops.implementations import ByKernels, ByReference
 
 SIZES = [16, 32, 64, 128, 256]
 CUSTOM = tuple(int(s) for s in np.random.default_rng(0).choice([-1, 1], 16))
@@ -35,53 +37,66 @@ def matrix(size, signs):
     return np.where(negative, -1.0, 1.0)[:, None] * np.where(parity, -1.0, 1.0) / np.sqrt(size)
 
 
-def assert_is_the_rule(x, size, signs, implementation):
-    for axis in (-1, -2):
-        if x.shape[axis] % size:
-            continue
-        for inverse in (False, True):
-            y = jlp.hadamard_transform(x, axis, size, signs, inverse, implementation)
-            assert_same_numbers(y, oracle(x, axis, size, signs, inverse))
+def ways(arrays, size):
+    """(array, axis, inverse): along each axis that has whole transforms, there and back."""
+    axes = [(x, axis) for x in arrays for axis in (-1, -2) if x.shape[axis] % size == 0]
+    return [(x, axis, inverse) for x, axis in axes for inverse in (False, True)]
 
 
-class TestBytes:
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("signs", SIGNS.values(), ids=SIGNS)
-    @pytest.mark.parametrize("size", SIZES)
-    def test_native_bytes_are_the_rules(self, isa, size, signs, dtype):
+@functools.partial(jax.jit, static_argnames=("size", "signs", "implementation"))
+def transformed(arrays, size, signs, implementation):
+    """In each of `ways`, in one compilation."""
+    return [
+        jlp.hadamard_transform(x, axis, size, signs, inverse, implementation) for x, axis, inverse in ways(arrays, size)
+    ]
+
+
+@functools.cache
+def awkward(shapes, dtype, size, signs):
+    """Arrays, and what the oracle makes of them in each of `ways`: once for all implementations."""
+    arrays = [random_array(shape, dtype, seed=size) for shape in shapes]
+    return arrays, [oracle(x, axis, size, signs, inverse) for x, axis, inverse in ways(arrays, size)]
+
+
+def assert_is_the_rule(implementation, arrays, size=16, signs=jlp.DEFAULT_SIGNS):
+    for y, (x, axis, inverse) in zip(transformed(arrays, size, signs, implementation), ways(arrays, size), strict=True):
+        assert_same_numbers(y, oracle(x, axis, size, signs, inverse))
+
+
+RULES = list(itertools.product(SIZES, SIGNS, FLOATS))
+
+
+class HadamardCases:
+    """What every implementation promises."""
+
+    implementation: str
+
+    def assert_gives_the_oracles(self, shapes, dtype, size, signs):
+        arrays, expected = awkward(shapes, dtype, size, signs)
+        for y, wanted in zip(transformed(arrays, size, signs, self.implementation), expected, strict=True):
+            assert_same_numbers(y, wanted)
+
+    @pytest.fixture(params=RULES, ids=lambda rule: "-".join(map(str, rule)))
+    def rule(self, request):
+        """Size, signs and dtype."""
+        return request.param
+
+    def test_bytes_of_every_size_and_sign(self, rule):
         """Along rows and along columns, with another axis that no vector divides."""
-        for shape in ((3, size), (2 * size, 37)):
-            assert_is_the_rule(random_array(shape, dtype, seed=size), size, signs, "ffi")
+        size, signs, dtype = rule
+        self.assert_gives_the_oracles(((3, size), (2 * size, 37)), dtype, size, SIGNS[signs])
 
-    @pytest.mark.parametrize(
-        ("size", "signs", "dtype"),
-        [
-            (16, "default", "bfloat16"),
-            (16, "custom", "float16"),
-            (32, "plain", "float32"),
-            (64, "default", "float16"),
-            (128, "custom", "bfloat16"),
-            (256, "default", "float32"),
-        ],
-    )
-    def test_reference_bytes_are_the_rules(self, size, signs, dtype):
-        assert_is_the_rule(random_array((size, 2 * size), dtype, seed=size), size, SIGNS[signs], "reference")
-
-    @pytest.mark.parametrize(
-        "shape",
-        [(1, 16), (16, 1), (1, 80), (5, 48), (48, 5), (33, 272), (2, 3, 32, 48), (3, 16, 7), (700, 512)],
-        ids=str,
-    )
-    def test_any_shape_and_batch(self, isa, shape):
-        assert_is_the_rule(random_array(shape, "bfloat16", seed=1), 16, jlp.DEFAULT_SIGNS, "ffi")
+    def test_any_shape_and_batch(self):
+        shapes = (1, 16), (16, 1), (1, 80), (5, 48), (48, 5), (33, 272), (2, 3, 32, 48), (3, 16, 7), (700, 512)
+        self.assert_gives_the_oracles(shapes, "bfloat16", 16, jlp.DEFAULT_SIGNS)
 
     @pytest.mark.parametrize("magnitude", [-126, -122, -100, 100, 122, 126])
-    def test_any_magnitude(self, isa, magnitude):
+    def test_any_magnitude(self, magnitude):
         """Subnormal intermediates count as zero, sums that overflow are infinite."""
-        x = jnp.ldexp(random_array((32, 64), "float32", seed=2), magnitude)
-        assert_is_the_rule(x, 16, jlp.DEFAULT_SIGNS, "ffi")
-        assert_is_the_rule(x, 32, jlp.DEFAULT_SIGNS, "ffi")
-        assert_is_the_rule(x, 16, jlp.DEFAULT_SIGNS, "reference")
+        with np.errstate(over="ignore"):
+            x = jnp.asarray(np.ldexp(random_array((32, 64), "float32", seed=2), magnitude))
+        assert_is_the_rule(self.implementation, [x])
+        assert_is_the_rule(self.implementation, [x], 32)
 
     @given(
         bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=64),
@@ -89,24 +104,63 @@ class TestBytes:
     )
     def test_arbitrary_bit_patterns(self, bits, dtype):
         pattern = np.resize(np.array(bits, np.uint16), (16, 48))
-        x = jax.lax.bitcast_convert_type(jnp.asarray(pattern), jnp.dtype(dtype))
-        assert_is_the_rule(x, 16, jlp.DEFAULT_SIGNS, "ffi")
-        assert_is_the_rule(x, 16, jlp.DEFAULT_SIGNS, "reference")
+        assert_is_the_rule(self.implementation, [jnp.asarray(pattern.view(jnp.dtype(dtype)))])
 
-    @given(columns=st.integers(1, 300), size=st.sampled_from([16, 32]), seed=st.integers(0, 999))
-    @settings(max_examples=20)  # each compiles
-    def test_arbitrary_lengths(self, columns, size, seed):
-        x = random_array((32, columns), "float32", seed)
-        assert_is_the_rule(x, size, CUSTOM, "ffi")
-
-
-class TestMeaning:
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    def test_golden_vector(self, implementation):
-        y = jlp.hadamard_transform(jnp.arange(1.0, 17.0), implementation=implementation)
+    def test_golden_vector(self):
+        y = jlp.hadamard_transform(jnp.arange(1.0, 17.0), implementation=self.implementation)
         golden = [-15.5, -7.5, 7.5, -0.5, 7.5, -0.5, -15.5, 8.5, 8.5, 16.5, 1.5, 1.5, 1.5, -2.5, 10.5, -17.5]
         assert y.tolist() == golden
 
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_what_is_not_finite_stays_so_in_its_own_transform_alone(self, bad):
+        x = np.array(random_array((6, 64), "bfloat16"))
+        for axis, place in ((-1, np.s_[3, 32:64]), (-2, np.s_[32:64, 3])):
+            m = x if axis == -1 else x.T
+            spoilt, changed = m.copy(), np.zeros(m.shape, bool)
+            changed[place] = True
+            spoilt[place][9] = bad
+            clean, y = (
+                np.asarray(jlp.hadamard_transform(v, axis, 32, implementation=self.implementation)) for v in (m, spoilt)
+            )
+            assert not np.isfinite(y[changed].astype(np.float32)).any()
+            np.testing.assert_array_equal(y[~changed], clean[~changed])
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 16), (16, 0), (0, 0), (2, 0, 16), (0, 16, 16)], ids=str)
+    def test_empty_arrays(self, shape):
+        for axis in (-1, -2)[: len(shape)]:
+            y = jlp.hadamard_transform(jnp.zeros(shape, jnp.float16), axis, implementation=self.implementation)
+            assert (y.shape, y.dtype) == (shape, jnp.float16)
+
+    def test_vmap_adds_batch_axes(self):
+        x = random_array((3, 32, 48))
+        for axis in (-1, -2):
+            transform = functools.partial(jlp.hadamard_transform, axis=axis, implementation=self.implementation)
+            assert_same_bytes(jax.vmap(transform)(x), transform(x))
+
+
+class TestByReference(ByReference, HadamardCases):
+    SOME = (
+        *((16, "default", "bfloat16"), (16, "custom", "float16"), (32, "plain", "float32")),
+        *((64, "default", "float16"), (128, "custom", "bfloat16"), (256, "default", "float32")),
+    )
+
+    @pytest.fixture(params=often(SOME, RULES), ids=lambda rule: "-".join(map(str, rule)))
+    def rule(self, request):
+        """As above: each takes XLA a while to compile."""
+        return request.param
+
+
+class TestByKernels(ByKernels, HadamardCases):
+    pass
+
+
+@given(columns=st.integers(1, 300), size=st.sampled_from([16, 32]), seed=st.integers(0, 999))
+@settings(max_examples=20)  # each compiles
+def test_kernels_of_arbitrary_lengths(columns, size, seed):
+    assert_is_the_rule("ffi", [random_array((32, columns), "float32", seed)], size, CUSTOM)
+
+
+class TestMeaning:
     @pytest.mark.parametrize("signs", SIGNS.values(), ids=SIGNS)
     @pytest.mark.parametrize("size", SIZES)
     def test_it_is_the_product_with_the_signed_matrix(self, size, signs):
@@ -149,28 +203,6 @@ class TestMeaning:
         np.testing.assert_allclose(product(ra, rb.T), product(a, b.T), atol=1e-4)
         assert jnp.abs(product(ra, b.T) - product(a, b.T)).max() > 1
 
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_what_is_not_finite_stays_so_in_its_own_transform_alone(self, implementation, bad):
-        x = random_array((6, 64), "bfloat16")
-        for axis, place in ((-1, np.s_[3, 32:64]), (-2, np.s_[32:64, 3])):
-            m = x if axis == -1 else x.T
-            clean = jlp.hadamard_transform(m, axis, 32, implementation=implementation)
-            y = jlp.hadamard_transform(
-                m.at[place].set(m[place].at[9].set(bad)), axis, 32, implementation=implementation
-            )
-            changed = np.zeros(m.shape, bool)
-            changed[place] = True
-            assert not np.isfinite(np.asarray(y)[changed].astype(np.float32)).any()
-            np.testing.assert_array_equal(np.asarray(y)[~changed], np.asarray(clean)[~changed])
-
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    @pytest.mark.parametrize("shape", [(0,), (0, 16), (16, 0), (0, 0), (2, 0, 16), (0, 16, 16)], ids=str)
-    def test_empty_arrays(self, implementation, shape):
-        for axis in (-1, -2)[: len(shape)]:
-            y = jlp.hadamard_transform(jnp.zeros(shape, jnp.float16), axis, implementation=implementation)
-            assert (y.shape, y.dtype) == (shape, jnp.float16)
-
     def test_a_vector_is_one_row(self):
         x = random_array((64,))
         row = jlp.hadamard_transform(x[None])[0]
@@ -192,10 +224,3 @@ class TestMeaning:
             transform = functools.partial(jlp.hadamard_transform, axis=axis)
             _, pull = jax.vjp(functools.partial(transform, inverse=inverse), m)
             assert_same_bytes(pull(cotangent)[0], transform(cotangent, inverse=not inverse))
-
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    def test_vmap_adds_batch_axes(self, implementation):
-        x = random_array((3, 32, 48))
-        for axis in (-1, -2):
-            transform = functools.partial(jlp.hadamard_transform, axis=axis, implementation=implementation)
-            assert_same_bytes(jax.vmap(transform)(x), transform(x))

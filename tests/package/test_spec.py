@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from tests.helpers import as_bytes
+from tests.helpers import as_bytes, often
 
 ROOT = pathlib.Path(__file__).parents[2]
 SPEC = ROOT / "docs" / "spec"
@@ -135,7 +135,7 @@ def test_links_within_the_documents_lead_somewhere():
 
 
 @pytest.mark.parametrize("page", ["numerics.md", "int4_qat.md"])
-@pytest.mark.parametrize("implementation", [None, pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("implementation", often([None], [None, "reference"]))
 def test_the_worked_examples_are_what_the_library_computes(page, implementation):
     text = PAGES[page]
     assert "implementation = None " in text

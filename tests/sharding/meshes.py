@@ -34,9 +34,12 @@ def name_of(value):
 by_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=name_of)
 
 
-def mesh_of(sizes, axis_type=AxisType.Auto):
-    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, tuple("abc"[: len(sizes)]), axis_types=(axis_type,) * len(sizes))
+def mesh_of(sizes, axis_type=AxisType.Auto, names="abc", devices=None):
+    """A mesh of the first devices, or of the given ones; each axis has a size, a name and a type (one for all, or a
+    tuple)."""
+    devices = np.array((jax.devices() if devices is None else devices)[: math.prod(sizes)]).reshape(sizes)
+    types = axis_type if isinstance(axis_type, tuple) else (axis_type,) * len(sizes)
+    return Mesh(devices, tuple(names[: len(sizes)]), axis_types=types)
 
 
 def place(x, mesh, spec):

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import assert_same_bytes, random_array
+from tests.helpers import assert_same_bytes, often, random_array
 from tests.sharding.meshes import (
     PLACEMENTS,
     by_axis_type,
@@ -47,19 +47,30 @@ OPERATIONS = {
     "hadamard-columns-inverse": lambda x: jlp.hadamard_transform(x, -2, inverse=True),
 }
 EVERYWHERE = ("stochastic-both-rotated", "both-tiles", "dequantize")
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+BOTH_AXES = (2, 4), P("a", "b")
+PLACED = [
+    (name, *placement, axis_type)
+    for name in OPERATIONS
+    for placement in (PLACEMENTS if name in EVERYWHERE else [BOTH_AXES])
+    for axis_type in (AUTO, EXPLICIT)
+]
+PLACED_OFTEN = [
+    *((name, *BOTH_AXES, axis_type) for name in OPERATIONS for axis_type in (AUTO, EXPLICIT)),
+    *((EVERYWHERE[0], *placement, AUTO) for placement in PLACEMENTS),
+    *(
+        (name, *placement, AUTO)
+        for name in EVERYWHERE[1:]
+        for placement in (((8,), P(None, "a")), ((4, 2), P("b", "a")))
+    ),
+]
 
 
 def assert_mesh_does_not_matter(name, x, mesh, spec):
     assert_same_bytes(on_mesh(OPERATIONS[name], [x], [spec], mesh)[0], OPERATIONS[name](x))
 
 
-@by_axis_type
-@pytest.mark.parametrize(
-    ("name", "sizes", "spec"),
-    [(name, *placement) for name in EVERYWHERE for placement in PLACEMENTS]
-    + [(name, (2, 4), P("a", "b")) for name in OPERATIONS if name not in EVERYWHERE],
-    ids=name_of,
-)
+@pytest.mark.parametrize(("name", "sizes", "spec", "axis_type"), often(PLACED_OFTEN, PLACED, 4), ids=name_of)
 def test_bytes_do_not_depend_on_the_mesh_and_only_scalars_travel(name, sizes, spec, axis_type):
     """One all-reduce for each amax: the plain one, the rotated one. 8 x 8 blocks: every placement leaves them whole."""
     x, mesh = random_array((128, 128), seed=1), mesh_of(sizes, axis_type)
@@ -71,27 +82,35 @@ def test_bytes_do_not_depend_on_the_mesh_and_only_scalars_travel(name, sizes, sp
     assert sum(elements for _, elements in found) == amaxes
 
 
-@by_axis_type
-@pytest.mark.parametrize("name", ["stochastic-both-rotated", "stochastic-tiles", "dequantize", "dequantize-tiles"])
+SHAPED = ("stochastic-both-rotated", "dequantize", "stochastic-tiles", "dequantize-tiles")
+SHAPES = (
+    ((40, 72), P("a", "b")),  # ragged both ways: 72 columns are four and a half blocks
+    ((96, 48), P("b", "a")),  # whole blocks, but not in each part: 24 rows, 24 columns
+    ((32, 200), P(None, ("a", "b"))),
+    ((16, 64), P("a", "b")),  # one block of rows
+    ((4, 4), P("a", "b")),
+    ((0, 32), P("a", "b")),
+)
+BATCHES = (((4, 32, 64), P("b", None, "a")), ((2, 4, 32, 32), P("a", "b")))
+
+
+def shaped(shapes):
+    """Two operations with every shape and all of them with the first, on axes of either type."""
+    every = [(name, *shape, kind) for name in SHAPED for shape in shapes for kind in (AUTO, EXPLICIT)]
+    chosen = [
+        *((name, *shape, AUTO) for name in SHAPED[:2] for shape in shapes),
+        *((name, *shapes[0], AUTO) for name in SHAPED),
+        *((name, *shapes[0], EXPLICIT) for name in SHAPED[1:3]),
+    ]
+    return pytest.mark.parametrize(("name", "shape", "spec", "axis_type"), often(chosen, every, 4), ids=name_of)
+
+
 class TestShapes:
-    @pytest.mark.parametrize(
-        ("shape", "spec"),
-        [
-            ((40, 72), P("a", "b")),  # ragged both ways: 72 columns are four and a half blocks
-            ((96, 48), P("b", "a")),  # whole blocks, but not in each part: 24 rows, 24 columns
-            ((32, 200), P(None, ("a", "b"))),
-            ((16, 64), P("a", "b")),  # one block of rows
-            ((4, 4), P("a", "b")),
-            ((0, 32), P("a", "b")),
-        ],
-        ids=name_of,
-    )
+    @shaped(SHAPES)
     def test_bytes_of_any_shape_do_not_depend_on_the_mesh(self, name, shape, spec, axis_type):
         assert_mesh_does_not_matter(name, random_array(shape, seed=1), mesh_of((2, 4), axis_type), spec)
 
-    @pytest.mark.parametrize(
-        ("shape", "spec"), [((4, 32, 64), P("b", None, "a")), ((2, 4, 32, 32), P("a", "b"))], ids=name_of
-    )
+    @shaped(BATCHES)
     def test_batch_axes_are_split_too(self, name, shape, spec, axis_type):
         assert_mesh_does_not_matter(name, random_array(shape, seed=1), mesh_of((2, 4), axis_type), spec)
 

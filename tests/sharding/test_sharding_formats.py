@@ -1,19 +1,23 @@
 """The bytes of every format do not depend on the mesh, as test_sharding.py shows for NVFP4 in more places."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, pair_name
 from tests.sharding.meshes import by_axis_type, collectives, mesh_of, name_of, on_mesh, split
 
 FORMATS = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
 RANDOM = {"rounding": "stochastic", "key": np.array([3, 5], np.uint32)}
 over_formats = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
+OFTEN = (jlp.MXFP8("e5m2", (32, 32)), jlp.MXFP4(), jlp.Float8Block(), jlp.Float8Tensor())  # each element and scaling
 over_pairs = pytest.mark.parametrize("pair", ONE_OF_EACH_KIND, ids=pair_name)
 
 
@@ -27,9 +31,16 @@ def every_way(fmt):
     return run
 
 
-@over_formats
 class TestQuantize:
-    @by_axis_type
+    @pytest.mark.parametrize(
+        ("fmt", "axis_type"),
+        often(
+            [*((fmt, AxisType.Auto) for fmt in FORMATS), *((fmt, AxisType.Explicit) for fmt in OFTEN[1::2])],
+            list(itertools.product(FORMATS, (AxisType.Auto, AxisType.Explicit))),
+            2,
+        ),
+        ids=lambda value: name_of(value) if isinstance(value, AxisType) else format_name(value),
+    )
     def test_bytes_are_equal_on_any_mesh_and_only_an_amax_travels(self, fmt, axis_type):
         """128 x 128 in each part: every block is whole."""
         x = random_array((256, 512), seed=1)
@@ -46,10 +57,12 @@ class TestQuantize:
         ],
         ids=name_of,
     )
+    @pytest.mark.parametrize("fmt", often(OFTEN, FORMATS), ids=format_name)
     def test_bytes_of_any_shape(self, fmt, shape, spec):
         x = random_array(shape, seed=2)
         assert_same_bytes(on_mesh(every_way(fmt), [x], [spec], mesh_of((2, 4)))[0], every_way(fmt)(x))
 
+    @over_formats
     def test_shard_map_with_an_offset(self, fmt):
         """A tensor's scale has to be given there: a part does not know the whole."""
         mesh, x, spec = mesh_of((2, 2)), random_array((256, 256), seed=3), P("a", "b")

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.helpers import run_python
+from tests.helpers import often, run_python
 
 FEW, MANY = 12, 100
 
@@ -18,7 +18,7 @@ def outcomes(case, kills):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
 @pytest.mark.parametrize("case", ["directory_trainer", "delta_trainer"])
 def test_a_killed_trainer_leaves_a_whole_version(case, kills):
     found = outcomes(case, kills)
@@ -26,13 +26,13 @@ def test_a_killed_trainer_leaves_a_whole_version(case, kills):
     assert found["unfinished"] >= kills // 4 and found["old"] >= kills // 20  # they did hit syncs that were under way
 
 
-@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
 def test_a_killed_receiver_is_an_error_and_a_new_one_is_served(kills):
     found = outcomes("tcp_receiver", kills)
     assert found["in time"] == kills
     assert found["errors"] >= kills // 4
 
 
-@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
 def test_a_receiver_killed_while_it_pulls_can_be_started_again(kills):
     assert outcomes("disk_receiver", kills)["unfinished"] >= kills // 4

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from tests.helpers import run_python
+from tests.helpers import often, run_python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="forks, and reads /proc")
 
@@ -20,7 +20,7 @@ def named_memory():
     return sorted(path.name for path in pathlib.Path("/dev/shm").iterdir())
 
 
-@pytest.mark.parametrize("kills", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", often([30], [30, 200]))
 @pytest.mark.parametrize("victim", ["trainer", "engine"])
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 def test_a_kill_at_any_moment_leaves_a_complete_version(kind, victim, kills, tmp_path):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.sharding.meshes import PLACEMENTS, by_axis_type, collectives, lengthened, mesh_of, name_of, place
@@ -42,8 +42,7 @@ def test_under_an_ambient_mesh_too(axis_type):
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a")], ids=str)
 def test_a_mesh_whose_axes_are_explicit_and_auto(spec):
-    devices = np.array(jax.devices()).reshape(2, 4)
-    mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    mesh = mesh_of((2, 4), (AxisType.Explicit, AxisType.Auto))
     args = operands((16, 64))
     x = place(args[0], mesh, spec)
     with jax.set_mesh(mesh):
@@ -84,8 +83,8 @@ def test_dimensions_that_do_not_divide_at_all(shape, spec):
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a"), P(("b", "a"))], ids=str)
 def test_devices_in_any_order(spec):
-    order = [3, 1, 0, 2, 7, 4, 6, 5]
-    mesh, args = Mesh(np.array(jax.devices())[order].reshape(2, 4), ("a", "b")), operands((16, 64))
+    order = [jax.devices()[i] for i in (3, 1, 0, 2, 7, 4, 6, 5)]
+    mesh, args = mesh_of((2, 4), devices=order), operands((16, 64))
     out = block_sums(place(args[0], mesh, spec), *args[1:])
     assert_right(out, args)
     assert out[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxlowprec.wiring import defining as wiring
@@ -136,10 +136,10 @@ class TestPieces:
 
         monkeypatch.setattr(wiring, "_spec_on", recording)
         names = "abc"[: len(axes)]
-        devices = np.array(jax.devices())[[3, 1, 0, 2, 7, 4, 6, 5]].reshape(axes)
+        mesh = mesh_of(axes, devices=[jax.devices()[i] for i in (3, 1, 0, 2, 7, 4, 6, 5)])
         args = operands((16, 64))
         for spec in (P(*names[:2]), P(*names[::-1][:2]), P(tuple(names[::-1])), P(None, names[-1])):
-            block_sums(place(args[0], Mesh(devices, tuple(names)), spec), *args[1:])
+            block_sums(place(args[0], mesh, spec), *args[1:])
         assert any(sharding.is_fully_replicated for _, sharding, _ in seen)
         for mesh, sharding, shape in seen:
             where, piece = sharding.devices_indices_map(shape), sharding.shard_shape(shape)

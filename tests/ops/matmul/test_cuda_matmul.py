@@ -1,8 +1,9 @@
 """What surrounds the GEMM's custom call on NVIDIA GPUs, with the call itself done by the reference.
 
-Padding, the tensors' scales, accumulation, the epilogue and slicing give what the reference gives.
+Padding, the tensors' scales, accumulation, the epilogue and slicing give what the rules give.
 """
 
+import functools
 from unittest import mock
 
 import jax
@@ -15,6 +16,7 @@ from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.scaled_matmul import cuda, reference
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec
 from jaxlowprec.wiring import native
+from tests.against_oracle import product
 from tests.helpers import random_array
 
 FORMATS = {
@@ -32,6 +34,9 @@ def format_of(attributes):
     return FORMATS[attributes["scaling"], attributes["element"]](block)
 
 
+products = jax.jit(reference.products, static_argnums=(2, 5))
+
+
 def called_by_the_reference(target, results):
     """As xla_ffi/bindings/scaled_matmul_cuda.cc documents the call."""
     assert target == "jaxlowprec_scaled_matmul"
@@ -45,7 +50,7 @@ def called_by_the_reference(target, results):
             alpha, beta = alpha[..., None, None], beta[..., None, None]
         if a.scaling == "tensor":
             a_scale, b_scale = jnp.ones_like(a_scale), jnp.ones_like(b_scale)
-        y = reference.products(a_data, a_scale, a, b_data, b_scale, b) * alpha
+        y = products(a_data, a_scale, a, b_data, b_scale, b) * alpha
         y = y + beta * rest[0].astype(jnp.float32) if accumulate else y
         assert accumulate or not np.any(beta)
         assert y.shape == results[0].shape
@@ -63,32 +68,34 @@ PAIRS = [
 ]
 
 
+@functools.cache
+def operands(formats, sizes):
+    m, k, n = sizes
+    a = jlp.quantize(random_array((2, m, k), "float32", 1), formats[0])
+    return a, jlp.quantize(random_array((2, n, k), "float32", 2) * 3, formats[1])
+
+
 @pytest.mark.parametrize("sizes", [(8, 160, 16), (5, 100, 33)], ids=str)
 @pytest.mark.parametrize(("formats", "capability"), PAIRS, ids=str)
 @pytest.mark.parametrize("names", ["", "accumulate", "bias", "bias gelu accumulate", "dgelu", "float32 sums"])
-def test_the_result_is_the_references(names, formats, sizes, capability):
-    m, k, n = sizes
-    a = jlp.quantize(random_array((2, m, k), "float32", 1), formats[0])
-    b = jlp.quantize(random_array((2, n, k), "float32", 2) * 3, formats[1])
-    options, words = {"out_dtype": jnp.float32}, names.split()
-    extras = []
-    if "bias" in words:
-        options["bias"] = random_array((2, n), "float32", 3)
-        extras.append(options["bias"])
-    if "accumulate" in words:
-        options["accumulate"] = random_array((2, m, n), "float32", 4)
-        extras.append(options["accumulate"])
+def test_around_the_reference_the_result_is_the_oracles(names, formats, sizes, capability):
+    m, _, n = sizes
+    a, b = operands(formats, sizes)
+    words = names.split()
     activation = next((word for word in words if word in ("gelu", "dgelu")), None)
+    extras = {}
+    if "bias" in words:
+        extras["bias"] = random_array((2, n), "float32", 3)
+    if "accumulate" in words:
+        extras["accumulate"] = random_array((2, m, n), "float32", 4)
     if activation == "dgelu":
-        options["activation_input"] = random_array((2, m, n), "float32", 5)
-        extras.append(options["activation_input"])
-    expected = jlp.scaled_matmul(a, b, activation=activation, implementation="reference", **options)
+        extras["activation_input"] = random_array((2, m, n), "float32", 5)
+    expected, _ = product(a, b, activation=activation, out_dtype=jnp.float32, **extras)
 
-    bias, accumulate = "bias" in words, "accumulate" in words
-    epilogue = Epilogue(bias, accumulate, activation, False, jnp.dtype("float32"))
+    epilogue = Epilogue("bias" in words, "accumulate" in words, activation, False, jnp.dtype("float32"))
     spec = MatmulSpec(a.format, b.format, False, False, False, epilogue, None, names == "float32 sums")
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     gpu = mock.patch.object(native, "compute_capability", lambda: capability)
     with gpu, mock.patch.object(jax.ffi, "ffi_call", called_by_the_reference):
-        (y,) = cuda.matmul(spec, a.data, a.scale, b.data, b.scale, *amaxes, *extras)
+        (y,) = cuda.matmul(spec, a.data, a.scale, b.data, b.scale, *amaxes, *extras.values())
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)

@@ -1,6 +1,7 @@
 """What rows in groups become on NVIDIA GPUs, run on the CPU: the same XLA code around the CPU's kernels."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad, rows_by_chunks, wgrad_by_chunks
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_quantize_op, over_batches
 from jaxlowprec.ops.grouped_matmul.weight_only import GroupedWeightOnlySpec, grouped_weight_only
-from tests.helpers import assert_same_bytes, format_name, often, random_array
+from tests.helpers import FLOATS, assert_same_bytes, format_name, often, random_array
 from tests.ops.matmul.test_grouped_matmul import FORMATS, PAIRS, SIZES, rotation_of, weights, words_of
 
 CASES = {  # more rows than a tile has, and groups that begin within one
@@ -55,8 +56,14 @@ class TestQuantizing:
     """By the kernels that take matrices, a matrix for each 128 rows of a group."""
 
     @by_format
-    @by_case
-    @pytest.mark.parametrize("directions", DIRECTIONS)
+    @pytest.mark.parametrize(
+        ("case", "directions"),
+        often(
+            [("tiles", "both"), ("uneven", "rowwise"), ("uneven", "columnwise")],
+            list(itertools.product(CASES, DIRECTIONS)),
+            2,
+        ),
+    )
     def test_the_bytes_are_those_of_the_cpus_kernel(self, fmt, case, directions):
         x, sizes = rows_of(case)
         for stochastic in (False, True):
@@ -71,11 +78,11 @@ class TestQuantizing:
         x, sizes = random_array((2, 3, 150, 32)), jnp.asarray(np.random.default_rng(0).integers(0, 80, (2, 3, 4)))
         sizes = sizes.astype(jnp.int32)
         spec = GroupedQuantizeSpec(fmt, True, True, rotation_of(fmt), True, False)
-        tensors = [group_amaxes(x, sizes, True, None)[0]] * 2
+        tensors = [jax.jit(lambda x, sizes: group_amaxes(x, sizes, True, None)[0])(x, sizes)] * 2
         words = jnp.asarray(np.random.default_rng(1).integers(0, 2**32, (2, 3, 4, 2), dtype=np.uint32))
         ids = [jnp.arange(n, dtype=jnp.uint32) for n in (150, 2, 32, 10)]
-        found = over_batches(functools.partial(tiled.quantize, spec))(
-            x, sizes, *tensors, words, *ids, shared=range(3, 7)
+        found = jax.jit(functools.partial(over_batches(functools.partial(tiled.quantize, spec)), shared=range(3, 7)))(
+            x, sizes, *tensors, words, *ids
         )
         assert_same_bytes(found, grouped_quantize_op(spec, "ffi")(x, sizes, *tensors, words, *ids))
 
@@ -85,10 +92,17 @@ class TestQuantizing:
     def test_amaxes(self, case, dtype, bad):
         x, sizes = rows_of(case)
         x = x.astype(dtype) if bad is None else x.astype(dtype).at[x.shape[0] // 2, 1].set(bad)
-        expected = group_amaxes(x, sizes, True, Hadamard())
-        assert_same_bytes(tiled.amax(True, Hadamard(), x, sizes), expected)
-        assert_same_bytes(tiled.amax(True, None, x, sizes), expected[:1])
-        assert_same_bytes(tiled.amax(False, Hadamard(), x, sizes), expected[1:])
+        expected, both, plain, rotated = amaxes(x, sizes)
+        assert_same_bytes(both, expected)
+        assert_same_bytes(plain, expected[:1])
+        assert_same_bytes(rotated, expected[1:])
+
+
+@jax.jit
+def amaxes(x, sizes):
+    """Those of the CPU's kernel, then the tiled ones: both, and each alone."""
+    tiled_ones = [tiled.amax(*which, x, sizes) for which in ((True, Hadamard()), (True, None), (False, Hadamard()))]
+    return group_amaxes(x, sizes, True, Hadamard()), *tiled_ones
 
 
 def quantized(fmt, case, rowwise=True, seed=0):
@@ -98,6 +112,9 @@ def quantized(fmt, case, rowwise=True, seed=0):
         x, sizes, fmt, rowwise=rowwise, columnwise=not rowwise, hadamard=None if rowwise else rotation_of(fmt)
     )
     return row if rowwise else column
+
+
+WEIGHTS = (jlp.Int4(16), jlp.Int4(16, symmetric=False), jlp.NVFP4((16, 16)), jlp.MXFP8(), jlp.Float8Tensor())
 
 
 class TestProducts:
@@ -136,11 +153,14 @@ class TestProducts:
         self.test_wgrad(fmt, "tiles")
 
     @pytest.mark.parametrize(
-        "fmt",
-        [jlp.Int4(16), jlp.Int4(16, symmetric=False), jlp.NVFP4((16, 16)), jlp.MXFP8(), jlp.Float8Tensor()],
-        ids=format_name,
+        ("fmt", "dtype"),
+        often(
+            [(fmt, "bfloat16") for fmt in WEIGHTS] + [(WEIGHTS[0], dtype) for dtype in FLOATS],
+            list(itertools.product(WEIGHTS, FLOATS)),
+            2,
+        ),
+        ids=lambda value: value if isinstance(value, str) else format_name(value),
     )
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_weight_only(self, fmt, dtype):
         x, sizes = rows_of("tiles")
         w, bias = weights(fmt, sizes.size, x.shape[1]), random_array((sizes.size, 24), "float32", 5)
@@ -174,8 +194,14 @@ class TestHighPrecision:
         x, sizes = rows_of(case)
         x, w = x.astype(jnp.float32), random_array((sizes.size, x.shape[1], 24), "float32", 3)
         dy, f32 = random_array((x.shape[0], 24), "float32", 4), jnp.dtype("float32")
-        expected = plain_rows(x, w, sizes, f32), plain_wgrad(x, dy, sizes, f32)
-        found = rows_by_chunks(f32, None, chunk, x, sizes, w), wgrad_by_chunks(f32, None, chunk, x, sizes, dy)
+
+        @jax.jit
+        def both(x, w, dy, sizes):
+            expected = plain_rows(x, w, sizes, f32), plain_wgrad(x, dy, sizes, f32)
+            found = rows_by_chunks(f32, None, chunk, x, sizes, w), wgrad_by_chunks(f32, None, chunk, x, sizes, dy)
+            return found, expected
+
+        found, expected = both(x, w, dy, sizes)
         for y, e in zip(found, expected, strict=True):
             np.testing.assert_allclose(y, e, rtol=1e-5, atol=1e-4)
 
@@ -183,7 +209,7 @@ class TestHighPrecision:
     def test_what_is_not_finite_spoils_its_own_group_alone(self, bad):
         x, w, sizes = random_array((40, 32)), random_array((3, 32, 24)), jnp.array([10, 10, 20], jnp.int32)
         how = jnp.dtype("float32"), None, 16
-        rows, wgrad = functools.partial(rows_by_chunks, *how), functools.partial(wgrad_by_chunks, *how)
+        rows, wgrad = (jax.jit(functools.partial(f, *how)) for f in (rows_by_chunks, wgrad_by_chunks))
         clean = rows(x, sizes, w)
         for spoilt_x, spoilt_w in ((x.at[12, 3].set(bad), w), (x, w.at[1, 3, 5].set(bad))):
             y = np.asarray(rows(spoilt_x, sizes, spoilt_w))

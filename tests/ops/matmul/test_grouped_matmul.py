@@ -1,6 +1,7 @@
 """Rows in groups: the bytes of each group are those that its rows alone would have, however the rows are divided."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxlowprec.ops.grouped_matmul.api import (
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
+from tests.against_oracle import product, weight_only_product
+from tests.against_oracle import quantized as quantized_by_oracle
 from tests.helpers import as_bytes, assert_same_bytes, format_name, often, random_array
 
 FORMATS = (
@@ -40,8 +43,9 @@ SIZES = {  # of groups; rows; columns. Sizes are operands: cases of one shape ar
 }
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=format_name)
 by_sizes = pytest.mark.parametrize("case", SIZES)
-by_rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-IMPLEMENTATIONS = ("reference", "ffi")
+ROUNDINGS = ["nearest", "stochastic"]
+by_rounding = pytest.mark.parametrize("stochastic", [False, True], ids=ROUNDINGS)
+by_implementation = pytest.mark.parametrize("implementation", ["reference", "ffi"])
 
 
 def groups_of(sizes, rows):
@@ -82,9 +86,14 @@ def quantized(fmt, case, stochastic, implementation):
 
 
 class TestQuantizing:
-    @by_format
     @pytest.mark.parametrize("case", often(["uneven", "more than there are"], SIZES))
-    @by_rounding
+    @pytest.mark.parametrize(  # random bits take XLA long to compile
+        ("fmt", "stochastic"),
+        often(
+            [*((fmt, False) for fmt in FORMATS), (FORMATS[0], True)], list(itertools.product(FORMATS, (False, True))), 2
+        ),
+        ids=lambda value: ROUNDINGS[value] if isinstance(value, bool) else format_name(value),
+    )
     def test_both_implementations_give_the_same_bytes(self, fmt, case, stochastic):
         assert_same_bytes(quantized(fmt, case, stochastic, "ffi")[1], quantized(fmt, case, stochastic, "reference")[1])
 
@@ -93,22 +102,24 @@ class TestQuantizing:
     @by_rounding
     def test_a_group_has_the_bytes_of_its_rows_alone(self, fmt, case, stochastic):
         sizes, rows, _ = SIZES[case]
-        x, (row, column) = quantized(fmt, case, stochastic, "ffi")
-        words = words_of(len(sizes))
+        x, both = quantized(fmt, case, stochastic, "ffi")
+        x, words = np.asarray(x), np.asarray(words_of(len(sizes)))
+        row, column = jax.tree.map(np.asarray, both)
         for index, first, end in groups_of(sizes, rows):
             how = ("stochastic", words[index]) if stochastic else ("nearest", None)
-            alone, alone_column = jlp.quantize_both(x[first:end], fmt, rotation_of(fmt) or False, *how)
+            data, scale, _ = quantized_by_oracle(x[first:end], fmt, -1, None, *how)
+            data_column, scale_column, _ = quantized_by_oracle(x[first:end], fmt, -2, rotation_of(fmt), *how)
             slot = first // fmt.length + index
             slots = slice(slot, slot - (first - end) // fmt.length + 1)
             bytes_ = slice(slots.start * fmt.length // 2, slots.stop * fmt.length // 2)
             codes = column.data[:, bytes_ if fmt.packed else slice(first, end)]
-            assert_same_bytes(row.data[first:end], alone.data)
-            assert_same_bytes(codes[:, : alone_column.data.shape[1]], alone_column.data)
+            assert_same_bytes(as_bytes(row.data[first:end]), data)
+            assert_same_bytes(as_bytes(codes[:, : data_column.shape[1]]), data_column)
             if fmt.scaling == "tensor":
-                assert_same_bytes((row.scale[index], column.scale[index]), (alone.scale, alone_column.scale))
+                assert_same_bytes((row.scale[index], column.scale[index]), (scale, scale_column))
                 continue
-            assert_same_bytes(row.scale[first:end], alone.scale)
-            assert_same_bytes(column.scale[:, slots][:, : alone_column.scale.shape[1]], alone_column.scale)
+            assert_same_bytes(as_bytes(row.scale[first:end]), as_bytes(scale))
+            assert_same_bytes(as_bytes(column.scale[:, slots][:, : scale_column.shape[1]]), as_bytes(scale_column))
 
     @by_format
     def test_what_is_in_no_group_is_zero_bytes(self, fmt):
@@ -119,7 +130,7 @@ class TestQuantizing:
         if fmt.scaling != "tensor":
             assert not as_bytes(row.scale[25:]).any()
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @by_implementation
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_a_number_that_is_not_finite_spoils_its_own_group_alone(self, implementation, bad):
         x = random_array((40, 32)).at[12, 3].set(bad)
@@ -133,7 +144,7 @@ class TestQuantizing:
         assert spoilt.tolist() == [10 <= i < 20 for i in range(40)]
         assert_same_bytes((row.data[:10], row.data[20:]), (clean.data[:10], clean.data[20:]))
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @by_implementation
     def test_amaxes_are_those_of_the_groups(self, implementation):
         sizes, rows, columns = SIZES["uneven"]
         x = random_array((rows, columns), "float32")
@@ -187,6 +198,23 @@ def test_sizes_whose_sum_is_no_int32_end_with_the_rows():
         assert groups.count.tolist() == np.diff([0, *ends]).tolist()
 
 
+def rows_alone(x, fmt, axis=-1, hadamard=None):
+    """The rows of one group quantised by the oracle, along their rows or (transposed) their columns."""
+    data, scale, amax = quantized_by_oracle(x, fmt, axis, hadamard)
+    shape = x.shape if axis == -1 else x.shape[::-1]
+    return jlp.QuantizedArray(data, scale, amax, None, fmt, shape, jnp.dtype("bfloat16"), -1, None)
+
+
+def of_group(w, index):
+    """A group's weight."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], w)
+
+
+@jax.jit
+def high_precision(x, w, dy, counts):
+    return plain_rows(x, w, counts, jnp.float32), plain_wgrad(x, dy, counts, jnp.float32)
+
+
 class TestProducts:
     @by_pair
     @pytest.mark.parametrize("case", WITH_ROWS)
@@ -195,12 +223,11 @@ class TestProducts:
         x, (row, _) = quantized(pair[0], case, False, "ffi")
         w = weights(pair[1], len(sizes), columns)
         bias = random_array((len(sizes), 24), "float32", 5)
-        y = multiply_groups(row, w, bias, jnp.float32)
-        expected = jnp.zeros_like(y)
+        y = np.asarray(multiply_groups(row, w, bias, jnp.float32))
+        expected, x = np.zeros_like(y), np.asarray(x)
         for index, first, end in groups_of(sizes, rows):
-            a = jlp.quantize(x[first:end], pair[0])
-            alone = jlp.scaled_matmul(a, jax.tree.map(lambda leaf, i=index: leaf[i], w), bias[index], out_dtype=y.dtype)
-            expected = expected.at[first:end].set(alone)
+            a, b = rows_alone(x[first:end], pair[0]), of_group(w, index)
+            expected[first:end] = product(a, b, np.asarray(bias)[index], out_dtype=y.dtype)[0]
         assert_same_bytes(y, expected)
 
     @by_pair
@@ -227,13 +254,11 @@ class TestProducts:
             dy_column = quantize_groups(dy, column.sizes, jlp.Float8Block(power_of_two=False), **options)[1]
         y = multiply_within_groups(column, dy_column, jnp.float32)
         by_reference = multiply_within_groups(column, dy_column, jnp.float32, "reference")
-        expected = jnp.zeros_like(y)
+        expected = np.zeros_like(y)
+        operands = (np.asarray(x), fmt), (np.asarray(dy), dy_column.format)
         for index, first, end in groups_of(sizes, rows):
-            pair = [
-                jlp.quantize(v[first:end], f, axis=-2, hadamard=rotation_of(fmt) or False)
-                for v, f in ((x, fmt), (dy, dy_column.format))
-            ]
-            expected = expected.at[index].set(jlp.scaled_matmul(pair[0].mT, pair[1].mT, out_dtype=jnp.float32))
+            pair = [rows_alone(v[first:end], f, -2, rotation_of(fmt)) for v, f in operands]
+            expected[index] = product(*pair, out_dtype=jnp.float32)[0]
         assert_same_bytes(y, expected)
         if fmt.packed:
             assert_same_bytes(by_reference, expected)
@@ -245,16 +270,16 @@ class TestProducts:
         ids=format_name,
     )
     @pytest.mark.parametrize("case", ["uneven", "rows in none"])
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @by_implementation
     def test_weight_only_products_have_the_bytes_of_each_group_alone(self, fmt, case, implementation):
         sizes, rows, columns = SIZES[case]
         x, w = random_array((rows, columns)), weights(fmt, len(sizes), columns)
         bias = random_array((len(sizes), 24), "float32", 5)
-        y = grouped_weight_only(x, w, jnp.asarray(sizes, jnp.int32), bias, jnp.bfloat16, implementation)
-        expected = jnp.zeros_like(y)
+        y = np.asarray(grouped_weight_only(x, w, jnp.asarray(sizes, jnp.int32), bias, jnp.bfloat16, implementation))
+        expected, x = np.zeros_like(y), np.asarray(x)
         for index, first, end in groups_of(sizes, rows):
-            alone = jlp.scaled_matmul(x[first:end], jax.tree.map(lambda leaf, i=index: leaf[i], w), bias[index])
-            expected = expected.at[first:end].set(alone)
+            alone, _ = weight_only_product(x[first:end], of_group(w, index), np.asarray(bias)[index])
+            expected[first:end] = alone
         assert_same_bytes(y, expected)
 
     @pytest.mark.parametrize("case", WITH_ROWS)
@@ -267,10 +292,10 @@ class TestProducts:
             y[first:end] = np.float64(x[first:end]) @ np.float64(w[index])
             dw[index] = np.float64(x[first:end]).T @ np.float64(dy[first:end])
         counts = jnp.asarray(sizes, jnp.int32)
-        np.testing.assert_allclose(plain_rows(x, w, counts, jnp.float32), y, rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(plain_wgrad(x, dy, counts, jnp.float32), dw, rtol=1e-5, atol=1e-4)
+        for found, expected in zip(high_precision(x, w, dy, counts), (y, dw), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @by_implementation
     def test_batches_of_groups_are_as_one_after_the_other(self, implementation):
         sizes = jnp.array([[3, 0, 20], [30, 1, 1]], jnp.int32)
         x = random_array((2, 32, 48))

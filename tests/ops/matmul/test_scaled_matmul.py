@@ -1,6 +1,7 @@
 """scaled_matmul: the bytes of numerics.md 9 on every implementation, its error bound, and what does not change them."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import subprocess
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 
 import jaxlowprec as jlp
 from tests import numpy_oracle
-from tests.against_oracle import assert_multiplies, slices
-from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, quantized_from_bytes, random_array
+from tests.against_oracle import assert_multiplies, product, slices
+from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, random_array
+from tests.ops.implementations import ByKernels, ByReference
+from tests.products import epilogues_by_oracle, operands, products, with_epilogues
 
 PAIRS = list(itertools.product([jlp.NVFP4(), jlp.NVFP4((16, 16))], repeat=2))
 PAIR_IDS = [f"{a.block[0]}x16-by-{b.block[0]}x16" for a, b in PAIRS]
@@ -32,75 +35,65 @@ SIZES = [
 ]
 
 
-def operands(sizes, formats, seed=0, **fields):
-    """Any codes and scales, [batch..., M, K] and [batch..., N, K]: partial sums of every magnitude."""
-    *batch, m, k, n = sizes
-    a = quantized_from_bytes((*batch, m, k), formats[0], seed, **fields)
-    return a, quantized_from_bytes((*batch, n, k), formats[1], seed + 1, **fields)
-
-
 def epilogue_operands(sizes, dtype, seed):
     *batch, m, _, n = sizes
     return {"bias": random_array((*batch, n), dtype, seed), "accumulate": random_array((*batch, m, n), dtype, seed + 1)}
 
 
-class TestBytes:
-    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@functools.cache
+def operands_and_products(formats, sizes):
+    """Once for all instruction sets."""
+    pairs = [operands(one, formats) for one in sizes]
+    return pairs, [product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
+
+
+@functools.cache
+def epilogues(names, dtypes):
+    """Operands, cases and the oracle's results. Numbers from flushed ones to some that overflow float16."""
+    sizes = (2, 5, 64, 21)
+    a, b = operands(sizes, PAIRS[0], seed=5, amax=np.array([3.0, 30.0]))
+    extras = {dtype: epilogue_operands(sizes, dtype, seed=6) for dtype in FLOATS}
+    cases = tuple((*case[:2], *case[2]) for case in itertools.product(names, (None, "gelu"), dtypes))
+    return a, b, extras, cases, epilogues_by_oracle(product, a, b, extras, cases)
+
+
+class BytesCases:
+    """What every implementation promises of the bytes, which the rules define on the CPU."""
+
+    implementation: str
+    SIZES = tuple(SIZES)
+    ADDED = ((), ("bias",), ("accumulate",), ("bias", "accumulate"))
+    DTYPES = tuple(itertools.product(FLOATS, FLOATS))
+
     @pytest.mark.parametrize("formats", PAIRS, ids=PAIR_IDS)
-    def test_native_bytes_are_the_rules(self, isa, formats, sizes):
-        assert_multiplies(*operands(sizes, formats), "ffi", out_dtype=jnp.float32)
+    def test_bytes_are_the_rules(self, formats):
+        pairs, expected = operands_and_products(formats, self.SIZES)
+        for y, wanted in zip(products(pairs, self.implementation), expected, strict=True):
+            assert_same_numbers(y, wanted)
 
-    @pytest.mark.parametrize("sizes", [(20, 300, 33), (2, 3, 17, 40, 18)], ids=str)
-    @pytest.mark.parametrize("formats", PAIRS, ids=PAIR_IDS)
-    def test_reference_bytes_are_the_rules(self, formats, sizes):
-        assert_multiplies(*operands(sizes, formats), "reference", out_dtype=jnp.float32)
+    def test_epilogue(self):
+        """Bias, activation, accumulate, alone and together, of every dtype, to every dtype."""
+        a, b, extras, cases, expected = epilogues(self.ADDED, self.DTYPES)
+        for found, wanted in zip(with_epilogues(a, b, extras, cases, self.implementation), expected, strict=True):
+            for y, w in zip(found, wanted, strict=True):
+                assert_same_numbers(y, w)
 
-    @pytest.mark.parametrize("out_dtype", FLOATS)
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("activation", [None, "gelu"])
-    def test_epilogue(self, isa, activation, dtype, out_dtype):
-        """Bias, activation, accumulate, alone and together; numbers from flushed ones to some that overflow float16."""
-        sizes = (2, 5, 64, 21)
-        a, b = operands(sizes, PAIRS[0], seed=5, amax=np.array([3.0, 30.0]))
-        extras = epilogue_operands(sizes, dtype, seed=6)
-        for names in ((), ("bias",), ("accumulate",), ("bias", "accumulate")):
-            some = {name: extras[name] for name in names}
-            assert_multiplies(a, b, "ffi", activation=activation, out_dtype=out_dtype, **some)
-
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("activation", [None, "gelu"])
-    def test_epilogue_of_the_reference(self, activation, dtype):
-        sizes = (2, 5, 64, 21)
-        a, b = operands(sizes, PAIRS[0], seed=5, amax=np.array([3.0, 30.0]))
-        extras = epilogue_operands(sizes, dtype, seed=6)
-        assert_multiplies(a, b, "reference", activation=activation, out_dtype=dtype, **extras)
-
-    def test_gelu_of_every_magnitude(self, isa):
+    def test_gelu_of_every_magnitude(self):
         """Through a product that is zero, so that GELU sees the bias: from flushed numbers to infinity and NaN."""
         steps = np.arange(0x0000, 0x7FC1, 7, dtype=np.uint16)
         magnitudes = jax.lax.bitcast_convert_type(jnp.asarray(steps), jnp.bfloat16).astype(jnp.float32)
         a, b = (jlp.quantize(jnp.zeros((n, 16)), jlp.NVFP4()) for n in (1, steps.size))
         for bias in (magnitudes, -magnitudes):
-            assert_multiplies(a, b, "ffi", "reference", bias=bias, activation="gelu", out_dtype=jnp.float32)
+            assert_multiplies(a, b, self.implementation, bias=bias, activation="gelu", out_dtype=jnp.float32)
 
     @pytest.mark.parametrize(
         "amaxes", [(1e-28, 1.0), (1e-20, 1e-18), (1e-30, 1e-30), (1e18, 1e20), (0.0, 1.0), (0.0, 3e38)]
     )
-    def test_any_tensor_scale(self, isa, amaxes):
+    def test_any_tensor_scale(self, amaxes):
         """Alpha is flushed and overflows where its float32 product does."""
         a, b = operands((5, 48, 21), PAIRS[0], seed=7)
         a, b = (dataclasses.replace(q, amax=jnp.float32(g)) for q, g in zip((a, b), amaxes, strict=True))
-        assert_multiplies(a, b, "ffi", "reference", out_dtype=jnp.float32)
-
-    @given(
-        sizes=st.tuples(st.integers(1, 40), st.integers(1, 200), st.integers(1, 140)),
-        formats=st.sampled_from(PAIRS),
-        seed=st.integers(0, 999),
-        out_dtype=st.sampled_from(FLOATS),
-    )
-    @settings(max_examples=20)  # each compiles
-    def test_arbitrary_sizes(self, sizes, formats, seed, out_dtype):
-        assert_multiplies(*operands(sizes, formats, seed), "ffi", out_dtype=out_dtype)
+        assert_multiplies(a, b, self.implementation, out_dtype=jnp.float32)
 
     @given(
         codes=st.binary(min_size=1, max_size=64),
@@ -112,7 +105,7 @@ class TestBytes:
         """Codes of every value, scales to NaN, tensor scales from zero to infinity."""
         a, b = operands((17, 64, 20), formats, codes=list(codes), scales=scales, amax=amax)
         b = dataclasses.replace(b, amax=jnp.float32(0.75))
-        assert_multiplies(a, b, "ffi", "reference", out_dtype=jnp.float32)
+        assert_multiplies(a, b, self.implementation, out_dtype=jnp.float32)
 
     @given(
         values=st.lists(st.floats(width=32), min_size=1, max_size=48),
@@ -122,7 +115,67 @@ class TestBytes:
         """NaN, infinity, subnormals, ties and zero blocks, quantised and multiplied."""
         x, w = (jnp.asarray(np.resize(np.array(v, np.float32), (16, 32))) for v in (values, weights))
         a, b = jlp.quantize(x, jlp.NVFP4()), jlp.quantize(w, jlp.NVFP4((16, 16)))
-        assert_multiplies(a, b, "ffi", "reference", out_dtype=jnp.float32)
+        assert_multiplies(a, b, self.implementation, out_dtype=jnp.float32)
+
+
+class TestBytesByReference(ByReference, BytesCases):
+    SIZES = ((20, 300, 33), (2, 3, 17, 40, 18))
+    ADDED = (("bias", "accumulate"),)
+    DTYPES = tuple(zip(FLOATS, FLOATS, strict=True))
+
+
+class TestBytesByKernels(ByKernels, BytesCases):
+    pass
+
+
+class ScaledMatmulCases:
+    """What every implementation promises, on any device."""
+
+    implementation: str
+
+    @pytest.mark.parametrize(
+        "sizes", [(0, 32, 8), (8, 0, 24), (8, 32, 0), (0, 0, 0), (0, 8, 32, 8), (2, 8, 0, 8)], ids=str
+    )
+    def test_empty_operands(self, sizes):
+        """No rows, no columns, no batch; nothing to contract gives zero and the epilogue."""
+        *batch, m, k, n = sizes
+        a, b = (jlp.quantize(jnp.zeros((*batch, rows, k)), jlp.NVFP4()) for rows in (m, n))
+        extras = epilogue_operands(sizes, "float32", seed=3)
+        y = jlp.scaled_matmul(a, b, **extras, out_dtype=jnp.float32, implementation=self.implementation)
+        assert_same_numbers(y, extras["bias"][..., None, :] + extras["accumulate"])
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_what_is_not_finite_never_comes_out_finite(self, bad):
+        """A bad number in a tensor poisons the result; in a block of known tensor scale, its row."""
+        x, w = random_array((9, 64), "float32", 1), random_array((12, 64), "float32", 2)
+        b = jlp.quantize(w, jlp.NVFP4())
+        for amax, rows in ((None, np.ones(9, bool)), (jnp.float32(8), np.arange(9) == 4)):
+            a = jlp.quantize(x.at[4, 33].set(bad), jlp.NVFP4(), amax=amax)
+            y = jlp.scaled_matmul(a, b, activation="gelu", implementation=self.implementation).astype(jnp.float32)
+            assert np.isnan(np.asarray(y)[rows]).all()
+            assert np.isfinite(np.asarray(y)[~rows]).all()
+            z = jlp.scaled_matmul(b, a, implementation=self.implementation).astype(jnp.float32)
+            assert np.isnan(np.asarray(z)[:, rows]).all()
+            assert np.isfinite(np.asarray(z)[:, ~rows]).all()
+
+
+class TestByReference(ByReference, ScaledMatmulCases):
+    pass
+
+
+class TestByKernels(ByKernels, ScaledMatmulCases):
+    pass
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 200), st.integers(1, 140)),
+    formats=st.sampled_from(PAIRS),
+    seed=st.integers(0, 999),
+    out_dtype=st.sampled_from(FLOATS),
+)
+@settings(max_examples=20)  # each compiles
+def test_kernels_of_arbitrary_sizes(sizes, formats, seed, out_dtype):
+    assert_multiplies(*operands(sizes, formats, seed), "ffi", out_dtype=out_dtype)
 
 
 class TestMeaning:
@@ -184,33 +237,6 @@ class TestMeaning:
         np.testing.assert_allclose(y, jax.nn.gelu(before, approximate=True) + accumulate, rtol=1e-4, atol=1e-5)
         assert_same_bytes(jlp.scaled_matmul(a, b, bias, "gelu", accumulate, jnp.float16), y.astype(jnp.float16))
 
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    @pytest.mark.parametrize(
-        "sizes", [(0, 32, 8), (8, 0, 24), (8, 32, 0), (0, 0, 0), (0, 8, 32, 8), (2, 8, 0, 8)], ids=str
-    )
-    def test_empty_operands(self, sizes, implementation):
-        """No rows, no columns, no batch; nothing to contract gives zero and the epilogue."""
-        *batch, m, k, n = sizes
-        a, b = (jlp.quantize(jnp.zeros((*batch, rows, k)), jlp.NVFP4()) for rows in (m, n))
-        extras = epilogue_operands(sizes, "float32", seed=3)
-        y = jlp.scaled_matmul(a, b, **extras, out_dtype=jnp.float32, implementation=implementation)
-        assert_same_numbers(y, extras["bias"][..., None, :] + extras["accumulate"])
-
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_what_is_not_finite_never_comes_out_finite(self, implementation, bad):
-        """A bad number in a tensor poisons the result; in a block of known tensor scale, its row."""
-        x, w = random_array((9, 64), "float32", 1), random_array((12, 64), "float32", 2)
-        b = jlp.quantize(w, jlp.NVFP4())
-        for amax, rows in ((None, np.ones(9, bool)), (jnp.float32(8), np.arange(9) == 4)):
-            a = jlp.quantize(x.at[4, 33].set(bad), jlp.NVFP4(), amax=amax)
-            y = jlp.scaled_matmul(a, b, activation="gelu", implementation=implementation).astype(jnp.float32)
-            assert np.isnan(np.asarray(y)[rows]).all()
-            assert np.isfinite(np.asarray(y)[~rows]).all()
-            z = jlp.scaled_matmul(b, a, implementation=implementation).astype(jnp.float32)
-            assert np.isnan(np.asarray(z)[:, rows]).all()
-            assert np.isfinite(np.asarray(z)[:, ~rows]).all()
-
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_bad_epilogue_operands_reach_the_result(self, bad):
         a, b = operands((5, 32, 6), PAIRS[0], amax=1)
@@ -248,27 +274,45 @@ print("found", os.cpu_count() and len(os.sched_getaffinity(0)), *map(digest, jax
 """
 
 
+ROWS = [slice(a, a + n) for a, n in ((0, 1), (36, 1), (3, 2), (5, 3), (17, 5), (8, 8), (1, 15), (0, 33))]
+COLUMNS = [slice(a, a + n) for a, n in ((0, 1), (69, 1), (3, 7), (30, 33))]
+
+
+def rows_of(q, rows):
+    return dataclasses.replace(
+        q, data=q.data[rows], scale=q.scale[rows], matrix_shape=(rows.stop - rows.start, q.shape[-1])
+    )
+
+
+@jax.jit
+def by_rows(a, b, bias):
+    """The whole product, and the products of some rows of a."""
+    multiply = functools.partial(
+        jlp.scaled_matmul, bias=bias, activation="gelu", out_dtype=jnp.float32, implementation="ffi"
+    )
+    return multiply(a, b), [multiply(rows_of(a, rows), b) for rows in ROWS]
+
+
+@jax.jit
+def by_columns(a, b):
+    """The whole product, and the products with some rows of b."""
+    multiply = functools.partial(jlp.scaled_matmul, out_dtype=jnp.float32, implementation="ffi")
+    return multiply(a, b), [multiply(a, rows_of(b, columns)) for columns in COLUMNS]
+
+
 class TestWhatDoesNotChangeTheBytes:
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.NVFP4((16, 16))], ids=str)
     def test_a_row_does_not_depend_on_the_other_rows(self, isa, fmt):
         """Every number of rows meets another shape of the kernel's tile."""
         a, b = operands((37, 80, 70), (jlp.NVFP4(), fmt), seed=12)
-        bias = random_array((70,), "float32")
-        options = {"out_dtype": jnp.float32, "implementation": "ffi"}
-        whole = jlp.scaled_matmul(a, b, bias, "gelu", **options)
-        for first, count in ((0, 1), (36, 1), (3, 2), (5, 3), (17, 5), (8, 8), (1, 15), (0, 33)):
-            rows = slice(first, first + count)
-            part = dataclasses.replace(a, data=a.data[rows], scale=a.scale[rows], matrix_shape=(count, 80))
-            assert_same_bytes(jlp.scaled_matmul(part, b, bias, "gelu", **options), whole[rows])
+        whole, parts = by_rows(a, b, random_array((70,), "float32"))
+        for rows, part in zip(ROWS, parts, strict=True):
+            assert_same_bytes(part, whole[rows])
 
     def test_a_column_does_not_depend_on_the_other_columns(self, isa):
-        a, b = operands((9, 80, 70), PAIRS[0], seed=13)
-        options = {"out_dtype": jnp.float32, "implementation": "ffi"}
-        whole = jlp.scaled_matmul(a, b, **options)
-        for first, count in ((0, 1), (69, 1), (3, 7), (30, 33)):
-            rows = slice(first, first + count)
-            part = dataclasses.replace(b, data=b.data[rows], scale=b.scale[rows], matrix_shape=(count, 80))
-            assert_same_bytes(jlp.scaled_matmul(a, part, **options), whole[:, rows])
+        whole, parts = by_columns(*operands((9, 80, 70), PAIRS[0], seed=13))
+        for columns, part in zip(COLUMNS, parts, strict=True):
+            assert_same_bytes(part, whole[:, columns])
 
     def test_the_number_of_threads(self):
         """XLA's pool has as many as the process may use processors when jax starts."""

@@ -17,10 +17,11 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests import numpy_oracle
-from tests.helpers import FLOATS, as_bytes, assert_same_bytes, assert_same_numbers, python_environment, random_array
+from tests.against_oracle import weight_only_product
+from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, often, python_environment, random_array
 from tests.helpers import quantized_from_bytes as floats_from_bytes
-from tests.numpy_oracle import weight_only
+from tests.ops.implementations import ByKernels, ByReference
+from tests.products import epilogues_by_oracle, products, with_epilogues
 from tests.sharding.meshes import by_axis_type, collectives, lengthened, mesh_of, place
 
 INT4S = (
@@ -42,7 +43,7 @@ BYTES = (
     jlp.Float8Tensor(),
 )
 ONE_OF_EACH = (jlp.Int4(64), jlp.Int4(32, symmetric=False), jlp.NVFP4(), jlp.NVFP4((16, 16)), jlp.MXFP4(), jlp.MXFP8())
-SIZES = [(1, 1, 1), (1, 512, 33), (3, 600, 21), (4, 48, 70), (5, 130, 50), (40, 1100, 55), (2, 3, 7, 80, 18)]
+ONE_OF_EACH_PADDED = (*INT4S[:4], jlp.NVFP4(), jlp.NVFP4((16, 16)), jlp.MXFP4(), jlp.MXFP8(), jlp.Float8Tensor())
 over_formats = pytest.mark.parametrize("fmt", (*PACKED, *BYTES), ids=str)
 over_some = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=str)
 
@@ -54,9 +55,9 @@ def weight_from_bytes(shape, fmt, seed=0, **fields):
     rng = np.random.default_rng(seed)
     *lines, length = shape
     groups = -(-length // fmt.group_size)
-    data = jnp.asarray(rng.integers(0, 256, (*lines, -(-groups * fmt.group_size // 2))), jnp.uint8)
-    scale = jnp.asarray(np.exp2(rng.uniform(-8, 8, (*lines, groups))), fmt.scale_dtype)
-    zero = None if fmt.symmetric else jnp.asarray(rng.integers(0, 16, scale.shape), jnp.uint8)
+    data = jnp.asarray(rng.integers(0, 256, (*lines, -(-groups * fmt.group_size // 2)), np.uint8))
+    scale = jnp.asarray(np.exp2(rng.uniform(-8, 8, (*lines, groups))).astype(jnp.dtype(fmt.scale_dtype)))
+    zero = None if fmt.symmetric else jnp.asarray(rng.integers(0, 16, scale.shape, np.uint8))
     return jlp.QuantizedArray(data, scale, None, zero, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), -1, None)
 
 
@@ -66,32 +67,9 @@ def operands(sizes, fmt, dtype="bfloat16", seed=0, **fields):
     return random_array((*batch, m, k), dtype, seed), weight_from_bytes((*batch, n, k), fmt, seed + 1, **fields)
 
 
-def expected(x, q, bias=None, accumulate=None, activation_input=None, **options):
-    """The oracle's result and pre-activation; one weight for all batch axes if it has none."""
-    batch = x.shape[:-2]
-    flat = [None if v is None else np.asarray(v).reshape(-1, *v.shape[-2:]) for v in (x, accumulate, activation_input)]
-    out = []
-    for i, matrix in enumerate(flat[0]):
-        index = () if q.ndim == 2 else np.unravel_index(i, batch)
-
-        def leaf(v, index=index):
-            return None if v is None else np.asarray(v)[index]
-
-        scale = leaf(q.scale)
-        scale = as_bytes(scale) if scale.dtype.itemsize == 1 else scale
-        data = as_bytes(leaf(q.data))
-        y = weight_only.product(matrix.astype(np.float32), data, scale, leaf(q.amax), leaf(q.zero_point), q.format)
-        one = {"accumulate": flat[1], "activation_input": flat[2]}
-        one = {name: None if v is None else v[i] for name, v in one.items()}
-        b = None if bias is None else np.broadcast_to(np.asarray(bias), (*batch, y.shape[1])).reshape(-1, y.shape[1])[i]
-        dtype = jnp.dtype(options.get("out_dtype", "bfloat16"))
-        out.append(numpy_oracle.epilogue(y, b, options.get("activation"), **one, dtype=dtype))
-    return tuple(np.stack(part).reshape(*x.shape[:-1], q.shape[-2]) for part in zip(*out, strict=True))
-
-
 def assert_multiplies(x, q, *implementations, **options):
     """The numbers are the oracle's."""
-    wanted, before = expected(x, q, **options)
+    wanted, before = weight_only_product(x, q, **options)
     for implementation in implementations:
         assert_same_numbers(jlp.scaled_matmul(x, q, implementation=implementation, **options), wanted)
         if options.get("activation") == "gelu":
@@ -100,108 +78,125 @@ def assert_multiplies(x, q, *implementations, **options):
             assert_same_numbers(both[1], before)
 
 
-@jax.jit
-def products(pairs):
-    """Of each pair by the kernels, in one compilation."""
-    return [jlp.scaled_matmul(x, q, out_dtype=jnp.float32, implementation="ffi") for x, q in pairs]
-
-
 @functools.cache
-def pairs_and_products(fmt):
-    pairs = [operands(sizes, fmt) for sizes in SIZES]
-    return pairs, [expected(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
+def pairs_and_products(fmt, sizes, dtype):
+    """Once for all instruction sets."""
+    pairs = [operands(one, fmt, dtype) for one in sizes]
+    return pairs, [weight_only_product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
 
 
 ADDED = ((), ("bias",), ("accumulate",), ("bias", "accumulate"))
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "out_dtype"))
-def with_epilogues(x, q, extras, activation, out_dtype):
-    """The result and, with a GELU, the pre-activation for each of ADDED, in one compilation."""
-    always = {name: extras[name] for name in ["activation_input"] * (activation == "dgelu")}
-    options = {"activation": activation, "out_dtype": out_dtype, "implementation": "ffi"}
-    found = []
-    for names in ADDED:
-        some = {name: extras[name] for name in names} | always
-        y = jlp.scaled_matmul(x, q, **some, **options)
-        both = jlp.scaled_matmul(x, q, return_pre_activation=True, **some, **options) if activation == "gelu" else ()
-        found.append((y, *both))
-    return found
+@functools.cache
+def epilogues(fmt):
+    """Operands, cases and the oracle's results."""
+    x, q = operands((2, 5, 64, 21), fmt)
+    x, cases = x * 0.01, tuple(itertools.product(ADDED, (None, "gelu", "dgelu"), FLOATS, FLOATS))
+    cases = tuple(case for case in cases if case[2] == case[3])
+    extras = {
+        dtype: {
+            "bias": random_array((2, 21), "float32", 3),
+            "accumulate": random_array((2, 5, 21), dtype, 4),
+            "activation_input": random_array((2, 5, 21), "bfloat16", 5),
+        }
+        for dtype in FLOATS
+    }
+    return x, q, extras, cases, epilogues_by_oracle(weight_only_product, x, q, extras, cases)
 
 
-class TestBytes:
-    @over_formats
-    def test_native_bytes_are_the_rules(self, isa, fmt):
-        pairs, wanted = pairs_and_products(fmt)
-        for y, w in zip(products(pairs), wanted, strict=True):
+class WeightOnlyCases:
+    """What every implementation promises."""
+
+    implementation: str
+    SIZES = {
+        "bfloat16": (
+            (1, 1, 1),
+            (1, 512, 33),
+            (3, 600, 21),
+            (4, 48, 70),
+            (5, 130, 50),
+            (40, 1100, 55),
+            (2, 3, 7, 80, 18),
+        ),
+        "float16": ((3, 200, 21), (9, 600, 50)),
+        "float32": ((3, 200, 21), (9, 600, 50)),
+    }
+
+    @pytest.fixture(params=list(itertools.product((*PACKED, *BYTES), FLOATS)), ids=lambda case: f"{case[0]}-{case[1]}")
+    def operand(self, request):
+        """The weight's format and the activations' dtype."""
+        return request.param
+
+    def test_bytes_are_the_rules(self, operand):
+        """Products of float32 are not exact: one rounding each."""
+        fmt, dtype = operand
+        pairs, wanted = pairs_and_products(fmt, self.SIZES[dtype], dtype)
+        for y, w in zip(products(pairs, self.implementation), wanted, strict=True):
             assert_same_numbers(y, w)
 
+    @pytest.mark.parametrize("scale", [0.0, 1e-5, 3e38, 65504.0, np.inf, np.nan])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_any_scale_of_int4(self, dtype, scale):
+        """Numbers that the scale's type rounds, that are subnormal in it or overflow."""
+        pairs, wanted = any_scale_of_int4(dtype, scale)
+        for y, w in zip(products(pairs, self.implementation), wanted, strict=True):
+            assert_same_numbers(y, w)
+
+
+@functools.cache
+def any_scale_of_int4(dtype, scale):
+    pairs = []
+    for symmetric, size in ((True, 32), (False, 32), (False, 6)):
+        q = weight_from_bytes((20, 96), jlp.Int4(size, symmetric, dtype))
+        scales = np.array(q.scale)
+        with np.errstate(over="ignore"):
+            scales[::2] = scale
+        pairs.append((random_array((3, 96)), dataclasses.replace(q, scale=jnp.asarray(scales))))
+    return pairs, [weight_only_product(*pair, out_dtype=jnp.float32)[0] for pair in pairs]
+
+
+class TestByReference(ByReference, WeightOnlyCases):
+    SIZES = dict.fromkeys(FLOATS, ((5, 130, 21),))
+    FORMATS = (*PACKED, *BYTES[:3], BYTES[-1])
+    OFTEN = (
+        *itertools.product(FORMATS, ("bfloat16",)),
+        *itertools.product((INT4S[0], INT4S[3], jlp.NVFP4(), jlp.MXFP8()), ("float16",)),
+    )
+
+    @pytest.fixture(
+        params=often(OFTEN, list(itertools.product(FORMATS, ("bfloat16", "float16")))),
+        ids=lambda case: f"{case[0]}-{case[1]}",
+    )
+    def operand(self, request):
+        """Those whose products are exact. Each takes XLA a while to compile."""
+        return request.param
+
+    @pytest.mark.parametrize("fmt", often(ONE_OF_EACH_PADDED, (*PACKED, *BYTES)), ids=str)
+    def test_of_float32_activations_it_is_within_a_rounding_a_product(self, fmt):
+        """|y - y'| <= K 2^-23 |x||w|."""
+        x, q = operands((5, 130, 21), fmt, "float32")
+        (y,), native = products([(x, q)], "reference"), weight_only_product(x, q, out_dtype=jnp.float32)[0]
+        w = np.abs(np.asarray(q.dequantize(jnp.float32), np.float64))
+        difference = np.abs(np.asarray(y, np.float64) - native)
+        assert (difference <= 130 * 2.0**-23 * (np.abs(np.asarray(x, np.float64)) @ w.T)).all()
+
+
+class TestByKernels(ByKernels, WeightOnlyCases):
     @pytest.mark.parametrize("symmetric", [True, False])
-    def test_a_row_reads_no_scale_of_the_next(self, isa, symmetric):
+    def test_a_row_reads_no_scale_of_the_next(self, symmetric):
         """An odd number of codes ends in half a byte, which has no scale."""
         x, q = operands((2, 15, 3), jlp.Int4(1, symmetric=symmetric, pad=True))
         q = dataclasses.replace(q, scale=q.scale.at[1:, 0].set(jnp.nan))
         y = np.asarray(jlp.scaled_matmul(x, q, implementation="ffi"))
         assert np.isfinite(y[:, 0]).all() and np.isnan(y[:, 1:]).all()
 
-    @pytest.mark.parametrize("dtype", ["float16", "float32"])
-    @over_formats
-    def test_of_every_type_of_activations(self, isa, fmt, dtype):
-        """Products of float32 are not exact: one rounding each."""
-        assert_multiplies(*operands((3, 200, 21), fmt, dtype), "ffi", out_dtype=jnp.float32)
-        assert_multiplies(*operands((9, 600, 50), fmt, dtype), "ffi", out_dtype=jnp.float32)
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("fmt", (*PACKED, *BYTES[:3], BYTES[-1]), ids=str)
-    def test_reference_bytes_are_the_rules(self, fmt, dtype):
-        assert_multiplies(*operands((5, 130, 21), fmt, dtype), "reference", out_dtype=jnp.float32)
-
-    @over_formats
-    def test_the_reference_is_within_a_rounding_a_product(self, fmt):
-        """Of float32 activations: |y - y'| <= K 2^-23 |x||w|."""
-        x, q = operands((5, 130, 21), fmt, "float32")
-        y, native = (
-            np.asarray(jlp.scaled_matmul(x, q, out_dtype=jnp.float32, implementation=i), np.float64)
-            for i in ("reference", "ffi")
-        )
-        w = np.abs(np.asarray(q.dequantize(jnp.float32), np.float64))
-        assert (np.abs(y - native) <= 130 * 2.0**-23 * (np.abs(np.asarray(x, np.float64)) @ w.T)).all()
-
-    @pytest.mark.parametrize("out_dtype", FLOATS)
-    @pytest.mark.parametrize("activation", [None, "gelu", "dgelu"])
     @over_some
-    def test_epilogue(self, isa, fmt, activation, out_dtype):
-        x, q = operands((2, 5, 64, 21), fmt)
-        x = x * 0.01
-        extras = {
-            "bias": random_array((2, 21), "float32", 3),
-            "accumulate": random_array((2, 5, 21), out_dtype, 4),
-            "activation_input": random_array((2, 5, 21), "bfloat16", 5),
-        }
-        for names, found in zip(ADDED, with_epilogues(x, q, extras, activation, out_dtype), strict=True):
-            some = {name: extras[name] for name in (*names, *["activation_input"] * (activation == "dgelu"))}
-            wanted, before = expected(x, q, activation=activation, out_dtype=out_dtype, **some)
-            for y, w in zip(found, (wanted, wanted, before), strict=False):
+    def test_epilogue(self, fmt):
+        x, q, extras, cases, expected = epilogues(fmt)
+        for found, wanted in zip(with_epilogues(x, q, extras, cases, "ffi"), expected, strict=True):
+            for y, w in zip(found, wanted, strict=True):
                 assert_same_numbers(y, w)
-
-    @given(
-        sizes=st.tuples(st.integers(1, 40), st.integers(1, 700), st.integers(1, 140)),
-        fmt=st.sampled_from(PACKED),
-        dtype=st.sampled_from(FLOATS),
-        seed=st.integers(0, 999),
-    )
-    @settings(max_examples=20)  # each compiles
-    def test_arbitrary_sizes(self, sizes, fmt, dtype, seed):
-        assert_multiplies(*operands(sizes, fmt, dtype, seed), "ffi", out_dtype=jnp.float32)
-
-    @pytest.mark.parametrize("scale", [0.0, 1e-5, 3e38, 65504.0, np.inf, np.nan])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_any_scale_of_int4(self, isa, dtype, scale):
-        """Numbers that the scale's type rounds, that are subnormal in it or overflow."""
-        for symmetric, size in ((True, 32), (False, 32), (False, 6)):
-            q = weight_from_bytes((20, 96), jlp.Int4(size, symmetric, dtype))
-            q = dataclasses.replace(q, scale=q.scale.at[::2].set(scale))
-            assert_multiplies(random_array((3, 96)), q, "ffi", "reference", out_dtype=jnp.float32)
 
     @given(codes=st.binary(min_size=1, max_size=64), scales=st.lists(st.integers(0, 255), min_size=1, max_size=16))
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP4()], ids=str)
@@ -209,18 +204,29 @@ class TestBytes:
         q = weight_from_bytes((20, 64), fmt, codes=list(codes), scales=scales)
         assert_multiplies(random_array((3, 64)), q, "ffi", out_dtype=jnp.float32)
 
-    def test_values_that_are_not_finite(self, isa):
+    def test_values_that_are_not_finite(self):
         x = random_array((6, 70), "float32").at[0, 3].set(jnp.inf).at[1, 69].set(jnp.nan).at[2, :].set(1e-40)
         for fmt in ONE_OF_EACH[:1] + ONE_OF_EACH[2:]:
             fmt = dataclasses.replace(fmt, pad=True) if fmt.element == "int4" else fmt
             assert_multiplies(x, weight_from_bytes((20, 70), fmt), "ffi", out_dtype=jnp.float32)
 
 
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 700), st.integers(1, 140)),
+    fmt=st.sampled_from(PACKED),
+    dtype=st.sampled_from(FLOATS),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=20)  # each compiles
+def test_kernels_of_arbitrary_sizes(sizes, fmt, dtype, seed):
+    assert_multiplies(*operands(sizes, fmt, dtype, seed), "ffi", out_dtype=jnp.float32)
+
+
 class TestWhatChangesNothing:
     @over_formats
     def test_a_row_is_the_same_among_any_number_of_rows(self, isa, fmt):
         x, q = operands((40, 330, 70), fmt, "float32")
-        *some, whole = products([(x[:rows], q) for rows in (1, 2, 3, 4, 5, 17, 40)])
+        *some, whole = products([(x[:rows], q) for rows in (1, 2, 3, 4, 5, 17, 40)], "ffi")
         for y in some:
             assert_same_bytes(y, whole[: len(y)])
 
@@ -268,11 +274,16 @@ class TestTransformations:
         x, q = operands((6, 64, 40), fmt)
         bias, onto = random_array((40,), "float32", 3), random_array((2, 3, 40), "float32", 4)
         x = x.reshape(2, 3, 64)
-        options = {"bias": bias, "accumulate": onto, "activation": "gelu"}
-        assert_multiplies(x, q, None, "reference", **options)
+        assert_multiplies(x, q, None, bias=bias, accumulate=onto, activation="gelu")
         function = functools.partial(jlp.scaled_matmul, bias=bias, activation="gelu")
         mapped = jax.vmap(lambda x, onto: function(x, q, accumulate=onto))(x, onto)
         assert_same_bytes(mapped, function(x, q, accumulate=onto))
+
+    @pytest.mark.parametrize("fmt", often([jlp.Int4(32, symmetric=False), jlp.NVFP4()], ONE_OF_EACH), ids=str)
+    def test_one_weight_for_all_batch_axes_by_reference(self, fmt):
+        x, q = operands((6, 64, 40), fmt)
+        options = {"bias": random_array((40,), "float32", 3), "accumulate": random_array((2, 3, 40), "float32", 4)}
+        assert_multiplies(x.reshape(2, 3, 64), q, "reference", activation="gelu", **options)
 
     def test_mapping_over_activations_copies_no_weight(self):
         x, q = operands((32, 64, 40), jlp.Int4(32))
@@ -286,16 +297,24 @@ class TestTransformations:
         """An axis of both, given or mapped over; of the weight alone; of more rows than that."""
         x, q = operands((3, 5, 64, 40), fmt)
         bias = random_array((3, 40), "float32", 3)
-        whole = jlp.scaled_matmul(x, q, bias)
-        each = [jlp.scaled_matmul(x[i], jax.tree.map(lambda v, i=i: v[i], q), bias[i]) for i in range(3)]
-        assert_same_bytes(whole, jnp.stack(each))
-        assert_same_bytes(jax.vmap(jlp.scaled_matmul)(x, q, bias), whole)
-        alone = jax.vmap(lambda q: jlp.scaled_matmul(x[0], q))(q)
-        assert_same_bytes(alone, jlp.scaled_matmul(jnp.broadcast_to(x[0], x.shape), q))
-        more = jax.vmap(lambda x, q: jlp.scaled_matmul(x, q))(jnp.stack([x, -x], 1), q)
-        assert_same_bytes(more[:, 0], jlp.scaled_matmul(x, q))
-        biases = jax.vmap(lambda b: jlp.scaled_matmul(x[0], jax.tree.map(lambda v: v[0], q), b))(bias)
-        assert_same_bytes(biases[0], whole[0])
+
+        @jax.jit
+        def in_several_ways(x, q, bias):
+            whole = jlp.scaled_matmul(x, q, bias)
+            each = [jlp.scaled_matmul(x[i], jax.tree.map(lambda v, i=i: v[i], q), bias[i]) for i in range(3)]
+            alone = jax.vmap(lambda q: jlp.scaled_matmul(x[0], q))(q)
+            more = jax.vmap(lambda x, q: jlp.scaled_matmul(x, q))(jnp.stack([x, -x], 1), q)
+            biases = jax.vmap(lambda b: jlp.scaled_matmul(x[0], jax.tree.map(lambda v: v[0], q), b))(bias)
+            return (
+                (whole, jnp.stack(each)),
+                (jax.vmap(jlp.scaled_matmul)(x, q, bias), whole),
+                (alone, jlp.scaled_matmul(jnp.broadcast_to(x[0], x.shape), q)),
+                (more[:, 0], jlp.scaled_matmul(x, q)),
+                (biases[0], whole[0]),
+            )
+
+        for found, wanted in in_several_ways(x, q, bias):
+            assert_same_bytes(found, wanted)
 
     @over_some
     def test_jit_scan_and_export(self, fmt):
@@ -337,7 +356,7 @@ def split(q, mesh, spec):
     return jax.tree.map(one, q)
 
 
-@over_some
+@pytest.mark.parametrize("fmt", often([jlp.Int4(32, symmetric=False), jlp.NVFP4(), jlp.MXFP8()], ONE_OF_EACH), ids=str)
 class TestSharding:
     @by_axis_type
     def test_bytes_do_not_depend_on_how_rows_and_columns_are_split(self, fmt, axis_type):
@@ -430,6 +449,5 @@ class TestErrors:
 
 def test_every_combination_of_rows_and_formats_is_a_kernel():
     """implementation="ffi" serves all of them on the CPU."""
-    for fmt, m in itertools.product((*PACKED, *BYTES), (1, 8)):
-        x, q = operands((m, 64, 20), fmt)
-        assert jlp.scaled_matmul(x, q, implementation="ffi").shape == (m, 20)
+    pairs = [operands((m, 64, 20), fmt) for fmt, m in itertools.product((*PACKED, *BYTES), (1, 8))]
+    assert [y.shape for y in products(pairs, "ffi")] == [(x.shape[0], 20) for x, _ in pairs]

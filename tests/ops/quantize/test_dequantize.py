@@ -1,4 +1,4 @@
-"""dequantize: any codes and scales, native and reference against an oracle."""
+"""dequantize: any codes and scales, every implementation against an oracle."""
 
 import functools
 import itertools
@@ -15,106 +15,142 @@ from tests.against_oracle import assert_dequantizes, dequantized
 from tests.helpers import (
     FLOATS,
     FORMATS,
+    NVFP4S,
     ONE_OF_EACH,
     assert_same_numbers,
     format_name,
+    often,
     quantized_from_bytes,
     random_array,
 )
+from tests.ops.implementations import ByKernels, ByReference
 
-BLOCKS = [(1, 16), (16, 16)]
-NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4) and "=" not in format_name(fmt)]  # by the default rule
-ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
-ROTATIONS = [None, jlp.Hadamard(), jlp.Hadamard(signs=None), jlp.Hadamard(64)]
+BY_THE_DEFAULT_RULE = [fmt for fmt in FORMATS if "=" not in format_name(fmt)]
+ROTATIONS = (None, jlp.Hadamard(), jlp.Hadamard(signs=None), jlp.Hadamard(64))
 
 
-class TestBytes:
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    @pytest.mark.parametrize("shape", [(16, 16), (1, 16), (5, 1), (17, 33), (40, 300), (2, 3, 20, 40)], ids=str)
-    def test_native_decodes_any_codes_and_scales(self, isa, shape, block, dtype):
-        for axis, hadamard in itertools.product((-1, -2), ROTATIONS):
-            q = quantized_from_bytes(shape, jlp.NVFP4(block), seed=sum(shape), axis=axis, hadamard=hadamard)
-            assert_dequantizes(q, dtype, "ffi")
+@functools.partial(jax.jit, static_argnames=("dtypes", "implementation"))
+def decoded(arrays, dtypes, implementation):
+    """Each array to its dtype, in one compilation."""
+    return [jlp.dequantize(q, d, implementation=implementation) for q, d in zip(arrays, dtypes, strict=True)]
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    def test_reference_decodes_any_codes_and_scales(self, block, dtype):
-        for axis, hadamard in ((-1, None), (-2, jlp.Hadamard()), (-1, jlp.Hadamard(64))):
-            q = quantized_from_bytes((2, 20, 37), jlp.NVFP4(block), seed=3, axis=axis, hadamard=hadamard)
-            assert_dequantizes(q, dtype, "reference")
+
+@functools.cache
+def any_bytes(shapes, ways, fmt, turn, turns):
+    """A part of all shapes in all ways (axis, rotation) and dtypes, and the oracle's numbers: once for all instruction
+    sets."""
+    cases = list(itertools.product(shapes, ways, FLOATS))[turn::turns]
+    arrays = [quantized_from_bytes(s, fmt, seed=sum(s), axis=axis, hadamard=h) for s, (axis, h), _ in cases]
+    dtypes = tuple(dtype for *_, dtype in cases)
+    return arrays, dtypes, [dequantized(q, jnp.dtype(d)) for q, d in zip(arrays, dtypes, strict=True)]
+
+
+@functools.cache
+def of_scales(fmt, scales):
+    """Every code with the scales, and the oracle's numbers in each dtype."""
+    values = np.frombuffer(scales, np.uint8 if fmt.scaling == "e8m0" else np.float32)
+    q = quantized_from_bytes((256, 256 + 128), fmt, codes=np.arange(256), scales=values)
+    return q, [dequantized(q, jnp.dtype(d)) for d in FLOATS]
+
+
+@functools.cache
+def of_amax(amax):
+    q = quantized_from_bytes((32, 48), jlp.NVFP4(), seed=4, amax=amax)
+    return q, [dequantized(q, jnp.dtype(d)) for d in FLOATS]
+
+
+class DequantizeCases:
+    """What every implementation promises."""
+
+    implementation: str
+    SHAPES = ((1, 1), (16, 16), (1, 16), (5, 1), (17, 33), (33, 130), (40, 300), (2, 20, 40), (2, 3, 20, 40))
+    WAYS = tuple(itertools.product((-1, -2), ROTATIONS))
+
+    def assert_decodes(self, arrays, dtypes, expected):
+        for y, wanted in zip(decoded(arrays, dtypes, self.implementation), expected, strict=True):
+            assert_same_numbers(y, wanted)
+
+    @pytest.fixture(params=often(ONE_OF_EACH, BY_THE_DEFAULT_RULE), ids=format_name)
+    def fmt(self, request):
+        return request.param
+
+    @pytest.fixture(params=often([0], range(13)))
+    def turn(self, request):
+        """(turn, turns) in which all cases are run; the first has all shapes, ways and dtypes."""
+        return request.param, 13
+
+    def test_any_codes_and_scales(self, fmt, turn):
+        self.assert_decodes(*any_bytes(self.SHAPES, self.WAYS, fmt, *turn))
 
     @pytest.mark.parametrize("amax", [0.0, 1e-38, 3e-36, 1e-20, 1e20, 3e38, np.inf, np.nan])
-    def test_any_amax(self, isa, amax):
+    def test_any_amax(self, amax):
         """Small results are flushed, large ones overflow, in the order of numerics.md 2."""
-        q = quantized_from_bytes((32, 48), jlp.NVFP4(), seed=4, amax=amax)
-        assert_dequantizes(q, "float32", "ffi", "reference")
-        assert_dequantizes(q, "bfloat16", "ffi", "reference")
-        assert_dequantizes(q, "float16", "ffi", "reference")
+        q, expected = of_amax(amax)
+        self.assert_decodes([q] * 3, FLOATS, expected)
 
     @given(
         codes=st.binary(min_size=1, max_size=64),
         scales=st.lists(st.integers(0, 0x7F), min_size=1, max_size=16),
         amax=st.floats(0, width=32),
-        block=st.sampled_from(BLOCKS),
+        fmt=st.sampled_from(NVFP4S),
     )
-    def test_arbitrary_bytes(self, codes, scales, amax, block):
-        fmt = jlp.NVFP4(block)
+    def test_arbitrary_bytes(self, codes, scales, amax, fmt):
         q = quantized_from_bytes((17, 32), fmt, amax=amax, codes=list(codes), scales=scales)
-        assert_dequantizes(q, "float32", "ffi", "reference")
+        assert_dequantizes(q, "float32", self.implementation)
 
-    @given(
-        shape=st.tuples(st.integers(1, 70), st.integers(1, 300)),
-        block=st.sampled_from(BLOCKS),
-        axis=st.sampled_from([-1, -2]),
-        seed=st.integers(0, 999),
-    )
-    @settings(max_examples=20)  # each compiles
-    def test_arbitrary_shapes(self, shape, block, axis, seed):
-        assert_dequantizes(quantized_from_bytes(shape, jlp.NVFP4(block), seed, axis=axis), "bfloat16", "ffi")
-
-
-@jax.jit
-def decode_all(arrays):
-    """In one compilation, dtypes in turn."""
-    return [jlp.dequantize(q, FLOATS[i % 4 % 3], implementation="ffi") for i, q in enumerate(arrays)]
-
-
-class TestFormats:
-    """The same of every other format."""
-
-    @staticmethod
-    @functools.cache
-    def cases(fmt):
-        kinds = itertools.product(
-            ((1, 1), (33, 130), (2, 20, 40)), ((-1, None), (-1, jlp.Hadamard(64)), (-2, jlp.Hadamard()))
-        )
-        arrays = [quantized_from_bytes(s, fmt, seed=sum(s), axis=axis, hadamard=h) for s, (axis, h) in kinds]
-        return arrays, [dequantized(q, jnp.dtype(FLOATS[i % 4 % 3])) for i, q in enumerate(arrays)]
-
-    @pytest.mark.parametrize("fmt", NEW, ids=format_name)
-    def test_native_decodes_any_codes_and_scales(self, isa, fmt):
-        arrays, expected = self.cases(fmt)
-        for y, wanted in zip(decode_all(arrays), expected, strict=True):
-            assert_same_numbers(y, wanted)
-
-    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
-    def test_reference_decodes_any_codes_and_scales(self, fmt):
-        for axis, hadamard in ((-1, None), (-2, jlp.Hadamard())):
-            q = quantized_from_bytes((2, 20, 37), fmt, seed=3, axis=axis, hadamard=hadamard)
-            assert_dequantizes(q, "bfloat16", "reference")
-
-    @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
-    def test_every_code_with_scales_of_every_magnitude(self, isa, fmt):
+    @pytest.mark.parametrize("fmt", [f for f in ONE_OF_EACH if not isinstance(f, jlp.NVFP4)], ids=format_name)
+    def test_every_code_with_scales_of_every_magnitude(self, fmt):
         """NaN and infinite codes and scales too; small results are flushed, large ones overflow."""
         if fmt.scaling == "e8m0":
-            scales = [np.arange(256)]
+            scales = [np.arange(256, dtype=np.uint8)]
         else:
             scales = [np.float32([2.0**e]) for e in (-126, -110, -20, 0.5, 20, 110, 127)] + [np.float32([np.nan, 0])]
         for some in scales:
-            q = quantized_from_bytes((256, 256 + 128), fmt, codes=np.arange(256), scales=some)
-            for dtype in FLOATS:
-                assert_dequantizes(q, dtype, "ffi", "reference")
+            q, expected = of_scales(fmt, some.tobytes())
+            self.assert_decodes([q] * 3, FLOATS, expected)
+
+    def test_what_fits_the_grid_comes_back_exactly(self):
+        row = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0])
+        x = jnp.asarray(row * 2.0 ** np.arange(-4, 4)[:, None], jnp.float32) * 1.75
+        for axis, m in ((-1, x), (-2, x.T)):
+            q = jlp.quantize(m, jlp.NVFP4(), axis, implementation=self.implementation)
+            np.testing.assert_allclose(jlp.dequantize(q, implementation=self.implementation), m, rtol=2.0**-22)
+
+    def test_a_poisoned_block_decodes_to_nan_and_no_other(self):
+        x = random_array((4, 64), "float32").at[2, 20].set(jnp.nan)
+        q = jlp.quantize(x, jlp.NVFP4(), amax=jnp.float32(8), implementation=self.implementation)
+        for y in decoded([q] * 3, FLOATS, self.implementation):
+            nan = np.isnan(np.asarray(y).astype(np.float32))
+            assert nan[2, 16:32].all() and nan.sum() == 16
+
+
+class TestByReference(ByReference, DequantizeCases):
+    SHAPES = ((2, 20, 37), (3, 20, 33), (5, 1))
+    WAYS = ((-1, None), (-2, jlp.Hadamard()), (-1, jlp.Hadamard(64)), (-1, jlp.Hadamard(signs=None)))
+
+    @pytest.fixture(params=ONE_OF_EACH, ids=format_name)
+    def fmt(self, request):
+        """Each takes XLA a while to compile."""
+        return request.param
+
+    @pytest.fixture(params=often([0], range(7)))
+    def turn(self, request):
+        return request.param, 7
+
+
+class TestByKernels(ByKernels, DequantizeCases):
+    pass
+
+
+@given(
+    shape=st.tuples(st.integers(1, 70), st.integers(1, 300)),
+    fmt=st.sampled_from(NVFP4S),
+    axis=st.sampled_from([-1, -2]),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=20)  # each compiles
+def test_kernels_of_arbitrary_shapes(shape, fmt, axis, seed):
+    assert_dequantizes(quantized_from_bytes(shape, fmt, seed, axis=axis), "bfloat16", "ffi")
 
 
 class TestMeaning:
@@ -132,31 +168,19 @@ class TestMeaning:
         assert q.dequantize().dtype == jlp.dequantize(q).dtype == jnp.dtype(dtype)
         assert q.dequantize("float32").dtype == jnp.float32
 
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    def test_what_fits_the_grid_comes_back_exactly(self, implementation):
-        row = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0])
-        x = jnp.asarray(row * 2.0 ** np.arange(-4, 4)[:, None], jnp.float32) * 1.75
-        for axis, m in ((-1, x), (-2, x.T)):
-            q = jlp.quantize(m, jlp.NVFP4(), axis, implementation=implementation)
-            np.testing.assert_allclose(jlp.dequantize(q, implementation=implementation), m, rtol=2.0**-22)
-
     @pytest.mark.parametrize("size", [16, 64, 256])
     @pytest.mark.parametrize("shape", [(40, 50), (3, 100, 7)], ids=str)
     def test_a_rotation_is_undone(self, shape, size):
         """Padding to whole transforms included: the error stays that of rounding to four bits."""
-        x = jax.random.normal(jax.random.key(0), shape)
-        for axis in (-1, -2):
-            y = jlp.quantize(x, jlp.NVFP4(), axis, jlp.Hadamard(size)).dequantize()
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+        @jax.jit
+        def there_and_back(x):
+            return [jlp.quantize(x, jlp.NVFP4(), axis, jlp.Hadamard(size)).dequantize() for axis in (-1, -2)]
+
+        for y in there_and_back(x):
             assert y.shape == shape
             assert np.linalg.norm(y - x) < 0.13 * np.linalg.norm(x)
-
-    @pytest.mark.parametrize("implementation", ["ffi", "reference"])
-    def test_a_poisoned_block_decodes_to_nan_and_no_other(self, implementation):
-        x = random_array((4, 64), "float32").at[2, 20].set(jnp.nan)
-        q = jlp.quantize(x, jlp.NVFP4(), amax=jnp.float32(8), implementation=implementation)
-        for dtype in FLOATS:
-            nan = np.isnan(np.asarray(jlp.dequantize(q, dtype, implementation=implementation)).astype(np.float32))
-            assert nan[2, 16:32].all() and nan.sum() == 16
 
     @pytest.mark.parametrize("axis", [-1, -2])
     def test_a_rotated_poisoned_block_stays_within_its_transform(self, axis):
@@ -167,9 +191,9 @@ class TestMeaning:
         expected[(40, slice(16, 32)) if axis == -1 else (slice(32, 48), 20)] = True
         np.testing.assert_array_equal(nan, expected)
 
-    @pytest.mark.parametrize("block", BLOCKS, ids=str)
-    def test_vmap_adds_batch_axes(self, block):
-        q = quantized_from_bytes((3, 20, 40), jlp.NVFP4(block), seed=5)
+    @pytest.mark.parametrize("fmt", NVFP4S, ids=format_name)
+    def test_vmap_adds_batch_axes(self, fmt):
+        q = quantized_from_bytes((3, 20, 40), fmt, seed=5)
         assert_same_numbers(jax.vmap(jlp.dequantize)(q), q.dequantize())
 
     def test_its_derivative_is_zero(self):

@@ -7,11 +7,11 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, as_bytes, assert_same_bytes, format_name, random_array
+from tests.ops.implementations import ByKernels, ByReference
 
 NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4)]
 ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
 MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
-over_implementations = pytest.mark.parametrize("implementation", ["ffi", "reference"])
 natively_and_once_by_reference = pytest.mark.parametrize(  # random bits take XLA long to compile
     ("fmt", "implementation"),
     [(jlp.MXFP8(), "reference"), *((fmt, "ffi") for fmt in ONE_OF_EACH_NEW)],
@@ -30,8 +30,11 @@ def block_of(fmt, shape, row, column):
     return shared
 
 
-class TestScales:
-    @over_implementations
+class ScaleCases:
+    """What every implementation promises."""
+
+    implementation: str
+
     @pytest.mark.parametrize(
         ("fmt", "amax", "exponent"),
         [
@@ -57,11 +60,10 @@ class TestScales:
         ],
         ids=str,
     )
-    def test_mx_scales_by_hand(self, fmt, amax, exponent, implementation):
-        q = jlp.quantize(jnp.asarray([[-amax] + [amax / 16] * 31]), fmt, implementation=implementation)
+    def test_mx_scales_by_hand(self, fmt, amax, exponent):
+        q = jlp.quantize(jnp.asarray([[-amax] + [amax / 16] * 31]), fmt, implementation=self.implementation)
         assert as_bytes(q.scale).tolist() == [[127 + exponent]]
 
-    @over_implementations
     @pytest.mark.parametrize(
         ("fmt", "amax", "scale"),
         [
@@ -83,10 +85,86 @@ class TestScales:
         ],
         ids=str,
     )
-    def test_float32_scales_by_hand(self, fmt, amax, scale, implementation):
-        q = jlp.quantize(jnp.asarray([[amax / 4, -amax, 0.0]], jnp.float32), fmt, implementation=implementation)
+    def test_float32_scales_by_hand(self, fmt, amax, scale):
+        q = jlp.quantize(jnp.asarray([[amax / 4, -amax, 0.0]], jnp.float32), fmt, implementation=self.implementation)
         assert float(q.scale.ravel()[0]) == scale
 
+
+class TestScalesByReference(ByReference, ScaleCases):
+    pass
+
+
+class TestScalesByKernels(ByKernels, ScaleCases):
+    pass
+
+
+@pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
+class HostileCases:
+    implementation: str
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_what_is_not_finite_poisons_its_block_and_no_other(self, bad, fmt):
+        x = random_array((140, 300), "float32", seed=1).at[3, 150].set(bad)
+        for axis in (-1, -2):
+            q = jlp.quantize(x, fmt, axis, implementation=self.implementation)
+            nan = np.isnan(np.asarray(q.dequantize()))
+            shared = block_of(fmt, x.shape if axis == -1 else x.shape[::-1], *((3, 150) if axis == -1 else (150, 3)))
+            np.testing.assert_array_equal(nan, shared if axis == -1 else shared.T)
+            codes = as_bytes(q.data) if axis == -1 else as_bytes(q.data).T
+            if not fmt.packed:
+                assert not codes[nan].any()
+
+    def test_zero_blocks(self, fmt):
+        """Of zeros of both signs and of subnormals, which count as zero."""
+        for value in (0.0, -0.0, 1e-40, -1e-40):
+            q = jlp.quantize(jnp.full((40, 300), value, jnp.float32), fmt, implementation=self.implementation)
+            assert not as_bytes(q.data).any()
+            assert set(np.asarray(q.scale.astype(jnp.float32)).ravel().tolist()) <= {0.0, 1.0, 2.0**-127}
+            assert not np.asarray(q.dequantize()).any()
+
+    def test_one_outlier_in_each_block(self, fmt):
+        """It comes out as good as alone; what it drowns comes out as zero of its sign."""
+        x = jnp.asarray(np.tile(np.float32(1e-12) * np.array([1, -1], np.float32), (140, 150)))
+        where = np.zeros((140, 300), bool)
+        height, length = (140, 300) if fmt.scaling == "tensor" else fmt.block
+        where[::height, ::length] = True
+        q = jlp.quantize(jnp.where(where, 3e5, x), fmt, implementation=self.implementation)
+        y = np.asarray(q.dequantize())
+        np.testing.assert_allclose(y[where], 3e5, rtol=2.0 ** -(MANTISSA_BITS[fmt.element] + 1))
+        assert not y[~where].any() and np.signbit(y[~where])[np.asarray(x)[~where] < 0].all()
+
+    @pytest.mark.parametrize("exponent", [-100, 100])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_magnitudes(self, exponent, dtype, fmt):
+        x = jnp.ldexp(jax.random.normal(jax.random.key(0), (40, 300)), exponent).astype(dtype)
+        y = np.asarray(jlp.quantize(x, fmt, implementation=self.implementation).dequantize(), np.float64)
+        exact = np.asarray(x, np.float64)
+        assert np.isfinite(y).all()
+        assert np.linalg.norm(y - exact) < {"e2m1": 0.15, "e4m3": 0.04, "e5m2": 0.07}[fmt.element] * np.linalg.norm(
+            exact
+        )
+
+    def test_the_largest_numbers(self, fmt):
+        """FLT_MAX is quantised, not poisoned; what it decodes to may round up to infinity, never to less than 2^127."""
+        q = jlp.quantize(jnp.full((1, 32), 3.4028235e38, jnp.float32), fmt, implementation=self.implementation)
+        assert np.isfinite(np.asarray(q.scale.astype(jnp.float32))).all()
+        assert (np.asarray(q.dequantize()) >= 2.0**127).all()
+
+    @pytest.mark.parametrize("shape", [(0, 16), (3, 16, 0)], ids=str)
+    def test_empty_arrays(self, fmt, shape):
+        for q in jlp.quantize_both(jnp.zeros(shape, jnp.bfloat16), fmt, implementation=self.implementation):
+            assert q.shape == shape and q.dequantize().shape == shape
+
+
+class TestHostileDataByReference(ByReference, HostileCases):
+    pass
+
+
+class TestHostileDataByKernels(ByKernels, HostileCases):
+    pass
+
+
+class TestScales:
     @pytest.mark.parametrize("fmt", NEW, ids=format_name)
     def test_error_is_half_a_step_where_nothing_saturates(self, fmt):
         """And at most a quarter of the largest of a block where "floor" and "even" let it saturate."""
@@ -110,58 +188,6 @@ class TestScales:
         row, column = jlp.quantize_both(random_array((150, 300)), fmt)
         np.testing.assert_array_equal(row.dequantize(), column.dequantize())
         np.testing.assert_array_equal(as_bytes(row.scale).T, as_bytes(column.scale))
-
-
-@over_implementations
-@pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
-class TestHostileData:
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_what_is_not_finite_poisons_its_block_and_no_other(self, bad, fmt, implementation):
-        x = random_array((140, 300), "float32", seed=1).at[3, 150].set(bad)
-        for axis in (-1, -2):
-            q = jlp.quantize(x, fmt, axis, implementation=implementation)
-            nan = np.isnan(np.asarray(q.dequantize()))
-            shared = block_of(fmt, x.shape if axis == -1 else x.shape[::-1], *((3, 150) if axis == -1 else (150, 3)))
-            np.testing.assert_array_equal(nan, shared if axis == -1 else shared.T)
-            codes = as_bytes(q.data) if axis == -1 else as_bytes(q.data).T
-            if not fmt.packed:
-                assert not codes[nan].any()
-
-    def test_zero_blocks(self, fmt, implementation):
-        """Of zeros of both signs and of subnormals, which count as zero."""
-        for value in (0.0, -0.0, 1e-40, -1e-40):
-            q = jlp.quantize(jnp.full((40, 300), value, jnp.float32), fmt, implementation=implementation)
-            assert not as_bytes(q.data).any()
-            assert set(np.asarray(q.scale.astype(jnp.float32)).ravel().tolist()) <= {0.0, 1.0, 2.0**-127}
-            assert not np.asarray(q.dequantize()).any()
-
-    def test_one_outlier_in_each_block(self, fmt, implementation):
-        """It comes out as good as alone; what it drowns comes out as zero of its sign."""
-        x = jnp.asarray(np.tile(np.float32(1e-12) * np.array([1, -1], np.float32), (140, 150)))
-        where = np.zeros((140, 300), bool)
-        height, length = (140, 300) if fmt.scaling == "tensor" else fmt.block
-        where[::height, ::length] = True
-        q = jlp.quantize(jnp.where(where, 3e5, x), fmt, implementation=implementation)
-        y = np.asarray(q.dequantize())
-        np.testing.assert_allclose(y[where], 3e5, rtol=2.0 ** -(MANTISSA_BITS[fmt.element] + 1))
-        assert not y[~where].any() and np.signbit(y[~where])[np.asarray(x)[~where] < 0].all()
-
-    @pytest.mark.parametrize("exponent", [-100, 100])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    def test_magnitudes(self, exponent, dtype, fmt, implementation):
-        x = jnp.ldexp(jax.random.normal(jax.random.key(0), (40, 300)), exponent).astype(dtype)
-        y = np.asarray(jlp.quantize(x, fmt, implementation=implementation).dequantize(), np.float64)
-        exact = np.asarray(x, np.float64)
-        assert np.isfinite(y).all()
-        assert np.linalg.norm(y - exact) < {"e2m1": 0.15, "e4m3": 0.04, "e5m2": 0.07}[fmt.element] * np.linalg.norm(
-            exact
-        )
-
-    def test_the_largest_numbers(self, fmt, implementation):
-        """FLT_MAX is quantised, not poisoned; what it decodes to may round up to infinity, never to less than 2^127."""
-        q = jlp.quantize(jnp.full((1, 32), 3.4028235e38, jnp.float32), fmt, implementation=implementation)
-        assert np.isfinite(np.asarray(q.scale.astype(jnp.float32))).all()
-        assert (np.asarray(q.dequantize()) >= 2.0**127).all()
 
 
 class TestStochasticRounding:
@@ -220,12 +246,6 @@ class TestStochasticRounding:
 
 @pytest.mark.parametrize("fmt", ONE_OF_EACH_NEW, ids=format_name)
 class TestShapes:
-    @pytest.mark.parametrize("shape", [(0, 16), (3, 16, 0)], ids=str)
-    @over_implementations
-    def test_empty_arrays(self, fmt, shape, implementation):
-        for q in jlp.quantize_both(jnp.zeros(shape, jnp.bfloat16), fmt, implementation=implementation):
-            assert q.shape == shape and q.dequantize().shape == shape
-
     def test_a_vector_is_one_row(self, fmt):
         x = random_array((40,))
         if fmt.tiles:

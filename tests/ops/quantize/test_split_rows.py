@@ -1,5 +1,7 @@
 """Rows of one tensor, split into parts: the codes are those of the merged matrix, and so are products of them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,15 +10,26 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_split_rows
-from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, random_array
+from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, pair_name
 from tests.sharding.meshes import by_axis_type, mesh_of, on_mesh
 
 S, R, C = 3, 256, 384
 KEY = np.array([3, 5], np.uint32)
-over_formats = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
-over_rounding = pytest.mark.parametrize(
-    "rounding", [{}, {"rounding": "stochastic", "key": KEY}], ids=["nearest", "stochastic"]
+ROUNDINGS = {"nearest": {}, "stochastic": {"rounding": "stochastic", "key": KEY}}
+OFTEN = [  # every scaling and shape of block, and random bits of each scaling
+    *((jlp.NVFP4(), rounding) for rounding in ROUNDINGS),
+    (jlp.NVFP4((16, 16)), "nearest"),
+    (jlp.MXFP8(), "stochastic"),
+    (jlp.MXFP4((32, 32)), "nearest"),
+    (jlp.Float8Block(), "nearest"),
+    (jlp.Float8Block("e5m2", (128, 128), False), "stochastic"),
+    (jlp.Float8Tensor(), "stochastic"),
+]
+over_formats_and_roundings = pytest.mark.parametrize(
+    ("fmt", "rounding"),
+    often(OFTEN, list(itertools.product(ONE_OF_EACH, ROUNDINGS)), 2),
+    ids=lambda value: value if isinstance(value, str) else format_name(value),
 )
 
 
@@ -33,10 +46,10 @@ def split(q):
     return jax.tree.map(lambda leaf: cut(leaf, q.axis == -1), q)
 
 
-@over_formats
-@over_rounding
+@over_formats_and_roundings
 class TestQuantize:
     def test_codes_are_those_of_the_merged_matrix(self, fmt, rounding):
+        rounding = ROUNDINGS[rounding]
         x = random_array((S, R, C), seed=1)
         row, column = jlp.quantize_both(x, fmt, rows_split=True, **rounding)
         merged = jlp.quantize_both(x.reshape(-1, C), fmt, **rounding)
@@ -48,6 +61,7 @@ class TestQuantize:
         assert_same_bytes(column.dequantize().reshape(-1, C), merged[1].dequantize())
 
     def test_batch_axes_before_the_parts_have_amaxes_of_their_own(self, fmt, rounding):
+        rounding = ROUNDINGS[rounding]
         x = random_array((2, S, R, C), seed=2) * jnp.asarray([1, 50], jnp.bfloat16)[:, None, None, None]
         each = [jlp.quantize_both(x[i], fmt, rows_split=True, **rounding) for i in range(2)]
         expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
@@ -57,6 +71,7 @@ class TestQuantize:
 
     @by_axis_type
     def test_a_mesh_may_split_all_three_axes(self, fmt, rounding, axis_type):
+        rounding = ROUNDINGS[rounding]
         x, mesh = random_array((2, 256, 256), seed=3), mesh_of((2, 2, 2), axis_type)
 
         def quantize(x):

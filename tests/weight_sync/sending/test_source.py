@@ -22,6 +22,7 @@ from jaxlowprec.weight_sync.bucket import entry_of
 from jaxlowprec.weight_sync.sending.source import described
 from tests.checkpoints.weights import SCHEMES
 from tests.helpers import run_python
+from tests.sharding.meshes import mesh_of
 from tests.weight_sync.trees import MAPPING, llama
 
 RULES = Rules(defaults=DEFAULTS)
@@ -169,7 +170,7 @@ def test_without_a_mapping_leaves_are_called_by_their_paths():
 
 
 def test_sharded_arrays_are_sent_whole_and_keep_nothing():
-    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    mesh = mesh_of((4, 2))
     numbers = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
     specs = {"x": ("a", "b"), "y": (None, "a"), "z": (), "u": (("b", "a"),)}
     tree = {n: jax.device_put(numbers, NamedSharding(mesh, PartitionSpec(*s))) for n, s in specs.items()}

@@ -8,13 +8,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
 from jaxlowprec.weight_sync import InProcess, Receiver, Refused, WeightSource, differences, push
+from tests.sharding.meshes import mesh_of
 from tests.weight_sync.trees import synced
 
 NUMBERS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
 
 
 def mesh():
-    return jax.make_mesh((4, 2), ("a", "b"))
+    return mesh_of((4, 2))
 
 
 def over(*spec):

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from tests.helpers import run_python
+from tests.helpers import often, run_python
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="measures with /proc")
 
@@ -61,7 +61,7 @@ def test_a_thousand_versions_leak_neither_memory_nor_descriptors(kind):
     assert descriptors <= 2  # a connection that is being closed
 
 
-@pytest.mark.parametrize(("mebibytes", "bucket"), [(256, 32), pytest.param(2048, 128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mebibytes", "bucket"), often([(256, 32)], [(256, 32), (2048, 128)], 2))
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 def test_a_model_syncs_in_two_buckets_of_extra_memory(kind, mebibytes, bucket, tmp_path):
     ran = run_python("-m", "tests.weight_sync.memory_use", kind, str(mebibytes), str(bucket), str(tmp_path))
