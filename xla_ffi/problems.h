@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
+#include "numerics/code_types.h"
+
 namespace jaxlowprec {
 
 enum class ElementType : int32_t { kBF16, kF16, kF32 };
 constexpr int element_bytes(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
 
 // --- formats, as jaxlowprec/arrays/formats.py describes them
-
-enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2, kInt4 };
 
 /// What codes are relative to.
 enum class Scaling : int32_t {
@@ -138,7 +138,7 @@ inline bool matmul_supports(const MatmulProblem& p) {
   const Format &a = p.a.format, &b = p.b.format;
   if (a.code == CodeType::kInt4) return false;
   if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
-  if (a.code == CodeType::kE5M2 && b.code == CodeType::kE5M2) return false;
+  if (a.code == b.code && !meets_itself(a.code)) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
   const bool mixed = a.packed() != b.packed();
   return mixed ? a.blocks(p.a.columns) == b.blocks(p.b.columns) : p.a.columns == p.b.columns;

@@ -35,11 +35,7 @@ cudaError_t launch(const EncodeProblem& p) {
 cudaError_t encode(const EncodeProblem& p) {
   return with_element(p.type, [&](auto element) {
     using E = decltype(element);
-    switch (p.code) {
-      case CodeType::kE2M1: return launch<E, E2M1>(p);
-      case CodeType::kE4M3: return launch<E, E4M3>(p);
-      default: return launch<E, E5M2>(p);
-    }
+    return with_float(p.code, [&](auto code) { return launch<E, decltype(code)>(p); });
   });
 }
 

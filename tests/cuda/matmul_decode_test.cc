@@ -51,7 +51,7 @@ struct Operands {
   static std::vector<uint8_t> e4m3_scales(int64_t count, bool poison, uint32_t seed) {
     std::vector<uint8_t> scales = any_bytes(count, seed);
     for (uint8_t& scale : scales)
-      if (!poison && (scale & 0x7F) == kE4M3NaN) scale = 0x7E;
+      if (!poison && (scale & 0x7F) == kFloat8NaN) scale = 0x7E;
     return scales;
   }
 

@@ -1,5 +1,5 @@
 // The quantisation kernels, executed on a CPU, against the reference, byte for byte.
-// Kernels: quantize_nvfp4.cu quantize_mxfp4.cu quantize_e4m3.cu quantize_e5m2.cu
+// Kernels: quantize_*.cu
 #include "../../xla_ffi/cuda/launch.h"
 #include "../cpp/quantize_cases.h"
 #include "device_copies.h"

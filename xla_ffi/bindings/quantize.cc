@@ -15,7 +15,7 @@ ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ff
                     bool encode_scale_given, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes);
-  JLP_REQUIRE(type.has_value() && format.has_value());
+  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
   const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor;
   const size_t directions = rowwise + columnwise, tensors = has_tensor ? directions : 0;
   JLP_REQUIRE(!rotate_columns || (format->scaling == Scaling::kTwoLevel && !format->tiles));

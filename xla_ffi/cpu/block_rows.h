@@ -94,15 +94,14 @@ __attribute__((noinline)) void write_nan_codes(const typename E::Storage* x, int
     const U32 bits = L::bits(E::load_lanes(x + i));
     for (int lane = 0; lane < kLanes; ++lane)
       if ((bits[lane] & kMagnitudeBits) >= kInfinityBits)
-        codes[i + lane] = static_cast<uint8_t>(kE4M3NaN | (bits[lane] >> 24 & 0x80u));
+        codes[i + lane] = static_cast<uint8_t>(kFloat8NaN | (bits[lane] >> 24 & 0x80u));
   }
 }
-static_assert(kE4M3NaN == kE5M2NaN);
 
 /// How many bytes `elements` codes take.
 template <class Element>
 constexpr int64_t code_bytes(int64_t elements) {
-  return std::is_same_v<Element, E2M1> ? elements / 2 : elements;
+  return Element::kPacked ? elements / 2 : elements;
 }
 
 /// One group of 8-bit floats.
@@ -141,20 +140,19 @@ template <class E, class Element, bool kStochastic>
 __attribute__((noinline)) void encode_span(const typename E::Storage* x, int groups, const BlockSpan& span,
                                            const RandomSpan& random, const BlockContext& context, const Ahead<E>& ahead,
                                            uint8_t* data) {
-  constexpr bool kPacked = std::is_same_v<Element, E2M1>;
   const bool ordinary = span.finite && context.scales.up;  // of E2M1
   with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
     for (int g = 0; g < groups; ++g) {
       ahead.fetch(g);
       const float* encode = span.encode + g * kLanes;
       uint8_t* to = data + code_bytes<Element>(g * kGroup);
-      if constexpr (kPacked)
+      if constexpr (Element::kPacked)
         quantize_row_group<E, kStochastic>(x + g * kGroup, encode, ordinary, random.bytes[g], to);
       else
         encode_float8_group<E, Element, kStochastic, exponents>(x + g * kGroup, encode, random.bytes[g], to);
     }
   });
-  if (kPacked || __builtin_expect(span.finite, 1)) return;
+  if (Element::kPacked || __builtin_expect(span.finite, 1)) return;
   if (context.is_tensor()) return write_nan_codes<E>(x, groups * kGroup, data);
   for (int i = 0; i < groups * kLanes; ++i)
     if (span.encode[i] != span.encode[i]) memset(data + i * kBlock, 0, kBlock);

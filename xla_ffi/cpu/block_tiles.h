@@ -120,7 +120,7 @@ void encode_columns_of_granule_by(const typename E::Storage* x, const float* enc
   const auto byte = [&](int row, int column) {
     return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
   };
-  constexpr int kStep = std::is_same_v<Element, E2M1> ? 2 : 1;
+  constexpr int kStep = Element::kPacked ? 2 : 1;
   alignas(64) int16_t offsets[kUnit];
   for (int i = 0; kExponents && i < kUnit; ++i) offsets[i] = exponent_offset<Element>(encode[i]);
   for (int r = 0; r < kBlock; r += kStep, codes += kUnit) {
@@ -154,7 +154,7 @@ void encode_columns_of_granule(const typename E::Storage* x, const float* encode
 }
 
 template <class E, class Element, bool kStochastic>
-constexpr BlockEncoder<E> kBlockEncoder = {std::is_same_v<Element, E2M1>, kStochastic, encode_span<E, Element, kStochastic>,
+constexpr BlockEncoder<E> kBlockEncoder = {Element::kPacked, kStochastic, encode_span<E, Element, kStochastic>,
                                            encode_columns_of_granule<E, Element, kStochastic>};
 
 /// A piece of a line of the result: past the caches where it is whole cache lines.

@@ -136,7 +136,7 @@ JLP_RULE int16_t exponent_offset(float factor) {
 /// `unknown` becomes negative. Of a zero, or subnormal, element the code is 0.
 template <class Element>
 JLP_RULE I16 codes_by_exponent(I16 x, I16 offset, I16& unknown) {
-  constexpr bool kFloat8 = !std::is_same_v<Element, E2M1>;
+  constexpr bool kFloat8 = !Element::kPacked;
   constexpr int kShift = 7 - Element::kMantissaBits, kSignShift = kFloat8 ? 8 : 12;
   constexpr int16_t kMost = Element::kLargestCode << kShift, kBelowTie = (1 << (kShift - 1)) - 1;
   constexpr int16_t kLeastNormal = 1 << 7, kHalf = kLeastNormal / 2, kSign = 1 << (15 - kSignShift);

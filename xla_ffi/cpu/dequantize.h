@@ -46,7 +46,7 @@ struct Dequantize {
       memcpy(&bits[i], scale + block * f.scale_bytes(), f.scale_bytes());  // little-endian, as every supported processor
     }
     const U32 v = load<U32>(bits);
-    store(scales, f.scaling == Scaling::kTwoLevel ? e4m3_decode<F32>(v)
+    store(scales, f.scaling == Scaling::kTwoLevel ? float8_decode<E4M3, F32>(v)
                   : f.scaling == Scaling::kE8M0   ? e8m0_decode<F32>(v)
                                                   : L::flush(L::from_bits(v)));
   }
@@ -77,11 +77,12 @@ struct Dequantize {
                              int count) {
     alignas(64) uint8_t codes[kGroup] = {};
     if (count < kGroup) memcpy(codes, data, count), data = codes;
-    for (int i = 0; i < count; i += kLanes) {
-      const U32 code = load_u8(data + i);
-      const F32 value = p.format.code == CodeType::kE4M3 ? e4m3_decode<F32>(code) : e5m2_decode<F32>(code);
-      store_lanes(p, index, count, i, L::flush(value * scales[i / kBlock]));
-    }
+    with_float8(p.format.code, [&](auto element) {
+      for (int i = 0; i < count; i += kLanes) {
+        const F32 value = float8_decode<decltype(element), F32>(load_u8(data + i));
+        store_lanes(p, index, count, i, L::flush(value * scales[i / kBlock]));
+      }
+    });
   }
 
   JLP_RULE void undo_rotation(uint32_t sign_mask, Pair (&v)[kPairs]) {

@@ -8,11 +8,7 @@ namespace {
 
 template <class E, bool kStochastic>
 const BlockEncoder<E>& encoder_of(CodeType code) {
-  switch (code) {
-    case CodeType::kE2M1: return kBlockEncoder<E, E2M1, kStochastic>;
-    case CodeType::kE4M3: return kBlockEncoder<E, E4M3, kStochastic>;
-    default: return kBlockEncoder<E, E5M2, kStochastic>;
-  }
+  return *with_float(code, [](auto element) { return &kBlockEncoder<E, decltype(element), kStochastic>; });
 }
 
 template <class Visit>

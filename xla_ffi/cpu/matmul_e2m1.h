@@ -222,7 +222,7 @@ struct Nvfp4Scales {
   static constexpr int kGranules = 1;
   static constexpr float kRowsFactor = 0.25f;
 
-  JLP_RULE F32 decode(U32 bytes) { return e4m3_decode<F32>(bytes); }
+  JLP_RULE F32 decode(U32 bytes) { return float8_decode<E4M3, F32>(bytes); }
   JLP_RULE float alpha(const MatmulProblem& p, int64_t batch) {
     return (p.a.amax[batch] * p.b.amax[batch]) * kNvfp4ProductScale;
   }

@@ -122,15 +122,6 @@ struct MatmulFloat8 {
     }
   };
 
-  template <class Visit>
-  static void with_code(CodeType code, Visit visit) {
-    switch (code) {
-      case CodeType::kE2M1: return visit(std::integral_constant<CodeType, CodeType::kE2M1>{});
-      case CodeType::kE5M2: return visit(std::integral_constant<CodeType, CodeType::kE5M2>{});
-      default: return visit(std::integral_constant<CodeType, CodeType::kE4M3>{});
-    }
-  }
-
   static int64_t bytes_of(const MatmulOperand& operand, int64_t codes) {
     return operand.format.packed() ? divide_up(codes, 2) : codes;
   }
@@ -155,11 +146,11 @@ struct MatmulFloat8 {
         decode_scales(scales_of_row(a, part.p.rows, part.batch, row) + first, blocks, e8m0_decode<F32>, scales, 1);
       else if (a.format.scaling == Scaling::kFloat32)
         memcpy(scales, scales_of_row(a, part.p.rows, part.batch, row) + 4 * first, 4 * blocks);
-      with_code(a.format.code, [&](auto code) {
+      with_float(a.format.code, [&](auto element) {
         if (a.format.scaling == Scaling::kE8M0)
-          unpack_row_units<decltype(code)::value>(data, bytes_of(a, depth), RowScaled{scales}, out);
+          unpack_row_units<decltype(element)>(data, bytes_of(a, depth), RowScaled{scales}, out);
         else
-          unpack_row_units<decltype(code)::value>(data, bytes_of(a, depth), Unscaled{}, out);
+          unpack_row_units<decltype(element)>(data, bytes_of(a, depth), Unscaled{}, out);
       });
       end_row(depth, out);
     }
@@ -200,13 +191,13 @@ struct MatmulFloat8 {
       const int64_t scale_step = b.format.tiles ? 0 : b.scale_stride();  // a vector lies in one row of tiles
       for (int64_t r = 0; b.format.scaling == Scaling::kFloat32 && r < rows; ++r)
         for (int64_t i = 0; i < blocks; ++i) memcpy(scales + i * kLanes + r, from + r * scale_step + 4 * i, 4);
-      with_code(b.format.code, [&](auto code) {
-        constexpr CodeType kCode = decltype(code)::value;
+      with_float(b.format.code, [&](auto element) {
+        using Element = decltype(element);
         if (b.format.scaling != Scaling::kE8M0) {
-          unpack_vector_units<kCode>(data, stride, rows, bytes, Unscaled{}, out);
-        } else if (rows < kLanes || !unpack_moderate_units<kCode>(data, stride, bytes, from, scale_step, blocks, out)) {
+          unpack_vector_units<Element>(data, stride, rows, bytes, Unscaled{}, out);
+        } else if (rows < kLanes || !unpack_moderate_units<Element>(data, stride, bytes, from, scale_step, blocks, out)) {
           decode_scales_of_lanes(b, part.p.columns, part.batch, row, rows, first, blocks, e8m0_decode<F32>, scales, kLanes);
-          unpack_vector_units<kCode>(data, stride, rows, bytes, RowsScaled{scales}, out);
+          unpack_vector_units<Element>(data, stride, rows, bytes, RowsScaled{scales}, out);
         }
       });
       end_vector(depth, out);

@@ -23,11 +23,12 @@ JLP_RULE F32 add_products_of(F32 a, F32 b, F32 sums) {
   return kMayUnderflow ? L::fused_multiply_add_short(a, b, sums) : L::multiply_add_exact(a, b, sums);
 }
 
-template <CodeType kCode>
+template <class Element>
 JLP_RULE F32 decode(U32 bits) {  // the upper bits are ignored
-  if constexpr (kCode == CodeType::kE2M1) return e2m1_decode<F32>(bits);
-  if constexpr (kCode == CodeType::kE5M2) return e5m2_decode<F32>(bits);
-  return e4m3_decode<F32>(bits);
+  if constexpr (Element::kPacked)
+    return e2m1_decode<F32>(bits);
+  else
+    return float8_decode<Element, F32>(bits);
 }
 
 /// Up to 16 bytes; what follows the last is zero.
@@ -39,17 +40,17 @@ JLP_RULE Bytes16 load_some(const uint8_t* data, int64_t count) {
 }
 
 /// Numbers of one row of a; what follows the last byte's is zero.
-template <CodeType kCode, class Scaled>
+template <class Element, class Scaled>
 __attribute__((noinline)) static void unpack_row_units(const uint8_t* data, int64_t bytes, Scaled scaled, float* out) {
 #if defined(JLP_HAVE_HALF_CONVERSION)
-  if constexpr (kCode != CodeType::kE2M1) {
-    NaNCodes nan;
+  if constexpr (!Element::kPacked) {
+    SpecialCodes<Element> special;
     for (int64_t at = 0; at < bytes; at += 16) {
       const Bytes16 codes = load_some(data + at, bytes - at);
-      nan.look(codes);
-      store_numbers<kCode>(codes, [&](F32 numbers) { return scaled(numbers, at); }, out + at);
+      special.look(codes);
+      store_numbers<Element>(codes, [&](F32 numbers) { return scaled(numbers, at); }, out + at);
     }
-    if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
+    if (__builtin_expect(!special.any(), 1)) return;
   }
 #endif
   for (int64_t at = 0; at < bytes; at += kLanes) {
@@ -57,32 +58,32 @@ __attribute__((noinline)) static void unpack_row_units(const uint8_t* data, int6
     const uint8_t* from = data + at;
     if (bytes - at < kLanes) memcpy(padded, from, bytes - at), from = padded;
     const U32 codes = load_u8(from);
-    if constexpr (kCode == CodeType::kE2M1)
-      Float::store_pair(out + 2 * at, {scaled(decode<kCode>(codes), 2 * at), scaled(decode<kCode>(codes >> 4), 2 * at)});
+    if constexpr (Element::kPacked)
+      Float::store_pair(out + 2 * at, {scaled(decode<Element>(codes), 2 * at), scaled(decode<Element>(codes >> 4), 2 * at)});
     else
-      store(out + at, scaled(decode<kCode>(codes), at));
+      store(out + at, scaled(decode<Element>(codes), at));
   }
 }
 
 /// Numbers of kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero.
-template <CodeType kCode, class Scaled>
+template <class Element, class Scaled>
 __attribute__((noinline)) static void unpack_vector_units(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
                                                           Scaled scaled, float* out) {
 #if defined(JLP_HAVE_HALF_CONVERSION)
-  if constexpr (kCode != CodeType::kE2M1) {
-    NaNCodes nan;
+  if constexpr (!Element::kPacked) {
+    SpecialCodes<Element> special;
     for (int64_t at = 0; at < bytes; at += 16) {
       Bytes16 v[kLanes];
       for (int r = 0; r < kLanes; ++r) {
         v[r] = r < rows ? load_some(data + r * stride + at, bytes - at) : Bytes16{};
-        nan.look(v[r]);
+        special.look(v[r]);
       }
-      store_numbers_transposed<kCode>(v, [&](F32 numbers) { return scaled(numbers, at); }, out + at * kLanes);
+      store_numbers_transposed<Element>(v, [&](F32 numbers) { return scaled(numbers, at); }, out + at * kLanes);
     }
-    if (__builtin_expect(kCode == CodeType::kE5M2 || !nan.any(), 1)) return;
+    if (__builtin_expect(!special.any(), 1)) return;
   }
 #endif
-  constexpr int kBits = kCode == CodeType::kE2M1 ? 4 : 8, kPerWord = 32 / kBits;
+  constexpr int kBits = Element::kPacked ? 4 : 8, kPerWord = 32 / kBits;
   int64_t k = 0;
   for (int64_t at = 0; at < bytes; at += JLP_VECTOR_BYTES) {
     const int64_t count = std::min<int64_t>(JLP_VECTOR_BYTES, bytes - at);
@@ -97,13 +98,13 @@ __attribute__((noinline)) static void unpack_vector_units(const uint8_t* data, i
     transpose(v);  // v[w]: word w of every row
     for (int w = 0; w < kLanes && 4 * w < count; ++w) {
       JLP_UNROLL(8)
-      for (int i = 0; i < kPerWord; ++i, ++k) store(out + k * kLanes, scaled(decode<kCode>(v[w] >> (i * kBits)), k));
+      for (int i = 0; i < kPerWord; ++i, ++k) store(out + k * kLanes, scaled(decode<Element>(v[w] >> (i * kBits)), k));
     }
   }
 }
 
 /// There is no quicker way with MX scales than with numbers.
-template <CodeType>
+template <class Element>
 JLP_RULE bool unpack_moderate_units(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, int64_t, float*) {
   return false;
 }

@@ -77,14 +77,13 @@ JLP_RULE U32 scale_pairs(U32 pairs, ModeratelyScaled scaled, int64_t k) {
 }
 
 /// bfloat16 bits by code: of 8-bit ones without the sign, the two bytes apart.
-template <CodeType kCode>
+template <class Element>
 struct PairTable {
   alignas(64) uint8_t low[128], high[128];
 
   PairTable() {
     for (uint32_t code = 0; code < 128; ++code) {
-      const uint32_t bits =
-          Lanes<float>::bits(kCode == CodeType::kE5M2 ? e5m2_decode<float>(code) : e4m3_decode<float>(code));
+      const uint32_t bits = Lanes<float>::bits(float8_decode<Element, float>(code));
       low[code] = static_cast<uint8_t>(bits >> 16), high[code] = static_cast<uint8_t>(bits >> 24);
     }
   }
@@ -94,7 +93,7 @@ struct PairTable {
   }
 };
 template <>
-struct PairTable<CodeType::kE2M1> {
+struct PairTable<E2M1> {
   alignas(64) uint16_t bits[32];  // twice the 16 codes: of an index 5 bits count
 
   PairTable() {
@@ -130,8 +129,8 @@ JLP_RULE __m512i pair_bytes() {
 }
 
 /// 64 8-bit codes as two vectors of pairs; `largest` is of each byte's upper half so far, without the sign.
-template <CodeType kCode, class First, class Second>
-JLP_RULE void decode_pairs(U32 codes, const PairTable<kCode>& table, U32& first, U32& second, __m512i& largest) {
+template <class Element, class First, class Second>
+JLP_RULE void decode_pairs(U32 codes, const PairTable<Element>& table, U32& first, U32& second, __m512i& largest) {
   const __m512i at = raw(codes), sign = _mm512_set1_epi8(static_cast<char>(0x80));
   const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), at, _mm512_load_si512(table.low + 64));
   const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), at, _mm512_load_si512(table.high + 64));
@@ -142,16 +141,16 @@ JLP_RULE void decode_pairs(U32 codes, const PairTable<kCode>& table, U32& first,
 }
 
 /// A pair a lane from the low byte of each: two 4-bit codes, the low nibble's first.
-JLP_RULE U32 decode_nibble_pairs(U32 bytes, const PairTable<CodeType::kE2M1>& table) {
+JLP_RULE U32 decode_nibble_pairs(U32 bytes, const PairTable<E2M1>& table) {
   const U32 index = (bytes << 16) | ((bytes >> 4) & 0xFu);
   return (U32)_mm512_permutexvar_epi16(raw(index), _mm512_load_si512(table.bits));
 }
 
 /// The codes of one row of a; `bytes` are followed by zeros up to 64 in `out`.
-template <CodeType kCode, class Scaled>
+template <class Element, class Scaled>
 __attribute__((noinline)) static void unpack_row_units(const uint8_t* data, int64_t bytes, Scaled scaled, uint32_t* out) {
-  const auto& table = PairTable<kCode>::get();
-  constexpr int kCodes = kCode == CodeType::kE2M1 ? 2 : 1;  // in a byte
+  const auto& table = PairTable<Element>::get();
+  constexpr int kCodes = Element::kPacked ? 2 : 1;  // in a byte
   for (int64_t at = 0; at < bytes; at += 64) {
     U32 codes = U32{};
     if (bytes - at >= 64)
@@ -159,13 +158,13 @@ __attribute__((noinline)) static void unpack_row_units(const uint8_t* data, int6
     else
       memcpy(&codes, data + at, bytes - at);
     U32 pairs[2 * kCodes];
-    if constexpr (kCode == CodeType::kE2M1) {
+    if constexpr (Element::kPacked) {
       alignas(64) uint8_t each[64];
       store(each, codes);
       for (int i = 0; i < 4; ++i) pairs[i] = decode_nibble_pairs(load_u8(each + 16 * i), table);
     } else {
       __m512i largest{};
-      decode_pairs<kCode, RowFirst, RowSecond>(codes, table, pairs[0], pairs[1], largest);
+      decode_pairs<Element, RowFirst, RowSecond>(codes, table, pairs[0], pairs[1], largest);
     }
     for (int i = 0; i < 2 * kCodes; ++i)
       store(out + at * kCodes / 2 + i * kLanes, scale_pairs(pairs[i], scaled, at * kCodes + 2 * kLanes * i));
@@ -173,18 +172,18 @@ __attribute__((noinline)) static void unpack_row_units(const uint8_t* data, int6
 }
 
 /// The codes of kLanes rows of b, `stride` bytes apart; those beyond `rows` are zero. Returns whether all are finite.
-template <CodeType kCode, class Scaled>
+template <class Element, class Scaled>
 __attribute__((noinline)) static bool unpack_vector_units(const uint8_t* data, int64_t stride, int64_t rows, int64_t bytes,
                                                           Scaled scaled, uint32_t* out) {
-  const auto& table = PairTable<kCode>::get();
+  const auto& table = PairTable<Element>::get();
   __m512i largest{};
-  constexpr int kCodes = kCode == CodeType::kE2M1 ? 2 : 1;
+  constexpr int kCodes = Element::kPacked ? 2 : 1;
   const auto store_word = [&](U32 word, int64_t byte) {  // of every row
     U32 pairs[2 * kCodes];
-    if constexpr (kCode == CodeType::kE2M1)
+    if constexpr (Element::kPacked)
       for (int i = 0; i < 4; ++i) pairs[i] = decode_nibble_pairs(word >> (8 * i), table);
     else
-      decode_pairs<kCode, LanesFirst, LanesSecond>(word, table, pairs[0], pairs[1], largest);
+      decode_pairs<Element, LanesFirst, LanesSecond>(word, table, pairs[0], pairs[1], largest);
     const int64_t k = byte * kCodes;
     for (int i = 0; i < 2 * kCodes; ++i) store(out + (k / 2 + i) * kLanes, scale_pairs(pairs[i], scaled, k + 2 * i));
   };
@@ -212,12 +211,12 @@ __attribute__((noinline)) static bool unpack_vector_units(const uint8_t* data, i
 
 /// The codes of kLanes rows of b with their MX scales, `scale_stride` bytes apart, the quicker way. False where that is not
 /// to be had: the scales are not moderate, or fewer than a step's, or a code is not finite.
-template <CodeType kCode>
+template <class Element>
 JLP_RULE bool unpack_moderate_units(const uint8_t* data, int64_t stride, int64_t bytes, const uint8_t* scales,
                                     int64_t scale_stride, int64_t blocks, uint32_t* out) {
   ModerateScales moderate;
   if (blocks != ModerateScales::kBlocks || !moderate.load_from(scales, scale_stride)) return false;
-  return unpack_vector_units<kCode>(data, stride, kLanes, bytes, ModeratelyScaled{moderate}, out);
+  return unpack_vector_units<Element>(data, stride, kLanes, bytes, ModeratelyScaled{moderate}, out);
 }
 
 /// A last number without a neighbour gets +0 in a and -0 in b: their product changes no sum, not even one that is -0.

@@ -40,7 +40,7 @@ JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale,
   encode = nvfp4_block_encode<F32>(scale, tensor.decode);
   const bool ordinary = all_below(L::from_bits(amax) * encode, 7.0f);
   if (__builtin_expect(!ordinary, 0)) {
-    scale = amax >= kInfinityBits ? fill<F32>(kE4M3NaN) : scale;
+    scale = amax >= kInfinityBits ? fill<F32>(kFloat8NaN) : scale;
     encode = amax >= kInfinityBits ? L::from_bits(fill<F32>(kNaNBits)) : encode;
   }
   return ordinary;
@@ -396,7 +396,7 @@ struct QuantizeNvfp4 {
     for (int64_t row = batch * data_rows; chunk == 0 && row < (batch + 1) * data_rows; ++row)
       memset(direction.data + row * strides.data, 0, blocks * 8);
     for (int64_t row = batch * scale_rows; chunk == 0 && row < (batch + 1) * scale_rows; ++row)
-      memset(direction.scale + row * strides.scale, kE4M3NaN, blocks);
+      memset(direction.scale + row * strides.scale, kFloat8NaN, blocks);
     direction.data = nullptr;
   }
 

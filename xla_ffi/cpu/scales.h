@@ -18,12 +18,7 @@ struct BlockScales {
 
   explicit BlockScales(const Format& format)
       : e8m0(format.scaling == Scaling::kE8M0), up(format.scale_rule == ScaleRule::kUp) {
-    switch (format.code) {
-      case CodeType::kE2M1: set<E2M1>(format); break;
-      case CodeType::kE4M3: set<E4M3>(format); break;
-      case CodeType::kE5M2: set<E5M2>(format); break;
-      case CodeType::kInt4: break;  // has rules of its own
-    }
+    with_float(format.code, [&](auto element) { set<decltype(element)>(format); });
   }
 
   /// From the magnitude bits of kLanes blocks' amaxes: what is stored, a byte or a float32's bits, and what elements are

@@ -124,7 +124,7 @@ class E2M1Tables {
  public:
   /// Of E4M3 scales or of E8M0, powers of two.
   static const E2M1Tables& e4m3() {
-    static const E2M1Tables tables([](uint32_t scale) { return e4m3_decode<float>(scale); });
+    static const E2M1Tables tables([](uint32_t scale) { return float8_decode<E4M3, float>(scale); });
     return tables;
   }
   static const E2M1Tables& e8m0() {

@@ -125,7 +125,7 @@ struct E2M1Row : WeightRow {
 };
 
 /// 8-bit codes of any scaling; blocks are of whole 32s.
-template <CodeType kCode>
+template <class Element>
 struct Float8Row : WeightRow {
   static constexpr bool kInRegisters = true;
   Scaling scaling;
@@ -154,7 +154,7 @@ struct Float8Row : WeightRow {
         JLP_UNROLL(4)
         for (int i = 0; i < kParts; ++i) {
           const U32 code = load_u8(from + half * kSums + i * kLanes);
-          numbers[i] = L::flush((kCode == CodeType::kE4M3 ? e4m3_decode<F32>(code) : e5m2_decode<F32>(code)) * factor);
+          numbers[i] = L::flush(float8_decode<Element, F32>(code) * factor);
         }
         w[half] = arrange(numbers);
       }
@@ -186,8 +186,7 @@ auto with_weight_rows(const Format& format, Visit visit) {
     case CodeType::kInt4: return format.scale_type == ElementType::kF16 ? int4(F16{}) : int4(BF16{});
     case CodeType::kE2M1:
       return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16>>{}) : visit(Kind<E2M1Row<32>>{});
-    case CodeType::kE5M2: return visit(Kind<Float8Row<CodeType::kE5M2>>{});
-    default: return visit(Kind<Float8Row<CodeType::kE4M3>>{});
+    default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8Row<decltype(element)>>{}); });
   }
 }
 

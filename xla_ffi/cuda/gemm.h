@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "../problems.h"
 
@@ -9,6 +10,16 @@ namespace jaxlowprec {
 namespace cuda {
 
 enum class GemmType : int32_t { kF32, kBF16, kE4M3, kE5M2, kE2M1 };
+
+/// The type of codes that cuBLASLt multiplies; nothing for others, which are decoded to bfloat16.
+inline std::optional<GemmType> gemm_type(CodeType code) {
+  switch (code) {
+    case CodeType::kE2M1: return GemmType::kE2M1;
+    case CodeType::kE4M3: return GemmType::kE4M3;
+    case CodeType::kE5M2: return GemmType::kE5M2;
+    default: return std::nullopt;
+  }
+}
 
 /// How the elements of an operand [rows, depth] are scaled, and in which order the scales lie.
 enum class GemmScaling : int32_t {

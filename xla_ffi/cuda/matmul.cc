@@ -39,10 +39,6 @@ MatmulProblem entry(const MatmulProblem& p, int64_t i) {
   return q;
 }
 
-GemmType code_type(CodeType code) {
-  return code == CodeType::kE4M3 ? GemmType::kE4M3 : code == CodeType::kE5M2 ? GemmType::kE5M2 : GemmType::kE2M1;
-}
-
 /// An operand as cuBLASLt gets it; decoded, or its scales brought into order, in `memory`.
 cudaError_t convert(GemmOperand& to, const MatmulOperand& from, int64_t rows, int64_t depth, MatmulRoute route,
                     uint8_t* memory, cudaStream_t stream) {
@@ -50,7 +46,7 @@ cudaError_t convert(GemmOperand& to, const MatmulOperand& from, int64_t rows, in
     to = {GemmType::kBF16, memory, rows, GemmScaling::kNone, nullptr};
     return launch(DecodeProblem{from, 1, rows, depth, decoded_width(depth), memory}, stream);
   }
-  to = {code_type(from.format.code), from.data, rows, gemm_scaling(route, from.format), memory};
+  to = {*gemm_type(from.format.code), from.data, rows, gemm_scaling(route, from.format), memory};
   if (to.scaling == GemmScaling::kNone) return cudaSuccess;
   return launch(ScaleLayoutProblem{from.format, from.scale, 1, rows, depth, memory}, stream);
 }

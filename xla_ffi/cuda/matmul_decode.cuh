@@ -135,7 +135,7 @@ JLP_DEVICE LaneFactors factors_of(const LaneCodes& codes) {
     // Times 2^118: e2m1_pair has 2^-126, and the largest scale, 448, must not overflow. The missing 2^8 is the epilogue's.
     constexpr float k2To118 = 3.3230699894622897e35f;
     float scale[2];
-    decode_float8_pair<CodeType::kE4M3>(codes.scale | codes.second << 8, scale);
+    decode_float8_pair<E4M3>(codes.scale | codes.second << 8, scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i) factors.scale[i] = bf16x2(scale[i] * k2To118, scale[i] * k2To118);
   } else {

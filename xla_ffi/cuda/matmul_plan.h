@@ -58,7 +58,7 @@ inline bool decodes_exactly(const MatmulProblem& p) {
 /// `capability` is 90 for 9.0.
 inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::string& problem) {
   const Format &a = p.a.format, &b = p.b.format;
-  const bool fast = !p.float32_sums;  // FP8 and FP4 tensor cores are allowed
+  const bool fast = !p.float32_sums && gemm_type(a.code) && gemm_type(b.code);  // FP8 and FP4 tensor cores are allowed
   switch (a.scaling) {
     case Scaling::kTwoLevel:
       if (capability >= 100 && fast) return MatmulRoute::kNVFP4;

@@ -1,5 +1,5 @@
 #include "launch.h"
-#include "quantize_launch.cuh"
+#include "quantize.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -8,11 +8,8 @@ cudaError_t launch(const QuantizeProblem& p, cudaStream_t stream) {
   if (p.batch == 0 || p.rows == 0 || p.columns == 0 || (!p.rowwise.data && !p.columnwise.data)) return cudaSuccess;
   for (const Random& random : {p.rowwise.random, p.columnwise.random})  // kernels count indices in 32 bits
     if (p.batch * random.rows_step > UINT32_MAX || p.batch * random.groups_step > UINT32_MAX) return cudaErrorInvalidValue;
-  switch (p.format.code) {
-    case CodeType::kE4M3: return quantize_e4m3(p, stream);
-    case CodeType::kE5M2: return quantize_e5m2(p, stream);
-    default: return p.format.scaling == Scaling::kTwoLevel ? quantize_nvfp4(p, stream) : quantize_mxfp4(p, stream);
-  }
+  if (p.format.scaling == Scaling::kTwoLevel) return quantize_codes<E2M1, true>(p, stream);
+  return with_float(p.format.code, [&](auto code) { return quantize_codes<decltype(code), false>(p, stream); });
 }
 
 }  // namespace cuda

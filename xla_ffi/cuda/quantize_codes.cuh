@@ -12,12 +12,9 @@
 namespace jaxlowprec {
 namespace cuda {
 
-template <class Code>
-constexpr bool kPacked = Code::kLargestCode == E2M1::kLargestCode;
-
 /// Words of the codes of 16 elements.
 template <class Code>
-constexpr int kCodeWords = kPacked<Code> ? 2 : 4;
+constexpr int kCodeWords = Code::kPacked ? 2 : 4;
 
 // --- E2M1
 
@@ -51,11 +48,6 @@ JLP_DEVICE uint32_t nibble_signs(const Group<E>& group, int half) {
 
 // --- stochastic rounding
 
-template <class Code>
-constexpr float kLeastNormal = Code::kMinNormal;
-template <>
-constexpr float kLeastNormal<E2M1> = 1.0f;
-
 /// What is added to the counting bits: (byte, 0.5) of 256 below the code, since 255.5 - byte steps of 256 are up; and at the
 /// top the least normal number's own bits are taken away.
 template <class Code>
@@ -69,7 +61,7 @@ struct StochasticAddend {
 template <class Code>
 JLP_DEVICE uint32_t stochastic_top_byte(float a, const StochasticAddend<Code>& addend, uint32_t random, int byte) {
   a = fminf(a, Code::kMax);
-  const float counted = __fadd_rz(a, fmaxf(a, kLeastNormal<Code>));
+  const float counted = __fadd_rz(a, fmaxf(a, Code::kMinNormal));
   const uint32_t added = __byte_perm(random, addend.bits, 0x7054u | (static_cast<uint32_t>(byte) << 8));
   return (as_bits(counted) << StochasticAddend<Code>::kShift) + added;
 }
@@ -126,11 +118,8 @@ JLP_DEVICE uint32_t encode_float8(const Group<E>& group, int quarter, float enco
     for (int i = 0; i < 4; ++i)
       v[i] = stochastic_top_byte<Code>(fabsf(y[i]), addend, random[quarter], i) | (as_bits(y[i]) & kSignBit);
     return top_bytes(v[0], v[1], v[2], v[3]);
-  } else if constexpr (kHasFloat8Conversion) {
-    if constexpr (Code::kBias == E4M3::kBias)
-      return e4m3x2_hardware(y[0], y[1]) | e4m3x2_hardware(y[2], y[3]) << 16;
-    else
-      return e5m2x2_hardware(y[0], y[1]) | e5m2x2_hardware(y[2], y[3]) << 16;
+  } else if constexpr (kHasFloat8Conversion<Code>) {
+    return float8x2_hardware<Code>(y[0], y[1]) | float8x2_hardware<Code>(y[2], y[3]) << 16;
   } else {
     uint32_t codes = 0;
 #pragma unroll
@@ -146,7 +135,7 @@ JLP_DEVICE uint32_t encode_float8(const Group<E>& group, int quarter, float enco
 template <class Code, bool kStochastic, class E>
 JLP_DEVICE void encode_group(const Group<E>& group, float encode, bool below_7, const uint32_t (&random)[4],
                              uint32_t (&codes)[kCodeWords<Code>]) {
-  if constexpr (!kPacked<Code>) {
+  if constexpr (!Code::kPacked) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) codes[i] = encode_float8<Code, kStochastic>(group, i, encode, random);
   } else if (kStochastic || kHasE2M1Conversion || below_7) {

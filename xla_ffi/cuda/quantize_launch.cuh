@@ -1,17 +1,12 @@
-// From a QuantizeProblem to a launch of one of the kernels. Included by a .cu file for each type of code.
+// From a QuantizeProblem to a launch of one of the kernels. Included by a source file for each type of code.
 #pragma once
 
+#include "quantize.h"
 #include "quantize_rows.cuh"
 #include "quantize_tiles.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
-
-// By type of code, each in a file of its own.
-cudaError_t quantize_nvfp4(const QuantizeProblem& problem, cudaStream_t stream);
-cudaError_t quantize_mxfp4(const QuantizeProblem& problem, cudaStream_t stream);
-cudaError_t quantize_e4m3(const QuantizeProblem& problem, cudaStream_t stream);
-cudaError_t quantize_e5m2(const QuantizeProblem& problem, cudaStream_t stream);
 
 inline DirectionArguments direction_arguments(const Format& f, const QuantizeDirection& d, int64_t lines, int64_t length) {
   const int64_t row_bytes = f.row_bytes(length), piece = f.packed() ? 8 : 16;

@@ -78,18 +78,18 @@ struct Matrix<true> {
     if (!direction.data) return {0, 0};
     const Nvfp4TensorScale tensor = nvfp4_tensor_scale(direction.tensor[batch]);
     const uint32_t byte = threadIdx.x;
-    if (byte < 128) table[byte] = byte == kE4M3NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, tensor.decode);
+    if (byte < 128) table[byte] = byte == kFloat8NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, tensor.decode);
     return {tensor.multiplier, tensor.usable ? kInfinityBits : 0u};
   }
 
   JLP_DEVICE BlockScale scale(const Matrix& m, const QuantizeArguments&, uint32_t amax, const EncodeTable& table) {
     const float exact = __fmul_rn(as_float(amax), m.multiplier);
     uint32_t byte;
-    if constexpr (kHasFloat8Conversion)
-      byte = e4m3x2_hardware(exact, 0.0f) & 0x7Fu;
+    if constexpr (kHasFloat8Conversion<E4M3>)
+      byte = float8x2_hardware<E4M3>(exact, 0.0f) & 0x7Fu;
     else
-      byte = e4m3_encode_magnitude(fminf(exact, kMaxFinite));
-    byte = amax >= m.poison_from ? kE4M3NaN : byte;
+      byte = float8_encode_magnitude<E4M3>(fminf(exact, kMaxFinite));
+    byte = amax >= m.poison_from ? kFloat8NaN : byte;
     return {byte, table[byte]};
   }
 };
@@ -198,7 +198,7 @@ template <class Code, bool kTwoLevel, bool kStochastic, class E>
 JLP_DEVICE void quantize_group(const QuantizeArguments& a, const Group<E>& group, const BlockScale& scale, uint32_t amax,
                                const uint32_t (&random)[4], uint32_t (&codes)[kCodeWords<Code>]) {
   encode_group<Code, kStochastic>(group, scale.encode, __fmul_rn(as_float(amax), scale.encode) < 7.0f, random, codes);
-  if constexpr (!kPacked<Code>)
+  if constexpr (!Code::kPacked)
     if (is_tensor<kTwoLevel>(a) && amax >= kInfinityBits) put_nan_codes(group, codes);
   if (!BlockScale::poisoned(scale)) return;
 #pragma unroll
@@ -227,7 +227,7 @@ JLP_DEVICE int left(int64_t size, int64_t first, int most) {
 
 template <class Code>
 JLP_DEVICE int64_t code_bytes(int64_t elements) {
-  return kPacked<Code> ? elements / 2 : elements;
+  return Code::kPacked ? elements / 2 : elements;
 }
 
 }  // namespace cuda
