@@ -50,15 +50,15 @@ struct Format {
 
 /// Where stochastic rounding takes its bits from (numerics.md 4): global indices of the unsharded array.
 struct Random {
-  const uint32_t* key = nullptr;     // [batch, 2]; null: round to nearest
-  const uint32_t* rows = nullptr;    // [rows of the quantised orientation]
-  const uint32_t* groups = nullptr;  // [sixteens of elements along the quantised axis]
+  const uint32_t* key = nullptr;       // [batch, 2]; null: round to nearest
+  const uint32_t* rows = nullptr;      // [rows of the quantised orientation]
+  const uint32_t* sixteens = nullptr;  // [sixteens of the quantised axis]: runs of 16 elements
   uint32_t stream = 0;
-  int64_t rows_step = 0, groups_step = 0;  // from one matrix's indices to the next's; 0: all have the same
+  int64_t rows_step = 0, sixteens_step = 0;  // from one matrix's indices to the next's; 0: all have the same
 
   /// One matrix's.
   Random of(int64_t batch) const {
-    return key ? Random{key + 2 * batch, rows + batch * rows_step, groups + batch * groups_step, stream} : Random{};
+    return key ? Random{key + 2 * batch, rows + batch * rows_step, sixteens + batch * sixteens_step, stream} : Random{};
   }
 };
 

@@ -9,7 +9,7 @@ namespace {
 /// Read before any test switches instruction sets.
 const std::string isa_at_start = kernels().isa;
 
-/// Empty or partial blocks, groups, slabs, spans and chunks on either side.
+/// Empty or partial blocks, packets, slabs, spans and chunks on either side.
 std::vector<Shape> shapes() {
   return {{1, 1},    {1, 16},   {16, 1},  {17, 33},  {3, 50},    {5, 256},   {40, 300},
           {128, 64}, {260, 20}, {256, 9}, {1, 4100}, {130, 258}, {144, 256}, {9, 4096}};

@@ -53,8 +53,8 @@ inline BlockScale block_scale(const Format& f, uint32_t amax, float tensor, bool
 }
 
 inline uint32_t random_byte(const Random& random, int64_t batch, int64_t line, int64_t k) {
-  const uint32_t group = random.groups[batch * random.groups_step + k / 16];
-  uint32_t counter[4] = {group, random.rows[batch * random.rows_step + line], random.stream, 0};
+  const uint32_t sixteen = random.sixteens[batch * random.sixteens_step + k / 16];
+  uint32_t counter[4] = {sixteen, random.rows[batch * random.rows_step + line], random.stream, 0};
   philox4x32_10<float>(counter, random.key[2 * batch], random.key[2 * batch + 1]);
   return (counter[k % 16 / 4] >> (8 * (k % 4))) & 0xFFu;
 }

@@ -6,17 +6,18 @@ namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-/// Groups of 16 elements that are multiplied by one factor, with one word of random bits for every four.
+/// Sixteens of elements that are multiplied by one factor, with one word of random bits for every four.
 template <class E, class Code, bool kStochastic>
-__global__ void encode_groups(const uint32_t* words, int64_t groups, float factor, uint32_t random_word, uint8_t* codes) {
+__global__ void encode_sixteens(const uint32_t* words, int64_t sixteens, float factor, uint32_t random_word,
+                                uint8_t* codes) {
   constexpr int kWords = kCodeWords<Code>;
-  for (int64_t g = blockIdx.x * blockDim.x + threadIdx.x; g < groups; g += gridDim.x * blockDim.x) {
-    Group<E> group;
-    for (int i = 0; i < Group<E>::kWords; ++i) group.words[i] = words[g * Group<E>::kWords + i];
+  for (int64_t g = blockIdx.x * blockDim.x + threadIdx.x; g < sixteens; g += gridDim.x * blockDim.x) {
+    Sixteen<E> sixteen;
+    for (int i = 0; i < Sixteen<E>::kWords; ++i) sixteen.words[i] = words[g * Sixteen<E>::kWords + i];
     const uint32_t random[4] = {random_word, random_word, random_word, random_word};
     uint32_t found[kWords];
-    const bool below_7 = as_float(magnitude_bits<E>(group.words)) * factor < 7.0f;
-    encode_group<Code, kStochastic>(group, factor, below_7, random, found);
+    const bool below_7 = as_float(magnitude_bits<E>(sixteen.words)) * factor < 7.0f;
+    encode_sixteen<Code, kStochastic>(sixteen, factor, below_7, random, found);
     for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(codes)[g * kWords + i] = found[i];
   }
 }
@@ -25,7 +26,7 @@ template <class E, class Code>
 cudaError_t launch(const EncodeProblem& p) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(4), config.blockDim = dim3(64);
-  const auto kernel = p.stochastic ? encode_groups<E, Code, true> : encode_groups<E, Code, false>;
+  const auto kernel = p.stochastic ? encode_sixteens<E, Code, true> : encode_sixteens<E, Code, false>;
   return cudaLaunchKernelEx(&config, kernel, static_cast<const uint32_t*>(p.x), p.count / 16, p.factor, p.random_word,
                             p.codes);
 }

@@ -27,11 +27,11 @@ JLP_RULE void raise(uint32_t* target, uint32_t bits) {
 template <class E>
 __attribute__((noinline)) uint32_t amax_of(const typename E::Storage* x, int64_t count) {
   U32 most = U32{};
-  for (; count >= kGroup; x += kGroup, count -= kGroup) most = max_magnitude(most, E::group_amax(x));
+  for (; count >= kPacket; x += kPacket, count -= kPacket) most = max_magnitude(most, E::packet_amax(x));
   if (count > 0) {
-    alignas(64) typename E::Storage padded[kGroup] = {};
+    alignas(64) typename E::Storage padded[kPacket] = {};
     memcpy(padded, x, count * sizeof *x);
-    most = max_magnitude(most, E::group_amax(padded));
+    most = max_magnitude(most, E::packet_amax(padded));
   }
   return max_lane(most);
 }
@@ -84,7 +84,7 @@ struct Amax {
   using Storage = typename E::Storage;
 
   static int64_t chunks_per_matrix(const AmaxProblem& p) {
-    if (p.rotated) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kGroup);
+    if (p.rotated) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kPacket);
     return divide_up(p.rows * p.columns, kAmaxChunk);
   }
 
@@ -96,14 +96,14 @@ struct Amax {
     }
     uint32_t signs[kBlock], plain = 0, rotated = 0;
     for (int r = 0; r < kBlock; ++r) signs[r] = ((p.sign_mask >> r) & 1u) << 31;
-    const int64_t column_tiles = divide_up(p.columns, kGroup);
-    const int64_t first = chunk / column_tiles * kColumnTileRows, column = chunk % column_tiles * kGroup;
+    const int64_t column_tiles = divide_up(p.columns, kPacket);
+    const int64_t first = chunk / column_tiles * kColumnTileRows, column = chunk % column_tiles * kPacket;
     for (int64_t row = first; row < std::min(first + kColumnTileRows, p.rows); row += kBlock) {
       const Slab<E> slab(x, p.rows, p.columns, row, column);
       uint32_t most = rotated_amax(slab, signs);
       if (__builtin_expect(most >= kInfinityBits, 0)) most = rotated_amax_not_finite(slab, signs);
       rotated = std::max(rotated, most);
-      if (p.plain) plain = std::max(plain, amax_of<E>(slab.x[0], kBlock * kGroup));
+      if (p.plain) plain = std::max(plain, amax_of<E>(slab.x[0], kBlock * kPacket));
     }
     raise(&p.rotated[batch], rotated);
     if (p.plain) raise(&p.plain[batch], canonical_amax(plain));

@@ -1,5 +1,5 @@
 // Rows of MXFP8, MXFP4, Float8Block and Float8Tensor: the maxima of 16 elements fold into those of blocks, and scales of a
-// span of groups come before its codes, so that one group's chain of dependent steps hides behind the others'.
+// span of packets come before its codes, so that one packet's chain of dependent steps hides behind the others'.
 #pragma once
 
 #include "../problems.h"
@@ -11,9 +11,9 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-constexpr int kLargestBlock = 128;                      // along a row
-constexpr int kUnit = std::max(kGroup, kLargestBlock);  // elements along a row: whole groups and whole blocks
-constexpr int kUnitGroups = kUnit / kGroup;
+constexpr int kLargestBlock = 128;                       // along a row
+constexpr int kUnit = std::max(kPacket, kLargestBlock);  // elements along a row: whole packets and whole blocks
+constexpr int kUnitPackets = kUnit / kPacket;
 constexpr int kUnitGranules = kUnit / kBlock;
 
 /// What one matrix of the batch is quantised with.
@@ -35,7 +35,7 @@ struct BlockContext {
   bool is_shared() const { return is_tensor() || format.tiles; }
 };
 
-/// Groups of a row, or of the rows of a tile, that lie together in memory: kUnit-aligned, so that blocks are whole.
+/// Packets of a row, or of the rows of a tile, that lie together in memory: kUnit-aligned, so that blocks are whole.
 struct BlockSpan {
   alignas(64) uint32_t amax[kSpan * kLanes];      // of granules
   alignas(64) float encode[kSpan * kLanes];       // of granules
@@ -43,27 +43,27 @@ struct BlockSpan {
   bool finite;
 
   template <class E>
-  __attribute__((noinline)) void compute(const typename E::Storage* x, int groups, const BlockContext& context) {
-    if (context.is_tensor()) return compute_tensor<E>(x, groups, context);
+  __attribute__((noinline)) void compute(const typename E::Storage* x, int packets, const BlockContext& context) {
+    if (context.is_tensor()) return compute_tensor<E>(x, packets, context);
     finite = true;
-    for (int g = 0; g < groups; ++g) store(amax + g * kLanes, E::block_amax(x + g * kGroup));
-    for (int g = groups; g % 8; ++g) store(amax + g * kLanes, U32{});
-    context.format.block == 32 ? compute_of_two(groups, context) : compute_of_eight(groups, context);
+    for (int g = 0; g < packets; ++g) store(amax + g * kLanes, E::block_amax(x + g * kPacket));
+    for (int g = packets; g % 8; ++g) store(amax + g * kLanes, U32{});
+    context.format.block == 32 ? compute_of_two(packets, context) : compute_of_eight(packets, context);
   }
 
  private:
   template <class E>
-  void compute_tensor(const typename E::Storage* x, int groups, const BlockContext& context) {
+  void compute_tensor(const typename E::Storage* x, int packets, const BlockContext& context) {
     U32 most = U32{};
-    for (int g = 0; g < groups; ++g) {
-      most = max_magnitude(most, E::group_amax(x + g * kGroup));
+    for (int g = 0; g < packets; ++g) {
+      most = max_magnitude(most, E::packet_amax(x + g * kPacket));
       store(encode + g * kLanes, L::splat(context.tensor_encode));
     }
     finite = max_lane(most) < kInfinityBits;
   }
 
-  void compute_of_two(int groups, const BlockContext& context) {
-    for (int g = 0; g < groups; g += 2) {
+  void compute_of_two(int packets, const BlockContext& context) {
+    for (int g = 0; g < packets; g += 2) {
       const auto max = [](U32 a, U32 b) { return max_magnitude(a, b); };
       U32 stored;
       F32 factor;
@@ -74,8 +74,8 @@ struct BlockSpan {
     }
   }
 
-  void compute_of_eight(int groups, const BlockContext& context) {
-    for (int g = 0; g < groups; g += 8) {
+  void compute_of_eight(int packets, const BlockContext& context) {
+    for (int g = 0; g < packets; g += 8) {
       U32 m[8], stored;
       F32 factor;
       for (int i = 0; i < 8; ++i) m[i] = load<U32>(amax + (g + i) * kLanes);
@@ -104,11 +104,11 @@ constexpr int64_t code_bytes(int64_t elements) {
   return Element::kPacked ? elements / 2 : elements;
 }
 
-/// One group of 8-bit floats.
+/// One packet of 8-bit floats.
 template <class E, class Element, bool kStochastic, bool kExponents>
-JLP_RULE void encode_float8_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
+JLP_RULE void encode_float8_packet(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
   JLP_UNROLL(4)
-  for (int i = 0; i < kGroup; i += 4 * kLanes) {
+  for (int i = 0; i < kPacket; i += 4 * kLanes) {
     if constexpr (kExponents) {  // a vector's elements are of one block, which is two granules at least
       const auto offset = [&](int at) { return I16{} + exponent_offset<Element>(encode[at / (2 * kBlock) * 2]); };
       if (encode_float8_by_exponent<Element>(x + i, offset(i), offset(i + 2 * kLanes), data + i)) continue;
@@ -128,33 +128,33 @@ struct Ahead {
   /// What comes after `rows` kUnits.
   Ahead down(int rows) const { return {x + rows * stride, stride}; }
 
-  /// The g-th group of them.
+  /// The g-th packet of them.
   void fetch(int g) const {
-    const auto* group = reinterpret_cast<const char*>(x + g / kUnitGroups * stride + g % kUnitGroups * kGroup);
-    for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(group + line);
+    const auto* packet = reinterpret_cast<const char*>(x + g / kUnitPackets * stride + g % kUnitPackets * kPacket);
+    for (size_t line = 0; line < kPacket * sizeof *x; line += 64) __builtin_prefetch(packet + line);
   }
 };
 
 /// The codes of a span.
 template <class E, class Element, bool kStochastic>
-__attribute__((noinline)) void encode_span(const typename E::Storage* x, int groups, const BlockSpan& span,
+__attribute__((noinline)) void encode_span(const typename E::Storage* x, int packets, const BlockSpan& span,
                                            const RandomSpan& random, const BlockContext& context, const Ahead<E>& ahead,
                                            uint8_t* data) {
   const bool ordinary = span.finite && context.scales.up;  // of E2M1
   with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
-    for (int g = 0; g < groups; ++g) {
+    for (int g = 0; g < packets; ++g) {
       ahead.fetch(g);
       const float* encode = span.encode + g * kLanes;
-      uint8_t* to = data + code_bytes<Element>(g * kGroup);
+      uint8_t* to = data + code_bytes<Element>(g * kPacket);
       if constexpr (Element::kPacked)
-        quantize_row_group<E, kStochastic>(x + g * kGroup, encode, ordinary, random.bytes[g], to);
+        quantize_row_packet<E, kStochastic>(x + g * kPacket, encode, ordinary, random.bytes[g], to);
       else
-        encode_float8_group<E, Element, kStochastic, exponents>(x + g * kGroup, encode, random.bytes[g], to);
+        encode_float8_packet<E, Element, kStochastic, exponents>(x + g * kPacket, encode, random.bytes[g], to);
     }
   });
   if (Element::kPacked || __builtin_expect(span.finite, 1)) return;
-  if (context.is_tensor()) return write_nan_codes<E>(x, groups * kGroup, data);
-  for (int i = 0; i < groups * kLanes; ++i)
+  if (context.is_tensor()) return write_nan_codes<E>(x, packets * kPacket, data);
+  for (int i = 0; i < packets * kLanes; ++i)
     if (span.encode[i] != span.encode[i]) memset(data + i * kBlock, 0, kBlock);
 }
 
@@ -165,7 +165,7 @@ struct BlockEncoder {
   using Storage = typename E::Storage;
   bool packed, stochastic;
   /// encode_span
-  void (*span)(const Storage* x, int groups, const BlockSpan& span, const RandomSpan& random, const BlockContext& context,
+  void (*span)(const Storage* x, int packets, const BlockSpan& span, const RandomSpan& random, const BlockContext& context,
                const Ahead<E>& ahead, uint8_t* data);
   /// encode_columns_of_granule
   void (*columns)(const Storage* x, const float* encode, const uint32_t (*random)[kUnit], int columns,
@@ -187,8 +187,8 @@ void quantize_blocks_of_row(const BlockEncoder<E>& encoder, const typename E::St
     alignas(64) uint8_t codes[kUnit];
     alignas(64) uint32_t padded_granules[kUnitGranules] = {};
     const bool whole = elements >= kUnit;
-    const int groups = static_cast<int>(whole ? std::min<int64_t>(kSpan, elements / kUnit * kUnitGroups) : kUnitGroups);
-    const int64_t count = whole ? groups * kGroup : elements;
+    const int packets = static_cast<int>(whole ? std::min<int64_t>(kSpan, elements / kUnit * kUnitPackets) : kUnitPackets);
+    const int64_t count = whole ? packets * kPacket : elements;
     if (!whole) {
       memset(padded, 0, sizeof padded);
       memcpy(padded, x, count * sizeof *x);
@@ -196,9 +196,9 @@ void quantize_blocks_of_row(const BlockEncoder<E>& encoder, const typename E::St
     }
     const auto* from = whole ? x : padded;
     const uint32_t* ids = whole ? granules : padded_granules;
-    span.template compute<E>(from, groups, context);
-    if (encoder.stochastic) random.compute(context.random, &row, 1, ids, groups);
-    encoder.span(from, groups, span, random, context, {from + kSpan * kGroup, kUnit}, whole ? data : codes);
+    span.template compute<E>(from, packets, context);
+    if (encoder.stochastic) random.compute(context.random, &row, 1, ids, packets);
+    encoder.span(from, packets, span, random, context, {from + kSpan * kPacket, kUnit}, whole ? data : codes);
     if (!whole) memcpy(data, codes, context.format.row_bytes(count));
     if (!context.is_tensor()) {
       const int64_t bytes = context.format.blocks(count) * context.scales.bytes();

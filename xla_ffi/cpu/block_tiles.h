@@ -124,7 +124,7 @@ void encode_columns_of_granule_by(const typename E::Storage* x, const float* enc
   alignas(64) int16_t offsets[kUnit];
   for (int i = 0; kExponents && i < kUnit; ++i) offsets[i] = exponent_offset<Element>(encode[i]);
   for (int r = 0; r < kBlock; r += kStep, codes += kUnit) {
-    for (int g = r * kUnitGroups; g < (r + kStep) * kUnitGroups; ++g) ahead.fetch(g);
+    for (int g = r * kUnitPackets; g < (r + kStep) * kUnitPackets; ++g) ahead.fetch(g);
     for (int i = 0; i < columns; i += 4 * kLanes) {
       const typename E::Storage *row = x + r * kUnit + i, *next = row + kUnit;
       if constexpr (kStep == 2 && kExponents) {

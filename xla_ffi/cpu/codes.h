@@ -11,7 +11,7 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-constexpr int kGroupBytes = kGroup / 2;  // of 4-bit codes
+constexpr int kPacketBytes = kPacket / 2;  // of 4-bit codes
 
 // --- E2M1
 
@@ -32,9 +32,9 @@ JLP_RULE void store_nibbles(const U32 (&code)[4], const F32 (&low)[4], const F32
   store(data, in_order(packed));
 }
 
-/// kGroup elements to kGroupBytes. `encode` is what each 16 are multiplied by, `random` holds as many bytes.
+/// kPacket elements to kPacketBytes. `encode` is what each 16 are multiplied by, `random` holds as many bytes.
 template <class E, bool kStochastic, bool kSaturate>
-JLP_RULE void encode_row_group(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
+JLP_RULE void encode_row_packet(const typename E::Storage* x, const float* encode, const uint8_t* random, uint8_t* data) {
   JLP_UNROLL(2)
   for (int half = 0; half < 2; ++half) {
     U32 code[4];
@@ -54,23 +54,23 @@ JLP_RULE void encode_row_group(const typename E::Storage* x, const float* encode
   }
 }
 
-/// Groups whose elements may exceed the largest code; 16 elements whose factor is NaN get codes 0.
+/// Packets whose elements may exceed the largest code; 16 elements whose factor is NaN get codes 0.
 template <class E, bool kStochastic>
-__attribute__((noinline)) void encode_row_group_saturating(const typename E::Storage* x, const float* encode,
-                                                           const uint8_t* random, uint8_t* data) {
-  encode_row_group<E, kStochastic, true>(x, encode, random, data);
+__attribute__((noinline)) void encode_row_packet_saturating(const typename E::Storage* x, const float* encode,
+                                                            const uint8_t* random, uint8_t* data) {
+  encode_row_packet<E, kStochastic, true>(x, encode, random, data);
   for (int b = 0; b < kLanes; ++b)
     if (encode[b] != encode[b]) memset(data + 8 * b, 0, 8);
 }
 
-/// The codes of one group, by its 16 random bytes per block.
+/// The codes of one packet, by its 16 random bytes per block.
 template <class E, bool kStochastic>
-JLP_RULE void quantize_row_group(const typename E::Storage* x, const float* encode, bool ordinary, const uint8_t* random,
-                                 uint8_t* data) {
+JLP_RULE void quantize_row_packet(const typename E::Storage* x, const float* encode, bool ordinary, const uint8_t* random,
+                                  uint8_t* data) {
   if (__builtin_expect(ordinary, 1))
-    encode_row_group<E, kStochastic, false>(x, encode, random, data);
+    encode_row_packet<E, kStochastic, false>(x, encode, random, data);
   else
-    encode_row_group_saturating<E, kStochastic>(x, encode, random, data);
+    encode_row_packet_saturating<E, kStochastic>(x, encode, random, data);
 }
 
 /// 4 * kLanes columns of two rows, the first row's codes in the low halves of the bytes; saturating. `encode` is what each

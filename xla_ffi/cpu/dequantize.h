@@ -25,20 +25,20 @@ struct Dequantize {
       const uint8_t* data = p.data + line * f.row_bytes(p.columns);
       const uint8_t* scale =
           p.scale + (batch * f.scale_rows(p.rows) + scale_row) * f.scale_columns(p.columns) * f.scale_bytes();
-      for (int64_t column = 0; column < p.columns; column += kGroup) {
-        const int count = static_cast<int>(std::min<int64_t>(kGroup, p.columns - column));
+      for (int64_t column = 0; column < p.columns; column += kPacket) {
+        const int count = static_cast<int>(std::min<int64_t>(kPacket, p.columns - column));
         alignas(64) float scales[kLanes] = {};
         decode_scales(f, scale, column, static_cast<int>(divide_up(count, kBlock)), scales);
         if (f.packed())
-          packed_group(p, data + column / 2, scales, p.amax ? &p.amax[batch] : nullptr, line * p.columns + column, count);
+          decode_packed(p, data + column / 2, scales, p.amax ? &p.amax[batch] : nullptr, line * p.columns + column, count);
         else
-          float8_group(p, data + column, scales, line * p.columns + column, count);
+          decode_float8(p, data + column, scales, line * p.columns + column, count);
       }
     }
   }
 
  private:
-  /// The scales of a group's `count` 16s.
+  /// The scales of a packet's `count` 16s.
   JLP_RULE void decode_scales(const Format& f, const uint8_t* scale, int64_t column, int count, float* scales) {
     alignas(64) uint32_t bits[kLanes] = {};
     for (int i = 0; i < count; ++i) {
@@ -52,10 +52,10 @@ struct Dequantize {
   }
 
   /// 4-bit codes of whole 16s. Those of NVFP4 count by an amax.
-  JLP_RULE void packed_group(const DequantizeProblem& p, const uint8_t* data, const float* scales, const float* amax,
-                             int64_t index, int count) {
-    alignas(64) uint8_t codes[kGroup / 2] = {};
-    if (count < kGroup) memcpy(codes, data, divide_up(count, kBlock) * kBlock / 2), data = codes;
+  JLP_RULE void decode_packed(const DequantizeProblem& p, const uint8_t* data, const float* scales, const float* amax,
+                              int64_t index, int count) {
+    alignas(64) uint8_t codes[kPacket / 2] = {};
+    if (count < kPacket) memcpy(codes, data, divide_up(count, kBlock) * kBlock / 2), data = codes;
     Pair v[kPairs];
     JLP_UNROLL(8)
     for (int j = 0; j < kPairs; ++j) {
@@ -73,10 +73,10 @@ struct Dequantize {
     return amax ? nvfp4_decode(code, scale, *amax) : L::flush(e2m1_decode<F32>(code) * scale);
   }
 
-  JLP_RULE void float8_group(const DequantizeProblem& p, const uint8_t* data, const float* scales, int64_t index,
-                             int count) {
-    alignas(64) uint8_t codes[kGroup] = {};
-    if (count < kGroup) memcpy(codes, data, count), data = codes;
+  JLP_RULE void decode_float8(const DequantizeProblem& p, const uint8_t* data, const float* scales, int64_t index,
+                              int count) {
+    alignas(64) uint8_t codes[kPacket] = {};
+    if (count < kPacket) memcpy(codes, data, count), data = codes;
     with_float8(p.format.code, [&](auto element) {
       for (int i = 0; i < count; i += kLanes) {
         const F32 value = float8_decode<decltype(element), F32>(load_u8(data + i));
@@ -97,7 +97,7 @@ struct Dequantize {
     }
   }
 
-  /// Elements `at` ... of a group of `count` whose first is the result's element `index`.
+  /// Elements `at` ... of a packet of `count` whose first is the result's element `index`.
   JLP_RULE void store_lanes(const DequantizeProblem& p, int64_t index, int count, int at, F32 values) {
     store_elements(p.result, p.type, index + at, std::clamp(count - at, 0, kLanes), values);
   }

@@ -66,7 +66,7 @@ struct QuantizeBlocks {
     uint8_t* data = p.rowwise.data + batch * p.rows * row_bytes;
     RowRuns(p, encoder.stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
       quantize_blocks_of_row<E>(encoder, x + row * p.columns + column, columns, context,
-                                encoder.stochastic ? context.random.rows[row] : 0, context.random.groups,
+                                encoder.stochastic ? context.random.rows[row] : 0, context.random.sixteens,
                                 data + row * row_bytes + encoder.code_bytes(column),
                                 row_scales(p, batch * p.rows + row, column));
     });
@@ -102,22 +102,22 @@ struct QuantizeBlocks {
 
   /// The rowwise half of a tile.
   void tile_rows(const QuantizeProblem& p, Tile& t) const {
-    constexpr int kSpanRows = kSpan / kUnitGroups;
+    constexpr int kSpanRows = kSpan / kUnitPackets;
     const BlockContext context(p, p.rowwise, t.batch);
     alignas(64) uint32_t ids[kUnitGranules] = {};
     if (encoder.stochastic)
-      memcpy(ids, context.random.groups + t.column / kBlock, divide_up(t.input.columns, kBlock) * sizeof *ids);
+      memcpy(ids, context.random.sixteens + t.column / kBlock, divide_up(t.input.columns, kBlock) * sizeof *ids);
     BlockSpan span;
     RandomSpan random;
     for (int first = 0; first < t.input.rows; first += kSpanRows) {
-      const int count = std::min(kSpanRows, t.input.rows - first), groups = count * kUnitGroups;
+      const int count = std::min(kSpanRows, t.input.rows - first), packets = count * kUnitPackets;
       if (p.format.tiles)
         t.take_tile_factors(context, first, count, span);
       else
-        span.template compute<E>(t.input.x[first], groups, context);
-      if (encoder.stochastic) random.compute(context.random, context.random.rows + t.row + first, count, ids, kUnitGroups);
+        span.template compute<E>(t.input.x[first], packets, context);
+      if (encoder.stochastic) random.compute(context.random, context.random.rows + t.row + first, count, ids, kUnitPackets);
       uint8_t* codes = t.codes[0] + encoder.code_bytes(first * kUnit);
-      encoder.span(t.input.x[first], groups, span, random, context, t.ahead.down(first), codes);
+      encoder.span(t.input.x[first], packets, span, random, context, t.ahead.down(first), codes);
       for (int r = 0; r < count; ++r) store_row(p, context, t, first + r, codes + encoder.code_bytes(r * kUnit), span, r);
     }
   }
@@ -143,7 +143,7 @@ struct QuantizeBlocks {
     if (encoder.stochastic) memcpy(ids, context.random.rows + t.column, t.input.columns * sizeof *ids);
     for (int r = 0; r < t.input.rows; r += kBlock) {
       if (encoder.stochastic)
-        random_words(context.random, ids, context.random.groups[(t.row + r) / kBlock], t.input.columns, words);
+        random_words(context.random, ids, context.random.sixteens[(t.row + r) / kBlock], t.input.columns, words);
       encoder.columns(t.input.x[r], t.encode[r / block], words, t.input.columns, context, t.ahead.down(r),
                       t.codes[encoder.code_bytes(r)]);
     }

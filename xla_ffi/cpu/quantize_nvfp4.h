@@ -1,8 +1,8 @@
 // NVFP4 quantisation along rows, along columns, or both in one pass over the input (numerics.md 2 to 4).
 //
-// Rows: a group of kLanes blocks at a time. The maxima of 8 vectors fold pairwise until lane b holds block b's amax, scale
+// Rows: a packet of kLanes blocks at a time. The maxima of 8 vectors fold pairwise until lane b holds block b's amax, scale
 // bytes and their inverses are computed for all blocks at once, and the codes of two neighbours meet in one byte. Scales of
-// a span of groups come before their codes, so that one group's long chain of dependent steps hides behind the others'.
+// a span of packets come before their codes, so that one packet's long chain of dependent steps hides behind the others'.
 // Columns: 16 rows of a vector of columns at a time, so that a block's amax and its rotation are vertical; the 16 codes of a
 // column gather in 8 bytes, and 128 rows of them make one 64-byte line of the K-major result.
 // Bytes moved per element: the input once (twice with the amax), 9/16 written a direction.
@@ -48,38 +48,39 @@ JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale,
 
 // --- rows
 
-/// Groups of a row (or of the rows of a slab) that lie together in memory: their scales, then their codes.
+/// Packets of a row (or of the rows of a slab) that lie together in memory: their scales, then their codes.
 struct Span {
   alignas(64) float encode[kSpan][kLanes];
   alignas(64) uint8_t scale[kSpan][kLanes];
   bool ordinary;
 
   template <class E>
-  __attribute__((noinline)) void compute(const typename E::Storage* x, int groups, const Nvfp4TensorScale& tensor) {
+  __attribute__((noinline)) void compute(const typename E::Storage* x, int packets, const Nvfp4TensorScale& tensor) {
     ordinary = true;
-    for (int g = 0; g < groups; ++g) {
+    for (int g = 0; g < packets; ++g) {
       U32 scales;
       F32 factors;
-      ordinary &= block_scales(E::block_amax(x + g * kGroup), tensor, scales, factors);
+      ordinary &= block_scales(E::block_amax(x + g * kPacket), tensor, scales, factors);
       store(encode[g], factors);
       store_low_bytes(scale[g], scales);
     }
   }
 };
 
-/// The codes of groups that lie together, each by factors of its own or all by the same (kShared), `data_step` bytes apart.
+/// The codes of packets that lie together, each by factors of its own or all by the same (kShared), `data_step` bytes apart.
 /// `ahead`, where given, is fetched for the next span: it may lie in a page that the processor does not fetch ahead by
 /// itself.
 template <class E, bool kStochastic, bool kShared>
-__attribute__((noinline)) void encode_groups(const typename E::Storage* x, int groups, const float* __restrict encode,
-                                             bool ordinary, const RandomSpan& random, const typename E::Storage* ahead,
-                                             uint8_t* __restrict data, int64_t data_step) {
-  for (int g = 0; g < groups; ++g, data += data_step) {
+__attribute__((noinline)) void encode_packets(const typename E::Storage* x, int packets, const float* __restrict encode,
+                                              bool ordinary, const RandomSpan& random, const typename E::Storage* ahead,
+                                              uint8_t* __restrict data, int64_t data_step) {
+  for (int g = 0; g < packets; ++g, data += data_step) {
     if (ahead) {
-      const char* next = reinterpret_cast<const char*>(ahead + g * kGroup);
-      for (size_t line = 0; line < kGroup * sizeof *x; line += 64) __builtin_prefetch(next + line);
+      const char* next = reinterpret_cast<const char*>(ahead + g * kPacket);
+      for (size_t line = 0; line < kPacket * sizeof *x; line += 64) __builtin_prefetch(next + line);
     }
-    quantize_row_group<E, kStochastic>(x + g * kGroup, encode + (kShared ? 0 : g * kLanes), ordinary, random.bytes[g], data);
+    quantize_row_packet<E, kStochastic>(x + g * kPacket, encode + (kShared ? 0 : g * kLanes), ordinary, random.bytes[g],
+                                        data);
   }
 }
 
@@ -90,25 +91,25 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
                                                 uint8_t* data, uint8_t* scale) {
   Span span;
   RandomSpan random;
-  const auto encode = stochastic ? encode_groups<E, true, false> : encode_groups<E, false, false>;
-  while (elements >= kGroup) {
-    const int groups = static_cast<int>(std::min<int64_t>(kSpan, elements / kGroup));
-    span.compute<E>(x, groups, context.tensor);
-    if (stochastic) random.compute(context.random, &row, 1, blocks, groups), blocks += groups * kLanes;
-    encode(x, groups, span.encode[0], span.ordinary, random, x + kSpan * kGroup, data, kGroupBytes);
-    memcpy(scale, span.scale, groups * kLanes);
-    x += groups * kGroup, elements -= groups * kGroup, data += groups * kGroupBytes, scale += groups * kLanes;
+  const auto encode = stochastic ? encode_packets<E, true, false> : encode_packets<E, false, false>;
+  while (elements >= kPacket) {
+    const int packets = static_cast<int>(std::min<int64_t>(kSpan, elements / kPacket));
+    span.compute<E>(x, packets, context.tensor);
+    if (stochastic) random.compute(context.random, &row, 1, blocks, packets), blocks += packets * kLanes;
+    encode(x, packets, span.encode[0], span.ordinary, random, x + kSpan * kPacket, data, kPacketBytes);
+    memcpy(scale, span.scale, packets * kLanes);
+    x += packets * kPacket, elements -= packets * kPacket, data += packets * kPacketBytes, scale += packets * kLanes;
   }
   if (elements == 0) return;
-  alignas(64) typename E::Storage padded[kGroup] = {};
-  alignas(64) uint8_t codes[kGroupBytes];
+  alignas(64) typename E::Storage padded[kPacket] = {};
+  alignas(64) uint8_t codes[kPacketBytes];
   alignas(64) uint32_t padded_blocks[kLanes] = {};
   const int count = static_cast<int>(divide_up(elements, kBlock));
   memcpy(padded, x, elements * sizeof *x);
   if (stochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
   span.compute<E>(padded, 1, context.tensor);
   if (stochastic) random.compute(context.random, &row, 1, padded_blocks, 1);
-  encode(padded, 1, span.encode[0], span.ordinary, random, nullptr, codes, kGroupBytes);
+  encode(padded, 1, span.encode[0], span.ordinary, random, nullptr, codes, kPacketBytes);
   memcpy(data, codes, count * 8);
   memcpy(scale, span.scale, count);
 }
@@ -120,7 +121,7 @@ template <class E, bool kRotate, bool kOdd>
 JLP_RULE void load_columns(const typename E::Storage* x, const uint32_t* signs, F32 (&v)[kBlock]) {
   JLP_UNROLL(16)
   for (int r = 0; r < kBlock; ++r) {
-    const Pair pair = E::load_pair(x + r * kGroup);
+    const Pair pair = E::load_pair(x + r * kPacket);
     v[r] = kOdd ? pair.odd : pair.even;
     if (kRotate) v[r] = L::from_bits(L::bits(v[r]) ^ signs[r]);
   }
@@ -166,8 +167,8 @@ __attribute__((noinline)) void encode_columns_saturating(const F32 (&v)[kBlock],
 
 /// A K-major tile under construction: 8 bytes of codes and one scale a slab for each column.
 struct ColumnTile {
-  alignas(64) uint8_t data[kGroup][8 * kSlabs];
-  alignas(64) uint8_t scale[kGroup][kSlabs];
+  alignas(64) uint8_t data[kPacket][8 * kSlabs];
+  alignas(64) uint8_t scale[kPacket][kSlabs];
 };
 
 /// The even or odd columns of a pair: codes, and the scales unless those are the 16x16 tiles' (then `factor` is theirs).
@@ -278,22 +279,22 @@ struct QuantizeNvfp4 {
     Span span;
     if (!p.format.tiles) span.compute<E>(slab.x[0], kBlock, context.tensor);
     alignas(64) uint32_t ids[kLanes] = {};
-    if (stochastic) memcpy(ids, context.random.groups + block, count * sizeof *ids);
+    if (stochastic) memcpy(ids, context.random.sixteens + block, count * sizeof *ids);
     RandomSpan random;
     if (stochastic) random.compute(context.random, context.random.rows + row, slab.rows, ids, 1);
     const bool whole = count == kLanes;
     const int64_t first = (batch * p.rows + row) * blocks + block;
-    alignas(64) uint8_t codes[kBlock][kGroupBytes];
+    alignas(64) uint8_t codes[kBlock][kPacketBytes];
     uint8_t* data = whole ? p.rowwise.data + first * 8 : codes[0];
-    const int64_t step = whole ? blocks * 8 : kGroupBytes;
+    const int64_t step = whole ? blocks * 8 : kPacketBytes;
     if (p.format.tiles)
-      (stochastic ? encode_groups<E, true, true> : encode_groups<E, false, true>)(slab.x[0], slab.rows, tile_encode,
-                                                                                  tiles_ordinary, random, nullptr, data,
-                                                                                  step);
-    else
-      (stochastic ? encode_groups<E, true, false> : encode_groups<E, false, false>)(slab.x[0], slab.rows, span.encode[0],
-                                                                                    span.ordinary, random, nullptr, data,
+      (stochastic ? encode_packets<E, true, true> : encode_packets<E, false, true>)(slab.x[0], slab.rows, tile_encode,
+                                                                                    tiles_ordinary, random, nullptr, data,
                                                                                     step);
+    else
+      (stochastic ? encode_packets<E, true, false> : encode_packets<E, false, false>)(slab.x[0], slab.rows, span.encode[0],
+                                                                                      span.ordinary, random, nullptr, data,
+                                                                                      step);
     for (int r = 0; r < slab.rows; ++r) {
       const int64_t at = first + r * blocks;
       if (!whole) memcpy(p.rowwise.data + at * 8, codes[r], count * 8);
@@ -326,7 +327,7 @@ struct QuantizeNvfp4 {
     return stochastic ? quantize_slab_columns<E, false, true, false> : quantize_slab_columns<E, false, false, false>;
   }
 
-  /// A tile of up to 128 rows by a group of columns, in the wanted directions.
+  /// A tile of up to 128 rows by a packet of columns, in the wanted directions.
   void tile(const QuantizeProblem& p, int64_t batch, int64_t first_row, int64_t column) const {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
@@ -337,7 +338,7 @@ struct QuantizeNvfp4 {
     ColumnTile columns;
     alignas(64) float encode[kLanes];
     alignas(64) uint8_t scale[kLanes];
-    alignas(64) uint32_t ids[kGroup] = {};
+    alignas(64) uint32_t ids[kPacket] = {};
     bool ordinary = true;
     int slabs = 0, width = 0;
     for (int64_t row = first_row; row < last_row; row += kBlock, ++slabs) {
@@ -350,7 +351,7 @@ struct QuantizeNvfp4 {
       if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column);
       if (!columnwise) continue;
       if (stochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
-      const uint32_t id = stochastic ? column_context.random.groups[row / kBlock] : 0;
+      const uint32_t id = stochastic ? column_context.random.sixteens[row / kBlock] : 0;
       quantize_slab(slab, column_context, encode, ordinary, ids, id, slabs, columns);
     }
     if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
@@ -370,7 +371,7 @@ struct QuantizeNvfp4 {
   static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
 
   int64_t chunks_per_matrix(const QuantizeProblem& p) const {
-    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kGroup);
+    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kPacket);
     return RowRuns(p, stochastic).count();
   }
 
@@ -382,8 +383,8 @@ struct QuantizeNvfp4 {
     poison_if_not_finite(wanted.columnwise, batch, chunk, p.columns, columns_out, column_blocks(p));
     if (!wanted.rowwise.data && !wanted.columnwise.data) return;
     if (!by_tiles(p)) return run(wanted, batch, chunk);
-    const int64_t across = divide_up(p.columns, kGroup);
-    const int64_t row = chunk / across * kColumnTileRows, column = chunk % across * kGroup;
+    const int64_t across = divide_up(p.columns, kPacket);
+    const int64_t row = chunk / across * kColumnTileRows, column = chunk % across * kPacket;
     return tile(wanted, batch, row, column);
   }
 
@@ -408,7 +409,7 @@ struct QuantizeNvfp4 {
     uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
     RowRuns(p, stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
       quantize_row_run<E>(x + row * p.columns + column, columns, stochastic, context,
-                          stochastic ? context.random.rows[row] : 0, context.random.groups,
+                          stochastic ? context.random.rows[row] : 0, context.random.sixteens,
                           data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
     });
   }

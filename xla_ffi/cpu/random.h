@@ -1,4 +1,4 @@
-// Random bytes of stochastic rounding: 16 for each group of 16 elements along the quantised axis (numerics.md 4).
+// Random bytes of stochastic rounding: 16 for each 16 elements along the quantised axis (numerics.md 4).
 #pragma once
 
 #include "../numerics/philox.h"
@@ -16,8 +16,8 @@ struct RandomKey {
   explicit RandomKey(const Random& random) : key0(random.key[0]), key1(random.key[1]), stream(random.stream) {}
 };
 
-/// 16 bytes for each 16 elements of a group.
-JLP_RULE void random_row_group(const RandomKey& random, uint32_t row, U32 blocks, uint8_t* bytes) {
+/// 16 bytes for each 16 elements of a packet.
+JLP_RULE void random_row_packet(const RandomKey& random, uint32_t row, U32 blocks, uint8_t* bytes) {
   U32 counter[4] = {blocks, fill<F32>(row), fill<F32>(random.stream), U32{}};
   philox4x32_10<F32>(counter, random.key0, random.key1);
   const U32 low02 = shuffle<InterleaveLow>(counter[0], counter[2]), high02 = shuffle<InterleaveHigh>(counter[0], counter[2]);
@@ -36,19 +36,20 @@ JLP_RULE void random_columns(const RandomKey& random, U32 columns, uint32_t bloc
 
 /// Random bytes of a span, 16 for 16 elements. They come before the codes for the same reason as the scales do.
 struct RandomSpan {
-  alignas(64) uint8_t bytes[kSpan][kGroup];
+  alignas(64) uint8_t bytes[kSpan][kPacket];
 
-  /// `groups` groups of each of `count` rows. Not inlined: all formats and types of elements share it.
+  /// `packets` packets of each of `count` rows. Not inlined: all formats and types of elements share it.
   __attribute__((noinline)) void compute(const Random& random, const uint32_t* rows, int count, const uint32_t* blocks,
-                                         int groups) {
+                                         int packets) {
     const RandomKey key(random);
-    if (groups == 1) {  // all rows have the same blocks: the compiler computes once what depends only on these
+    if (packets == 1) {  // all rows have the same blocks: the compiler computes once what depends only on these
       const U32 these = load<U32>(blocks);
-      for (int r = 0; r < count; ++r) random_row_group(key, rows[r], these, bytes[r]);
+      for (int r = 0; r < count; ++r) random_row_packet(key, rows[r], these, bytes[r]);
       return;
     }
     for (int r = 0; r < count; ++r)
-      for (int g = 0; g < groups; ++g) random_row_group(key, rows[r], load<U32>(blocks + g * kLanes), bytes[r * groups + g]);
+      for (int g = 0; g < packets; ++g)
+        random_row_packet(key, rows[r], load<U32>(blocks + g * kLanes), bytes[r * packets + g]);
   }
 };
 

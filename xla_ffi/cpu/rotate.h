@@ -57,7 +57,7 @@ struct Hadamard {
   static constexpr int64_t kRun = 32 * 1024 / kPiece * kPiece;
 
   static int64_t chunks_per_matrix(const HadamardProblem& p) {
-    if (p.vertical) return p.rows / N * divide_up(p.columns, kGroup);
+    if (p.vertical) return p.rows / N * divide_up(p.columns, kPacket);
     return divide_up(p.rows * p.columns, kRun);
   }
 
@@ -65,8 +65,8 @@ struct Hadamard {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     Storage* y = static_cast<Storage*>(p.result) + batch * p.rows * p.columns;
     if (p.vertical) {
-      const int64_t across = divide_up(p.columns, kGroup);
-      return columns(p, x, y, chunk / across * N, chunk % across * kGroup);
+      const int64_t across = divide_up(p.columns, kPacket);
+      return columns(p, x, y, chunk / across * N, chunk % across * kPacket);
     }
     rows(p, x, y, chunk * kRun, std::min((chunk + 1) * kRun, p.rows * p.columns));
   }
@@ -108,10 +108,10 @@ struct Hadamard {
     return {L::from_bits(L::bits(v.even) ^ L::bits(signs.even)), L::from_bits(L::bits(v.odd) ^ L::bits(signs.odd))};
   }
 
-  /// N rows of a group of columns, through a copy that lies together.
+  /// N rows of a packet of columns, through a copy that lies together.
   static void columns(const HadamardProblem& p, const Storage* x, Storage* y, int64_t row, int64_t column) {
-    const int width = static_cast<int>(std::min<int64_t>(kGroup, p.columns - column));
-    auto* tile = reinterpret_cast<Storage(*)[kGroup]>(thread_scratch(N * kGroup * sizeof(Storage)));
+    const int width = static_cast<int>(std::min<int64_t>(kPacket, p.columns - column));
+    auto* tile = reinterpret_cast<Storage(*)[kPacket]>(thread_scratch(N * kPacket * sizeof(Storage)));
     for (int r = 0; r < N; ++r) memcpy(tile[r], x + (row + r) * p.columns + column, width * sizeof(Storage));
     for (int j = 0; j < width; j += 2 * kLanes) {
       F32 even[N], odd[N];

@@ -20,9 +20,9 @@ struct ScaleLayoutArguments {
 constexpr int kSwizzleTiles = 8;
 
 static __global__ void __launch_bounds__(kSwizzleTiles * 32) swizzle_kernel(ScaleLayoutArguments a) {
-  const uint32_t groups = (a.column_tiles + kSwizzleTiles - 1) / kSwizzleTiles;
-  const uint32_t column_tile = blockIdx.x % groups * kSwizzleTiles + threadIdx.x / 32;
-  const uint32_t row_tile = blockIdx.x / groups % a.row_tiles, batch = blockIdx.x / groups / a.row_tiles;
+  const uint32_t blocks_across = (a.column_tiles + kSwizzleTiles - 1) / kSwizzleTiles;
+  const uint32_t column_tile = blockIdx.x % blocks_across * kSwizzleTiles + threadIdx.x / 32;
+  const uint32_t row_tile = blockIdx.x / blocks_across % a.row_tiles, batch = blockIdx.x / blocks_across / a.row_tiles;
   if (column_tile >= a.column_tiles) return;
   const int64_t block = static_cast<int64_t>(column_tile) * 4;
   uint32_t words[4] = {};

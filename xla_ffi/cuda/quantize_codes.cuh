@@ -28,17 +28,17 @@ JLP_DEVICE uint32_t e2m1_nearest_bits(float a) {
 
 /// Bits 3, 7, ... of elements 8 * half to 8 * half + 7 that are negative and not zero.
 template <class E>
-JLP_DEVICE uint32_t nibble_signs(const Group<E>& group, int half) {
+JLP_DEVICE uint32_t nibble_signs(const Sixteen<E>& sixteen, int half) {
   if constexpr (E::kBytes == 4) {
     uint32_t signs = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float x = __fadd_rn(as_float(group.words[8 * half + i]), 0.0f);  // -0, and what is subnormal, become +0
+      const float x = __fadd_rn(as_float(sixteen.words[8 * half + i]), 0.0f);  // -0, and what is subnormal, become +0
       signs |= (as_bits(x) & kSignBit) >> (28 - 4 * i);
     }
     return signs;
   } else {
-    const uint32_t* words = group.words + 4 * half;
+    const uint32_t* words = sixteen.words + 4 * half;
     const uint32_t first = __byte_perm(E::negative(words[0]), E::negative(words[1]), 0x7351);   // even, even, odd, odd
     const uint32_t second = __byte_perm(E::negative(words[2]), E::negative(words[3]), 0x7351);  // elements' signs
     const uint32_t even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
@@ -75,14 +75,14 @@ JLP_DEVICE uint32_t top_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 
 /// E2M1 codes of elements 8 * half to 8 * half + 7. Those of elements from 7 on are wrong unless they saturate.
 template <bool kStochastic, bool kSaturate, class E>
-JLP_DEVICE uint32_t encode_e2m1(const Group<E>& group, int half, float encode, const uint32_t (&random)[4]) {
-  const auto magnitude = [&](int i) { return __fmul_rn(fabsf(value(group, 8 * half + i)), encode); };
+JLP_DEVICE uint32_t encode_e2m1(const Sixteen<E>& sixteen, int half, float encode, const uint32_t (&random)[4]) {
+  const auto magnitude = [&](int i) { return __fmul_rn(fabsf(value(sixteen, 8 * half + i)), encode); };
   if constexpr (!kStochastic && kHasE2M1Conversion) {
     uint32_t codes = 0;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
-      const float low = __fmaf_rn(value(group, 8 * half + i), encode, 0.0f);
-      const float high = __fmaf_rn(value(group, 8 * half + i + 1), encode, 0.0f);
+      const float low = __fmaf_rn(value(sixteen, 8 * half + i), encode, 0.0f);
+      const float high = __fmaf_rn(value(sixteen, 8 * half + i + 1), encode, 0.0f);
       codes |= e2m1x2_hardware(low, high) << (4 * i);
     }
     return codes;
@@ -93,24 +93,24 @@ JLP_DEVICE uint32_t encode_e2m1(const Group<E>& group, int half, float encode, c
       const float a = magnitude(i);
       codes = (codes << 4) + e2m1_nearest_bits(kSaturate ? fminf(a, kE2M1Max) : a);
     }
-    return (codes - kE2M1MagicBits * 0x11111111u) | nibble_signs(group, half);
+    return (codes - kE2M1MagicBits * 0x11111111u) | nibble_signs(sixteen, half);
   } else {
     const StochasticAddend<E2M1> addend;
     uint32_t v[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = stochastic_top_byte<E2M1>(magnitude(i), addend, random[2 * half + i / 4], i % 4);
     const uint32_t even = top_bytes(v[0], v[2], v[4], v[6]), odd = top_bytes(v[1], v[3], v[5], v[7]);
-    return (even + (odd << 4)) | nibble_signs(group, half);
+    return (even + (odd << 4)) | nibble_signs(sixteen, half);
   }
 }
 
 /// 8-bit codes of elements 4 * quarter to 4 * quarter + 3, saturating. An element that is not finite gives an arbitrary
 /// code.
 template <class Code, bool kStochastic, class E>
-JLP_DEVICE uint32_t encode_float8(const Group<E>& group, int quarter, float encode, const uint32_t (&random)[4]) {
+JLP_DEVICE uint32_t encode_float8(const Sixteen<E>& sixteen, int quarter, float encode, const uint32_t (&random)[4]) {
   float y[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = __fmaf_rn(value(group, 4 * quarter + i), encode, 0.0f);
+  for (int i = 0; i < 4; ++i) y[i] = __fmaf_rn(value(sixteen, 4 * quarter + i), encode, 0.0f);
   if constexpr (kStochastic) {
     const StochasticAddend<Code> addend;
     uint32_t v[4];
@@ -131,28 +131,28 @@ JLP_DEVICE uint32_t encode_float8(const Group<E>& group, int quarter, float enco
   }
 }
 
-/// Codes of a group. `below_7`: no scaled element is larger.
+/// Codes of a sixteen. `below_7`: no scaled element is larger.
 template <class Code, bool kStochastic, class E>
-JLP_DEVICE void encode_group(const Group<E>& group, float encode, bool below_7, const uint32_t (&random)[4],
-                             uint32_t (&codes)[kCodeWords<Code>]) {
+JLP_DEVICE void encode_sixteen(const Sixteen<E>& sixteen, float encode, bool below_7, const uint32_t (&random)[4],
+                               uint32_t (&codes)[kCodeWords<Code>]) {
   if constexpr (!Code::kPacked) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) codes[i] = encode_float8<Code, kStochastic>(group, i, encode, random);
+    for (int i = 0; i < 4; ++i) codes[i] = encode_float8<Code, kStochastic>(sixteen, i, encode, random);
   } else if (kStochastic || kHasE2M1Conversion || below_7) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) codes[half] = encode_e2m1<kStochastic, false>(group, half, encode, random);
+    for (int half = 0; half < 2; ++half) codes[half] = encode_e2m1<kStochastic, false>(sixteen, half, encode, random);
   } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) codes[half] = encode_e2m1<kStochastic, true>(group, half, encode, random);
+    for (int half = 0; half < 2; ++half) codes[half] = encode_e2m1<kStochastic, true>(sixteen, half, encode, random);
   }
 }
 
 /// Elements that are not finite become NaN with their sign, where no block's scale says so (numerics.md 1 and 7).
 template <class E>
-JLP_DEVICE void put_nan_codes(const Group<E>& group, uint32_t (&codes)[4]) {
+JLP_DEVICE void put_nan_codes(const Sixteen<E>& sixteen, uint32_t (&codes)[4]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const uint32_t word = group.words[i * E::kBytes / 4];
+    const uint32_t word = sixteen.words[i * E::kBytes / 4];
     const uint32_t bits = E::kBytes == 4 || i % 2 ? word : word << 16;  // the element's at the top
     const uint32_t nan = (0x7Fu | (bits >> 24 & 0x80u)) << (8 * (i % 4));
     if ((bits & kMagnitudeBits) >= E::kInfinity) codes[i / 4] = (codes[i / 4] & ~(0xFFu << (8 * (i % 4)))) | nan;

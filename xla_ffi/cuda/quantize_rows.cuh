@@ -54,16 +54,16 @@ struct RowQuantizer {
             direction.scale + (byte_scales<kTwoLevel>(a) ? scale : 4 * scale), row, column};
   }
 
-  /// Of the group at `at`, where `count` elements and `bytes` of codes exist.
-  __device__ __forceinline__ void quantize(const RowCursor<E>& at, const Group<E>& group, int count, int bytes,
+  /// Of the sixteen at `at`, where `count` elements and `bytes` of codes exist.
+  __device__ __forceinline__ void quantize(const RowCursor<E>& at, const Sixteen<E>& sixteen, int count, int bytes,
                                            bool pieces) const {
-    const int lanes = groups_in_block<kTwoLevel>(a);  // that share a block; 0: the tensor
-    const uint32_t amax = max_of_lanes(magnitude_bits<E>(group.words), lanes);
+    const int lanes = sixteens_in_block<kTwoLevel>(a);  // that share a block; 0: the tensor
+    const uint32_t amax = max_of_lanes(magnitude_bits<E>(sixteen.words), lanes);
     const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, amax, shared.table);
     if (lanes > 0 && threadIdx.x % lanes == 0 && count > 0) store_scale<kTwoLevel>(a, at.scale, 0, scale.stored);
     uint32_t random[4] = {}, codes[kCodeWords<Code>];
     if (count > 0) random_bytes(shared.keys, a.rowwise.random, at.row, at.column / 16, random);
-    quantize_group<Code, kTwoLevel, kStochastic>(a, group, scale, amax, random, codes);
+    quantize_sixteen<Code, kTwoLevel, kStochastic>(a, sixteen, scale, amax, random, codes);
     store_codes(at.data, bytes, pieces, codes);
   }
 };
@@ -110,11 +110,11 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochas
     if (whole && a.pieces && direction.pieces) {
 #pragma unroll 1
       for (int i = 0; i < kWarpSegments; i += kSegmentsAhead) {
-        Group<E> groups[kSegmentsAhead];
+        Sixteen<E> sixteens[kSegmentsAhead];
 #pragma unroll
-        for (int j = 0; j < kSegmentsAhead; ++j) groups[j] = load_group<E>(at.x + j * x_step, 16, true);
+        for (int j = 0; j < kSegmentsAhead; ++j) sixteens[j] = load_sixteen<E>(at.x + j * x_step, 16, true);
 #pragma unroll
-        for (int j = 0; j < kSegmentsAhead; ++j, advance()) quantizer.quantize(at, groups[j], 16, kCodeBytes, true);
+        for (int j = 0; j < kSegmentsAhead; ++j, advance()) quantizer.quantize(at, sixteens[j], 16, kCodeBytes, true);
       }
     } else {
 #pragma unroll 1
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochas
         const bool exists = at.row < a.rows;
         const int count = exists ? left(a.columns, at.column, 16) : 0;
         const int bytes = exists ? left(direction.row_bytes, code_bytes<Code>(at.column), kCodeBytes) : 0;
-        quantizer.quantize(at, load_group<E>(at.x, count, a.pieces), count, bytes, direction.pieces);
+        quantizer.quantize(at, load_sixteen<E>(at.x, count, a.pieces), count, bytes, direction.pieces);
       }
     }
   }

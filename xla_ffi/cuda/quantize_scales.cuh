@@ -43,9 +43,9 @@ struct QuantizeArguments {
   DirectionArguments rowwise, columnwise;
 };
 
-/// Groups of 16 elements that share a scale, along the quantised axis; 0 for a tensor's.
+/// Sixteens of elements that share a scale, along the quantised axis; 0 for a tensor's.
 template <bool kTwoLevel>
-JLP_DEVICE int groups_in_block(const QuantizeArguments& a) {
+JLP_DEVICE int sixteens_in_block(const QuantizeArguments& a) {
   return kTwoLevel ? 1 : (1 << a.log_block) / 16;
 }
 template <bool kTwoLevel>
@@ -150,7 +150,7 @@ JLP_DEVICE uint32_t max_of_lanes(uint32_t amax, int lanes) {
   return amax;
 }
 
-// --- random bytes: 16 for each group of 16 elements of a line (numerics.md 4)
+// --- random bytes: 16 for each 16 elements of a line (numerics.md 4)
 
 /// Philox's ten pairs of round keys of one matrix and direction, and its indices: read from shared memory, where they cost
 /// less than additions and registers.
@@ -159,7 +159,7 @@ struct RoundKeys {};
 template <>
 struct RoundKeys<true> {
   alignas(16) uint32_t words[20];
-  uint32_t rows, groups;  // where its indices begin: two 64-bit pointers are registers too many
+  uint32_t rows, sixteens;  // where its indices begin: two 64-bit pointers are registers too many
 };
 
 /// The block's threads share the work, and a barrier must follow.
@@ -171,7 +171,7 @@ JLP_DEVICE void start_keys(const DirectionArguments& direction, uint32_t batch, 
     if (!direction.data || i > 20) return;
     if (i == 20)
       keys.rows = static_cast<uint32_t>(batch * random.rows_step),
-      keys.groups = static_cast<uint32_t>(batch * random.groups_step);
+      keys.sixteens = static_cast<uint32_t>(batch * random.sixteens_step);
     else
       keys.words[i] = random.key[2 * batch + i % 2] + i / 2 * (i % 2 ? kPhiloxKeyStep1 : kPhiloxKeyStep0);
   }
@@ -179,10 +179,10 @@ JLP_DEVICE void start_keys(const DirectionArguments& direction, uint32_t batch, 
 
 /// Four words, little-endian.
 template <bool kStochastic>
-JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& random, int64_t line, int64_t group,
+JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& random, int64_t line, int64_t sixteen,
                              uint32_t (&bytes)[4]) {
   if constexpr (kStochastic) {
-    bytes[0] = random.groups[keys.groups + group], bytes[1] = random.rows[keys.rows + line], bytes[2] = random.stream,
+    bytes[0] = random.sixteens[keys.sixteens + sixteen], bytes[1] = random.rows[keys.rows + line], bytes[2] = random.stream,
     bytes[3] = 0;
 #pragma unroll
     for (int round = 0; round < 10; round += 2) {
@@ -193,13 +193,13 @@ JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& r
   }
 }
 
-/// The codes of a group whose block has this scale; `amax` is at least the group's own.
+/// The codes of a sixteen whose block has this scale; `amax` is at least the sixteen's own.
 template <class Code, bool kTwoLevel, bool kStochastic, class E>
-JLP_DEVICE void quantize_group(const QuantizeArguments& a, const Group<E>& group, const BlockScale& scale, uint32_t amax,
-                               const uint32_t (&random)[4], uint32_t (&codes)[kCodeWords<Code>]) {
-  encode_group<Code, kStochastic>(group, scale.encode, __fmul_rn(as_float(amax), scale.encode) < 7.0f, random, codes);
+JLP_DEVICE void quantize_sixteen(const QuantizeArguments& a, const Sixteen<E>& sixteen, const BlockScale& scale,
+                                 uint32_t amax, const uint32_t (&random)[4], uint32_t (&codes)[kCodeWords<Code>]) {
+  encode_sixteen<Code, kStochastic>(sixteen, scale.encode, __fmul_rn(as_float(amax), scale.encode) < 7.0f, random, codes);
   if constexpr (!Code::kPacked)
-    if (is_tensor<kTwoLevel>(a) && amax >= kInfinityBits) put_nan_codes(group, codes);
+    if (is_tensor<kTwoLevel>(a) && amax >= kInfinityBits) put_nan_codes(sixteen, codes);
   if (!BlockScale::poisoned(scale)) return;
 #pragma unroll
   for (uint32_t& word : codes) word = 0;

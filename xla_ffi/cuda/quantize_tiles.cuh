@@ -27,11 +27,11 @@ struct alignas(4 * kCodeWords<Code>) CodePiece {
 template <class E, class Code, bool kTwoLevel, bool kStochastic>
 struct TilesShared {
   Tile<E> tile;
-  CodePiece<Code> codes[kTile * kTileGroups];
-  uint8_t column_scales[kTile][kTileGroups];
-  float square_encode[kTileGroups][kTileGroups];
-  uint32_t square_amax[kTileGroups][kTileGroups];  // of its first group in both directions, for a block
-  Matrix<kTwoLevel> matrices[2];                   // rowwise and columnwise, as the tables
+  CodePiece<Code> codes[kTile * kTileSixteens];
+  uint8_t column_scales[kTile][kTileSixteens];
+  float square_encode[kTileSixteens][kTileSixteens];
+  uint32_t square_amax[kTileSixteens][kTileSixteens];  // of its first sixteen in both directions, for a block
+  Matrix<kTwoLevel> matrices[2];                       // rowwise and columnwise, as the tables
   EncodeTable tables[kTwoLevel ? 2 : 1];
   RoundKeys<kStochastic> row_keys, column_keys;
   uint32_t column_amax[kTwoLevel ? 1 : kPairThreads][kTile];
@@ -40,8 +40,8 @@ struct TilesShared {
   /// threads of neighbouring pairs nor those of neighbouring pieces meet in a bank.
   JLP_DEVICE int piece(int column, int rows_16) {
     const int pair = column / 2, line = pair + column % 2 * kTilePairs;
-    const int turn = (kCodeWords<Code> == 2 ? pair / 2 : pair) % kTileGroups;
-    return line * kTileGroups + (rows_16 ^ turn);
+    const int turn = (kCodeWords<Code> == 2 ? pair / 2 : pair) % kTileSixteens;
+    return line * kTileSixteens + (rows_16 ^ turn);
   }
 };
 
@@ -58,32 +58,33 @@ struct TileQuantizer {
 
   /// Threads that share a pair of columns take rows kUnits * 16 apart.
   JLP_DEVICE int pair() { return threadIdx.x % kTilePairs; }
-  JLP_DEVICE int unit_group(int unit) { return threadIdx.x / kTilePairs * kUnits + unit; }
+  JLP_DEVICE int unit_sixteen(int unit) { return threadIdx.x / kTilePairs * kUnits + unit; }
 
   // --- square blocks
 
-  /// The first of the groups that share a square block with this one, along either side.
-  __device__ __forceinline__ int block_start(int group) const { return group & -groups_in_block<kTwoLevel>(a); }
+  /// The first of the sixteens that share a square block with this one, along either side.
+  __device__ __forceinline__ int block_start(int sixteen) const { return sixteen & -sixteens_in_block<kTwoLevel>(a); }
 
   /// Scales of the square blocks: by the whole block of threads, with barriers.
   __device__ __forceinline__ void square_scales(const Matrix<kTwoLevel>& matrix, const EncodeTable& table) const {
-    const int group = threadIdx.x % kTileGroups, down = threadIdx.x / kTileGroups;
-    if (down < kTileGroups) shared.square_amax[down][group] = 0;
+    const int sixteen = threadIdx.x % kTileSixteens, down = threadIdx.x / kTileSixteens;
+    if (down < kTileSixteens) shared.square_amax[down][sixteen] = 0;
     __syncthreads();
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       uint32_t pairs[Tile<E>::kPairWords];
-      shared.tile.load_pair(16 * unit_group(unit), pair(), pairs);
+      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
       const uint32_t amax = max_of_lanes(magnitude_bits<E>(pairs), 8);
-      if (pair() % 8 == 0) atomicMax(&shared.square_amax[block_start(unit_group(unit))][block_start(pair() / 8)], amax);
+      if (pair() % 8 == 0) atomicMax(&shared.square_amax[block_start(unit_sixteen(unit))][block_start(pair() / 8)], amax);
     }
     __syncthreads();
-    if (down < kTileGroups) {
-      const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, square_amax(down, group), table);
-      shared.square_encode[down][group] = scale.encode;
-      if (block_start(down) == down && block_start(group) == group && 16 * down < rows_left && 16 * group < columns_left) {
-        const int64_t r = (row >> log_block<kTwoLevel>(a)) + down / groups_in_block<kTwoLevel>(a);
-        const int64_t c = (column >> log_block<kTwoLevel>(a)) + group / groups_in_block<kTwoLevel>(a);
+    if (down < kTileSixteens) {
+      const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, square_amax(down, sixteen), table);
+      shared.square_encode[down][sixteen] = scale.encode;
+      if (block_start(down) == down && block_start(sixteen) == sixteen && 16 * down < rows_left &&
+          16 * sixteen < columns_left) {
+        const int64_t r = (row >> log_block<kTwoLevel>(a)) + down / sixteens_in_block<kTwoLevel>(a);
+        const int64_t c = (column >> log_block<kTwoLevel>(a)) + sixteen / sixteens_in_block<kTwoLevel>(a);
         store_square_scale(a.rowwise, r, c, scale);
         store_square_scale(a.columnwise, c, r, scale);
       }
@@ -105,26 +106,26 @@ struct TileQuantizer {
   // --- rows
 
   __device__ __forceinline__ void rows() const {
-    constexpr int kStep = kTileThreads / kTileGroups;
+    constexpr int kStep = kTileThreads / kTileSixteens;
     const DirectionArguments& direction = a.rowwise;
-    const int group = threadIdx.x % kTileGroups, lanes = groups_in_block<kTwoLevel>(a);
-    const int64_t line = batch * a.rows + row + threadIdx.x / kTileGroups;
-    const int64_t scale_at = line * direction.scale_columns + ((column + 16 * group) >> log_block<kTwoLevel>(a));
-    uint8_t* data = direction.data + line * direction.row_bytes + code_bytes<Code>(column + 16 * group);
+    const int sixteen = threadIdx.x % kTileSixteens, lanes = sixteens_in_block<kTwoLevel>(a);
+    const int64_t line = batch * a.rows + row + threadIdx.x / kTileSixteens;
+    const int64_t scale_at = line * direction.scale_columns + ((column + 16 * sixteen) >> log_block<kTwoLevel>(a));
+    uint8_t* data = direction.data + line * direction.row_bytes + code_bytes<Code>(column + 16 * sixteen);
     uint8_t* scales = direction.scale + (byte_scales<kTwoLevel>(a) ? scale_at : 4 * scale_at);
     const int64_t scale_step = direction.scale_columns * (byte_scales<kTwoLevel>(a) ? kStep : 4 * kStep);
-    const int bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * group), kCodeBytes);
-    const bool exists = 16 * group < columns_left, stores_scale = exists && lanes > 0 && group % lanes == 0;
-    const int64_t granule = column / 16 + min(group, (columns_left - 1) / 16);  // where there is none, the last one
+    const int bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * sixteen), kCodeBytes);
+    const bool exists = 16 * sixteen < columns_left, stores_scale = exists && lanes > 0 && sixteen % lanes == 0;
+    const int64_t granule = column / 16 + min(sixteen, (columns_left - 1) / 16);  // where there is none, the last one
 #pragma unroll 1
-    for (int r = threadIdx.x / kTileGroups; r < kTile;
+    for (int r = threadIdx.x / kTileSixteens; r < kTile;
          r += kStep, data += kStep * direction.row_bytes, scales += scale_step) {
-      const Group<E> elements = shared.tile.row_group(r, group);
+      const Sixteen<E> elements = shared.tile.row_sixteen(r, sixteen);
       BlockScale scale;
       uint32_t amax;
       if (a.squares) {
-        amax = square_amax(r / 16, group);
-        scale = {0, shared.square_encode[r / 16][group]};
+        amax = square_amax(r / 16, sixteen);
+        scale = {0, shared.square_encode[r / 16][sixteen]};
       } else {
         amax = max_of_lanes(magnitude_bits<E>(elements.words), lanes);
         scale = Matrix<kTwoLevel>::scale(shared.matrices[0], a, amax, shared.tables[0]);
@@ -132,7 +133,7 @@ struct TileQuantizer {
       }
       uint32_t random[4] = {}, codes[kCodeWords<Code>];
       random_bytes(shared.row_keys, direction.random, row + min(r, rows_left - 1), granule, random);
-      quantize_group<Code, kTwoLevel, kStochastic>(a, elements, scale, amax, random, codes);
+      quantize_sixteen<Code, kTwoLevel, kStochastic>(a, elements, scale, amax, random, codes);
       if (r < rows_left) store_codes(data, bytes, direction.pieces, codes);
     }
   }
@@ -146,9 +147,9 @@ struct TileQuantizer {
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       uint32_t pairs[Tile<E>::kPairWords];
-      shared.tile.load_pair(16 * unit_group(unit), pair(), pairs);
+      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) amax[c] = max(amax[c], magnitude_bits<E>(Tile<E>::column_group(pairs, c).words));
+      for (int c = 0; c < 2; ++c) amax[c] = max(amax[c], magnitude_bits<E>(Tile<E>::column_sixteen(pairs, c).words));
     }
     if (a.log_block <= 5) return;
 #pragma unroll
@@ -167,10 +168,10 @@ struct TileQuantizer {
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       uint32_t pairs[Tile<E>::kPairWords];
-      shared.tile.load_pair(16 * unit_group(unit), pair(), pairs);
+      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
       if constexpr (kRotate) flip_signs<E>(pairs, a.sign_mask);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) column_unit(pairs, unit_group(unit), c, maxima[c]);
+      for (int c = 0; c < 2; ++c) column_unit(pairs, unit_sixteen(unit), c, maxima[c]);
     }
   }
 
@@ -178,32 +179,32 @@ struct TileQuantizer {
   __device__ __forceinline__ void column_unit(const uint32_t (&pairs)[Tile<E>::kPairWords], int down, int c,
                                               uint32_t amax) const {
     const int across = 2 * pair() + c;
-    Group<E> group;
+    Sixteen<E> sixteen;
     if constexpr (kRotate)
-      group = rotated_group<E>(pairs, c);
+      sixteen = rotated_sixteen<E>(pairs, c);
     else
-      group = Tile<E>::column_group(pairs, c);
+      sixteen = Tile<E>::column_sixteen(pairs, c);
     BlockScale scale;
     if (a.squares) {
       amax = square_amax(down, across / 16);
       scale = {0, shared.square_encode[down][across / 16]};
     } else {
-      if (kTwoLevel || a.log_block == 0) amax = magnitude_bits<E>(group.words);
+      if (kTwoLevel || a.log_block == 0) amax = magnitude_bits<E>(sixteen.words);
       scale = Matrix<kTwoLevel>::scale(shared.matrices[1], a, amax, shared.tables[kTwoLevel ? 1 : 0]);
       store_column_scale(down, across, scale);
     }
     uint32_t random[4] = {};
     random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
                  row / 16 + min(down, (rows_left - 1) / 16), random);
-    quantize_group<Code, kTwoLevel, kStochastic>(a, group, scale, amax, random,
-                                                 shared.codes[Shared::piece(across, down)].words);
+    quantize_sixteen<Code, kTwoLevel, kStochastic>(a, sixteen, scale, amax, random,
+                                                   shared.codes[Shared::piece(across, down)].words);
   }
 
   /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
   __device__ __forceinline__ void store_column_scale(int down, int across, const BlockScale& scale) const {
     if (byte_scales<kTwoLevel>(a)) {
-      const int groups = groups_in_block<kTwoLevel>(a);
-      if (down % groups == 0) shared.column_scales[across][down / groups] = static_cast<uint8_t>(scale.stored);
+      const int sixteens = sixteens_in_block<kTwoLevel>(a);
+      if (down % sixteens == 0) shared.column_scales[across][down / sixteens] = static_cast<uint8_t>(scale.stored);
     } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left) {
       store_scale<kTwoLevel>(a, a.columnwise.scale,
                              (batch * a.columns + column + across) * a.columnwise.scale_columns + row / kTile, scale.stored);
@@ -213,26 +214,27 @@ struct TileQuantizer {
   /// The codes and scales that the columns left in shared memory: to their places.
   __device__ __forceinline__ void store_columns() const {
     const DirectionArguments& direction = a.columnwise;
-    const int down = threadIdx.x % kTileGroups;
+    const int down = threadIdx.x % kTileSixteens;
     const int64_t offset = code_bytes<Code>(row + 16 * down);
     const int bytes = left(direction.row_bytes, offset, kCodeBytes);
     // A thread has every 32nd line of shared.codes: two even columns, then the odd ones beside them.
-    constexpr int kLines = kTileThreads / kTileGroups;
-    static_assert(kTilePairs == 2 * kLines && kLines % (2 * kTileGroups) == 0, "a thread's pieces have one permutation");
-    const int first = 2 * (threadIdx.x / kTileGroups);
+    constexpr int kLines = kTileThreads / kTileSixteens;
+    static_assert(kTilePairs == 2 * kLines && kLines % (2 * kTileSixteens) == 0, "a thread's pieces have one permutation");
+    const int first = 2 * (threadIdx.x / kTileSixteens);
     uint8_t* const data = direction.data + (batch * a.columns + column + first) * direction.row_bytes + offset;
     const CodePiece<Code>* const codes = shared.codes + Shared::piece(first, down);
     if (direction.pieces && bytes == kCodeBytes && columns_left == kTile) {
 #pragma unroll
       for (int i = 0; i < kTile / kLines; ++i)
         store_codes(data + (i % 2 * 2 * kLines + i / 2) * direction.row_bytes, kCodeBytes, true,
-                    codes[i * kLines * kTileGroups].words);
+                    codes[i * kLines * kTileSixteens].words);
     } else {
 #pragma unroll 1
       for (int i = 0; i < kTile / kLines; ++i) {
         const int further = i % 2 * 2 * kLines + i / 2;
         if (first + further < columns_left)
-          store_codes(data + further * direction.row_bytes, bytes, direction.pieces, codes[i * kLines * kTileGroups].words);
+          store_codes(data + further * direction.row_bytes, bytes, direction.pieces,
+                      codes[i * kLines * kTileSixteens].words);
       }
     }
     if (byte_scales<kTwoLevel>(a) && !a.squares) store_column_scales();

@@ -27,20 +27,20 @@ JLP_DEVICE float column_value(const uint32_t (&pairs)[Tile<E>::kPairWords], int 
 
 /// One column, its signs flipped, transformed and rounded to the elements' type.
 template <class E>
-JLP_DEVICE Group<E> rotated_group(const uint32_t (&pairs)[Tile<E>::kPairWords], int column) {
+JLP_DEVICE Sixteen<E> rotated_sixteen(const uint32_t (&pairs)[Tile<E>::kPairWords], int column) {
   float v[16];
 #pragma unroll
   for (int r = 0; r < 16; ++r) v[r] = column_value<E>(pairs, column, r);
   hadamard_butterfly<16>(v);
-  Group<E> group;
+  Sixteen<E> sixteen;
 #pragma unroll
-  for (int i = 0; i < Group<E>::kWords; ++i) {
+  for (int i = 0; i < Sixteen<E>::kWords; ++i) {
     if constexpr (E::kBytes == 4)
-      group.words[i] = as_bits(v[i] * 0.25f);
+      sixteen.words[i] = as_bits(v[i] * 0.25f);
     else
-      group.words[i] = E::pack(v[2 * i] * 0.25f, v[2 * i + 1] * 0.25f);
+      sixteen.words[i] = E::pack(v[2 * i] * 0.25f, v[2 * i + 1] * 0.25f);
   }
-  return group;
+  return sixteen;
 }
 
 }  // namespace cuda

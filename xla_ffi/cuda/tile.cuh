@@ -12,10 +12,11 @@ namespace cuda {
 constexpr int kTile = 128;
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
-constexpr int kTileGroups = kTile / 16;                  // along either side
+constexpr int kTileSixteens = kTile / 16;                // along either side
 constexpr int kTilePairs = kTile / 2;                    // of columns
 constexpr int kPairThreads = kTileThreads / kTilePairs;  // that share a pair of columns
-constexpr int kUnits = kTileGroups / kPairThreads;  // 16 rows of a pair of columns: a thread has so many, one below another
+constexpr int kUnits =
+    kTileSixteens / kPairThreads;  // 16 rows of a pair of columns: a thread has so many, one below another
 
 template <class E>
 struct Tile {
@@ -49,12 +50,12 @@ struct Tile {
   }
 
   /// 16 elements of a row.
-  __device__ __forceinline__ Group<E> row_group(int row, int index) const {
-    Group<E> group;
+  __device__ __forceinline__ Sixteen<E> row_sixteen(int row, int index) const {
+    Sixteen<E> sixteen;
 #pragma unroll
-    for (int i = 0; i < Group<E>::kPieces; ++i)
-      set_piece(group, i, *reinterpret_cast<const uint4*>(words + chunk_word(row, index * Group<E>::kPieces + i)));
-    return group;
+    for (int i = 0; i < Sixteen<E>::kPieces; ++i)
+      set_piece(sixteen, i, *reinterpret_cast<const uint4*>(words + chunk_word(row, index * Sixteen<E>::kPieces + i)));
+    return sixteen;
   }
 
   /// 16 rows of a pair of columns, as they lie in memory: 16 or 32 words.
@@ -72,16 +73,16 @@ struct Tile {
   }
 
   /// One column of what load_pair took.
-  JLP_DEVICE Group<E> column_group(const uint32_t (&pairs)[kPairWords], int column) {
-    Group<E> group;
+  JLP_DEVICE Sixteen<E> column_sixteen(const uint32_t (&pairs)[kPairWords], int column) {
+    Sixteen<E> sixteen;
 #pragma unroll
-    for (int i = 0; i < Group<E>::kWords; ++i) {
+    for (int i = 0; i < Sixteen<E>::kWords; ++i) {
       if constexpr (E::kBytes == 4)
-        group.words[i] = pairs[16 * column + i];
+        sixteen.words[i] = pairs[16 * column + i];
       else
-        group.words[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], column ? 0x7632u : 0x5410u);
+        sixteen.words[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], column ? 0x7632u : 0x5410u);
     }
-    return group;
+    return sixteen;
   }
 
  private:

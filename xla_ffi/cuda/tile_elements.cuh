@@ -1,4 +1,4 @@
-// Input elements as the kernels hold them: packed words of the types that can be quantised, and groups of 16.
+// Input elements as the kernels hold them: packed words of the types that can be quantised, and sixteens.
 #pragma once
 
 #include "../problems.h"
@@ -43,7 +43,7 @@ struct F32 {
 
 /// 16 elements that are neighbours along the quantised axis.
 template <class E>
-struct Group {
+struct Sixteen {
   static constexpr int kWords = 4 * E::kBytes;
   static constexpr int kPieces = kWords / 4;  // of 16 bytes
   uint32_t words[kWords];
@@ -51,17 +51,17 @@ struct Group {
 
 /// Element i, which must be known at compile time.
 template <class E>
-JLP_DEVICE float value(const Group<E>& group, int i) {
+JLP_DEVICE float value(const Sixteen<E>& sixteen, int i) {
   if constexpr (E::kBytes == 4)
-    return as_float(group.words[i]);
+    return as_float(sixteen.words[i]);
   else
-    return i % 2 ? E::high(group.words[i / 2]) : E::low(group.words[i / 2]);
+    return i % 2 ? E::high(sixteen.words[i / 2]) : E::low(sixteen.words[i / 2]);
 }
 
 template <class E>
-JLP_DEVICE void set_piece(Group<E>& group, int piece, uint4 words) {
-  group.words[4 * piece] = words.x, group.words[4 * piece + 1] = words.y;
-  group.words[4 * piece + 2] = words.z, group.words[4 * piece + 3] = words.w;
+JLP_DEVICE void set_piece(Sixteen<E>& sixteen, int piece, uint4 words) {
+  sixteen.words[4 * piece] = words.x, sixteen.words[4 * piece + 1] = words.y;
+  sixteen.words[4 * piece + 2] = words.z, sixteen.words[4 * piece + 3] = words.w;
 }
 
 /// Magnitude bits, as of float32, of the largest of some words of elements. They may be those of a subnormal number.
@@ -91,23 +91,23 @@ auto with_element(ElementType type, Visit visit) {
   }
 }
 
-/// Elements [0, count) of a group from memory, zeros after them.
+/// Elements [0, count) of a sixteen from memory, zeros after them.
 template <class E>
-JLP_DEVICE Group<E> load_group(const typename E::Storage* x, int count, bool aligned) {
-  Group<E> group;
+JLP_DEVICE Sixteen<E> load_sixteen(const typename E::Storage* x, int count, bool aligned) {
+  Sixteen<E> sixteen;
   if (aligned && count >= 16) {
 #pragma unroll
-    for (int i = 0; i < Group<E>::kPieces; ++i) set_piece(group, i, __ldg(reinterpret_cast<const uint4*>(x) + i));
-    return group;
+    for (int i = 0; i < Sixteen<E>::kPieces; ++i) set_piece(sixteen, i, __ldg(reinterpret_cast<const uint4*>(x) + i));
+    return sixteen;
   }
 #pragma unroll
-  for (int i = 0; i < Group<E>::kWords; ++i) {
+  for (int i = 0; i < Sixteen<E>::kWords; ++i) {
     constexpr int kElements = 4 / E::kBytes;
     uint32_t word = kElements * i < count ? x[kElements * i] : 0u;
     if constexpr (kElements == 2) word |= 2 * i + 1 < count ? static_cast<uint32_t>(x[2 * i + 1]) << 16 : 0u;
-    group.words[i] = word;
+    sixteen.words[i] = word;
   }
-  return group;
+  return sixteen;
 }
 
 }  // namespace cuda
