@@ -13,7 +13,7 @@ constexpr int element_bytes(ElementType type) { return type == ElementType::kF32
 
 // --- formats, as jaxlowprec/arrays/formats.py describes them
 
-/// What codes are relative to.
+/// The scales that codes are multiplied by.
 enum class Scaling : int32_t {
   kTwoLevel,  // NVFP4: an E4M3 scale per block, and the amax of the matrix
   kE8M0,      // MX: a power of two per block
@@ -108,7 +108,7 @@ struct MatmulOperand {
   }
 };
 
-/// What becomes of a GEMM's sums: + bias, activation, + accumulate, one cast (numerics.md 9).
+/// The epilogue of a GEMM and its result: sums + bias, activation, + accumulate, one cast (numerics.md 9).
 struct MatmulResult {
   int64_t batch, rows, columns;  // M, N
   const float* bias;             // [batch, columns]; null: none

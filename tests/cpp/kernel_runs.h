@@ -1,4 +1,4 @@
-// What the CPU's kernel tests share: the kernels under test, and running all chunks of a problem.
+// Shared by the CPU's kernel tests: the kernels under test, and running all chunks of a problem.
 #pragma once
 
 #include <algorithm>

@@ -24,7 +24,7 @@ void check_amax(Shape shape, ElementType type, Data data, bool plain, bool rotat
   const int64_t batch = 2, size = shape.rows * shape.columns;
   const Buffer x(batch * size * reference::element_size(type), random() % 2 * 4);
   fill_elements(x.as(), type, 0, size, data, random);
-  fill_elements(x.as(), type, size, size, Data::kNormal, random);  // one batch entry says nothing about the other
+  fill_elements(x.as(), type, size, size, Data::kNormal, random);  // batch entries are independent
   AmaxProblem p{x.as(), type, batch, shape.rows, shape.columns, nullptr, nullptr, kDefaultSignMask};
   for_all_runs([&](const Kernels& k, bool scrambled) {
     const Buffer found(batch * 4), found_rotated(batch * 4);

@@ -1,4 +1,4 @@
-// What quantisation is tested with, on the CPU and on the GPU: formats, modes, numbers, and what is expected of a direction.
+// The cases of the quantisation tests of the CPU and of the GPU: formats, modes, numbers, and the expected results.
 #pragma once
 
 #include "check.h"
@@ -76,7 +76,7 @@ constexpr Numbers kNumbers[] = {
     {"subnormal amax", Data::kSparse, 1, 1e-39f},
 };
 
-/// One direction's inputs and what is expected of it.
+/// One direction's inputs and expected results.
 struct Direction {
   bool wanted;
   Format format;
@@ -136,7 +136,7 @@ struct Direction {
   }
 };
 
-/// Two matrices x to quantise, and what is expected of either direction.
+/// Two matrices x to quantise, and the expected results of both directions.
 struct QuantizeCase {
   static constexpr int64_t kBatch = 2;
   Buffer key;

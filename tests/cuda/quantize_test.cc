@@ -86,7 +86,7 @@ TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, true); }
 
-/// What the headers of quantize_rows.cuh and quantize_tiles.cuh say is read and written.
+/// The bytes that the headers of quantize_rows.cuh and quantize_tiles.cuh say are read and written.
 TEST(quantize_reads_the_elements_once_and_writes_the_results_once) {
   std::mt19937 random(3);
   const int64_t rows = 256, columns = 1024, size = rows * columns;

@@ -18,7 +18,7 @@ struct DotCase {
 constexpr DotCase kDotCases[] = {{118, 16, 7, 112, 32},  // ordinary
                                  {115, 4, 2, 127, 1},    // products of about half the sum's last place, where ties are
                                  {60, 8, 7, 1, 4},       // sums next to the least normal number
-                                 {30, 45, 3, 1, 1},      // that are it, less what underflows by itself
+                                 {30, 45, 3, 1, 1},      // sums of that number, products that underflow
                                  {186, 6, 7, 250, 5}};   // next to overflow
 constexpr int kDotRounds = 256;
 

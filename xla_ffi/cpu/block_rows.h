@@ -125,7 +125,7 @@ struct Ahead {
   const typename E::Storage* x;
   int64_t stride;
 
-  /// What comes after `rows` kUnits.
+  /// The elements `rows` rows further down.
   Ahead down(int rows) const { return {x + rows * stride, stride}; }
 
   /// The g-th packet of them.

@@ -165,7 +165,7 @@ JLP_RULE void store_codes(uint8_t* to, const uint8_t* codes, int64_t bytes) {
     memcpy(to, codes, bytes);
 }
 
-/// Rows of codes [lines][kUnit] to the K-major result, of which `bytes` a column are wanted, `stride` apart.
+/// Transposes rows of codes [lines][kUnit] into the K-major result: `bytes` per column, columns `stride` bytes apart.
 __attribute__((noinline)) static void store_transposed(const uint8_t (*codes)[kUnit], int lines, int columns, uint8_t* data,
                                                        int64_t bytes, int64_t stride) {
   alignas(64) uint8_t out[16][kColumnTileRows];

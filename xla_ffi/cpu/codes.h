@@ -1,4 +1,4 @@
-// Elements to codes: scaled, rounded, packed into bytes. What scales them and where random bytes come from is the callers'.
+// Elements to codes: scaled, rounded, packed into bytes. Callers supply the scales and the random bytes.
 #pragma once
 
 #include <type_traits>
@@ -125,7 +125,7 @@ JLP_RULE void with_exponents(bool powers_of_two, Visit visit) {
   visit(std::false_type{});
 }
 
-/// What to take from an element's bits so that the product's exponent is that of its code.
+/// What to subtract from an element's bits to give the product the exponent of its code.
 template <class Element>
 JLP_RULE int16_t exponent_offset(float factor) {
   constexpr int kBias = 127 - Element::kBias;
@@ -141,7 +141,7 @@ JLP_RULE I16 codes_by_exponent(I16 x, I16 offset, I16& unknown) {
   constexpr int16_t kMost = Element::kLargestCode << kShift, kBelowTie = (1 << (kShift - 1)) - 1;
   constexpr int16_t kLeastNormal = 1 << 7, kHalf = kLeastNormal / 2, kSign = 1 << (15 - kSignShift);
   const I16 magnitude = x & 0x7FFF, not_zero = magnitude > 0x7F;
-  const I16 product = (I16)((U16)magnitude - (U16)offset);  // wraps where a factor is NaN: codes that nobody keeps
+  const I16 product = (I16)((U16)magnitude - (U16)offset);  // wraps where a factor is NaN: the caller discards these codes
   const I16 kept = min(product, I16{} + kMost);
   I16 code = (kept + kBelowTie + ((kept >> kShift) & 1)) >> kShift;
   if (kFloat8)
@@ -151,7 +151,8 @@ JLP_RULE I16 codes_by_exponent(I16 x, I16 offset, I16& unknown) {
   return (code | ((x >> kSignShift) & kSign)) & not_zero;
 }
 
-/// 4 * kLanes elements of a row by their offsets. False, and nothing stored, if there are products that it does not know.
+/// 4 * kLanes elements of a row by their offsets. Returns false and stores nothing if a product is below the least
+/// normal code.
 template <class Element>
 JLP_RULE bool encode_float8_by_exponent(const uint16_t* x, I16 low_offset, I16 high_offset, uint8_t* data) {
   I16 unknown = I16{};

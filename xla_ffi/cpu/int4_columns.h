@@ -2,7 +2,7 @@
 // Bytes moved per element: as along rows. A tile's elements are read twice, the second time from the cache.
 //
 // Lanes are columns, each with its own scale. Codes of two rows meet in a byte; 16 rows of 16 such bytes are transposed into
-// the lines of the K-major result. What does not fit this (groups that are no multiple of 32 rows, tiles at the edges of the
+// the lines of the K-major result. The rest (groups that are not a multiple of 32 rows, tiles at the edges of the
 // matrix) is transposed element by element and handled as rows.
 #pragma once
 

@@ -2,7 +2,7 @@
 // Bytes moved per element: half a byte read, the element written.
 //
 // Along rows the 16 numbers that a group's codes stand for are computed first, and codes looked up in them. Along columns
-// lanes are columns: 16 bytes of each of 16 lines are transposed, then decoded by every column's own scale; what is no whole
+// lanes are columns: 16 bytes of each of 16 lines are transposed, then decoded by every column's own scale; an incomplete
 // tile is decoded as rows into a buffer and transposed element by element.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What the Int4 kernels need of element types: elements two vectors at a time, in whatever order suits the type, and the
-// largest ones of either sign by integer comparison, which neither NaN nor the conversion to float32 gets in the way of.
+// Element types for the Int4 kernels: elements two vectors at a time, in the order that suits the type, and the largest
+// elements of either sign by integer comparison, which needs no conversion to float32 and orders NaN.
 #pragma once
 
 #include "../numerics/int4.h"

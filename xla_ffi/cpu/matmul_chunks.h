@@ -1,5 +1,5 @@
-// What both families of GEMM kernels share: how the result is cut into chunks, how codes are brought near before they are
-// unpacked, and where the scales of a row lie.
+// Shared by both families of GEMM kernels: cutting the result into chunks, prefetching codes before they are unpacked, and
+// finding the scales of a row.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct MatmulRange {
 };
 
 /// Chunks of about `most` rows and columns, fewer where that would not make enough chunks for the threads: the longer side
-/// is halved, down to `least`, since each row is unpacked for its chunk's columns alone and the reverse. Ranges are alike in
+/// is halved, down to `least`, since each chunk unpacks its own rows and columns. Ranges are alike in
 /// size and whole multiples of a tile, which divides `least`.
 class MatmulChunks {
  public:

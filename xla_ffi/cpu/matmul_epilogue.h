@@ -1,4 +1,4 @@
-// What happens to a GEMM's float32 sums once their scales are in: + bias, activation, + accumulate, one cast (numerics.md
+// The epilogue of a GEMM, from scaled float32 sums to the result: + bias, activation, + accumulate, one cast (numerics.md
 // 9).
 #pragma once
 
@@ -47,7 +47,7 @@ __attribute__((noinline)) void finish_vectors(const MatmulResult& problem, const
 constexpr int64_t kMostFinished = 128;  // columns of a range
 
 /// A range of at most kMostFinished columns whose sums are sums(row, vector), both counted from the range's first. Where
-/// there is nothing to do but to store whole vectors, little else is done: with a small K it would take as long as the sums.
+/// only whole vectors have to be stored, a short path stores them: with a small K the full path takes as long as the sums.
 template <class Sums>
 JLP_RULE void finish_range(const MatmulResult& p, int64_t batch, const MatmulRange& range, Sums sums) {
   const int64_t vectors = divide_up(range.columns, kLanes);

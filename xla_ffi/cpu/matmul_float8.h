@@ -7,8 +7,8 @@
 //
 // K is walked in steps: a's rows of a chunk are unpacked for one step, [row][unit], then b a panel at a time,
 // [vector][unit][lane], so that a small tile of results keeps its sums in registers while the tile's part of the panel stays
-// in the first cache and a in the second. y waits for the next step in scratch memory. The next panel's codes come near
-// meanwhile (Ahead): few rows multiply by a weight that no cache holds.
+// in the first cache and a in the second. y waits for the next step in scratch memory. Meanwhile the next panel's codes
+// are prefetched (Ahead), because with few rows the weight is read from memory.
 #pragma once
 
 #include <algorithm>
@@ -66,8 +66,8 @@ struct MatmulFloat8 {
                        kMaxBlocks =
                            kStep / kMxBlock;  // kStep is whole blocks of every format, and whole vectors of packed codes
 
-  /// What a chain of multiply-adds is over: a block's codes, which enter y through their scales; or all of K, of codes or of
-  /// numbers whose products may underflow.
+  /// The operands of one chain of multiply-adds. kBlock: a block's codes; its sum is scaled and added to y. kExactProducts:
+  /// the codes of all of K. kFused: the scaled numbers of all of K, whose products may underflow.
   enum class Sum { kBlock, kExactProducts, kFused };
 
   static MatmulChunks cut(const MatmulProblem& p) {
@@ -99,7 +99,7 @@ struct MatmulFloat8 {
       rows = reinterpret_cast<Unit*>(y + results), rows_scale = reinterpret_cast<float*>(rows + range.rows * kUnits);
       memset(y, 0, results * sizeof(float));
     }
-    /// Their tiles are wider, and done before anything ahead would have come.
+    /// Their tiles are wider, and are finished before a prefetch would be.
     bool few_rows() const { return range.rows <= 2; }
     int64_t panel_vectors() const { return few_rows() ? kPanelVectors : kPanel; }
     bool scaled_blocks() const { return p.a.format.scaling != Scaling::kTensor; }
@@ -107,7 +107,7 @@ struct MatmulFloat8 {
 
   // --- unpacking
 
-  /// What the numbers of a code type at k are multiplied by: nothing, or the MX scales of a row or of kLanes rows.
+  /// How numbers at k are scaled while they are unpacked: not at all, by the MX scales of a row, or by those of kLanes rows.
   struct Unscaled {
     __attribute__((always_inline)) F32 operator()(F32 numbers, int64_t) const { return numbers; }
   };

@@ -36,8 +36,8 @@ JLP_RULE U32 scale_pairs(U32 pairs, Scaled scaled, int64_t k) {
   return pair(scaled(L::from_bits(pairs & 0xFFFF0000u), k), scaled(L::from_bits(pairs << 16), k));
 }
 
-/// MX scales of kLanes rows as what to add to the bits of finite bfloat16 numbers: zeros stay, and no exponent leaves its
-/// range, which is why scales must be moderate.
+/// MX scales of kLanes rows as integers that are added to the bits of finite bfloat16 numbers, except zeros. Scales must be
+/// moderate, so that no exponent leaves its range.
 struct ModerateScales {
   static constexpr int kBlock = 32, kBlocks = 8;
   alignas(64) uint16_t addends[kBlocks][2 * kLanes];
@@ -209,8 +209,8 @@ __attribute__((noinline)) static bool unpack_vector_units(const uint8_t* data, i
   return _mm512_cmpeq_epi8_mask(largest, _mm512_set1_epi8(0x7F)) == 0;
 }
 
-/// The codes of kLanes rows of b with their MX scales, `scale_stride` bytes apart, the quicker way. False where that is not
-/// to be had: the scales are not moderate, or fewer than a step's, or a code is not finite.
+/// The codes of kLanes rows of b with their MX scales, `scale_stride` bytes apart, by the faster path. Returns false if
+/// that cannot be used: the scales are not moderate, or fewer than a step's, or a code is not finite.
 template <class Element>
 JLP_RULE bool unpack_moderate_units(const uint8_t* data, int64_t stride, int64_t bytes, const uint8_t* scales,
                                     int64_t scale_stride, int64_t blocks, uint32_t* out) {

@@ -231,7 +231,8 @@ struct WeightOnly : WeightOnlyTiles {
     const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
     Sixteen sums[kWide][kCount];
     for_each<kWide, kCount>([&](int r, int c) { sums[r][c] = {}; });
-    const int64_t next = kCount * rows[0].bytes;  // columns: what is ahead of so many short streams is not foreseen
+    const int64_t next =
+        kCount * rows[0].bytes;  // columns ahead: the processor does not prefetch so many short streams by itself
     const int64_t length = rows[0].run_length();
     for (int64_t run = 0, k = 0; k < depth; ++run) {
       const int64_t end = k + std::min(length, depth - k);

@@ -1,4 +1,4 @@
-// Block scales of the formats whose blocks know all about their scale: MX and 8-bit floats (numerics.md 5 to 7).
+// Block scales that follow from the block's own amax: those of MX and 8-bit floats (numerics.md 5 to 7).
 #pragma once
 
 #include "../numerics/e2m1.h"

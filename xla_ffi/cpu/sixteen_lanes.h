@@ -1,6 +1,6 @@
 // Sums of products in 16 lanes, the order that weight-only GEMMs add in: lane j sums k = j, j + 16, ...; at the end j and
-// j + 8 are added, then + 4, + 2, + 1. Which place of which vector holds lane j is each instruction set's own, the one that
-// 4-bit codes unpack into with the fewest instructions.
+// j + 8 are added, then + 4, + 2, + 1. Each instruction set places lane j in its vectors where
+// 4-bit codes unpack with the fewest instructions.
 #pragma once
 
 #include "elements.h"

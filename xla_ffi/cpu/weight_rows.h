@@ -2,7 +2,8 @@
 // exact (of Int4 as its scale's type rounds it, of Float8Block as float32 does). The tensor scale, where there is one, is
 // not in.
 //
-// A row says how long the runs of numbers are that share what has to be prepared, and gives what unpacks a run.
+// run_length() is how many numbers share a prepared table or factor. run(i) prepares the i-th run; its unpack() gives 32
+// numbers.
 #pragma once
 
 #include "matmul_chunks.h"
@@ -11,7 +12,7 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-/// What every kind of row begins with. Constructors are always inlined: with few rows of x
+/// The base of every kind of row. Constructors are always inlined: with few rows of x
 /// they are a noticeable part of the time.
 struct WeightRow {
   const uint8_t* codes;

@@ -16,7 +16,7 @@ namespace cuda {
 /// Finds cuBLASLt and makes its handle for the device, which is the current one. Empty, or what is wrong.
 std::string prepare_gemm(int device);
 
-/// What became of a launch.
+/// The outcome of a launch.
 struct GemmLaunch {
   std::string problem;        // why there was none; else empty
   bool no_algorithm = false;  // the problem: cuBLASLt suggests none for this GEMM on this GPU

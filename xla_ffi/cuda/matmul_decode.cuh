@@ -122,7 +122,7 @@ struct LaneWeights {
   }
 };
 
-/// What turns codes into weights: a pair of bfloat16 for either half of the lane's 32 codes.
+/// The factors that turn codes into weights: a pair of bfloat16 for either half of the lane's 32 codes.
 struct LaneFactors {
   uint32_t scale[2];
   uint32_t offset;  // kInt4: -(128 + zero point)

@@ -13,7 +13,7 @@
 namespace jaxlowprec {
 namespace cuda {
 
-/// What multiplies on a route, in words.
+/// A description of a route for users.
 inline const char* route_name(MatmulRoute route) {
   switch (route) {
     case MatmulRoute::kNone: return "";

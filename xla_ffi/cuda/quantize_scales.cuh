@@ -1,4 +1,4 @@
-// What the quantisation kernels are given, and the scales of blocks (numerics.md 2 and 5 to 7).
+// The arguments of the quantisation kernels, and block scales (numerics.md 2 and 5 to 7).
 #pragma once
 
 #include "../numerics/float8_block.h"

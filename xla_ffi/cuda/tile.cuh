@@ -72,7 +72,7 @@ struct Tile {
     }
   }
 
-  /// One column of what load_pair took.
+  /// One of the two columns that load_pair read.
   JLP_DEVICE Sixteen<E> column_sixteen(const uint32_t (&pairs)[kPairWords], int column) {
     Sixteen<E> sixteen;
 #pragma unroll

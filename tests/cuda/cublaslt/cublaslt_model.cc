@@ -92,7 +92,7 @@ int bits_of(cudaDataType_t type) {
 
 bool narrow(cudaDataType_t type) { return bits_of(type) <= 8; }
 
-// --- what the handles point to
+// --- the objects behind the handles
 
 struct Operation {
   cublasComputeType_t compute;
