@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../../xla_ffi/cpu/bf16_kernels.h"
+#include "../../xla_ffi/cpu/matmul/bf16_kernels.h"
 #include "../../xla_ffi/cpu/run.h"
 #include "check.h"
 #include "kernel_data.h"

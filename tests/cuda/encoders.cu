@@ -1,5 +1,5 @@
 // Every number of an array quantised by itself: what tests/cuda/encoders_test.cc compares with the rules.
-#include "../../xla_ffi/cuda/quantize_codes.cuh"
+#include "../../xla_ffi/cuda/quantize/quantize_codes.cuh"
 #include "encoders.h"
 
 namespace jaxlowprec {

@@ -1,7 +1,7 @@
 // Kernels: dequantize.cu
 // The GEMM of few rows by a 4-bit weight: within numerics.md 9's bound of the float64 product of the decoded operands, the
 // same bytes in every order of threads and whatever other rows there are, the weight read once.
-#include "../../xla_ffi/cuda/matmul_decode.h"
+#include "../../xla_ffi/cuda/weight_only/matmul_decode.h"
 
 #include <cuda_runtime.h>
 
