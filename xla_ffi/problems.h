@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "numerics/code_types.h"
+
 namespace jaxlowprec {
 
 enum class ElementType : int32_t { kBF16, kF16, kF32 };
@@ -11,9 +13,7 @@ constexpr int element_bytes(ElementType type) { return type == ElementType::kF32
 
 // --- formats, as jaxlowprec/arrays/formats.py describes them
 
-enum class CodeType : int32_t { kE2M1, kE4M3, kE5M2, kInt4 };
-
-/// What codes are relative to.
+/// The scales that codes are multiplied by.
 enum class Scaling : int32_t {
   kTwoLevel,  // NVFP4: an E4M3 scale per block, and the amax of the matrix
   kE8M0,      // MX: a power of two per block
@@ -50,15 +50,15 @@ struct Format {
 
 /// Where stochastic rounding takes its bits from (numerics.md 4): global indices of the unsharded array.
 struct Random {
-  const uint32_t* key = nullptr;     // [batch, 2]; null: round to nearest
-  const uint32_t* rows = nullptr;    // [rows of the quantised orientation]
-  const uint32_t* groups = nullptr;  // [sixteens of elements along the quantised axis]
+  const uint32_t* key = nullptr;       // [batch, 2]; null: round to nearest
+  const uint32_t* rows = nullptr;      // [rows of the quantised orientation]
+  const uint32_t* sixteens = nullptr;  // [sixteens of the quantised axis]: runs of 16 elements
   uint32_t stream = 0;
-  int64_t rows_step = 0, groups_step = 0;  // from one matrix's indices to the next's; 0: all have the same
+  int64_t rows_step = 0, sixteens_step = 0;  // from one matrix's indices to the next's; 0: all have the same
 
   /// One matrix's.
   Random of(int64_t batch) const {
-    return key ? Random{key + 2 * batch, rows + batch * rows_step, groups + batch * groups_step, stream} : Random{};
+    return key ? Random{key + 2 * batch, rows + batch * rows_step, sixteens + batch * sixteens_step, stream} : Random{};
   }
 };
 
@@ -108,7 +108,7 @@ struct MatmulOperand {
   }
 };
 
-/// What becomes of a GEMM's sums: + bias, activation, + accumulate, one cast (numerics.md 9).
+/// The epilogue of a GEMM and its result: sums + bias, activation, + accumulate, one cast (numerics.md 9).
 struct MatmulResult {
   int64_t batch, rows, columns;  // M, N
   const float* bias;             // [batch, columns]; null: none
@@ -138,7 +138,7 @@ inline bool matmul_supports(const MatmulProblem& p) {
   const Format &a = p.a.format, &b = p.b.format;
   if (a.code == CodeType::kInt4) return false;
   if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
-  if (a.code == CodeType::kE5M2 && b.code == CodeType::kE5M2) return false;
+  if (a.code == b.code && !meets_itself(a.code)) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
   const bool mixed = a.packed() != b.packed();
   return mixed ? a.blocks(p.a.columns) == b.blocks(p.b.columns) : p.a.columns == p.b.columns;

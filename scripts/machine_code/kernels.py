@@ -23,7 +23,7 @@ class Need:
         return 0 if self.exempt else int(NEEDED_BYTES * self.read_share)
 
 
-# ElementType is 0 BF16, 1 F16, 2 F32; CodeType 0 E2M1, 1 E4M3, 2 E5M2.
+# ElementType is 0 BF16, 1 F16, 2 F32.
 NEEDS = (
     Need("amax_(plain|rotated)<.*>", in_loop=True, dynamic_shared=64),
     Need("quantize_rows<.*>", in_loop=True, dynamic_shared=640),
@@ -31,10 +31,10 @@ NEEDS = (
     Need("quantize_tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
     Need("quantize_tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
     # Half or one byte read of each code, and 2 or 4 written for it; a few scales.
-    Need(r"dequantize_kernel<0, \d, [01]>", read_share=0.6 / 2.6),
-    Need(r"dequantize_kernel<0, \d, 2>", read_share=0.6 / 4.6),
-    Need(r"dequantize_kernel<[12], \d, [01]>", read_share=1 / 3),
-    Need(r"dequantize_kernel<[12], \d, 2>", read_share=1 / 5),
+    Need(r"dequantize_kernel<E2M1, \d, [01]>", read_share=0.6 / 2.6),
+    Need(r"dequantize_kernel<E2M1, \d, 2>", read_share=0.6 / 4.6),
+    Need(r"dequantize_kernel<E\dM\d, \d, [01]>", read_share=1 / 3),
+    Need(r"dequantize_kernel<E\dM\d, \d, 2>", read_share=1 / 5),
     # As many bytes read as written.
     Need("hadamard_rows_kernel<.*>", read_share=0.5),
     Need(r"hadamard_columns_kernel<\d, 16>", read_share=0.5),

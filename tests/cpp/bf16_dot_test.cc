@@ -2,7 +2,7 @@
 // that are not: by an order, a rounding or a flush.
 #include <cmath>
 
-#include "../../xla_ffi/cpu/bf16_dot_check.h"
+#include "../../xla_ffi/cpu/matmul/bf16_dot_check.h"
 #include "check.h"
 
 namespace jaxlowprec {

@@ -22,7 +22,7 @@ inline int failures = 0;  // of the running test; checks belong on the main thre
 
 inline bool add(const char* name, void (*body)()) { return tests.push_back({name, body}), true; }
 
-/// What the checks of a scope are about: printed where one fails.
+/// Describes the checks of a scope; printed when one fails.
 class Given {
  public:
   explicit Given(std::string text) { givens.push_back(std::move(text)); }

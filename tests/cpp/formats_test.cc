@@ -155,53 +155,53 @@ TEST(e2m1_stochastic_agrees_with_the_rule_for_every_byte) {
   stochastic_agrees_for_every_byte(e2m1, 8, values, e2m1_encode_stochastic<float>);
 }
 TEST(e4m3_stochastic_agrees_with_the_rule_for_every_byte) {
-  stochastic_agrees_for_every_byte(e4m3, 0x80, {}, e4m3_encode_stochastic<float>);
+  stochastic_agrees_for_every_byte(e4m3, 0x80, {}, float8_encode_stochastic<E4M3, float>);
 }
 TEST(e5m2_stochastic_agrees_with_the_rule_for_every_byte) {
-  stochastic_agrees_for_every_byte(e5m2, 0x80, {}, e5m2_encode_stochastic<float>);
+  stochastic_agrees_for_every_byte(e5m2, 0x80, {}, float8_encode_stochastic<E5M2, float>);
 }
 
 TEST(stochastic_rounding_agrees_with_the_rule_over_all_bf16) {
   stochastic_agrees_over_all_bf16(e2m1, 8, e2m1_encode_stochastic<float>);
-  stochastic_agrees_over_all_bf16(e4m3, 0x80, e4m3_encode_stochastic<float>);
-  stochastic_agrees_over_all_bf16(e5m2, 0x80, e5m2_encode_stochastic<float>);
+  stochastic_agrees_over_all_bf16(e4m3, 0x80, float8_encode_stochastic<E4M3, float>);
+  stochastic_agrees_over_all_bf16(e5m2, 0x80, float8_encode_stochastic<E5M2, float>);
 }
 
 TEST(stochastic_rounding_never_moves_a_grid_point) {
   stochastic_never_moves_a_grid_point(e2m1, 8, e2m1_encode_stochastic<float>);
-  stochastic_never_moves_a_grid_point(e4m3, 0x80, e4m3_encode_stochastic<float>);
-  stochastic_never_moves_a_grid_point(e5m2, 0x80, e5m2_encode_stochastic<float>);
+  stochastic_never_moves_a_grid_point(e4m3, 0x80, float8_encode_stochastic<E4M3, float>);
+  stochastic_never_moves_a_grid_point(e5m2, 0x80, float8_encode_stochastic<E5M2, float>);
 }
 
 TEST(stochastic_rounding_goes_up_for_the_rounded_share_of_the_bytes) {
   stochastic_goes_up_for_the_rounded_share_of_the_bytes(e2m1, 2048, e2m1_encode_stochastic<float>);
-  stochastic_goes_up_for_the_rounded_share_of_the_bytes(e4m3, 2048, e4m3_encode_stochastic<float>);
-  stochastic_goes_up_for_the_rounded_share_of_the_bytes(e5m2, 2048, e5m2_encode_stochastic<float>);
+  stochastic_goes_up_for_the_rounded_share_of_the_bytes(e4m3, 2048, float8_encode_stochastic<E4M3, float>);
+  stochastic_goes_up_for_the_rounded_share_of_the_bytes(e5m2, 2048, float8_encode_stochastic<E5M2, float>);
 }
 
 // --- 8-bit formats: infinity and NaN are never turned into a number (numerics.md 1)
 
-TEST(e4m3_agrees_with_search_over_all_bf16) { agrees_with_search_over_all_bf16(e4m3, 0x80, e4m3_encode<float>); }
-TEST(e4m3_turns_at_every_threshold) { turns_at_every_threshold(e4m3, 0x80, e4m3_encode<float>); }
-TEST(e4m3_saturates) { saturates(e4m3, 0x80, e4m3_encode<float>); }
+TEST(e4m3_agrees_with_search_over_all_bf16) { agrees_with_search_over_all_bf16(e4m3, 0x80, float8_encode<E4M3, float>); }
+TEST(e4m3_turns_at_every_threshold) { turns_at_every_threshold(e4m3, 0x80, float8_encode<E4M3, float>); }
+TEST(e4m3_saturates) { saturates(e4m3, 0x80, float8_encode<E4M3, float>); }
 
-TEST(e5m2_agrees_with_search_over_all_bf16) { agrees_with_search_over_all_bf16(e5m2, 0x80, e5m2_encode<float>); }
-TEST(e5m2_turns_at_every_threshold) { turns_at_every_threshold(e5m2, 0x80, e5m2_encode<float>); }
-TEST(e5m2_saturates) { saturates(e5m2, 0x80, e5m2_encode<float>); }
+TEST(e5m2_agrees_with_search_over_all_bf16) { agrees_with_search_over_all_bf16(e5m2, 0x80, float8_encode<E5M2, float>); }
+TEST(e5m2_turns_at_every_threshold) { turns_at_every_threshold(e5m2, 0x80, float8_encode<E5M2, float>); }
+TEST(e5m2_saturates) { saturates(e5m2, 0x80, float8_encode<E5M2, float>); }
 
 TEST(e4m3_magnitude_saturates_infinity_too) {  // a block scale may overflow before the tensor's amax is known to be finite
-  CHECK_EQ(e4m3_encode_magnitude(kInfinity), 0x7Eu);
+  CHECK_EQ(float8_encode_magnitude<E4M3>(kInfinity), 0x7Eu);
 }
 
 TEST(float8_encodes_every_bf16_infinity_and_nan_as_nan) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const float x = bf16_number(bits);
     if (std::isfinite(x)) continue;
-    CHECK_EQ(e4m3_encode(x) & 0x7Fu, 0x7Fu);
-    CHECK(std::isnan(e4m3_decode<float>(e4m3_encode(x))));
-    CHECK(std::isnan(e5m2_decode<float>(e5m2_encode(x))));
-    CHECK_EQ(e4m3_encode_stochastic(x, 255u), e4m3_encode(x));
-    CHECK_EQ(e5m2_encode_stochastic(x, 255u), e5m2_encode(x));
+    CHECK_EQ(float8_encode<E4M3>(x) & 0x7Fu, 0x7Fu);
+    CHECK(std::isnan(float8_decode<E4M3, float>(float8_encode<E4M3>(x))));
+    CHECK(std::isnan(float8_decode<E5M2, float>(float8_encode<E5M2>(x))));
+    CHECK_EQ(float8_encode_stochastic<E4M3>(x, 255u), float8_encode<E4M3>(x));
+    CHECK_EQ(float8_encode_stochastic<E5M2>(x, 255u), float8_encode<E5M2>(x));
     CHECK_EQ(e8m0_encode_up(x), 0xFFu);
   }
 }
@@ -209,7 +209,7 @@ TEST(float8_encodes_every_bf16_infinity_and_nan_as_nan) {
 TEST(float8_decodes_all_bytes) {
   for (uint32_t byte = 0; byte < 256; ++byte) {
     const uint32_t m = byte & 0x7F;
-    const float small = e4m3_decode<float>(byte), wide = e5m2_decode<float>(byte);
+    const float small = float8_decode<E4M3, float>(byte), wide = float8_decode<E5M2, float>(byte);
     CHECK_EQ(std::signbit(small), byte >= 0x80);
     CHECK_EQ(std::signbit(wide), byte >= 0x80);
     if (m < 0x7F)

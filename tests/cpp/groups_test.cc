@@ -1,4 +1,5 @@
-// Lines that lie apart, as those of one group among others' do: the bytes of lines that adjoin, and nothing between them.
+// Lines with gaps between them, as a group's lines have in an array of several groups: the bytes are those of adjoining
+// lines, and the gaps stay as they were.
 // And many problems as one list of chunks.
 #include <atomic>
 #include <thread>
@@ -110,7 +111,7 @@ TEST(matmul_of_rows_apart_has_the_same_bytes) {
       }
 }
 
-/// What XLA's thread pool is to the kernels: tasks that may start late, or after everything is done.
+/// A stand-in for XLA's thread pool: tasks may start late, or after all work is done.
 class Pool {
  public:
   ~Pool() {

@@ -1,4 +1,5 @@
-// Int4 one group at a time, as int4_qat.md 1.2 and 1.4 word it: IEEE divisions, no numerics/int4.h. And what to run it on.
+// Int4 one group at a time, as int4_qat.md 1.2 and 1.4 word it: IEEE divisions, no numerics/int4.h. And the cases to run it
+// on.
 #pragma once
 
 #include <algorithm>
@@ -91,7 +92,7 @@ inline std::vector<uint8_t> dequantize(const Int4Matrices& m, const Int4Codes& c
 
 }  // namespace reference
 
-// --- what to run
+// --- cases
 
 constexpr ElementType kInt4Types[] = {ElementType::kBF16, ElementType::kF16, ElementType::kF32};
 

@@ -1,4 +1,4 @@
-// What the kernel tests of the CPU and of the GPU share: buffers that end where their data ends, and hostile numbers.
+// Shared by the kernel tests of the CPU and of the GPU: buffers that end where their data ends, and hostile numbers.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the CPU's kernel tests share: the kernels under test, and running all chunks of a problem.
+// Shared by the CPU's kernel tests: the kernels under test, and running all chunks of a problem.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../../xla_ffi/cpu/bf16_kernels.h"
+#include "../../xla_ffi/cpu/matmul/bf16_kernels.h"
 #include "../../xla_ffi/cpu/run.h"
 #include "check.h"
 #include "kernel_data.h"

@@ -9,7 +9,7 @@ namespace {
 /// Read before any test switches instruction sets.
 const std::string isa_at_start = kernels().isa;
 
-/// Empty or partial blocks, groups, slabs, spans and chunks on either side.
+/// Empty or partial blocks, packets, slabs, spans and chunks on either side.
 std::vector<Shape> shapes() {
   return {{1, 1},    {1, 16},   {16, 1},  {17, 33},  {3, 50},    {5, 256},   {40, 300},
           {128, 64}, {260, 20}, {256, 9}, {1, 4100}, {130, 258}, {144, 256}, {9, 4096}};
@@ -24,7 +24,7 @@ void check_amax(Shape shape, ElementType type, Data data, bool plain, bool rotat
   const int64_t batch = 2, size = shape.rows * shape.columns;
   const Buffer x(batch * size * reference::element_size(type), random() % 2 * 4);
   fill_elements(x.as(), type, 0, size, data, random);
-  fill_elements(x.as(), type, size, size, Data::kNormal, random);  // one batch entry says nothing about the other
+  fill_elements(x.as(), type, size, size, Data::kNormal, random);  // batch entries are independent
   AmaxProblem p{x.as(), type, batch, shape.rows, shape.columns, nullptr, nullptr, kDefaultSignMask};
   for_all_runs([&](const Kernels& k, bool scrambled) {
     const Buffer found(batch * 4), found_rotated(batch * 4);

@@ -14,18 +14,15 @@ namespace reference {
 /// Element k of a row.
 inline float decoded_code(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t k) {
   const uint8_t* data = operand.data + (batch * rows + row) * operand.format.row_bytes(operand.columns);
-  switch (operand.format.code) {
-    case CodeType::kE2M1: return e2m1_decode<float>(code_at(data, k));
-    case CodeType::kE4M3: return e4m3_decode<float>(data[k]);
-    default: return e5m2_decode<float>(data[k]);
-  }
+  if (operand.format.code == CodeType::kE2M1) return e2m1_decode<float>(code_at(data, k));
+  return float8_number(operand.format.code, data[k]);
 }
 
 inline float decoded_scale(const MatmulOperand& operand, int64_t rows, int64_t batch, int64_t row, int64_t block) {
   const Format& format = operand.format;
   const int64_t at = format.scaling == Scaling::kTensor ? 0 : (format.tiles ? row / format.block : row);
   const int64_t index = (batch * format.scale_rows(rows) + at) * format.scale_columns(operand.columns) + block;
-  if (format.scaling == Scaling::kTwoLevel) return e4m3_decode<float>(operand.scale[index]);
+  if (format.scaling == Scaling::kTwoLevel) return float8_decode<E4M3, float>(operand.scale[index]);
   if (format.scaling == Scaling::kE8M0) return e8m0_decode<float>(operand.scale[index]);
   float scale;
   memcpy(&scale, operand.scale + 4 * index, 4);

@@ -32,10 +32,9 @@ std::vector<Format> formats() {
 }
 
 std::string name(const Format& f) {
-  const char* const codes[] = {"e2m1", "e4m3", "e5m2"};
   const char* const scalings[] = {"two-level", "e8m0", "float32", "tensor"};
-  return std::string(codes[static_cast<int>(f.code)]) + "/" + scalings[static_cast<int>(f.scaling)] +
-         (f.tiles ? " tiles" : "");
+  return std::string(with_float(f.code, [](auto element) { return decltype(element)::kName; })) + "/" +
+         scalings[static_cast<int>(f.scaling)] + (f.tiles ? " tiles" : "");
 }
 
 /// K as it is stored: whole blocks of packed codes.
@@ -121,7 +120,7 @@ struct OperandBuffers {
     for (int64_t i = batch * scales; i < (batch + 1) * scales; ++i) {
       const bool any = numbers.any_scale && random() % 4 == 0;
       if (format.scaling == Scaling::kTwoLevel)
-        scale.as()[i] = static_cast<uint8_t>(any ? random() : random() % kE4M3NaN);
+        scale.as()[i] = static_cast<uint8_t>(any ? random() : random() % kFloat8NaN);
       else if (format.scaling == Scaling::kE8M0)
         scale.as()[i] = static_cast<uint8_t>(any ? (random() % 8 ? random() % 254 : kE8M0NaN) : 117 + random() % 20);
       else

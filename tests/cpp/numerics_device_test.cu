@@ -21,9 +21,9 @@ __host__ __device__ void apply_formats(float x, uint32_t bits, Store store) {
   store(f16_encode(x)), store(f16_decode<float>(bits));
   store(e2m1_magnitude_bits(x) - kE2M1MagicBits), store(e2m1_encode(x)), store(e2m1_encode_stochastic(x, bits & 0xFFu));
   store(e2m1_decode<float>(bits & 15u)), store(kE2M1Max);
-  store(e4m3_encode_magnitude(x)), store(e4m3_encode(x)), store(e4m3_decode<float>(bits & 0xFFu));
-  store(e5m2_encode(x)), store(e5m2_decode<float>(bits & 0xFFu));
-  store(e4m3_encode_stochastic(x, bits & 0xFFu)), store(e5m2_encode_stochastic(x, bits & 0xFFu));
+  store(float8_encode_magnitude<E4M3>(x)), store(float8_encode<E4M3>(x)), store(float8_decode<E4M3, float>(bits & 0xFFu));
+  store(float8_encode<E5M2>(x)), store(float8_decode<E5M2, float>(bits & 0xFFu));
+  store(float8_encode_stochastic<E4M3>(x, bits & 0xFFu)), store(float8_encode_stochastic<E5M2>(x, bits & 0xFFu));
   store(float8_magnitude_bits<E4M3>(x) - kFloat8Offset<E4M3>);
   store(e8m0_encode_up(x)), store(e8m0_decode<float>(bits & 0xFFu));
   store(exp_rule(x)), store(gelu_tanh(x)), store(gelu_tanh_gradient(x));
@@ -38,7 +38,7 @@ __host__ __device__ void apply_nvfp4(float x, uint32_t bits, Store store) {
   const uint32_t scale = nvfp4_block_scale(x, tensor.multiplier);
   store(tensor.decode), store(tensor.usable ? kNvfp4ProductScale : 0.0f), store(scale);
   store(nvfp4_block_encode<float>(scale, tensor.decode));
-  store(nvfp4_decode<float>(bits & 15u, e4m3_decode<float>(scale), x));
+  store(nvfp4_decode<float>(bits & 15u, float8_decode<E4M3, float>(scale), x));
 }
 
 template <class Store>

@@ -143,7 +143,7 @@ TEST(nvfp4_decode_multiplies_left_to_right_and_flushes) {
         const double relative = (code >= 8 ? -1 : 1) * e2m1.value(code & 7) * e4m3.value(scale);  // exact
         const float scaled = L::flush(once(relative * g));
         const float expected = L::flush(once(static_cast<double>(scaled) * once(1.0 / 2688)));
-        CHECK_EQ(L::bits(nvfp4_decode<float>(code, e4m3_decode<float>(scale), g)), L::bits(expected));
+        CHECK_EQ(L::bits(nvfp4_decode<float>(code, float8_decode<E4M3, float>(scale), g)), L::bits(expected));
       }
 }
 

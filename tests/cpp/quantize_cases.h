@@ -1,4 +1,4 @@
-// What quantisation is tested with, on the CPU and on the GPU: formats, modes, numbers, and what is expected of a direction.
+// The cases of the quantisation tests of the CPU and of the GPU: formats, modes, numbers, and the expected results.
 #pragma once
 
 #include "check.h"
@@ -76,13 +76,13 @@ constexpr Numbers kNumbers[] = {
     {"subnormal amax", Data::kSparse, 1, 1e-39f},
 };
 
-/// One direction's inputs and what is expected of it.
+/// One direction's inputs and expected results.
 struct Direction {
   bool wanted;
   Format format;
   int64_t batch, lines, length;
-  bool own_rows, own_groups;  // whether each matrix has indices of its own
-  Buffer tensor, rows, groups, data, scale;
+  bool own_rows, own_sixteens;  // whether each matrix has indices of its own
+  Buffer tensor, rows, sixteens, data, scale;
 
   Direction(bool wanted, const Format& format, int64_t batch, int64_t lines, int64_t length, uint32_t own)
       : wanted(wanted),
@@ -91,26 +91,26 @@ struct Direction {
         lines(lines),
         length(length),
         own_rows(own % 2),
-        own_groups(own / 2 % 2),
+        own_sixteens(own / 2 % 2),
         tensor(batch * 4),
         rows((own_rows ? batch : 1) * lines * 4),
-        groups((own_groups ? batch : 1) * ((length + 15) / 16) * 4),
+        sixteens((own_sixteens ? batch : 1) * ((length + 15) / 16) * 4),
         data(batch * lines * format.row_bytes(length)),
         scale(batch * format.scales(lines, length) * format.scale_bytes()) {
     for (int64_t i = 0; i < rows.size() / 4; ++i) rows.as<uint32_t>()[i] = static_cast<uint32_t>(1000 + 7 * i);
-    for (int64_t i = 0; i < groups.size() / 4; ++i) groups.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
+    for (int64_t i = 0; i < sixteens.size() / 4; ++i) sixteens.as<uint32_t>()[i] = static_cast<uint32_t>(50 + 3 * i);
   }
 
   bool has_tensor() const { return format.scaling == Scaling::kTwoLevel || format.scaling == Scaling::kTensor; }
 
   void set_inputs(QuantizeDirection& direction, const uint32_t* key, uint32_t stream) const {
     if (has_tensor()) direction.tensor = tensor.as<float>();
-    if (key) direction.random = random(key, rows.as<uint32_t>(), groups.as<uint32_t>(), stream);
+    if (key) direction.random = random(key, rows.as<uint32_t>(), sixteens.as<uint32_t>(), stream);
   }
 
   /// With pointers into whatever memory.
-  Random random(const uint32_t* key, const uint32_t* row_ids, const uint32_t* group_ids, uint32_t stream) const {
-    return {key, row_ids, group_ids, stream, own_rows ? lines : 0, own_groups ? (length + 15) / 16 : 0};
+  Random random(const uint32_t* key, const uint32_t* row_ids, const uint32_t* sixteen_ids, uint32_t stream) const {
+    return {key, row_ids, sixteen_ids, stream, own_rows ? lines : 0, own_sixteens ? (length + 15) / 16 : 0};
   }
 
   /// Fills in the amax, or the encode scale, of every batch entry, and from it the expected bytes.
@@ -136,7 +136,7 @@ struct Direction {
   }
 };
 
-/// Two matrices x to quantise, and what is expected of either direction.
+/// Two matrices x to quantise, and the expected results of both directions.
 struct QuantizeCase {
   static constexpr int64_t kBatch = 2;
   Buffer key;

@@ -20,11 +20,11 @@ struct BlockScale {
 };
 
 inline float maximum(CodeType code) {
-  return code == CodeType::kE2M1 ? E2M1::kMax : code == CodeType::kE4M3 ? E4M3::kMax : E5M2::kMax;
+  return with_float(code, [](auto element) { return decltype(element)::kMax; });
 }
 
 inline MxElement mx_element(CodeType code) {
-  return code == CodeType::kE2M1 ? kMxElement<E2M1> : code == CodeType::kE4M3 ? kMxElement<E4M3> : kMxElement<E5M2>;
+  return with_float(code, [](auto element) { return kMxElement<decltype(element)>; });
 }
 
 /// Of the block whose amax has these bits. `tensor` is the matrix's amax or encode scale, where the format has one.
@@ -33,7 +33,7 @@ inline BlockScale block_scale(const Format& f, uint32_t amax, float tensor, bool
   switch (f.scaling) {
     case Scaling::kTwoLevel: {
       const Nvfp4TensorScale scale = nvfp4_tensor_scale(tensor);
-      if (!scale.usable || amax >= kInfinityBits) return {kE4M3NaN, 0, true};
+      if (!scale.usable || amax >= kInfinityBits) return {kFloat8NaN, 0, true};
       const uint32_t byte = nvfp4_block_scale(L::from_bits(amax), scale.multiplier);
       return {byte, nvfp4_block_encode<float>(byte, scale.decode), false};
     }
@@ -53,8 +53,8 @@ inline BlockScale block_scale(const Format& f, uint32_t amax, float tensor, bool
 }
 
 inline uint32_t random_byte(const Random& random, int64_t batch, int64_t line, int64_t k) {
-  const uint32_t group = random.groups[batch * random.groups_step + k / 16];
-  uint32_t counter[4] = {group, random.rows[batch * random.rows_step + line], random.stream, 0};
+  const uint32_t sixteen = random.sixteens[batch * random.sixteens_step + k / 16];
+  uint32_t counter[4] = {sixteen, random.rows[batch * random.rows_step + line], random.stream, 0};
   philox4x32_10<float>(counter, random.key[2 * batch], random.key[2 * batch + 1]);
   return (counter[k % 16 / 4] >> (8 * (k % 4))) & 0xFFu;
 }
@@ -63,11 +63,11 @@ inline uint32_t random_byte(const Random& random, int64_t batch, int64_t line, i
 inline uint32_t code_of(CodeType code, float x, float encode, const uint32_t* byte) {
   float y = L::scaled(x, encode);
   if (std::isfinite(x)) y = std::clamp(y, -maximum(code), maximum(code));
-  switch (code) {
-    case CodeType::kE2M1: return byte ? e2m1_encode_stochastic(y, *byte) : e2m1_encode(y);
-    case CodeType::kE4M3: return byte ? e4m3_encode_stochastic(y, *byte) : e4m3_encode(y);
-    default: return byte ? e5m2_encode_stochastic(y, *byte) : e5m2_encode(y);
-  }
+  if (code == CodeType::kE2M1) return byte ? e2m1_encode_stochastic(y, *byte) : e2m1_encode(y);
+  return with_float8(code, [&](auto element) {
+    using Element = decltype(element);
+    return byte ? float8_encode_stochastic<Element>(y, *byte) : float8_encode<Element>(y);
+  });
 }
 
 /// Codes and scales of one matrix in one direction.
@@ -111,11 +111,10 @@ inline float decode(const DequantizeProblem& p, int64_t batch, int64_t row, int6
       &bits,
       p.scale + ((batch * f.scale_rows(p.rows) + scale_row) * f.scale_columns(p.columns) + scale_column) * f.scale_bytes(),
       f.scale_bytes());
-  const float scale = f.scaling == Scaling::kTwoLevel ? e4m3_decode<float>(bits)
+  const float scale = f.scaling == Scaling::kTwoLevel ? float8_decode<E4M3, float>(bits)
                       : f.scaling == Scaling::kE8M0   ? e8m0_decode<float>(bits)
                                                       : L::from_bits(bits);
-  if (f.code == CodeType::kE4M3) return multiply(e4m3_decode<float>(data[column]), scale);
-  if (f.code == CodeType::kE5M2) return multiply(e5m2_decode<float>(data[column]), scale);
+  if (f.code != CodeType::kE2M1) return multiply(float8_number(f.code, data[column]), scale);
   const uint32_t code = (data[column / 2] >> (column % 2 * 4)) & 15u;
   if (f.scaling == Scaling::kTwoLevel) return nvfp4_decode<float>(code, scale, L::flush(p.amax[batch]));
   return multiply(e2m1_decode<float>(code), scale);

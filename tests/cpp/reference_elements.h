@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../../xla_ffi/numerics/float16.h"
+#include "../../xla_ffi/numerics/float8.h"
 #include "../../xla_ffi/problems.h"
 
 namespace jaxlowprec {
@@ -16,6 +17,13 @@ inline float add(float a, float b) { return L::flush(L::flush(a) + L::flush(b));
 inline float multiply(float a, float b) { return L::flush(L::flush(a) * L::flush(b)); }
 inline float fused_multiply_add(float a, float b, float c) {
   return L::flush(std::fma(L::flush(a), L::flush(b), L::flush(c)));
+}
+
+// --- codes
+
+/// The number of an 8-bit code.
+inline float float8_number(CodeType type, uint32_t code) {
+  return with_float8(type, [&](auto element) { return float8_decode<decltype(element), float>(code); });
 }
 
 // --- elements

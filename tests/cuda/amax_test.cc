@@ -47,7 +47,7 @@ TEST(amax_and_rotated_amax_agree_with_the_reference) {
           const check::Given given(name(shape, type) + " data " + std::to_string(static_cast<int>(data)));
           const int64_t size = shape.rows * shape.columns, misalignment = random() % 4 * 4;
           const Buffer x(shape.batch * size * reference::element_size(type));
-          for (int64_t b = 0; b < shape.batch; ++b)  // one matrix says nothing about the next
+          for (int64_t b = 0; b < shape.batch; ++b)  // matrices are independent
             fill_elements(x.as(), type, b * size, size, b % 2 ? Data::kNormal : data, random);
           check_amax(shape, type, x, misalignment, !rotated || random() % 2, rotated, random);
         }

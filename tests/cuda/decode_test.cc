@@ -61,7 +61,7 @@ TEST(every_format_gives_exact_bfloat16) {
     check_case({format, 2, 35, 128, 128, 128}, ++seed);
     check_case({format, 1, 35, 128, 128, 144}, ++seed);  // rows of the result padded
     check_case({format, 1, 18, 136, 136, 136}, ++seed);
-    check_case({format, 1, 18, 136, 131, 131}, ++seed);  // what was padded to the other operand's length is cut off
+    check_case({format, 1, 18, 136, 131, 131}, ++seed);  // padding to the other operand's length is cut off
     check_case({format, 1, 18, 136, 131, 136}, ++seed);  // and zero instead
     check_case({format, 2, 18, 128, 120, 128}, ++seed);
     check_case({format, 3, 5, 37, 37, 40}, ++seed);

@@ -1,22 +1,23 @@
 // Every number of an array quantised by itself: what tests/cuda/encoders_test.cc compares with the rules.
-#include "../../xla_ffi/cuda/quantize_codes.cuh"
+#include "../../xla_ffi/cuda/quantize/quantize_codes.cuh"
 #include "encoders.h"
 
 namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-/// Groups of 16 elements that are multiplied by one factor, with one word of random bits for every four.
+/// Sixteens of elements that are multiplied by one factor, with one word of random bits for every four.
 template <class E, class Code, bool kStochastic>
-__global__ void encode_groups(const uint32_t* words, int64_t groups, float factor, uint32_t random_word, uint8_t* codes) {
+__global__ void encode_sixteens(const uint32_t* words, int64_t sixteens, float factor, uint32_t random_word,
+                                uint8_t* codes) {
   constexpr int kWords = kCodeWords<Code>;
-  for (int64_t g = blockIdx.x * blockDim.x + threadIdx.x; g < groups; g += gridDim.x * blockDim.x) {
-    Group<E> group;
-    for (int i = 0; i < Group<E>::kWords; ++i) group.words[i] = words[g * Group<E>::kWords + i];
+  for (int64_t g = blockIdx.x * blockDim.x + threadIdx.x; g < sixteens; g += gridDim.x * blockDim.x) {
+    Sixteen<E> sixteen;
+    for (int i = 0; i < Sixteen<E>::kWords; ++i) sixteen.words[i] = words[g * Sixteen<E>::kWords + i];
     const uint32_t random[4] = {random_word, random_word, random_word, random_word};
     uint32_t found[kWords];
-    const bool below_7 = as_float(magnitude_bits<E>(group.words)) * factor < 7.0f;
-    encode_group<Code, kStochastic>(group, factor, below_7, random, found);
+    const bool below_7 = as_float(magnitude_bits<E>(sixteen.words)) * factor < 7.0f;
+    encode_sixteen<Code, kStochastic>(sixteen, factor, below_7, random, found);
     for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(codes)[g * kWords + i] = found[i];
   }
 }
@@ -25,7 +26,7 @@ template <class E, class Code>
 cudaError_t launch(const EncodeProblem& p) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(4), config.blockDim = dim3(64);
-  const auto kernel = p.stochastic ? encode_groups<E, Code, true> : encode_groups<E, Code, false>;
+  const auto kernel = p.stochastic ? encode_sixteens<E, Code, true> : encode_sixteens<E, Code, false>;
   return cudaLaunchKernelEx(&config, kernel, static_cast<const uint32_t*>(p.x), p.count / 16, p.factor, p.random_word,
                             p.codes);
 }
@@ -35,11 +36,7 @@ cudaError_t launch(const EncodeProblem& p) {
 cudaError_t encode(const EncodeProblem& p) {
   return with_element(p.type, [&](auto element) {
     using E = decltype(element);
-    switch (p.code) {
-      case CodeType::kE2M1: return launch<E, E2M1>(p);
-      case CodeType::kE4M3: return launch<E, E4M3>(p);
-      default: return launch<E, E5M2>(p);
-    }
+    return with_float(p.code, [&](auto code) { return launch<E, decltype(code)>(p); });
   });
 }
 

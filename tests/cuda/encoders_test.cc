@@ -11,7 +11,7 @@ namespace {
 
 constexpr CodeType kCodes[] = {CodeType::kE2M1, CodeType::kE4M3, CodeType::kE5M2};
 
-/// Negative numbers too, and 16 in a group, in an order that puts large and small ones together.
+/// Negative numbers too, and 16 together, in an order that puts large and small ones together.
 Buffer all_of(uint32_t infinity) {
   const int64_t count = 0x10000;
   Buffer x(count * 2);

@@ -55,9 +55,9 @@ constexpr Format kFormats[] = {nvfp4(false),
                                float8_tensor(CodeType::kE5M2)};
 
 inline std::string name(const Format& f) {
-  const char* codes[] = {"E2M1", "E4M3", "E5M2"};
-  const char* scalings[] = {" two-level", " E8M0", " float32", " tensor"};
-  return std::string(codes[static_cast<int>(f.code)]) + scalings[static_cast<int>(f.scaling)] + (f.tiles ? " tiles" : "");
+  const char* scalings[] = {" two-level", " e8m0", " float32", " tensor"};
+  return std::string(with_float(f.code, [](auto element) { return decltype(element)::kName; })) +
+         scalings[static_cast<int>(f.scaling)] + (f.tiles ? " tiles" : "");
 }
 
 /// Codes and scales of [batch, rows, columns] elements. float32 scales: powers of two where the format says so, and poison.

@@ -38,7 +38,7 @@ TEST(multiprocessors_are_full_where_there_are_tiles_for_all) {
   CHECK_EQ(even_grid(INT32_MAX, 132, 4), 528u);
 }
 
-// --- what blocks do
+// --- the tiles of each block
 
 /// Per tile: the block that took it and how many it took before, and how often anyone did.
 struct Visits {
@@ -80,7 +80,7 @@ void check_walk(int64_t batch, int64_t down, int64_t across) {
   a.visits = {block.data(), turn.data(), count.data()};
   CHECK_EQ((launch_over_tiles<walk<kBackwards>, WalkShared>(32, a, nullptr)), cudaSuccess);
   CHECK_EQ(block.unwritten() + turn.unwritten() + count.unwritten(), 0u);
-  CHECK_EQ(count.traffic().written, 4 * tiles);  // nobody came twice
+  CHECK_EQ(count.traffic().written, 4 * tiles);  // no tile was visited twice
   for (uint32_t i = 0; i < tiles; ++i) {
     const uint32_t tile = kBackwards ? tiles - 1 - i : i;
     CHECK_EQ(block[tile], i % grid);
@@ -100,7 +100,7 @@ TEST(every_tile_is_visited_once_in_either_order) {
   device() = before;
 }
 
-// --- what the driver is asked
+// --- queries of the driver
 
 template <int kNumber>
 void asks(const WalkArguments) {}

@@ -1,5 +1,5 @@
 // Scales in the order that cuBLASLt reads, by the formulas of numerics.md 6 and of its documentation.
-#include "../../xla_ffi/cuda/layouts.h"
+#include "../../xla_ffi/cuda/matmul/layouts.h"
 
 #include <cuda_runtime.h>
 

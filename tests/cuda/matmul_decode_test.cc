@@ -1,7 +1,7 @@
 // Kernels: dequantize.cu
 // The GEMM of few rows by a 4-bit weight: within numerics.md 9's bound of the float64 product of the decoded operands, the
 // same bytes in every order of threads and whatever other rows there are, the weight read once.
-#include "../../xla_ffi/cuda/matmul_decode.h"
+#include "../../xla_ffi/cuda/weight_only/matmul_decode.h"
 
 #include <cuda_runtime.h>
 
@@ -51,7 +51,7 @@ struct Operands {
   static std::vector<uint8_t> e4m3_scales(int64_t count, bool poison, uint32_t seed) {
     std::vector<uint8_t> scales = any_bytes(count, seed);
     for (uint8_t& scale : scales)
-      if (!poison && (scale & 0x7F) == kE4M3NaN) scale = 0x7E;
+      if (!poison && (scale & 0x7F) == kFloat8NaN) scale = 0x7E;
     return scales;
   }
 

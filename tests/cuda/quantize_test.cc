@@ -1,5 +1,5 @@
 // The quantisation kernels, executed on a CPU, against the reference, byte for byte.
-// Kernels: quantize_nvfp4.cu quantize_mxfp4.cu quantize_e4m3.cu quantize_e5m2.cu
+// Kernels: quantize_*.cu
 #include "../../xla_ffi/cuda/launch.h"
 #include "../cpp/quantize_cases.h"
 #include "device_copies.h"
@@ -7,19 +7,19 @@
 namespace jaxlowprec {
 namespace {
 
-/// Parts of groups, blocks, segments and tiles on either side.
+/// Parts of sixteens, blocks, segments and tiles on either side.
 constexpr Shape kShapes[] = {{1, 1}, {17, 33}, {3, 50}, {40, 300}, {130, 144}, {200, 20}, {1, 1040}, {128, 128}, {9, 520}};
 
 /// A direction's results and inputs in the device's memory.
 struct DeviceDirection {
   const Direction& direction;
-  DeviceBytes tensor, rows, groups, data, scale;
+  DeviceBytes tensor, rows, sixteens, data, scale;
 
   DeviceDirection(const Direction& d, int64_t misalignment)
       : direction(d),
         tensor(d.tensor, 0, "tensor"),
         rows(d.rows, 0, "rows"),
-        groups(d.groups, 0, "groups"),
+        sixteens(d.sixteens, 0, "sixteens"),
         data(d.data.size(), misalignment, "data"),
         scale(d.scale.size(), misalignment, "scale") {}
 
@@ -28,7 +28,7 @@ struct DeviceDirection {
     if (!direction.wanted) return p;
     p.data = data.as(), p.scale = scale.as();
     if (direction.has_tensor()) p.tensor = tensor.as<float>();
-    if (key) p.random = direction.random(key->as<uint32_t>(), rows.as<uint32_t>(), groups.as<uint32_t>(), stream);
+    if (key) p.random = direction.random(key->as<uint32_t>(), rows.as<uint32_t>(), sixteens.as<uint32_t>(), stream);
     return p;
   }
 
@@ -86,7 +86,7 @@ TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, true); }
 
-/// What the headers of quantize_rows.cuh and quantize_tiles.cuh say is read and written.
+/// The bytes that the headers of quantize_rows.cuh and quantize_tiles.cuh say are read and written.
 TEST(quantize_reads_the_elements_once_and_writes_the_results_once) {
   std::mt19937 random(3);
   const int64_t rows = 256, columns = 1024, size = rows * columns;

@@ -15,6 +15,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxlowprec as jlp
@@ -207,6 +208,20 @@ def test_why_there_is_no_cuda(monkeypatch, options, reason):
 def test_the_reason_for_another_platform():
     assert native.why_not("cpu") is None
     assert native.why_not("tpu") == "this build of jaxlowprec has no kernels for platform 'tpu'"
+
+
+def test_the_handlers_of_floats_refuse_int4():
+    shape, int4 = jax.ShapeDtypeStruct, jlp.Int4().attributes
+    x = jnp.ones((4, 128), jnp.bfloat16)
+    codes, scale = shape((4, 64), jnp.uint8), shape((4, 1), jnp.bfloat16)
+    flags = ("rowwise", "columnwise", "rotate_columns", "stochastic", "encode_scale_given")
+    options = {flag: flag == "rowwise" for flag in flags} | {"format": int4, "sign_mask": np.int32(0)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kInt4"):
+        jax.ffi.ffi_call("jaxlowprec_quantize", (codes, scale))(x, **options)
+    arrays = [jnp.ones(s.shape, s.dtype) for s in (codes, scale)]
+    options = {"format": int4, "rotate": False, "sign_mask": np.int32(0)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kInt4"):
+        jax.ffi.ffi_call("jaxlowprec_dequantize", shape(x.shape, x.dtype))(*arrays, **options)
 
 
 def test_an_instruction_set_that_is_not_here_is_refused_by_name():

@@ -13,7 +13,7 @@ ffi::Error dequantize(Engine engine, ffi::AnyBuffer data, ffi::AnyBuffer scale, 
                       int32_t sign_mask) {
   const auto type = element_type(result->element_type());
   const auto format = decode_format(format_attributes);
-  JLP_REQUIRE(type.has_value() && format.has_value());
+  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
   const Matrices m(*result);
   const bool two_level = format->scaling == Scaling::kTwoLevel;
   JLP_REQUIRE(!rotate || two_level);

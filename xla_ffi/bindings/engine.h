@@ -1,5 +1,5 @@
-// What a handler runs on: XLA's thread pool for the CPU's kernels, a stream for the GPU's. A handler is a template over it,
-// so that buffers and attributes are decoded and checked once for both.
+// The engine that a handler runs on: XLA's thread pool for CPU kernels, a stream for GPU kernels. A handler is a template
+// over it, so that buffers and attributes are decoded and checked once for both.
 #pragma once
 
 #include <cstring>
@@ -23,7 +23,7 @@ inline void* written(ffi::ThreadPool&, ffi::AnyBuffer& buffer) {
   return buffer.untyped_data();
 }
 
-/// What an amax is folded into: the CPU's kernels find zeros there, the GPU's launch writes them itself.
+/// Zeroes the amaxes that the CPU's kernels raise. The GPU's launch zeroes them itself.
 inline void clear(ffi::ThreadPool&, uint32_t* bits, int64_t count) { std::memset(bits, 0, count * sizeof *bits); }
 
 template <class Problem>

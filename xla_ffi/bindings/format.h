@@ -25,11 +25,12 @@ std::optional<T> named(std::string_view name, const std::array<std::pair<std::st
 inline std::optional<Format> make_format(std::string_view code_name, std::string_view scaling_name,
                                          std::string_view rule_name, int32_t block, bool tiles, bool power_of_two,
                                          float amax_epsilon) {
-  using Codes = std::array<std::pair<std::string_view, CodeType>, 4>;
   using Scalings = std::array<std::pair<std::string_view, Scaling>, 5>;
   using Rules = std::array<std::pair<std::string_view, ScaleRule>, 3>;
-  constexpr Codes kCodes = {
-      {{"e2m1", CodeType::kE2M1}, {"e4m3", CodeType::kE4M3}, {"e5m2", CodeType::kE5M2}, {"int4", CodeType::kInt4}}};
+#define JLP_NAMED(Type) std::pair(std::string_view(Type::kName), CodeType::k##Type),
+  constexpr std::array kCodes = {JLP_NAMED(E2M1) JLP_FLOAT8_TYPES(JLP_NAMED)
+                                     std::pair(std::string_view("int4"), CodeType::kInt4)};
+#undef JLP_NAMED
   constexpr Scalings kScalings = {{{"two_level", Scaling::kTwoLevel},
                                    {"e8m0", Scaling::kE8M0},
                                    {"float32", Scaling::kFloat32},

@@ -122,14 +122,15 @@ struct GroupedResult {
 };
 
 /// x [..., rows, columns], sizes [..., groups], for formats with a tensor scale an amax [..., groups] a direction, and for
-/// stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines and of their groups of 16, those
+/// stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines and of their sixteens, those
 /// along the rows counted from each group's first -> data and scale per direction.
 ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sizes, ffi::RemainingArgs args,
                             ffi::RemainingRets results, ffi::Dictionary format_attributes, bool rowwise, bool columnwise,
                             bool rotate_columns, bool stochastic, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes);
-  JLP_REQUIRE(type.has_value() && format.has_value() && !format->tiles && Groups::fits(sizes));
+  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
+  JLP_REQUIRE(!format->tiles && Groups::fits(sizes));
   const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor;
   const size_t directions = rowwise + columnwise, tensors = has_tensor ? directions : 0;
   JLP_REQUIRE(!rotate_columns || format->scaling == Scaling::kTwoLevel);
@@ -163,14 +164,15 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     if (!stochastic) continue;
     const auto key = args.get<ffi::Buffer<ffi::U32>>(tensors);
     const auto line_ids = args.get<ffi::Buffer<ffi::U32>>(tensors + 1 + 2 * i);
-    const auto group_ids = args.get<ffi::Buffer<ffi::U32>>(tensors + 2 + 2 * i);
+    const auto sixteen_ids = args.get<ffi::Buffer<ffi::U32>>(tensors + 2 + 2 * i);
     if (key.has_error()) return key.error();
     if (line_ids.has_error()) return line_ids.error();
-    if (group_ids.has_error()) return group_ids.error();
+    if (sixteen_ids.has_error()) return sixteen_ids.error();
     JLP_REQUIRE(key->element_count() == 2 * groups.all().size());
     JLP_REQUIRE(static_cast<int64_t>(line_ids->element_count()) == result.lines());
-    JLP_REQUIRE(static_cast<int64_t>(group_ids->element_count()) == ((is_row ? m.columns : m.rows) + 15) / 16);
-    direction.random = {key->typed_data(), line_ids->typed_data(), group_ids->typed_data(), static_cast<uint32_t>(!is_row)};
+    JLP_REQUIRE(static_cast<int64_t>(sixteen_ids->element_count()) == ((is_row ? m.columns : m.rows) + 15) / 16);
+    direction.random = {key->typed_data(), line_ids->typed_data(), sixteen_ids->typed_data(),
+                        static_cast<uint32_t>(!is_row)};
   }
   for (const GroupedResult& result : wanted) result.clear_rest(pool, groups);
 

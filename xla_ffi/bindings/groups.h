@@ -23,7 +23,7 @@ struct Group {
 
 inline int64_t slots(int64_t rows, int64_t groups, int64_t block) { return rows / block + groups; }
 
-/// What follows the last group's rows is in none. Sizes below 0 count as 0, and groups end with the rows.
+/// Rows after the last group's belong to no group. Sizes below 0 count as 0, and groups end with the rows.
 class Groups {
  public:
   /// `sizes` [batch..., groups].

@@ -4,8 +4,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "../cpu/dispatch.h"
-#include "../cuda/matmul_plan.h"
-#include "../cuda/weight_only_plan.h"
+#include "../cuda/matmul/matmul_plan.h"
+#include "../cuda/weight_only/weight_only_plan.h"
 #include "cuda_build.h"
 #include "format.h"
 #include "handlers.h"

@@ -15,7 +15,7 @@ ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ff
                     bool encode_scale_given, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes);
-  JLP_REQUIRE(type.has_value() && format.has_value());
+  JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
   const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor;
   const size_t directions = rowwise + columnwise, tensors = has_tensor ? directions : 0;
   JLP_REQUIRE(!rotate_columns || (format->scaling == Scaling::kTwoLevel && !format->tiles));
@@ -49,21 +49,21 @@ ffi::Error quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ff
     if (!stochastic) continue;
     const auto key = args.get<ffi::Buffer<ffi::U32>>(tensors);
     const auto line_ids = args.get<ffi::Buffer<ffi::U32>>(tensors + 1 + 2 * i);
-    const auto group_ids = args.get<ffi::Buffer<ffi::U32>>(tensors + 2 + 2 * i);
+    const auto sixteen_ids = args.get<ffi::Buffer<ffi::U32>>(tensors + 2 + 2 * i);
     if (key.has_error()) return key.error();
     if (line_ids.has_error()) return line_ids.error();
-    if (group_ids.has_error()) return group_ids.error();
+    if (sixteen_ids.has_error()) return sixteen_ids.error();
     JLP_REQUIRE(static_cast<int64_t>(key->element_count()) == 2 * m.batch);
-    const int64_t groups = (length + 15) / 16, lines_given = static_cast<int64_t>(line_ids->element_count());
-    const int64_t groups_given = static_cast<int64_t>(group_ids->element_count());
+    const int64_t sixteens = (length + 15) / 16, lines_given = static_cast<int64_t>(line_ids->element_count());
+    const int64_t sixteens_given = static_cast<int64_t>(sixteen_ids->element_count());
     JLP_REQUIRE(lines_given == lines || lines_given == m.batch * lines);
-    JLP_REQUIRE(groups_given == groups || groups_given == m.batch * groups);
+    JLP_REQUIRE(sixteens_given == sixteens || sixteens_given == m.batch * sixteens);
     direction.random = {key->typed_data(),
                         line_ids->typed_data(),
-                        group_ids->typed_data(),
+                        sixteen_ids->typed_data(),
                         static_cast<uint32_t>(!is_row),
                         lines_given == lines ? 0 : lines,
-                        groups_given == groups ? 0 : groups};
+                        sixteens_given == sixteens ? 0 : sixteens};
   }
   return m.size() > 0 ? run_on(engine, "quantize", p) : ffi::Error::Success();
 }

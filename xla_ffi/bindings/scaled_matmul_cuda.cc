@@ -1,6 +1,6 @@
 #if defined(JLP_CUDA)
 
-#include "../cuda/matmul.h"
+#include "../cuda/matmul/matmul.h"
 #include "engine.h"
 #include "handlers.h"
 #include "matmul_operands.h"

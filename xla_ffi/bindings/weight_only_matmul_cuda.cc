@@ -1,6 +1,6 @@
 #if defined(JLP_CUDA)
 
-#include "../cuda/weight_only.h"
+#include "../cuda/weight_only/weight_only.h"
 #include "engine.h"
 #include "handlers.h"
 #include "weight_operands.h"

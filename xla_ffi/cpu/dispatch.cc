@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdlib>
 
-#include "bf16_kernels.h"
+#include "matmul/bf16_kernels.h"
 
 namespace jaxlowprec {
 

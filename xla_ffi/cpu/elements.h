@@ -34,7 +34,7 @@ JLP_RULE U32 block_magnitudes16(const uint16_t* p) {
 }
 
 /// The largest magnitudes of 16 * kLanes 16-bit elements, a lane's share in each.
-JLP_RULE U32 group_magnitudes16(const uint16_t* p) {
+JLP_RULE U32 packet_magnitudes16(const uint16_t* p) {
   U32 most = U32{};
   JLP_UNROLL(8)
   for (int j = 0; j < 8; ++j) most = max_halves(most, load<U32>(p + 2 * kLanes * j) & 0x7FFF7FFFu);
@@ -64,7 +64,7 @@ struct BF16 {
   /// Lane b: the float32 magnitude bits of the largest of the b-th 16 elements.
   JLP_RULE U32 block_amax(const uint16_t* p) { return block_magnitudes16(p) << 16; }
   /// The largest of all lanes' elements, in some lanes.
-  JLP_RULE U32 group_amax(const uint16_t* p) { return group_magnitudes16(p) << 16; }
+  JLP_RULE U32 packet_amax(const uint16_t* p) { return packet_magnitudes16(p) << 16; }
   /// The float32 magnitude bits of the largest of each of 2 * kLanes columns, `rows` (even) of them `stride` elements apart.
   JLP_RULE void column_amax(const uint16_t* p, int rows, int stride, uint32_t* amax) {
     const U32 most = column_magnitudes16(p, rows, stride);
@@ -92,7 +92,7 @@ struct F16 {
   using Storage = uint16_t;
 
   JLP_RULE U32 block_amax(const uint16_t* p) { return L::bits(f16_decode<F32>(block_magnitudes16(p))); }
-  JLP_RULE U32 group_amax(const uint16_t* p) { return L::bits(f16_decode<F32>(group_magnitudes16(p))); }
+  JLP_RULE U32 packet_amax(const uint16_t* p) { return L::bits(f16_decode<F32>(packet_magnitudes16(p))); }
   JLP_RULE void column_amax(const uint16_t* p, int rows, int stride, uint32_t* amax) {
     const U32 most = column_magnitudes16(p, rows, stride);
     store_interleaved(amax, L::bits(f16_decode<F32>(most & 0xFFFFu)), L::bits(f16_decode<F32>(most >> 16)));
@@ -127,7 +127,7 @@ struct Float {
     }
     return fold_eight(m, [](U32 a, U32 b) { return max_magnitude(a, b); });
   }
-  JLP_RULE U32 group_amax(const float* p) {
+  JLP_RULE U32 packet_amax(const float* p) {
     U32 most = U32{};
     JLP_UNROLL(16)
     for (int j = 0; j < 16; ++j) most = max_magnitude(most, magnitude(load<F32>(p + kLanes * j)));

@@ -10,7 +10,7 @@
 
 namespace jaxlowprec {
 
-// What a problem takes on one AVX2 core, in picoseconds, roughly: enough to tell 20 us from 200.
+// Estimated time of a problem on one AVX2 core, in picoseconds: exact enough to tell 20 us from 200.
 inline int64_t cost(const AmaxProblem& p) { return p.batch * p.rows * p.columns * (p.rotated ? 150 : 50); }
 inline int64_t cost(const QuantizeProblem& p) {
   const int64_t directions = (p.rowwise.data ? 1 : 0) + (p.columnwise.data ? 1 : 0);
@@ -31,8 +31,8 @@ inline int64_t cost(const WeightOnlyProblem& p) {
   return p.batch * p.depth * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);
 }
 
-/// Waking a sleeping worker costs the caller 8 us and it arrives 30 us later: less work than this is done sooner alone, and
-/// more threads than have this much each are not worth waking.
+/// The least work per thread, in picoseconds. Waking a sleeping worker costs the caller 8 us, and the worker starts 30 us
+/// later, so one thread does less work than this sooner.
 constexpr int64_t kBreakEven = 50'000'000;
 
 /// Problems of one kind, their chunks taken as one list: small ones share a start.

@@ -10,10 +10,10 @@ namespace jaxlowprec {
 namespace JLP_ISA {
 
 constexpr int kBlock = 16;  // elements whose maximum, random bytes or dot product come together: a block of NVFP4
-constexpr int kGroup = kBlock * kLanes;  // elements of a row handled at once: one block a lane
-constexpr int kPairs = 8;                // vectors of 2 * kLanes elements in a group
-constexpr int kSpan = 16;                // groups of a row whose scales are computed ahead of their codes
-constexpr int kSlabs = 8;                // slabs of a tile: 128 rows, so that a K-major line of 4-bit codes is 64 bytes
+constexpr int kPacket = kBlock * kLanes;  // elements of a row handled at once: a block per lane
+constexpr int kPairs = 8;                 // vectors of 2 * kLanes elements in a packet
+constexpr int kSpan = 16;                 // packets of a row whose scales are computed ahead of their codes
+constexpr int kSlabs = 8;                 // slabs of a tile: 128 rows, so that a K-major line of 4-bit codes is 64 bytes
 constexpr int kColumnTileRows = kSlabs * kBlock;
 
 JLP_RULE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -44,7 +44,7 @@ class RowRuns {
   int64_t rows_, columns_;
 };
 
-/// One number a block, for the lanes of the j-th 2 * kLanes elements of a group: a block is 8 lanes of pairs.
+/// One number a block, for the lanes of the j-th 2 * kLanes elements of a packet: a block is 8 lanes of pairs.
 JLP_RULE F32 expand_blocks(const float* per_block, int j) {
   if (kLanes <= 8) return L::splat(per_block[j * kLanes / 8]);
   F32 factors;
@@ -81,7 +81,7 @@ struct Staged {
 };
 
 template <class E>
-using Slab = Staged<E, kBlock, kGroup>;
+using Slab = Staged<E, kBlock, kPacket>;
 
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

@@ -1,7 +1,8 @@
 // Vectors of the instruction set's native width, and the few operations on them that plain operators do not express.
 //
 // A kernel is written once against this file and compiled once per instruction set. Operators, comparisons and ?: are the
-// compilers' own vector extensions (g++ and clang); only what needs a particular instruction is spelled out per set.
+// compilers' own vector extensions (g++ and clang); an operation is written per instruction set only if it needs a
+// particular instruction.
 #pragma once
 
 #include <cstdint>

@@ -24,31 +24,31 @@ JLP_DEVICE void decode_e2m1_pair(uint32_t codes, float (&v)[8]) {
   v[i] = pair[0], v[i + 4] = pair[1];
 }
 
-/// Two E4M3 or E5M2 codes in the low bytes.
-template <CodeType kCode>
+/// Two 8-bit codes in the low bytes.
+template <class Element>
 JLP_DEVICE void decode_float8_pair(uint32_t two, float* v) {
-  if constexpr (kCode == CodeType::kE5M2) {  // float16's upper half
+  if constexpr (Element::kUpperByteOfFloat16) {  // float16's upper half
     widen<ElementType::kF16>((two & 0xFFu) << 8 | (two & 0xFF00u) << 16, v);
-  } else if constexpr (kHasFloat8Conversion) {
-    widen<ElementType::kF16>(f16x2_of_e4m3x2_hardware(two), v);
+  } else if constexpr (kHasFloat8Conversion<Element>) {
+    widen<ElementType::kF16>(f16x2_of_float8x2_hardware<Element>(two), v);
   } else {
-    v[0] = e4m3_decode<float>(two & 0xFFu), v[1] = e4m3_decode<float>((two >> 8) & 0xFFu);
+    v[0] = float8_decode<Element, float>(two & 0xFFu), v[1] = float8_decode<Element, float>((two >> 8) & 0xFFu);
   }
 }
 
 /// Eight codes, as they lie in memory.
-template <CodeType kCode>
+template <class Element>
 struct EightCodes {
-  static constexpr int kWords = kCode == CodeType::kE2M1 ? 1 : 2;
+  static constexpr int kWords = Element::kPacked ? 1 : 2;
   uint32_t words[kWords];
 
   __device__ __forceinline__ void decode(float (&v)[8]) const {
-    if constexpr (kCode == CodeType::kE2M1) {
+    if constexpr (Element::kPacked) {
       decode_e2m1_pair<0>(words[0], v), decode_e2m1_pair<1>(words[0], v);
       decode_e2m1_pair<2>(words[0], v), decode_e2m1_pair<3>(words[0], v);
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) decode_float8_pair<kCode>(words[i / 4] >> (i % 4 * 8), &v[i]);
+      for (int i = 0; i < 8; i += 2) decode_float8_pair<Element>(words[i / 4] >> (i % 4 * 8), &v[i]);
     }
   }
 };

@@ -33,7 +33,7 @@ DequantizeArguments arguments_of(const Format& f, const uint8_t* data, const uin
   return a;
 }
 
-template <CodeType kCode, Decoding kDecoding, ElementType kResult>
+template <class Element, Decoding kDecoding, ElementType kResult>
 cudaError_t launch_kernel(DequantizeArguments a, int64_t batch, cudaStream_t stream) {
   const int64_t pieces = divide_up(a.width, 16) * 2;  // of eight; a rotation has pairs of them
   a.lane_shift = std::min(log2_of(pieces), log2_of(kDequantizeThreads));
@@ -41,7 +41,7 @@ cudaError_t launch_kernel(DequantizeArguments a, int64_t batch, cudaStream_t str
   const int64_t column_tiles = divide_up(pieces, int64_t{1} << a.lane_shift);
   const int64_t row_tiles = divide_up(a.rows, int64_t{kDequantizeThreads >> a.lane_shift} * kDequantizeSteps);
   a.column_tiles = static_cast<uint32_t>(column_tiles), a.row_tiles = static_cast<uint32_t>(row_tiles);
-  return launch_blocks(dequantize_kernel<kCode, kDecoding, kResult>,
+  return launch_blocks(dequantize_kernel<Element, kDecoding, kResult>,
                        {column_tiles * row_tiles * batch, 1, 1, kDequantizeThreads}, stream, a);
 }
 
@@ -49,16 +49,13 @@ template <ElementType kResult>
 cudaError_t launch_for(CodeType code, Decoding decoding, const DequantizeArguments& a, int64_t batch, cudaStream_t stream) {
   if (batch * a.rows * a.width == 0) return cudaSuccess;
   if (!aligned(a.data, code == CodeType::kE2M1 ? 4 : 1)) return cudaErrorInvalidValue;
-  switch (code) {
-    case CodeType::kE4M3: return launch_kernel<CodeType::kE4M3, Decoding::kProduct, kResult>(a, batch, stream);
-    case CodeType::kE5M2: return launch_kernel<CodeType::kE5M2, Decoding::kProduct, kResult>(a, batch, stream);
-    default: break;
-  }
   switch (decoding) {
-    case Decoding::kTwoLevel: return launch_kernel<CodeType::kE2M1, Decoding::kTwoLevel, kResult>(a, batch, stream);
-    case Decoding::kTwoLevelRotated:
-      return launch_kernel<CodeType::kE2M1, Decoding::kTwoLevelRotated, kResult>(a, batch, stream);
-    default: return launch_kernel<CodeType::kE2M1, Decoding::kProduct, kResult>(a, batch, stream);
+    case Decoding::kTwoLevel: return launch_kernel<E2M1, Decoding::kTwoLevel, kResult>(a, batch, stream);
+    case Decoding::kTwoLevelRotated: return launch_kernel<E2M1, Decoding::kTwoLevelRotated, kResult>(a, batch, stream);
+    default:
+      return with_float(code, [&](auto element) {
+        return launch_kernel<decltype(element), Decoding::kProduct, kResult>(a, batch, stream);
+      });
   }
 }
 

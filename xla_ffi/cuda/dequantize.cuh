@@ -46,7 +46,7 @@ JLP_DEVICE uint32_t load_scale(ScaleKind kind, const uint8_t* scale, int64_t ind
 
 JLP_DEVICE float decode_scale(ScaleKind kind, uint32_t stored) {
   switch (kind) {
-    case ScaleKind::kE4M3: return e4m3_decode<float>(stored);
+    case ScaleKind::kE4M3: return float8_decode<E4M3, float>(stored);
     case ScaleKind::kE8M0: return e8m0_decode<float>(stored);
     case ScaleKind::kFloat32: return Lanes<float>::from_bits(stored);
     default: return 1.0f;
@@ -54,10 +54,10 @@ JLP_DEVICE float decode_scale(ScaleKind kind, uint32_t stored) {
 }
 
 /// Codes `column` ... of a row. Packed rows are whole blocks, so that theirs are always complete.
-template <CodeType kCode, bool kWhole>
-JLP_DEVICE EightCodes<kCode> load_codes(const DequantizeArguments& a, const uint8_t* row, int64_t column) {
-  EightCodes<kCode> codes = {};
-  if constexpr (kCode == CodeType::kE2M1) {
+template <class Element, bool kWhole>
+JLP_DEVICE EightCodes<Element> load_codes(const DequantizeArguments& a, const uint8_t* row, int64_t column) {
+  EightCodes<Element> codes = {};
+  if constexpr (Element::kPacked) {
     codes.words[0] = *reinterpret_cast<const uint32_t*>(row + column / 2);
   } else if constexpr (kWhole) {
     const uint2 words = *reinterpret_cast<const uint2*>(row + column);
@@ -108,7 +108,7 @@ JLP_DEVICE DequantizePlace dequantize_place(const DequantizeArguments& a) {
 }
 
 /// kWhole: whole eights of codes and of the result, aligned. A rotation needs a row's padding, too.
-template <CodeType kCode, Decoding kDecoding, ElementType kResult, bool kWhole, int kSteps>
+template <class Element, Decoding kDecoding, ElementType kResult, bool kWhole, int kSteps>
 JLP_DEVICE void dequantize_rows(const DequantizeArguments& a, const DequantizePlace& at) {
   const int64_t line = at.batch * a.rows + at.first;
   const uint8_t* row = a.data + line * a.row_bytes;
@@ -117,12 +117,12 @@ JLP_DEVICE void dequantize_rows(const DequantizeArguments& a, const DequantizePl
   const int coded = at.column < (kDecoding == Decoding::kTwoLevelRotated ? a.row_bytes * 2 : a.columns) ? rows : 0;
   const float amax = kDecoding == Decoding::kProduct ? 0.0f : a.amax[at.batch];
   const ScaleKind kind = kDecoding == Decoding::kProduct ? a.scale_kind : ScaleKind::kE4M3;
-  EightCodes<kCode> codes[kSteps] = {};
+  EightCodes<Element> codes[kSteps] = {};
   uint32_t scales[kSteps] = {};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step, row += at.lines * a.row_bytes) {
     if (step * at.lines >= coded) continue;
-    codes[step] = load_codes<kCode, kWhole>(a, row, at.column);
+    codes[step] = load_codes<Element, kWhole>(a, row, at.column);
     const int64_t scale_row = at.batch * a.scale_rows + ((at.first + step * at.lines) >> a.row_shift);
     scales[step] = load_scale(kind, a.scale, scale_row * a.scale_stride + (at.column >> a.column_shift));
   }
@@ -142,13 +142,13 @@ JLP_DEVICE void dequantize_rows(const DequantizeArguments& a, const DequantizePl
   }
 }
 
-template <CodeType kCode, Decoding kDecoding, ElementType kResult>
+template <class Element, Decoding kDecoding, ElementType kResult>
 static __global__ void __launch_bounds__(kDequantizeThreads, 4) dequantize_kernel(DequantizeArguments a) {
   DequantizePlace at = dequantize_place(a);
-  if (a.whole) return dequantize_rows<kCode, kDecoding, kResult, true, kDequantizeSteps>(a, at);
+  if (a.whole) return dequantize_rows<Element, kDecoding, kResult, true, kDequantizeSteps>(a, at);
 #pragma unroll 1
   for (int step = 0; step < kDequantizeSteps; ++step, at.first += at.lines)
-    dequantize_rows<kCode, kDecoding, kResult, false, 1>(a, at);
+    dequantize_rows<Element, kDecoding, kResult, false, 1>(a, at);
 }
 
 }  // namespace cuda

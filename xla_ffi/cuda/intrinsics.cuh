@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "../numerics/e2m1.h"
 #include "../numerics/float16.h"
@@ -27,7 +28,9 @@ constexpr int kArch = JLP_TEST_CUDA_ARCH;
 #else
 constexpr int kArch = 0;  // the host pass of nvcc
 #endif
-constexpr bool kHasFloat8Conversion = kArch >= 890;
+/// Whether the hardware converts to and from a type of 8-bit codes.
+template <class Code>
+constexpr bool kHasFloat8Conversion = kArch >= 890 && (std::is_same_v<Code, E4M3> || std::is_same_v<Code, E5M2>);
 // Machine code for sm_100a, sm_103a and sm_120a has it; that for sm_100, and portable code, has not.
 #if defined(JLP_TEST_CUDA_ARCH)
 constexpr bool kHasE2M1Conversion = kArch >= 1000;
@@ -72,19 +75,14 @@ JLP_DEVICE uint32_t negative_f16x2(uint32_t x) {
 }
 
 // The hardware's saturating conversions, where kHas... says so. A NaN stays one; zero keeps its sign.
-JLP_DEVICE uint32_t e4m3x2_hardware(float low, float high) {
+template <class Code>
+JLP_DEVICE uint32_t float8x2_hardware(float low, float high) {
 #if __CUDA_ARCH__ >= 890
   uint16_t y;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
-  return y;
-#else
-  return 0;
-#endif
-}
-JLP_DEVICE uint32_t e5m2x2_hardware(float low, float high) {
-#if __CUDA_ARCH__ >= 890
-  uint16_t y;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  if constexpr (std::is_same_v<Code, E4M3>)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 #else
   return 0;
@@ -100,10 +98,12 @@ JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) {
 #endif
 }
 
-/// Two E4M3 bytes as float16, exactly; NaN stays one. Where kHasFloat8Conversion says so.
-JLP_DEVICE uint32_t f16x2_of_e4m3x2_hardware(uint32_t two) {
+/// Two 8-bit codes as float16, exactly; NaN stays one. Where kHasFloat8Conversion says so.
+template <class Code>
+JLP_DEVICE uint32_t f16x2_of_float8x2_hardware(uint32_t two) {
 #if __CUDA_ARCH__ >= 890
   uint32_t y;
+  static_assert(std::is_same_v<Code, E4M3>, "E5M2 needs no conversion: it is float16's upper byte");
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(static_cast<uint16_t>(two)));
   return y;
 #else
@@ -179,24 +179,18 @@ JLP_DEVICE uint32_t negative_x2(uint32_t x, uint32_t least) {
 JLP_DEVICE uint32_t negative_bf16x2(uint32_t x) { return negative_x2(x, 0x80); }
 JLP_DEVICE uint32_t negative_f16x2(uint32_t x) { return negative_x2(x, 1); }
 
-template <class Encode>
-JLP_DEVICE uint32_t saturated_x2(float low, float high, float maximum, Encode encode) {
-  const auto code = [&](float x) {
-    const float a = absolute(x);
-    return encode(a > maximum ? Lanes<float>::from_bits((Lanes<float>::bits(x) & kSignBit) | Lanes<float>::bits(maximum))
-                              : x);
+template <class Code>
+JLP_DEVICE uint32_t float8x2_hardware(float low, float high) {
+  const auto code = [](float x) {  // infinity saturates, too
+    return float8_encode<Code>(absolute(x) > Code::kMax ? std::copysign(Code::kMax, x) : x);
   };
   return code(low) | code(high) << 8;
 }
-JLP_DEVICE uint32_t e4m3x2_hardware(float low, float high) {
-  return saturated_x2(low, high, E4M3::kMax, e4m3_encode<float>);
-}
-JLP_DEVICE uint32_t e5m2x2_hardware(float low, float high) {
-  return saturated_x2(low, high, E5M2::kMax, e5m2_encode<float>);
-}
 JLP_DEVICE uint32_t e2m1x2_hardware(float low, float high) { return e2m1_encode(low) | e2m1_encode(high) << 4; }
-JLP_DEVICE uint32_t f16x2_of_e4m3x2_hardware(uint32_t two) {
-  return f16_encode(e4m3_decode<float>(two & 0xFFu)) | f16_encode(e4m3_decode<float>((two >> 8) & 0xFFu)) << 16;
+template <class Code>
+JLP_DEVICE uint32_t f16x2_of_float8x2_hardware(uint32_t two) {
+  const auto half = [](uint32_t code) { return f16_encode(float8_decode<Code, float>(code & 0xFFu)); };
+  return half(two) | half(two >> 8) << 16;
 }
 
 JLP_DEVICE uint32_t kept(uint32_t x) { return x; }

@@ -22,7 +22,7 @@ struct Blocks {
 /// Lets a kernel have so much shared memory.
 template <class Kernel>
 cudaError_t allow_shared(Kernel kernel, size_t bytes) {
-  if (bytes <= 48 * 1024) return cudaSuccess;  // what every kernel may have without asking
+  if (bytes <= 48 * 1024) return cudaSuccess;  // every kernel may have this much without an attribute
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 

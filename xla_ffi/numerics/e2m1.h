@@ -1,16 +1,12 @@
 // E2M1, the 4-bit element of NVFP4 and MXFP4: magnitudes 0 .5 1 1.5 2 3 4 6 by code, bit 3 the sign (numerics.md 2).
 #pragma once
 
+#include "code_types.h"
 #include "lanes.h"
 
 namespace jaxlowprec {
 
-constexpr float kE2M1Max = 6.0f;
-
-struct E2M1 {
-  static constexpr int kMantissaBits = 1, kBias = 1, kLargestExponent = 2, kLargestCode = 0x7;
-  static constexpr float kMax = kE2M1Max;
-};
+constexpr float kE2M1Max = E2M1::kMax;
 
 /// The magnitude code (0 to 7) nearest to 0 <= a < 7, ties to the even code, plus kE2M1MagicBits.
 ///

@@ -1,21 +1,12 @@
-// The 8-bit formats: E4M3 (float8_e4m3fn) and E5M2 elements, E8M0 scales.
+// The 8-bit formats: floating-point elements (code_types.h), E8M0 scales.
 #pragma once
 
+#include "code_types.h"
 #include "lanes.h"
 
 namespace jaxlowprec {
 
-struct E4M3 {
-  static constexpr int kMantissaBits = 3, kBias = 7, kLargestExponent = 8, kLargestCode = 0x7E;
-  static constexpr float kMax = 448.0f, kMinNormal = 0.015625f;  // 2^-6
-};
-struct E5M2 {
-  static constexpr int kMantissaBits = 2, kBias = 15, kLargestExponent = 15, kLargestCode = 0x7B;
-  static constexpr float kMax = 57344.0f, kMinNormal = 6.103515625e-05f;  // 2^-14
-};
-
-constexpr uint32_t kE4M3NaN = 0x7Fu;
-constexpr uint32_t kE5M2NaN = 0x7Fu;
+constexpr uint32_t kFloat8NaN = 0x7Fu;  // of every type, and with its sign 0xFF
 constexpr uint32_t kE8M0NaN = 0xFFu;
 
 /// The magnitude code nearest to 0 <= a <= Element::kMax, ties to the even code, plus kFloat8Offset.
@@ -65,55 +56,41 @@ JLP_RULE Uint<F> float8_value_bits(Uint<F> m) {
 /// The sign bit of x, and a magnitude code unless x is not finite: that is NaN, never a number.
 template <class F>
 JLP_RULE Uint<F> float8_signed(F x, Uint<F> finite) {
-  return ((Lanes<F>::bits(x) >> 24) & 0x80u) | (magnitude(x) >= kInfinityBits ? fill<F>(0x7Fu) : finite);
+  return ((Lanes<F>::bits(x) >> 24) & 0x80u) | (magnitude(x) >= kInfinityBits ? fill<F>(kFloat8NaN) : finite);
 }
 
 }  // namespace detail
 
-/// E4M3 bits of 0 <= a, nearest even, saturating at 448. NaN is the caller's to handle.
-template <class F>
-JLP_RULE Uint<F> e4m3_encode_magnitude(F a) {
-  return float8_magnitude_bits<E4M3>(Lanes<F>::min(a, Lanes<F>::splat(E4M3::kMax))) - kFloat8Offset<E4M3>;
+/// Bits of 0 <= a, nearest even, saturating. NaN is the caller's to handle.
+template <class Element, class F>
+JLP_RULE Uint<F> float8_encode_magnitude(F a) {
+  return float8_magnitude_bits<Element>(Lanes<F>::min(a, Lanes<F>::splat(Element::kMax))) - kFloat8Offset<Element>;
 }
 
-/// E4M3 bits of x, nearest even, saturating; anything not finite becomes NaN, never a finite number.
-template <class F>
-JLP_RULE Uint<F> e4m3_encode(F x) {
-  return detail::float8_signed(x, e4m3_encode_magnitude(absolute(x)));
-}
-
-/// The same, rounded stochastically by one random byte.
-template <class F>
-JLP_RULE Uint<F> e4m3_encode_stochastic(F x, Uint<F> byte) {
-  return detail::float8_signed(x, float8_magnitude_stochastic<E4M3>(absolute(x), byte));
-}
-
-template <class F>
-JLP_RULE F e4m3_decode(Uint<F> byte) {
-  const Uint<F> m = byte & 0x7Fu;
-  const Uint<F> value = detail::float8_value_bits<E4M3, F>(m);
-  return Lanes<F>::from_bits(((byte & 0x80u) << 24) | (m == kE4M3NaN ? fill<F>(kNaNBits) : value));
-}
-
-/// E5M2 bits of x, nearest even, saturating at 57344; anything not finite becomes NaN.
-template <class F>
-JLP_RULE Uint<F> e5m2_encode(F x) {
-  const F a = Lanes<F>::min(absolute(x), Lanes<F>::splat(E5M2::kMax));
-  return detail::float8_signed(x, float8_magnitude_bits<E5M2>(a) - kFloat8Offset<E5M2>);
+/// Bits of x, nearest even, saturating; anything not finite becomes NaN, never a finite number.
+template <class Element, class F>
+JLP_RULE Uint<F> float8_encode(F x) {
+  return detail::float8_signed(x, float8_encode_magnitude<Element>(absolute(x)));
 }
 
 /// The same, rounded stochastically by one random byte.
-template <class F>
-JLP_RULE Uint<F> e5m2_encode_stochastic(F x, Uint<F> byte) {
-  return detail::float8_signed(x, float8_magnitude_stochastic<E5M2>(absolute(x), byte));
+template <class Element, class F>
+JLP_RULE Uint<F> float8_encode_stochastic(F x, Uint<F> byte) {
+  return detail::float8_signed(x, float8_magnitude_stochastic<Element>(absolute(x), byte));
 }
 
-template <class F>
-JLP_RULE F e5m2_decode(Uint<F> byte) {
-  const Uint<F> m = byte & 0x7Fu;
-  const Uint<F> value = detail::float8_value_bits<E5M2, F>(m);
-  const Uint<F> special = m == 0x7Cu ? fill<F>(kInfinityBits) : fill<F>(kNaNBits);
-  return Lanes<F>::from_bits(((byte & 0x80u) << 24) | (m >= 0x7Cu ? special : value));
+template <class Element, class F>
+JLP_RULE F float8_decode(Uint<F> byte) {
+  const Uint<F> m = byte & kFloat8NaN;
+  Uint<F> value = detail::float8_value_bits<Element, F>(m);
+  if constexpr (Element::kSpecial == Special::kInfinityAndNaN) {
+    constexpr uint32_t kInfinity = Element::kInfinityCode;
+    const Uint<F> special = m == kInfinity ? fill<F>(kInfinityBits) : fill<F>(kNaNBits);
+    value = m >= kInfinity ? special : value;
+  } else {
+    value = m == kFloat8NaN ? fill<F>(kNaNBits) : value;
+  }
+  return Lanes<F>::from_bits(((byte & 0x80u) << 24) | value);
 }
 
 /// E8M0 bits of the least power of two >= a (numerics.md 6): 0 for zero, at least 1 otherwise, NaN for what is not finite.

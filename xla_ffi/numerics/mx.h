@@ -6,7 +6,7 @@
 
 namespace jaxlowprec {
 
-/// What a scale depends on of the elements that it scales.
+/// The properties of an element type that its block scales depend on.
 struct MxElement {
   float inverse_maximum;
   uint32_t largest_exponent;  // of the largest element

@@ -31,14 +31,14 @@ JLP_RULE Nvfp4TensorScale nvfp4_tensor_scale(float amax) {
 template <class F>
 JLP_RULE Uint<F> nvfp4_block_scale(F block_amax, float multiplier) {
   using L = Lanes<F>;
-  return e4m3_encode_magnitude(L::min(block_amax * multiplier, L::splat(kMaxFinite)));
+  return float8_encode_magnitude<E4M3>(L::min(block_amax * multiplier, L::splat(kMaxFinite)));
 }
 
 /// enc: what the block's elements are multiplied by. S_b = 0 gives the largest finite number.
 template <class F>
 JLP_RULE F nvfp4_block_encode(Uint<F> block_scale, float tensor_decode) {
   using L = Lanes<F>;
-  const F product = L::flush(e4m3_decode<F>(block_scale) * tensor_decode);
+  const F product = L::flush(float8_decode<E4M3, F>(block_scale) * tensor_decode);
   return L::min(1.0f / product, L::splat(kMaxFinite));
 }
 

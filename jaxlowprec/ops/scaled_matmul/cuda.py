@@ -1,7 +1,7 @@
 """The GEMM's custom call on NVIDIA GPUs: tensor cores multiply; XLA applies the epilogue parts that cuBLASLt cannot do
 exactly.
 
-`xla_ffi/cuda/matmul_plan.h` says how each pair of formats is multiplied on which GPU.
+`xla_ffi/cuda/matmul/matmul_plan.h` says how each pair of formats is multiplied on which GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sum_errors(
     """How far a GEMM's sums may be from the exact ones on GPUs of that compute capability (90 for 9.0).
 
     Relative to the sum of the terms' magnitudes, before the result is rounded: the bound that tests use for random
-    operands, and the bound that no operands exceed. `xla_ffi/cuda/gemm_error.h` has the numbers,
+    operands, and the bound that no operands exceed. `xla_ffi/cuda/matmul/gemm_error.h` has the numbers,
     docs/explanation/exact_sums.md derives them.
     """
     if not float32_sums and _as_mx(a_format, capability / 10):

@@ -1,5 +1,5 @@
-// A model of cuBLASLt: the functions that xla_ffi/cuda/cublaslt.cc uses, by NVIDIA's documentation of them, in the host's
-// memory and in double precision. What the documentation forbids is refused, with the rule that it breaks.
+// A model of cuBLASLt: the functions that xla_ffi/cuda/matmul/cublaslt.cc uses, by NVIDIA's documentation of them, in the
+// host's memory and in double precision. What the documentation forbids is refused, with the rule that it breaks.
 //
 // FP8 products on compute capability 8.9 and 9.0 are added up as the tensor cores there do (fp8_sum): by the documentation
 // "periodically promoted to a higher precision", by measurements in 13 bits below the leading one.
@@ -92,7 +92,7 @@ int bits_of(cudaDataType_t type) {
 
 bool narrow(cudaDataType_t type) { return bits_of(type) <= 8; }
 
-// --- what the handles point to
+// --- the objects behind the handles
 
 struct Operation {
   cublasComputeType_t compute;

@@ -1,4 +1,4 @@
-// What a test asks of the model beside cuBLASLt's own functions; found by dlsym.
+// Functions of the model, besides cuBLASLt's own, that a test calls; found by dlsym.
 #pragma once
 
 #include <cstdint>

@@ -4,9 +4,9 @@
 
 #include "../../../xla_ffi/cuda/decode.h"
 #include "../../../xla_ffi/cuda/errors.h"
-#include "../../../xla_ffi/cuda/layouts.h"
-#include "../../../xla_ffi/cuda/matmul_decode.h"
-#include "../../../xla_ffi/cuda/matmul_plan.h"
+#include "../../../xla_ffi/cuda/matmul/layouts.h"
+#include "../../../xla_ffi/cuda/matmul/matmul_plan.h"
+#include "../../../xla_ffi/cuda/weight_only/matmul_decode.h"
 #include "../../cpp/matmul_reference.h"
 
 // --- CUDA's runtime

@@ -1,5 +1,5 @@
-// What xla_ffi/cuda/matmul.cc launches beside cuBLASLt, in its place: the same results by plain loops in the host's memory,
-// and a device whose compute capability a test chooses. The kernels themselves have tests of their own.
+// Replacements of the launches of xla_ffi/cuda/matmul/matmul.cc other than cuBLASLt: the same results by plain loops in the
+// host's memory, and a device whose compute capability a test chooses. The kernels themselves have tests of their own.
 #pragma once
 
 namespace doubles {

@@ -1,7 +1,8 @@
-// The GEMMs of xla_ffi/cuda/matmul.cc, every format on every kind of GPU, through a model of cuBLASLt (cublaslt_model.cc):
-// operands, their order, leading dimensions, scale layouts and alpha are right if the results are those of float64.
+// The GEMMs of xla_ffi/cuda/matmul/matmul.cc, every format on every kind of GPU, through a model of cuBLASLt
+// (cublaslt_model.cc): operands, their order, leading dimensions, scale layouts and alpha are right if the results are those
+// of float64.
 //   JAXLOWPREC_CUBLASLT=<path of the model's library> matmul_test
-#include "../../../xla_ffi/cuda/matmul.h"
+#include "../../../xla_ffi/cuda/matmul/matmul.h"
 
 #include <dlfcn.h>
 #include <sys/wait.h>
@@ -12,7 +13,7 @@
 #include <random>
 #include <thread>
 
-#include "../../../xla_ffi/cuda/matmul_plan.h"
+#include "../../../xla_ffi/cuda/matmul/matmul_plan.h"
 #include "../../cpp/check.h"
 #include "../../cpp/format_makers.h"
 #include "../../cpp/matmul_reference.h"

@@ -50,7 +50,7 @@ uint32_t gathered(const Thread& self) {
   return lanes;
 }
 
-/// What the lanes of `mask` did is now before what each of them does, and so is what was before that.
+/// Orders all earlier accesses of the lanes of `mask`, and all that those were ordered after, before their later accesses.
 void order_lanes(Warp& warp, uint32_t mask) {
   const Stamp now = ++machine.clock;
   if (mask == warp.present) {

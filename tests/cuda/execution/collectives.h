@@ -40,7 +40,7 @@ T shuffle(const Site& site, uint32_t mask, T value, uint32_t source) {
   return value;
 }
 
-// What intrinsics.cuh calls instead of PTX.
+// The functions that intrinsics.cuh calls instead of PTX.
 void* shared_memory();
 void copy_async(void* shared, const void* global, uint32_t bytes);
 void copy_async_commit();

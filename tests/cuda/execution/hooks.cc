@@ -1,6 +1,7 @@
-// What the compiler calls in instrumented code. -fsanitize=thread makes it announce every load and store to __tsan_...; that
-// sanitizer's own runtime is not linked, these are. -fsanitize=bounds,alignment,shift calls __ubsan_handle_... where the
-// code itself is wrong: that finds an index past an array within the shared struct, and a misaligned vector.
+// The functions that the compiler calls in instrumented code. -fsanitize=thread makes it announce every load and store to
+// __tsan_...; that sanitizer's own runtime is not linked, these are. -fsanitize=bounds,alignment,shift calls
+// __ubsan_handle_... where the code itself is wrong: that finds an index past an array within the shared struct, and a
+// misaligned vector.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

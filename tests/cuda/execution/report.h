@@ -1,4 +1,4 @@
-// What the checks found, in words.
+// The text of the checks' findings.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What is known of the memory that kernels use: which bytes exist, and who used them when.
+// Records of the memory that kernels use: which bytes exist, and which thread used them when.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What a test says to the machine that executes kernels, and what it learns from it.
+// The interface between a test and the machine that executes kernels.
 #pragma once
 
 #include <cstdint>

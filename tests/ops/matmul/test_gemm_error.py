@@ -1,4 +1,4 @@
-"""The error bounds of GEMMs on GPUs (xla_ffi/cuda/gemm_error.h), against a model of the tensor cores."""
+"""The error bounds of GEMMs on GPUs (xla_ffi/cuda/matmul/gemm_error.h), against a model of the tensor cores."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,0 +1,161 @@
+// Quantisation to MXFP8, MXFP4, Float8Block and Float8Tensor: along rows, along columns, or both in one pass over the input
+// (numerics.md 1 and 4 to 7). Where both directions have the same codes they are made once.
+// Bytes moved per element: the input once (twice with a tensor's amax), 1 or 1/2 written a direction.
+#pragma once
+
+#include <new>
+
+#include "../kernels.h"
+#include "block_rows.h"
+#include "block_tiles.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+/// The first chunk stores a tensor's scale. A tensor without one decodes to NaN everywhere, and the direction is done.
+__attribute__((noinline)) static void start_tensor(const QuantizeProblem& p, QuantizeDirection& direction, int64_t batch,
+                                                   int64_t chunk) {
+  if (!direction.data) return;
+  const float encode = BlockContext(p, direction, batch).tensor_encode, decode = float8_decode_scale(encode);
+  if (chunk == 0) memcpy(direction.scale + batch * sizeof decode, &decode, sizeof decode);
+  if (encode == encode) return;
+  if (chunk == 0) {
+    const bool is_row = &direction == &p.rowwise;
+    const int64_t lines = is_row ? p.rows : p.columns, length = is_row ? p.columns : p.rows;
+    const int64_t stride = direction.data_stride ? direction.data_stride : length;
+    for (int64_t line = batch * lines; line < (batch + 1) * lines; ++line) memset(direction.data + line * stride, 0, length);
+  }
+  direction.data = nullptr;
+}
+
+/// One operation on one matrix of the batch. E is the type of the input; the encoder knows the format and the rounding.
+template <class E>
+struct QuantizeBlocks {
+  using Storage = typename E::Storage;
+  using Tile = BlockTile<E>;
+  const BlockEncoder<E>& encoder;
+  static constexpr int64_t kStripColumns = 4 * kUnit;
+
+  // Chunks: strips of tiles where columns or square blocks are wanted, runs of rows otherwise.
+
+  static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
+
+  int64_t chunks_per_matrix(const QuantizeProblem& p) const {
+    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kStripColumns);
+    return RowRuns(p, encoder.stochastic).count();
+  }
+
+  void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
+    QuantizeProblem wanted = p;
+    if (p.format.scaling == Scaling::kTensor) {
+      start_tensor(wanted, wanted.rowwise, batch, chunk);
+      start_tensor(wanted, wanted.columnwise, batch, chunk);
+    }
+    if (!wanted.rowwise.data && !wanted.columnwise.data) return;
+    if (!by_tiles(p)) return run(wanted, batch, chunk);
+    const int64_t across = divide_up(p.columns, kStripColumns), first = chunk % across * kStripColumns;
+    for (int64_t column = first; column < std::min(first + kStripColumns, p.columns); column += kUnit)
+      tile(wanted, batch, chunk / across * kColumnTileRows, column, column + kUnit < first + kStripColumns);
+  }
+
+ private:
+  void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
+    const BlockContext context(p, p.rowwise, batch);
+    const int64_t row_bytes = p.format.row_bytes(p.columns);
+    const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
+    uint8_t* data = p.rowwise.data + batch * p.rows * row_bytes;
+    RowRuns(p, encoder.stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+      quantize_blocks_of_row<E>(encoder, x + row * p.columns + column, columns, context,
+                                encoder.stochastic ? context.random.rows[row] : 0, context.random.sixteens,
+                                data + row * row_bytes + encoder.code_bytes(column),
+                                row_scales(p, batch * p.rows + row, column));
+    });
+  }
+  /// Where the scales of a line from a column on are stored, if they are its own.
+  static uint8_t* row_scales(const QuantizeProblem& p, int64_t line, int64_t column) {
+    if (p.format.scaling == Scaling::kTensor) return nullptr;
+    return p.rowwise.scale + (line * p.format.scale_columns(p.columns) + column / p.format.block) * p.format.scale_bytes();
+  }
+
+  /// A tile of up to 128 rows by kUnit columns, in the wanted directions.
+  void tile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, bool more) const {
+    const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
+    const BlockContext context(p, columnwise ? p.columnwise : p.rowwise, batch);
+    Tile& t = *new (thread_scratch(sizeof(Tile))) Tile(p, batch, row, column, more);
+    if (columnwise || p.format.tiles) t.compute(context);
+    if (p.format.tiles) t.store_tile_scales(p, context);
+    if (rowwise) tile_rows(p, t);
+    if (!columnwise) return;
+    // To nearest, a block that both directions share has the same codes in both.
+    const bool made = !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, batch);
+    if (!made) encode_tile_columns(context, t);
+    const int lines = static_cast<int>(encoder.code_bytes(divide_up(t.input.rows, 32) * 32));
+    const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
+    uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + encoder.code_bytes(row);
+    store_transposed(t.codes, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
+    if (!context.is_shared()) t.store_column_scales(p, context);
+  }
+
+  static bool same_tensor(const QuantizeProblem& p, int64_t batch) {
+    return p.format.tiles || p.rowwise.tensor[batch] == p.columnwise.tensor[batch];
+  }
+
+  /// The rowwise half of a tile.
+  void tile_rows(const QuantizeProblem& p, Tile& t) const {
+    constexpr int kSpanRows = kSpan / kUnitPackets;
+    const BlockContext context(p, p.rowwise, t.batch);
+    alignas(64) uint32_t ids[kUnitGranules] = {};
+    if (encoder.stochastic)
+      memcpy(ids, context.random.sixteens + t.column / kBlock, divide_up(t.input.columns, kBlock) * sizeof *ids);
+    BlockSpan span;
+    RandomSpan random;
+    for (int first = 0; first < t.input.rows; first += kSpanRows) {
+      const int count = std::min(kSpanRows, t.input.rows - first), packets = count * kUnitPackets;
+      if (p.format.tiles)
+        t.take_tile_factors(context, first, count, span);
+      else
+        span.template compute<E>(t.input.x[first], packets, context);
+      if (encoder.stochastic) random.compute(context.random, context.random.rows + t.row + first, count, ids, kUnitPackets);
+      uint8_t* codes = t.codes[0] + encoder.code_bytes(first * kUnit);
+      encoder.span(t.input.x[first], packets, span, random, context, t.ahead.down(first), codes);
+      for (int r = 0; r < count; ++r) store_row(p, context, t, first + r, codes + encoder.code_bytes(r * kUnit), span, r);
+    }
+  }
+
+  void store_row(const QuantizeProblem& p, const BlockContext& context, const Tile& t, int row, const uint8_t* codes,
+                 const BlockSpan& span, int row_of_span) const {
+    const int64_t line = t.batch * p.rows + t.row + row;
+    uint8_t* data = p.rowwise.data + line * p.format.row_bytes(p.columns) + encoder.code_bytes(t.column);
+    store_codes(data, codes, p.format.row_bytes(t.input.columns));
+    if (context.is_shared()) return;
+    constexpr int kScaleBytes = kUnit / 32;  // 4 bytes for 128 elements, or 1 for 32
+    uint8_t* scales = row_scales(p, line, t.column);
+    if (t.input.columns == kUnit)
+      memcpy(scales, span.scale + row_of_span * kScaleBytes, kScaleBytes);
+    else
+      memcpy(scales, span.scale + row_of_span * kScaleBytes, p.format.blocks(t.input.columns) * context.scales.bytes());
+  }
+
+  /// The codes of a tile for the columnwise direction.
+  void encode_tile_columns(const BlockContext& context, Tile& t) const {
+    const int block = Tile::block_rows(context);
+    alignas(64) uint32_t ids[kUnit] = {}, words[4][kUnit];
+    if (encoder.stochastic) memcpy(ids, context.random.rows + t.column, t.input.columns * sizeof *ids);
+    for (int r = 0; r < t.input.rows; r += kBlock) {
+      if (encoder.stochastic)
+        random_words(context.random, ids, context.random.sixteens[(t.row + r) / kBlock], t.input.columns, words);
+      encoder.columns(t.input.x[r], t.encode[r / block], words, t.input.columns, context, t.ahead.down(r),
+                      t.codes[encoder.code_bytes(r)]);
+    }
+    const int rest = t.input.rows % 32;  // packed codes fill their last block
+    if (encoder.packed && rest > 0 && rest <= kBlock) memset(t.codes[(t.input.rows - rest + kBlock) / 2], 0, 8 * kUnit);
+    if (__builtin_expect(t.finite, 1)) return;
+    if (context.is_tensor()) return write_nan_codes<E>(t.input.x[0], t.input.rows * kUnit, t.codes[0]);
+    for (int r = 0; r < divide_up(t.input.rows, kBlock) * kBlock; ++r)
+      for (int i = 0; i < t.input.columns; ++i)
+        if (t.encode[r / block][i] != t.encode[r / block][i]) t.codes[encoder.code_bytes(r)][i] = 0;
+  }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

@@ -1,0 +1,419 @@
+// NVFP4 quantisation along rows, along columns, or both in one pass over the input (numerics.md 2 to 4).
+//
+// Rows: a packet of kLanes blocks at a time. The maxima of 8 vectors fold pairwise until lane b holds block b's amax, scale
+// bytes and their inverses are computed for all blocks at once, and the codes of two neighbours meet in one byte. Scales of
+// a span of packets come before their codes, so that one packet's long chain of dependent steps hides behind the others'.
+// Columns: 16 rows of a vector of columns at a time, so that a block's amax and its rotation are vertical; the 16 codes of a
+// column gather in 8 bytes, and 128 rows of them make one 64-byte line of the K-major result.
+// Bytes moved per element: the input once (twice with the amax), 9/16 written a direction.
+#pragma once
+
+#include "../../numerics/hadamard.h"
+#include "../../numerics/nvfp4.h"
+#include "../../problems.h"
+#include "../tiles.h"
+#include "codes.h"
+#include "random.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+/// What one matrix of the batch is quantised with.
+struct DirectionContext {
+  Nvfp4TensorScale tensor;
+  Random random;  // its own
+  alignas(64) uint32_t signs[kBlock];
+
+  DirectionContext(const QuantizeDirection& direction, int64_t batch, uint32_t sign_mask)
+      : tensor(nvfp4_tensor_scale(direction.tensor[batch])), random(direction.random.of(batch)) {
+    for (int r = 0; r < kBlock; ++r) signs[r] = ((sign_mask >> r) & 1u) << 31;
+  }
+};
+
+// --- scales
+
+/// Scale bytes and inverse scales of kLanes blocks. False when a block is out of the ordinary: its scaled elements may
+/// saturate (the scale underflowed, or the given amax was too small), or it is poisoned: it holds NaN or infinity though the
+/// given amax was finite. A poisoned block's scale and inverse scale are NaN and its codes 0.
+JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale, F32& encode) {
+  scale = nvfp4_block_scale(L::from_bits(amax), tensor.multiplier);
+  encode = nvfp4_block_encode<F32>(scale, tensor.decode);
+  const bool ordinary = all_below(L::from_bits(amax) * encode, 7.0f);
+  if (__builtin_expect(!ordinary, 0)) {
+    scale = amax >= kInfinityBits ? fill<F32>(kFloat8NaN) : scale;
+    encode = amax >= kInfinityBits ? L::from_bits(fill<F32>(kNaNBits)) : encode;
+  }
+  return ordinary;
+}
+
+// --- rows
+
+/// Packets of a row (or of the rows of a slab) that lie together in memory: their scales, then their codes.
+struct Span {
+  alignas(64) float encode[kSpan][kLanes];
+  alignas(64) uint8_t scale[kSpan][kLanes];
+  bool ordinary;
+
+  template <class E>
+  __attribute__((noinline)) void compute(const typename E::Storage* x, int packets, const Nvfp4TensorScale& tensor) {
+    ordinary = true;
+    for (int g = 0; g < packets; ++g) {
+      U32 scales;
+      F32 factors;
+      ordinary &= block_scales(E::block_amax(x + g * kPacket), tensor, scales, factors);
+      store(encode[g], factors);
+      store_low_bytes(scale[g], scales);
+    }
+  }
+};
+
+/// The codes of packets that lie together, each by factors of its own or all by the same (kShared), `data_step` bytes apart.
+/// `ahead`, where given, is fetched for the next span: it may lie in a page that the processor does not fetch ahead by
+/// itself.
+template <class E, bool kStochastic, bool kShared>
+__attribute__((noinline)) void encode_packets(const typename E::Storage* x, int packets, const float* __restrict encode,
+                                              bool ordinary, const RandomSpan& random, const typename E::Storage* ahead,
+                                              uint8_t* __restrict data, int64_t data_step) {
+  for (int g = 0; g < packets; ++g, data += data_step) {
+    if (ahead) {
+      const char* next = reinterpret_cast<const char*>(ahead + g * kPacket);
+      for (size_t line = 0; line < kPacket * sizeof *x; line += 64) __builtin_prefetch(next + line);
+    }
+    quantize_row_packet<E, kStochastic>(x + g * kPacket, encode + (kShared ? 0 : g * kLanes), ordinary, random.bytes[g],
+                                        data);
+  }
+}
+
+/// A run of elements of one row, quantised with 1x16 blocks.
+template <class E>
+__attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, int64_t elements, bool stochastic,
+                                                const DirectionContext& context, uint32_t row, const uint32_t* blocks,
+                                                uint8_t* data, uint8_t* scale) {
+  Span span;
+  RandomSpan random;
+  const auto encode = stochastic ? encode_packets<E, true, false> : encode_packets<E, false, false>;
+  while (elements >= kPacket) {
+    const int packets = static_cast<int>(std::min<int64_t>(kSpan, elements / kPacket));
+    span.compute<E>(x, packets, context.tensor);
+    if (stochastic) random.compute(context.random, &row, 1, blocks, packets), blocks += packets * kLanes;
+    encode(x, packets, span.encode[0], span.ordinary, random, x + kSpan * kPacket, data, kPacketBytes);
+    memcpy(scale, span.scale, packets * kLanes);
+    x += packets * kPacket, elements -= packets * kPacket, data += packets * kPacketBytes, scale += packets * kLanes;
+  }
+  if (elements == 0) return;
+  alignas(64) typename E::Storage padded[kPacket] = {};
+  alignas(64) uint8_t codes[kPacketBytes];
+  alignas(64) uint32_t padded_blocks[kLanes] = {};
+  const int count = static_cast<int>(divide_up(elements, kBlock));
+  memcpy(padded, x, elements * sizeof *x);
+  if (stochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
+  span.compute<E>(padded, 1, context.tensor);
+  if (stochastic) random.compute(context.random, &row, 1, padded_blocks, 1);
+  encode(padded, 1, span.encode[0], span.ordinary, random, nullptr, codes, kPacketBytes);
+  memcpy(data, codes, count * 8);
+  memcpy(scale, span.scale, count);
+}
+
+// --- columns
+
+/// 16 rows of the even or the odd columns of a pair, rotated and rounded to the element type where asked.
+template <class E, bool kRotate, bool kOdd>
+JLP_RULE void load_columns(const typename E::Storage* x, const uint32_t* signs, F32 (&v)[kBlock]) {
+  JLP_UNROLL(16)
+  for (int r = 0; r < kBlock; ++r) {
+    const Pair pair = E::load_pair(x + r * kPacket);
+    v[r] = kOdd ? pair.odd : pair.even;
+    if (kRotate) v[r] = L::from_bits(L::bits(v[r]) ^ signs[r]);
+  }
+  if (!kRotate) return;
+  hadamard_butterfly<kBlock>(v);
+  JLP_UNROLL(16)
+  for (int r = 0; r < kBlock; ++r) v[r] = E::round_finite(v[r] * 0.25f);
+}
+
+JLP_RULE U32 column_amax(const F32 (&v)[kBlock]) {
+  U32 most = magnitude(v[0]);
+  JLP_UNROLL(16)
+  for (int r = 1; r < kBlock; ++r) most = max_magnitude(most, magnitude(v[r]));
+  return most;
+}
+
+/// The 16 codes of each lane's column: rows 0 to 7 in codes[0], 8 to 15 in codes[1].
+template <bool kStochastic, bool kSaturate>
+JLP_RULE void encode_columns(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4], U32 (&codes)[2]) {
+  constexpr uint32_t kOffsets = kCodeOffset<kStochastic> * 0x11111111u;  // of 8 codes, a nibble apart, modulo 2^32
+  JLP_UNROLL(2)
+  for (int half = 0; half < 2; ++half) {
+    U32 sum = fill<F32>(0u - kOffsets), signs = U32{};
+    JLP_UNROLL(8)
+    for (int i = 0; i < 8; ++i) {
+      const int r = 8 * half + i;
+      const F32 y = L::scaled(v[r], factor);
+      const U32 byte = kStochastic ? (random[r / 4] >> (8 * (r % 4))) & 0xFFu : U32{};
+      sum += code_bits<kStochastic, kSaturate>(y, byte) << (4 * i);
+      signs |= (L::bits(y) & kSignBit) >> (28 - 4 * i);
+    }
+    codes[half] = sum | signs;
+  }
+}
+
+/// Columns whose elements may exceed the largest code; those whose factor is NaN get codes 0.
+template <bool kStochastic>
+__attribute__((noinline)) void encode_columns_saturating(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4],
+                                                         U32 (&codes)[2]) {
+  encode_columns<kStochastic, true>(v, factor, random, codes);
+  for (U32& code : codes) code = factor != factor ? U32{} : code;
+}
+
+/// A K-major tile under construction: 8 bytes of codes and one scale a slab for each column.
+struct ColumnTile {
+  alignas(64) uint8_t data[kPacket][8 * kSlabs];
+  alignas(64) uint8_t scale[kPacket][kSlabs];
+};
+
+/// The even or odd columns of a pair: codes, and the scales unless those are the 16x16 tiles' (then `factor` is theirs).
+template <class E, bool kRotate, bool kStochastic, bool kTiles, bool kOdd>
+JLP_RULE U32 quantize_columns(const typename E::Storage* x, const DirectionContext& context, F32 factor, bool ordinary,
+                              const U32 (&random)[4], U32 (&codes)[2]) {
+  F32 v[kBlock];
+  load_columns<E, kRotate, kOdd>(x, context.signs, v);
+  U32 scale = U32{};
+  if (!kTiles) ordinary = block_scales(column_amax(v), context.tensor, scale, factor);
+  if (__builtin_expect(ordinary, 1)) {
+    encode_columns<kStochastic, false>(v, factor, random, codes);
+  } else {
+    F32 copy[kBlock];  // only copies are in memory: v and codes stay in registers
+    U32 saturated[2];
+    JLP_UNROLL(16)
+    for (int r = 0; r < kBlock; ++r) copy[r] = v[r];
+    encode_columns_saturating<kStochastic>(copy, factor, random, saturated);
+    codes[0] = saturated[0], codes[1] = saturated[1];
+  }
+  return scale;
+}
+
+/// Random words of the even and the odd columns of `pairs` pairs. Not inlined: every kind of slab shares it.
+__attribute__((noinline)) static void random_pairs(const Random& random, const uint32_t* columns, uint32_t block, int pairs,
+                                                   U32 (*words)[2][4]) {
+  const RandomKey key(random);
+  for (int j = 0; j < pairs; ++j) {
+    const U32 a = load<U32>(columns + 2 * kLanes * j), b = load<U32>(columns + 2 * kLanes * j + kLanes);
+    random_columns(key, shuffle<EvenLanes>(a, b), block, words[j][0]);
+    random_columns(key, shuffle<OddLanes>(a, b), block, words[j][1]);
+  }
+}
+
+/// The K-major half of one slab: the s-th 8 bytes of every column of the tile.
+template <class E, bool kRotate, bool kStochastic, bool kTiles>
+__attribute__((noinline)) void quantize_slab_columns(const Slab<E>& slab, const DirectionContext& context,
+                                                     const float* tile_encode, bool tiles_ordinary, const uint32_t* rows,
+                                                     uint32_t block, int s, ColumnTile& tile) {
+  const int pairs = std::min<int>(kPairs, static_cast<int>(divide_up(slab.columns, 2 * kLanes)));
+  U32 random[kStochastic ? kPairs : 1][2][4];  // words of the even and the odd columns: byte r for row r
+  if constexpr (kStochastic) random_pairs(context.random, rows, block, pairs, random);
+  for (int j = 0; j < pairs; ++j) {
+    const auto* x = slab.x[0] + 2 * kLanes * j;
+    const F32 factor = kTiles ? expand_blocks(tile_encode, j) : F32{};
+    const auto& words = random[kStochastic ? j : 0];
+    U32 even[2], odd[2];
+    const U32 even_scale =
+        quantize_columns<E, kRotate, kStochastic, kTiles, false>(x, context, factor, tiles_ordinary, words[0], even);
+    const U32 odd_scale =
+        quantize_columns<E, kRotate, kStochastic, kTiles, true>(x, context, factor, tiles_ordinary, words[1], odd);
+    alignas(64) uint64_t codes[2][kLanes];
+    alignas(64) uint32_t scales[kLanes];
+    store(&codes[0][0], shuffle<InterleaveLow>(even[0], even[1]));
+    store(&codes[0][kLanes / 2], shuffle<InterleaveHigh>(even[0], even[1]));
+    store(&codes[1][0], shuffle<InterleaveLow>(odd[0], odd[1]));
+    store(&codes[1][kLanes / 2], shuffle<InterleaveHigh>(odd[0], odd[1]));
+    store(scales, even_scale | (odd_scale << 8));
+    for (int i = 0; i < kLanes; ++i) {
+      const int column = 2 * (kLanes * j + i);
+      memcpy(&tile.data[column][8 * s], &codes[0][i], 8);
+      memcpy(&tile.data[column + 1][8 * s], &codes[1][i], 8);
+      if (kTiles) continue;
+      tile.scale[column][s] = static_cast<uint8_t>(scales[i]);
+      tile.scale[column + 1][s] = static_cast<uint8_t>(scales[i] >> 8);
+    }
+  }
+}
+
+// --- slabs and tiles
+
+/// Scales of a slab's 16x16 tiles from the maxima of its rows' blocks.
+template <class E>
+JLP_RULE bool tile_scales(const Slab<E>& slab, const Nvfp4TensorScale& tensor, float* encode, uint8_t* scale) {
+  U32 amax = U32{};
+  for (int r = 0; r < kBlock; ++r) amax = max_magnitude(amax, E::block_amax(slab.x[r]));
+  U32 scales;
+  F32 factors;
+  const bool ordinary = block_scales(amax, tensor, scales, factors);
+  store(encode, factors);
+  store_low_bytes(scale, scales);
+  return ordinary;
+}
+
+/// Bytes from one line of a direction to the next.
+struct LineStrides {
+  int64_t data, scale;
+
+  LineStrides(const QuantizeDirection& direction, int64_t blocks)
+      : data(direction.data_stride ? direction.data_stride : blocks * 8),
+        scale(direction.scale_stride ? direction.scale_stride : blocks) {}
+};
+
+/// One operation on one matrix of the batch, from one type of elements.
+template <class E>
+struct QuantizeNvfp4 {
+  using Storage = typename E::Storage;
+  bool stochastic;
+
+  static int64_t row_blocks(const QuantizeProblem& p) { return divide_up(p.columns, kBlock); }
+  static int64_t column_blocks(const QuantizeProblem& p) { return divide_up(p.rows, kBlock); }
+
+  /// The rowwise half of one slab.
+  void slab_rows(const QuantizeProblem& p, int64_t batch, const Slab<E>& slab, const DirectionContext& context,
+                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column) const {
+    const int64_t blocks = row_blocks(p), block = column / kBlock;
+    const int count = static_cast<int>(divide_up(slab.columns, kBlock));
+    Span span;
+    if (!p.format.tiles) span.compute<E>(slab.x[0], kBlock, context.tensor);
+    alignas(64) uint32_t ids[kLanes] = {};
+    if (stochastic) memcpy(ids, context.random.sixteens + block, count * sizeof *ids);
+    RandomSpan random;
+    if (stochastic) random.compute(context.random, context.random.rows + row, slab.rows, ids, 1);
+    const bool whole = count == kLanes;
+    const int64_t first = (batch * p.rows + row) * blocks + block;
+    alignas(64) uint8_t codes[kBlock][kPacketBytes];
+    uint8_t* data = whole ? p.rowwise.data + first * 8 : codes[0];
+    const int64_t step = whole ? blocks * 8 : kPacketBytes;
+    if (p.format.tiles)
+      (stochastic ? encode_packets<E, true, true> : encode_packets<E, false, true>)(slab.x[0], slab.rows, tile_encode,
+                                                                                    tiles_ordinary, random, nullptr, data,
+                                                                                    step);
+    else
+      (stochastic ? encode_packets<E, true, false> : encode_packets<E, false, false>)(slab.x[0], slab.rows, span.encode[0],
+                                                                                      span.ordinary, random, nullptr, data,
+                                                                                      step);
+    for (int r = 0; r < slab.rows; ++r) {
+      const int64_t at = first + r * blocks;
+      if (!whole) memcpy(p.rowwise.data + at * 8, codes[r], count * 8);
+      if (!p.format.tiles) memcpy(p.rowwise.scale + at, span.scale[r], count);
+    }
+  }
+
+  /// The finished K-major tile of slabs [0, slabs) to its place.
+  static void store_columns(const QuantizeProblem& p, int64_t batch, const ColumnTile& tile, int64_t row, int slabs,
+                            int64_t column, int columns) {
+    const int64_t block = row / kBlock;
+    const LineStrides strides(p.columnwise, column_blocks(p));
+    for (int c = 0; c < columns; ++c) {
+      const int64_t line = batch * p.columns + column + c;
+      uint8_t* data = p.columnwise.data + line * strides.data + block * 8;
+      if (slabs == kSlabs && reinterpret_cast<uintptr_t>(data) % 64 == 0)
+        stream_line(data, tile.data[c]);
+      else
+        memcpy(data, tile.data[c], slabs * 8);
+      if (!p.format.tiles) memcpy(p.columnwise.scale + line * strides.scale + block, tile.scale[c], slabs);
+    }
+  }
+
+  /// The columnwise half of a slab, as the problem wants it: 16x16 tiles are not rotated.
+  auto slab_columns(const QuantizeProblem& p) const {
+    if (p.format.tiles)
+      return stochastic ? quantize_slab_columns<E, false, true, true> : quantize_slab_columns<E, false, false, true>;
+    if (p.rotate_columns)
+      return stochastic ? quantize_slab_columns<E, true, true, false> : quantize_slab_columns<E, true, false, false>;
+    return stochastic ? quantize_slab_columns<E, false, true, false> : quantize_slab_columns<E, false, false, false>;
+  }
+
+  /// A tile of up to 128 rows by a packet of columns, in the wanted directions.
+  void tile(const QuantizeProblem& p, int64_t batch, int64_t first_row, int64_t column) const {
+    const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
+    const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
+    const DirectionContext row_context(rowwise ? p.rowwise : p.columnwise, batch, 0);
+    const DirectionContext column_context(columnwise ? p.columnwise : p.rowwise, batch, p.sign_mask);
+    const int64_t last_row = std::min(first_row + kColumnTileRows, p.rows);
+    const auto quantize_slab = slab_columns(p);
+    ColumnTile columns;
+    alignas(64) float encode[kLanes];
+    alignas(64) uint8_t scale[kLanes];
+    alignas(64) uint32_t ids[kPacket] = {};
+    bool ordinary = true;
+    int slabs = 0, width = 0;
+    for (int64_t row = first_row; row < last_row; row += kBlock, ++slabs) {
+      const Slab<E> slab(x, p.rows, p.columns, row, column);
+      width = slab.columns;
+      if (p.format.tiles) {
+        ordinary = tile_scales(slab, row_context.tensor, encode, scale);
+        store_tile_scales(p, batch, row / kBlock, column / kBlock, scale, static_cast<int>(divide_up(width, kBlock)));
+      }
+      if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column);
+      if (!columnwise) continue;
+      if (stochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
+      const uint32_t id = stochastic ? column_context.random.sixteens[row / kBlock] : 0;
+      quantize_slab(slab, column_context, encode, ordinary, ids, id, slabs, columns);
+    }
+    if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
+  }
+
+  /// The scales of a row of 16x16 tiles: the columnwise ones are the transposed.
+  static void store_tile_scales(const QuantizeProblem& p, int64_t batch, int64_t tile_row, int64_t tile_column,
+                                const uint8_t* scale, int count) {
+    const int64_t across = row_blocks(p), down = column_blocks(p);
+    if (p.rowwise.data) memcpy(p.rowwise.scale + (batch * down + tile_row) * across + tile_column, scale, count);
+    if (!p.columnwise.data) return;
+    for (int i = 0; i < count; ++i) p.columnwise.scale[(batch * across + tile_column + i) * down + tile_row] = scale[i];
+  }
+
+  // Chunks: tiles where columns or 16x16 blocks are wanted, runs of rows otherwise.
+
+  static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
+
+  int64_t chunks_per_matrix(const QuantizeProblem& p) const {
+    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kPacket);
+    return RowRuns(p, stochastic).count();
+  }
+
+  void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
+    QuantizeProblem wanted = p;
+    const int64_t rows_out = p.format.tiles ? column_blocks(p) : p.rows,
+                  columns_out = p.format.tiles ? row_blocks(p) : p.columns;
+    poison_if_not_finite(wanted.rowwise, batch, chunk, p.rows, rows_out, row_blocks(p));
+    poison_if_not_finite(wanted.columnwise, batch, chunk, p.columns, columns_out, column_blocks(p));
+    if (!wanted.rowwise.data && !wanted.columnwise.data) return;
+    if (!by_tiles(p)) return run(wanted, batch, chunk);
+    const int64_t across = divide_up(p.columns, kPacket);
+    const int64_t row = chunk / across * kColumnTileRows, column = chunk % across * kPacket;
+    return tile(wanted, batch, row, column);
+  }
+
+ private:
+  /// A tensor whose amax is not finite decodes to NaN everywhere: its first chunk writes that, and the direction is done.
+  static void poison_if_not_finite(QuantizeDirection& direction, int64_t batch, int64_t chunk, int64_t data_rows,
+                                   int64_t scale_rows, int64_t blocks) {
+    if (!direction.data || nvfp4_tensor_scale(direction.tensor[batch]).usable) return;
+    const LineStrides strides(direction, blocks);
+    for (int64_t row = batch * data_rows; chunk == 0 && row < (batch + 1) * data_rows; ++row)
+      memset(direction.data + row * strides.data, 0, blocks * 8);
+    for (int64_t row = batch * scale_rows; chunk == 0 && row < (batch + 1) * scale_rows; ++row)
+      memset(direction.scale + row * strides.scale, kFloat8NaN, blocks);
+    direction.data = nullptr;
+  }
+
+  void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
+    const int64_t blocks = row_blocks(p);
+    const DirectionContext context(p.rowwise, batch, 0);
+    const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
+    uint8_t* data = p.rowwise.data + batch * p.rows * blocks * 8;
+    uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
+    RowRuns(p, stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+      quantize_row_run<E>(x + row * p.columns + column, columns, stochastic, context,
+                          stochastic ? context.random.rows[row] : 0, context.random.sixteens,
+                          data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
+    });
+  }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

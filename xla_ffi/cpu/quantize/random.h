@@ -1,0 +1,57 @@
+// Random bytes of stochastic rounding: 16 for each 16 elements along the quantised axis (numerics.md 4).
+#pragma once
+
+#include "../../numerics/philox.h"
+#include "../../problems.h"
+#include "../tiles.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+/// The key and the stream, copied: if they were read through pointers, the compiler would have to read them again after
+/// every store of random bytes.
+struct RandomKey {
+  uint32_t key0, key1, stream;
+
+  explicit RandomKey(const Random& random) : key0(random.key[0]), key1(random.key[1]), stream(random.stream) {}
+};
+
+/// 16 bytes for each 16 elements of a packet.
+JLP_RULE void random_row_packet(const RandomKey& random, uint32_t row, U32 blocks, uint8_t* bytes) {
+  U32 counter[4] = {blocks, fill<F32>(row), fill<F32>(random.stream), U32{}};
+  philox4x32_10<F32>(counter, random.key0, random.key1);
+  const U32 low02 = shuffle<InterleaveLow>(counter[0], counter[2]), high02 = shuffle<InterleaveHigh>(counter[0], counter[2]);
+  const U32 low13 = shuffle<InterleaveLow>(counter[1], counter[3]), high13 = shuffle<InterleaveHigh>(counter[1], counter[3]);
+  store(bytes, shuffle<InterleaveLow>(low02, low13));
+  store(bytes + JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(low02, low13));
+  store(bytes + 2 * JLP_VECTOR_BYTES, shuffle<InterleaveLow>(high02, high13));
+  store(bytes + 3 * JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(high02, high13));
+}
+
+/// The same for 16 rows of kLanes columns: byte k of the four words is row k's.
+JLP_RULE void random_columns(const RandomKey& random, U32 columns, uint32_t block, U32 (&words)[4]) {
+  words[0] = fill<F32>(block), words[1] = columns, words[2] = fill<F32>(random.stream), words[3] = U32{};
+  philox4x32_10<F32>(words, random.key0, random.key1);
+}
+
+/// Random bytes of a span, 16 for 16 elements. They come before the codes for the same reason as the scales do.
+struct RandomSpan {
+  alignas(64) uint8_t bytes[kSpan][kPacket];
+
+  /// `packets` packets of each of `count` rows. Not inlined: all formats and types of elements share it.
+  __attribute__((noinline)) void compute(const Random& random, const uint32_t* rows, int count, const uint32_t* blocks,
+                                         int packets) {
+    const RandomKey key(random);
+    if (packets == 1) {  // all rows have the same blocks: the compiler computes once what depends only on these
+      const U32 these = load<U32>(blocks);
+      for (int r = 0; r < count; ++r) random_row_packet(key, rows[r], these, bytes[r]);
+      return;
+    }
+    for (int r = 0; r < count; ++r)
+      for (int g = 0; g < packets; ++g)
+        random_row_packet(key, rows[r], load<U32>(blocks + g * kLanes), bytes[r * packets + g]);
+  }
+};
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

@@ -1,0 +1,195 @@
+// Rows of a quantised weight as float32, 32 numbers at a time in the order of sixteen_lanes.h: codes times block scales,
+// exact (of Int4 as its scale's type rounds it, of Float8Block as float32 does). The tensor scale, where there is one, is
+// not in.
+//
+// run_length() is how many numbers share a prepared table or factor. run(i) prepares the i-th run; its unpack() gives 32
+// numbers.
+#pragma once
+
+#include "../matmul/matmul_chunks.h"
+#include "unpack_nibbles.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+/// The base of every kind of row. Constructors are always inlined: with few rows of x
+/// they are a noticeable part of the time.
+struct WeightRow {
+  const uint8_t* codes;
+  int64_t bytes;  // of codes
+  const uint8_t* scales;
+  int32_t block;
+
+  __attribute__((always_inline)) WeightRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : bytes(p.weight.format.row_bytes(p.depth)),
+        scales(scales_of_row(p.weight, p.columns, batch, row)),
+        block(p.weight.format.block) {
+    codes = p.weight.data + (batch * p.columns + row) * bytes;
+  }
+  JLP_RULE int64_t byte_of(int64_t k) { return k >> 1; }
+};
+
+/// Int4 with groups of whole 32s and scales of type E: one table of 16 numbers a group.
+template <class E>
+struct Int4Row : WeightRow {
+  static constexpr bool kInRegisters = true;
+  const uint8_t* zeros;
+
+  __attribute__((always_inline)) Int4Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : WeightRow(p, batch, row), zeros(nullptr) {
+    if (p.zero_point) zeros = p.zero_point + (scales - p.weight.scale) / 2;
+  }
+  int64_t run_length() const { return block; }
+
+  struct Run {
+    NibbleTable<E> table;
+    const uint8_t* codes;
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const { table.unpack(codes + (k >> 1), w); }
+  };
+  __attribute__((always_inline)) Run run(int64_t group) const {
+    const uint16_t scale = load<uint16_t>(scales + 2 * group);
+    const uint8_t zero = zeros ? zeros[group] : kInt4Middle;
+#if defined(JLP_ISA_AVX2)
+    if constexpr (std::is_same_v<E, BF16>) return {tables.table(scale, zero), codes};
+#endif
+    return {int4_table<E>(scale, zero), codes};
+  }
+
+#if defined(JLP_ISA_AVX2)
+ private:
+  const Int4Tables& tables = Int4Tables::all();
+#endif
+};
+
+/// Its other group sizes: a scale per element.
+template <class E>
+struct Int4AnyGroupRow : Int4Row<E> {
+  static constexpr bool kInRegisters = false;
+  int64_t depth;
+
+  Int4AnyGroupRow(const WeightOnlyProblem& p, int64_t batch, int64_t row) : Int4Row<E>(p, batch, row), depth(p.depth) {}
+  int64_t run_length() const { return INT64_MAX; }
+
+  struct Run {
+    const Int4AnyGroupRow& row;
+    void unpack(int64_t k, Sixteen (&w)[2]) const {
+      for (int half = 0; half < 2; ++half, k += kSums) {
+        F32 numbers[kParts] = {};
+        for (int i = 0; i < kSums && k + i < row.depth; ++i) {  // bytes may hold one nibble more, which has no scale
+          const int64_t group = (k + i) / row.block;
+          const float step = static_cast<float>(row.codes[(k + i) / 2] >> (k + i) % 2 * 4 & 15);
+          const float scale = int4_decode_scale<float, Int4DeployOf<E>>(load<uint16_t>(row.scales + 2 * group));
+          numbers[i / kLanes][i % kLanes] = (step - (row.zeros ? row.zeros[group] : kInt4Middle)) * scale;
+        }
+        for (F32& part : numbers) part = E::round_finite(L::flush(part));
+        w[half] = arrange(numbers);
+      }
+    }
+  };
+  Run run(int64_t) const { return {*this}; }
+};
+
+/// E2M1 with an E4M3 scale for 16 codes or a power of two for 32: a ready-made table for each.
+template <int kCodes>
+struct E2M1Row : WeightRow {
+  static constexpr bool kInRegisters = true;
+  static constexpr int64_t kRun = 512;
+  const E2M1Tables& tables = kCodes == kSums ? E2M1Tables::e4m3() : E2M1Tables::e8m0();
+  __attribute__((always_inline)) E2M1Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : WeightRow(p, batch, row) {}
+  int64_t run_length() const { return kRun; }
+
+  struct Run {
+    const E2M1Tables& tables;
+    const uint8_t *codes, *scales;
+    uint8_t padded[kCodes == kSums ? kRun / 2 + kRun / kCodes : 1];
+
+    Run(const E2M1Row& row, int64_t k) : tables(row.tables), codes(row.codes + k / 2), scales(row.scales + k / kCodes) {
+      if constexpr (kCodes == kSums) {  // an odd number of blocks: not to read beyond the last
+        const int64_t left = row.bytes - k / 2;
+        if (left < kRun / 2 && left % (kUnpacked / 2) != 0) {
+          memset(padded, 0, sizeof padded);
+          memcpy(padded, codes, left), memcpy(padded + kRun / 2, scales, left / (kCodes / 2));
+          codes = padded, scales = padded + kRun / 2;
+        }
+      }
+    }
+    Run(const Run&) = delete;  // it may point into itself
+
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
+      const uint64_t at = static_cast<uint64_t>(k) % kRun;
+      const uint8_t* scale = scales + at / kCodes;
+      tables[scale[0]].unpack(tables[scale[kCodes == kSums]], codes + at / 2, w);
+    }
+  };
+  __attribute__((always_inline)) Run run(int64_t index) const { return Run(*this, index * kRun); }
+};
+
+/// 8-bit codes of any scaling; blocks are of whole 32s.
+template <class Element>
+struct Float8Row : WeightRow {
+  static constexpr bool kInRegisters = true;
+  Scaling scaling;
+
+  __attribute__((always_inline)) Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
+  JLP_RULE int64_t byte_of(int64_t k) { return k; }
+  int64_t run_length() const { return scaling == Scaling::kTensor ? INT64_MAX : block; }
+
+  struct Run {
+    const uint8_t* codes;
+    int64_t bytes;
+    F32 factor;
+
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
+      const uint8_t* from = codes + k;
+      uint8_t padded[kUnpacked];
+      if (__builtin_expect(k + kUnpacked > bytes, false)) {
+        memset(padded, 0, kUnpacked);
+        memcpy(padded, from, bytes - k);
+        from = padded;
+      }
+      JLP_UNROLL(2)
+      for (int half = 0; half < 2; ++half) {
+        F32 numbers[kParts];
+        JLP_UNROLL(4)
+        for (int i = 0; i < kParts; ++i) {
+          const U32 code = load_u8(from + half * kSums + i * kLanes);
+          numbers[i] = L::flush(float8_decode<Element, F32>(code) * factor);
+        }
+        w[half] = arrange(numbers);
+      }
+    }
+  };
+  __attribute__((always_inline)) Run run(int64_t index) const { return {codes, bytes, L::splat(scale(index))}; }
+
+ private:
+  float scale(int64_t block) const {
+    if (scaling == Scaling::kTensor) return 1.0f;
+    if (scaling == Scaling::kE8M0) return e8m0_decode<float>(scales[block]);
+    return Lanes<float>::flush(load<float>(scales + 4 * block));
+  }
+};
+
+template <class Row>
+struct Kind {
+  using type = Row;
+};
+
+/// Calls visit with the kind of a weight's rows.
+template <class Visit>
+auto with_weight_rows(const Format& format, Visit visit) {
+  const auto int4 = [&](auto element) {
+    using E = decltype(element);
+    return format.block % kUnpacked == 0 ? visit(Kind<Int4Row<E>>{}) : visit(Kind<Int4AnyGroupRow<E>>{});
+  };
+  switch (format.code) {
+    case CodeType::kInt4: return format.scale_type == ElementType::kF16 ? int4(F16{}) : int4(BF16{});
+    case CodeType::kE2M1:
+      return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16>>{}) : visit(Kind<E2M1Row<32>>{});
+    default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8Row<decltype(element)>>{}); });
+  }
+}
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec

@@ -1,0 +1,124 @@
+// Chooses how a GEMM of quantised operands is computed on a GPU, and its workspace. The choice depends only on formats,
+// sizes and compute capability, so it is known when a program is compiled. No device is asked.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "../../problems.h"
+#include "gemm.h"
+#include "gemm_error.h"
+
+namespace jaxlowprec {
+namespace cuda {
+
+/// A description of a route for users.
+inline const char* route_name(MatmulRoute route) {
+  switch (route) {
+    case MatmulRoute::kNone: return "";
+    case MatmulRoute::kSmall: return "4-bit codes decoded in registers";
+    case MatmulRoute::kDecoded: return "codes decoded to bfloat16, exactly";
+    case MatmulRoute::kTensor: return "FP8 tensor cores";
+    case MatmulRoute::kBlock128: return "FP8 tensor cores, scales of 128";
+    case MatmulRoute::kMX: return "FP8 tensor cores, scales of 32";
+    case MatmulRoute::kNVFP4: return "FP4 tensor cores";
+  }
+  return "";
+}
+
+/// Most rows of a for which reading b's codes takes longer than multiplying by them.
+constexpr int64_t kSmallRows = 16;
+/// Below this K (one block) a GEMM of FP8 blocks keeps room to be decoded, at most 256 bytes per row: cuBLASLt's manual does
+/// not say whether there is a least K.
+constexpr int64_t kBlock128Depth = 128;
+/// At least what matmul_decode.h needs for partial sums: 264 blocks of 32 columns, or one split and none.
+constexpr int64_t kSmallSums = 4 * kSmallRows * 264 * 32;
+
+struct MatmulPlan {
+  MatmulRoute route = MatmulRoute::kNone;
+  std::string problem;  // why there is no route; else empty
+  // Of one batch entry, in this order; each a multiple of kAlignment.
+  int64_t a_bytes = 0, b_bytes = 0, gemm_bytes = 0;  // what a and b (or their scales) become, and cuBLASLt's own
+  // Whether a and b may be decoded where cuBLASLt has no algorithm for the route: the workspace has room for it.
+  bool may_decode = false;
+
+  /// XLA aligns buffers to 128 bytes, cuBLASLt wants 256 for its own.
+  static constexpr int64_t kAlignment = 256;
+  int64_t workspace_bytes() const { return a_bytes + b_bytes + gemm_bytes + kAlignment; }
+};
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+/// Whether both operands are exact in bfloat16 when decoded, up to the tensor's scale.
+inline bool decodes_exactly(const MatmulProblem& p) {
+  return p.a.format.scaling != Scaling::kFloat32 || (p.a.format.power_of_two && p.b.format.power_of_two);
+}
+
+/// `capability` is 90 for 9.0.
+inline MatmulRoute matmul_route(const MatmulProblem& p, int capability, std::string& problem) {
+  const Format &a = p.a.format, &b = p.b.format;
+  const bool fast = !p.float32_sums && gemm_type(a.code) && gemm_type(b.code);  // FP8 and FP4 tensor cores are allowed
+  switch (a.scaling) {
+    case Scaling::kTwoLevel:
+      if (capability >= 100 && fast) return MatmulRoute::kNVFP4;
+      return p.rows <= kSmallRows && !p.accumulate ? MatmulRoute::kSmall : MatmulRoute::kDecoded;
+    case Scaling::kE8M0:  // cuBLASLt multiplies neither MXFP4 nor MXFP8 by MXFP4
+      return capability >= 100 && fast && !a.packed() && !b.packed() ? MatmulRoute::kMX : MatmulRoute::kDecoded;
+    case Scaling::kTensor: return capability >= 89 && fast ? MatmulRoute::kTensor : MatmulRoute::kDecoded;
+    case Scaling::kFloat16: problem = "Int4 is a format of weights"; return MatmulRoute::kNone;
+    case Scaling::kFloat32: break;
+  }
+  if (capability == 90 && fast) return MatmulRoute::kBlock128;
+  if (decodes_exactly(p)) return MatmulRoute::kDecoded;  // Python makes MXFP8 of them where it knows the GPU
+  const std::string blocks = "FP8 blocks with float32 scales that are not powers of two";
+  const std::string remedy = "quantise with power_of_two=True, or pass implementation=\"reference\"";
+  if (capability == 90)
+    problem = blocks + " have no exact bfloat16, which sums in float32 (precision=\"highest\") need: " + remedy +
+              ", or leave out precision";
+  else
+    problem = blocks + " have tensor cores only on compute capability 9.0, and no exact bfloat16: " + remedy;
+  return MatmulRoute::kNone;
+}
+
+/// The order of an operand's scales on a route.
+inline GemmScaling gemm_scaling(MatmulRoute route, const Format& format) {
+  switch (route) {
+    case MatmulRoute::kBlock128: return format.tiles ? GemmScaling::kFloat32x128x128 : GemmScaling::kFloat32x128;
+    case MatmulRoute::kMX: return GemmScaling::kE8M0x32;
+    case MatmulRoute::kNVFP4: return GemmScaling::kE4M3x16;
+    default: return GemmScaling::kNone;
+  }
+}
+
+/// Elements of a row of a decoded operand: rows of 16 bytes.
+inline int64_t decoded_width(int64_t depth) { return round_up(depth, 8); }
+
+inline MatmulPlan plan_matmul(const MatmulProblem& p, int capability) {
+  MatmulPlan plan;
+  if (capability < 80) {
+    plan.problem = "GPUs below compute capability 8.0 have no bfloat16 tensor cores: pass implementation=\"reference\"";
+    return plan;
+  }
+  plan.route = matmul_route(p, capability, plan.problem);
+  if (plan.route == MatmulRoute::kNone) return plan;
+  const int64_t decoded_row = 2 * decoded_width(p.depth());
+  if (plan.route == MatmulRoute::kSmall) {
+    plan.a_bytes = round_up(p.rows * decoded_row, MatmulPlan::kAlignment), plan.b_bytes = kSmallSums;
+    return plan;
+  }
+  plan.may_decode = plan.route == MatmulRoute::kBlock128 && p.depth() < kBlock128Depth && decodes_exactly(p);
+  const auto bytes = [&](const Format& format, int64_t rows) {
+    const int64_t decoded = round_up(rows * decoded_row, MatmulPlan::kAlignment);
+    if (plan.route == MatmulRoute::kDecoded) return decoded;
+    if (gemm_scaling(plan.route, format) == GemmScaling::kNone) return int64_t{0};
+    const int64_t scales = round_up(gemm_scale_bytes(format, rows, p.depth()), MatmulPlan::kAlignment);
+    return plan.may_decode ? std::max(decoded, scales) : scales;
+  };
+  plan.a_bytes = bytes(p.a.format, p.rows), plan.b_bytes = bytes(p.b.format, p.columns);
+  plan.gemm_bytes = kGemmWorkspace;
+  return plan;
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

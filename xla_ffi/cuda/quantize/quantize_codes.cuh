@@ -1,0 +1,163 @@
+// 16 elements to codes: scaled, rounded, packed. The same codes as numerics/ makes one at a time, in forms that take fewer
+// instructions (tests/cuda/quantize_test.cc compares them).
+//
+// To nearest, E2M1 codes are the least of three lines, each rounded by the addition of 1.5 * 2^23, and 8-bit codes are the
+// hardware's where it has the conversion. Stochastic rounding adds random bits below the code in float32's own bits: above
+// the least normal number a float's exponent and mantissa count codes, below it the grid is even, and in a + max(a, least)
+// both are one: bits that count codes from `least` on. Truncating that sum loses only what no random byte can tell apart.
+#pragma once
+
+#include "tile_elements.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+/// Words of the codes of 16 elements.
+template <class Code>
+constexpr int kCodeWords = Code::kPacked ? 2 : 4;
+
+// --- E2M1
+
+JLP_DEVICE uint32_t e2m1_nearest_bits(float a) {
+  constexpr float kMagic = 12582912.0f;
+  const float small = __fmaf_rn(a, 2.0f, kMagic), middle = __fadd_rn(a, kMagic + 2.0f),
+              large = __fmaf_rn(a, 0.5f, kMagic + 4.0f);
+  return static_cast<uint32_t>(
+      __vimin3_s32(static_cast<int>(as_bits(small)), static_cast<int>(as_bits(middle)), static_cast<int>(as_bits(large))));
+}
+
+/// Bits 3, 7, ... of elements 8 * half to 8 * half + 7 that are negative and not zero.
+template <class E>
+JLP_DEVICE uint32_t nibble_signs(const Sixteen<E>& sixteen, int half) {
+  if constexpr (E::kBytes == 4) {
+    uint32_t signs = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float x = __fadd_rn(as_float(sixteen.words[8 * half + i]), 0.0f);  // -0, and what is subnormal, become +0
+      signs |= (as_bits(x) & kSignBit) >> (28 - 4 * i);
+    }
+    return signs;
+  } else {
+    const uint32_t* words = sixteen.words + 4 * half;
+    const uint32_t first = __byte_perm(E::negative(words[0]), E::negative(words[1]), 0x7351);   // even, even, odd, odd
+    const uint32_t second = __byte_perm(E::negative(words[2]), E::negative(words[3]), 0x7351);  // elements' signs
+    const uint32_t even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
+    return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
+  }
+}
+
+// --- stochastic rounding
+
+/// What is added to the counting bits: (byte, 0.5) of 256 below the code, since 255.5 - byte steps of 256 are up; and at the
+/// top the least normal number's own bits are taken away.
+template <class Code>
+struct StochasticAddend {
+  static constexpr int kShift = 1 + Code::kMantissaBits;  // so that codes start at bit 24
+  static constexpr uint32_t kLeastExponent = 127 + 1 - Code::kBias;
+  const uint32_t bits = kept(0x8000u | ((0u - (kLeastExponent << (23 + kShift))) & 0xFF000000u));
+};
+
+/// The magnitude code of a >= 0, saturating, in the top byte; the bits below are arbitrary. `random` holds the byte.
+template <class Code>
+JLP_DEVICE uint32_t stochastic_top_byte(float a, const StochasticAddend<Code>& addend, uint32_t random, int byte) {
+  a = fminf(a, Code::kMax);
+  const float counted = __fadd_rz(a, fmaxf(a, Code::kMinNormal));
+  const uint32_t added = __byte_perm(random, addend.bits, 0x7054u | (static_cast<uint32_t>(byte) << 8));
+  return (as_bits(counted) << StochasticAddend<Code>::kShift) + added;
+}
+
+/// The top bytes of four words, in order.
+JLP_DEVICE uint32_t top_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
+}
+
+// --- 16 elements
+
+/// E2M1 codes of elements 8 * half to 8 * half + 7. Those of elements from 7 on are wrong unless they saturate.
+template <bool kStochastic, bool kSaturate, class E>
+JLP_DEVICE uint32_t encode_e2m1(const Sixteen<E>& sixteen, int half, float encode, const uint32_t (&random)[4]) {
+  const auto magnitude = [&](int i) { return __fmul_rn(fabsf(value(sixteen, 8 * half + i)), encode); };
+  if constexpr (!kStochastic && kHasE2M1Conversion) {
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const float low = __fmaf_rn(value(sixteen, 8 * half + i), encode, 0.0f);
+      const float high = __fmaf_rn(value(sixteen, 8 * half + i + 1), encode, 0.0f);
+      codes |= e2m1x2_hardware(low, high) << (4 * i);
+    }
+    return codes;
+  } else if constexpr (!kStochastic) {
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      const float a = magnitude(i);
+      codes = (codes << 4) + e2m1_nearest_bits(kSaturate ? fminf(a, kE2M1Max) : a);
+    }
+    return (codes - kE2M1MagicBits * 0x11111111u) | nibble_signs(sixteen, half);
+  } else {
+    const StochasticAddend<E2M1> addend;
+    uint32_t v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = stochastic_top_byte<E2M1>(magnitude(i), addend, random[2 * half + i / 4], i % 4);
+    const uint32_t even = top_bytes(v[0], v[2], v[4], v[6]), odd = top_bytes(v[1], v[3], v[5], v[7]);
+    return (even + (odd << 4)) | nibble_signs(sixteen, half);
+  }
+}
+
+/// 8-bit codes of elements 4 * quarter to 4 * quarter + 3, saturating. An element that is not finite gives an arbitrary
+/// code.
+template <class Code, bool kStochastic, class E>
+JLP_DEVICE uint32_t encode_float8(const Sixteen<E>& sixteen, int quarter, float encode, const uint32_t (&random)[4]) {
+  float y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y[i] = __fmaf_rn(value(sixteen, 4 * quarter + i), encode, 0.0f);
+  if constexpr (kStochastic) {
+    const StochasticAddend<Code> addend;
+    uint32_t v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i] = stochastic_top_byte<Code>(fabsf(y[i]), addend, random[quarter], i) | (as_bits(y[i]) & kSignBit);
+    return top_bytes(v[0], v[1], v[2], v[3]);
+  } else if constexpr (kHasFloat8Conversion<Code>) {
+    return float8x2_hardware<Code>(y[0], y[1]) | float8x2_hardware<Code>(y[2], y[3]) << 16;
+  } else {
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t code = float8_magnitude_bits<Code>(fminf(fabsf(y[i]), Code::kMax)) - kFloat8Offset<Code>;
+      codes |= (code | ((as_bits(y[i]) >> 24) & 0x80u)) << (8 * i);
+    }
+    return codes;
+  }
+}
+
+/// Codes of a sixteen. `below_7`: no scaled element is larger.
+template <class Code, bool kStochastic, class E>
+JLP_DEVICE void encode_sixteen(const Sixteen<E>& sixteen, float encode, bool below_7, const uint32_t (&random)[4],
+                               uint32_t (&codes)[kCodeWords<Code>]) {
+  if constexpr (!Code::kPacked) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] = encode_float8<Code, kStochastic>(sixteen, i, encode, random);
+  } else if (kStochastic || kHasE2M1Conversion || below_7) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) codes[half] = encode_e2m1<kStochastic, false>(sixteen, half, encode, random);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) codes[half] = encode_e2m1<kStochastic, true>(sixteen, half, encode, random);
+  }
+}
+
+/// Elements that are not finite become NaN with their sign, where no block's scale says so (numerics.md 1 and 7).
+template <class E>
+JLP_DEVICE void put_nan_codes(const Sixteen<E>& sixteen, uint32_t (&codes)[4]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t word = sixteen.words[i * E::kBytes / 4];
+    const uint32_t bits = E::kBytes == 4 || i % 2 ? word : word << 16;  // the element's at the top
+    const uint32_t nan = (0x7Fu | (bits >> 24 & 0x80u)) << (8 * (i % 4));
+    if ((bits & kMagnitudeBits) >= E::kInfinity) codes[i / 4] = (codes[i / 4] & ~(0xFFu << (8 * (i % 4)))) | nan;
+  }
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

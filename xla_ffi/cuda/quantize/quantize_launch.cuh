@@ -1,0 +1,82 @@
+// From a QuantizeProblem to a launch of one of the kernels. Included by a source file for each type of code.
+#pragma once
+
+#include "quantize.h"
+#include "quantize_rows.cuh"
+#include "quantize_tiles.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+inline DirectionArguments direction_arguments(const Format& f, const QuantizeDirection& d, int64_t lines, int64_t length) {
+  const int64_t row_bytes = f.row_bytes(length), piece = f.packed() ? 8 : 16;
+  const bool pieces = aligned(d.data, piece) && row_bytes % piece == 0;
+  return {d.tensor, d.data, d.scale, d.random, row_bytes, f.scale_rows(lines), f.scale_columns(length), pieces};
+}
+
+template <class E, class Code>
+QuantizeArguments quantize_arguments(const QuantizeProblem& p) {
+  const Format& f = p.format;
+  QuantizeArguments a = {};
+  a.x = p.x, a.rows = p.rows, a.columns = p.columns;
+  a.pieces = aligned(p.x, 16) && p.columns * E::kBytes % 16 == 0;
+  a.sign_mask = p.sign_mask;
+  a.scaling = f.scaling, a.scale_rule = f.scale_rule, a.mx = kMxElement<Code>;
+  a.float8 = {Code::kMax, f.amax_epsilon, f.power_of_two};
+  a.squares = f.tiles, a.encode_scale_given = p.encode_scale_given;
+  while (1 << a.log_block < f.block) ++a.log_block;
+  a.rowwise = direction_arguments(f, p.rowwise, p.rows, p.columns);
+  a.columnwise = direction_arguments(f, p.columnwise, p.columns, p.rows);
+  return a;
+}
+
+/// For a pass over rows only. If blocks are whole and no value depends on a row or a matrix, all rows are taken as one long
+/// row.
+inline QuantizeProblem as_long_rows(QuantizeProblem p) {
+  const bool stochastic = p.rowwise.random.key, has_tensor = p.rowwise.tensor;
+  if (stochastic) return p;
+  if (!has_tensor) p.rows *= p.batch, p.batch = 1;
+  if (p.columns % (p.format.packed() ? p.format.block : 16) == 0 && p.columns % p.format.block == 0)
+    p.columns *= p.rows, p.rows = 1;
+  return p;
+}
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic>
+cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
+  const QuantizeProblem p = as_long_rows(problem);
+  QuantizeArguments a = quantize_arguments<E, Code>(p);
+  while ((kTileSegments >> a.log_segments) > 1 && (kSegmentColumns << a.log_segments) < a.columns) ++a.log_segments;
+  const int64_t down = divide_up(a.rows, kTileSegments >> a.log_segments);
+  if (!cut(p.batch, down, divide_up(a.columns, kSegmentColumns << a.log_segments), a.tiles)) return cudaErrorInvalidValue;
+  return launch_over_tiles<quantize_rows<E, Code, kTwoLevel, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);
+}
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
+cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
+  QuantizeArguments a = quantize_arguments<E, Code>(p);
+  if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
+  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
+  static_assert(kTileBlocks<E, kStochastic> * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
+  return launch_over_tiles<quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, Shared>(kTileThreads, a, stream);
+}
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic>
+cudaError_t launch_quantize(const QuantizeProblem& p, cudaStream_t stream) {
+  if (!p.columnwise.data && !p.format.tiles) return launch_rows<E, Code, kTwoLevel, kStochastic>(p, stream);
+  if constexpr (kTwoLevel)
+    if (p.rotate_columns) return launch_tiles<E, Code, kTwoLevel, kStochastic, true>(p, stream);
+  return launch_tiles<E, Code, kTwoLevel, kStochastic, false>(p, stream);
+}
+
+template <class Code, bool kTwoLevel>
+cudaError_t quantize_codes(const QuantizeProblem& p, cudaStream_t stream) {
+  return with_element(p.type, [&](auto element) {
+    using E = decltype(element);
+    const bool stochastic = p.rowwise.random.key || p.columnwise.random.key;
+    return stochastic ? launch_quantize<E, Code, kTwoLevel, true>(p, stream)
+                      : launch_quantize<E, Code, kTwoLevel, false>(p, stream);
+  });
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

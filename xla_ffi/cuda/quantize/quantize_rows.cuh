@@ -1,0 +1,132 @@
+// Quantisation only along rows, for blocks of one row: no shared memory for elements, every thread takes 16 of them from
+// memory to its registers.
+//
+//   elements (32 bytes per thread, 64 of float32) -> block amax over 1, 2 or 8 lanes -> scale -> codes (8 or 16 bytes a
+//   thread)
+//
+// Bytes moved per element: 2 or 4 read; 1/2 or 1 written and the scales: 1/16 (NVFP4), 1/32 (MX) or 1/32 (Float8Block).
+// Launch: blocks of 256 threads, as many as the device holds at once, each going from the matrices' end through tiles of 32
+// segments of 512 columns; a segment belongs to a warp. A tile is wide, where rows are long or can be taken for one, or
+// tall.
+#pragma once
+
+#include "quantize_scales.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+constexpr int kRowThreads = 256;
+constexpr int kRowWarps = kRowThreads / 32;
+constexpr int kSegmentColumns = 512;
+constexpr int kTileSegments = 32;
+constexpr int kWarpSegments = kTileSegments / kRowWarps;
+constexpr int kSegmentsAhead = 2;  // loaded before the first is used
+
+template <bool kStochastic>
+struct RowsShared {
+  EncodeTable table;
+  RoundKeys<kStochastic> keys;
+};
+
+/// Blocks that registers are to suffice for.
+template <class E, bool kTwoLevel, bool kStochastic>
+constexpr int kRowBlocks = (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kTwoLevel ? 1 : 0);
+
+/// Where a thread's 16 elements are and where its results go.
+template <class E>
+struct RowCursor {
+  const typename E::Storage* x;
+  uint8_t *data, *scale;
+  int64_t row, column;
+};
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic>
+struct RowQuantizer {
+  const QuantizeArguments& a;
+  const RowsShared<kStochastic>& shared;
+  Matrix<kTwoLevel> matrix;
+
+  __device__ __forceinline__ RowCursor<E> cursor(uint32_t batch, int64_t row, int64_t column) const {
+    const DirectionArguments& direction = a.rowwise;
+    const int64_t line = batch * a.rows + row, scale = line * direction.scale_columns + (column >> log_block<kTwoLevel>(a));
+    return {static_cast<const typename E::Storage*>(a.x) + line * a.columns + column,
+            direction.data + line * direction.row_bytes + code_bytes<Code>(column),
+            direction.scale + (byte_scales<kTwoLevel>(a) ? scale : 4 * scale), row, column};
+  }
+
+  /// Of the sixteen at `at`, where `count` elements and `bytes` of codes exist.
+  __device__ __forceinline__ void quantize(const RowCursor<E>& at, const Sixteen<E>& sixteen, int count, int bytes,
+                                           bool pieces) const {
+    const int lanes = sixteens_in_block<kTwoLevel>(a);  // that share a block; 0: the tensor
+    const uint32_t amax = max_of_lanes(magnitude_bits<E>(sixteen.words), lanes);
+    const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, amax, shared.table);
+    if (lanes > 0 && threadIdx.x % lanes == 0 && count > 0) store_scale<kTwoLevel>(a, at.scale, 0, scale.stored);
+    uint32_t random[4] = {}, codes[kCodeWords<Code>];
+    if (count > 0) random_bytes(shared.keys, a.rowwise.random, at.row, at.column / 16, random);
+    quantize_sixteen<Code, kTwoLevel, kStochastic>(a, sixteen, scale, amax, random, codes);
+    store_codes(at.data, bytes, pieces, codes);
+  }
+};
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochastic>)
+    quantize_rows(const QuantizeArguments a) {
+  constexpr int kCodeBytes = 4 * kCodeWords<Code>;
+  RowsShared<kStochastic>& shared = block_shared<RowsShared<kStochastic>>();
+  const DirectionArguments& direction = a.rowwise;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  RowQuantizer<E, Code, kTwoLevel, kStochastic> quantizer = {a, shared, {}};
+
+  // From one of a warp's segments to its next.
+  const bool tall = (kRowWarps >> a.log_segments) > 0;
+  const int step_rows = tall ? kRowWarps >> a.log_segments : 0, step_columns = tall ? 0 : kRowWarps * kSegmentColumns;
+  const auto step = [&](int64_t row_size, int64_t column_size) { return step_rows * row_size + column_size; };
+  const int64_t x_step = step(a.columns, step_columns),
+                data_step = step(direction.row_bytes, code_bytes<Code>(step_columns));
+  const int64_t scale_bytes = byte_scales<kTwoLevel>(a) ? 1 : 4;
+  const int64_t scale_step = scale_bytes * step(direction.scale_columns, step_columns >> log_block<kTwoLevel>(a));
+
+  uint32_t started = ~0u;  // the matrix whose scale is at hand
+  for (TilePlace tile = Tiles::last(a.tiles); tile.batch < a.tiles.count.batch; tile = Tiles::previous(a.tiles, tile)) {
+    if (tile.batch != started) {
+      __syncthreads();
+      quantizer.matrix = Matrix<kTwoLevel>::start(a, direction, tile.batch, shared.table);
+      start_keys(direction, tile.batch, shared.keys);
+      __syncthreads();
+      started = tile.batch;
+    }
+    store_tensor_scale(a, direction, quantizer.matrix, tile);
+
+    const int tile_rows = kTileSegments >> a.log_segments, tile_columns = kSegmentColumns << a.log_segments;
+    const int64_t first_row = static_cast<int64_t>(tile.down) * tile_rows;
+    const int64_t first_column = static_cast<int64_t>(tile.across) * tile_columns;
+    const bool whole = first_row + tile_rows <= a.rows && first_column + tile_columns <= a.columns;
+    const int64_t row = first_row + (warp >> a.log_segments);
+    const int64_t column = first_column + (warp & ((1 << a.log_segments) - 1)) * kSegmentColumns + 16 * lane;
+    RowCursor<E> at = quantizer.cursor(tile.batch, row, column);
+    const auto advance = [&] {
+      at.x += x_step, at.data += data_step, at.scale += scale_step, at.row += step_rows, at.column += step_columns;
+    };
+    if (whole && a.pieces && direction.pieces) {
+#pragma unroll 1
+      for (int i = 0; i < kWarpSegments; i += kSegmentsAhead) {
+        Sixteen<E> sixteens[kSegmentsAhead];
+#pragma unroll
+        for (int j = 0; j < kSegmentsAhead; ++j) sixteens[j] = load_sixteen<E>(at.x + j * x_step, 16, true);
+#pragma unroll
+        for (int j = 0; j < kSegmentsAhead; ++j, advance()) quantizer.quantize(at, sixteens[j], 16, kCodeBytes, true);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kWarpSegments; ++i, advance()) {
+        const bool exists = at.row < a.rows;
+        const int count = exists ? left(a.columns, at.column, 16) : 0;
+        const int bytes = exists ? left(direction.row_bytes, code_bytes<Code>(at.column), kCodeBytes) : 0;
+        quantizer.quantize(at, load_sixteen<E>(at.x, count, a.pieces), count, bytes, direction.pieces);
+      }
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

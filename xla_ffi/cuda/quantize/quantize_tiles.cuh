@@ -1,0 +1,313 @@
+// Quantisation along columns, or along both at once, or in square blocks: one pass over tiles of 128 x 128 elements.
+//
+//   elements -> shared memory (16-byte copies in the background; zeros beyond the matrix)
+//   square blocks: maxima of 16 x 16 by pairs of columns -> of blocks by atomics in shared memory -> scales
+//   rows: a thread takes 16 elements of a row, 8 threads a row -> scale -> codes straight to memory
+//   columns: a thread takes 2 x 16 rows of a pair of columns -> rotation -> scales -> codes to shared memory, so that the
+//     K-major lines leave in 64 (4-bit) or 128 consecutive bytes
+//
+// Bytes moved per element: 2 or 4 read; a direction, 1/2 or 1 written and the scales (1/16 NVFP4, 1/32 MX and Float8Block,
+// 1/block of that for square blocks).
+// Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles from the matrices' end; the
+// next tile's elements are on their way while the codes of the columns leave.
+#pragma once
+
+#include "quantize_scales.cuh"
+#include "rotate.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+/// The codes of 16 rows of a column: what is stored at once.
+template <class Code>
+struct alignas(4 * kCodeWords<Code>) CodePiece {
+  uint32_t words[kCodeWords<Code>];
+};
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic>
+struct TilesShared {
+  Tile<E> tile;
+  CodePiece<Code> codes[kTile * kTileSixteens];
+  uint8_t column_scales[kTile][kTileSixteens];
+  float square_encode[kTileSixteens][kTileSixteens];
+  uint32_t square_amax[kTileSixteens][kTileSixteens];  // of its first sixteen in both directions, for a block
+  Matrix<kTwoLevel> matrices[2];                       // rowwise and columnwise, as the tables
+  EncodeTable tables[kTwoLevel ? 2 : 1];
+  RoundKeys<kStochastic> row_keys, column_keys;
+  uint32_t column_amax[kTwoLevel ? 1 : kPairThreads][kTile];
+
+  /// Where the codes of 16 rows of a column lie. Even columns come first, and pieces are permuted, so that neither the
+  /// threads of neighbouring pairs nor those of neighbouring pieces meet in a bank.
+  JLP_DEVICE int piece(int column, int rows_16) {
+    const int pair = column / 2, line = pair + column % 2 * kTilePairs;
+    const int turn = (kCodeWords<Code> == 2 ? pair / 2 : pair) % kTileSixteens;
+    return line * kTileSixteens + (rows_16 ^ turn);
+  }
+};
+
+/// One kernel's work on one tile.
+template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
+struct TileQuantizer {
+  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
+  static constexpr int kCodeBytes = 4 * kCodeWords<Code>;
+  const QuantizeArguments& a;
+  Shared& shared;
+  uint32_t batch;
+  int64_t row, column;          // where the tile begins
+  int rows_left, columns_left;  // of the matrix, at most kTile
+
+  /// Threads that share a pair of columns take rows kUnits * 16 apart.
+  JLP_DEVICE int pair() { return threadIdx.x % kTilePairs; }
+  JLP_DEVICE int unit_sixteen(int unit) { return threadIdx.x / kTilePairs * kUnits + unit; }
+
+  // --- square blocks
+
+  /// The first of the sixteens that share a square block with this one, along either side.
+  __device__ __forceinline__ int block_start(int sixteen) const { return sixteen & -sixteens_in_block<kTwoLevel>(a); }
+
+  /// Scales of the square blocks: by the whole block of threads, with barriers.
+  __device__ __forceinline__ void square_scales(const Matrix<kTwoLevel>& matrix, const EncodeTable& table) const {
+    const int sixteen = threadIdx.x % kTileSixteens, down = threadIdx.x / kTileSixteens;
+    if (down < kTileSixteens) shared.square_amax[down][sixteen] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int unit = 0; unit < kUnits; ++unit) {
+      uint32_t pairs[Tile<E>::kPairWords];
+      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
+      const uint32_t amax = max_of_lanes(magnitude_bits<E>(pairs), 8);
+      if (pair() % 8 == 0) atomicMax(&shared.square_amax[block_start(unit_sixteen(unit))][block_start(pair() / 8)], amax);
+    }
+    __syncthreads();
+    if (down < kTileSixteens) {
+      const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, square_amax(down, sixteen), table);
+      shared.square_encode[down][sixteen] = scale.encode;
+      if (block_start(down) == down && block_start(sixteen) == sixteen && 16 * down < rows_left &&
+          16 * sixteen < columns_left) {
+        const int64_t r = (row >> log_block<kTwoLevel>(a)) + down / sixteens_in_block<kTwoLevel>(a);
+        const int64_t c = (column >> log_block<kTwoLevel>(a)) + sixteen / sixteens_in_block<kTwoLevel>(a);
+        store_square_scale(a.rowwise, r, c, scale);
+        store_square_scale(a.columnwise, c, r, scale);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void store_square_scale(const DirectionArguments& direction, int64_t r, int64_t c,
+                                                     const BlockScale& scale) const {
+    if (!direction.data) return;
+    store_scale<kTwoLevel>(a, direction.scale, (batch * direction.scale_rows + r) * direction.scale_columns + c,
+                           scale.stored);
+  }
+
+  __device__ __forceinline__ uint32_t square_amax(int down, int across) const {
+    return shared.square_amax[block_start(down)][block_start(across)];
+  }
+
+  // --- rows
+
+  __device__ __forceinline__ void rows() const {
+    constexpr int kStep = kTileThreads / kTileSixteens;
+    const DirectionArguments& direction = a.rowwise;
+    const int sixteen = threadIdx.x % kTileSixteens, lanes = sixteens_in_block<kTwoLevel>(a);
+    const int64_t line = batch * a.rows + row + threadIdx.x / kTileSixteens;
+    const int64_t scale_at = line * direction.scale_columns + ((column + 16 * sixteen) >> log_block<kTwoLevel>(a));
+    uint8_t* data = direction.data + line * direction.row_bytes + code_bytes<Code>(column + 16 * sixteen);
+    uint8_t* scales = direction.scale + (byte_scales<kTwoLevel>(a) ? scale_at : 4 * scale_at);
+    const int64_t scale_step = direction.scale_columns * (byte_scales<kTwoLevel>(a) ? kStep : 4 * kStep);
+    const int bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * sixteen), kCodeBytes);
+    const bool exists = 16 * sixteen < columns_left, stores_scale = exists && lanes > 0 && sixteen % lanes == 0;
+    const int64_t granule = column / 16 + min(sixteen, (columns_left - 1) / 16);  // where there is none, the last one
+#pragma unroll 1
+    for (int r = threadIdx.x / kTileSixteens; r < kTile;
+         r += kStep, data += kStep * direction.row_bytes, scales += scale_step) {
+      const Sixteen<E> elements = shared.tile.row_sixteen(r, sixteen);
+      BlockScale scale;
+      uint32_t amax;
+      if (a.squares) {
+        amax = square_amax(r / 16, sixteen);
+        scale = {0, shared.square_encode[r / 16][sixteen]};
+      } else {
+        amax = max_of_lanes(magnitude_bits<E>(elements.words), lanes);
+        scale = Matrix<kTwoLevel>::scale(shared.matrices[0], a, amax, shared.tables[0]);
+        if (stores_scale && r < rows_left) store_scale<kTwoLevel>(a, scales, 0, scale.stored);
+      }
+      uint32_t random[4] = {}, codes[kCodeWords<Code>];
+      random_bytes(shared.row_keys, direction.random, row + min(r, rows_left - 1), granule, random);
+      quantize_sixteen<Code, kTwoLevel, kStochastic>(a, elements, scale, amax, random, codes);
+      if (r < rows_left) store_codes(data, bytes, direction.pieces, codes);
+    }
+  }
+
+  // --- columns
+
+  /// Maxima of the blocks that a thread's pair of columns has: blocks of 32 are the thread's own, larger ones go on.
+  __device__ __forceinline__ void column_maxima(uint32_t (&amax)[2]) const {
+    static_assert(kUnits == 2, "blocks of 32 belong to a thread");
+    amax[0] = amax[1] = 0;
+#pragma unroll 1
+    for (int unit = 0; unit < kUnits; ++unit) {
+      uint32_t pairs[Tile<E>::kPairWords];
+      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) amax[c] = max(amax[c], magnitude_bits<E>(Tile<E>::column_sixteen(pairs, c).words));
+    }
+    if (a.log_block <= 5) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) shared.column_amax[threadIdx.x / kTilePairs][2 * pair() + c] = amax[c];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPairThreads; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) amax[c] = max(amax[c], shared.column_amax[i][2 * pair() + c]);
+  }
+
+  __device__ __forceinline__ void columns() const {
+    uint32_t maxima[2] = {};
+    if constexpr (!kTwoLevel)
+      if (!a.squares && a.log_block > 0) column_maxima(maxima);
+#pragma unroll 1
+    for (int unit = 0; unit < kUnits; ++unit) {
+      uint32_t pairs[Tile<E>::kPairWords];
+      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
+      if constexpr (kRotate) flip_signs<E>(pairs, a.sign_mask);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) column_unit(pairs, unit_sixteen(unit), c, maxima[c]);
+    }
+  }
+
+  /// 16 rows of a column: codes, and the scale where they are a block's first.
+  __device__ __forceinline__ void column_unit(const uint32_t (&pairs)[Tile<E>::kPairWords], int down, int c,
+                                              uint32_t amax) const {
+    const int across = 2 * pair() + c;
+    Sixteen<E> sixteen;
+    if constexpr (kRotate)
+      sixteen = rotated_sixteen<E>(pairs, c);
+    else
+      sixteen = Tile<E>::column_sixteen(pairs, c);
+    BlockScale scale;
+    if (a.squares) {
+      amax = square_amax(down, across / 16);
+      scale = {0, shared.square_encode[down][across / 16]};
+    } else {
+      if (kTwoLevel || a.log_block == 0) amax = magnitude_bits<E>(sixteen.words);
+      scale = Matrix<kTwoLevel>::scale(shared.matrices[1], a, amax, shared.tables[kTwoLevel ? 1 : 0]);
+      store_column_scale(down, across, scale);
+    }
+    uint32_t random[4] = {};
+    random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
+                 row / 16 + min(down, (rows_left - 1) / 16), random);
+    quantize_sixteen<Code, kTwoLevel, kStochastic>(a, sixteen, scale, amax, random,
+                                                   shared.codes[Shared::piece(across, down)].words);
+  }
+
+  /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
+  __device__ __forceinline__ void store_column_scale(int down, int across, const BlockScale& scale) const {
+    if (byte_scales<kTwoLevel>(a)) {
+      const int sixteens = sixteens_in_block<kTwoLevel>(a);
+      if (down % sixteens == 0) shared.column_scales[across][down / sixteens] = static_cast<uint8_t>(scale.stored);
+    } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left) {
+      store_scale<kTwoLevel>(a, a.columnwise.scale,
+                             (batch * a.columns + column + across) * a.columnwise.scale_columns + row / kTile, scale.stored);
+    }
+  }
+
+  /// The codes and scales that the columns left in shared memory: to their places.
+  __device__ __forceinline__ void store_columns() const {
+    const DirectionArguments& direction = a.columnwise;
+    const int down = threadIdx.x % kTileSixteens;
+    const int64_t offset = code_bytes<Code>(row + 16 * down);
+    const int bytes = left(direction.row_bytes, offset, kCodeBytes);
+    // A thread has every 32nd line of shared.codes: two even columns, then the odd ones beside them.
+    constexpr int kLines = kTileThreads / kTileSixteens;
+    static_assert(kTilePairs == 2 * kLines && kLines % (2 * kTileSixteens) == 0, "a thread's pieces have one permutation");
+    const int first = 2 * (threadIdx.x / kTileSixteens);
+    uint8_t* const data = direction.data + (batch * a.columns + column + first) * direction.row_bytes + offset;
+    const CodePiece<Code>* const codes = shared.codes + Shared::piece(first, down);
+    if (direction.pieces && bytes == kCodeBytes && columns_left == kTile) {
+#pragma unroll
+      for (int i = 0; i < kTile / kLines; ++i)
+        store_codes(data + (i % 2 * 2 * kLines + i / 2) * direction.row_bytes, kCodeBytes, true,
+                    codes[i * kLines * kTileSixteens].words);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTile / kLines; ++i) {
+        const int further = i % 2 * 2 * kLines + i / 2;
+        if (first + further < columns_left)
+          store_codes(data + further * direction.row_bytes, bytes, direction.pieces,
+                      codes[i * kLines * kTileSixteens].words);
+      }
+    }
+    if (byte_scales<kTwoLevel>(a) && !a.squares) store_column_scales();
+  }
+
+  __device__ __forceinline__ void store_column_scales() const {
+    const int across = threadIdx.x, count = kTile >> log_block<kTwoLevel>(a);
+    if (across >= columns_left) return;
+    const int64_t first = row >> log_block<kTwoLevel>(a);
+    const int scales = left(a.columnwise.scale_columns, first, count);
+    uint8_t* to = a.columnwise.scale + (batch * a.columns + column + across) * a.columnwise.scale_columns + first;
+    const uint8_t* from = shared.column_scales[across];
+    if (count == scales && reinterpret_cast<uintptr_t>(to) % count == 0) {
+      if (count == 8)
+        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+      else
+        *reinterpret_cast<uint32_t*>(to) = *reinterpret_cast<const uint32_t*>(from);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < scales; ++i) to[i] = from[i];
+  }
+};
+
+/// Blocks that registers are to suffice for; an sm_90 has shared memory for them.
+template <class E, bool kStochastic>
+constexpr int kTileBlocks = E::kBytes == 4 ? 2
+                            : kStochastic  ? 3
+                                           : 4;
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) quantize_tiles(const QuantizeArguments a) {
+  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
+  Shared& shared = block_shared<Shared>();
+  const auto load = [&](const TilePlace& at) {
+    if (at.batch >= a.tiles.count.batch) return;
+    const auto* x = static_cast<const typename E::Storage*>(a.x) + at.batch * a.rows * a.columns;
+    shared.tile.load(x, a.rows, a.columns, static_cast<int64_t>(at.down) * kTile, static_cast<int64_t>(at.across) * kTile,
+                     a.pieces);
+  };
+  uint32_t started = ~0u;  // the matrix whose scales are at hand
+  TilePlace at = Tiles::last(a.tiles);
+  load(at);
+  while (at.batch < a.tiles.count.batch) {
+    if (at.batch != started) {
+      const auto row_matrix = Matrix<kTwoLevel>::start(a, a.rowwise, at.batch, shared.tables[0]);
+      const auto column_matrix = Matrix<kTwoLevel>::start(a, a.columnwise, at.batch, shared.tables[kTwoLevel ? 1 : 0]);
+      if (threadIdx.x == 0) shared.matrices[0] = row_matrix, shared.matrices[1] = column_matrix;
+      start_keys(a.rowwise, at.batch, shared.row_keys);
+      start_keys(a.columnwise, at.batch, shared.column_keys);
+      started = at.batch;
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+    store_tensor_scale(a, a.rowwise, shared.matrices[0], at);
+    store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
+
+    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
+    const TileQuantizer<E, Code, kTwoLevel, kStochastic, kRotate> tile = {
+        a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
+    const bool rowwise = a.rowwise.data, columnwise = a.columnwise.data;
+    if (a.squares) {
+      const int either = rowwise ? 0 : 1;  // they have the same amax
+      tile.square_scales(shared.matrices[either], shared.tables[kTwoLevel ? either : 0]);
+    }
+    if (rowwise) tile.rows();
+    if (columnwise) tile.columns();
+    __syncthreads();
+    at = Tiles::previous(a.tiles, at);
+    load(at);
+    if (columnwise) tile.store_columns();
+  }
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec

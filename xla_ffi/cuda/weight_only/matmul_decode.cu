@@ -1,0 +1,83 @@
+#include <algorithm>
+
+#include "../decode.h"
+#include "../launch_blocks.h"
+#include "matmul_decode.cuh"
+#include "weight_only_plan.h"
+
+namespace jaxlowprec {
+namespace cuda {
+namespace {
+
+/// How many blocks share K: so that 32 weight rows per block fill an H100 twice, with two chunks per warp at least. A
+/// function of the weight's shape alone: bytes depend neither on the device nor on the rows of x.
+int64_t splits_of(int64_t columns, int64_t depth) {
+  constexpr int64_t kBlocks = 264;
+  const int64_t most = divide_up(divide_up(depth, kChunk), 2 * kDecodeWarps);
+  return std::max<int64_t>(1, std::min(kBlocks / divide_up(columns, 32), most));
+}
+
+int64_t decoded_x_bytes(const MatmulDecodeProblem& p) {
+  return p.x.data ? divide_up(p.rows * decoded_width(p.depth), 8) * 16 : 0;
+}
+
+template <WeightType kWeight, int kRowTiles, int kColumnTiles, bool kWhole>
+cudaError_t launch_kernel(const MatmulDecodeArguments& a, int64_t splits, cudaStream_t stream) {
+  const Blocks blocks{divide_up(a.columns, kRowTiles * 16), splits, divide_up(a.rows, 16), kDecodeWarps * 32,
+                      sizeof(MatmulDecodeShared<kRowTiles, kColumnTiles>)};
+  return launch_blocks(matmul_decode_kernel<kWeight, kRowTiles, kColumnTiles, kWhole>, blocks, stream, a);
+}
+
+template <WeightType kWeight>
+cudaError_t launch_weight(const MatmulDecodeArguments& a, bool whole, int64_t splits, cudaStream_t stream) {
+  if (a.rows <= 8)
+    return whole ? launch_kernel<kWeight, 2, 1, true>(a, splits, stream)
+                 : launch_kernel<kWeight, 2, 1, false>(a, splits, stream);
+  return whole ? launch_kernel<kWeight, 4, 2, true>(a, splits, stream)
+               : launch_kernel<kWeight, 4, 2, false>(a, splits, stream);
+}
+
+bool supported(const MatmulDecodeProblem& p) {
+  const bool weight = p.w.type == WeightType::kNvfp4 ? p.w.group == 16 : p.w.group > 0 && p.w.group % 32 == 0 && !p.w.tiles;
+  const bool x = !p.x.data || (p.x.format.scaling == Scaling::kTwoLevel && p.x.columns >= p.depth);
+  return weight && x && p.depth > 0 && p.depth <= kMaximumDecodeDepth;
+}
+
+}  // namespace
+
+int64_t matmul_decode_workspace_bytes(const MatmulDecodeProblem& p) {
+  const int64_t splits = splits_of(p.columns, p.depth);
+  return decoded_x_bytes(p) + (splits > 1 ? splits * p.rows * p.columns * 4 : 0);
+}
+
+cudaError_t launch(const MatmulDecodeProblem& p, cudaStream_t stream) {
+  if (p.rows * p.columns == 0) return cudaSuccess;
+  if (!supported(p)) return cudaErrorInvalidValue;
+  MatmulDecodeArguments a{};
+  a.x = static_cast<const uint16_t*>(p.x_bf16), a.x_stride = a.depth = static_cast<uint32_t>(p.depth);
+  if (p.x.data) {  // exact in bfloat16, zero beyond the depth
+    const int64_t width = decoded_width(p.depth);
+    const cudaError_t error = launch(DecodeProblem{p.x, 1, p.rows, p.depth, width, p.workspace}, stream);
+    if (error != cudaSuccess) return error;
+    a.x = static_cast<const uint16_t*>(p.workspace), a.x_stride = a.depth = static_cast<uint32_t>(width);
+  }
+  const int64_t splits = splits_of(p.columns, p.depth), groups = divide_up(p.depth, p.w.group);
+  a.groups = static_cast<uint32_t>(groups), a.row_bytes = static_cast<uint32_t>(groups * p.w.group / 2);
+  if (p.w.group > 32) a.group_inverse = static_cast<uint32_t>(divide_up(int64_t{1} << 32, p.w.group / 32));
+  a.data = p.w.data, a.scale = p.w.scale, a.zero_point = p.w.zero_point;
+  a.scale_shift = p.w.tiles ? 4 : 0;
+  a.alpha = p.alpha, a.rows = p.rows, a.columns = p.columns;
+  a.chunks = static_cast<int32_t>(divide_up(p.depth, kChunk));
+  a.chunks_per_split = static_cast<int32_t>(divide_up(a.chunks, splits));
+  a.result = p.result, a.type = p.type;
+  if (splits > 1) a.partial = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + decoded_x_bytes(p));
+  const bool whole = aligned(a.x, 16) && a.x_stride % 8 == 0 && aligned(a.data, 16) && a.row_bytes % 16 == 0;
+  const cudaError_t error = p.w.type == WeightType::kNvfp4 ? launch_weight<WeightType::kNvfp4>(a, whole, splits, stream)
+                                                           : launch_weight<WeightType::kInt4>(a, whole, splits, stream);
+  if (error != cudaSuccess || splits == 1) return error;
+  return launch_blocks(matmul_decode_sum_kernel, {divide_up(p.rows * p.columns, 256)}, stream, a.partial,
+                       static_cast<int>(splits), p.rows * p.columns, p.alpha, p.result, p.type);
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec
