@@ -92,6 +92,7 @@ class TestLosses:
         run = trained("bf16", layout_of(sizes, sequence_parallel), tmp_path, config=IN_FLOAT32)
         assert max(difference(run, on_one_device("bf16", config=IN_FLOAT32))) < FLOAT32
 
+    @pytest.mark.slow
     def test_under_a_recipe_part_no_more_than_perturbed_runs(self, sizes, sequence_parallel, on_one_device, tmp_path):
         one = on_one_device("nvfp4", config=IN_FLOAT32)
         run = trained("nvfp4", layout_of(sizes, sequence_parallel), tmp_path, config=IN_FLOAT32)

@@ -50,6 +50,7 @@ def run(tmp_path_factory):
     return out, *outcome(out, "--iterations", "3")
 
 
+@pytest.mark.slow
 def test_every_iteration_agrees_to_the_bit(run):
     out, said, iterations = run
     assert [i["version"] for i in iterations] == [1, 2, 3]

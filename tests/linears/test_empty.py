@@ -100,7 +100,7 @@ class TestProducts:
         assert_as_in_jnp(ours, lambda x, w: rows_product(x, w.astype(x.dtype), sizes, x.dtype), x, w)
 
     @pytest.mark.parametrize("fmt", [*ONE_OF_EACH, jlp.Int4(16)], ids=format_name)
-    @pytest.mark.parametrize("sizes", [(0, 32, 8), (6, 0, 8), (6, 32, 0)], ids=str)
+    @pytest.mark.parametrize("sizes", often([(6, 0, 8)], [(0, 32, 8), (6, 0, 8), (6, 32, 0)]), ids=str)
     def test_scaled_matmul_over_nothing_is_the_bias(self, fmt, sizes):
         m, k, n = sizes
 

@@ -8,6 +8,7 @@ else has its bytes.
 import collections
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec import traffic
-from tests.helpers import assert_same_bytes, random_array
+from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes, state_for, without_state
 from tests.sharding.meshes import by_axis_type, lengthened, mesh_of, place
 
@@ -82,7 +83,14 @@ PARALLELISMS = {
     ),
 }
 over_parallelisms = pytest.mark.parametrize("parallelism", PARALLELISMS.values(), ids=PARALLELISMS)
-over_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+over_both = pytest.mark.parametrize(  # NVFP4 everywhere, the others where a mesh has three axes
+    ("recipe", "parallelism"),
+    often(
+        [*(("nvfp4", name) for name in PARALLELISMS), *((name, "data, fsdp, tensor") for name in RECIPES)],
+        itertools.product(RECIPES, PARALLELISMS),
+        2,
+    ),
+)
 
 
 def step(recipe, x, w, dy, out_sharding=None, gradients=lambda x, w: (x, w), result=lambda y: y):
@@ -172,9 +180,9 @@ def check_numbers(parallelism, results, expected, order=1e-6):
         np.testing.assert_allclose(a, e, rtol=2 * eps, atol=order * np.abs(e).max())
 
 
-@over_parallelisms
-@over_recipes
+@over_both
 def test_what_travels_and_the_numbers_of_one_device(recipe, parallelism):
+    recipe, parallelism = RECIPES[recipe], PARALLELISMS[parallelism]
     results, found = on_mesh(recipe, parallelism, AxisType.Auto)
     check_traffic(recipe, parallelism, found)
     check_numbers(parallelism, results, on_one_device(recipe, parallelism.kernel))
@@ -278,6 +286,7 @@ class TestWithinTransformations:
         y, _ = jax.lax.scan(block, x, weights)
         return jnp.mean((y - target).astype(jnp.float32) ** 2)
 
+    @pytest.mark.slow
     def test_scan_remat_and_donation(self, axis_type):
         mesh, explicit = mesh_of((2, 2, 2), axis_type), axis_type == AxisType.Explicit
         weights = self.ups, self.downs

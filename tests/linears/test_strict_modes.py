@@ -158,6 +158,7 @@ def test_experts(mode, name):
         assert jnp.linalg.norm(a - b) <= (0.05 if name else 1e-3) * jnp.linalg.norm(b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_tapes(mode):
     logits = jnp.log(jnp.arange(1.0, 33.0).reshape(8, 4) % 5 + 1)

@@ -41,6 +41,7 @@ def test_replaying_a_record_gives_its_outputs_and_gradients(form, name):
     assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(recorded))
 
 
+@pytest.mark.slow
 @each_recipe
 def test_a_pass_without_a_tape_records_the_same(recipe):
     moe = block(recipe)
@@ -48,6 +49,7 @@ def test_a_pass_without_a_tape_records_the_same(recipe):
     assert_same_bytes(without, afresh)
 
 
+@pytest.mark.slow
 @each_recipe
 def test_replay_under_remat_gives_the_gradients_without(recipe):
     moe = block(recipe)
@@ -77,6 +79,7 @@ def test_gradients_reach_every_part_through_a_frozen_choice():
     assert jnp.all(jnp.any(of_x != 0, axis=-1))
 
 
+@pytest.mark.slow
 def test_swapping_a_row_of_the_tape_only_reorders_a_sum():
     moe = block()
     y, tape, _ = step(moe, PARAMS, X, scan=False)
@@ -126,6 +129,7 @@ def test_eight_devices_record_and_replay_as_one(spec):
             np.testing.assert_allclose(a, e, rtol=0, atol=3e-6 * max(1, np.abs(e).max()))
 
 
+@pytest.mark.slow
 def test_under_vmap_each_gives_what_it_gives_alone():
     moe, params = block(), jax.tree.map(lambda leaf: leaf[0], PARAMS)
     tape = step(moe, PARAMS, X)[1]

@@ -92,6 +92,7 @@ def test_the_int4_programs_of_the_documents_run():
     assert jax.numpy.any(names["model"](names["x"]) != names["trained"])
 
 
+@pytest.mark.slow
 def test_the_programs_of_experts_of_the_documents_run():
     names = {}
     for program in programs("docs/how-to/moe.md"):

@@ -103,6 +103,7 @@ class TestPhases:
 
 
 class TestFailures:
+    @pytest.mark.slow
     def test_a_failing_test_is_named_and_comes_last_next_time(self, repository):
         repository.test("matmul", "import pytest\n@pytest.mark.gpu\ndef test_wrong():\n    assert not 'broken'\n")
         status, printed = repository.check("test", "bench")
@@ -133,6 +134,7 @@ class TestFailures:
         assert "FAILED: once\n" in printed
         assert not (repository.out / "tests.jsonl").exists()
 
+    @pytest.mark.slow
     def test_tests_that_are_all_skipped_are_a_failure(self, repository):
         for name in MODULES:
             skips = "import pytest\n@pytest.mark.gpu\ndef test_all():\n    pytest.skip('no CUDA device here')\n"
@@ -154,6 +156,7 @@ class TestFailures:
         profiles = json.loads((repository.out / "profiles.json").read_text())["rows"]
         assert [row["by"] for row in profiles] == ["XLA's profiler"] * 3
 
+    @pytest.mark.slow
     def test_what_a_checker_found_is_checked_again(self, repository):
         status, printed = repository.check("memcheck", ERRORS="2")
         assert status == 1
@@ -165,6 +168,7 @@ class TestFailures:
 
 
 class TestLaterCalls:
+    @pytest.mark.slow
     def test_only_what_is_left_runs(self, repository):
         repository.check("test", "bench", ONLY="gemm", PYTEST_ADDOPTS="-k matmul")
         assert repository.results() == [("test_every_kernel_once", "passed"), ("test_matmul", "passed")]
@@ -181,6 +185,7 @@ class TestLaterCalls:
         assert "no test was left to run" in printed
         assert len(repository.results()) == 2 * COUNT
 
+    @pytest.mark.slow
     def test_another_folder_takes_the_results_over(self, repository):
         repository.check("once", "bench")
         first, repository.out = repository.out, repository.out.with_name("second")
@@ -229,6 +234,7 @@ class TestCutOff:
         assert len(names) == 2 * COUNT - 1
         assert names.count("test_matmul") == 1
 
+    @pytest.mark.slow
     def test_from_outside_leaves_results_and_a_summary(self, repository):
         process = repository.start("bench", SLEEP="60")
         file = repository.out / "gpu.json"

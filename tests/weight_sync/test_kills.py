@@ -22,7 +22,7 @@ def named_memory():
 
 @pytest.mark.parametrize("kills", often([30], [30, 200]))
 @pytest.mark.parametrize("victim", ["trainer", "engine"])
-@pytest.mark.parametrize("kind", ["shared", "tcp"])
+@pytest.mark.parametrize("kind", often(["shared"], ["shared", "tcp"]))
 def test_a_kill_at_any_moment_leaves_a_complete_version(kind, victim, kills, tmp_path):
     before = named_memory()
     saw = kill(kind, victim, kills, tmp_path)

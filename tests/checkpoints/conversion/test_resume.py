@@ -14,6 +14,7 @@ from jaxlowprec.checkpoints.conversion.resume import MANIFEST
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX, publish
 from tests.checkpoints.small_models import contents, llama, write_checkpoint
+from tests.helpers import often
 
 NVFP4 = schemes.by_name("nvfp4")
 SHARDS = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
@@ -65,19 +66,19 @@ def killed(source, destination, where, count):
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("where", "count", "finished"),
-    [
-        ("fsync", 1, {0}),  # in the manifest
-        ("pwrite", 9, {0}),  # in the first file
-        ("pwrite", 30, {0, 1}),  # in the second; the disk takes a file while the next is computed
-        ("pwrite", 45, {1, 2}),  # in the third
-        ("replace", 2, {0}),  # the first is on the disk, without its name (the manifest was the first of all)
-        ("replace", 4, {2}),
-        ("replace", 5, {3}),  # all weights, no index
-        ("replace", 8, {3}),  # all but the config
-    ],
-)
+KILLS = [
+    ("fsync", 1, {0}),  # in the manifest
+    ("pwrite", 9, {0}),  # in the first file
+    ("pwrite", 30, {0, 1}),  # in the second; the disk takes a file while the next is computed
+    ("pwrite", 45, {1, 2}),  # in the third
+    ("replace", 2, {0}),  # the first is on the disk, without its name (the manifest was the first of all)
+    ("replace", 4, {2}),
+    ("replace", 5, {3}),  # all weights, no index
+    ("replace", 8, {3}),  # all but the config
+]
+
+
+@pytest.mark.parametrize(("where", "count", "finished"), often([KILLS[0], KILLS[2]], KILLS, 3))
 def test_killed_and_resumed(source, uninterrupted, tmp_path, where, count, finished):
     destination = tmp_path / "low"
     killed(source, destination, where, count)

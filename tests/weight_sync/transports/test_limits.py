@@ -54,7 +54,7 @@ with contextlib.ExitStack() as stack:
 """
 
 
-@pytest.mark.parametrize("kind", ["numpy", "jax", "bytes", "shared", "tcp"])
+@pytest.mark.parametrize("kind", often(["tcp"], ["numpy", "jax", "bytes", "shared", "tcp"]))
 def test_a_thousand_versions_leak_neither_memory_nor_descriptors(kind):
     grown, descriptors = map(int, run_python("-c", THOUSAND, kind).stdout.split())
     assert grown < 8 * MIB  # ten versions; eight hundred were sent since
