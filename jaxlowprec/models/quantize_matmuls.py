@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlowprec.arguments import shown
+from jaxlowprec.linears import delayed_scaling
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.following import Following
@@ -20,6 +21,7 @@ from jaxlowprec.models.transform.weights import Traced, Weight, is_float
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 _WHO = "quantize_matmuls"
 _KERNELS = ("kernel", "w", "weight")  # a layer's name is its path without what its matrix is called
@@ -44,6 +46,10 @@ def quantize_matmuls(
     a last "kernel", "w" or "weight" is left out.
 
     Each call traces fn: call the result under `jax.jit`.
+
+    `DelayedScaling` keeps amax histories for each layer, in an argument that the new function has and fn has not:
+    `scaling_state`. `quantized.init_state(*args)` makes it. Its gradient is its new value, as `delayed_scaling` says;
+    the layers of a stack share one.
 
     Arguments:
         fn: a function that JAX can trace.
@@ -72,7 +78,7 @@ def quantize_matmuls(
     resolve(_WHO, rules)  # a wrong one is an error here, not in the first call
 
     @functools.wraps(fn)
-    def quantized(*args: Any, **kwargs: Any) -> Any:
+    def quantized(*args: Any, scaling_state: Any = None, **kwargs: Any) -> Any:
         recipe = resolve(_WHO, rules)
         if recipe is None:
             return fn(*args, **kwargs)
@@ -80,9 +86,14 @@ def quantize_matmuls(
         if rules is FROM_CONTEXT:
             silence.saw(recipe, traced.names)
         silence.warn_once(_WHO, recipe, traced.complaints(), depth=1)
-        return traced.computed() if traced.changes else fn(*args, **kwargs)
+        return traced.computed(scaling_state) if traced.changes else fn(*args, **kwargs)
+
+    def init_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        recipe = resolve(_WHO, rules)
+        return {} if recipe is None else TracedFunction(fn, chosen, args, kwargs, recipe).init_state()
 
     transformed: Any = quantized
+    transformed.init_state = init_state
     transformed.transformation = QuantizedMatmuls(fn, rules, chosen)
     return transformed
 
@@ -183,11 +194,39 @@ class TracedFunction:
         names = [product.weight.name for product in self.following.products if not product.reason]
         return silence.complaints(recipe, self.names, [n for n in names if recipe.within(n) is not None])
 
-    def computed(self) -> Any:
+    def _delayed(self) -> dict[str, DelayedScaling]:
+        """The recipes of the layers that keep amax histories, by the layers' names."""
+        names = [p.weight.name for p in self.following.products if not p.reason]
+        recipes = {name: self.following.recipe_at(name) for name in names}
+        return {name: recipe.delayed for name, recipe in recipes.items() if recipe is not None and recipe.delayed}
+
+    def init_state(self) -> dict[str, Any]:
+        """The state of delayed scaling before the first step."""
+        states = {name: delayed_scaling.init_state(recipe) for name, recipe in self._delayed().items()}
+        return {delayed_scaling.OVERWRITE_WITH_GRADIENT: states} if states else {}
+
+    def computed(self, scaling_state: Any) -> Any:
         """The function's result under the recipe."""
-        arguments = [Traced(v, w, v) for v, w in zip(self._values, self._weights, strict=True)]
-        results = evaluate(self.following, self._closed.jaxpr, self._closed.consts, arguments)
-        result, states = jax.tree.unflatten(self._results, [t.value for t in results])
+        needed = self._delayed()
+        key = delayed_scaling.OVERWRITE_WITH_GRADIENT
+        given = scaling_state.get(key, {}) if isinstance(scaling_state, Mapping) else {}
+        if missing := sorted(needed.keys() - given.keys()):
+            raise ValueError(
+                f"{_WHO}: scaling_state={shown(scaling_state)} has no amax histories for {', '.join(missing)}, which "
+                "DelayedScaling needs; make it by the function's init_state, with the same arguments"
+            )
+
+        def run(variables: Any) -> list[Any]:
+            arguments = [Traced(v, w, v) for v, w in zip(variables["values"], self._weights, strict=True)]
+            states = variables.get(key, {})
+            return [
+                t.value for t in evaluate(self.following, states, self._closed.jaxpr, self._closed.consts, arguments)
+            ]
+
+        variables = {"values": self._values} | ({key: {name: given[name] for name in needed}} if needed else {})
+        # A loop reaches a state more than once; so may the function.
+        results = jax.jit(delayed_scaling.combined_by_max(run))(variables) if needed else run(variables)
+        result, states = jax.tree.unflatten(self._results, results)
         modules.update(self._modules, states)
         return result
 

@@ -250,6 +250,42 @@ def test_an_nnx_model_learns_and_counts_as_with_our_layers():
     assert theirs.dropout.rngs.count.get_value() == ours.dropout.rngs.count.get_value() == 1
 
 
+class TestDelayedScaling:
+    RECIPE = jlp.DelayedScaling(amax_history_len=3)
+    KEY = jlp.delayed_scaling.OVERWRITE_WITH_GRADIENT
+
+    def of_layers(self, states, params, x):
+        linear = functools.partial(jlp.linear, recipe=self.RECIPE)
+        hidden, _ = linear(x, params["up"]["kernel"], name="up", state=states["up"])
+        return linear(jnp.tanh(hidden), params["down"]["w"], name="down", state=states["down"])[0]
+
+    def test_results_and_new_states_are_those_of_the_layers(self):
+        function = jlp.quantize_matmuls(THEIRS["plain"], self.RECIPE)
+        states = function.init_state(PARAMS, X)
+        assert states.keys() == {self.KEY} and states[self.KEY].keys() == {"up", "down"}
+        expected, theirs = dict(states[self.KEY]), states
+        for _ in range(2):  # the second step has the scales of the first
+            run = with_gradients(lambda states, x: function(PARAMS, x, scaling_state=states))
+            found, (theirs, of_x) = run(theirs, X)
+            (of_layers, (expected, of_x_of_layers)) = with_gradients(
+                lambda states, x: self.of_layers(states, PARAMS, x)
+            )(expected, X)
+            assert_same_bytes((found, theirs[self.KEY], of_x), (of_layers, expected, of_x_of_layers))
+
+    def test_a_stack_has_the_largest_amax_of_its_layers(self):
+        function = jlp.quantize_matmuls(THEIRS["scan_of_remat"], self.RECIPE)
+        states = function.init_state(STACKED, X)
+        _, (new, _) = with_gradients(lambda states, x: function(STACKED, x, scaling_state=states))(states, X)
+        largest = jnp.abs(STACKED["up"]["kernel"]).max()
+        assert new[self.KEY]["up"]["kernel_amax_history"].tolist() == [largest, 0, 0]
+
+    @pytest.mark.parametrize("state", [None, {}, {KEY: {"up": {}}}])
+    def test_a_missing_state_is_named(self, state):
+        function = jlp.quantize_matmuls(THEIRS["plain"], self.RECIPE)
+        with pytest.raises(ValueError, match="no amax histories for down.*make it by the function's init_state"):
+            function(PARAMS, X, scaling_state=state)
+
+
 class TestExplain:
     def test_every_product_and_parameter(self):
         def function(params, x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,11 +15,16 @@ from jaxlowprec.models.transform.following import Following
 from jaxlowprec.models.transform.products import multiply
 from jaxlowprec.models.transform.weights import Traced, moved_master, source
 
+States = Mapping[str, Any]
 _DEBUG_INFO = DebugInfo("quantize_matmuls", "an equation", None, None)
 
 
-def evaluate(following: Following, jaxpr: Any, constants: Any, arguments: list[Traced]) -> list[Traced]:
-    """The results of an open jaxpr."""
+def evaluate(following: Following, states: States, jaxpr: Any, constants: Any, arguments: list[Traced]) -> list[Traced]:
+    """The results of an open jaxpr.
+
+    Arguments:
+        states: the states of delayed scaling, by the layers' names.
+    """
     flow = following.through(jaxpr, tuple(t.weight for t in arguments))
     known: dict[Any, Traced] = dict(zip(jaxpr.constvars, map(Traced, constants), strict=True))
     known |= zip(jaxpr.invars, arguments, strict=True)
@@ -37,10 +43,10 @@ def evaluate(following: Following, jaxpr: Any, constants: Any, arguments: list[T
             master, name = operands[step.product.side].master, step.product.weight.name
             recipe: Any = following.recipe_at(name)
             with _scope_of(eqn):
-                results = [Traced(multiply(eqn, step.product, values, master, recipe))]
+                results = [Traced(multiply(eqn, step.product, values, master, recipe, states.get(name)))]
         elif call is not None and (step.changes or any(w is not None and w.cast for w in step.results)):
             with _scope_of(eqn):
-                results = call.rebuilt(functools.partial(evaluate, following), operands, step.results)
+                results = call.rebuilt(functools.partial(evaluate, following, states), operands, step.results)
         else:
             results = _moved(eqn, operands, step.results)
         known |= zip(eqn.outvars, results, strict=True)

@@ -85,8 +85,12 @@ def _why_no_floats(eqn: Any) -> str:
     return "" if odd is None else f"it has {odd} operands; needs bfloat16, float16 or float32"
 
 
-def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recipe: Recipe) -> Any:
-    """The result of a product's equation, computed under a recipe from the parameter in its own dtype."""
+def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recipe: Recipe, state: Any) -> Any:
+    """The result of a product's equation, computed under a recipe from the parameter in its own dtype.
+
+    Arguments:
+        state: the layer's state of delayed scaling, or None.
+    """
     out_dtype, name = eqn.outvars[0].aval.dtype, product.weight.name
     options: Any = {"recipe": recipe, "name": name, "precision": eqn.params["precision"]}
     if product.grouped:
@@ -102,7 +106,9 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     if product.side == 0:  # from [batch, input's free axes, weight's free axes] to the equation's order
         back = (*range(batches), *range(batches + x_free, batches + x_free + w_free), *range(batches, batches + x_free))
         out_sharding = _transposed(out_sharding, back)
-    y = dot_general(x, master, dims, preferred_element_type=out_dtype, out_sharding=out_sharding, **options)
+    options |= {"preferred_element_type": out_dtype, "out_sharding": out_sharding, "state": state}
+    y = dot_general(x, master, dims, **options)
+    y = y if state is None else y[0]  # the state's gradient is its new value, however often the layer is called
     return y if back is None else y.transpose(back)
 
 
