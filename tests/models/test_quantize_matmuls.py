@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, often, random_array
+from tests.sharding.meshes import mesh_of, place
 
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 X = random_array((16, 32))
@@ -248,6 +251,52 @@ def test_an_nnx_model_learns_and_counts_as_with_our_layers():
     assert_same_bytes(jax.tree.leaves(result), jax.tree.leaves(expected))
     assert_same_bytes(nnx.state(theirs, nnx.BatchStat), nnx.state(ours, nnx.BatchStat))
     assert theirs.dropout.rngs.count.get_value() == ours.dropout.rngs.count.get_value() == 1
+
+
+class TestMeshes:
+    def placed(self, mesh):
+        specs = {"up": {"kernel": P("a", "b")}, "down": {"w": P("b", "a")}}
+        return jax.tree.map(lambda leaf, spec: place(leaf, mesh, spec), PARAMS, specs), place(X, mesh, P("a"))
+
+    def test_automatic_mode(self):
+        with jax.set_mesh(mesh := mesh_of((2, 2))):
+            args = self.placed(mesh)
+            theirs, expected = (
+                with_gradients(f)(*args) for f in (jlp.quantize_matmuls(THEIRS["plain"], NVFP4), ours(NVFP4)["plain"])
+            )
+        assert_same_bytes(jax.device_get(theirs), jax.device_get(expected))
+
+    def test_explicit_mode(self):
+        """FSDP: weights are gathered, the result of the second product is reduced to the batch's sharding."""
+
+        def gathered(params):
+            up, down = params["up"]["kernel"], params["down"]["w"]
+            return jax.sharding.reshard(up, P(None, "b")), jax.sharding.reshard(down, P("b", None))
+
+        def theirs(params, x):
+            up, down = (w.astype(x.dtype) for w in gathered(params))
+            return jnp.einsum("th,hd->td", jnp.tanh(jnp.einsum("dh,td->th", up, x)), down, out_sharding=P("a"))
+
+        def of_layers(params, x):
+            up, down = gathered(params)
+            hidden = jnp.tanh(jlp.linear(x, up, recipe=NVFP4, name="up"))
+            return jlp.linear(hidden, down, recipe=NVFP4, name="down", out_sharding=P("a"))
+
+        with jax.set_mesh(mesh := mesh_of((2, 2), AxisType.Explicit)):
+            args = self.placed(mesh)
+            found, expected = (with_gradients(f)(*args) for f in (jlp.quantize_matmuls(theirs, NVFP4), of_layers))
+        assert_same_bytes(jax.device_get(found), jax.device_get(expected))
+
+    def test_shard_map(self):
+        mesh = mesh_of((4,))
+
+        def mapped(function):
+            specs = {"mesh": mesh, "in_specs": (P(), P("a")), "out_specs": P("a")}
+            return lambda params, x: jax.shard_map(function, **specs)(params, x)
+
+        theirs = with_gradients(jlp.quantize_matmuls(casting_first(mapped(THEIRS["plain"])), NVFP4))(PARAMS, X)
+        expected = with_gradients(mapped(ours(NVFP4)["plain"]))(PARAMS, X)
+        assert_same_bytes(jax.device_get(theirs), jax.device_get(expected))
 
 
 class TestDelayedScaling:
