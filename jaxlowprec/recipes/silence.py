@@ -45,7 +45,7 @@ def complaints(recipe: Recipe, names: Iterable[str], followed: Iterable[str]) ->
         )
     if isinstance(recipe, PerLayer) and names:
         for pattern in recipe.unmatched(names):
-            nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.0)
+            nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.3) or names
             found.append(f"the rule {pattern!r} of {title} matches no layer; the nearest names are {_listed(nearest)}")
     return found
 
