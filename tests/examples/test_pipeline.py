@@ -49,6 +49,7 @@ def test_a_stage_too_many_is_named():
         pipeline.pipelined_loss(parameters, x, target, None, pipeline.pipeline_mesh(2))
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it():
     done = run_python(str(EXAMPLES / "pipeline.py"), "--stages", "2", "--microbatches", "4", "--steps", "3")
     first, second = (np.array(re.findall(r"\d\.\d+", line), float) for line in done.stdout.splitlines())

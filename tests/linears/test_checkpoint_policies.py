@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from tests.helpers import assert_same_bytes, random_array
+from tests.helpers import assert_same_bytes, often, random_array
 from tests.products import kept, native_calls
 
 OURS, JAXS = jlp.checkpoint_policies, jax.checkpoint_policies
@@ -61,7 +61,7 @@ def operands():
 
 
 @by(POLICIES)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@pytest.mark.parametrize("recipe", often([RECIPES["nvfp4"]], RECIPES.values()), ids=RECIPES.keys())
 def test_every_policy_gives_the_same_bytes(policy, recipe):
     """XLA computes QAT's wgrad, and may drop the rounding of an input that it computes again: here it must not."""
     x, ws, dy = operands()

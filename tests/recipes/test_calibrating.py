@@ -96,6 +96,7 @@ def test_calibrating_differentiates_twice_as_high_precision_does():
 class TestLayers:
     x = random_array((32, 64))
 
+    @pytest.mark.slow
     def test_in_linen(self):
         class Model(nn.Module):
             @nn.compact

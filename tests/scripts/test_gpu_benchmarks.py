@@ -85,6 +85,7 @@ class TestRows:
         assert set(first) == {"training", "few-rows"}
         assert "Llama block" in found[0].case
 
+    @pytest.mark.slow
     def test_a_later_run_measures_only_what_is_left(self, tmp_path):
         file = tmp_path / "gpu.json"
         options = ["--divide", "64", "--rounds", "1", "--save", str(file)]
