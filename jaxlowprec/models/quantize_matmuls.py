@@ -191,8 +191,8 @@ class TracedFunction:
     def complaints(self) -> list[str]:
         """What the recipe did not reach."""
         recipe: Any = self.following.recipe
-        names = [product.weight.name for product in self.following.products if not product.reason]
-        return silence.complaints(recipe, self.names, [n for n in names if recipe.within(n) is not None])
+        products = [product.weight.name for product in self.following.products if not product.reason]
+        return silence.complaints(recipe, self.names, products)
 
     def _delayed(self) -> dict[str, DelayedScaling]:
         """The recipes of the layers that keep amax histories, by the layers' names."""

@@ -172,6 +172,10 @@ class PerLayer(Recipe):
         found = self.at(name)
         return Roles(None, None, None) if found is None else found.roles(module_type, name)
 
+    def quantises(self, pattern: str) -> bool:
+        """Whether the rule of this regular expression has a recipe."""
+        return any(rule == pattern and recipe is not None for rule, recipe in self.rules)
+
     @property
     def delayed(self) -> DelayedScaling | None:
         """The `DelayedScaling` of the rules that have one: layers that are made without a name get its state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import difflib
+import re
 import warnings
 from collections.abc import Iterable
 
@@ -25,19 +26,19 @@ def saw(recipe: Recipe, names: Iterable[str]) -> None:
 def of_scope(recipe: Recipe) -> list[str]:
     """What the layers that asked for a scope's recipe left unused."""
     names = _seen.get(recipe, set())
-    return complaints(recipe, names, [name for name in names if recipe.within(name) is not None])
+    return complaints(recipe, names, names)
 
 
-def complaints(recipe: Recipe, names: Iterable[str], followed: Iterable[str]) -> list[str]:
+def complaints(recipe: Recipe, names: Iterable[str], products: Iterable[str]) -> list[str]:
     """What a recipe did not reach.
 
     Arguments:
         names: of every layer that there is.
-        followed: of those that followed the recipe.
+        products: of those among them whose parameter is in a matrix product.
     """
-    names, title = sorted(set(names)), type(recipe).__name__
+    names, products, title = sorted(set(names)), set(products), type(recipe).__name__
     found = []
-    if not any(True for _ in followed):
+    if not any(recipe.within(name) is not None for name in products):
         there = f"; the layers are {_listed(names)}" if names else ""
         found.append(
             f"no layer followed {title}: everything was computed in high precision{there}. Use this library's layers, "
@@ -47,6 +48,10 @@ def complaints(recipe: Recipe, names: Iterable[str], followed: Iterable[str]) ->
         for pattern in recipe.unmatched(names):
             nearest = difflib.get_close_matches(pattern, names, _NEAREST, 0.3) or names
             found.append(f"the rule {pattern!r} of {title} matches no layer; the nearest names are {_listed(nearest)}")
+        for pattern in set(recipe.unmatched(products)) - set(recipe.unmatched(names)):
+            if recipe.quantises(pattern):
+                matched = [name for name in names if re.fullmatch(pattern, name)]
+                found.append(f"the rule {pattern!r} of {title} is for {_listed(matched)}, in no matrix product")
     return found
 
 

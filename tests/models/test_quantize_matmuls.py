@@ -349,7 +349,9 @@ layer   kernel   weight           input            gradient
 layers  32x32    MXFP8 E4M3 1x32  MXFP8 E4M3 1x32  MXFP8 E4M3 1x32
 head    32x8     -                -                -                left out by the recipe
 conv    1x1x3x3  -                -                -                in no product: not followed through conv_general_dilated"""  # noqa: E501
+        shapes = jax.eval_shape(lambda: (params, X))
         for explained in (
+            jlp.explain(function, rules, *shapes),
             jlp.explain(function, rules, params, X),
             jlp.explain(jlp.quantize_matmuls(function, rules), ..., params, X),
         ):
@@ -368,6 +370,11 @@ class TestSilence:
         rules = jlp.PerLayer((("op", None),), MXFP8)
         with pytest.warns(UserWarning, match="the rule 'op' of PerLayer matches no layer; the nearest names are 'up'"):
             jlp.quantize_matmuls(THEIRS["plain"], rules)(PARAMS, X)
+
+    def test_a_rule_for_a_parameter_in_no_product_is_named(self):
+        rules = jlp.PerLayer((("table", NVFP4),), MXFP8)
+        with pytest.warns(UserWarning, match="the rule 'table' of PerLayer is for 'table', in no matrix product"):
+            jlp.quantize_matmuls(lambda p, x: x @ p["up"] + p["table"], rules)({"up": X.T, "table": jnp.eye(16)}, X)
 
 
 class TestBadInput:

@@ -121,6 +121,51 @@ class TestJit:
         assert_same_bytes(f(x, w), plain)
 
 
+class TestStrict:
+    RULES = jlp.PerLayer((("head", None), ("block_[0-9]/up", PLAIN)), jlp.MXFP8BlockScaling())
+
+    def linear(self, name):
+        return jlp.linear(random_array((8, 32)), random_array((32, 16)), name=name)
+
+    def test_a_recipe_that_no_layer_follows_warns_once(self):
+        recipe = jlp.Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True)
+        with pytest.warns(UserWarning, match="autocast: no layer followed Float8CurrentScaling") as said:
+            for _ in range(2):
+                with jlp.autocast(recipe):
+                    random_array((8, 8)) @ random_array((8, 8))
+        assert len(said) == 1 and said[0].filename == __file__
+
+    def test_or_raises(self):
+        with pytest.raises(ValueError, match="autocast: no layer followed PerLayer"):
+            with jlp.autocast(jlp.PerLayer((("up", None),), self.RULES), strict=True):
+                self.linear("up")
+
+    def test_or_says_nothing(self, recwarn):
+        with jlp.autocast(jlp.MXFP8BlockScaling(fp8_format="HYBRID", enable_2d_quantization=True), strict=None):
+            pass
+        assert not recwarn
+
+    def test_a_rule_without_a_layer_names_the_nearest(self):
+        with pytest.raises(ValueError, match="rule 'head' of PerLayer matches no layer; the nearest .* 'block_1/up'"):
+            with jlp.autocast(self.RULES, strict=True):
+                self.linear("block_1/up")
+
+    def test_what_another_call_reached_counts(self):
+        """A function that jit finds in its cache asks for no recipe."""
+        with jlp.autocast(self.RULES, strict=None):
+            self.linear("head"), self.linear("block_2/up")
+        with jlp.autocast(self.RULES, strict=True):
+            pass
+
+    def test_an_exception_goes_on(self):
+        with pytest.raises(RuntimeError, match="inside"), jlp.autocast(PLAIN, strict=True):
+            raise RuntimeError("inside")
+
+    def test_something_else_is_named(self):
+        with pytest.raises(ValueError, match="autocast: strict='yes'; needs"):
+            jlp.autocast(FULL, strict="yes")
+
+
 class TestBackward:
     """The recipe of the forward pass holds for its backward pass, wherever that runs."""
 

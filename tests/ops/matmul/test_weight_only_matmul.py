@@ -173,7 +173,7 @@ class TestByReference(ByReference, WeightOnlyCases):
         return request.param
 
     @pytest.mark.parametrize("fmt", often(ONE_OF_EACH_PADDED, (*PACKED, *BYTES)), ids=str)
-    def test_of_float32_activations_it_is_within_a_rounding_a_product(self, fmt):
+    def test_float32_activations_are_within_a_rounding_a_product(self, fmt):
         """|y - y'| <= K 2^-23 |x||w|."""
         x, q = operands((5, 130, 21), fmt, "float32")
         (y,), native = products([(x, q)], "reference"), weight_only_product(x, q, out_dtype=jnp.float32)[0]
