@@ -136,9 +136,9 @@ class TestStrict:
         assert len(said) == 1 and said[0].filename == __file__
 
     def test_or_raises(self):
-        with pytest.raises(ValueError, match="autocast: no layer followed PerLayer"):
-            with jlp.autocast(jlp.PerLayer((("up", None),), self.RULES), strict=True):
-                self.linear("up")
+        rules = jlp.PerLayer((("up", None),), self.RULES)
+        with pytest.raises(ValueError, match="no layer followed PerLayer"), jlp.autocast(rules, strict=True):
+            self.linear("up")
 
     def test_or_says_nothing(self, recwarn):
         with jlp.autocast(jlp.MXFP8BlockScaling(fp8_format="HYBRID", enable_2d_quantization=True), strict=None):
@@ -146,9 +146,9 @@ class TestStrict:
         assert not recwarn
 
     def test_a_rule_without_a_layer_names_the_nearest(self):
-        with pytest.raises(ValueError, match="rule 'head' of PerLayer matches no layer; the nearest .* 'block_1/up'"):
-            with jlp.autocast(self.RULES, strict=True):
-                self.linear("block_1/up")
+        message = "rule 'head' of PerLayer matches no layer; the nearest names are 'block_1/up'"
+        with pytest.raises(ValueError, match=message), jlp.autocast(self.RULES, strict=True):
+            self.linear("block_1/up")
 
     def test_what_another_call_reached_counts(self):
         """A function that jit finds in its cache asks for no recipe."""
