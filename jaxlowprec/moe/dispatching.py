@@ -64,6 +64,9 @@ def dispatch(experts: Int32[Array, "T k"], num_experts: int) -> Dispatch:
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     places = jnp.argsort(order, stable=True).astype(jnp.int32).reshape(experts.shape)
+    # Under shard_map argsort's type does not say that places differ from device to device; then the gradients of rows
+    # would be added up before they go back to their tokens.
+    _, order, places = wiring.align_varying(flat, order, places)
     group_sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
     return Dispatch(order, places, group_sizes)
 
