@@ -42,8 +42,8 @@ def quantize_matmuls(
     `custom_vjp` and `custom_jvp` functions; `explain` lists them. Transform the function that computes the loss, and
     then take its gradient: in a function that contains `jax.grad`, gradients' products would be taken for layers.
 
-    The name of a layer, by which `PerLayer` chooses its recipe, is the path of its parameter, such as "block_0/mlp/up";
-    a last "kernel", "w" or "weight" is left out.
+    The name of a layer, by which `PerLayer` chooses its recipe, is the path of its parameter, such as "block_0/mlp/up".
+    A last "kernel", "w" or "weight" and a first "params" are left out, so that it is the layer's path in a Flax model.
 
     Each call traces fn: call the result under `jax.jit`.
 
@@ -273,4 +273,6 @@ def _layer_name(path: Any, chosen: set[int | str]) -> str | None:
         names.pop()
     if len(names) > 1 and names[-1] in _KERNELS:
         names.pop()
+    if len(names) > 1 and names[0] == "params":  # Linen's collection
+        del names[0]
     return "/".join(names)

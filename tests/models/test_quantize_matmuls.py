@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
@@ -251,6 +252,17 @@ def test_an_nnx_model_learns_and_counts_as_with_our_layers():
     assert_same_bytes(jax.tree.leaves(result), jax.tree.leaves(expected))
     assert_same_bytes(nnx.state(theirs, nnx.BatchStat), nnx.state(ours, nnx.BatchStat))
     assert theirs.dropout.rngs.count.get_value() == ours.dropout.rngs.count.get_value() == 1
+
+
+def test_a_linen_model_has_the_bits_of_our_layers():
+    def model(dense):
+        return nn.Sequential([dense(48, use_bias=False, name="up"), jnp.tanh, dense(32, use_bias=False, name="down")])
+
+    theirs, ours = (model(functools.partial(dense, dtype=jnp.bfloat16)) for dense in (nn.Dense, jlp.linen.Dense))
+    variables = theirs.init(jax.random.key(0), X)
+    found = with_gradients(jlp.quantize_matmuls(theirs.apply, NVFP4))(variables, X)
+    with jlp.autocast(NVFP4):
+        assert_same_bytes(found, with_gradients(ours.apply)(variables, X))
 
 
 class TestMeshes:
