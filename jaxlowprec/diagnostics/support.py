@@ -25,7 +25,7 @@ from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import QAT
-from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.recipes.roles import GEMMS, Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.wiring import native
 
@@ -208,7 +208,7 @@ def _one(recipe: Recipe | None, platform: str, op: str | None) -> Supported:
     if problem:
         return Supported(False, problem)
     roles = Roles(None, None, None) if recipe is None else recipe.roles("grouped_linear" if grouped else "linear")
-    formats = tuple(dict.fromkeys(r.format for r in (roles.input, roles.weight, roles.gradient) if r is not None))
+    formats = roles.formats
     if recipe is None or not formats:
         return Supported(True, "nothing is quantised: XLA's products in high precision")
     asked: dict[str, Runs] = {}  # what is computed, in words
@@ -232,15 +232,12 @@ def _by(way: Runs) -> str:
 
 def _gemms(roles: Roles, backward_override: Any) -> dict[str, tuple[Format, ...]]:
     """The three GEMMs, and the formats of their operands: one for a weight only, none in high precision."""
-    x, w, dy = (r and r.format for r in (roles.input, roles.weight, roles.gradient))
     gemms = Gemms(roles, backward_override)
-    found: dict[str, Any] = {
-        "fprop": (x, w) if gemms.fprop else (),
-        "dgrad": (dy, w) if gemms.dgrad else (),
-        "wgrad": (x, dy) if gemms.wgrad else (),
+    found: dict[str, tuple[Format, ...]] = {
+        gemm: tuple(role.format for role in getattr(gemms, gemm) or ()) for gemm in GEMMS
     }
-    if roles.ste is not None:
-        found["fprop"] = (w,)
+    if roles.ste is not None and roles.weight is not None:
+        found["fprop"] = (roles.weight.format,)
     alike: dict[tuple[Format, ...], list[str]] = {}
     for gemm, operands in found.items():
         alike.setdefault(operands, []).append(gemm)
@@ -251,7 +248,7 @@ def _gemms(roles: Roles, backward_override: Any) -> dict[str, tuple[Format, ...]
 def _why_refused(recipe: Recipe, grouped: bool) -> str | None:
     """What a layer says that cannot follow the recipe: its forward and backward pass are traced, not run."""
     roles = recipe.roles("grouped_linear" if grouped else "linear")
-    n = math.lcm(128, *(r.format.length for r in (roles.input, roles.weight, roles.gradient) if r is not None))
+    n = math.lcm(128, *(fmt.length for fmt in roles.formats))
     x, w = jax.ShapeDtypeStruct((n, n), jnp.bfloat16), jax.ShapeDtypeStruct((n, n), jnp.float32)
 
     def layer(x, w):

@@ -209,9 +209,8 @@ def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
             "(Float8CurrentScaling) for layers of experts, or leave them out by exclude= or a policy"
         )
     roles = recipe.roles("grouped_linear", name)
-    for tensor, role in (("input", roles.input), ("gradient", roles.gradient)):
-        if role is None:
-            continue
+    rows = [(tensor, role) for tensor in ("input", "gradient") for role in roles.forms(tensor) if role is not None]
+    for tensor, role in dict.fromkeys(rows):
         if role.format.tiles:
             raise ValueError(
                 f"{who}: the recipe quantises the {tensor} to {role.format}, in square tiles, which would lie on two "
@@ -223,9 +222,10 @@ def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
                 f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups take only "
                 f"NVFP4's rotation of size {BLOCK}"
             )
-    if roles.weight is not None and roles.weight.hadamard is not None:
-        raise ValueError(
-            f"{who}: the recipe rotates the weight by {roles.weight.hadamard}, and it would not cancel in fprop and "
-            "dgrad; rotate the input and the gradient, or none"
-        )
+    for weight in roles.forms("weight"):
+        if weight is not None and weight.hadamard is not None:
+            raise ValueError(
+                f"{who}: the recipe rotates the weight by {weight.hadamard}, and it would not cancel in fprop and "
+                "dgrad; rotate the input and the gradient, or none"
+            )
     return roles

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.linears.quantized_matmul import Gemms
+from jaxlowprec.linears.quantized_matmul import Gemms, alike, both_ways, role_of
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     decoded,
@@ -41,7 +41,7 @@ from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
-from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.recipes.roles import Role
 from jaxlowprec.wiring.out_sharding import resharded
 
 
@@ -60,38 +60,26 @@ class GroupedProductSpec(Gemms):
     precision: Any
 
 
-def _weight_ways(w, role, rowwise: bool, columnwise: bool):
-    """The weights quantised in the wanted directions; None for an unwanted one."""
-    if role is None:
-        return None, None
-    if rowwise and columnwise:
-        return quantize_both(w, role.format)
-    row = quantize(w, role.format, -1) if rowwise else None
-    return row, quantize(w, role.format, -2) if columnwise else None
+def _row_ways(x, sizes, row: Role | None, column: Role | None, words=None, amaxes=None):
+    """The rows of each group, as `both_ways`."""
+
+    def some(role: Role, rowwise: bool, columnwise: bool):
+        used = words if role.rounding == "stochastic" else None
+        options: Any = {"hadamard": column.hadamard if column is not None else None, "words": used, "amaxes": amaxes}
+        return quantize_groups(x, sizes, role.format, rowwise=rowwise, columnwise=columnwise, **options)
+
+    if row is not None and column is not None and alike(row, column):
+        return some(row, True, True)
+    found = None if row is None else some(row, True, False)[0]
+    return found, None if column is None else some(column, False, True)[1]
 
 
-def _row_ways(x, sizes, role, rowwise: bool, columnwise: bool, words=None, amaxes=None):
-    if role is None or not (rowwise or columnwise):
-        return None, None
-    return quantize_groups(
-        x,
-        sizes,
-        role.format,
-        rowwise=rowwise,
-        columnwise=columnwise,
-        hadamard=role.hadamard,
-        words=words,
-        amaxes=amaxes,
-    )
-
-
-def _fprop(spec: GroupedProductSpec, x, w, bias, sizes, keep_column: bool, keep_row: bool):
+def _fprop(spec: GroupedProductSpec, x, w, bias, sizes, keep: bool):
     """The result, x row- and columnwise, and the weights, quantised as far as they are needed now or kept."""
-    roles = spec.roles
     with in_profiles("quantize input"):
-        x_row, x_column = _row_ways(x, sizes, roles.input, spec.fprop, keep_column)
+        x_row, x_column = _row_ways(x, sizes, role_of(spec.fprop, 0), role_of(spec.wgrad, 0, keep))
     with in_profiles("quantize weight"):
-        w_row, w_column = _weight_ways(w, roles.weight, keep_row, spec.fprop)
+        w_row, w_column = both_ways(w, role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1))
     with in_profiles("fprop"):
         if spec.fprop:
             y = multiply_groups(x_row, w_column.mT, bias, spec.out_dtype, precision=spec.precision)
@@ -103,29 +91,30 @@ def _fprop(spec: GroupedProductSpec, x, w, bias, sizes, keep_column: bool, keep_
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
-    return _fprop(spec, x, w, bias, sizes, False, False)[0]
+    return _fprop(spec, x, w, bias, sizes, False)[0]
 
 
 def _forward(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
     x, w, bias = differentiated_once((x, w, bias))
-    y, (x_row, x_column), (w_row, w_column) = _fprop(spec, x, w, bias, sizes, spec.wgrad, spec.dgrad)
-    dequantized = spec.backward_override == "dequantized" and spec.fprop
-    kept_x = x_column if spec.wgrad else x_row if dequantized else x
-    kept_w = w_row if spec.dgrad else w_column if dequantized else w
+    y, (x_row, x_column), (w_row, w_column) = _fprop(spec, x, w, bias, sizes, True)
+    kept_x = x_column if spec.wgrad else x_row if spec.decodes("wgrad") else x
+    kept_w = w_row if spec.dgrad else w_column if spec.decodes("dgrad") else w
     kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
     return product(y), (kept, tuple(dtype_marker(a) for a in (x, w, bias)), randomness, sizes)
 
 
 def _quantized_gradient(spec: GroupedProductSpec, dy, randomness, sizes):
     """The gradient of the result, row- and columnwise, as dgrad and wgrad need it."""
-    role, amaxes = spec.roles.gradient, None
-    if role.format.has_tensor_scale:
-        found = group_amaxes(dy, sizes, True, role.hadamard)
+    row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
+    tensor_scales = [role for role in (row, column) if role is not None and role.format.has_tensor_scale]
+    amaxes = None
+    if tensor_scales:
+        found = group_amaxes(dy, sizes, True, column.hadamard if column in tensor_scales else None)
         amaxes = found[0], found[-1]
     words = None
     if randomness is not None:
         words = randomness.words_for(lambda: (amaxes or group_amaxes(dy, sizes, True, None))[0])
-    return _row_ways(dy, sizes, role, spec.dgrad, spec.wgrad, words, amaxes)
+    return _row_ways(dy, sizes, row, column, words, amaxes)
 
 
 def _backward(spec: GroupedProductSpec, residuals, dy):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.quantized_matmul import ProductSpec, QuantizedKernel, quantized_matmul, recording
@@ -99,6 +100,8 @@ class LayerCall:
         are merged.
         """
         weight: Any = w if w is not None else self.quantized
+        if self.quantized is not None and self.roles is not None:
+            self._check_quantized(w, self.roles)
         if rows_split and _must_merge(self.who, x, weight, self.roles):
             y, state = self.matmul(merged_rows(x), w, bias, out_dtype)
             return resharded(split_rows(y, *x.shape[-3:-1]), out_sharding), state
@@ -112,8 +115,6 @@ class LayerCall:
         state, roles = self.state, self.roles
         if self.recipe.delayed is not None:
             state = delayed_scaling.check_state(self.who, self.recipe.delayed, state)
-        if self.quantized is not None:
-            self._check_quantized(w, roles)
         if roles.ste is not None and roles.weight is not None:
             loaded = None if self.quantized is None else self.quantized.columnwise
             served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
@@ -142,13 +143,18 @@ class LayerCall:
     def _check_quantized(self, w: jax.Array | None, roles: Roles) -> None:
         """Raises ValueError unless the weight was quantised for these roles and has the master weight's shape."""
         quantized: Any = self.quantized
-        has, wants = (quantized.columnwise.format, quantized.weight_only), "high precision"
-        if roles.weight is not None:
-            wants = f"{roles.weight.format} for {_inputs(roles.ste is not None)}"
-        if roles.weight is None or has != (roles.weight.format, roles.ste is not None):
+        row, column = roles.forms("weight")
+        has = _formats(quantized.rowwise, quantized.columnwise), quantized.weight_only
+        wants = _formats(None if roles.ste is not None else row, column), roles.ste is not None
+        if has != wants:
             raise ValueError(
-                f"{self.who}: quantized_kernel is {has[0]} for {_inputs(has[1])} but the recipe wants {wants}; "
+                f"{self.who}: quantized_kernel is {_kernel_forms(*has)} but the recipe wants {_kernel_forms(*wants)}; "
                 "quantise it again under this recipe"
+            )
+        if w is None and column is None:
+            raise ValueError(
+                f"{self.who}: kernel is None and quantized_kernel is {_kernel_forms(*has)}, but fprop is in high "
+                "precision; pass the kernel, too"
             )
         if w is not None and quantized.shape != w.shape:
             raise ValueError(f"{self.who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
@@ -175,14 +181,15 @@ def layer_call(
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
-    return None, LayerCall(who, name, None, key, QuantizedKernel(None, kernel), state, precision)
+    return None, LayerCall(who, name, None, key, QuantizedKernel(None, kernel, True), state, precision)
 
 
 def check_kernel(who: str, quantized: Any) -> None:
     """Raises unless the argument is what `quantize_kernel` makes."""
     if not isinstance(quantized, QuantizedKernel):
         raise TypeError(f"{who}: quantized_kernel={shown(quantized)}; needs what jaxlowprec.quantize_kernel makes")
-    check_quantized(who, "quantized_kernel.columnwise", quantized.columnwise)
+    if quantized.columnwise is not None or quantized.rowwise is None:
+        check_quantized(who, "quantized_kernel.columnwise", quantized.columnwise)
     if quantized.rowwise is not None:
         check_quantized(who, "quantized_kernel.rowwise", quantized.rowwise)
 
@@ -194,8 +201,13 @@ def _must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> boo
     """
     if roles is None or roles.ste is not None:  # x is not quantised
         return len(weight.shape) > 2  # a weight per further axis needs matrices
-    quantised = [role for role in (roles.input, roles.gradient) if role is not None]
-    together = math.lcm(*(part_unit(r.format, r.hadamard, r.rounding, columnwise=True) for r in quantised))
+    together = 1
+    for tensor in ("input", "gradient"):
+        row, column = roles.forms(tensor)
+        if row is not None:
+            together = math.lcm(together, part_unit(row.format, None, row.rounding, columnwise=False))
+        if column is not None:
+            together = math.lcm(together, part_unit(column.format, column.hadamard, column.rounding, columnwise=True))
     if x.size > 0 and x.shape[-2] % together == 0:
         return False
     rows = dimensions_of(x)[-2] if sharding_of(x) else ()
@@ -207,13 +219,25 @@ def _must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> boo
     return True
 
 
-def _inputs(high_precision: bool) -> str:
-    return f"{'high-precision' if high_precision else 'quantised'} inputs"
+def _formats(*forms: Any) -> tuple[Format | None, ...]:
+    """The formats of a kernel's forms, or of their roles."""
+    return tuple(None if form is None else form.format for form in forms)
+
+
+def _kernel_forms(formats: tuple[Format | None, ...], weight_only: bool) -> str:
+    """What a kernel is quantised to, in words, by the formats of its rowwise and columnwise forms."""
+    row, column = formats
+    to = [f"{fmt} in {gemm}" for fmt, gemm in ((column, "fprop"), (row, "dgrad")) if fmt is not None]
+    if not to:
+        return "high precision"
+    if weight_only or row == column:
+        to = [str(column)]
+    return f"{' and '.join(to)} for {'high-precision' if weight_only else 'quantised'} inputs"
 
 
 def rounds_stochastically(roles: Roles) -> bool:
     """Whether a key would have an effect."""
-    return roles.gradient is not None and roles.gradient.rounding == "stochastic"
+    return any(role is not None and role.rounding == "stochastic" for role in roles.forms("gradient"))
 
 
 def randomness_of(

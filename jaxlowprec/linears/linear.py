@@ -13,10 +13,9 @@ from jaxtyping import Array, Float
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.layer_call import layer_call
-from jaxlowprec.linears.quantized_matmul import QuantizedKernel
+from jaxlowprec.linears.quantized_matmul import QuantizedKernel, both_ways
 from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.ops.checks import a_sharding, float_array
-from jaxlowprec.ops.quantize.api import quantize_both
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.wiring.out_sharding import resharded
@@ -54,19 +53,20 @@ def quantize_kernel(
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
     roles = given.roles("linear", name)
-    role = roles.weight
-    if recipe is None or role is None:
+    row, column = roles.forms("weight")
+    if recipe is None or not roles.quantizes_weight:
         raise ValueError(f"quantize_kernel: {given!r} keeps the weight of layer {name!r} in high precision")
-    if roles.ste is not None:
-        weight_only.check_whole_blocks("quantize_kernel", name, kernel, role.format)
+    if roles.ste is not None and column is not None:
+        weight_only.check_whole_blocks("quantize_kernel", name, kernel, column.format)
         with in_profiles(name, "quantize weight"):
-            return QuantizedKernel(None, weight_only.quantize_weight(kernel, role.format, roles.served_dtype))
+            served = weight_only.quantize_weight(kernel, column.format, roles.served_dtype)
+            return QuantizedKernel(None, served, weight_only=True)
     encode = None
-    if recipe.delayed is not None:
+    if recipe.delayed is not None and column is not None:
         state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
-        encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", role.format.maximum)
+        encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", column.format.maximum)
     with in_profiles(name, "quantize weight"):
-        return QuantizedKernel(*quantize_both(kernel, role.format, encode_scale=encode))
+        return QuantizedKernel(*both_ways(kernel, row, column, encode=encode))
 
 
 def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:

@@ -35,58 +35,78 @@ from jaxlowprec.linears.residuals import (
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
+from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("rowwise", "columnwise"), meta_fields=())
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("rowwise", "columnwise"), meta_fields=("weight_only",)
+)
 @dataclasses.dataclass(frozen=True)
 class QuantizedKernel:
-    """A kernel [..., K, N] quantised once, for every GEMM that reads it.
+    """A kernel [..., K, N] quantised once, for every GEMM that reads it. It has one of the two forms, or both.
 
     Attributes:
-        rowwise: blocks along N, for dgrad; None if only the weight is quantised, and dgrad decodes `columnwise`.
-        columnwise: blocks along K, for fprop.
+        rowwise: blocks along N, for dgrad; None if dgrad is not quantised: it decodes `columnwise` where it has no
+            other kernel.
+        columnwise: blocks along K, for fprop; None if fprop is not quantised.
+        weight_only: whether it is multiplied by inputs in high precision.
     """
 
     rowwise: QuantizedArray | None
-    columnwise: QuantizedArray
+    columnwise: QuantizedArray | None
+    weight_only: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., K, N]."""
-        return self.columnwise.shape
-
-    @property
-    def weight_only(self) -> bool:
-        """Whether it is multiplied by inputs in high precision."""
-        return self.rowwise is None
+        form: Any = self.rowwise if self.columnwise is None else self.columnwise
+        return form.shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemms:
-    """Says which of a product's three GEMMs are quantised.
+    """Says how the operands of a product's three GEMMs are quantised.
 
     Attributes:
         roles, backward_override: the recipe's.
     """
 
-    roles: Any
-    backward_override: str | None
+    roles: Roles
+    backward_override: BackwardOverride
 
     @property
-    def fprop(self) -> bool:
-        """Whether fprop is quantised."""
-        return self.roles.input is not None and self.roles.weight is not None
+    def fprop(self) -> tuple[Role, Role] | None:
+        """The roles of the input rowwise and of the weight columnwise in fprop; None: it is not quantised."""
+        return self._operands("fprop")
 
     @property
-    def dgrad(self) -> bool:
-        """Whether dgrad is quantised."""
-        return self.backward_override is None and self.roles.gradient is not None and self.roles.weight is not None
+    def dgrad(self) -> tuple[Role, Role] | None:
+        """The roles of the gradient rowwise and of the weight rowwise in dgrad; None: it is not quantised."""
+        return self._operands("dgrad")
 
     @property
-    def wgrad(self) -> bool:
-        """Whether wgrad is quantised."""
-        return self.backward_override is None and self.roles.gradient is not None and self.roles.input is not None
+    def wgrad(self) -> tuple[Role, Role] | None:
+        """The roles of the input columnwise and of the gradient columnwise in wgrad; None: it is not quantised."""
+        return self._operands("wgrad")
+
+    def decodes(self, gemm: str) -> bool:
+        """Whether a GEMM in high precision reads the operand that fprop has read, decoded."""
+        return self.fprop is not None and self.roles.operands(gemm, self.backward_override) == "dequantized"
+
+    def _operands(self, gemm: str) -> tuple[Role, Role] | None:
+        found = self.roles.operands(gemm, self.backward_override)
+        return found if isinstance(found, tuple) else None
+
+
+def role_of(operands: tuple[Role, Role] | None, place: int, wanted: bool = True) -> Role | None:
+    """The role of the first (0) or second (1) operand of a GEMM; None if it is not quantised, or not wanted."""
+    return operands[place] if operands is not None and wanted else None
+
+
+def alike(row: Role | None, column: Role | None) -> bool:
+    """Whether both forms of a tensor are quantised in one pass over it."""
+    return row is not None and column is not None and (row.format, row.rounding) == (column.format, column.rounding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,22 +132,24 @@ class ProductSpec(Gemms):
     precision: Any = None
 
 
-def _both_ways(
-    x, role: Any, rowwise: bool, columnwise: bool, *, words=None, amax=None, encode=None, rows_split=False
+def both_ways(
+    x, row: Role | None, column: Role | None, *, words=None, amax=None, encode=None, rows_split=False
 ) -> tuple[Any, Any]:
-    """x quantised in the wanted directions, None for an unwanted one; both in one pass."""
-    if role is None:
-        return None, None
-    rotation, options = role.hadamard or False, {"encode_scale": encode, "rows_split": rows_split}
-    if rowwise and columnwise:
-        return quantize_both(x, role.format, rotation, role.rounding, words, amax=amax, **options)
+    """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it."""
+    options: Any = {"encode_scale": encode, "rows_split": rows_split}
     row_amax, column_amax = amax or (None, None)
-    row = column = None
-    if rowwise:
-        row = quantize(x, role.format, -1, False, role.rounding, words, row_amax, **options)
-    if columnwise:
-        column = quantize(x, role.format, -2, rotation, role.rounding, words, column_amax, **options)
-    return row, column
+    if row is not None and column is not None and alike(row, column):
+        return quantize_both(x, row.format, column.hadamard or False, row.rounding, words, amax=amax, **options)
+
+    def one(role: Role | None, axis: int, amax: Any) -> QuantizedArray | None:
+        if role is None:
+            return None
+        rotation = role.hadamard or False if axis == -2 else False
+        used = words if role.rounding == "stochastic" else None
+        amax = amax if role.format.has_tensor_scale else None
+        return quantize(x, role.format, axis, rotation, role.rounding, used, amax, **options)
+
+    return one(row, -1, row_amax), one(column, -2, column_amax)
 
 
 def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
@@ -159,20 +181,18 @@ def _matmul(spec: ProductSpec, x, w, bias, randomness, quantized, state):
     return _fprop(spec, x, w, bias, quantized, state)[0]
 
 
-def _fprop(
-    spec: ProductSpec, x, w, bias, quantized: QuantizedKernel | None, state, *, keep_column=False, keep_row=False
-):
+def _fprop(spec: ProductSpec, x, w, bias, quantized, state, *, keep: bool = False):
     """The result, x row- and columnwise, and the kernel, quantised as far as they are needed now or have to be kept."""
-    roles = spec.roles
     with in_profiles("quantize input"):
         encode = _encode_scale(spec, state, "input")
-        x_row, x_column = _both_ways(x, roles.input, spec.fprop, keep_column, encode=encode, rows_split=spec.rows_split)
+        forms = role_of(spec.fprop, 0), role_of(spec.wgrad, 0, keep)
+        x_row, x_column = both_ways(x, *forms, encode=encode, rows_split=spec.rows_split)
     if quantized is not None:
         w_row, w_column = quantized.rowwise, quantized.columnwise
     else:
         with in_profiles("quantize weight"):
             encode = _encode_scale(spec, state, "kernel")
-            w_row, w_column = _both_ways(w, roles.weight, keep_row, spec.fprop, encode=encode)
+            w_row, w_column = both_ways(w, role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1), encode=encode)
     with in_profiles("fprop"):
         if spec.fprop:
             y = _multiply(spec, x_row, w_column.mT, bias, spec.out_dtype, spec.out_sharding)
@@ -185,12 +205,9 @@ def _fprop(
 
 def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
     x, w, bias = differentiated_once((x, w, bias))
-    y, (x_row, x_column), (w_row, w_column) = _fprop(
-        spec, x, w, bias, quantized, state, keep_column=spec.wgrad, keep_row=spec.dgrad
-    )
-    dequantized = spec.backward_override == "dequantized" and spec.fprop
-    kept_x = x_column if spec.wgrad else x_row if dequantized else x
-    kept_w = w_row if spec.dgrad else w_column if dequantized or w is None else w
+    y, (x_row, x_column), (w_row, w_column) = _fprop(spec, x, w, bias, quantized, state, keep=True)
+    kept_x = x_column if spec.wgrad else x_row if spec.decodes("wgrad") else x
+    kept_w = w_row if spec.dgrad else w_column if spec.decodes("dgrad") or w is None else w
     kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     new_state = state
@@ -202,16 +219,19 @@ def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
 
 def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
-    role, amaxes = spec.roles.gradient, None
-    if spec.delayed is None and role.format.has_tensor_scale and (role.hadamard is None or role.hadamard.size == BLOCK):
-        found = tensor_amax(dy, True, role.hadamard, rows_split=spec.rows_split)
+    row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
+    tensor_scales = [role for role in (row, column) if role is not None and role.format.has_tensor_scale]
+    rotation = column.hadamard if column in tensor_scales else None
+    amaxes = None
+    if spec.delayed is None and tensor_scales and (rotation is None or rotation.size == BLOCK):
+        found = tensor_amax(dy, True, rotation, rows_split=spec.rows_split)
         amaxes = found[0], found[-1]
     words = None
     if randomness is not None:
         words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, rows_split=spec.rows_split))[0])
     encode = _encode_scale(spec, state, "output_grad")
     options = {"words": words, "amax": amaxes, "encode": encode, "rows_split": spec.rows_split}
-    return _both_ways(dy, role, spec.dgrad, spec.wgrad and weight_learns, **options)
+    return both_ways(dy, row, column if weight_learns else None, **options)
 
 
 def _backward(spec: ProductSpec, residuals, dy):

@@ -151,10 +151,11 @@ def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) 
     if recipe is None:
         return
     roles = recipe.roles("linear", name)
-    wants = "high precision" if roles.weight is None else str(roles.weight.format)
-    if roles.ste is None and roles.weight is not None:
+    role = roles.forms("weight")[1]
+    wants = "high precision" if role is None else str(role.format)
+    if roles.ste is None and role is not None:
         wants += " with quantised activations"
-    if roles.ste is None or roles.weight is None or roles.weight.format != q.format:
+    if roles.ste is None or role is None or role.format != q.format:
         raise ValueError(
             f"{who}: layer {name!r} has a kernel in {q.format}, but the recipe wants {wants}; a loaded kernel needs no "
             "recipe: pass recipe=None or use autocast(enabled=False), or load what the recipe wants"

@@ -156,7 +156,7 @@ def _quantized(
     None if the kernel was loaded, or if the recipe keeps this weight in high precision.
     """
     name = "/".join(layer.path)
-    if recipe is None or isinstance(kernel, QuantizedArray) or recipe.roles(name=name).weight is None:
+    if recipe is None or isinstance(kernel, QuantizedArray) or not recipe.roles(name=name).quantizes_weight:
         return None
     if layer.is_mutable_collection("quantized") and kernel is not None:
         matrices = kernel_matrices(kernel, batch_dims, contracted)

@@ -24,7 +24,7 @@ from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
-from jaxlowprec.recipes.roles import Recipe, Role, Roles
+from jaxlowprec.recipes.roles import GEMMS, Recipe, Role, Roles
 
 _HIGH_PRECISION = Roles(None, None, None)
 _GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
@@ -66,18 +66,31 @@ class Explanation:
 
     @property
     def formats(self) -> dict[str, Any]:
-        """Maps each path to the format of the kernel; None in high precision."""
-        return {layer.path: layer.roles.weight and layer.roles.weight.format for layer in self.layers}
+        """Maps each path to the format of the kernel in the forward pass; None in high precision."""
+        forms = {layer.path: layer.roles.forms("weight")[1] for layer in self.layers}
+        return {path: None if role is None else role.format for path, role in forms.items()}
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("layer", "kernel", "weight", "input", "gradient", "")]
         for layer in self.layers:
-            roles = (layer.roles.weight, layer.roles.input, layer.roles.gradient)
             shape = "x".join(map(str, layer.kernel))
-            rows.append((layer.path or "(model)", shape, *(str(r.format) if r else "-" for r in roles), layer.note))
+            operands = (_operand(layer.roles, tensor) for tensor in ("weight", "input", "gradient"))
+            rows.append((layer.path or "(model)", shape, *operands, layer.note))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _operand(roles: Roles, tensor: str) -> str:
+    """What a tensor is quantised to; for each of its GEMMs, if they read it in different forms."""
+    found = {}
+    decodable = tensor != "gradient" and isinstance(roles.operands("fprop"), tuple)
+    for gemm in (gemm for gemm, operands in GEMMS.items() if tensor in operands):
+        role, decoded = roles.operand(tensor, gemm), decodable and roles.operands(gemm) == "dequantized"
+        found[gemm] = "decoded" if decoded else "-" if role is None else str(role.format)
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{gemm} {form}" for gemm, form in found.items())
 
 
 def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:

@@ -352,7 +352,7 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
             if own is None:
                 continue
             own = resolve(who, own)
-            if layer._loaded() is not None or (own is not None and own.roles(name=layer.name).weight is None):
+            if layer._loaded() is not None or (own is not None and not own.roles(name=layer.name).quantizes_weight):
                 continue
             contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
             batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.recipes.fields import backward_override
-from jaxlowprec.recipes.roles import BackwardOverride, Recipe, Role, Roles
+from jaxlowprec.recipes.roles import GEMMS, BackwardOverride, Recipe, Role, Roles
 from jaxlowprec.recipes.transformer_engine import check_common
 
 
@@ -35,8 +35,10 @@ class Custom(Recipe):
 
     Arguments:
         factory: takes a `QuantizerRole`; returns a format, a `Role`, or None to keep that operand, and the GEMMs that
-            it is in, in high precision. It must be hashable and always return the same for the same role: it is called
-            whenever a function is traced. Two lambdas are two recipes.
+            it is in, in high precision. Or a dict of these by GEMM: {"fprop": ..., "wgrad": ...} for the input,
+            {"fprop": ..., "dgrad": ...} for the weight, {"dgrad": ..., "wgrad": ...} for the gradient. It must be
+            hashable and always return the same for the same role: it is called whenever a function is traced. Two
+            lambdas are two recipes.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
@@ -49,7 +51,7 @@ class Custom(Recipe):
     MXFP4(block=(1, 32), scale_rule='up')
     """
 
-    factory: Callable[[QuantizerRole], Format | Role | None]
+    factory: Callable[[QuantizerRole], Format | Role | None | Mapping[str, Format | Role | None]]
     backward_override: BackwardOverride = backward_override()
 
     def __post_init__(self):
@@ -59,18 +61,40 @@ class Custom(Recipe):
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles that the factory returns."""
+        tensor_types: Any = {"input": "input", "weight": "weight", "gradient": "grad_output"}
+        asked = {tensor: QuantizerRole(module_type, kind, name) for tensor, kind in tensor_types.items()}
+        answers = {tensor: self.factory(role) for tensor, role in asked.items()}
+        if not any(isinstance(answer, Mapping) for answer in answers.values()):
+            return Roles(**{tensor: _role(asked[tensor], answers[tensor]) for tensor in asked})  # type: ignore[arg-type]
 
-        def role(tensor_type: Any) -> Role | None:
-            asked = QuantizerRole(module_type, tensor_type, name)
-            answer = self.factory(asked)
-            if isinstance(answer, Format):
-                return Role(answer)
-            if answer is not None and not isinstance(answer, Role):
+        def role(tensor: str, gemm: str) -> Role | None:
+            answer = answers[tensor]
+            if not isinstance(answer, Mapping):
+                return _role(asked[tensor], answer)
+            needs = [gemm for gemm, operands in GEMMS.items() if tensor in operands]
+            if set(answer) != set(needs):
                 raise TypeError(
-                    f"Custom: the factory answered {shown(answer)} to {asked}; needs a format, a Role or None"
+                    f"Custom: the factory answered {shown(answer)} to {asked[tensor]}; a dict needs the keys "
+                    f"{' and '.join(map(repr, needs))}"
                 )
-            if answer is not None and answer.rounding != "nearest" and tensor_type != "grad_output":
-                raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is only for grad_output")
-            return answer
+            return _role(asked[tensor], answer[gemm])
 
-        return Roles(role("input"), role("weight"), role("grad_output"))
+        def pair(gemm: str, operands: tuple[str, str]) -> Any:
+            a, b = (role(tensor, gemm) for tensor in operands)
+            return "high_precision" if a is None or b is None else (a, b)
+
+        return Roles(None, None, None, **{gemm: pair(gemm, operands) for gemm, operands in GEMMS.items()})
+
+
+def _role(asked: QuantizerRole, answer: Any) -> Role | None:
+    """The role that an answer stands for."""
+    if isinstance(answer, Format):
+        return Role(answer)
+    if answer is not None and not isinstance(answer, Role):
+        raise TypeError(
+            f"Custom: the factory answered {shown(answer)} to {asked}; needs a format, a Role or None, or a dict of "
+            "these by GEMM"
+        )
+    if answer is not None and answer.rounding != "nearest" and asked.tensor_type != "grad_output":
+        raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is only for grad_output")
+    return answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxlowprec.arguments import one_of, shown
+from jaxlowprec.arguments import is_one_of, one_of, shown
 from jaxlowprec.arrays.formats import Format, check_amax_epsilon
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.recipes.fields import check_field
@@ -50,15 +50,28 @@ class Role:
             raise TypeError(f"Role: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
 
 
+GEMMS = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("input", "gradient")}
+"""The operands of a linear's three GEMMs."""
+
+_FORMS = {  # the GEMM that reads a tensor rowwise, and the one that reads it columnwise
+    "input": ("fprop", "wgrad"),
+    "weight": ("dgrad", "fprop"),
+    "gradient": ("dgrad", "wgrad"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Roles:
     """The three operands of a linear. An operand that is None stays in high precision, and so do its GEMMs.
 
     A linear has three GEMMs, each with its own pair of operands: fprop: input rowwise x weight; dgrad: gradient rowwise
-    x weight transposed; wgrad: input columnwise x gradient columnwise.
+    x weight transposed; wgrad: input columnwise x gradient columnwise. A GEMM with a field of its own follows that one.
 
     Attributes:
-        input, weight, gradient: the operands.
+        input, weight, gradient: the operands, for every GEMM whose own field is None.
+        fprop, dgrad, wgrad: None; or the GEMM's own pair of roles, in the order of the line above; or "high_precision":
+            it reads the original operands. "dequantized", not for fprop: the same, but input and weight are the decoded
+            ones that fprop has read.
         ste: None; or, if only the weight is quantised, quantisation-aware training: fprop and dgrad use the quantised
             weight, and this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
         served_dtype: the dtype that the master weight is rounded to before that, like its exported copy; None: none, or
@@ -73,13 +86,63 @@ class Roles:
     gradient: Role | None
     ste: StraightThrough | None = None
     served_dtype: str | None = None
+    fprop: tuple[Role, Role] | Literal["high_precision"] | None = None
+    dgrad: tuple[Role, Role] | BackwardOverride = None
+    wgrad: tuple[Role, Role] | BackwardOverride = None
 
     def __post_init__(self):
         for field in ("input", "weight", "gradient"):
             if (role := getattr(self, field)) is not None and not isinstance(role, Role):
                 raise TypeError(f"Roles: {field}={shown(role)}; needs a jaxlowprec.Role or None")
+        for gemm, operands in GEMMS.items():
+            own = getattr(self, gemm)
+            pair = isinstance(own, tuple) and len(own) == 2 and all(isinstance(role, Role) for role in own)
+            words = (None, "high_precision", *(["dequantized"] if gemm != "fprop" else []))
+            if not pair and not is_one_of(own, words):
+                raise TypeError(
+                    f"Roles: {gemm}={shown(own)}; needs a pair of jaxlowprec.Role, for {' and '.join(operands)}, or "
+                    f"{', '.join(map(repr, words))}"
+                )
+            if own is not None and self.ste is not None:
+                raise ValueError(f"Roles: {gemm} and ste are given; quantisation-aware training has its own GEMMs")
         one_of("Roles", "ste", self.ste, "identity", "clipped", None)
         one_of("Roles", "served_dtype", self.served_dtype, "bfloat16", "float16", None)
+
+    def operands(
+        self, gemm: str, backward_override: BackwardOverride = None
+    ) -> tuple[Role, Role] | Literal["high_precision", "dequantized"]:
+        """The roles of a GEMM's two operands, or where it reads them in high precision.
+
+        `backward_override` is the recipe's; it comes before what the roles say of dgrad and wgrad.
+        """
+        if gemm != "fprop" and backward_override is not None:
+            return backward_override
+        if (own := getattr(self, gemm)) is not None:
+            return own
+        a, b = (getattr(self, tensor) for tensor in GEMMS[gemm])
+        return "high_precision" if a is None or b is None else (a, b)
+
+    def forms(self, tensor: str) -> tuple[Role | None, Role | None]:
+        """The roles of a tensor ("input", "weight" or "gradient") rowwise and columnwise, whatever its partners are."""
+        return self.operand(tensor, _FORMS[tensor][0]), self.operand(tensor, _FORMS[tensor][1])
+
+    def operand(self, tensor: str, gemm: str) -> Role | None:
+        """The role of a tensor in one of its GEMMs, whatever its partner there is."""
+        own = getattr(self, gemm)
+        if own is None:
+            return getattr(self, tensor)
+        return own[GEMMS[gemm].index(tensor)] if isinstance(own, tuple) else None
+
+    @property
+    def quantizes_weight(self) -> bool:
+        """Whether any GEMM may read a quantised weight."""
+        return self.forms("weight") != (None, None)
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats of all operands, each once."""
+        roles = (role for tensor in _FORMS for role in self.forms(tensor))
+        return tuple(dict.fromkeys(role.format for role in roles if role is not None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,6 +77,16 @@ def test_the_delayed_scaling_program_of_the_documents_runs():
     assert history[0] == history[-1] == amax and history.sum() == 2 * amax
 
 
+def test_the_program_of_mixed_precision_of_the_documents_runs():
+    names = {}
+    exec(programs("docs/how-to/recipes.md")[4], names)
+    x, w, jlp = names["x"], names["w"], names["jlp"]
+    y = jlp.linear(x, w, recipe=jlp.NVFP4BlockScaling())
+    dy = jax.grad(lambda y: jax.numpy.mean(y**2))(y)
+    dx = jax.vjp(lambda x: jlp.linear(x, w, recipe=jlp.MXFP8BlockScaling()), x)[1](dy)[0]
+    assert (names["dx"] == dx).all() and names["dw"].dtype == w.dtype
+
+
 def test_the_recipe_of_the_documents_leaves_out_what_it_says():
     names = {"jlp": jlp}
     exec(programs("docs/how-to/recipes.md")[2], names)
