@@ -63,7 +63,7 @@ class _Quantizing:
 
     def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs) -> None:
         a_text(type(self).__name__, name=name)
-        resolve(type(self).__name__, recipe)  # raises for a wrong recipe now, not at the first call
+        resolve(type(self).__name__, recipe, name)  # raises for a wrong recipe now; a scope has reached this layer
         self.recipe, self.name = recipe, name
         self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
         self.quantized = nnx.data(None)

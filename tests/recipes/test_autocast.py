@@ -5,6 +5,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
@@ -149,6 +150,11 @@ class TestStrict:
         message = "rule 'head' of PerLayer matches no layer; the nearest names are 'block_1/up'"
         with pytest.raises(ValueError, match=message), jlp.autocast(self.RULES, strict=True):
             self.linear("block_1/up")
+
+    def test_a_layer_that_is_made_counts(self):
+        """Its state of delayed scaling comes from the scope."""
+        with jlp.autocast(jlp.DelayedScaling(amax_history_len=7), strict=True):
+            jlp.nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
     def test_what_another_call_reached_counts(self):
         """A function that jit finds in its cache asks for no recipe."""
