@@ -48,8 +48,11 @@ class OverwriteWithGradient(nnx.Param):
     leaves in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
 
 
-class _Quantizing:
-    """The common part of the layers. They add `recipe`, `name` and `sr` (an RNG stream or None) to Flax's ones."""
+class _Quantizing(nnx.Module):
+    """The common part of the layers. They add `recipe`, `name` and `sr` (an RNG stream or None) to Flax's ones.
+
+    A Module, so that Python lets a layer of Flax become one of ours (`convert`): their objects have the same layout.
+    """
 
     kernel: Any
     bias: Any
@@ -61,11 +64,11 @@ class _Quantizing:
     sr: nnx.RngStream | None
     quantized: Quantized | None
 
-    def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs) -> None:
+    def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs | None) -> None:
         a_text(type(self).__name__, name=name)
         resolve(type(self).__name__, recipe)  # raises for a wrong recipe now, not at the first call
         self.recipe, self.name = recipe, name
-        self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
+        self.sr = nnx.data(rngs["sr"].fork() if rngs is not None and "sr" in rngs else None)
         self.quantized = nnx.data(None)
         own = current_recipe() if recipe is FROM_CONTEXT else recipe
         own = own.at(name) if own is not None and name else own
@@ -73,8 +76,17 @@ class _Quantizing:
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
         state = {} if recipe is None else init_state(recipe)
-        variables = {name: OverwriteWithGradient(value) for name, value in state.items()}
+        kernel = self.kernel.get_value()
+        stacked = kernel.shape[: max(0, kernel.ndim - self._own_axes())]  # by nnx.vmap: each layer has its own state
+        variables = {
+            name: OverwriteWithGradient(jnp.broadcast_to(value, (*stacked, *value.shape)))
+            for name, value in state.items()
+        }
         setattr(self, OVERWRITE_WITH_GRADIENT, nnx.data(nnx.Dict(variables) if variables else None))
+
+    def _own_axes(self) -> int:
+        """The number of axes of the kernel of one layer."""
+        return 2
 
     def _recipe(self) -> Recipe | None:
         return resolve(type(self).__name__, self.recipe, self.name)
@@ -209,6 +221,9 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self._set_up(recipe, name, rngs)
 
+    def _own_axes(self) -> int:
+        return len(self.batch_axis) + len(self.axis) + len(self.out_features)
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_axis`."""
         inputs = layer_inputs(type(self).__name__, inputs)
@@ -251,6 +266,9 @@ class Einsum(_Quantizing, nnx.Einsum):
     ):
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **kwargs)
         self._set_up(recipe, name, rngs)
+
+    def _own_axes(self) -> int:
+        return len(self.kernel_shape)
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
