@@ -63,16 +63,17 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     for path, layer in list(nnx.iter_modules(model)):
         if not isinstance(layer, kinds):
             continue
-        name = "/".join(map(str, path))
+        ours = isinstance(layer, _Quantizing)
+        name = (layer.name if ours else "") or "/".join(map(str, path))
         names.append(name)
-        if not isinstance(layer, _Quantizing) and (reason := _reason(layer)):
+        if not ours and (reason := _reason(layer)):
             left.append(f"{name!r} ({reason})")
             continue
         own = rules if rules is FROM_CONTEXT or recipe is None else recipe.at(name)
         if own is None:
             continue
         followed.append(name)
-        if isinstance(layer, _Quantizing):
+        if ours:
             _rename(layer, own, name)
         else:
             layer.__class__ = _OURS[type(layer)]
