@@ -52,9 +52,9 @@ def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any 
     return inputs, kernel, bias
 
 
-def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
+def _recipe(layer: nn.Module, recipe: Any, name: str | None = None) -> Recipe | None:
     """The recipe to follow in this call; None while Flax initialises the parameters."""
-    recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path))
+    recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path) if name is None else name)
     if recipe is not None and recipe.delayed is not None and layer.is_initializing():
         for name, value in init_state(recipe.delayed).items():
             if not layer.has_variable(OVERWRITE_WITH_GRADIENT, name):
