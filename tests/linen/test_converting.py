@@ -161,7 +161,7 @@ def test_a_single_layer_becomes_the_librarys():
 
 
 class TestDelayedScaling:
-    def test_init_makes_the_state_and_a_step_is_as_with_the_librarys_layers(self):
+    def test_a_step_is_as_with_the_librarys_layers(self):
         x = X.astype(jnp.float32)
         variables, results = [], []
         for layer in (nn.Dense, jlp.linen.Dense):
@@ -198,7 +198,7 @@ class TestWhatIsLeft:
         with pytest.warns(UserWarning, match="the rule 'block_0/.*' of PerLayer matches no layer.*'layers/down'"):
             variables_of(model)
 
-    def test_layers_of_the_library_follow_the_rules_unless_they_have_their_own(self):
+    def test_layers_of_the_library_follow_the_rules_or_their_own(self):
         layers = [jlp.linen.Dense(32), jlp.linen.Dense(32, recipe=None)]
         model = jlp.linen.convert(nn.Sequential(layers), RECIPE)
         assert_same_bytes(variables_of(model), variables_of(nn.Sequential(layers)))
