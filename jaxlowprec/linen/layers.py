@@ -34,7 +34,7 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.linears.layer_call import rounds_stochastically, stays_flaxs
 from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -173,7 +173,10 @@ def dense(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax.Array) 
     recipe = _recipe(layer, given)
     if recipe is None and _loaded(layer) is None:
         return flaxs(inputs)
-    inputs, kernel, bias = _operands(layer, inputs, (inputs.shape[-1], layer.features))
+    operands = _operands(layer, inputs, (inputs.shape[-1], layer.features))
+    if stays_flaxs(type(layer).__name__, recipe, *operands):
+        return flaxs(inputs)
+    inputs, kernel, bias = operands
     quantized, options = _quantized(layer, kernel, 0, 1, recipe), _options(layer, given, recipe)
     y = linear(inputs, kernel, bias, quantized_kernel=quantized, **options)
     return _handed_on(layer, y, options["state"])
@@ -190,7 +193,10 @@ def dense_general(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax
         (v,) if isinstance(v, int) else tuple(v) for v in (layer.axis, layer.batch_dims, layer.features)
     )
     axis, batch = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
-    inputs, kernel, bias = _operands(layer, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
+    operands = _operands(layer, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
+    if stays_flaxs(type(layer).__name__, recipe, *operands):
+        return flaxs(inputs)
+    inputs, kernel, bias = operands
     quantized = _quantized(layer, kernel, len(batch), len(axis), recipe)
     options = _options(layer, given, recipe)
     y = linear_general(who, inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
@@ -206,7 +212,10 @@ def layer_einsum(
     if recipe is None and _loaded(layer) is None:
         return flaxs(inputs, einsum_str)
     subscripts = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
-    inputs, kernel, bias = _operands(layer, inputs, tuple(layer.shape))
+    operands = _operands(layer, inputs, tuple(layer.shape))
+    if stays_flaxs(type(layer).__name__, recipe, *operands):
+        return flaxs(inputs, einsum_str)
+    inputs, kernel, bias = operands
     options = _options(layer, given, recipe)
     y = einsum(subscripts, inputs, kernel, preferred_element_type=layer.preferred_element_type, **options)
     y = _handed_on(layer, y, options["state"])

@@ -22,7 +22,7 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.linears.layer_call import rounds_stochastically, stays_flaxs
 from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.ops.checks import layer_inputs
@@ -187,7 +187,10 @@ class Linear(_Quantizing, nnx.Linear):
         if recipe is None and self._loaded() is None:
             return super().__call__(inputs, out_sharding)
         self._refuse(recipe, "dot_general", jax.lax.dot_general)
-        inputs, kernel, bias = self._operands(inputs)
+        operands = self._operands(inputs)
+        if stays_flaxs(type(self).__name__, recipe, *operands):
+            return super().__call__(inputs, out_sharding)
+        inputs, kernel, bias = operands
         options = self._options(recipe)
         if self.preferred_element_type is None and out_sharding is None:
             y = linear(inputs, kernel, bias, quantized_kernel=self._quantized_kernel(), **options)
@@ -232,7 +235,10 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
             return super().__call__(inputs, out_sharding)
         self._refuse(recipe, "dot_general", None)
         self._refuse(recipe, "dot_general_cls", None)
-        inputs, kernel, bias = self._operands(inputs)
+        operands = self._operands(inputs)
+        if stays_flaxs(type(self).__name__, recipe, *operands):
+            return super().__call__(inputs, out_sharding)
+        inputs, kernel, bias = operands
         options = self._options(recipe)
         y = linear_general(
             type(self).__name__,
@@ -278,7 +284,10 @@ class Einsum(_Quantizing, nnx.Einsum):
             return super().__call__(inputs, einsum_str, out_sharding)
         self._refuse(recipe, "einsum_op", jnp.einsum)
         subscripts = self.einsum_str if einsum_str is None else einsum_str
-        inputs, kernel, bias = self._operands(inputs)
+        operands = self._operands(inputs)
+        if stays_flaxs(type(self).__name__, recipe, *operands):
+            return super().__call__(inputs, einsum_str, out_sharding)
+        inputs, kernel, bias = operands
         options = self._options(recipe)
         y = einsum(
             subscripts,

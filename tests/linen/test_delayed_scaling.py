@@ -182,3 +182,20 @@ class TestScannedLayers:
             y, quantized = Stack().apply(variables, X, mutable="quantized")
             assert_same_bytes(Stack().apply(variables | quantized, X), y)
             assert_same_bytes(Stack().apply(variables, X), y)
+
+
+def test_decoding_in_a_scan_carries_the_collection():
+    """`apply` returns what is mutable: with the collection among it, the carry keeps what `init` made."""
+    with jlp.autocast(RECIPE):
+        model = jlp.linen.convert(nn.MultiHeadDotProductAttention(2, decode=True))
+        variables = model.init(jax.random.key(0), X[None])
+        params = variables["params"]
+        carry = {name: value for name, value in variables.items() if name != "params"}
+
+        def body(carry, x):
+            y, carry = model.apply({"params": params, **carry}, x[None, None], mutable=list(carry))
+            return carry, y
+
+        last, y = jax.lax.scan(body, carry, X)
+    assert y.shape == (16, 1, 1, 32) and last["cache"]["cache_index"] == 16
+    assert_same_bytes(last[OVERWRITE_WITH_GRADIENT], variables[OVERWRITE_WITH_GRADIENT])

@@ -336,3 +336,12 @@ class TestErrors:
         layer = jlp.linen.Dense(16, use_bias=False, recipe=recipe)
         without = layer.apply({"params": {"kernel": params["kernel"]}}, self.x)
         assert_same_bytes(layer.apply({"params": params}, self.x), without)
+
+
+@each_layer
+def test_a_dtype_that_no_recipe_has_is_flaxs(kind, arguments, shape):
+    arguments = {name: value for name, value in arguments.items() if name != "dtype"}
+    flax, ours = both(kind, arguments, recipe=jlp.MXFP8BlockScaling(fp8_format="HYBRID"))
+    x = jnp.asarray(random_array(shape), "complex64")
+    variables = flax.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(ours.apply(variables, x), flax.apply(variables, x))

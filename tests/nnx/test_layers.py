@@ -1,6 +1,7 @@
 """NNX layers: Flax's own without a recipe, bit for bit, and with the same parameters under one."""
 
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
+from jaxlowprec.recipes import silence
 from tests.helpers import assert_same_bytes, random_array
 
 FULL = jlp.NVFP4BlockScaling()
@@ -292,3 +294,18 @@ def test_contracted_axes_are_taken_in_flaxs_order_and_must_exist():
     assert_same_bytes(layers[0](x), layers[1](x))
     with pytest.raises(ValueError, match="LinearGeneral: axis=3 is out of range for an array of 3 dimensions"):
         layers[2](x)
+
+
+@each_layer
+def test_a_dtype_that_no_recipe_has_is_flaxs_and_said(kind, args, options, shape):
+    options = {name: value for name, value in options.items() if name not in ("dtype", "preferred_element_type")}
+    flax, ours = both(kind, args, options)
+    x, recipe = jnp.asarray(random_array(shape), "complex64"), jlp.Float8CurrentScaling(backward_override="dequantized")
+    with jlp.autocast(recipe, strict=None), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        silence._said.clear()
+        np.testing.assert_array_equal(ours(x), flax(x))
+        ours(x)
+    assert [str(w.message) for w in said] == [
+        f"{kind}: complex64 operands stay in high precision, as Flax has them; recipes take bfloat16, float16, float32"
+    ]
