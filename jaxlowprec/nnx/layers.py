@@ -115,7 +115,8 @@ class _Quantizing(nnx.Module):
         variables = getattr(self, OVERWRITE_WITH_GRADIENT)
         if recipe is None or recipe.delayed is None or variables is None:
             return None
-        return {name: variable.get_value() for name, variable in variables.items()}
+        # nnx.capture puts a tuple of its own beside them
+        return {name: v.get_value() for name, v in variables.items() if isinstance(v, nnx.Variable)}
 
     def _handed_on(self, result: Any, before: Any) -> jax.Array:
         """The result of a call with this state.
@@ -126,11 +127,12 @@ class _Quantizing(nnx.Module):
         if before is None:
             return result
         y, after = result
-        for name, variable in getattr(self, OVERWRITE_WITH_GRADIENT).items():
-            if not is_added_up(before[name]):
+        variables = getattr(self, OVERWRITE_WITH_GRADIENT)
+        for name, value in before.items():
+            if not is_added_up(value):
                 continue
             try:
-                variable.set_value(after[name])
+                variables[name].set_value(after[name])
             except flax.errors.TraceContextError as error:
                 raise used_in_a_transformation(type(self).__name__, "nnx.scan, nnx.remat") from error
         return y

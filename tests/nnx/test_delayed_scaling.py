@@ -244,3 +244,10 @@ def test_quantized_kernels_have_the_scale_of_the_state(name):
             assert scale == 1 / (np.float32(448) / np.float32(3))
             reused = nnx.value_and_grad(total)(layer, X)
     assert_same_bytes(jax.tree.leaves(reused), jax.tree.leaves(expected))
+
+
+def test_intermediates_are_captured_beside_a_state():
+    layer = made()
+    with jlp.autocast(RECIPE):
+        y, _ = nnx.capture(layer, nnx.Intermediate)(X)
+        assert_same_bytes(y, layer(X))
