@@ -67,6 +67,8 @@ def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
         ValueError: the module is bound, or inside another one.
 
     With `DelayedScaling`, `init` also makes the collection "_overwrite_with_gradient", as for this library's layers.
+    A loop that carries what `apply` returns keeps it by
+    `mutable=["cache", "_overwrite_with_gradient"]`.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import linen as nn
