@@ -38,6 +38,7 @@ from jaxlowprec.recipes.transformer_engine import (
 
 if TYPE_CHECKING:
     from jaxlowprec import checkpoints, linen, nnx, weight_sync
+    from jaxlowprec.linen.hooks import flax_dot_general_cls
     from jaxlowprec.models.explain import explain, quantize_params
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "einsum",
     "explain",
     "fake_quantize",
+    "flax_dot_general_cls",
     "grouped_matmul",
     "hadamard_transform",
     "layouts",
@@ -106,6 +108,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"jaxlowprec.{name}")
     if name in ("explain", "quantize_params"):
         return getattr(importlib.import_module("jaxlowprec.models.explain"), name)
+    if name == "flax_dot_general_cls":
+        return importlib.import_module("jaxlowprec.linen.hooks").flax_dot_general_cls
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")
 
 

@@ -22,10 +22,12 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.quantized_matmul import ProductSpec, QuantizedKernel, quantized_matmul, recording
 from jaxlowprec.linears.residuals import in_profiles
+from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.checks import part_unit
 from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
 from jaxlowprec.ops.split_rows import merged_rows, split_rows
+from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
@@ -233,6 +235,16 @@ def _kernel_forms(formats: tuple[Format | None, ...], weight_only: bool) -> str:
     if weight_only or row == column:
         to = [str(column)]
     return f"{' and '.join(to)} for {'high-precision' if weight_only else 'quantised'} inputs"
+
+
+def stays_flaxs(who: str, recipe: Recipe | None, *operands: Any) -> bool:
+    """Whether Flax computes this call because no recipe quantises an operand's dtype; a warning says so once."""
+    other = [a.dtype for a in operands if a is not None and a.dtype not in FLOATS]
+    if recipe is None or not other or any(isinstance(a, QuantizedArray) for a in operands):
+        return False
+    message = f"{other[0]} operands stay in high precision, as Flax has them; recipes take bfloat16, float16, float32"
+    silence.warn_once(who, recipe, [message], depth=2)
+    return True
 
 
 def rounds_stochastically(roles: Roles) -> bool:

@@ -1,7 +1,8 @@
 """Flax Linen layers that follow a recipe, with Flax's classes, arguments, defaults and parameter trees; and experts."""
 
+from jaxlowprec.linen.converting import convert
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, keep_kernel_dtype
 from jaxlowprec.linen.moe import MoE
 
-__all__ = ["Dense", "DenseGeneral", "Einsum", "GroupedDense", "MoE", "keep_kernel_dtype"]
+__all__ = ["Dense", "DenseGeneral", "Einsum", "GroupedDense", "MoE", "convert", "keep_kernel_dtype"]

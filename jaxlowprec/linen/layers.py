@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.linears.layer_call import rounds_stochastically, stays_flaxs
 from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -51,9 +52,9 @@ def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any 
     return inputs, kernel, bias
 
 
-def _recipe(layer: nn.Module, recipe: Any) -> Recipe | None:
+def _recipe(layer: nn.Module, recipe: Any, name: str | None = None) -> Recipe | None:
     """The recipe to follow in this call; None while Flax initialises the parameters."""
-    recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path))
+    recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path) if name is None else name)
     if recipe is not None and recipe.delayed is not None and layer.is_initializing():
         for name, value in init_state(recipe.delayed).items():
             if not layer.has_variable(OVERWRITE_WITH_GRADIENT, name):
@@ -106,10 +107,10 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
     raise ScopeParamNotFoundError(name, "/".join(layer.path))
 
 
-def _options(layer: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
+def _options(layer: nn.Module, given: Any, recipe: Recipe | None) -> dict[str, Any]:
     name = "/".join(layer.path)
     if recipe is None or _loaded(layer) is not None:
-        return {"recipe": layer.recipe, "key": None, "name": name, "state": None, "precision": layer.precision}
+        return {"recipe": given, "key": None, "name": name, "state": None, "precision": layer.precision}
     wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
     key = layer.make_rng("sr") if wanted else None
@@ -166,6 +167,61 @@ def _quantized(
     return layer.get_variable("quantized", "kernel")
 
 
+def dense(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax.Array) -> jax.Array:
+    """A call of a Dense that is given this recipe; flaxs is Flax's own call."""
+    inputs = layer_inputs(type(layer).__name__, inputs)
+    recipe = _recipe(layer, given)
+    if recipe is None and _loaded(layer) is None:
+        return flaxs(inputs)
+    operands = _operands(layer, inputs, (inputs.shape[-1], layer.features))
+    if stays_flaxs(type(layer).__name__, recipe, *operands):
+        return flaxs(inputs)
+    inputs, kernel, bias = operands
+    quantized, options = _quantized(layer, kernel, 0, 1, recipe), _options(layer, given, recipe)
+    y = linear(inputs, kernel, bias, quantized_kernel=quantized, **options)
+    return _handed_on(layer, y, options["state"])
+
+
+def dense_general(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax.Array) -> jax.Array:
+    """A call of a DenseGeneral, see `dense`."""
+    who = type(layer).__name__
+    inputs = layer_inputs(who, inputs)
+    recipe = _recipe(layer, given)
+    if recipe is None and _loaded(layer) is None:
+        return flaxs(inputs)
+    axis, batch, features = (
+        (v,) if isinstance(v, int) else tuple(v) for v in (layer.axis, layer.batch_dims, layer.features)
+    )
+    axis, batch = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
+    operands = _operands(layer, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
+    if stays_flaxs(type(layer).__name__, recipe, *operands):
+        return flaxs(inputs)
+    inputs, kernel, bias = operands
+    quantized = _quantized(layer, kernel, len(batch), len(axis), recipe)
+    options = _options(layer, given, recipe)
+    y = linear_general(who, inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
+    return _handed_on(layer, y, options["state"])
+
+
+def layer_einsum(
+    layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
+) -> jax.Array:
+    """A call of an Einsum, see `dense`."""
+    inputs = layer_inputs(type(layer).__name__, inputs)
+    recipe = _recipe(layer, given)
+    if recipe is None and _loaded(layer) is None:
+        return flaxs(inputs, einsum_str)
+    subscripts = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
+    operands = _operands(layer, inputs, tuple(layer.shape))
+    if stays_flaxs(type(layer).__name__, recipe, *operands):
+        return flaxs(inputs, einsum_str)
+    inputs, kernel, bias = operands
+    options = _options(layer, given, recipe)
+    y = einsum(subscripts, inputs, kernel, preferred_element_type=layer.preferred_element_type, **options)
+    y = _handed_on(layer, y, options["state"])
+    return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
+
+
 class Dense(nn.Dense):
     """`flax.linen.Dense` under a recipe.
 
@@ -187,14 +243,7 @@ class Dense(nn.Dense):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
-        inputs = layer_inputs(type(self).__name__, inputs)
-        recipe = _recipe(self, self.recipe)
-        if recipe is None and _loaded(self) is None:
-            return super().__call__(inputs)
-        inputs, kernel, bias = _operands(self, inputs, (inputs.shape[-1], self.features))
-        quantized, options = _quantized(self, kernel, 0, 1, recipe), _options(self, recipe)
-        y = linear(inputs, kernel, bias, quantized_kernel=quantized, **options)
-        return _handed_on(self, y, options["state"])
+        return dense(self, self.recipe, super().__call__, inputs)
 
 
 class DenseGeneral(nn.DenseGeneral):
@@ -204,20 +253,7 @@ class DenseGeneral(nn.DenseGeneral):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_dims`."""
-        inputs = layer_inputs(type(self).__name__, inputs)
-        recipe = _recipe(self, self.recipe)
-        if recipe is None and _loaded(self) is None:
-            return super().__call__(inputs)
-        axis, batch, features = (
-            (v,) if isinstance(v, int) else tuple(v) for v in (self.axis, self.batch_dims, self.features)
-        )
-        who = type(self).__name__
-        axis, batch = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
-        inputs, kernel, bias = _operands(self, inputs, (*(inputs.shape[a] for a in (*batch, *axis)), *features))
-        quantized = _quantized(self, kernel, len(batch), len(axis), recipe)
-        options = _options(self, recipe)
-        y = linear_general(who, inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
-        return _handed_on(self, y, options["state"])
+        return dense_general(self, self.recipe, super().__call__, inputs)
 
 
 class Einsum(nn.Einsum):
@@ -227,13 +263,4 @@ class Einsum(nn.Einsum):
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
-        inputs = layer_inputs(type(self).__name__, inputs)
-        recipe = _recipe(self, self.recipe)
-        if recipe is None and _loaded(self) is None:
-            return super().__call__(inputs, einsum_str)
-        subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
-        inputs, kernel, bias = _operands(self, inputs, tuple(self.shape))
-        options = _options(self, recipe)
-        y = einsum(subscripts, inputs, kernel, preferred_element_type=self.preferred_element_type, **options)
-        y = _handed_on(self, y, options["state"])
-        return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
+        return layer_einsum(self, self.recipe, super().__call__, inputs, einsum_str)

@@ -21,6 +21,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.dot_general import contracts_second_last
 from jaxlowprec.linears.linear import kernel_matrices
 from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
+from jaxlowprec.linen.converting import rules_of
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
@@ -234,13 +235,15 @@ def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray:
     return quantize_weight(matrices, applied.roles.weight.format, applied.roles.served_dtype)
 
 
-def _applied(path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None) -> AppliedRecipe:
-    """What the recipe does to a layer of this name in the current scope."""
+def _applied(
+    path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None, converted: tuple[Any] | None = None
+) -> AppliedRecipe:
+    """What the recipe does to a layer of this name in the current scope; converted: see `rules_of`."""
     if isinstance(kernel, QuantizedArray):
         return AppliedRecipe(path, kernel.shape, Roles(None, Role(kernel.format), None), "loaded")
-    if not isinstance(layer, _OURS):
+    if not isinstance(layer, _OURS) and converted is None:
         return AppliedRecipe(path, kernel.shape, note="no jaxlowprec layer")
-    recipe = resolve("explain", layer.recipe)
+    recipe = resolve("explain", layer.recipe if converted is None else converted[0])
     if recipe is None:
         return AppliedRecipe(path, kernel.shape, note="no recipe")
     note = "" if recipe.applies_to(name) else "left out by the recipe"
@@ -315,12 +318,14 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
                 kernel = kernel[key]
             kernel = nn.meta.unbox(kernel)
             axes = _linen_axes(layer, kernel, *call_args, **call_kwargs) if name == "kernel" else None
-            found[_joined(layer.path)] = _applied(_joined(layer.path), _joined(layer.path), layer, kernel, axes)
+            path, converted = _joined(layer.path), rules_of(layer)
+            found[path] = _applied(path, path, layer, kernel, axes, converted)
             if not isinstance(
                 kernel, QuantizedArray
             ):  # in high precision, so that layers that cannot follow the recipe are seen, too
                 ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
-                call = call if ours is None else super(ours, layer).__call__
+                flaxs = call if converted is None else context.orig_method
+                call = flaxs if ours is None else super(ours, layer).__call__
         return call(*call_args, **call_kwargs)
 
     leaves, structure = jax.tree.flatten((variables, args, kwargs))

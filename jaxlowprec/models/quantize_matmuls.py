@@ -271,6 +271,8 @@ def _layer_name(path: Any, chosen: set[int | str]) -> str | None:
     names = jax.tree_util.keystr(rest, simple=True, separator="/").split("/")
     if rest and isinstance(rest[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # of an NNX variable
         names.pop()
+    if len(names) > 1 and isinstance(rest[-1], jax.tree_util.FlattenedIndexKey) and names[-2] in _KERNELS:
+        names.pop()  # the array of a container, such as Haliax's NamedArray
     if len(names) > 1 and names[-1] in _KERNELS:
         names.pop()
     if len(names) > 1 and names[0] == "params":  # Linen's collection

@@ -1,5 +1,6 @@
 """Flax NNX layers that follow a recipe, with Flax's classes, arguments, defaults and state; and experts."""
 
+from jaxlowprec.nnx.converting import convert
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import (
     Einsum,
@@ -23,6 +24,7 @@ __all__ = [
     "OverwriteWithGradient",
     "Quantized",
     "add_delayed_scaling",
+    "convert",
     "keep_kernel_dtype",
     "name_layers",
     "quantized_kernels",

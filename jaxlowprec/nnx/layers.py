@@ -22,7 +22,7 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.linears.layer_call import rounds_stochastically, stays_flaxs
 from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.ops.checks import layer_inputs
@@ -48,8 +48,11 @@ class OverwriteWithGradient(nnx.Param):
     leaves in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
 
 
-class _Quantizing:
-    """The common part of the layers. They add `recipe`, `name` and `sr` (an RNG stream or None) to Flax's ones."""
+class _Quantizing(nnx.Module):
+    """The common part of the layers. They add `recipe`, `name` and `sr` (an RNG stream or None) to Flax's ones.
+
+    A Module, so that Python lets a layer of Flax become one of ours (`convert`): their objects have the same layout.
+    """
 
     kernel: Any
     bias: Any
@@ -61,11 +64,11 @@ class _Quantizing:
     sr: nnx.RngStream | None
     quantized: Quantized | None
 
-    def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs) -> None:
+    def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs | None) -> None:
         a_text(type(self).__name__, name=name)
         resolve(type(self).__name__, recipe, name)  # raises for a wrong recipe now; a scope has reached this layer
         self.recipe, self.name = recipe, name
-        self.sr = nnx.data(rngs["sr"].fork() if "sr" in rngs else None)
+        self.sr = nnx.data(rngs["sr"].fork() if rngs is not None and "sr" in rngs else None)
         self.quantized = nnx.data(None)
         own = current_recipe() if recipe is FROM_CONTEXT else recipe
         own = own.at(name) if own is not None and name else own
@@ -73,8 +76,17 @@ class _Quantizing:
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
         state = {} if recipe is None else init_state(recipe)
-        variables = {name: OverwriteWithGradient(value) for name, value in state.items()}
+        kernel = self.kernel.get_value()
+        stacked = kernel.shape[: max(0, kernel.ndim - self._own_axes())]  # by nnx.vmap: each layer has its own state
+        variables = {
+            name: OverwriteWithGradient(jnp.broadcast_to(value, (*stacked, *value.shape)))
+            for name, value in state.items()
+        }
         setattr(self, OVERWRITE_WITH_GRADIENT, nnx.data(nnx.Dict(variables) if variables else None))
+
+    def _own_axes(self) -> int:
+        """The number of axes of the kernel of one layer."""
+        return 2
 
     def _recipe(self) -> Recipe | None:
         return resolve(type(self).__name__, self.recipe, self.name)
@@ -103,7 +115,8 @@ class _Quantizing:
         variables = getattr(self, OVERWRITE_WITH_GRADIENT)
         if recipe is None or recipe.delayed is None or variables is None:
             return None
-        return {name: variable.get_value() for name, variable in variables.items()}
+        # nnx.capture puts a tuple of its own beside them
+        return {name: v.get_value() for name, v in variables.items() if isinstance(v, nnx.Variable)}
 
     def _handed_on(self, result: Any, before: Any) -> jax.Array:
         """The result of a call with this state.
@@ -114,11 +127,12 @@ class _Quantizing:
         if before is None:
             return result
         y, after = result
-        for name, variable in getattr(self, OVERWRITE_WITH_GRADIENT).items():
-            if not is_added_up(before[name]):
+        variables = getattr(self, OVERWRITE_WITH_GRADIENT)
+        for name, value in before.items():
+            if not is_added_up(value):
                 continue
             try:
-                variable.set_value(after[name])
+                variables[name].set_value(after[name])
             except flax.errors.TraceContextError as error:
                 raise used_in_a_transformation(type(self).__name__, "nnx.scan, nnx.remat") from error
         return y
@@ -175,7 +189,10 @@ class Linear(_Quantizing, nnx.Linear):
         if recipe is None and self._loaded() is None:
             return super().__call__(inputs, out_sharding)
         self._refuse(recipe, "dot_general", jax.lax.dot_general)
-        inputs, kernel, bias = self._operands(inputs)
+        operands = self._operands(inputs)
+        if stays_flaxs(type(self).__name__, recipe, *operands):
+            return super().__call__(inputs, out_sharding)
+        inputs, kernel, bias = operands
         options = self._options(recipe)
         if self.preferred_element_type is None and out_sharding is None:
             y = linear(inputs, kernel, bias, quantized_kernel=self._quantized_kernel(), **options)
@@ -209,6 +226,9 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self._set_up(recipe, name, rngs)
 
+    def _own_axes(self) -> int:
+        return len(self.batch_axis) + len(self.axis) + len(self.out_features)
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_axis`."""
         inputs = layer_inputs(type(self).__name__, inputs)
@@ -217,7 +237,10 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
             return super().__call__(inputs, out_sharding)
         self._refuse(recipe, "dot_general", None)
         self._refuse(recipe, "dot_general_cls", None)
-        inputs, kernel, bias = self._operands(inputs)
+        operands = self._operands(inputs)
+        if stays_flaxs(type(self).__name__, recipe, *operands):
+            return super().__call__(inputs, out_sharding)
+        inputs, kernel, bias = operands
         options = self._options(recipe)
         y = linear_general(
             type(self).__name__,
@@ -252,6 +275,9 @@ class Einsum(_Quantizing, nnx.Einsum):
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, **kwargs)
         self._set_up(recipe, name, rngs)
 
+    def _own_axes(self) -> int:
+        return len(self.kernel_shape)
+
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
         inputs = layer_inputs(type(self).__name__, inputs)
@@ -260,7 +286,10 @@ class Einsum(_Quantizing, nnx.Einsum):
             return super().__call__(inputs, einsum_str, out_sharding)
         self._refuse(recipe, "einsum_op", jnp.einsum)
         subscripts = self.einsum_str if einsum_str is None else einsum_str
-        inputs, kernel, bias = self._operands(inputs)
+        operands = self._operands(inputs)
+        if stays_flaxs(type(self).__name__, recipe, *operands):
+            return super().__call__(inputs, einsum_str, out_sharding)
+        inputs, kernel, bias = operands
         options = self._options(recipe)
         y = einsum(
             subscripts,

@@ -195,3 +195,10 @@ def test_quantized_kernels_have_the_scale_of_the_state(name):
     layer._overwrite_with_gradient["kernel_amax_history"][...] = jnp.asarray([2.0, 3.0, 0.5])
     with jlp.autocast(RECIPE), jlp.nnx.quantized_kernels(layer):
         assert layer._quantized_kernel().rowwise.scale == 1 / (np.float32(448) / np.float32(3))
+
+
+def test_intermediates_are_captured_beside_a_state():
+    layer = made()
+    with jlp.autocast(RECIPE):
+        y, _ = nnx.capture(layer, nnx.Intermediate)(X)
+        assert_same_bytes(y, layer(X))

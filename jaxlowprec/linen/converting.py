@@ -1,0 +1,189 @@
+"""convert: the linear layers of any Linen module compute as this library's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from jaxlowprec.arguments import shown
+from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, dense, dense_general, layer_einsum
+from jaxlowprec.recipes import silence
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe
+
+_WHO = "linen.convert"
+_OURS: dict[type, Any] = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum}
+_CALLS: dict[type, Any] = {nn.Dense: dense, nn.DenseGeneral: dense_general, nn.Einsum: layer_einsum}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conversion:
+    """What a converted class is: this Module class, whose layers follow these rules.
+
+    Attributes:
+        names: every layer that has been called, because what nn.jit has traced does not call it again.
+        followed: those that have followed the rules.
+        left: those of the latest call that stay Flax's although the rules would reach them, each with the reason.
+    """
+
+    module: type
+    rules: Any
+    names: set[str] = dataclasses.field(default_factory=set, compare=False)
+    followed: set[str] = dataclasses.field(default_factory=set, compare=False)
+    left: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+
+_in_force = jax.make_user_context(None)
+"""The conversion whose module is being called. As part of jit's cache key, it keeps apart what `nn.jit` has traced with
+and without it."""
+
+
+def convert(module: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
+    """The same module, whose Dense, DenseGeneral and Einsum layers compute as this library's, wherever they are made.
+
+    Parameters, their initial values, collections and RNGs are the module's own, and so are its methods: what is saved
+    for one is loaded by the other. A layer is named by its path in the model, such as "block_0/mlp/up".
+
+    Flax's own stay layers that the rules keep in high precision, instances of your own subclasses, and layers with a
+    `dot_general=` or `dot_general_cls=`; a warning names the latter two.
+
+    Arguments:
+        module: a Linen module that is not bound: as it is made outside other modules, before `init` or `apply`.
+        rules: the recipe of the layers, or a `PerLayer` of recipes; None: high precision. Default: the context's
+            (`jaxlowprec.autocast`) in each call. Layers of this library with a recipe of their own keep that.
+
+    Returns:
+        A module with the same fields, of a subclass of its class. Layers follow the rules while a method of it runs;
+        a submodule that is taken out of `bind` and called by itself is Flax's.
+
+    Raises:
+        TypeError: module is not a Linen module, or rules is no recipe.
+        ValueError: the module is bound, or inside another one.
+
+    With `DelayedScaling`, `init` also makes the collection "_overwrite_with_gradient", as for this library's layers.
+    A loop that carries what `apply` returns keeps it by
+    `mutable=["cache", "_overwrite_with_gradient"]`.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import linen as nn
+    >>> model = jlp.linen.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(8)]), jlp.NVFP4BlockScaling())
+    >>> variables = model.init(jax.random.key(0), jnp.ones((4, 32)))
+    >>> print(jlp.explain(model, ..., variables, jnp.ones((4, 32))))
+    layer     kernel  weight       input       gradient
+    layers_0  32x64   NVFP4 16x16  NVFP4 1x16  NVFP4 1x16
+    layers_2  64x8    NVFP4 16x16  NVFP4 1x16  NVFP4 1x16
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{_WHO}: module={shown(module)}; needs a Linen module, made of its class")
+    resolve(_WHO, rules)
+    if rules is None:
+        return module
+    if module.parent is not None:
+        raise ValueError(
+            f"{_WHO}: this {type(module).__name__} is bound or inside another module; convert the whole model, where "
+            "it is made"
+        )
+    kind: Any = type(module)
+    values = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
+    if kind in _OURS and not _reason(module):
+        return _OURS[kind](**values, recipe=rules)
+    return _converted(kind, rules)(**values)
+
+
+@functools.cache  # so that converting twice gives equal modules, for which jit traces once
+def _converted(module: Any, rules: Any) -> Any:
+    """The subclass whose methods run under the conversion."""
+    conversion = _Conversion(module, rules)
+    methods: dict[str, Any] = {}
+    flaxs = {name for base in nn.Module.__mro__ for name in vars(base)} - {"setup"}
+    for name, method in inspect.getmembers_static(module, inspect.isfunction):
+        if name == "__call__" or not (name in flaxs or name.startswith("__")):
+            methods[name] = _under(conversion, method)
+    return type(module.__name__, (module,), methods | {"__module__": module.__module__})
+
+
+def _under(conversion: _Conversion, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with its layers converted."""
+
+    @functools.wraps(method)
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        with _in_force(conversion):
+            return method(*args, **kwargs)
+
+    @functools.wraps(method)
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        if _in_force.value is not None:
+            return converted(*args, **kwargs)
+        conversion.left.clear()
+        with nn.intercept_methods(_intercept):
+            result = converted(*args, **kwargs)
+        if method.__name__ == "__call__":  # other methods need not reach every layer
+            silence.warn_once(_WHO, conversion.rules, _complaints(conversion), depth=1)
+        return result
+
+    return outermost
+
+
+def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """A method's call; that of a linear layer is computed as this library's."""
+    layer, method = context.module, context.method_name
+    followed = rules_of(layer) if method == "__call__" else None
+    if followed is None:
+        return call(*args, **kwargs)
+    kind: Any = next(flax for flax in _CALLS if isinstance(layer, flax))
+
+    def flaxs(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(layer, _OURS[kind]):
+            return call(*args, **kwargs)
+        with _in_force(None):  # because Flax's own method of our layer would be intercepted again
+            return super(_OURS[kind], layer).__call__(*args, **kwargs)
+
+    return _CALLS[kind](layer, followed[0], flaxs, *args, **kwargs)
+
+
+def rules_of(layer: nn.Module) -> tuple[Any] | None:
+    """The rules that a layer follows because its model was converted, in a tuple; None if it was not."""
+    conversion = _in_force.value
+    if conversion is None or not isinstance(layer, (*_CALLS,)):
+        return None
+    name, rules = "/".join(layer.path), conversion.rules
+    conversion.names.add(name)
+    if isinstance(layer, tuple(_OURS.values())) and layer.recipe is not FROM_CONTEXT:
+        rules = layer.recipe
+    elif reason := _reason(layer):
+        conversion.left[name] = reason
+        return None
+    recipe = resolve(_WHO, rules)
+    if rules is FROM_CONTEXT or (recipe is not None and recipe.within(name) is not None):
+        conversion.followed.add(name)
+    return (rules,)
+
+
+def _reason(layer: Any) -> str:
+    """Why a layer stays Flax's; "" if it need not."""
+    if type(layer) not in (*_OURS, *_OURS.values()):
+        return f"a {type(layer).__name__}, a subclass"
+    for attribute in ("dot_general", "dot_general_cls"):
+        if getattr(layer, attribute, None) is not None:
+            return f"{attribute}= is set"
+    return ""
+
+
+def _complaints(conversion: _Conversion) -> list[str]:
+    """What the conversion has not reached."""
+    left = ", ".join(f"{name!r} ({reason})" for name, reason in conversion.left.items())
+    found = [f"these layers stay Flax's: {left}"] if left else []
+    if conversion.rules is not FROM_CONTEXT:
+        return found + silence.complaints(conversion.rules, conversion.names, conversion.followed)
+    if not conversion.followed:
+        found.append(
+            f"{conversion.module.__name__} has called no Dense, DenseGeneral or Einsum to convert; see "
+            "jaxlowprec.quantize_matmuls"
+        )
+    return found

@@ -1,0 +1,110 @@
+"""convert: the linear layers of any NNX model become this library's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlowprec.nnx.layers import Einsum, Linear, LinearGeneral, _check_model, _Quantizing
+from jaxlowprec.recipes import silence
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe
+
+_WHO = "nnx.convert"
+_OURS: dict[type, Any] = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral, nnx.Einsum: Einsum}
+_FLAXS_OWN = {  # of these attributes, the values with which a layer computes the product that a recipe replaces
+    "dot_general": (None, jax.lax.dot_general),
+    "dot_general_cls": (None,),
+    "einsum_op": (jnp.einsum,),
+}
+
+
+def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
+    """Makes the Linear, LinearGeneral and Einsum layers of a model this library's, wherever they are in it.
+
+    The layers are changed in place: they stay the same objects with the same variables and attributes, so optimizers,
+    checkpoints and shardings see no difference. Each is named by its path in the model, such as "blocks/0/up". A layer
+    of this library that is there already gets a name, and a recipe, unless it has its own.
+
+    Flax's own stay layers that the rules keep in high precision, instances of your own subclasses, and layers with a
+    `dot_general=`, `dot_general_cls=` or `einsum_op=` of their own; a warning names the latter two.
+
+    Arguments:
+        model: any NNX module.
+        rules: the recipe of the layers, or a `PerLayer` of recipes; None: high precision. Default: the layers follow
+            the context's (`jaxlowprec.autocast`) whenever they are called.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: the model is not an NNX module, or rules is no recipe.
+
+    Layers get the state of `DelayedScaling` if their recipe, or that of the context, needs it; otherwise
+    `add_delayed_scaling` adds it.
+
+    >>> import jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
+    >>> rules = jlp.PerLayer(((".*/1", None),), default=jlp.NVFP4BlockScaling())
+    >>> [type(layer).__module__ for layer in jlp.nnx.convert(model, rules).layers]
+    ['jaxlowprec.nnx.layers', 'flax.nnx.nn.linear']
+    """
+    _check_model(_WHO, model)
+    recipe = resolve(_WHO, rules)
+    if rules is None:
+        return model
+    names, followed, left = [], [], []
+    kinds: Any = (_Quantizing, *_OURS)
+    layer: Any
+    for path, layer in list(nnx.iter_modules(model)):
+        if not isinstance(layer, kinds):
+            continue
+        ours = isinstance(layer, _Quantizing)
+        name = (layer.name if ours else "") or "/".join(map(str, path))
+        names.append(name)
+        if not ours and (reason := _reason(layer)):
+            left.append(f"{name!r} ({reason})")
+            continue
+        own = rules if rules is FROM_CONTEXT or recipe is None else recipe.at(name)
+        if own is None:
+            continue
+        followed.append(name)
+        if ours:
+            _rename(layer, own, name)
+        else:
+            layer.__class__ = _OURS[type(layer)]
+            layer._set_up(own, name, None)
+    silence.warn_once(_WHO, rules, _complaints(rules, names, followed, left), depth=1)
+    return model
+
+
+def _reason(layer: Any) -> str:
+    """Why a layer stays Flax's; "" if it need not."""
+    if type(layer) not in _OURS:
+        return f"a {type(layer).__name__}, a subclass"
+    for attribute, usual in _FLAXS_OWN.items():
+        if hasattr(layer, attribute) and getattr(layer, attribute) not in usual:
+            return f"{attribute}= is set"
+    return ""
+
+
+def _rename(layer: Any, recipe: Any, name: str) -> None:
+    """Gives a layer of this library what it lacks."""
+    layer.name = layer.name or name
+    if layer.recipe is FROM_CONTEXT and recipe is not FROM_CONTEXT:
+        layer.recipe = recipe
+        layer._add_state(recipe.delayed)
+
+
+def _complaints(rules: Any, names: list[str], followed: list[str], left: list[str]) -> list[str]:
+    """What the conversion did not reach."""
+    found = [f"these layers stay Flax's: {', '.join(left)}"] if left else []
+    if rules is not FROM_CONTEXT:
+        return found + silence.complaints(rules, names, followed)
+    if not followed:
+        found.append("the model has no Linear, LinearGeneral or Einsum to convert; see jaxlowprec.quantize_matmuls")
+    return found

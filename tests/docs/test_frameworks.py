@@ -1,0 +1,26 @@
+"""The examples of docs/how-to/bring_your_own_model.md run and print what the page shows, where their framework is."""
+
+import re
+
+import pytest
+
+from tests.docs.pages import differs, pieces, printed_by
+
+PAGE = "docs/how-to/bring_your_own_model.md"
+PIECES = pieces(PAGE)
+FRAMEWORKS = ("equinox", "haiku", "haliax")
+MOST_LINES = 40
+
+
+@pytest.mark.parametrize("piece", PIECES, ids=lambda piece: f"line_{piece.line}")
+def test_an_example_prints_what_it_shows(piece):
+    for name in re.findall(r"^import (\w+)", piece.code, re.MULTILINE):
+        if name in FRAMEWORKS:
+            pytest.importorskip(name, exc_type=ImportError)
+    printed = printed_by(piece, PAGE, {"__name__": "example"})
+    assert not differs(printed, piece.shown), f"{PAGE}:{piece.line}: prints\n{printed}"
+
+
+def test_examples_are_short_and_show_what_they_print():
+    assert len(PIECES) == 7
+    assert all(piece.code.count("\n") <= MOST_LINES and piece.shown for piece in PIECES)
