@@ -109,7 +109,7 @@ ONCE = [case for case in CASES if not case[1].startswith("einsum")]
 
 @pytest.mark.parametrize(
     ("library", "name"),
-    often([(library, name) for library in LIBRARIES for name in ("linear bf16", "general batched")], ONCE),
+    often([(library, name) for library in LIBRARIES for name in ("linear bf16", "general batched")], ONCE, 2),
 )
 def test_a_kernel_is_quantised_once_for_many_calls(library, name):
     model, x = made(library, name, recipe=FULL)
@@ -200,7 +200,7 @@ class TestModels:
 
     @pytest.mark.parametrize(
         ("scan", "remat"),
-        often([(False, False), (True, True)], list(itertools.product([False, True], repeat=2))),
+        often([(False, False), (True, True)], list(itertools.product([False, True], repeat=2)), 2),
         ids=["", "remat", "scan", "scan remat"],
     )
     def test_training_lowers_the_loss_and_keeps_types(self, library, scan, remat):

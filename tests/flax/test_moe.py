@@ -18,7 +18,7 @@ FLOAT32 = {"dtype": jnp.float32}
 # What surrounds the experts' products is the same code for both libraries: one of them often, both with --slow.
 near_recipes = pytest.mark.parametrize(
     ("library", "name"),
-    often([("nnx", "nvfp4")], list(itertools.product(LIBRARIES, ["nvfp4", "fp8_current", "int4_qat"]))),
+    often([("nnx", "nvfp4")], list(itertools.product(LIBRARIES, ["nvfp4", "fp8_current", "int4_qat"])), 2),
 )
 nnx_often = pytest.mark.parametrize("library", often(["nnx"], list(LIBRARIES)))
 
@@ -53,7 +53,7 @@ EITHER = [(list(LIBRARIES)[i % 2], *form) for i, form in enumerate(FORMS)]  # of
 
 
 class TestNumbers:
-    @pytest.mark.parametrize(("library", "experts", "k", "shared", "gated"), often(EITHER, BOTH))
+    @pytest.mark.parametrize(("library", "experts", "k", "shared", "gated"), often(EITHER, BOTH, 5))
     def test_are_those_of_going_token_by_token(self, library, experts, k, shared, gated):
         x, options = X.astype(jnp.float32), {"shared_hidden_features": shared, "gated": gated}
         model = made(LIBRARIES[library], experts, k, **FLOAT32, **options)
@@ -89,6 +89,7 @@ class TestNumbers:
         often(
             [("nnx", "bf16"), ("linen", "mxfp8"), ("nnx", "fp8_block"), ("linen", "int4_qat")],
             list(itertools.product(LIBRARIES, ["bf16", "mxfp8", "fp8_block", "int4_qat"])),
+            2,
         ),
     )
     def test_of_a_token_do_not_depend_on_the_others(self, library, name):
@@ -166,7 +167,9 @@ class TestPolicy:
     @pytest.mark.parametrize(
         ("library", "name"),
         often(
-            [("linen", "int4_qat"), ("nnx", "nvfp4_qat")], list(itertools.product(LIBRARIES, ["int4_qat", "nvfp4_qat"]))
+            [("linen", "int4_qat"), ("nnx", "nvfp4_qat")],
+            list(itertools.product(LIBRARIES, ["int4_qat", "nvfp4_qat"])),
+            2,
         ),
     )
     def test_what_was_trained_is_served_with_the_same_bits(self, library, name):

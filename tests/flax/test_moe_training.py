@@ -42,7 +42,7 @@ def trained(model, x, loss, steps=12):
 class TestTraining:
     @pytest.mark.parametrize(
         ("library", "name"),
-        often([("linen", "bf16"), ("nnx", "nvfp4")], list(itertools.product(LIBRARIES, ["bf16", "nvfp4"]))),
+        often([("linen", "bf16"), ("nnx", "nvfp4")], list(itertools.product(LIBRARIES, ["bf16", "nvfp4"])), 2),
     )
     def test_lowers_the_loss(self, library, name):
         def loss(y, aux):
@@ -62,7 +62,7 @@ class TestTraining:
 TAPES = [("bf16", jnp.float32), ("nvfp4", jnp.bfloat16), ("nvfp4", jnp.float32)]
 
 
-@pytest.mark.parametrize(("name", "dtype"), often([("nvfp4", jnp.bfloat16)], TAPES))
+@pytest.mark.parametrize(("name", "dtype"), often([("nvfp4", jnp.bfloat16)], TAPES, 2))
 def test_scan_and_remat_record_and_replay_a_tape(library, name, dtype):
     def call(block, x, tape):
         y, aux = block.moe(x, tape)
@@ -119,6 +119,7 @@ class TestMesh:
         often(
             [("nnx", P()), ("nnx", P("a", "b", None))],
             list(itertools.product(LIBRARIES, [P(), P("a"), P("a", "b", None)])),
+            2,
         ),
     )
     def test_split_tokens_and_kernels_give_what_one_device_gives(self, library, kernels):

@@ -45,7 +45,7 @@ OFTEN = [
 
 @pytest.mark.parametrize(
     ("library", "name", "recipe", "dtype"),
-    often(OFTEN, [(*case, *rest) for case in CASES for rest in itertools.product(RECIPES, ["bfloat16", "float32"])]),
+    often(OFTEN, [(*case, *rest) for case in CASES for rest in itertools.product(RECIPES, ["bfloat16", "float32"])], 4),
 )
 def test_the_export_serves_the_bits_that_were_trained(library, name, recipe, dtype):
     (kind, args, options, shape, exported), library, recipe = ALL[name], LIBRARIES[library], RECIPES[recipe]

@@ -119,7 +119,7 @@ class OnNnx:
 ON = {"linen": OnLinen(), "nnx": OnNnx()}
 CASES = [(library, name, form) for library in LIBRARIES for name in LAYERS for form in ON[library].forms]
 EACH = [(library, name, ON[library].forms[i % 2]) for library in LIBRARIES for i, name in enumerate(LAYERS)]
-each_layer = pytest.mark.parametrize(("library", "name", "form"), often(EACH, CASES))  # often in one form
+each_layer = pytest.mark.parametrize(("library", "name", "form"), often(EACH, CASES, 3))  # often in one form
 
 
 def alone(library, name):
@@ -146,7 +146,7 @@ def same_leaves(actual, expected):
 class TestMesh:
     @pytest.mark.parametrize(
         ("library", "name", "form", "recipe"),
-        often([(*case, "nvfp4") for case in EACH], [(*case, recipe) for case in CASES for recipe in RECIPES]),
+        often([(*case, "nvfp4") for case in EACH], [(*case, recipe) for case in CASES for recipe in RECIPES], 4),
     )
     def test_outputs_and_gradients_are_those_of_one_device(self, library, name, form, recipe):
         mesh = mesh_of((2, 4))
@@ -182,7 +182,7 @@ class TestMesh:
 
     @pytest.mark.parametrize(
         ("library", "name", "form"),
-        often([e for e in EACH if "einsum" not in e[1]], [case for case in CASES if "einsum" not in case[1]]),
+        often([e for e in EACH if "einsum" not in e[1]], [case for case in CASES if "einsum" not in case[1]], 3),
     )
     def test_a_weight_quantised_once_has_the_bytes_of_one_device(self, library, name, form):
         mesh, on = mesh_of((2, 4)), ON[library]

@@ -167,7 +167,7 @@ class TestDelayedScaling:
         with jlp.autocast(DELAYED, strict=None):
             assert jlp.nnx.convert(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))._overwrite_with_gradient is not None
 
-    @pytest.mark.parametrize("kind", ["linear", "general batched", "einsum"])
+    @pytest.mark.parametrize("kind", ["linear bf16", "general batched", "einsum"])
     def test_stacked_layers_have_a_state_each(self, kind):
         name, args, options, _ = LAYERS[kind]
 
