@@ -1,3 +1,4 @@
+import collections
 import os
 import sys
 
@@ -31,10 +32,21 @@ def pytest_collection_modifyitems(config, items):
         if why := why_only_on_the_cpu(item):
             item.add_marker(pytest.mark.skip(reason=why))
     if not config.getoption("--slow"):
-        skip = pytest.mark.skip(reason="slow; run with --slow")
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(skip)
+        skip_slow_ones(items)
+
+
+def skip_slow_ones(items):
+    """Skips tests marked slow; of a function marked sampled(n), and of all functions of such a module, it leaves every
+    n-th case. As n is odd, these have every instruction set."""
+    seen = collections.Counter()
+    for item in items:
+        function, sampled = item.nodeid.partition("[")[0], item.get_closest_marker("sampled")
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+            continue
+        if sampled and seen[function] % sampled.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"one of {sampled.args[0]} cases runs; run all with --slow"))
+        seen[function] += 1
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -70,6 +70,7 @@ def test_a_second_run_has_the_same_rewards_and_losses(run, tmp_path):
         assert [i[name] for i in again] == [i[name] for i in run[2]]
 
 
+@pytest.mark.slow
 def test_one_changed_code_on_the_rollouts_side_ends_the_run(tmp_path):
     done = started(tmp_path, "--iterations", "3", "--damage-version", "1")
     said, error = done.communicate(timeout=240)

@@ -200,6 +200,7 @@ class TestLayers:
         assert again["none"][MULTIPLY] == 2 and again["y"][MULTIPLY] == 0
         assert again["none"][QUANTIZE] == again["y"][QUANTIZE] == 4
 
+    @pytest.mark.slow
     def test_linen(self):
         class Block(nn.Module):
             @nn.compact
@@ -242,6 +243,7 @@ class TestLayers:
 
         self.check(run, params, random_array((T, K)))
 
+    @pytest.mark.sampled(3)
     @by(POLICIES)
     def test_experts(self, policy):
         x, dy = random_array((T, K)), random_array((T, K), "bfloat16", 2)

@@ -61,6 +61,7 @@ def test_replay_under_remat_gives_the_gradients_without(recipe):
     assert_same_bytes(remat, plain)
 
 
+@pytest.mark.slow
 def test_changed_weights_keep_the_choice_and_its_order():
     moe, others = block(), stack.parameters(seed=1)
     tape = step(moe, PARAMS, X)[1]
@@ -112,6 +113,7 @@ def test_a_tape_of_other_tokens_is_named():
         block().apply({"params": jax.tree.map(lambda leaf: leaf[0], PARAMS)}, X, AFRESH.experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", often([P("a", "b")], [P(None, "a"), P("a", "b")]), ids=str)
 def test_eight_devices_record_and_replay_as_one(spec):
     moe, mesh = block(dtype=jnp.float32), mesh_of((2, 4)) if "b" in str(spec) else mesh_of((8,))

@@ -24,6 +24,8 @@ from tests.ops.implementations import ByKernels, ByReference
 from tests.products import epilogues_by_oracle, products, with_epilogues
 from tests.sharding.meshes import by_axis_type, collectives, lengthened, mesh_of, place
 
+pytestmark = pytest.mark.sampled(3)
+
 INT4S = (
     jlp.Int4(128, pad=True),
     jlp.Int4(32, symmetric=False, pad=True),

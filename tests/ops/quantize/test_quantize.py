@@ -34,6 +34,8 @@ from tests.ops.quantize.every_way import (
     ways,
 )
 
+pytestmark = pytest.mark.sampled(3)
+
 NVFP4_SHAPES = [
     *((16, 16), (1, 16), (16, 1), (3, 5), (17, 33), (64, 128), (128, 256), (40, 300), (130, 258), (1, 1000), (1000, 1)),
     *((2, 3, 20, 40), (5, 16, 32)),

@@ -9,6 +9,8 @@ import jaxlowprec as jlp
 from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, as_bytes, assert_same_bytes, format_name, random_array
 from tests.ops.implementations import ByKernels, ByReference
 
+pytestmark = pytest.mark.sampled(3)
+
 NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4)]
 ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
 MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
