@@ -188,8 +188,8 @@ def used_in_a_transformation(layer: str, counterparts: str) -> ValueError:
     """The error for a layer whose state cannot be handed on to its next use."""
     return ValueError(
         f"{layer}: its delayed-scaling state is used within a JAX transformation that does not hand it on, where "
-        f"autodiff would add up amaxes: use Flax's counterpart ({counterparts}, ...), or differentiate "
-        "jaxlowprec.delayed_scaling.combined_by_max(loss)"
+        f"autodiff would add up amaxes: differentiate jaxlowprec.delayed_scaling.combined_by_max(loss), or, if the "
+        f"transformation reaches the layer only once, use Flax's counterpart ({counterparts}, ...)"
     )
 
 

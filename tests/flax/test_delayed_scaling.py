@@ -144,7 +144,7 @@ class TestReuse:
         model = using(library, USES[use])
         with jlp.autocast(RECIPE):
             if use in OF_JAX:
-                said = r"(Dense|Linear): .*use Flax's counterpart \(nnx?.scan.*combined_by_max"
+                said = r"(Dense|Linear): .*combined_by_max.*only once, use Flax's counterpart \(nnx?.scan"
                 with pytest.raises(ValueError, match=said):
                     model.gradients(total, X)
             wrapped = use in OF_JAX or use != "plainly" and library.name == "linen"
