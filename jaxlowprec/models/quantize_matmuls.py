@@ -83,9 +83,10 @@ def quantize_matmuls(
         if recipe is None:
             return fn(*args, **kwargs)
         traced = TracedFunction(fn, chosen, args, kwargs, recipe)
-        if rules is FROM_CONTEXT:
-            silence.saw(recipe, traced.names)
-        silence.warn_once(_WHO, recipe, traced.complaints(), depth=1)
+        if rules is FROM_CONTEXT:  # the scope asks when it is left; fn may have layers that follow it by themselves
+            silence.saw(recipe, traced.products)
+        else:
+            silence.warn_once(_WHO, recipe, silence.complaints(recipe, traced.names, traced.products), depth=1)
         return traced.computed(scaling_state) if traced.changes else fn(*args, **kwargs)
 
     def init_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -188,16 +189,14 @@ class TracedFunction:
         found |= {i for i, leaf in enumerate(self.leaves) if sum(n > 1 for n in leaf.shape) > 1}
         return [w.name for w in self._weights if w is not None and w.leaf in found]
 
-    def complaints(self) -> list[str]:
-        """What the recipe did not reach."""
-        recipe: Any = self.following.recipe
-        products = [product.weight.name for product in self.following.products if not product.reason]
-        return silence.complaints(recipe, self.names, products)
+    @property
+    def products(self) -> list[str]:
+        """The names of the layers that a recipe can change."""
+        return [product.weight.name for product in self.following.products if not product.reason]
 
     def _delayed(self) -> dict[str, DelayedScaling]:
         """The recipes of the layers that keep amax histories, by the layers' names."""
-        names = [p.weight.name for p in self.following.products if not p.reason]
-        recipes = {name: self.following.recipe_at(name) for name in names}
+        recipes = {name: self.following.recipe_at(name) for name in self.products}
         return {name: recipe.delayed for name, recipe in recipes.items() if recipe is not None and recipe.delayed}
 
     def init_state(self) -> dict[str, Any]:

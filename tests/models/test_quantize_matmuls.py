@@ -406,6 +406,18 @@ class TestSilence:
         with pytest.warns(UserWarning, match="the rule 'table' of PerLayer is for 'table', in no matrix product"):
             jlp.quantize_matmuls(lambda p, x: x @ p["up"] + p["table"], rules)({"up": X.T, "table": jnp.eye(16)}, X)
 
+    def test_in_a_scope_the_scope_asks_when_it_is_left(self, recwarn):
+        """The function's own layers follow the scope, and no parameter is in a plain product."""
+        function = jlp.quantize_matmuls(lambda w, x: jlp.linear(x, w))
+        with jlp.autocast(jlp.Float8BlockScaling(w_block_scaling_dim=1), strict=True):
+            function(jnp.ones((128, 128)), X[:, :1] * jnp.ones((16, 128)))
+        with (
+            pytest.raises(ValueError, match="no layer followed Float8BlockScaling"),
+            jlp.autocast(jlp.Float8BlockScaling(use_f32_scales=True), strict=True),
+        ):
+            jlp.quantize_matmuls(lambda w, x: x + w.sum())(jnp.ones((4, 4)), 1.0)
+        assert not recwarn
+
 
 class TestBadInput:
     @pytest.mark.parametrize(
