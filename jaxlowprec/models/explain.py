@@ -23,6 +23,7 @@ from jaxlowprec.linears.linear import kernel_matrices
 from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.linen.converting import rules_of
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
+from jaxlowprec.models.transform.weights import has_matrices
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Role, Roles
@@ -147,7 +148,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
     traced = TracedFunction(fn, params, args, kwargs, rules)
     layers, seen = [], set()
     for product in traced.following.products:
-        if sum(n > 1 for n in product.shape) < 2:  # a vector, such as a score's
+        if not has_matrices(product.shape):  # a vector, such as a score's
             continue
         name, note = product.weight.name, product.reason
         own = traced.following.recipe_at(name)
@@ -160,7 +161,7 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
             note = f"but the first {ends[0]} and last {ends[1]} of its stack"
         layers.append(AppliedRecipe(name, product.shape, roles, note))
     for number, leaf in enumerate(traced.leaves):
-        if leaf.name is not None and number not in seen and sum(n > 1 for n in leaf.shape) > 1:
+        if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
             lost = traced.following.lost.get(number)
             note = "in no product" + (f": not followed through {lost}" if lost else "")
             layers.append(AppliedRecipe(leaf.name, leaf.shape, note=note))

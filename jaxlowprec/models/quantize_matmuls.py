@@ -17,7 +17,7 @@ from jaxlowprec.linears import delayed_scaling
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.following import Following
-from jaxlowprec.models.transform.weights import Traced, Weight, is_float
+from jaxlowprec.models.transform.weights import Traced, Weight, has_matrices, is_float
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -186,7 +186,7 @@ class TracedFunction:
     def names(self) -> list[str]:
         """The names of all layers: of each parameter that could be a weight, or is one in part."""
         found = {product.weight.leaf for product in self.following.products}
-        found |= {i for i, leaf in enumerate(self.leaves) if sum(n > 1 for n in leaf.shape) > 1}
+        found |= {i for i, leaf in enumerate(self.leaves) if has_matrices(leaf.shape)}
         return [w.name for w in self._weights if w is not None and w.leaf in found]
 
     @property
