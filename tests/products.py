@@ -96,6 +96,17 @@ def calls_of(compiled):
     return collections.Counter(re.findall(r'custom_call_target="(jaxlowprec_\w+)"', compiled.as_text()))
 
 
+def quantizations_and_gradients(layer, x, weights, policy):
+    """How often the gradient of a scan over `layer(x, w)`, rematerialised by a policy, quantises; and that gradient."""
+    body = jax.checkpoint(lambda x, w: (layer(x, w), None), policy=policy)
+
+    def loss(x, weights):
+        return jax.lax.scan(body, x, weights)[0].astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, weights).compile()
+    return calls_of(compiled)["jaxlowprec_quantize"], compiled(x, weights)
+
+
 def kept(function, *args):
     """The arrays that the backward pass keeps."""
     return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], *args))

@@ -1,7 +1,7 @@
 """One call of a layer: the common part of `linear`, `dot_general` and `einsum`, and the product that they compute.
 
-The product is `quantized_matmul`, or `weight_only` if only the weight is quantised. Residuals and
-products have checkpoint names (`residuals`) for `jax.checkpoint` and the policies of `checkpoint_policies`.
+The product is `quantized_matmul`, or `weight_only` if only the weight is quantised. Residuals and products have
+checkpoint names (`residuals`) for `jax.checkpoint` and the policies of `checkpoint_policies`.
 """
 
 from __future__ import annotations

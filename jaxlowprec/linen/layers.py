@@ -56,9 +56,9 @@ def _recipe(layer: nn.Module, recipe: Any, name: str | None = None) -> Recipe | 
     """The recipe to follow in this call; None while Flax initialises the parameters."""
     recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path) if name is None else name)
     if recipe is not None and recipe.delayed is not None and layer.is_initializing():
-        for name, value in init_state(recipe.delayed).items():
-            if not layer.has_variable(OVERWRITE_WITH_GRADIENT, name):
-                layer.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
+        for variable, value in init_state(recipe.delayed).items():
+            if not layer.has_variable(OVERWRITE_WITH_GRADIENT, variable):
+                layer.put_variable(OVERWRITE_WITH_GRADIENT, variable, value)
     if recipe is None or layer.is_initializing():
         return None
     _refuse_dot_general(layer, f"the recipe {recipe}", "drop it, or pass recipe=None")

@@ -204,23 +204,9 @@ class TestModels:
         ids=["", "remat", "scan", "scan remat"],
     )
     def test_training_lowers_the_loss_and_keeps_types(self, library, scan, remat):
-        model, target, optimizer = library.model(model_of(library, scan, remat), self.x), -self.x, optax.adam(3e-3)
-
-        @jax.jit
-        def step(tree, state):
-            def loss(tree):
-                return jnp.mean((model.apply(tree, self.x) - target).astype(jnp.float32) ** 2)
-
-            value, gradients = jax.value_and_grad(loss)(tree)
-            updates, state = optimizer.update(gradients, state)
-            return optax.apply_updates(tree, updates), state, value
-
-        tree, losses = model.tree, []
-        state = jax.tree.map(jnp.zeros_like, jax.eval_shape(optimizer.init, tree))
+        model, target = library.model(model_of(library, scan, remat), self.x), -self.x
         with jlp.autocast(FULL):
-            for _ in range(8):
-                tree, state, value = step(tree, state)
-                losses.append(float(value))
+            tree, losses = model.trained(optax.adam(3e-3), self.x, target, steps=8)
         assert losses[-1] < 0.9 * losses[0]
         assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, model.tree)
         assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype("float32")}

@@ -166,23 +166,9 @@ class TestModel:
             model.served(jlp.Int4QAT(64), X)
 
     def test_a_step_lowers_the_loss_and_keeps_types(self, model):
-        target, optimizer = random_array((2, 8, 8), "float32", 5), optax.adam(3e-3)
-
-        @jax.jit
-        def step(tree, state):
-            def loss(tree):
-                return jnp.mean((model.apply(tree, X) - target).astype(jnp.float32) ** 2)
-
-            value, gradients = jax.value_and_grad(loss)(tree)
-            updates, state = optimizer.update(gradients, state)
-            return optax.apply_updates(tree, updates), state, value
-
-        tree, losses = model.tree, []
-        state = jax.tree.map(jnp.zeros_like, jax.eval_shape(optimizer.init, tree))
+        target = random_array((2, 8, 8), "float32", 5)
         with jlp.autocast(RECIPE):
-            for _ in range(8):
-                tree, state, value = step(tree, state)
-                losses.append(float(value))
+            tree, losses = model.trained(optax.adam(3e-3), X, target, steps=8)
         assert losses[-1] < 0.95 * losses[0]
         assert jax.tree.map(lambda p: p.dtype, tree) == jax.tree.map(lambda p: p.dtype, model.tree)
 

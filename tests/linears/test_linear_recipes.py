@@ -12,7 +12,14 @@ import jaxlowprec as jlp
 from jaxlowprec import MXFP8, Float8Block, Float8Tensor, Role
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import ALL, BASE, encode_scales, mxfp4_weight, state_for, without_state
-from tests.products import assert_is_product, calls_of, decoded, kept, native_calls, sum_error
+from tests.products import (
+    assert_is_product,
+    decoded,
+    kept,
+    native_calls,
+    quantizations_and_gradients,
+    sum_error,
+)
 
 KEY = jax.random.key(5)
 each_recipe = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
@@ -185,20 +192,12 @@ class TestResiduals:
     def test_checkpoint_names_save_quantising_again(self, recipe):
         x, weights = random_array((32, 64)), random_array((3, 64, 64), "float32", 1) * 0.1
         state = state_for(recipe)
-
-        def calls_and_gradients(policy):
-            layer = jax.checkpoint(lambda x, w: (linear(x, w, recipe=recipe, state=state), None), policy=policy)
-
-            def loss(x, weights):
-                return jax.lax.scan(layer, x, weights)[0].astype(jnp.float32).sum()
-
-            compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, weights).compile()
-            return calls_of(compiled)["jaxlowprec_quantize"], compiled(x, weights)
-
+        layer = functools.partial(linear, recipe=recipe, state=state)
+        run = functools.partial(quantizations_and_gradients, layer, x, weights)
         policies = jax.checkpoint_policies
         named = policies.save_only_these_names(*jlp.CHECKPOINT_NAMES)
         (all_calls, expected), (names_calls, actual), (nothing_calls, recomputed) = map(
-            calls_and_gradients, (policies.everything_saveable, named, policies.nothing_saveable)
+            run, (policies.everything_saveable, named, policies.nothing_saveable)
         )
         assert_same_bytes((actual, recomputed), (expected, expected))
         assert all_calls == names_calls < nothing_calls

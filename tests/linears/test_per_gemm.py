@@ -14,7 +14,7 @@ import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.linears.test_grouped import loop_of_linear
 from tests.linears.test_grouped import results as grouped_results
-from tests.products import assert_is_product, calls_of, kept, native_calls
+from tests.products import assert_is_product, kept, native_calls, quantizations_and_gradients
 from tests.sharding.meshes import mesh_of, place
 
 KEY = jax.random.key(5)
@@ -187,19 +187,11 @@ class TestResiduals:
     def test_checkpoint_names_save_quantising_again(self):
         recipe = jlp.PerGemm(MXFP8, BLOCK, NVFP4)
         x, weights = random_array((32, 64)), random_array((2, 64, 64), "float32", 1) * 0.1
-
-        def calls_and_gradients(policy):
-            layer = jax.checkpoint(lambda x, w: (jlp.linear(x, w, recipe=recipe), None), policy=policy)
-
-            def loss(x, weights):
-                return jax.lax.scan(layer, x, weights)[0].astype(jnp.float32).sum()
-
-            compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, weights).compile()
-            return calls_of(compiled)["jaxlowprec_quantize"], compiled(x, weights)
-
+        layer = functools.partial(jlp.linear, recipe=recipe)
+        run = functools.partial(quantizations_and_gradients, layer, x, weights)
         policies = jax.checkpoint_policies
         named = policies.save_only_these_names(*jlp.CHECKPOINT_NAMES)
-        (all_calls, expected), (names_calls, actual) = map(calls_and_gradients, (policies.everything_saveable, named))
+        (all_calls, expected), (names_calls, actual) = map(run, (policies.everything_saveable, named))
         assert_same_bytes(actual, expected)
         assert all_calls == names_calls == 6
 

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.linears.dot_general import dot_general
 from jaxlowprec.linears.grouped import grouped_matmul
-from jaxlowprec.models.transform.weights import FLOATS, Weight
+from jaxlowprec.models.transform.weights import Weight
+from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.roles import Recipe
 
 _PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
+from jaxlowprec.ops.checks import FLOATS
 
 # Primitives whose first operand is moved or cut, and nothing else.
 _LAYOUT = {
@@ -27,7 +27,6 @@ _LAYOUT = {
 }
 # Primitives that hand on each operand as the result of the same number.
 _EACH = {"device_put", "optimization_barrier", "pvary"}
-FLOATS: tuple[Any, ...] = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
 
@@ -45,6 +46,25 @@ class Model:
 
     def __call__(self, *inputs, **options):
         return self.apply(self.tree, *inputs, **options)
+
+    def trained(self, optimizer, x, target, steps):
+        """The tree after steps of an optimizer on the mean squared error, and the losses."""
+
+        @jax.jit
+        def step(tree, state):
+            def loss(tree):
+                return jnp.mean((self.apply(tree, x) - target).astype(jnp.float32) ** 2)
+
+            value, gradients = jax.value_and_grad(loss)(tree)
+            updates, state = optimizer.update(gradients, state)
+            return optax.apply_updates(tree, updates), state, value
+
+        tree, losses = self.tree, []
+        state = jax.tree.map(jnp.zeros_like, jax.eval_shape(optimizer.init, tree))
+        for _ in range(steps):
+            tree, state, value = step(tree, state)
+            losses.append(float(value))
+        return tree, losses
 
     def program(self, *inputs, loss=None, **options):
         """The output, and gradients of the tree and of the first input, as a program that is not compiled yet.
