@@ -16,6 +16,7 @@ from jaxlowprec.linears.grouped import grouped_matmul, ragged_dot
 from jaxlowprec.linears.linear import linear, quantize_kernel
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
+from jaxlowprec.models import lora
 from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
@@ -88,6 +89,7 @@ __all__ = [
     "layouts",
     "linear",
     "linen",
+    "lora",
     "moe",
     "nnx",
     "quantize",

@@ -18,6 +18,7 @@ from jaxlowprec.arguments import a_dtype, a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.delayed_scaling import State
 from jaxlowprec.linears.layer_call import LayerCall, layer_call
+from jaxlowprec.linears.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.ops.checks import (
@@ -39,7 +40,7 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 def dot_general(
     lhs: Float[Array, "..."],
-    rhs: Float[Array, "..."] | QuantizedArray | None,
+    rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
     dimension_numbers: DimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -59,7 +60,7 @@ def dot_general(
     Arguments:
         lhs: in the input's role.
         rhs: in the weight's role; None with `quantized_kernel`, for inference. Or a loaded QuantizedArray, which stands
-            for the matrices [batch..., K, N] and is used as such (see `linear`).
+            for the matrices [batch..., K, N] and is used as such (see `linear`). Or one of both with an adapter.
         dimension_numbers, out_sharding: as for `jax.lax.dot_general`: axes are counted from the front.
         precision: precision of the three GEMMs, as for `jax.lax.dot_general`; for quantised ones see `scaled_matmul`.
         preferred_element_type: the dtype of the result; default under a recipe: lhs's dtype, so that a float32 master
@@ -81,9 +82,33 @@ def dot_general(
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     _check_options(who, preferred_element_type, out_sharding)
     settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    if isinstance(rhs, LoRAKernel):
+        settings |= {"quantized_kernel": quantized_kernel} | options
+        y = dot_general(lhs, rhs.kernel, dimension_numbers, **settings)
+        y, out_state = (y, None) if state is None else y
+        y = add_product(y, *_adapted(who, lhs, rhs, dimension_numbers), name)
+        return y if state is None else (y, out_state)
     rhs, call = layer_call(who, rhs, quantized_kernel, **settings)
     y, out_state = _dot_general(call, lhs, rhs, dimension_numbers, options)
     return y if state is None else (y, out_state)
+
+
+def _adapted(who: str, lhs: jax.Array, rhs: LoRAKernel, given: DimensionNumbers) -> tuple[jax.Array, Adapter]:
+    """lhs as matrices, and the adapter that they are multiplied by."""
+    check_adapter(who, rhs)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers(who, given, lhs.ndim, None)
+    batch, _, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
+    adapter, first = rhs.adapter, tuple(range(len(batch) + len(rhs_contract)))
+    if not is_quantized(rhs) and rhs.ndim == len(batch) + 2 and rhs_contract == (rhs.ndim - 1,):  # x @ kernel.mT
+        adapter, first = adapter.mT, (*rhs_batch, *rhs_contract)
+    in_order = tuple(rhs_batch) == first[: len(batch)] and (is_quantized(rhs) or (*rhs_batch, *rhs_contract) == first)
+    if not in_order or adapter.a.shape[:-1] != (*batch, x.shape[-1]):
+        raise ValueError(
+            f"{who}: a kernel of shape {rhs.shape} with an adapter {rhs.adapter.a.shape} by {rhs.adapter.b.shape} in "
+            f"the product {given} with {lhs.shape}; needs a kernel [batch..., contracted..., free...] and the adapter "
+            "of its matrices [batch..., K, N]"
+        )
+    return x, adapter
 
 
 def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> None:
@@ -194,7 +219,7 @@ def _as_matrices(
 
 def einsum(
     subscripts: str,
-    *operands: Float[Array, "..."] | QuantizedArray,
+    *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
     precision: Any = None,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
@@ -210,7 +235,8 @@ def einsum(
     Arguments:
         subscripts: as for `jnp.einsum`, "..." and the implicit form included.
         operands: under a recipe two: the first in the input's role, the second in the weight's. The second may be a
-            loaded QuantizedArray [batch..., K, N] (see `linear`), its axes in this order.
+            loaded QuantizedArray [batch..., K, N] (see `linear`), its axes in this order; or one of both with an
+            adapter, of which K alone is contracted.
         precision, preferred_element_type, out_sharding, recipe, key, name, state: see `dot_general`.
 
     Raises:
@@ -225,6 +251,13 @@ def einsum(
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     _check_options(who, preferred_element_type, out_sharding)
     settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    if len(operands) == 2 and isinstance(operands[1], LoRAKernel):
+        x: Any = operands[0]
+        kernel = operands[1]
+        y = einsum(subscripts, x, kernel.kernel, preferred_element_type=preferred_element_type, **settings)
+        y, out_state = (y, None) if state is None else y
+        y = resharded(_add_einsum(y, subscripts, x, kernel, name), out_sharding)
+        return y if state is None else (y, out_state)
     is_loaded = len(operands) == 2 and isinstance(operands[1], QuantizedArray)
     _, call = layer_call(who, operands[1] if is_loaded else None, None, **settings)
     y, out_state = (_einsum_of_loaded if is_loaded else _einsum)(call, subscripts, operands, options)
@@ -263,6 +296,26 @@ def _einsum(
     y, out_state = _dot_general(call, x, w, dims, options | {"out_sharding": None})
     names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
     return resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
+
+
+def _add_einsum(y: jax.Array, subscripts: str, x: jax.Array, kernel: LoRAKernel, name: str) -> jax.Array:
+    """y plus the einsum of x and the product of the kernel's adapter."""
+    who = "einsum"
+    check_adapter(who, kernel)
+    if not contracts_second_last(subscripts, x.ndim, kernel.ndim):
+        raise ValueError(
+            f"{who}: {subscripts!r} with an adapter of a kernel of shape {kernel.shape}; needs a kernel "
+            "[batch..., K, N] of which only K is contracted and only N is free"
+        )
+    (x_names, (*batch, contracted, free)), out = _parse(who, subscripts, x.ndim, kernel.ndim)
+    numbers = {n: i for i, n in enumerate([*dict.fromkeys((*x_names, *batch, contracted, free)), "rank"])}
+    rows = [numbers[n] for n in out if n != free]
+    of_batch, rank = [numbers[n] for n in batch], numbers["rank"]
+    with in_profiles(name, "adapter"):
+        a, b = (factor.astype(x.dtype) for factor in (kernel.adapter.a, kernel.adapter.b))
+        down = jnp.einsum(x, [numbers[n] for n in x_names], a, [*of_batch, numbers[contracted], rank], [*rows, rank])
+        added = jnp.einsum(down, [*rows, rank], b, [*of_batch, rank, numbers[free]], [numbers[n] for n in out])
+        return (y.astype(jnp.float32) + kernel.adapter.scale * added.astype(jnp.float32)).astype(y.dtype)
 
 
 def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:

@@ -20,6 +20,7 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears import delayed_scaling, weight_only
+from jaxlowprec.linears.low_rank import LoRAKernel
 from jaxlowprec.linears.quantized_matmul import ProductSpec, QuantizedKernel, quantized_matmul, recording
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import FLOATS
@@ -240,7 +241,7 @@ def _kernel_forms(formats: tuple[Format | None, ...], weight_only: bool) -> str:
 def stays_flaxs(who: str, recipe: Recipe | None, *operands: Any) -> bool:
     """Whether Flax computes this call because no recipe quantises an operand's dtype; a warning says so once."""
     other = [a.dtype for a in operands if a is not None and a.dtype not in FLOATS]
-    if recipe is None or not other or any(isinstance(a, QuantizedArray) for a in operands):
+    if recipe is None or not other or any(isinstance(a, QuantizedArray | LoRAKernel) for a in operands):
         return False
     message = f"{other[0]} operands stay in high precision, as Flax has them; recipes take bfloat16, float16, float32"
     silence.warn_once(who, recipe, [message], depth=2)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.layer_call import layer_call
+from jaxlowprec.linears.low_rank import LoRAKernel, add_product, check_adapter
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel, both_ways
 from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.ops.checks import a_sharding, float_array
@@ -77,7 +78,7 @@ def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:
 
 def linear(
     x: Float[Array, "*T K"],
-    kernel: Float[Array, "K N"] | QuantizedArray | None,
+    kernel: Float[Array, "K N"] | QuantizedArray | LoRAKernel | None,
     bias: Float[Array, "N"] | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
@@ -98,7 +99,7 @@ def linear(
         kernel: [K, N], any of those dtypes, quantised from its own dtype. None with `quantized_kernel`, for inference.
             Or a loaded QuantizedArray [K, N], quantised along K (axis=-2), for inputs in high precision: it needs no
             recipe, gives bit for bit what quantisation-aware training gives for the kernel that it was made from, and
-            is a constant to autodiff, as for adapters on a frozen weight.
+            is a constant to autodiff. Or one of both with an adapter, see `jaxlowprec.lora`.
         bias: [N].
         recipe: default: the context's (`autocast`). None: high precision, the kernel cast to x's dtype.
         key: for recipes that round gradients stochastically; see `quantize`. None: the bits are derived from the
@@ -129,6 +130,13 @@ def linear(
     who = "linear"
     a_sharding(who, "out_sharding", out_sharding)
     settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    if isinstance(kernel, LoRAKernel):
+        check_adapter(who, kernel)
+        options = settings | {"quantized_kernel": quantized_kernel, "out_sharding": out_sharding}
+        y = linear(x, kernel.kernel, bias, **options)
+        y, out_state = (y, None) if state is None else y
+        y = add_product(y, jnp.atleast_2d(x), kernel.adapter, name)
+        return y if state is None else (y, out_state)
     kernel, call = layer_call(who, kernel, quantized_kernel, **settings)
     x = float_array(who, "x", x)
     if kernel is not None:

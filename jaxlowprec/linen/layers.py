@@ -6,7 +6,8 @@ To quantise a weight once for many calls, make the collection "quantized" mutabl
     y = model.apply(variables | quantized, x)      # gradients still reach the kernel in "params"
 
 A kernel in "params" may be a loaded QuantizedArray [batch..., K, N], as `jaxlowprec.quantize_params` puts there. It
-needs no recipe, and inputs stay in high precision.
+needs no recipe, and inputs stay in high precision. It may also be a weight with an adapter, as `jaxlowprec.lora.apply`
+puts there.
 
 The state of delayed scaling is in the collection "_overwrite_with_gradient", which `init` makes under the recipe.
 """
@@ -36,6 +37,7 @@ from jaxlowprec.linears.delayed_scaling import (
 from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
 from jaxlowprec.linears.layer_call import rounds_stochastically, stays_flaxs
 from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
+from jaxlowprec.linears.low_rank import LoRAKernel, is_quantized, without_adapter
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -71,14 +73,14 @@ def _refuse_dot_general(layer: nn.Module, ignored: str, remedy: str) -> None:
             raise ValueError(f"{type(layer).__name__}: {name}= is set, so {ignored} would be ignored; {remedy}")
 
 
-def _loaded(layer: nn.Module) -> QuantizedArray | None:
-    """The kernel if it was loaded quantised, otherwise None."""
+def _loaded(layer: nn.Module) -> QuantizedArray | LoRAKernel | None:
+    """The kernel if it was loaded quantised or with an adapter: Flax cannot compute with it. Otherwise None."""
     if not layer.has_variable("params", "kernel"):
         return None
     kernel: Any = layer.get_variable("params", "kernel")
-    if not isinstance(kernel, QuantizedArray):
+    if not isinstance(kernel, QuantizedArray | LoRAKernel):
         return None
-    _refuse_dot_general(layer, "the quantised kernel", "drop it")
+    _refuse_dot_general(layer, f"the {'quantised ' if is_quantized(kernel) else 'adapted '}kernel", "drop it")
     return kernel
 
 
@@ -90,8 +92,9 @@ def _operands(layer: nn.Module, inputs: jax.Array, kernel_shape: tuple[int, ...]
     """
     kernel: Any = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
     bias = _parameter(layer, "bias") if layer.use_bias else None
-    loaded = isinstance(kernel, QuantizedArray)
-    fits = kernel is None or (kernel.size == math.prod(kernel_shape) if loaded else kernel.shape == kernel_shape)
+    loaded = isinstance(kernel, QuantizedArray | LoRAKernel)
+    sizes_alone = loaded and is_quantized(kernel)  # it stands for matrices
+    fits = kernel is None or (kernel.size == math.prod(kernel_shape) if sizes_alone else kernel.shape == kernel_shape)
     if not fits:
         raise ScopeParamShapeError("kernel", "/".join(layer.path), kernel.shape, kernel_shape)
     promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
@@ -109,7 +112,7 @@ def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
 
 def _options(layer: nn.Module, given: Any, recipe: Recipe | None) -> dict[str, Any]:
     name = "/".join(layer.path)
-    if recipe is None or _loaded(layer) is not None:
+    if recipe is None or is_quantized(_loaded(layer)):
         return {"recipe": given, "key": None, "name": name, "state": None, "precision": layer.precision}
     wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
@@ -157,10 +160,10 @@ def _quantized(
     None if the kernel was loaded, or if the recipe keeps this weight in high precision.
     """
     name = "/".join(layer.path)
-    if recipe is None or isinstance(kernel, QuantizedArray) or not recipe.roles(name=name).quantizes_weight:
+    if recipe is None or is_quantized(kernel) or not recipe.roles(name=name).quantizes_weight:
         return None
     if layer.is_mutable_collection("quantized") and kernel is not None:
-        matrices = kernel_matrices(kernel, batch_dims, contracted)
+        matrices = kernel_matrices(without_adapter(kernel), batch_dims, contracted)
         state = None if recipe.delayed is None else _state(layer, recipe.delayed)
         quantized = quantize_kernel(matrices, recipe, name=name, state=state)
         layer.put_variable("quantized", "kernel", quantized)

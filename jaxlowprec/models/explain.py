@@ -20,6 +20,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.dot_general import contracts_second_last
 from jaxlowprec.linears.linear import kernel_matrices
+from jaxlowprec.linears.low_rank import LoRAKernel
 from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.linen.converting import rules_of
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
@@ -225,7 +226,9 @@ def _replaced(tree: Mapping[str, Any], path: tuple[str, ...], applied: AppliedRe
     return {**tree, key: new}
 
 
-def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray:
+def _served(who: str, applied: AppliedRecipe, kernel: Any) -> QuantizedArray | LoRAKernel:
+    if isinstance(kernel, LoRAKernel):
+        return LoRAKernel(_served(who, applied, kernel.kernel), kernel.adapter)
     if applied.axes is None or applied.roles.weight is None:
         raise ValueError(
             f"{who}: layer {applied.path!r} has a kernel of shape {applied.kernel} that is no [batch..., K, N]; leave "
@@ -240,6 +243,10 @@ def _applied(
     path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None, converted: tuple[Any] | None = None
 ) -> AppliedRecipe:
     """What the recipe does to a layer of this name in the current scope; converted: see `rules_of`."""
+    if isinstance(kernel, LoRAKernel):
+        applied = _applied(path, name, layer, kernel.kernel, axes, converted)
+        notes = applied.note, f"adapter of rank {kernel.adapter.rank}"
+        return dataclasses.replace(applied, note=", ".join(filter(None, notes)))
     if isinstance(kernel, QuantizedArray):
         return AppliedRecipe(path, kernel.shape, Roles(None, Role(kernel.format), None), "loaded")
     if not isinstance(layer, _OURS) and converted is None:
@@ -283,8 +290,10 @@ def _nnx_layers(model: nnx.Module) -> dict[str, AppliedRecipe]:
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, _NNX):
             kernel = (layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel).get_value()
-            name = getattr(layer, "name", "")
-            found[_joined(path)] = _applied(_joined(path), name, layer, kernel, _nnx_axes(layer, kernel))
+            name, axes = getattr(layer, "name", ""), _nnx_axes(layer, kernel)
+            adapter = getattr(layer, "adapter", None)
+            kernel = kernel if adapter is None else LoRAKernel(kernel, adapter)
+            found[_joined(path)] = _applied(_joined(path), name, layer, kernel, axes)
     return found
 
 
@@ -321,9 +330,8 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
             axes = _linen_axes(layer, kernel, *call_args, **call_kwargs) if name == "kernel" else None
             path, converted = _joined(layer.path), rules_of(layer)
             found[path] = _applied(path, path, layer, kernel, axes, converted)
-            if not isinstance(
-                kernel, QuantizedArray
-            ):  # in high precision, so that layers that cannot follow the recipe are seen, too
+            if not isinstance(kernel, QuantizedArray | LoRAKernel):
+                # in high precision, so that layers that cannot follow the recipe are seen, too
                 ours: Any = next((c for c in _OUR_LINEN if isinstance(layer, c)), None)
                 flaxs = call if converted is None else context.orig_method
                 call = flaxs if ours is None else super(ours, layer).__call__

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.linears import delayed_scaling
+from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.following import Following
@@ -24,7 +25,6 @@ from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 _WHO = "quantize_matmuls"
-_KERNELS = ("kernel", "w", "weight")  # a layer's name is its path without what its matrix is called
 
 
 def quantize_matmuls(
@@ -267,13 +267,4 @@ def _layer_name(path: Any, chosen: set[int | str]) -> str | None:
     _, argument, *rest = path  # (args, kwargs), then the argument in one of them
     if getattr(argument, "idx", getattr(argument, "key", None)) not in chosen:
         return None
-    names = jax.tree_util.keystr(rest, simple=True, separator="/").split("/")
-    if rest and isinstance(rest[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # of an NNX variable
-        names.pop()
-    if len(names) > 1 and isinstance(rest[-1], jax.tree_util.FlattenedIndexKey) and names[-2] in _KERNELS:
-        names.pop()  # the array of a container, such as Haliax's NamedArray
-    if len(names) > 1 and names[-1] in _KERNELS:
-        names.pop()
-    if len(names) > 1 and names[0] == "params":  # Linen's collection
-        del names[0]
-    return "/".join(names)
+    return layer_name(rest)

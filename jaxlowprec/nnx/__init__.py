@@ -13,6 +13,7 @@ from jaxlowprec.nnx.layers import (
     name_layers,
     quantized_kernels,
 )
+from jaxlowprec.nnx.lora import LoRALinear, LoRALinearGeneral, add_lora, merge_lora
 from jaxlowprec.nnx.moe import MoE
 
 __all__ = [
@@ -20,12 +21,16 @@ __all__ = [
     "GroupedLinear",
     "Linear",
     "LinearGeneral",
+    "LoRALinear",
+    "LoRALinearGeneral",
     "MoE",
     "OverwriteWithGradient",
     "Quantized",
     "add_delayed_scaling",
+    "add_lora",
     "convert",
     "keep_kernel_dtype",
+    "merge_lora",
     "name_layers",
     "quantized_kernels",
 ]

@@ -66,7 +66,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
         ours = isinstance(layer, _Quantizing)
         name = (layer.name if ours else "") or "/".join(map(str, path))
         names.append(name)
-        if not ours and (reason := _reason(layer)):
+        if not ours and (reason := reason_to_stay(layer)):
             left.append(f"{name!r} ({reason})")
             continue
         own = rules if rules is FROM_CONTEXT or recipe is None else recipe.at(name)
@@ -82,7 +82,7 @@ def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
     return model
 
 
-def _reason(layer: Any) -> str:
+def reason_to_stay(layer: Any) -> str:
     """Why a layer stays Flax's; "" if it need not."""
     if type(layer) not in _OURS:
         return f"a {type(layer).__name__}, a subclass"

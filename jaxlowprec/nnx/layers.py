@@ -187,11 +187,11 @@ class Linear(_Quantizing, nnx.Linear):
         inputs = layer_inputs(type(self).__name__, inputs)
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
-            return super().__call__(inputs, out_sharding)
+            return self._flaxs(inputs, out_sharding)
         self._refuse(recipe, "dot_general", jax.lax.dot_general)
         operands = self._operands(inputs)
         if stays_flaxs(type(self).__name__, recipe, *operands):
-            return super().__call__(inputs, out_sharding)
+            return self._flaxs(inputs, out_sharding)
         inputs, kernel, bias = operands
         options = self._options(recipe)
         if self.preferred_element_type is None and out_sharding is None:
@@ -208,6 +208,10 @@ class Linear(_Quantizing, nnx.Linear):
         )
         y = self._handed_on(y, options["state"])
         return y if bias is None else y + bias
+
+    def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
+        """What Flax's layer gives."""
+        return nnx.Linear.__call__(self, inputs, out_sharding)
 
 
 class LinearGeneral(_Quantizing, nnx.LinearGeneral):
@@ -234,12 +238,12 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         inputs = layer_inputs(type(self).__name__, inputs)
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
-            return super().__call__(inputs, out_sharding)
+            return self._flaxs(inputs, out_sharding)
         self._refuse(recipe, "dot_general", None)
         self._refuse(recipe, "dot_general_cls", None)
         operands = self._operands(inputs)
         if stays_flaxs(type(self).__name__, recipe, *operands):
-            return super().__call__(inputs, out_sharding)
+            return self._flaxs(inputs, out_sharding)
         inputs, kernel, bias = operands
         options = self._options(recipe)
         y = linear_general(
@@ -256,6 +260,10 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
             **options,
         )
         return self._handed_on(y, options["state"])
+
+    def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
+        """What Flax's layer gives."""
+        return nnx.LinearGeneral.__call__(self, inputs, out_sharding)
 
 
 class Einsum(_Quantizing, nnx.Einsum):

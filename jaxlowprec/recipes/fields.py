@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlowprec.arguments import is_one_of, shown
@@ -64,3 +65,8 @@ def check_pattern(where: str, pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{where} has {shown(pattern)}, which is not a valid regular expression: {error}") from None
+
+
+def is_chosen(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a pattern of `include` is found in the name and none of `exclude` is."""
+    return any(re.search(p, name) for p in include) and not any(re.search(p, name) for p in exclude)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from typing import Any
 
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.arrays.formats import Format, Int4
-from jaxlowprec.recipes.fields import check_patterns, environment_flag
+from jaxlowprec.recipes.fields import check_patterns, environment_flag, is_chosen
 from jaxlowprec.recipes.roles import Recipe, Role, Roles, StraightThrough
 
 DEFAULT_EXCLUDE = (
@@ -49,8 +48,7 @@ class QAT(Recipe):
 
     def applies_to(self, name: str) -> bool:
         """Whether a pattern of `include` matches and none of `exclude` does."""
-        found = (any(re.search(pattern, name) for pattern in patterns) for patterns in (self.include, self.exclude))
-        return next(found) and not next(found)
+        return is_chosen(name, self.include, self.exclude)
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """A role for the weight only, in the layers that the patterns choose."""

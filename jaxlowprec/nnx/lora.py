@@ -1,0 +1,251 @@
+"""LoRA for NNX models: layers with a trainable low-rank adapter beside a frozen kernel, which may be quantised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlowprec.arguments import shown, whole_number
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears.dot_general import axes_in_order
+from jaxlowprec.linears.low_rank import Adapter, LoRAKernel, checked_alpha, new_adapter
+from jaxlowprec.nnx.converting import reason_to_stay
+from jaxlowprec.nnx.layers import Linear, LinearGeneral, _check_model, _Quantizing
+from jaxlowprec.ops.checks import float_dtype
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
+from jaxlowprec.recipes.fields import check_patterns, is_chosen
+from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
+
+
+class _Adapted(_Quantizing):
+    """The common part of the layers with an adapter."""
+
+    lora: nnx.LoRA
+    lora_alpha: float
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter of the kernel's matrices [..., K, N]."""
+        return Adapter(self.lora.lora_a[...], self.lora.lora_b[...], self.lora_alpha)
+
+    def _operands(self, inputs: jax.Array) -> tuple[Any, Any, Any]:
+        inputs, kernel, bias = super()._operands(inputs)
+        return inputs, LoRAKernel(kernel, self.adapter), bias
+
+    def _added(self, inputs: jax.Array) -> jax.Array:
+        """The adapter's product, as Flax computes it."""
+        added, scale = self.lora(inputs), self.adapter.scale
+        return added if scale == 1 else scale * added
+
+
+class LoRALinear(_Adapted, Linear, nnx.LoRALinear):
+    """`flax.nnx.LoRALinear` under a recipe: a `Linear` with a trainable low-rank adapter.
+
+    The kernel follows the recipe, as that of a `Linear` does, or is loaded quantised (QLoRA); then the adapter is
+    multiplied in the dtype of the inputs. Its parameters, `lora.lora_a` and `lora.lora_b`, have the variable type
+    `nnx.LoRAParam`: `nnx.Optimizer(model, ..., wrt=nnx.LoRAParam)` trains nothing else. `add_lora` gives the layers of
+    a model adapters, and `merge_lora` adds them to the kernels.
+
+    Arguments:
+        lora_rank: the rank of the adapter.
+        lora_alpha: its strength, divided by the rank; default: the rank, for a strength of 1, as Flax has it.
+        recipe, name: see `Linear`.
+
+    Other arguments, their defaults and the parameters are Flax's, and without a recipe so are the bits.
+
+    Raises:
+        ValueError: alpha is not a positive number.
+
+    Source: arXiv 2106.09685, 2305.14314.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> layer = jlp.nnx.LoRALinear(64, 32, lora_rank=4, lora_alpha=8, rngs=nnx.Rngs(0))
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     layer(jnp.ones((8, 64))).shape
+    (8, 32)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        lora_rank: int,
+        lora_alpha: float | None = None,
+        recipe: Any = FROM_CONTEXT,
+        name: str = "",
+        rngs: nnx.Rngs,
+        **kwargs: Any,
+    ):
+        who = type(self).__name__
+        lora_rank = whole_number(who, "lora_rank", lora_rank, least=1)
+        self.lora_alpha = checked_alpha(who, lora_alpha, lora_rank)
+        options = {"lora_rank": lora_rank, "recipe": recipe, "name": name, "rngs": rngs}
+        super().__init__(in_features, out_features, **options, **kwargs)
+
+    def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
+        return super()._flaxs(inputs, out_sharding) + self._added(inputs)
+
+
+class LoRALinearGeneral(_Adapted, LinearGeneral):
+    """A `LinearGeneral` with a trainable low-rank adapter, as `add_lora` makes it.
+
+    The adapter is that of the kernel as a matrix [contracted features, other features]. See `LoRALinear`.
+    """
+
+    def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
+        y = super()._flaxs(inputs, out_sharding)
+        contracted = axes_in_order(type(self).__name__, inputs.ndim, self.axis)
+        last = jnp.moveaxis(inputs, contracted, range(inputs.ndim - len(contracted), inputs.ndim))
+        added = self._added(last.reshape(*last.shape[: inputs.ndim - len(contracted)], -1))
+        return y + added.reshape(y.shape)
+
+
+_ADAPTED: dict[type, type] = {
+    Linear: LoRALinear,
+    LinearGeneral: LoRALinearGeneral,
+    nnx.Linear: LoRALinear,
+    nnx.LinearGeneral: LoRALinearGeneral,
+}
+
+
+def add_lora(
+    model: Any,
+    rank: int,
+    *,
+    alpha: float | None = None,
+    include: Sequence[str] = (".*",),
+    exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    param_dtype: Any = jnp.bfloat16,
+    rngs: nnx.Rngs,
+) -> Any:
+    """Gives the Linear and LinearGeneral layers of a model low-rank adapters, Flax's own layers too.
+
+    The layers are changed in place: they become `LoRALinear` and `LoRALinearGeneral`, named by their paths, with the
+    same variables and new ones of the type `nnx.LoRAParam`. Kernels may be arrays or loaded QuantizedArrays. Results
+    stay the same until the adapters are trained.
+
+    Arguments:
+        model: any NNX module.
+        rank: of the adapters.
+        alpha: their strength, divided by the rank; default: the rank, for a strength of 1.
+        include, exclude: regular expressions, searched for in a layer's name or path. A layer gets an adapter if a
+            pattern of `include` matches and none of `exclude` does.
+        param_dtype: of the adapters.
+        rngs: its stream "params" draws `lora_a`, from Flax's initializer; `lora_b` is zero.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: the model is not an NNX module, or another argument is invalid.
+        ValueError: no layer is chosen, a chosen one has an adapter already, or cannot have one.
+
+    Einsum layers and experts get none.
+
+    >>> import jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
+    >>> model = jlp.nnx.add_lora(model, rank=4, include=(".*/0",), rngs=nnx.Rngs(2))
+    >>> [type(layer).__name__ for layer in model.layers]
+    ['LoRALinear', 'Linear']
+    >>> sum(p.size for p in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)).leaves)
+    512
+    """
+    who = "nnx.add_lora"
+    _check_model(who, model)
+    rank = whole_number(who, "rank", rank, least=1)
+    alpha, dtype = checked_alpha(who, alpha, rank), float_dtype(who, "param_dtype", param_dtype)
+    patterns = check_patterns(who, "include", include), check_patterns(who, "exclude", exclude)
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"{who}: rngs={shown(rngs)}; needs nnx.Rngs")
+    kinds: Any = (nnx.Linear, nnx.LinearGeneral)
+    layers = [(path, layer) for path, layer in nnx.iter_modules(model) if isinstance(layer, kinds)]
+    names = [getattr(layer, "name", "") or "/".join(map(str, path)) for path, layer in layers]
+    chosen = [(name, layer) for name, (_, layer) in zip(names, layers, strict=True) if is_chosen(name, *patterns)]
+    if not chosen:
+        raise ValueError(
+            f"{who}: include={shown(include)} and exclude choose none of the Linear and LinearGeneral layers "
+            f"{', '.join(map(repr, names)) or '(none)'}"
+        )
+    for name, layer in chosen:
+        _check_layer(who, name, layer)
+    for name, layer in chosen:
+        if not isinstance(layer, _Quantizing):
+            layer.__class__ = Linear if isinstance(layer, nnx.Linear) else LinearGeneral
+            layer._set_up(FROM_CONTEXT, name, None)
+        layer.name = layer.name or name
+        layer.__class__ = _ADAPTED[type(layer)]
+        k, n = (math.prod(f) if isinstance(f, tuple) else f for f in (layer.in_features, layer.out_features))
+        layer.lora_alpha = alpha
+        layer.lora = nnx.LoRA(k, rank, n, dtype=layer.dtype, param_dtype=dtype, rngs=rngs)
+        if stacked := _stacked(layer):
+            adapter = new_adapter(rngs.params(), (*stacked, k, n), rank, alpha, dtype)
+            layer.lora.lora_a, layer.lora.lora_b = nnx.LoRAParam(adapter.a), nnx.LoRAParam(adapter.b)
+    return model
+
+
+def merge_lora(model: Any, dtype: Any = None) -> Any:
+    """A copy of a model with each adapter's product added to its kernel, in float32 and rounded once.
+
+    The copy has `Linear` and `LinearGeneral` layers with arrays as kernels; `jaxlowprec.quantize_params` under a
+    `WeightQAT` gives them few bits again.
+
+    Arguments:
+        model: an NNX module with layers that have adapters.
+        dtype: of the merged kernels; default: the kernel's own, or what it was quantised from.
+
+    Raises:
+        TypeError: the model is not an NNX module.
+        ValueError: it has no adapters.
+
+    >>> import jaxlowprec as jlp
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(jlp.nnx.LoRALinear(64, 8, lora_rank=4, rngs=nnx.Rngs(0)))
+    >>> type(jlp.nnx.merge_lora(model).layers[0]).__name__
+    'Linear'
+    """
+    who = "nnx.merge_lora"
+    _check_model(who, model)
+    dtype = None if dtype is None else float_dtype(who, "dtype", dtype)
+    merged = nnx.merge(*nnx.split(model))
+    layers: list[Any] = [layer for _, layer in nnx.iter_modules(merged) if isinstance(layer, _Adapted)]
+    if not layers:
+        raise ValueError(f"{who}: the model has no layer with an adapter; jaxlowprec.nnx.add_lora adds them")
+    for layer in layers:
+        kernel = LoRAKernel(layer.kernel.get_value(), layer.adapter).merged(dtype)
+        if isinstance(layer, LoRALinearGeneral):
+            kernel = kernel.reshape(*_stacked(layer), *layer.in_features, *layer.out_features)
+        metadata = layer.kernel.get_metadata() if isinstance(layer.kernel, nnx.Param) else {}
+        layer.kernel = nnx.Param(kernel, **metadata)
+        layer.__class__ = Linear if isinstance(layer, LoRALinear) else LinearGeneral
+        del layer.lora, layer.lora_alpha
+    return merged
+
+
+def _check_layer(who: str, name: str, layer: Any) -> None:
+    """Raises ValueError for a layer that cannot have an adapter."""
+    reason = ""
+    if isinstance(layer, _Adapted | nnx.LoRALinear):
+        reason = "has an adapter already"
+    elif type(layer) not in _ADAPTED:
+        reason = f"is a {type(layer).__name__}, a subclass"
+    elif not isinstance(layer, _Quantizing) and (why := reason_to_stay(layer)):
+        reason = f"stays Flax's: {why}"
+    elif isinstance(layer, nnx.LinearGeneral) and layer.batch_axis:
+        reason = "has batch_axis="
+    if reason:
+        raise ValueError(f"{who}: the layer {name!r} {reason}; leave it out with exclude=")
+
+
+def _stacked(layer: Any) -> tuple[int, ...]:
+    """The axes in front of a kernel that `nnx.vmap` made for a stack of layers."""
+    kernel = layer.kernel.get_value()
+    own = 2 if isinstance(kernel, QuantizedArray) else layer._own_axes()
+    return kernel.shape[: kernel.ndim - own]
