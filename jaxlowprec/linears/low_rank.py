@@ -87,6 +87,11 @@ class LoRAKernel:
         """The dtype of the weight, or that which it was quantised from."""
         return self.kernel.dtype
 
+    @property
+    def mT(self) -> LoRAKernel:
+        """The transposed weight with its adapter."""
+        return LoRAKernel(self.kernel.mT, self.adapter.mT)
+
     def merged(self, dtype: Any = None) -> jax.Array:
         """The weight plus its adapter's product, added in float32 and rounded once.
 

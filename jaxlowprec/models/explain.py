@@ -20,7 +20,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.dot_general import contracts_second_last
 from jaxlowprec.linears.linear import kernel_matrices
-from jaxlowprec.linears.low_rank import LoRAKernel
+from jaxlowprec.linears.low_rank import LoRAKernel, without_adapter
 from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.linen.converting import rules_of
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
@@ -160,7 +160,9 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
         roles = _HIGH_PRECISION if note or own is None else own.roles(module_type, name)
         if not note and rules is not None and (ends := rules.ends(name)):
             note = f"but the first {ends[0]} and last {ends[1]} of its stack"
-        layers.append(AppliedRecipe(name, product.shape, roles, note))
+        layers.append(
+            _with_packed(AppliedRecipe(name, product.shape, roles, note), traced.leaves[product.weight.leaf].packed)
+        )
     for number, leaf in enumerate(traced.leaves):
         if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
             lost = traced.following.lost.get(number)
@@ -243,12 +245,11 @@ def _applied(
     path: str, name: str, layer: Any, kernel: Any, axes: tuple[int, int] | None, converted: tuple[Any] | None = None
 ) -> AppliedRecipe:
     """What the recipe does to a layer of this name in the current scope; converted: see `rules_of`."""
-    if isinstance(kernel, LoRAKernel):
-        applied = _applied(path, name, layer, kernel.kernel, axes, converted)
-        notes = applied.note, f"adapter of rank {kernel.adapter.rank}"
-        return dataclasses.replace(applied, note=", ".join(filter(None, notes)))
-    if isinstance(kernel, QuantizedArray):
-        return AppliedRecipe(path, kernel.shape, Roles(None, Role(kernel.format), None), "loaded")
+    if isinstance(kernel, LoRAKernel | QuantizedArray):
+        weight = without_adapter(kernel)
+        loaded = isinstance(weight, QuantizedArray)
+        applied = AppliedRecipe(path, kernel.shape) if loaded else _applied(path, name, layer, weight, axes, converted)
+        return _with_packed(applied, kernel)
     if not isinstance(layer, _OURS) and converted is None:
         return AppliedRecipe(path, kernel.shape, note="no jaxlowprec layer")
     recipe = resolve("explain", layer.recipe if converted is None else converted[0])
@@ -264,6 +265,17 @@ def _applied(
         except ValueError as error:
             note = str(error)
     return AppliedRecipe(path, kernel.shape, roles, note, axes)
+
+
+def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:
+    """The same with what is to be said of a kernel that is quantised, or has an adapter, or both."""
+    weight, notes = without_adapter(kernel), [applied.note]
+    if isinstance(weight, QuantizedArray):
+        applied = dataclasses.replace(applied, roles=Roles(None, Role(weight.format), None))
+        notes = ["loaded"]
+    if isinstance(kernel, LoRAKernel):
+        notes.append(f"adapter of rank {kernel.adapter.rank}")
+    return dataclasses.replace(applied, note=", ".join(filter(None, notes)))
 
 
 def _choice(given: Recipe | None, by_path: Recipe | None) -> str:

@@ -163,7 +163,8 @@ def _matrices(
     shape = weight.shape
     if batch < 0 or contracted < 1 or batch + contracted >= len(shape):
         raise ValueError(
-            f"{who}: axes={(batch, contracted)} for {name!r} of shape {shape}; needs batch axes, contracted axes and at least one more"
+            f"{who}: axes={(batch, contracted)} for {name!r} of shape {shape}; needs batch axes, contracted axes and "
+            "at least one more"
         )
     return shape[:batch], math.prod(shape[batch : batch + contracted]), math.prod(shape[batch + contracted :])
 

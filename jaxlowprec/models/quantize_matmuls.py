@@ -14,11 +14,12 @@ import numpy as np
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.linears import delayed_scaling
+from jaxlowprec.linears.low_rank import is_quantized
 from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate
 from jaxlowprec.models.transform.following import Following
-from jaxlowprec.models.transform.weights import Traced, Weight, has_matrices, is_float
+from jaxlowprec.models.transform.weights import Traced, Weight, arrays_of, has_matrices, is_float, is_packed
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -80,10 +81,12 @@ def quantize_matmuls(
     @functools.wraps(fn)
     def quantized(*args: Any, scaling_state: Any = None, **kwargs: Any) -> Any:
         recipe = resolve(_WHO, rules)
-        if recipe is None:
+        if recipe is None and not any(map(is_packed, jax.tree.leaves((args, kwargs), is_leaf=is_packed))):
             return fn(*args, **kwargs)
         traced = TracedFunction(fn, chosen, args, kwargs, recipe)
-        if rules is FROM_CONTEXT:  # the scope asks when it is left; fn may have layers that follow it by themselves
+        if recipe is None:
+            pass  # every product is in high precision, or by a quantised parameter
+        elif rules is FROM_CONTEXT:  # the scope asks when it is left; fn may have layers that follow it by themselves
             silence.saw(recipe, traced.products)
         else:
             silence.warn_once(_WHO, recipe, silence.complaints(recipe, traced.names, traced.products), depth=1)
@@ -137,10 +140,12 @@ class _Leaf:
     Attributes:
         name: the layer's name if it is a parameter, else None.
         shape: its shape.
+        packed: the parameter if it is quantised or has an adapter, else None.
     """
 
     name: str | None
     shape: tuple[int, ...]
+    packed: Any = None
 
 
 class TracedFunction:
@@ -155,10 +160,13 @@ class TracedFunction:
     def __init__(self, fn: Any, params: tuple[int | str, ...], args: Any, kwargs: Any, recipe: Recipe | None):
         chosen = _positions(fn, params, args, kwargs)
         given, self._modules = modules.opened((args, kwargs))
-        leaves, structure = jax.tree_util.tree_flatten_with_path(given)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(_packed(given, chosen))
         arrays = [i for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)]
-        self.leaves = [_Leaf(_layer_name(leaves[i][0], chosen), np.shape(leaves[i][1])) for i in arrays]
-        self._values = [leaves[i][1] for i in arrays]
+        self._values = [leaves[i][1].kernel if isinstance(leaves[i][1], _Packed) else leaves[i][1] for i in arrays]
+        self.leaves = [
+            _Leaf(_layer_name(leaves[i][0], chosen), np.shape(v), v if is_packed(v) else None)
+            for i, v in zip(arrays, self._values, strict=True)
+        ]
 
         def flat(*values: Any) -> Any:
             given = dict(zip(arrays, values, strict=True))
@@ -168,19 +176,25 @@ class TracedFunction:
             return result, modules.changes(made)
 
         try:
-            self._closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*self._values)
+            types = [jax.ShapeDtypeStruct(v.shape, v.dtype) if is_packed(v) else v for v in self._values]
+            self._closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(f"{_WHO}: {_named(fn)} has to be traceable by jax.jit")
             raise
         self._results = jax.tree.structure(shapes)
-        ends_of: Any = (lambda name: None) if recipe is None else recipe.ends
-        variables = zip(self.leaves, self._closed.jaxpr.invars, strict=True)
-        self._weights = tuple(
-            None if leaf.name is None or not is_float(v.aval) else Weight(leaf.name, i, ends=ends_of(leaf.name))
-            for i, (leaf, v) in enumerate(variables)
-        )
+        self._weights = tuple(self._weight(i, recipe) for i in range(len(self.leaves)))
         self.following = Following(recipe)
         self.changes = self.following.through(self._closed.jaxpr, self._weights).changes
+
+    def _weight(self, number: int, recipe: Recipe | None) -> Weight | None:
+        """The parameter that an array is."""
+        name, value = self.leaves[number].name, self._values[number]
+        if name is None or not is_float(self._closed.jaxpr.invars[number].aval):
+            return None
+        ends = None if recipe is None or is_quantized(value) else recipe.ends(name)
+        if ends is not None and is_packed(value):  # some of its layers follow the recipe, others do not
+            self._values[number] = value.merged()
+        return Weight(name, number, ends=ends, packed=is_packed(self._values[number]))
 
     @property
     def names(self) -> list[str]:
@@ -216,11 +230,13 @@ class TracedFunction:
             )
 
         def run(variables: Any) -> list[Any]:
-            arguments = [Traced(v, w, v) for v, w in zip(variables["values"], self._weights, strict=True)]
-            states = variables.get(key, {})
-            return [
-                t.value for t in evaluate(self.following, states, self._closed.jaxpr, self._closed.consts, arguments)
+            arguments = [
+                Traced(None if is_packed(v) else v, w, v)
+                for v, w in zip(variables["values"], self._weights, strict=True)
             ]
+            jaxpr, states = self._closed.jaxpr, variables.get(key, {})
+            results = evaluate(self.following, states, jaxpr, self._closed.consts, arguments)
+            return arrays_of(results, jaxpr.outvars)
 
         variables = {"values": self._values} | ({key: {name: given[name] for name in needed}} if needed else {})
         # A loop reaches a state more than once; so may the function.
@@ -230,8 +246,29 @@ class TracedFunction:
         return result
 
 
+class _Packed:
+    """A quantised or adapted parameter, which the function sees as one array."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+
+
+def _packed(given: Any, chosen: set[int | str]) -> Any:
+    """The arguments (args, kwargs), with the quantised and adapted parameters as leaves."""
+
+    def one(node: Any) -> Any:
+        return _Packed(node) if is_packed(node) else node
+
+    def of(key: int | str, argument: Any) -> Any:
+        is_leaf = lambda node: is_packed(node) or isinstance(node, modules.Opened)  # noqa: E731
+        return jax.tree.map(one, argument, is_leaf=is_leaf) if key in chosen else argument
+
+    args, kwargs = given
+    return tuple(of(*item) for item in enumerate(args)), {key: of(key, value) for key, value in kwargs.items()}
+
+
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | _Packed)
 
 
 def _named(fn: Any) -> str:

@@ -1,6 +1,6 @@
 """Equations that contain jaxprs (jit, scan, remat, ...): how parameters pass through them, and how they are built anew.
 
-A rebuilt call gets the masters of cast parameters as further operands, and hands out those of cast results.
+A rebuilt call gets the masters of cast and of packed parameters as further operands, and hands out those of results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.models.transform.weights import Traced, Weight, Weights, masters_of, traced
+from jaxlowprec.models.transform.weights import Traced, Weight, Weights, arrays_of, masters_of, traced
 
 Through = Callable[[Any, Weights], Any]
 """(an open jaxpr, the parameters that its arguments are) -> following.Flow."""
@@ -45,6 +45,10 @@ class _Call:
         self.eqn, self.params = eqn, eqn.params
         self.jaxpr, self.constants = _open(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
+    def accepted(self, given: list[Weight | None]) -> list[Weight | None]:
+        """The parameters among the operands that are followed through it, without packed ones where it takes none."""
+        return given
+
     def flow(self, through: Through, given: list[Weight | None]) -> tuple[Weights, bool]:
         """The parameters that the results are, and whether products change."""
         flow = through(self.jaxpr, tuple(given))
@@ -68,7 +72,12 @@ class _Call:
 
 def _with_masters(of_values: Any, weights: Any) -> tuple[list[Any], list[Any]]:
     """What holds for each value, and for the masters of the cast ones."""
-    return list(of_values), [v for v, w in zip(of_values, weights, strict=True) if w is not None and w.cast]
+    return list(of_values), [v for v, w in zip(of_values, weights, strict=True) if w is not None and w.has_master]
+
+
+def _without_packed(given: list[Weight | None]) -> list[Weight | None]:
+    """The same without the packed ones, which enter the call as arrays."""
+    return [None if w is not None and w.packed else w for w in given]
 
 
 class _Jit(_Call):
@@ -89,6 +98,9 @@ class _Remat(_Call):
 
 
 class _ShardMap(_Call):
+    def accepted(self, given):
+        return _without_packed(given)
+
     def wrapped(self, body, weights, results):
         return jax.shard_map(
             body,
@@ -105,6 +117,9 @@ class _Loop(_Call):
 
     carries: int
     first: int  # the number of the first carry among the body's arguments
+
+    def accepted(self, given):
+        return _without_packed(given)
 
     def _constant(self) -> list[bool]:
         """Which carries the body returns as it got them."""
@@ -150,6 +165,10 @@ class _Scan(_Loop):
         self.carries = sum(v.aval.shape == i.aval.shape for v, i in outer_and_inner)
         self.first = len(eqn.invars) - slices - self.carries
         self.sliced = self.first + self.carries  # the number of the first slice
+
+    def accepted(self, given):
+        carried = _without_packed(given[self.first : self.sliced])
+        return [*given[: self.first], *carried, *given[self.sliced :]]
 
     def _pieces(self, given: list[Weight | None]) -> list[tuple[int, int, list[Weight | None]]]:
         """The first round of each piece, the round after its last, and the parameters that the body's arguments are."""
@@ -197,7 +216,7 @@ class _Scan(_Loop):
         """The arguments of the rounds from start to stop."""
 
         def part(stack: Any) -> Any:
-            return None if stack is None else jax.lax.slice_in_dim(stack, start, stop)
+            return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), stack)
 
         slices = [Traced(part(t.value), t.weight, part(t.master)) for t in arguments[self.sliced :]]
         return [*arguments[: self.sliced], *slices]
@@ -214,7 +233,8 @@ class _Scan(_Loop):
         def body(carries: list[Any], slices: Any) -> Any:
             now = [Traced(v, t.weight, t.master) for v, t in zip(carries, carried, strict=True)]
             out = run(self.jaxpr, self.constants, [*constants, *now, *traced(slices[0], weights, slices[1])])
-            return _values(out[: self.carries]), _values(out[self.carries :])
+            arrays = arrays_of(out, self.jaxpr.outvars)
+            return arrays[: self.carries], arrays[self.carries :]
 
         slices = _values(sliced), masters_of(sliced)
         options = {name: self.params[name] for name in ("reverse", "unroll")}
@@ -253,6 +273,9 @@ class _Cond(_Call):
     def __init__(self, eqn: Any):
         self.eqn, self.params = eqn, eqn.params
         self.branches = [_open(branch) for branch in eqn.params["branches"]]
+
+    def accepted(self, given):
+        return _without_packed(given)
 
     def flow(self, through, given):
         flows = [through(jaxpr, tuple(given[1:])) for jaxpr, _ in self.branches]

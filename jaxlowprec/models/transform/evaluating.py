@@ -12,8 +12,8 @@ from jax.extend.core import DebugInfo, Jaxpr
 
 from jaxlowprec.models.transform import calls
 from jaxlowprec.models.transform.following import Following
-from jaxlowprec.models.transform.products import multiply
-from jaxlowprec.models.transform.weights import Traced, moved_master, source
+from jaxlowprec.models.transform.products import Product, multiply, packed_kernel
+from jaxlowprec.models.transform.weights import Traced, array_of, arrays_of, is_packed, moved_master, source
 
 States = Mapping[str, Any]
 _DEBUG_INFO = DebugInfo("quantize_matmuls", "an equation", None, None)
@@ -34,17 +34,21 @@ def evaluate(following: Following, states: States, jaxpr: Any, constants: Any, a
 
     for number, eqn in enumerate(jaxpr.eqns):
         operands = [read(v) for v in eqn.invars]
-        values = [t.value for t in operands]
         step = flow.steps.get(number)
         call = calls.of(eqn)
         if step is None:
-            results = [*map(Traced, _as_it_is(eqn, values))]
-        elif step.product is not None:
-            master, name = operands[step.product.side].master, step.product.weight.name
-            recipe: Any = following.recipe_at(name)
+            results = [*map(Traced, _as_it_is(eqn, [t.value for t in operands]))]
+        elif step.product is not None and (master := _master(eqn, step.product, operands)) is not None:
+            name, values = step.product.weight.name, [t.value for t in operands]
+            recipe = following.recipe_at(name)
             with _scope_of(eqn):
                 results = [Traced(multiply(eqn, step.product, values, master, recipe, states.get(name)))]
-        elif call is not None and (step.changes or any(w is not None and w.cast for w in step.results)):
+        elif call is not None and (step.changes or any(w is not None and w.has_master for w in step.results)):
+            accepted = call.accepted([t.weight for t in operands])
+            operands = [
+                t if t.weight is None or w is not None else Traced(array_of(t, v))
+                for t, w, v in zip(operands, accepted, eqn.invars, strict=True)
+            ]
             with _scope_of(eqn):
                 results = call.rebuilt(functools.partial(evaluate, following, states), operands, step.results)
         else:
@@ -53,16 +57,26 @@ def evaluate(following: Following, states: States, jaxpr: Any, constants: Any, a
     return [read(v) for v in jaxpr.outvars]
 
 
+def _master(eqn: Any, product: Product, operands: list[Traced]) -> Any:
+    """The parameter that a product is computed from under its recipe; None if the product takes it as an array."""
+    master = operands[product.side].master
+    return packed_kernel(eqn, product, master) if is_packed(master) else master
+
+
 def _moved(eqn: Any, operands: list[Traced], weights: Any) -> list[Traced]:
     """The results of an equation without a changed product, with their masters."""
-    values = [t.value for t in operands]
-    results = []
-    for number, (value, weight) in enumerate(zip(_as_it_is(eqn, values), weights, strict=True)):
-        master = None
-        if weight is not None:
-            master = moved_master(eqn, number, operands[source(eqn, number)].master, values) if weight.cast else value
-        results.append(Traced(value, weight, master))
-    return results
+    if weights and all(weight is not None and weight.packed for weight in weights):
+        values, results = [t.value for t in operands], [None] * len(weights)
+    else:
+        values = arrays_of(operands, eqn.invars)
+        results = _as_it_is(eqn, values)
+    moved = []
+    for number, (value, weight) in enumerate(zip(results, weights, strict=True)):
+        master = value
+        if weight is not None and weight.has_master:
+            master = moved_master(eqn, number, operands[source(eqn, number)].master, values)
+        moved.append(Traced(value, weight, master if weight is not None else None))
+    return moved
 
 
 def _as_it_is(eqn: Any, values: list[Any]) -> list[Any]:

@@ -82,10 +82,11 @@ class Following:
         nothing: Weights = (None,) * len(eqn.outvars)
         if (product := product_of(eqn, given)) is not None:
             self.products.append(product)
-            follows = not product.reason and self.recipe_at(product.weight.name) is not None
+            has_recipe = product.weight.packed or self.recipe_at(product.weight.name) is not None
+            follows = has_recipe and not product.reason
             return Step(nothing, follows, product if follows else None)
         if (call := calls.of(eqn)) is not None:
-            return Step(*call.flow(self.through, given))
+            return Step(*call.flow(self.through, call.accepted(given)))
         results = tuple(moved(eqn, given) or nothing)
         kept = {weight.leaf for weight in results if weight is not None}
         for variable, weight in zip(eqn.invars, given, strict=True):

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.linears.dot_general import dot_general
 from jaxlowprec.linears.grouped import grouped_matmul
+from jaxlowprec.linears.low_rank import is_quantized, without_adapter
 from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.roles import Recipe
@@ -86,7 +87,26 @@ def _why_no_floats(eqn: Any) -> str:
     return "" if odd is None else f"it has {odd} operands; needs bfloat16, float16 or float32"
 
 
-def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recipe: Recipe, state: Any) -> Any:
+def packed_kernel(eqn: Any, product: Product, master: Any) -> Any:
+    """A quantised or adapted parameter as a product takes it; None if this one needs its array.
+
+    A quantised one has to be contracted along the axis that it is quantised along, its last or second last.
+    """
+    contract, batch = (
+        (axes[product.side] for axes in eqn.params["dimension_numbers"]) if not product.grouped else ((), ())
+    )
+    if product.grouped or tuple(batch) != tuple(range(len(batch))):
+        return None
+    is_last = tuple(contract) == (master.ndim - 1,) and master.ndim == len(batch) + 2
+    if is_quantized(master):
+        turned = master.mT if is_last else master
+        is_kernel = is_last or tuple(contract) == (len(batch),)
+        return turned if is_kernel and without_adapter(turned).axis == -2 else None
+    in_front = sorted(contract) == list(range(len(batch), len(batch) + len(contract)))
+    return master if (in_front or is_last) and master.adapter.a.ndim == len(batch) + 2 else None
+
+
+def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recipe: Recipe | None, state: Any) -> Any:
     """The result of a product's equation, computed under a recipe from the parameter in its own dtype.
 
     Arguments:
@@ -100,6 +120,8 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     x, other = operands[1 - product.side], 1 - product.side
     # Contracted axes in the input's order, as `einsum` and the layers have them: it decides what a block is.
     pairs = sorted(zip(contract[other], contract[product.side], strict=True))
+    if is_quantized(master):  # as `packed_kernel` has turned it
+        pairs = [(pairs[0][0], master.ndim - 2)]
     dims: Any = (tuple(zip(*pairs, strict=True)), (batch[other], batch[product.side]))
     batches, x_free = len(batch[0]), x.ndim - len(batch[0]) - len(pairs)
     w_free = master.ndim - batches - len(pairs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.linears.low_rank import LoRAKernel
 from jaxlowprec.ops.checks import FLOATS
 
 # Primitives whose first operand is moved or cut, and nothing else.
@@ -27,6 +29,8 @@ _LAYOUT = {
 }
 # Primitives that hand on each operand as the result of the same number.
 _EACH = {"device_put", "optimization_barrier", "pvary"}
+# Layout primitives that leave a packed parameter packed, beside the transposition of its matrices.
+_KEEP_PACKED = {"convert_element_type", "copy", "name", "stop_gradient"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +44,20 @@ class Weight:
             and cut in the same way.
         ends: of a stack of layers that no scan has taken apart yet: how many of the first and of the last layers stay
             in high precision; None otherwise.
+        packed: the parameter is a QuantizedArray or has an adapter. Then it is its own master, and the value that the
+            function sees is made only where it is needed.
     """
 
     name: str
     leaf: int
     cast: bool = False
     ends: tuple[int, int] | None = None
+    packed: bool = False
+
+    @property
+    def has_master(self) -> bool:
+        """Whether a master goes with the value."""
+        return self.cast or self.packed
 
 
 Weights = tuple[Weight | None, ...]
@@ -83,9 +95,16 @@ def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
         return [None]
     if name == "gather" and not (is_matrix(before) and eqn.invars[1].aval.ndim == 1):  # several rows of an embedding
         return [None]
+    if weight.packed and not (name in _KEEP_PACKED or _swaps_the_last_two(eqn)):
+        return [None]
     if name == "convert_element_type":
         return [dataclasses.replace(weight, cast=True)]
     return [weight]
+
+
+def _swaps_the_last_two(eqn: Any) -> bool:
+    axes = eqn.params["permutation"] if eqn.primitive.name == "transpose" else ()
+    return len(axes) > 1 and tuple(axes) == (*range(len(axes) - 2), len(axes) - 1, len(axes) - 2)
 
 
 def _cut(weight: Weight | None, before: Any, after: Any) -> Weight | None:
@@ -103,6 +122,8 @@ def moved_master(eqn: Any, number: int, master: Any, operands: list[Any]) -> Any
     """What such an equation makes of its operand's master, for the result of that number; it stays in its dtype."""
     if eqn.primitive.name in ("convert_element_type", "optimization_barrier"):
         return master
+    if is_packed(master):
+        return master.mT if eqn.primitive.name == "transpose" else master
     operands = [master if i == source(eqn, number) else operand for i, operand in enumerate(operands)]
     results = eqn.primitive.bind(*operands, **eqn.params)
     return results[number] if eqn.primitive.multiple_results else results
@@ -113,7 +134,7 @@ class Traced:
     """A value of the function.
 
     Attributes:
-        value: the value.
+        value: the value; None for a packed parameter, see `array_of`.
         weight: the parameter that it is, or None.
         master: that parameter in its own dtype, moved and cut as the value is; the value itself if it was not cast.
     """
@@ -124,14 +145,32 @@ class Traced:
 
 
 def traced(values: Any, weights: Any, masters: Any) -> list[Traced]:
-    """Values with the parameters that they are. `masters` has those of the cast ones, in order."""
+    """Values with the parameters that they are. `masters` has those of the cast and the packed ones, in order."""
     left = iter(masters)
     return [
-        Traced(value, weight, None if weight is None else next(left) if weight.cast else value)
+        Traced(value, weight, None if weight is None else next(left) if weight.has_master else value)
         for value, weight in zip(values, weights, strict=True)
     ]
 
 
 def masters_of(values: list[Traced]) -> list[Any]:
-    """The masters of the cast ones, in order."""
-    return [t.master for t in values if t.weight is not None and t.weight.cast]
+    """The masters of the cast and of the packed ones, in order."""
+    return [t.master for t in values if t.weight is not None and t.weight.has_master]
+
+
+def is_packed(master: Any) -> bool:
+    """Whether a parameter is quantised, or has an adapter."""
+    return isinstance(master, QuantizedArray | LoRAKernel)
+
+
+def array_of(t: Traced, variable: Any) -> Any:
+    """The value that a variable of the function has; a packed parameter is decoded, and its adapter added."""
+    if t.value is not None or t.master is None:
+        return t.value
+    dense = t.master.merged() if isinstance(t.master, LoRAKernel) else t.master.dequantize()
+    return dense.astype(variable.aval.dtype)
+
+
+def arrays_of(values: list[Traced], variables: Any) -> list[Any]:
+    """See `array_of`."""
+    return [array_of(t, v) for t, v in zip(values, variables, strict=True)]
