@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import time
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
+from lm.inference import generate, restored_model
 from lm.model import Config, LanguageModel
 from lm.names import DEMO
 
@@ -50,19 +48,7 @@ def trained_model(run: pathlib.Path, recipe: jlp.Int4QAT) -> LanguageModel:
     trained_with = next(r["recipe"] for r in report["runs"] if r["name"] == RUN)
     if trained_with != repr(recipe):
         raise SystemExit(f"{run} was trained with {trained_with}, the environment now says {recipe}")
-    config = Config(**report["settings"]["config"])
-    if config.experts:
-        raise SystemExit(
-            f"{run} was trained with --experts, which the demo's checkpoint has no names for; train without"
-        )
-    graph, parameters = nnx.split(LanguageModel(config, nnx.Rngs(0)), nnx.Param)
-    item = {"parameters": parameters}
-    wanted = ocp.args.PyTreeRestore(
-        item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-    )
-    with ocp.CheckpointManager((run / RUN / "checkpoints").absolute()) as manager:
-        restored = manager.restore(manager.latest_step(), args=wanted)
-    return nnx.merge(graph, restored["parameters"])
+    return restored_model(run, RUN)
 
 
 def loaded_model(folder: pathlib.Path, config: Config) -> LanguageModel:
@@ -70,26 +56,6 @@ def loaded_model(folder: pathlib.Path, config: Config) -> LanguageModel:
     model = nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(0)))
     nnx.update(model, checkpoints.load(folder, model, DEMO))
     return model
-
-
-@nnx.jit
-def logits_of(model: LanguageModel, tokens: jax.Array) -> jax.Array:
-    """The logits at every place."""
-    return model(tokens)
-
-
-def generate(model: LanguageModel, prompt: bytes, count: int) -> tuple[bytes, np.ndarray, float]:
-    """The most likely continuation, the logits [count, 256] that it was chosen by, and bytes per second."""
-    context = model.config.context
-    text, chosen_by, started = list(prompt), [], 0.0
-    for _ in range(count):
-        window = text[-context:]
-        tokens = np.zeros((1, context), np.int32)  # always one shape; attention is causal: zeros are not seen
-        tokens[0, : len(window)] = window
-        chosen_by.append(np.asarray(logits_of(model, tokens)[0, len(window) - 1]))
-        text.append(int(chosen_by[-1].argmax()))
-        started = started or time.perf_counter()  # after compiling
-    return bytes(text), np.stack(chosen_by), (count - 1) / max(time.perf_counter() - started, 1e-9)
 
 
 def main() -> None:
