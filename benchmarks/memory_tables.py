@@ -1,4 +1,4 @@
-"""The table of what `jax.checkpoint` keeps and computes again."""
+"""The tables of what `jax.checkpoint` keeps and computes again, and of what fine-tuning keeps."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def checkpoint_policies() -> str:
     e = found["environment"]
     versions = f"programs of jax {e['versions']['jax']}, commit {e['commit']}"
     return f"{markdown(rows)}\n\nCounted by `benchmarks/checkpoint_policies.py` in {versions}."
+
+
+def lora_memory() -> str:
+    """By what is trained: GiB of parameters, gradients and optimizer state."""
+    found = load("lora_memory")
+    parts = ("frozen", "trained", "gradients", "optimizer")
+    rows = [("trained", "frozen parameters", "trained parameters", "gradients", "Adam", "all, GiB")]
+    for name, kept in found["results"].items():
+        gib = [kept[part] / 2**30 for part in parts]
+        rows.append((name, *(f"{one:.2f}" for one in gib), f"{sum(gib):.1f}"))
+    return f"{markdown(rows)}\n\nCounted by `benchmarks/lora_memory.py`, commit {found['environment']['commit']}."
