@@ -55,7 +55,9 @@ def quantize_matmuls(
     Arguments:
         fn: a function that JAX can trace.
         rules: the recipe, a `PerLayer` of recipes, or None: high precision. Default: the context's (`autocast`).
-        params: which arguments are parameters, by position or by name: trees of arrays, or an NNX module.
+        params: which arguments are parameters, by position or by name: trees of arrays, or an NNX module. A leaf of a
+            tree may be a QuantizedArray, which is multiplied from its codes where it is contracted along the axis that
+            it is quantised along, or a weight with an adapter (`jaxlowprec.lora`). fn sees it as an array.
 
     Returns:
         A function of fn's arguments.
