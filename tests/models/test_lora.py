@@ -12,6 +12,7 @@ from flax import linen as nn
 from jax import lax
 
 import jaxlowprec as jlp
+from jaxlowprec.wiring import native
 from tests.helpers import assert_same_bytes, random_array
 
 KEY = jax.random.key(0)
@@ -142,6 +143,8 @@ class TestFunctions:
 
 class TestQuantizedParameters:
     def test_a_function_computes_with_the_codes(self):
+        if native.isa() is None:
+            pytest.skip("without kernels there are no calls to count")
         adapted = jlp.quantize_matmuls(function, None)
         text = jax.jit(adapted).lower(base(jlp.NVFP4()), X).as_text()
         assert text.count("jaxlowprec_weight_only_matmul") == 2
