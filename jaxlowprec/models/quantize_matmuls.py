@@ -35,9 +35,9 @@ def quantize_matmuls(
 
     Every `dot_general` and `ragged_dot` of which one operand is a leaf of the parameters becomes this library's
     product (`dot_general`, `grouped_matmul`), forward and backward. The leaf may have been transposed, reshaped, cut,
-    indexed, cast to another float dtype or handed to a loop, in `jit`, `scan`, `while_loop`, `cond`, `remat` and
-    `shard_map` too. A cast parameter is quantised from its own dtype, and its gradient has that dtype. Everything else
-    runs as fn has it: without a recipe for any product, the result is fn's, bit for bit.
+    indexed, multiplied by a scalar, cast to another float dtype or handed to a loop, in `jit`, `scan`, `while_loop`,
+    `cond`, `remat` and `shard_map` too. A cast parameter is quantised from its own dtype, and its gradient has that
+    dtype. Everything else runs as fn has it: without a recipe for any product, the result is fn's, bit for bit.
 
     What stays as it is: products of two activations or of two parameters, convolutions, and what is inside
     `custom_vjp` and `custom_jvp` functions; `explain` lists them. Transform the function that computes the loss, and

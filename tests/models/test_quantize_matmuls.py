@@ -106,6 +106,22 @@ class TestBytes:
         assert_same_bytes(run(jlp.quantize_matmuls(THEIRS[form], NVFP4))(*args), expected)
         assert_same_bytes(run(jlp.quantize_matmuls(casting_first(THEIRS[form]), NVFP4))(*args), expected)
 
+    @pytest.mark.parametrize(
+        ("scaled", "master"),
+        [
+            (lambda w: 0.5 * w, lambda w: 0.5 * w),
+            (lambda w: (w / 3).astype(jnp.bfloat16), lambda w: w / 3),
+            (lambda w: w.astype(jnp.bfloat16) * 3, lambda w: w * 3),
+        ],
+        ids=["times a scalar", "divided, then cast", "cast, then times a scalar"],
+    )
+    def test_a_scaled_parameter_is_quantised_scaled(self, scaled, master):
+        """As in reparametrisations by a layer's width: in the parameter's dtype, whatever it is cast to."""
+        w = PARAMS["up"]["kernel"]
+        theirs = jlp.quantize_matmuls(lambda w, x: x @ scaled(w).astype(x.dtype), NVFP4)
+        ours = lambda w, x: jlp.linear(x, master(w), recipe=NVFP4)  # noqa: E731
+        assert_same_bytes(with_gradients(theirs)(w, X), with_gradients(ours)(w, X))
+
     def test_under_vmap_each_slice_is_a_tensor(self):
         x = random_array((3, 16, 32))
         run = lambda f: jax.jit(jax.vmap(f, (None, 0)))(PARAMS, x)  # noqa: E731

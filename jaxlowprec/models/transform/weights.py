@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.low_rank import LoRAKernel
 from jaxlowprec.ops.checks import FLOATS
@@ -27,6 +29,8 @@ _LAYOUT = {
     "stop_gradient",
     "transpose",
 }
+# Primitives that scale a parameter by a scalar, as reparametrisations by a layer's width do.
+_SCALING = {"mul", "div"}
 # Primitives that hand on each operand as the result of the same number.
 _EACH = {"device_put", "optimization_barrier", "pvary"}
 # Layout primitives that leave a packed parameter packed, beside the transposition of its matrices.
@@ -83,6 +87,8 @@ def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
     name = eqn.primitive.name
     if name in _EACH and len(eqn.invars) == len(eqn.outvars):
         return list(weights)
+    if name in _SCALING:
+        return [_scaled(eqn, weights)]
     if name not in _LAYOUT:
         return None
     if name == "split":
@@ -102,6 +108,14 @@ def moved(eqn: Any, weights: list[Weight | None]) -> list[Weight | None] | None:
     return [weight]
 
 
+def _scaled(eqn: Any, weights: list[Weight | None]) -> Weight | None:
+    """A parameter times or divided by a scalar; None for other products."""
+    at = source(eqn, 0)
+    weight = weights[at]
+    scales = eqn.invars[1 - at].aval.ndim == 0 and (eqn.primitive.name == "mul" or at == 0)
+    return weight if scales and weight is not None and not weight.packed else None
+
+
 def _swaps_the_last_two(eqn: Any) -> bool:
     axes = eqn.params["permutation"] if eqn.primitive.name == "transpose" else ()
     return len(axes) > 1 and tuple(axes) == (*range(len(axes) - 2), len(axes) - 1, len(axes) - 2)
@@ -115,6 +129,8 @@ def _cut(weight: Weight | None, before: Any, after: Any) -> Weight | None:
 
 def source(eqn: Any, number: int) -> int:
     """The number of the operand that a result of such an equation is."""
+    if eqn.primitive.name in _SCALING:
+        return 0 if eqn.invars[0].aval.ndim else 1
     return number if eqn.primitive.name in _EACH else 0
 
 
@@ -124,6 +140,8 @@ def moved_master(eqn: Any, number: int, master: Any, operands: list[Any]) -> Any
         return master
     if is_packed(master):
         return master.mT if eqn.primitive.name == "transpose" else master
+    if eqn.primitive.name in _SCALING:
+        operands = [jnp.asarray(operand, master.dtype) for operand in operands]
     operands = [master if i == source(eqn, number) else operand for i, operand in enumerate(operands)]
     results = eqn.primitive.bind(*operands, **eqn.params)
     return results[number] if eqn.primitive.multiple_results else results
