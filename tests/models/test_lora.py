@@ -10,10 +10,12 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.wiring import native
 from tests.helpers import assert_same_bytes, random_array
+from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 KEY = jax.random.key(0)
 X = random_array((8, 64), "float32")
@@ -250,3 +252,42 @@ class TestLinen:
         params = jlp.lora.apply({"up": params}, jlp.lora.init(KEY, {"up": params}, 4))["up"]
         with pytest.raises(TypeError, match="complex64; needs bfloat16"):
             layer.apply({"params": params}, jnp.ones((8, 64), jnp.complex64))
+
+
+class TestMeshes:
+    """Tokens split over "a", the weight's columns over "b"."""
+
+    def loss(self, adapters, params, x):
+        return jnp.sum(jnp.sin(jlp.linear(x, jlp.lora.apply(params, adapters)["up"])))
+
+    def operands(self, fmt):
+        w = random_array((64, 32), "float32", 1) * 0.1
+        params = {"up": w if fmt is None else jlp.quantize(w, fmt, axis=-2)}
+        return trained(jlp.lora.init(KEY, params, 4)), params, X
+
+    @by_axis_type
+    @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+    def test_give_the_results_and_gradients_of_one_device(self, fmt, axis_type):
+        adapters, params, x = self.operands(fmt)
+        run = lambda *args: jax.jit(jax.value_and_grad(self.loss, argnums=0))(*args)  # noqa: E731
+        expected = run(adapters, params, x)
+        mesh = mesh_of((4, 2), axis_type)
+        columns = P(None, "b") if fmt is None else P("b")  # codes and scales of the columns come first
+        placed = jax.tree.map(lambda leaf: place(leaf, mesh, columns if leaf.ndim == 2 else P()), params)
+        b = place(adapters["up"].b, mesh, P(None, "b"))
+        adapters = {"up": jlp.lora.Adapter(place(adapters["up"].a, mesh, P()), b, adapters["up"].alpha)}
+        with jax.set_mesh(mesh):
+            actual = run(adapters, placed, place(x, mesh, P("a")))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), actual, expected)
+
+    def test_within_shard_map_gradients_are_summed(self):
+        adapters, params, x = self.operands(jlp.NVFP4())
+        expected = jax.grad(self.loss)(adapters, params, x)
+        specs = jax.tree.map(lambda _: P(), (adapters, params))
+
+        def summed(adapters, params, x):
+            return jax.lax.psum(self.loss(adapters, params, x), "a")
+
+        split = jax.shard_map(summed, mesh=mesh_of((4,)), in_specs=(*specs, P("a")), out_specs=P())
+        actual = jax.jit(jax.grad(split))(adapters, params, x)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), actual, expected)
