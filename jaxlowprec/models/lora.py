@@ -29,6 +29,7 @@ from jaxlowprec.linears.low_rank import Adapter, LoRAKernel, check_adapter, chec
 from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.models.transform.weights import has_matrices
 from jaxlowprec.ops.checks import FLOATS, float_dtype
+from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.recipes.fields import check_pattern, check_patterns, is_chosen
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 
@@ -81,6 +82,7 @@ def init(
     (8, 32)
     """
     who = "lora.init"
+    check_key(who, key)
     rank = whole_number(who, "rank", rank, least=1)
     alpha = checked_alpha(who, alpha, rank)
     dtype = float_dtype(who, "dtype", dtype)
@@ -158,7 +160,7 @@ def _matrices(
     for pattern, given in axes.items():
         check_pattern(f"{who}: axes", pattern)
         if not isinstance(weight, QuantizedArray) and re.fullmatch(pattern, name):
-            batch, contracted = given
+            batch, contracted = _numbers(who, pattern, given)
             break
     shape = weight.shape
     if batch < 0 or contracted < 1 or batch + contracted >= len(shape):
@@ -167,6 +169,13 @@ def _matrices(
             "at least one more"
         )
     return shape[:batch], math.prod(shape[batch : batch + contracted]), math.prod(shape[batch + contracted :])
+
+
+def _numbers(who: str, pattern: str, given: Any) -> tuple[int, int]:
+    """How many axes are batch axes, and how many are contracted."""
+    if not isinstance(given, tuple | list) or len(given) != 2 or not all(type(n) is int for n in given):
+        raise TypeError(f"{who}: axes[{pattern!r}]={shown(given)}; needs two whole numbers, such as (0, 1)")
+    return given[0], given[1]
 
 
 def _adapted(who: str, params: Any, adapters: Adapters, made: Any) -> Any:

@@ -93,13 +93,15 @@ class TestInit:
             ({"include": "up"}, "include='up'; needs a tuple of regular expressions"),
             ({"exclude": ("(",)}, "not a valid regular expression"),
             ({"include": ("nothing",)}, "leave none of the weights 'down', 'norm', 'stack/up'"),
+            ({"key": 3}, "lora.init: key=3"),
+            ({"axes": {"down": 3}}, r"axes\['down'\]=3; needs two whole numbers"),
             ({"axes": {"down": (1, 1)}}, r"axes=\(1, 1\) for 'down' of shape \(64, 96\)"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
     )
     def test_bad_arguments(self, options, said):
         with pytest.raises((TypeError, ValueError), match=said):
-            jlp.lora.init(KEY, PARAMS, **{"rank": 4} | options)
+            jlp.lora.init(**{"key": KEY, "params": PARAMS, "rank": 4} | options)
 
 
 class TestTrees:
