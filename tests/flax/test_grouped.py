@@ -12,6 +12,8 @@ from tests.flax.libraries import weights_of
 from tests.helpers import assert_same_bytes
 from tests.moe.stack import RECIPES, each_recipe
 
+pytestmark = pytest.mark.sampled(3)
+
 EXPERTS, INPUTS, OUTPUTS, ROWS = 4, 64, 32, 48
 SIZES = {  # of few lengths: each is a program of `linear`
     "all": (10, 17, 1, 20),

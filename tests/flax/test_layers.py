@@ -13,6 +13,8 @@ import jaxlowprec as jlp
 from tests.flax.libraries import LIBRARIES, weights_of
 from tests.helpers import assert_same_bytes, often, random_array
 
+pytestmark = pytest.mark.sampled(3)
+
 FULL = jlp.NVFP4BlockScaling()
 PLAIN = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
 BF16 = {"dtype": jnp.bfloat16}

@@ -20,6 +20,8 @@ from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes
 from tests.sharding.meshes import assert_same_to_rounding, collectives, mesh_of, place
 
+pytestmark = pytest.mark.sampled(3)
+
 RULES = (("batch", None), ("embed", "a"), ("mlp", "b"), ("heads", "b"), ("experts", "b"))
 INIT = nn.initializers.lecun_normal()
 RECIPES = recipes("nvfp4", "mxfp8", "fp8_delayed")

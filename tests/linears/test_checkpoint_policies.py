@@ -217,6 +217,7 @@ class TestLayers:
         variables = model(None).init(jax.random.key(0), x, None)
         self.check(lambda policy: lambda v, x: model(policy).apply(v, x, None)[0], variables, x)
 
+    @pytest.mark.slow
     def test_nnx(self):
         class Block(nnx.Module):
             def __init__(self, rngs):

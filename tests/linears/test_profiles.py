@@ -12,6 +12,8 @@ import pytest
 import jaxlowprec as jlp
 from tests.low_precision import recipes
 
+pytestmark = pytest.mark.sampled(3)
+
 QUANTISED = {"quantize input", "quantize weight", "fprop", "quantize gradient", "dgrad", "wgrad"}
 WEIGHT_ONLY = {"quantize weight", "fprop", "dgrad", "wgrad"}
 RECIPES = recipes("nvfp4", "mxfp8", "fp8_current", "int4_qat")

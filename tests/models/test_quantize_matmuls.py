@@ -17,6 +17,8 @@ import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.sharding.meshes import mesh_of, place
 
+pytestmark = pytest.mark.sampled(3)
+
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 X = random_array((16, 32))
 PARAMS = {"up": {"kernel": random_array((32, 48), "float32", 1)}, "down": {"w": random_array((48, 32), "float32", 2)}}

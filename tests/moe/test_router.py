@@ -75,7 +75,7 @@ class TestReplay:
         def weighted(logits, tape):
             return jnp.sum(jlp.moe.route(logits, K, tape=tape).weights * jnp.arange(1.0, K + 1))
 
-        frozen, fresh = (jax.grad(weighted)(LOGITS, t) for t in (tape, None))
+        frozen, fresh = (jax.jit(jax.grad(weighted))(LOGITS, t) for t in (tape, None))
         assert_same_bytes(frozen, fresh)
         chosen = jnp.zeros(LOGITS.shape, bool).at[jnp.arange(TOKENS)[:, None], tape].set(True)
         assert jnp.all(frozen[chosen] != 0)

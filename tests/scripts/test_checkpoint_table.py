@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from jaxlowprec.wiring import native
-from tests.helpers import often
 from tests.package.test_readme import programs
 from tests.scripts.stand_ins import SOURCE
 
@@ -36,7 +35,8 @@ def test_every_policy_is_in_the_table(counted):
     assert list(counted.POLICIES) == POLICIES and len(POLICIES) == 6
 
 
-@pytest.mark.parametrize("name", often(POLICIES[-1:], POLICIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_row_is_what_the_programs_say(counted, name):
     if native.isa() is None:
         pytest.skip("without kernels there are no calls to count")

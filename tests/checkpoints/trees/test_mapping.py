@@ -158,7 +158,7 @@ class TestFloatTrees:
 
     def test_linen_there_and_back(self):
         model, tokens = Llama(), jnp.arange(4)[None]
-        variables = model.init(jax.random.key(0), tokens)
+        variables = jax.jit(model.init)(jax.random.key(0), tokens)
         tensors = LLAMA.to_tensors(variables)
         assert tensors["model.layers.1.mlp.gate_proj.weight"].shape == (64, 32)
         back = LLAMA.from_tensors(tensors, jax.eval_shape(model.init, jax.random.key(0), tokens))

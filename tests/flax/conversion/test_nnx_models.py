@@ -8,6 +8,8 @@ from flax import nnx
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
 
+pytestmark = pytest.mark.sampled(3)
+
 LAYERS = {  # class, positional and keyword arguments, shape of the input
     "linear bf16": ("Linear", (32, 48), {"dtype": jnp.bfloat16}, (16, 32)),
     "linear bf16 parameters": ("Linear", (32, 48), {"param_dtype": jnp.bfloat16, "use_bias": False}, (16, 32)),

@@ -14,6 +14,8 @@ from tests.low_precision import ALL, BASE, state_for, without_state
 from tests.products import native_calls
 from tests.sharding.meshes import mesh_of, place
 
+pytestmark = pytest.mark.sampled(3)
+
 each_recipe = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 each_base = pytest.mark.parametrize("recipe", BASE.values(), ids=BASE)
 X, W, DY = random_array((3, 32, 64)), random_array((3, 64, 48), "float32", 1), random_array((3, 32, 48), seed=2)
