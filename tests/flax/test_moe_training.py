@@ -111,6 +111,7 @@ def on_one_device(library):
     return model.run(X.astype(jnp.float32), loss=total)
 
 
+@pytest.mark.slow
 class TestMesh:
     def same_to_rounding(self, actual, expected):
         for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -78,6 +78,7 @@ def test_changed_weights_keep_the_choice_and_its_order():
     assert jnp.all(found.same_set < 0.5) and jnp.any(replayed[0] != fresh[0])
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_part_through_a_frozen_choice():
     moe = block()
     tape = step(moe, PARAMS, X)[1]

@@ -173,6 +173,7 @@ def test_dir_shows_the_public_names_alone():
     assert set(dir(jlp)) == set(jlp.__all__)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_are_true(name):
     failures, _ = doctest.testmod(importlib.import_module(name))

@@ -30,6 +30,7 @@ def test_the_rows_are_what_the_trees_say(counted):
     assert recorded["all parameters, float32"]["trained"] == 4 * 8_030_261_248  # the parameters of Llama 3 8B
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page_run():
     names = {}
     for program in programs("docs/how-to/lora.md"):
