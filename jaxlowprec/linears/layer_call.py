@@ -29,7 +29,7 @@ from jaxlowprec.ops.quantize.checks import part_unit
 from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
 from jaxlowprec.ops.split_rows import merged_rows, split_rows
 from jaxlowprec.recipes import silence
-from jaxlowprec.recipes.autocast import resolve
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
@@ -244,6 +244,46 @@ def stays_flaxs(who: str, recipe: Recipe | None, *operands: Any) -> bool:
     if recipe is None or not other or any(isinstance(a, QuantizedArray | LoRAKernel) for a in operands):
         return False
     message = f"{other[0]} operands stay in high precision, as Flax has them; recipes take bfloat16, float16, float32"
+    silence.warn_once(who, recipe, [message], depth=2)
+    return True
+
+
+_FLAXS_PRODUCTS = {  # of these attributes, the values with which a layer computes the product that a recipe replaces
+    "dot_general": (None, jax.lax.dot_general),
+    "dot_general_cls": (None,),
+    "einsum_op": (None, jnp.einsum),
+}
+
+
+def own_product(layer: Any) -> str:
+    """The argument that gives a layer another function for its product; "" if there is none."""
+    return next((name for name, usual in _FLAXS_PRODUCTS.items() if getattr(layer, name, None) not in usual), "")
+
+
+def check_own_product(who: str, layer: Any) -> None:
+    """Raises ValueError if a layer whose kernel is quantised has another function for its product."""
+    if product := own_product(layer):
+        raise ValueError(f"{who}: {product}= is set, so the quantised kernel would be ignored; drop it")
+
+
+def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None) -> bool:
+    """Whether Flax computes this call with the layer's own function, under a scope's recipe; a warning says so once.
+
+    Arguments:
+        given: what the layer was told to follow.
+        recipe: what that stands for in this call.
+
+    Raises:
+        ValueError: the layer was told to follow a recipe of its own, which would be ignored.
+    """
+    product = own_product(layer)
+    if recipe is None or not product:
+        return False
+    if given is not FROM_CONTEXT:
+        raise ValueError(
+            f"{who}: {product}= is set, so the recipe {recipe} would be ignored; drop it, or pass recipe=None"
+        )
+    message = f"{product}= is set, so the layer computes as Flax's and does not follow the recipe"
     silence.warn_once(who, recipe, [message], depth=2)
     return True
 

@@ -12,6 +12,7 @@ import jax
 from flax import linen as nn
 
 from jaxlowprec.arguments import shown
+from jaxlowprec.linears.layer_call import own_product
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -169,10 +170,8 @@ def _reason(layer: Any) -> str:
     """Why a layer stays Flax's; "" if it need not."""
     if type(layer) not in (*_OURS, *_OURS.values()):
         return f"a {type(layer).__name__}, a subclass"
-    for attribute in ("dot_general", "dot_general_cls"):
-        if getattr(layer, attribute, None) is not None:
-            return f"{attribute}= is set"
-    return ""
+    product = own_product(layer)
+    return f"{product}= is set" if product else ""
 
 
 def _complaints(conversion: _Conversion) -> list[str]:

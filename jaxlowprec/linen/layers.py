@@ -35,7 +35,7 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.layer_call import rounds_stochastically, stays_flaxs
+from jaxlowprec.linears.layer_call import check_own_product, computes_own_product, rounds_stochastically, stays_flaxs
 from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linears.low_rank import LoRAKernel, is_quantized, without_adapter
 from jaxlowprec.ops.checks import layer_inputs
@@ -54,23 +54,17 @@ def keep_kernel_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any 
     return inputs, kernel, bias
 
 
-def _recipe(layer: nn.Module, recipe: Any, name: str | None = None) -> Recipe | None:
-    """The recipe to follow in this call; None while Flax initialises the parameters."""
-    recipe = resolve(type(layer).__name__, recipe, "/".join(layer.path) if name is None else name)
+def _recipe(layer: nn.Module, given: Any, name: str | None = None) -> Recipe | None:
+    """The recipe to follow in this call; None while Flax initialises the parameters, and if it computes the product."""
+    who = type(layer).__name__
+    recipe = resolve(who, given, "/".join(layer.path) if name is None else name)
+    if computes_own_product(who, layer, given, recipe):
+        return None
     if recipe is not None and recipe.delayed is not None and layer.is_initializing():
         for variable, value in init_state(recipe.delayed).items():
             if not layer.has_variable(OVERWRITE_WITH_GRADIENT, variable):
                 layer.put_variable(OVERWRITE_WITH_GRADIENT, variable, value)
-    if recipe is None or layer.is_initializing():
-        return None
-    _refuse_dot_general(layer, f"the recipe {recipe}", "drop it, or pass recipe=None")
-    return recipe
-
-
-def _refuse_dot_general(layer: nn.Module, ignored: str, remedy: str) -> None:
-    for name in ("dot_general", "dot_general_cls"):
-        if getattr(layer, name, None) is not None:
-            raise ValueError(f"{type(layer).__name__}: {name}= is set, so {ignored} would be ignored; {remedy}")
+    return None if layer.is_initializing() else recipe
 
 
 def _loaded(layer: nn.Module) -> QuantizedArray | LoRAKernel | None:
@@ -80,7 +74,7 @@ def _loaded(layer: nn.Module) -> QuantizedArray | LoRAKernel | None:
     kernel: Any = layer.get_variable("params", "kernel")
     if not isinstance(kernel, QuantizedArray | LoRAKernel):
         return None
-    _refuse_dot_general(layer, f"the {'quantised ' if is_quantized(kernel) else 'adapted '}kernel", "drop it")
+    check_own_product(type(layer).__name__, layer)
     return kernel
 
 

@@ -19,6 +19,7 @@ import jaxlowprec.nnx
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.dot_general import contracts_second_last
+from jaxlowprec.linears.layer_call import own_product
 from jaxlowprec.linears.linear import kernel_matrices
 from jaxlowprec.linears.low_rank import LoRAKernel, without_adapter
 from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
@@ -255,6 +256,8 @@ def _applied(
     recipe = resolve("explain", layer.recipe if converted is None else converted[0])
     if recipe is None:
         return AppliedRecipe(path, kernel.shape, note="no recipe")
+    if (product := own_product(layer)) and layer.recipe is FROM_CONTEXT:
+        return AppliedRecipe(path, kernel.shape, note=f"{product}= is set")
     note = "" if recipe.applies_to(name) else "left out by the recipe"
     if not name and recipe.at(name) != recipe.at(path):
         note = f"nameless; by its path {_choice(recipe.at(name), recipe.at(path))}: see jaxlowprec.nnx.name_layers"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
+from jaxlowprec.linears.layer_call import own_product
 from jaxlowprec.nnx.layers import Einsum, Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -15,11 +14,6 @@ from jaxlowprec.recipes.roles import Recipe
 
 _WHO = "nnx.convert"
 _OURS: dict[type, Any] = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral, nnx.Einsum: Einsum}
-_FLAXS_OWN = {  # of these attributes, the values with which a layer computes the product that a recipe replaces
-    "dot_general": (None, jax.lax.dot_general),
-    "dot_general_cls": (None,),
-    "einsum_op": (jnp.einsum,),
-}
 
 
 def convert(model: Any, rules: Recipe | None = FROM_CONTEXT) -> Any:
@@ -86,10 +80,8 @@ def reason_to_stay(layer: Any) -> str:
     """Why a layer stays Flax's; "" if it need not."""
     if type(layer) not in _OURS:
         return f"a {type(layer).__name__}, a subclass"
-    for attribute, usual in _FLAXS_OWN.items():
-        if hasattr(layer, attribute) and getattr(layer, attribute) not in usual:
-            return f"{attribute}= is set"
-    return ""
+    product = own_product(layer)
+    return f"{product}= is set" if product else ""
 
 
 def _rename(layer: Any, recipe: Any, name: str) -> None:

@@ -22,7 +22,13 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.layer_call import rounds_stochastically, stays_flaxs
+from jaxlowprec.linears.layer_call import (
+    check_own_product,
+    computes_own_product,
+    own_product,
+    rounds_stochastically,
+    stays_flaxs,
+)
 from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.ops.checks import layer_inputs
@@ -75,7 +81,7 @@ class _Quantizing(nnx.Module):
         self._add_state(None if own is None else own.delayed)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
-        state = {} if recipe is None else init_state(recipe)
+        state = {} if recipe is None or own_product(self) else init_state(recipe)
         kernel = self.kernel.get_value()
         stacked = kernel.shape[: max(0, kernel.ndim - self._own_axes())]  # by nnx.vmap: each layer has its own state
         variables = {
@@ -89,7 +95,12 @@ class _Quantizing(nnx.Module):
         return 2
 
     def _recipe(self) -> Recipe | None:
-        return resolve(type(self).__name__, self.recipe, self.name)
+        """The recipe to follow in this call; None if Flax computes the product."""
+        who = type(self).__name__
+        if self._loaded() is not None:
+            check_own_product(who, self)
+        recipe = resolve(who, self.recipe, self.name)
+        return None if computes_own_product(who, self, self.recipe, recipe) else recipe
 
     def _loaded(self) -> QuantizedArray | None:
         """The kernel if it was loaded quantised, otherwise None."""
@@ -137,13 +148,6 @@ class _Quantizing(nnx.Module):
                 raise used_in_a_transformation(type(self).__name__, "nnx.scan, nnx.remat") from error
         return y
 
-    def _refuse(self, recipe: Recipe | None, name: str, default: Any) -> None:
-        if getattr(self, name) is not default:
-            ignored, remedy = f"the recipe {recipe}", "drop it, or pass recipe=None"
-            if self._loaded() is not None:
-                ignored, remedy = "the quantised kernel", "drop it"
-            raise ValueError(f"{type(self).__name__}: {name}= is set, so {ignored} would be ignored; {remedy}")
-
     def _quantized_kernel(self):
         return None if self.quantized is None else self.quantized.get_value()
 
@@ -188,7 +192,6 @@ class Linear(_Quantizing, nnx.Linear):
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
             return self._flaxs(inputs, out_sharding)
-        self._refuse(recipe, "dot_general", jax.lax.dot_general)
         operands = self._operands(inputs)
         if stays_flaxs(type(self).__name__, recipe, *operands):
             return self._flaxs(inputs, out_sharding)
@@ -239,8 +242,6 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
             return self._flaxs(inputs, out_sharding)
-        self._refuse(recipe, "dot_general", None)
-        self._refuse(recipe, "dot_general_cls", None)
         operands = self._operands(inputs)
         if stays_flaxs(type(self).__name__, recipe, *operands):
             return self._flaxs(inputs, out_sharding)
@@ -292,7 +293,6 @@ class Einsum(_Quantizing, nnx.Einsum):
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
             return super().__call__(inputs, einsum_str, out_sharding)
-        self._refuse(recipe, "einsum_op", jnp.einsum)
         subscripts = self.einsum_str if einsum_str is None else einsum_str
         operands = self._operands(inputs)
         if stays_flaxs(type(self).__name__, recipe, *operands):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.recipes import silence
 from tests.flax.libraries import LIBRARIES, weights_of
 from tests.helpers import assert_same_bytes, often, random_array
 
@@ -219,32 +221,55 @@ class TestModels:
         assert_same_bytes(remat, plain)
 
 
-OPERATIONS = {
-    "dot_general": jlp.dot_general,
-    "dot_general_cls": lambda: jax.lax.dot_general,
-    "einsum_op": jlp.einsum,
-}
+def doubled(*operands, **options):
+    """A product of nobody else."""
+    return 2 * (jnp.einsum if isinstance(operands[0], str) else jax.lax.dot_general)(*operands, **options)
+
+
+@pytest.mark.parametrize(
+    ("library", "kind", "name"),
+    [
+        *itertools.product(["linen"], ["Linear", "LinearGeneral"], ["dot_general", "dot_general_cls"]),
+        ("nnx", "Linear", "dot_general"),
+        ("nnx", "LinearGeneral", "dot_general"),
+        ("nnx", "LinearGeneral", "dot_general_cls"),
+        ("nnx", "Einsum", "einsum_op"),
+    ],
+)
+class TestOwnProducts:
+    """Layers that were given a function for their product."""
+
+    x = random_array((8, 32))
+
+    def made(self, library, kind, name, of=None, **options):
+        library, args = LIBRARIES[library], ("td,df->tf", (32, 16)) if kind == "Einsum" else (32, 16)
+        product = (lambda: doubled) if name == "dot_general_cls" else doubled
+        return library.model(library.maker(kind, *args, of=of or library.ours, **{name: product}, **options), self.x)
+
+    def test_are_computed_as_flax_does_under_the_contexts_recipe(self, library, kind, name, monkeypatch):
+        monkeypatch.setattr(silence, "_said", set())
+        flax = self.made(library, kind, name, of=LIBRARIES[library].flax)
+        with warnings.catch_warnings(record=True) as found, jlp.autocast(jlp.DelayedScaling()):
+            warnings.simplefilter("always")
+            ours = self.made(library, kind, name)
+            for _ in range(2):
+                assert_same_bytes(ours(self.x), flax(self.x))
+        assert jax.tree.structure(ours.tree) == jax.tree.structure(flax.tree)  # no state
+        said = f"{name}= is set, so the layer computes as Flax's and does not follow the recipe"
+        assert [str(w.message) for w in found] == [f"{type(ours.module).__name__}: {said}"]
+
+    def test_would_silently_win_over_a_recipe_of_the_layer(self, library, kind, name):
+        said = f"{name}= is set, so the recipe .* would be ignored; drop it, or pass recipe=None"
+        with pytest.raises(ValueError, match=said):
+            self.made(library, kind, name, recipe=FULL)(self.x)
+
+    def test_are_explained(self, library, kind, name):
+        (layer,) = self.made(library, kind, name).explain(FULL, self.x).layers
+        assert (layer.note, layer.roles.quantizes_weight) == (f"{name}= is set", False)
 
 
 class TestErrors:
     x = jnp.ones((8, 32))
-
-    @pytest.mark.parametrize(
-        ("library", "kind", "name"),
-        [
-            *itertools.product(["linen"], ["Linear", "LinearGeneral"], ["dot_general", "dot_general_cls"]),
-            ("nnx", "Linear", "dot_general"),
-            ("nnx", "LinearGeneral", "dot_general"),
-            ("nnx", "LinearGeneral", "dot_general_cls"),
-            ("nnx", "Einsum", "einsum_op"),
-        ],
-    )
-    def test_an_operation_would_silently_win_over_the_recipe(self, library, kind, name):
-        library, args = LIBRARIES[library], ("td,df->tf", (32, 16)) if kind == "Einsum" else (32, 16)
-        model = library.model(library.maker(kind, *args, **{name: OPERATIONS[name]}), self.x)
-        said = f"{type(model.module).__name__}: {name}= is set, so the recipe"
-        with jlp.autocast(FULL), pytest.raises(ValueError, match=said):
-            model(self.x)
 
     @pytest.mark.parametrize("kind", ["Linear", "LinearGeneral", "Einsum"])
     def test_a_recipe_that_is_none(self, library, kind):

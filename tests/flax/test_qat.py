@@ -210,9 +210,12 @@ class TestErrors:
 
     def test_a_dot_general_would_not_be_used(self, library):
         layer = self.layer(library, dot_general=jlp.dot_general)
+        with pytest.raises(ValueError, match="no layer follows a recipe of quantisation-aware training"):
+            layer.served(RECIPE, self.x)
+        served = self.layer(library).served(RECIPE, self.x).changed(dot_general=jlp.dot_general)
         said = f"{type(layer.module).__name__}: dot_general= is set, so the quantised kernel would be ignored"
         with pytest.raises(ValueError, match=said):
-            layer.served(RECIPE, self.x)(self.x)
+            served(self.x)
 
     def test_a_recipe_that_wants_another_format(self, library):
         served = self.layer(library).served(RECIPE, self.x)

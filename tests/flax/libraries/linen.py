@@ -65,6 +65,10 @@ class LinenModel(Model):
         _, quantized = jax.jit(lambda v, *x: self.module.apply(v, *x, mutable="quantized"))(self.variables(), *inputs)
         return LinenModel(self.module, self.tree, quantized)
 
+    def changed(self, **attributes):
+        """The model of one layer that has these attributes instead."""
+        return dataclasses.replace(self, module=self.module.clone(**attributes))
+
     def kernel(self, *path):
         """A layer's kernel, quantised or not."""
         layer = self.tree

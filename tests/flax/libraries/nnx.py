@@ -43,6 +43,12 @@ class NnxModel(Model):
         with jlp.nnx.quantized_kernels(module):
             return NnxModel(module)
 
+    def changed(self, **attributes):
+        module = self.module
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        return NnxModel(module)
+
     def kernel(self, *path):
         layer = self.module
         for name in path:
