@@ -32,6 +32,7 @@ from jaxlowprec.linears.layer_call import (
 from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.ops.checks import layer_inputs
+from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, current_recipe, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -123,11 +124,19 @@ class _Quantizing(nnx.Module):
         return {"recipe": recipe, "key": key, "name": self.name, "state": state, "precision": self.precision}
 
     def _read_state(self, recipe: Recipe | None) -> State | None:
+        """The state for a call; what `nnx.eval_shape` left abstract and no checkpoint filled counts as new."""
         variables = getattr(self, OVERWRITE_WITH_GRADIENT)
         if recipe is None or recipe.delayed is None or variables is None:
             return None
         # nnx.capture puts a tuple of its own beside them
-        return {name: v.get_value() for name, v in variables.items() if isinstance(v, nnx.Variable)}
+        state = {name: v.get_value() for name, v in variables.items() if isinstance(v, nnx.Variable)}
+        abstract = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
+        if abstract:
+            remedy = "restore it with the parameters, or call jaxlowprec.nnx.add_delayed_scaling"
+            message = f"its delayed-scaling state is abstract, as nnx.eval_shape leaves it, and counts as new; {remedy}"
+            silence.warn_once(type(self).__name__, recipe, [message], depth=2)
+            state |= {name: value for name, value in init_state(recipe.delayed).items() if name in abstract}
+        return state
 
     def _handed_on(self, result: Any, before: Any) -> jax.Array:
         """The result of a call with this state.

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT, overwrite_with_gradient
+from jaxlowprec.recipes import silence
 from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, random_array
 
@@ -67,6 +68,24 @@ def test_a_missing_state_is_remedied_by_add_delayed_scaling(name):
             layer(X)
         jlp.nnx.add_delayed_scaling(layer, RECIPE)
         assert_same_bytes(layer(X), of_kind(name)(X))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_state_that_is_still_abstract_counts_as_new(name, monkeypatch):
+    """As if a checkpoint of another recipe had filled what nnx.eval_shape made."""
+    monkeypatch.setattr(silence, "_said", set())
+    layer, (args, options) = of_kind(name), KINDS[name]
+    with jlp.autocast(RECIPE):
+        abstract = nnx.eval_shape(lambda: NNX.maker(name.split()[0], *args, **options)(nnx.Rngs(0)))
+        for parameter in ("kernel", "bias"):
+            if getattr(layer, parameter) is not None:
+                getattr(abstract, parameter).set_value(getattr(layer, parameter).get_value())
+        with pytest.warns(
+            UserWarning, match="state is abstract.* counts as new; .*call jaxlowprec.nnx.add_delayed_scal"
+        ):
+            assert_same_bytes(abstract(X), layer(X))
+        jlp.nnx.add_delayed_scaling(abstract, RECIPE)
+        assert_same_bytes(state_of(abstract), state_of(layer))
 
 
 def test_add_delayed_scaling_leaves_layers_with_own_recipes():
