@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.linears.layer_call import own_product
-from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, dense, dense_general, layer_einsum
+from jaxlowprec.linen.layers import FLAXS_CALLS, Dense, DenseGeneral, Einsum, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -138,13 +138,7 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.Interceptor
     if followed is None:
         return call(*args, **kwargs)
     kind: Any = next(flax for flax in _CALLS if isinstance(layer, flax))
-
-    def flaxs(*args: Any, **kwargs: Any) -> Any:
-        if not isinstance(layer, _OURS[kind]):
-            return call(*args, **kwargs)
-        with _in_force(None):  # because Flax's own method of our layer would be intercepted again
-            return super(_OURS[kind], layer).__call__(*args, **kwargs)
-
+    flaxs = functools.partial(FLAXS_CALLS[kind], layer) if isinstance(layer, _OURS[kind]) else call
     return _CALLS[kind](layer, followed[0], flaxs, *args, **kwargs)
 
 

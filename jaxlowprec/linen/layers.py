@@ -14,6 +14,8 @@ The state of delayed scaling is in the collection "_overwrite_with_gradient", wh
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -114,8 +116,10 @@ def _options(layer: nn.Module, given: Any, recipe: Recipe | None) -> dict[str, A
     return {"recipe": recipe, "key": key, "name": name, "state": state, "precision": layer.precision}
 
 
-_latest_states: weakref.WeakKeyDictionary[Any, tuple[State, State]] = weakref.WeakKeyDictionary()
-"""For each scope, the state as it was read, and as the layer's latest call returned it."""
+_latest_states: weakref.WeakKeyDictionary[Any, dict[Any, tuple[State, State]]] = weakref.WeakKeyDictionary()
+"""For each root scope and path in it, the state as it was read, and as the layer's latest call returned it.
+
+Not by the layer's own scope: that is another one after each call."""
 
 
 def _state(layer: nn.Module, recipe: DelayedScaling) -> State | None:
@@ -126,9 +130,11 @@ def _state(layer: nn.Module, recipe: DelayedScaling) -> State | None:
     if not layer.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale"):
         return None
     read: State = {name: layer.get_variable(OVERWRITE_WITH_GRADIENT, name) for name in init_state(recipe)}
-    earlier, latest = _latest_states.get(layer.scope, ({}, {}))
+    scope: Any = layer.scope
+    states = _latest_states.setdefault(scope.root, {})
+    earlier, latest = states.get(scope.path, ({}, {}))
     if any(earlier.get(name) is not value for name, value in read.items()):
-        _latest_states[layer.scope] = earlier, latest = read, read
+        states[scope.path] = earlier, latest = read, read
     return latest
 
 
@@ -142,7 +148,8 @@ def _handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
     scope: Any = layer.scope
     if scope.root.trace_level != current_trace():
         raise used_in_a_transformation(type(layer).__name__, "nn.scan, nn.remat")
-    _latest_states[scope] = _latest_states[scope][0], after
+    states = _latest_states[scope.root]
+    states[scope.path] = states[scope.path][0], after
     return y
 
 
@@ -219,6 +226,11 @@ def layer_einsum(
     return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
 
 
+FLAXS_CALLS = {kind: inspect.unwrap(kind.__call__) for kind in (nn.Dense, nn.DenseGeneral, nn.Einsum)}
+"""Flax's own calls of its layers, without what Flax does around each method (intermediates, summaries, interceptors):
+that is done once, around our call."""
+
+
 class Dense(nn.Dense):
     """`flax.linen.Dense` under a recipe.
 
@@ -238,9 +250,10 @@ class Dense(nn.Dense):
 
     recipe: Any = FROM_CONTEXT
 
+    @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
-        return dense(self, self.recipe, super().__call__, inputs)
+        return dense(self, self.recipe, functools.partial(FLAXS_CALLS[nn.Dense], self), inputs)
 
 
 class DenseGeneral(nn.DenseGeneral):
@@ -248,9 +261,10 @@ class DenseGeneral(nn.DenseGeneral):
 
     recipe: Any = FROM_CONTEXT
 
+    @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_dims`."""
-        return dense_general(self, self.recipe, super().__call__, inputs)
+        return dense_general(self, self.recipe, functools.partial(FLAXS_CALLS[nn.DenseGeneral], self), inputs)
 
 
 class Einsum(nn.Einsum):
@@ -258,6 +272,7 @@ class Einsum(nn.Einsum):
 
     recipe: Any = FROM_CONTEXT
 
+    @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
-        return layer_einsum(self, self.recipe, super().__call__, inputs, einsum_str)
+        return layer_einsum(self, self.recipe, functools.partial(FLAXS_CALLS[nn.Einsum], self), inputs, einsum_str)

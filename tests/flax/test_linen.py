@@ -153,6 +153,35 @@ class TestParameters:
         assert jnp.all(jnp.isfinite(y))
 
 
+@pytest.mark.parametrize("recipe", [None, FULL], ids=["without a recipe", "with one"])
+@pytest.mark.parametrize("kind", ["Linear", "LinearGeneral", "Einsum"])
+class TestCalls:
+    """Flax's methods around each method see one call of a layer, as of Flax's own."""
+
+    x = jnp.ones((8, 32))
+
+    def model(self, kind, recipe):
+        return LINEN.model(
+            LINEN.maker(kind, *(("td,df->tf", (32, 16)) if kind == "Einsum" else (32, 16)), recipe=recipe), self.x
+        )
+
+    def test_are_captured_once(self, kind, recipe):
+        model = self.model(kind, recipe)
+        y, found = model(self.x, capture_intermediates=True)
+        assert_same_bytes(found["intermediates"], {"__call__": (y,)})
+
+    def test_are_intercepted_once(self, kind, recipe):
+        model, calls = self.model(kind, recipe), []
+
+        def count(call, args, kwargs, context):
+            calls.append(context.method_name)
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(count):
+            model(self.x)
+        assert [name for name in calls if name != "setup"] == ["__call__"]
+
+
 class Model(nn.Module):
     """Layers that a scope leaves out; a norm; an argument besides the input."""
 

@@ -64,6 +64,18 @@ def test_delayed_scalings_state_is_in_the_collection():
     assert_same_bytes(actual, expected)
 
 
+def test_the_amaxes_of_a_layer_that_is_called_again_are_combined_by_max():
+    module = layer(nn.Dense, DELAYED)
+
+    def loss(variables):
+        return module.apply(variables, X, method=lambda layer, x: sum(layer(k * x) for k in (1, 3, 2))).sum()
+
+    new = jax.jit(jax.grad(loss))(module.init(jax.random.key(0), X))
+    state = new[OVERWRITE_WITH_GRADIENT]["DotGeneral_0"]
+    assert state["input_amax_history"].tolist() == [jnp.abs(3 * X).max(), 0, 0]
+    assert state["output_grad_amax_history"].tolist() == [1, 0, 0]
+
+
 def test_rules_that_are_none_raise():
     with pytest.raises(TypeError, match="flax_dot_general_cls: recipe='nvfp4'"):
         jlp.flax_dot_general_cls("nvfp4")
