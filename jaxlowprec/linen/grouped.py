@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,6 +45,9 @@ class HighPrecisionGroupedDense(nn.Module):
         return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, precision=self.precision)
 
 
+_IN_HIGH_PRECISION = inspect.unwrap(HighPrecisionGroupedDense.__call__)  # as a part of our call, see FLAXS_CALLS
+
+
 class GroupedDense(HighPrecisionGroupedDense):
     """A Dense per expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
 
@@ -66,6 +70,7 @@ class GroupedDense(HighPrecisionGroupedDense):
 
     recipe: Any = FROM_CONTEXT
 
+    @nn.compact
     def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
         """Rows [T, in], sorted by expert, and the number of rows per expert, to [T, features].
 
@@ -74,7 +79,7 @@ class GroupedDense(HighPrecisionGroupedDense):
         name = "/".join(self.path)
         recipe = resolve(type(self).__name__, self.recipe, name)
         if self.is_initializing() or recipe is None and _loaded(self) is None:
-            return super().__call__(inputs, group_sizes)
+            return _IN_HIGH_PRECISION(self, inputs, group_sizes)
         inputs = layer_inputs(type(self).__name__, inputs)
         inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))

@@ -154,31 +154,36 @@ class TestParameters:
 
 
 @pytest.mark.parametrize("recipe", [None, FULL], ids=["without a recipe", "with one"])
-@pytest.mark.parametrize("kind", ["Linear", "LinearGeneral", "Einsum"])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "inputs"),
+    [
+        ("Linear", (32, 16), ((8, 32),)),
+        ("LinearGeneral", (32, 16), ((8, 32),)),
+        ("Einsum", ("td,df->tf", (32, 16)), ((8, 32),)),
+        ("GroupedLinear", (4, 32, 16), ((8, 32), (4,))),
+    ],
+)
 class TestCalls:
-    """Flax's methods around each method see one call of a layer, as of Flax's own."""
+    """What Flax does around each method sees one call of a layer, as of Flax's own."""
 
-    x = jnp.ones((8, 32))
+    def made(self, kind, arguments, inputs, recipe):
+        inputs = [jnp.ones(shape, "int32" if len(shape) == 1 else "float32") for shape in inputs]
+        return LINEN.model(LINEN.maker(kind, *arguments, recipe=recipe), *inputs), inputs
 
-    def model(self, kind, recipe):
-        return LINEN.model(
-            LINEN.maker(kind, *(("td,df->tf", (32, 16)) if kind == "Einsum" else (32, 16)), recipe=recipe), self.x
-        )
-
-    def test_are_captured_once(self, kind, recipe):
-        model = self.model(kind, recipe)
-        y, found = model(self.x, capture_intermediates=True)
+    def test_are_captured_once(self, kind, arguments, inputs, recipe):
+        model, inputs = self.made(kind, arguments, inputs, recipe)
+        y, found = model(*inputs, capture_intermediates=True)
         assert_same_bytes(found["intermediates"], {"__call__": (y,)})
 
-    def test_are_intercepted_once(self, kind, recipe):
-        model, calls = self.model(kind, recipe), []
+    def test_are_intercepted_once(self, kind, arguments, inputs, recipe):
+        (model, inputs), calls = self.made(kind, arguments, inputs, recipe), []
 
         def count(call, args, kwargs, context):
             calls.append(context.method_name)
             return call(*args, **kwargs)
 
         with nn.intercept_methods(count):
-            model(self.x)
+            model(*inputs)
         assert [name for name in calls if name != "setup"] == ["__call__"]
 
 
