@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.linears.layer_call import own_product
-from jaxlowprec.linen.layers import FLAXS_CALLS, Dense, DenseGeneral, Einsum, dense, dense_general, layer_einsum
+from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -138,7 +138,7 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: nn.module.Interceptor
     if followed is None:
         return call(*args, **kwargs)
     kind: Any = next(flax for flax in _CALLS if isinstance(layer, flax))
-    flaxs = functools.partial(FLAXS_CALLS[kind], layer) if isinstance(layer, _OURS[kind]) else call
+    flaxs = base_call(_OURS[kind], layer) if isinstance(layer, _OURS[kind]) else call
     return _CALLS[kind](layer, followed[0], flaxs, *args, **kwargs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.linears.layer_call import rounds_stochastically
-from jaxlowprec.linen.layers import _loaded, _operands
+from jaxlowprec.linen.layers import _loaded, _operands, base_call
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -45,9 +44,6 @@ class HighPrecisionGroupedDense(nn.Module):
         return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, precision=self.precision)
 
 
-_IN_HIGH_PRECISION = inspect.unwrap(HighPrecisionGroupedDense.__call__)  # as a part of our call, see FLAXS_CALLS
-
-
 class GroupedDense(HighPrecisionGroupedDense):
     """A Dense per expert under a recipe: `jaxlowprec.grouped_matmul` with parameters.
 
@@ -79,7 +75,7 @@ class GroupedDense(HighPrecisionGroupedDense):
         name = "/".join(self.path)
         recipe = resolve(type(self).__name__, self.recipe, name)
         if self.is_initializing() or recipe is None and _loaded(self) is None:
-            return _IN_HIGH_PRECISION(self, inputs, group_sizes)
+            return base_call(GroupedDense, self)(inputs, group_sizes)
         inputs = layer_inputs(type(self).__name__, inputs)
         inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))

@@ -226,9 +226,12 @@ def layer_einsum(
     return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
 
 
-FLAXS_CALLS = {kind: inspect.unwrap(kind.__call__) for kind in (nn.Dense, nn.DenseGeneral, nn.Einsum)}
-"""Flax's own calls of its layers, without what Flax does around each method (intermediates, summaries, interceptors):
-that is done once, around our call."""
+def base_call(kind: Any, layer: nn.Module) -> Callable[..., Any]:
+    """The call of the class that this kind of layer extends, as a part of the layer's own call.
+
+    What Flax does around each method (intermediates, summaries, interceptors) is left out: it is done once.
+    """
+    return functools.partial(inspect.unwrap(kind.__base__.__call__), layer)
 
 
 class Dense(nn.Dense):
@@ -253,7 +256,7 @@ class Dense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in] -> [..., features]."""
-        return dense(self, self.recipe, functools.partial(FLAXS_CALLS[nn.Dense], self), inputs)
+        return dense(self, self.recipe, base_call(Dense, self), inputs)
 
 
 class DenseGeneral(nn.DenseGeneral):
@@ -264,7 +267,7 @@ class DenseGeneral(nn.DenseGeneral):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_dims`."""
-        return dense_general(self, self.recipe, functools.partial(FLAXS_CALLS[nn.DenseGeneral], self), inputs)
+        return dense_general(self, self.recipe, base_call(DenseGeneral, self), inputs)
 
 
 class Einsum(nn.Einsum):
@@ -275,4 +278,4 @@ class Einsum(nn.Einsum):
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of the inputs and the kernel."""
-        return layer_einsum(self, self.recipe, functools.partial(FLAXS_CALLS[nn.Einsum], self), inputs, einsum_str)
+        return layer_einsum(self, self.recipe, base_call(Einsum, self), inputs, einsum_str)
