@@ -43,6 +43,7 @@ def keep_kernel_dtype(operands: tuple[Any, Any, Any], /, *, dtype: Any = None) -
     return _keep_kernel_dtype(*operands, dtype=dtype)
 
 
+@nnx.register_variable_name("Quantized")
 class Quantized(nnx.Variable):
     """A kernel that was quantised for many calls, or loaded quantised.
 
@@ -50,6 +51,7 @@ class Quantized(nnx.Variable):
     """
 
 
+@nnx.register_variable_name("OverwriteWithGradient")
 class OverwriteWithGradient(nnx.Param):
     """A leaf of a layer's delayed-scaling state. Its gradient is its new value: wrap the optimizer of a model with such
     leaves in `jaxlowprec.delayed_scaling.overwrite_with_gradient`."""
@@ -128,8 +130,8 @@ class _Quantizing(nnx.Module):
         variables = getattr(self, OVERWRITE_WITH_GRADIENT)
         if recipe is None or recipe.delayed is None or variables is None:
             return None
-        # nnx.capture puts a tuple of its own beside them
-        state = {name: v.get_value() for name, v in variables.items() if isinstance(v, nnx.Variable)}
+        # nnx.capture puts a tuple of its own beside them, and nnx.tabulate would see a call of items()
+        state = {name: v.get_value() for name, v in vars(variables).items() if isinstance(v, nnx.Variable)}
         abstract = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
         if abstract:
             remedy = "restore it with the parameters, or call jaxlowprec.nnx.add_delayed_scaling"

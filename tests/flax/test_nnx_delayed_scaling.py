@@ -216,6 +216,19 @@ def test_quantized_kernels_have_the_scale_of_the_state(name):
         assert layer._quantized_kernel().rowwise.scale == 1 / (np.float32(448) / np.float32(3))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_with_a_state_is_tabulated(name):
+    with jlp.autocast(RECIPE):
+        assert "OverwriteWithGradient" in nnx.tabulate(of_kind(name), X, console_kwargs={"width": 240})
+
+
+def test_linen_collections_of_our_variables_become_our_variables_again():
+    """nnx.bridge makes a new type of a collection's name that is not registered, which then takes the name."""
+    for kind in (jlp.nnx.Quantized, jlp.nnx.OverwriteWithGradient):
+        assert nnx.variablelib.variable_type_from_name(kind.__name__) is kind
+        assert nnx.variablelib.variable_name_from_type(kind) == kind.__name__
+
+
 def test_intermediates_are_captured_beside_a_state():
     layer = made()
     with jlp.autocast(RECIPE):
