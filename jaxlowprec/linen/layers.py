@@ -129,7 +129,9 @@ def _state(layer: nn.Module, recipe: DelayedScaling) -> State | None:
     """
     if not layer.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale"):
         return None
-    read: State = {name: layer.get_variable(OVERWRITE_WITH_GRADIENT, name) for name in init_state(recipe)}
+    read: State = {
+        name: nn.meta.unbox(layer.get_variable(OVERWRITE_WITH_GRADIENT, name)) for name in init_state(recipe)
+    }
     scope: Any = layer.scope
     states = _latest_states.setdefault(scope.root, {})
     earlier, latest = states.get(scope.path, ({}, {}))

@@ -76,6 +76,14 @@ def test_the_amaxes_of_a_layer_that_is_called_again_are_combined_by_max():
     assert state["output_grad_amax_history"].tolist() == [1, 0, 0]
 
 
+def test_a_state_in_boxes_is_the_state():
+    """As MaxText's ToNNX hands it over, with the metadata of NNX variables."""
+    variables = model(DELAYED).init(jax.random.key(0), X)
+    boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,)), variables[OVERWRITE_WITH_GRADIENT])
+    y = model(DELAYED).apply(variables | {OVERWRITE_WITH_GRADIENT: boxed}, X)
+    assert_same_bytes(y, model(DELAYED).apply(variables, X))
+
+
 def test_rules_that_are_none_raise():
     with pytest.raises(TypeError, match="flax_dot_general_cls: recipe='nvfp4'"):
         jlp.flax_dot_general_cls("nvfp4")
