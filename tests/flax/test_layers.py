@@ -246,7 +246,7 @@ class TestOwnProducts:
         product = (lambda: doubled) if name == "dot_general_cls" else doubled
         return library.model(library.maker(kind, *args, of=of or library.ours, **{name: product}, **options), self.x)
 
-    def test_are_computed_as_flax_does_under_the_contexts_recipe(self, library, kind, name, monkeypatch):
+    def test_are_computed_as_flaxs_under_the_scopes_recipe(self, library, kind, name, monkeypatch):
         monkeypatch.setattr(silence, "_said", set())
         flax = self.made(library, kind, name, of=LIBRARIES[library].flax)
         with warnings.catch_warnings(record=True) as found, jlp.autocast(jlp.DelayedScaling()):

@@ -222,7 +222,7 @@ def test_a_layer_with_a_state_is_tabulated(name):
         assert "OverwriteWithGradient" in nnx.tabulate(of_kind(name), X, console_kwargs={"width": 240})
 
 
-def test_linen_collections_of_our_variables_become_our_variables_again():
+def test_the_bridge_to_linen_keeps_the_types_of_variables():
     """nnx.bridge makes a new type of a collection's name that is not registered, which then takes the name."""
     for kind in (jlp.nnx.Quantized, jlp.nnx.OverwriteWithGradient):
         assert nnx.variablelib.variable_type_from_name(kind.__name__) is kind

@@ -64,7 +64,7 @@ def test_delayed_scalings_state_is_in_the_collection():
     assert_same_bytes(actual, expected)
 
 
-def test_the_amaxes_of_a_layer_that_is_called_again_are_combined_by_max():
+def test_amaxes_of_a_layer_called_again_are_combined_by_max():
     module = layer(nn.Dense, DELAYED)
 
     def loss(variables):
