@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import serve_int4
 from flax import nnx
+from lm.inference import logits_of
 from lm.names import DEMO
 
 import jaxlowprec as jlp
@@ -68,10 +69,10 @@ def test_converting_gives_the_bytes_of_exporting(trained, converted, tmp_path):
 def test_the_loaded_model_gives_the_logits_of_training(trained, converted):
     loaded = serve_int4.loaded_model(converted, trained.config)
     with jlp.autocast(RECIPE):
-        expected = serve_int4.logits_of(trained, TOKENS)
-    actual = serve_int4.logits_of(loaded, TOKENS)
+        expected = logits_of(trained, TOKENS)
+    actual = logits_of(loaded, TOKENS)
     np.testing.assert_array_equal(as_bytes(actual), as_bytes(expected))
-    plain = serve_int4.logits_of(trained, TOKENS)
+    plain = logits_of(trained, TOKENS)
     assert (np.asarray(plain) != np.asarray(expected)).mean() > 0.9  # it is the quantised weight that both multiply by
 
 
@@ -103,5 +104,5 @@ def test_transformers_loads_the_trained_weights(trained, converted):
     with torch.no_grad():
         theirs = model.float()(torch.from_numpy(TOKENS).long()).numpy()
     with jlp.autocast(RECIPE):
-        ours = np.asarray(serve_int4.logits_of(trained, TOKENS))
+        ours = np.asarray(logits_of(trained, TOKENS))
     assert np.abs(theirs - ours).max() < 0.02 * np.abs(ours).max()  # ours rounds activations to bfloat16
