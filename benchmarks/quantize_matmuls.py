@@ -1,6 +1,6 @@
 """What quantize_matmuls costs: tracing, the length of the lowered program, and a step, beside the same model by hand.
 
-    python benchmarks/quantize_matmuls.py [--blocks 24] [--recipe nvfp4] [--rounds 5] [--width 256] [--tokens 512]
+    python benchmarks/quantize_matmuls.py [--blocks 24] [--recipe nvfp4] [--rounds 25] [--width 256] [--tokens 512]
 
 The sides are the plain function; the same with this library's `linear`, its layers named; and the plain function
 transformed. A block is an up and a down projection with a residual, so there are two products per block.
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import timing
 
 import jaxlowprec as jlp
 
@@ -45,7 +46,7 @@ def sides(recipe: jlp.Recipe) -> dict[str, Callable[..., Any]]:
 def main() -> None:
     """Measures all sides in turn and prints medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"blocks": 24, "rounds": 5, "width": 256, "tokens": 512}.items():
+    for name, default in {"blocks": 24, "rounds": 25, "width": 256, "tokens": 512}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipe", choices=RECIPES, default="nvfp4")
     options = parser.parse_args()
@@ -61,7 +62,6 @@ def main() -> None:
     x = jax.random.normal(jax.random.key(1), (options.tokens, width), jnp.bfloat16)
     functions = sides(RECIPES[options.recipe])
     traced: dict[str, list[float]] = {name: [] for name in functions}
-    stepped: dict[str, list[float]] = {name: [] for name in functions}
     lowered = {name: jax.jit(function).lower(params, x) for name, function in functions.items()}
     lines = {name: len(program.as_text().splitlines()) for name, program in lowered.items()}
     compiled = {name: program.compile() for name, program in lowered.items()}
@@ -70,16 +70,18 @@ def main() -> None:
             begun = time.process_time()
             jax.jit(lambda *args, function=function: function(*args)).trace(params, x)
             traced[name].append(time.process_time() - begun)
-            begun = time.perf_counter()
-            jax.block_until_ready(compiled[name](params, x))
-            stepped[name].append(time.perf_counter() - begun)
+    steps = timing.alternate(
+        {name: lambda p=program: p(params, x) for name, program in compiled.items()}, options.rounds
+    )
     for name in functions:
         trace = statistics.median(traced[name])
         more = (trace - statistics.median(traced["plain"])) / (2 * options.blocks)
         print(
             f"{name:16}  trace {trace:5.2f} s CPU ({1e3 * more:4.1f} ms a product more than plain), "
-            f"{lines[name]} lines, step {1e3 * statistics.median(stepped[name]):7.1f} ms"
+            f"{lines[name]} lines, step {1e3 * steps[name]['median']:7.1f} ms"
         )
+    programs = [lowered[name].as_text() for name in ("by hand", "quantize_matmuls")]
+    print(f"programs by hand and by quantize_matmuls: {'the same text' if programs[0] == programs[1] else 'DIFFERENT'}")
     results = [jax.tree.leaves(compiled[name](params, x)) for name in ("by hand", "quantize_matmuls")]
     same = all((a == b).all() for a, b in zip(*results, strict=True))
     print(f"gradients by hand and by quantize_matmuls: {'the same bits' if same else 'DIFFERENT'}")
