@@ -11,6 +11,10 @@ from tests.on_gpu import why_only_on_the_cpu
 
 ON_GPU = os.environ.get("JAXLOWPREC_TESTS_ON") == "cuda"  # the whole suite, as far as it is not about the CPU
 
+# Half of the suite's time goes into XLA's compiler. Without the slow tests it does not optimise what surrounds the
+# kernels; CI runs all tests as users run their programs.
+FAST_COMPILATION = "--xla_backend_optimization_level=0"
+
 jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("default", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 settings.load_profile("default")
@@ -25,6 +29,9 @@ def pytest_configure(config):
     words = config.option.markexpr.split()
     both = "gpu" in words and "not" not in words
     jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else None if both else "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not config.getoption("--slow") and "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {FAST_COMPILATION}".strip()
 
 
 def pytest_collection_modifyitems(config, items):
