@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config, items):
 
 def skip_slow_ones(items):
     """Skips tests marked slow; of a function marked sampled(n), and of all functions of such a module, it leaves every
-    n-th case. As n is odd, these have every instruction set."""
+    n-th case. As n is prime, these have every instruction set."""
     seen = collections.Counter()
     for item in items:
         function, sampled = item.nodeid.partition("[")[0], item.get_closest_marker("sampled")

@@ -16,7 +16,7 @@ import jaxlowprec as jlp
 from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, assert_same_bytes, format_name, often, random_array
 from tests.sharding import meshes
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 over_formats = pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)
 over_scalings = pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def trainer(tmp_path):
     process.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_killed_rollout_ends_the_trainer_with_a_message(trainer):
     os.kill(rollout_of(trainer), signal.SIGKILL)
     _, error = trainer.communicate(timeout=60)

@@ -10,7 +10,7 @@ from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined
 from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, random_array
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RECIPE = jlp.DelayedScaling(amax_history_len=3)
 X = random_array((16, 32)).astype(jnp.float32)  # 3 * X is exact

@@ -12,7 +12,7 @@ from tests.flax.libraries import weights_of
 from tests.helpers import assert_same_bytes
 from tests.moe.stack import RECIPES, each_recipe
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 EXPERTS, INPUTS, OUTPUTS, ROWS = 4, 64, 32, 48
 SIZES = {  # of few lengths: each is a program of `linear`

@@ -15,7 +15,7 @@ from jaxlowprec.recipes import silence
 from tests.flax.libraries import LIBRARIES, weights_of
 from tests.helpers import assert_same_bytes, often, random_array
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FULL = jlp.NVFP4BlockScaling()
 PLAIN = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)

@@ -14,7 +14,7 @@ from tests.flax.libraries import LIBRARIES, weighted
 from tests.helpers import assert_same_bytes, often
 from tests.moe.stack import RECIPES
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FLOAT32 = {"dtype": jnp.float32}
 # What surrounds the experts' products is the same code for both libraries: one of them often, both with --slow.

@@ -18,7 +18,7 @@ from tests.helpers import assert_same_bytes, often
 from tests.moe.stack import RECIPES
 from tests.sharding.meshes import collectives, mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FLOAT32 = {"dtype": jnp.float32}
 

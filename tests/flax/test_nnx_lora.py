@@ -12,7 +12,7 @@ from tests.helpers import assert_same_bytes, random_array
 
 X = random_array((2, 8, 64))
 NVFP4 = jlp.NVFP4BlockScaling()
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 SERVED = {"nvfp4": jlp.NVFP4(), "mxfp4": jlp.MXFP4(), "int4": jlp.Int4(32)}
 
 

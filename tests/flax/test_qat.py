@@ -11,7 +11,7 @@ import jaxlowprec as jlp
 from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, often, random_array
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RECIPE = jlp.Int4QAT(group_size=16)
 FORMAT = jlp.Int4(16)

@@ -20,7 +20,7 @@ from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes
 from tests.sharding.meshes import assert_same_to_rounding, collectives, mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RULES = (("batch", None), ("embed", "a"), ("mlp", "b"), ("heads", "b"), ("experts", "b"))
 INIT = nn.initializers.lecun_normal()

@@ -11,6 +11,7 @@ CASES = {"convert": 60, "dequantize": 100}
 MOST_CASES = 200  # of the other targets; `python -m tests.hostile` goes on from there
 
 
+@pytest.mark.slow
 def test_it_finds_every_planted_fault_and_goes_on():
     found = {
         b"error": "raised KeyError: \"'missing'\" at ?",

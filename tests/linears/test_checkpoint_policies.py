@@ -244,7 +244,7 @@ class TestLayers:
 
         self.check(run, params, random_array((T, K)))
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(5)
     @by(POLICIES)
     def test_experts(self, policy):
         x, dy = random_array((T, K)), random_array((T, K), "bfloat16", 2)

@@ -40,7 +40,7 @@ def gather_on(mesh, x, quantize, gathered, axis_name="a", check_vma=False):
     return [jax.tree.map(lambda leaf, i=i: leaf[i], result) for i in range(mesh.size)], found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @over_formats
 @over_orientations
 @over_gathered_axes

@@ -83,7 +83,7 @@ def with_gradients(function, *args):
 
 
 class TestWithoutRecipe:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_product
     @pytest.mark.parametrize("dtype", often(["bfloat16"], ["bfloat16", "float32"]))
     def test_dot_general_is_jaxs(self, lhs_shape, rhs_shape, dims, dtype):
@@ -94,7 +94,7 @@ class TestWithoutRecipe:
             expected = with_gradients(lambda a, b, o=chosen: jax.lax.dot_general(a, b, dims, **o), *args)
             assert_same_bytes(actual, expected)
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_einsum
     def test_einsum_is_jnps(self, subscripts, shapes):
         for dtype, options in (

@@ -42,7 +42,7 @@ def assert_as_in_jnp(ours, theirs, *operands):
 
 
 class TestProducts:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @pytest.mark.parametrize(  # of all recipes no rows, and no contraction; of two any shape
         ("recipe", "shape"),
         often(
@@ -119,7 +119,7 @@ SHAPES = often([(0, 32), (2, 128, 0)], [(0, 32), (2, 128, 0), (0,), (32, 0), (2,
 
 
 class TestArrays:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @pytest.mark.parametrize("fmt", [*ONE_OF_EACH, jlp.Int4(16), jlp.Int4(3, False, pad=True)], ids=format_name)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_quantise_and_dequantise(self, fmt, shape):

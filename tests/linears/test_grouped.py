@@ -71,7 +71,7 @@ def loop_of_linear(recipe, sizes):
 
 
 class TestAgainstALoopOfLinear:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @by_recipe
     @pytest.mark.parametrize("case", often(["uneven"], SIZES))
     def test_results_and_gradients_have_the_same_bytes(self, recipe, case):
@@ -105,7 +105,7 @@ class TestAgainstALoopOfLinear:
 
 
 class TestGroups:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @by_recipe
     @pytest.mark.parametrize("key", [KEY, None], ids=["key", "keyless"])
     def test_an_expert_does_not_depend_on_the_others_tokens(self, recipe, key):
@@ -197,7 +197,7 @@ class TestKeys:
 
 
 class TestTransformations:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @by_recipe
     def test_remat_gives_the_same_bytes(self, recipe):
         x, w, bias, dy = operands()
@@ -291,7 +291,7 @@ class TestLoadedKernels:
 class TestMeshes:
     """Rows and groups stay whole; features and what is contracted are split."""
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @by_axis_type
     @pytest.mark.parametrize("name", often(["nvfp4"], ["nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat"]))
     @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)

@@ -35,7 +35,7 @@ def gradients(recipe, x, w, dy, **options):
 
 
 class TestForward:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_recipe
     @each_shape
     def test_is_the_gemm_of_the_quantised_operands(self, shape, recipe):
@@ -81,7 +81,7 @@ class TestForward:
 class TestGradients:
     """Against the float64 product of what the operands decode to."""
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_recipe
     @each_shape
     def test_are_the_gemms_of_the_quantised_operands(self, shape, recipe):

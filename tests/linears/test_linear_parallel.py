@@ -23,7 +23,7 @@ from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes, state_for, without_state
 from tests.sharding.meshes import by_axis_type, lengthened, mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RECIPES = recipes("nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 BATCH, TIME = 4, 512

@@ -13,7 +13,7 @@ import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding import meshes
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FULL = jlp.NVFP4BlockScaling()
 linear = functools.partial(jlp.linear, recipe=FULL)

@@ -9,7 +9,7 @@ import jaxlowprec as jlp
 from jaxlowprec.models.lora import Adapter, LoRAKernel
 from tests.helpers import assert_same_bytes, random_array
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 X, W, BIAS = random_array((2, 8, 64)), random_array((64, 48), "float32", 1) * 0.1, random_array((48,), "float32", 2)
 A, B = random_array((64, 4), "bfloat16", 3) * 0.1, random_array((4, 48), "bfloat16", 4)

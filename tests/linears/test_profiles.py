@@ -12,7 +12,7 @@ import pytest
 import jaxlowprec as jlp
 from tests.low_precision import recipes
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 QUANTISED = {"quantize input", "quantize weight", "fprop", "quantize gradient", "dgrad", "wgrad"}
 WEIGHT_ONLY = {"quantize weight", "fprop", "dgrad", "wgrad"}

@@ -17,7 +17,7 @@ from jaxlowprec.wiring import native
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 KEY = jax.random.key(0)
 X = random_array((8, 64), "float32")

@@ -18,7 +18,7 @@ import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.sharding.meshes import mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 X = random_array((16, 32))

@@ -76,7 +76,7 @@ class TestDispatch:
         for a, e in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     def test_under_vmap_is_that_of_each(self, experts):
         stacked = jnp.stack([experts, experts[::-1]])
         x, weights = numbers(*stacked.shape[:2], WIDTH), numbers(*stacked.shape, seed=1)

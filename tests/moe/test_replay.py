@@ -14,7 +14,7 @@ from tests.moe import stack
 from tests.moe.stack import OFTEN, RECIPES, SLOWLY, block, each_recipe, step
 from tests.sharding.meshes import mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 PARAMS, X = stack.parameters(), stack.tokens()
 AFRESH = jlp.moe.RoutingTape.afresh(stack.LAYERS, stack.TOKENS, stack.K)

@@ -328,7 +328,7 @@ class TestWeightOnly:
 WEIGHTS = (*ONE_OF_EACH, jlp.Int4(32), jlp.Int4(32, False, "float16"))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
     often(

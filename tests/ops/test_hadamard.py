@@ -15,7 +15,7 @@ from tests import numpy_oracle
 from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 SIZES = [16, 32, 64, 128, 256]
 CUSTOM = tuple(int(s) for s in np.random.default_rng(0).choice([-1, 1], 16))

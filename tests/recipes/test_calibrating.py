@@ -13,7 +13,7 @@ from jaxlowprec import delayed_scaling
 from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.helpers import assert_same_bytes, random_array
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RECIPE = jlp.DelayedScaling(amax_history_len=3)
 DTYPES = [("bfloat16", "float32"), ("float32", "float32"), ("float32", "bfloat16")]

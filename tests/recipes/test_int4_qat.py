@@ -163,7 +163,7 @@ def served(w, fmt):
 
 
 class TestForward:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_format
     @pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 40), ("float32", 1)])
     def test_is_the_product_that_serves(self, fmt, dtype, tokens):
@@ -201,7 +201,7 @@ class TestForward:
         y = jlp.linear(x.reshape(2, 3, 4, 64), w, recipe=INT4)
         assert_same_bytes(y.reshape(24, 48), jlp.linear(x, w, recipe=INT4))
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_format
     @pytest.mark.parametrize("served", ["bfloat16", "float16"])
     def test_a_master_weight_is_rounded_to_what_is_deployed(self, fmt, served):
@@ -227,7 +227,7 @@ class TestBackward:
     def gradients(self, recipe, x, w, dy, **options):
         return jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe, **options), x, w)[1](dy)
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_format
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_dgrad_is_the_product_with_the_fake_quantised_weight(self, fmt, dtype):

@@ -56,6 +56,7 @@ def test_no_module_of_the_gpus_tests_is_left_out():
 
 
 class TestPhases:
+    @pytest.mark.slow
     def test_all_but_the_suite_run_in_their_order_and_pass(self, repository):
         status, printed = repository.check()
         assert status == 0, printed
@@ -348,6 +349,7 @@ class TestRealTree:
         assert not re.search("^ERROR|errors? during collection", log, re.MULTILINE), log[-2000:]
         return re.findall(r"^(tests/\S+\.py)::", log, re.MULTILINE)
 
+    @pytest.mark.slow
     def test_tests_that_read_documents_are_collected(self, repository):
         assert set(self.collected(repository, *READ_DOCUMENTS)) == set(READ_DOCUMENTS)
 

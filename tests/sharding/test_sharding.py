@@ -70,7 +70,7 @@ def assert_mesh_does_not_matter(name, x, mesh, spec):
     assert_same_bytes(on_mesh(OPERATIONS[name], [x], [spec], mesh)[0], OPERATIONS[name](x))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("name", "sizes", "spec", "axis_type"), often(PLACED_OFTEN, PLACED, 4), ids=name_of)
 def test_bytes_do_not_depend_on_the_mesh_and_only_scalars_travel(name, sizes, spec, axis_type):
     """One all-reduce for each amax: the plain one, the rotated one. 8 x 8 blocks: every placement leaves them whole."""
@@ -107,7 +107,7 @@ def shaped(shapes):
 
 
 class TestShapes:
-    @pytest.mark.sampled(7)
+    @pytest.mark.sampled(11)
     @shaped(SHAPES)
     def test_bytes_of_any_shape_do_not_depend_on_the_mesh(self, name, shape, spec, axis_type):
         assert_mesh_does_not_matter(name, random_array(shape, seed=1), mesh_of((2, 4), axis_type), spec)

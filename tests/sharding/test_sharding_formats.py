@@ -14,7 +14,7 @@ from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, ra
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, pair_name
 from tests.sharding.meshes import by_axis_type, collectives, mesh_of, name_of, on_mesh, split
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 FORMATS = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]
 RANDOM = {"rounding": "stochastic", "key": np.array([3, 5], np.uint32)}

@@ -438,5 +438,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
     convert(source, tmp_path / "low", MXFP4, run=Run(workers=2, progress=progress))
     assert len(held) > count
-    growth = max(held[4:]) - held[4]  # once it is compiled
-    assert growth < 4 * weight.nbytes, growth
+    middle = len(held) // 2
+    growth = max(held[middle:]) - max(held[4:middle])  # once it is compiled
+    assert growth < 2 * weight.nbytes, growth

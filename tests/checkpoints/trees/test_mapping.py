@@ -23,7 +23,7 @@ from tests.checkpoints.weights import SCHEMES
 from tests.helpers import as_bytes, assert_same_bytes
 from tests.package.test_readme import programs
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 CONFIG = Config(layers=2, width=128, heads=2, context=16)
 over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

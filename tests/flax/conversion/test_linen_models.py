@@ -11,7 +11,7 @@ import jaxlowprec as jlp
 from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.helpers import assert_same_bytes, random_array
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 CLASSES = {kind: (getattr(nn, kind), getattr(jlp.linen, kind)) for kind in ("Dense", "DenseGeneral", "Einsum")}
 LAYERS = {  # class, arguments, shape of the input

@@ -8,7 +8,7 @@ from flax import nnx
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 LAYERS = {  # class, positional and keyword arguments, shape of the input
     "linear bf16": ("Linear", (32, 48), {"dtype": jnp.bfloat16}, (16, 32)),

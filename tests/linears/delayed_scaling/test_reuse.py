@@ -15,7 +15,7 @@ from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined
 from tests.helpers import assert_same_bytes, random_array
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RECIPE = jlp.DelayedScaling(amax_history_len=3)
 X, W, D = random_array((16, 32), "float32"), random_array((32, 32), "float32", 1), random_array((16, 32), "float32", 2)

@@ -68,7 +68,7 @@ class TestGemms:
             sizes = (a.shape[0], a.shape[1], b.shape[0])
             assert_is_product(actual, decoded(a), decoded(b).T, sum_error((a.format, b.format), sizes))
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(7)
     @each_recipe
     def test_are_those_of_the_operands_quantised_by_their_roles(self, recipe):
         self.check(recipe, (136, 200, 40))

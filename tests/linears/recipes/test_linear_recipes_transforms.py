@@ -14,7 +14,7 @@ from tests.low_precision import ALL, BASE, state_for, without_state
 from tests.products import native_calls
 from tests.sharding.meshes import mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 each_recipe = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 each_base = pytest.mark.parametrize("recipe", BASE.values(), ids=BASE)

@@ -17,7 +17,7 @@ from tests.numpy_oracle import int4 as oracle
 from tests.ops.implementations import ByKernels, ByReference
 from tests.sharding.meshes import mesh_of, on_mesh
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 DTYPES = ("bfloat16", "float16")
 SHAPES = [((3, 256), 128), ((64, 96), 32), ((5, 33), 7), ((9, 40), 5), ((4, 13), 32), ((4, 21), 1), ((40, 200), 96)]

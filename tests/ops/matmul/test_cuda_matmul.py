@@ -75,7 +75,7 @@ def operands(formats, sizes):
     return a, jlp.quantize(random_array((2, n, k), "float32", 2) * 3, formats[1])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("sizes", [(8, 160, 16), (5, 100, 33)], ids=str)
 @pytest.mark.parametrize(("formats", "capability"), PAIRS, ids=str)
 @pytest.mark.parametrize("names", ["", "accumulate", "bias", "bias gelu accumulate", "dgelu", "float32 sums"])

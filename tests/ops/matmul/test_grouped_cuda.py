@@ -19,7 +19,7 @@ from jaxlowprec.ops.grouped_matmul.weight_only import GroupedWeightOnlySpec, gro
 from tests.helpers import FLOATS, assert_same_bytes, format_name, often, random_array
 from tests.ops.matmul.test_grouped_matmul import FORMATS, PAIRS, SIZES, rotation_of, weights, words_of
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 CASES = {  # more rows than a tile has, and groups that begin within one
     "tiles": ([130, 0, 257, 3, 128, 1], 600, 48),

@@ -23,7 +23,7 @@ from tests.against_oracle import product, weight_only_product
 from tests.against_oracle import quantized as quantized_by_oracle
 from tests.helpers import as_bytes, assert_same_bytes, format_name, often, random_array
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 FORMATS = (
     jlp.NVFP4(),

@@ -21,7 +21,7 @@ from tests.helpers import FLOATS, assert_same_bytes, assert_same_numbers, random
 from tests.ops.implementations import ByKernels, ByReference
 from tests.products import epilogues_by_oracle, operands, products, with_epilogues
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 PAIRS = list(itertools.product([jlp.NVFP4(), jlp.NVFP4((16, 16))], repeat=2))
 PAIR_IDS = [f"{a.block[0]}x16-by-{b.block[0]}x16" for a, b in PAIRS]

@@ -28,7 +28,7 @@ from tests.numpy_oracle.float32 import flush
 from tests.ops.implementations import ByKernels, ByReference
 from tests.products import epilogues_by_oracle, operands, products, sum_error, with_epilogues
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 BLOCKS = ((1, 128), (128, 128))
 

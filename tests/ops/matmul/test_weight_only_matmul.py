@@ -24,7 +24,7 @@ from tests.ops.implementations import ByKernels, ByReference
 from tests.products import epilogues_by_oracle, products, with_epilogues
 from tests.sharding.meshes import by_axis_type, collectives, lengthened, mesh_of, place
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 INT4S = (
     jlp.Int4(128, pad=True),

@@ -25,7 +25,7 @@ from tests.helpers import (
 )
 from tests.ops.implementations import ByKernels, ByReference
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 BY_THE_DEFAULT_RULE = [fmt for fmt in FORMATS if "=" not in format_name(fmt)]
 ROTATIONS = (None, jlp.Hadamard(), jlp.Hadamard(signs=None), jlp.Hadamard(64))

@@ -34,7 +34,7 @@ from tests.ops.quantize.every_way import (
     ways,
 )
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 NVFP4_SHAPES = [
     *((16, 16), (1, 16), (16, 1), (3, 5), (17, 33), (64, 128), (128, 256), (40, 300), (130, 258), (1, 1000), (1000, 1)),

@@ -9,7 +9,7 @@ import jaxlowprec as jlp
 from tests.helpers import FLOATS, FORMATS, ONE_OF_EACH, as_bytes, assert_same_bytes, format_name, random_array
 from tests.ops.implementations import ByKernels, ByReference
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 NEW = [fmt for fmt in FORMATS if not isinstance(fmt, jlp.NVFP4)]
 ONE_OF_EACH_NEW = [fmt for fmt in ONE_OF_EACH if not isinstance(fmt, jlp.NVFP4)]

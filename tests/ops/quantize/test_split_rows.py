@@ -14,7 +14,7 @@ from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often, ra
 from tests.ops.matmul.test_scaled_matmul_formats import ONE_OF_EACH_KIND, pair_name
 from tests.sharding.meshes import by_axis_type, mesh_of, on_mesh
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 S, R, C = 3, 256, 384
 KEY = np.array([3, 5], np.uint32)

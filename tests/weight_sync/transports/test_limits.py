@@ -54,6 +54,7 @@ with contextlib.ExitStack() as stack:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", often(["tcp"], ["numpy", "jax", "bytes", "shared", "tcp"]))
 def test_a_thousand_versions_leak_neither_memory_nor_descriptors(kind):
     grown, descriptors = map(int, run_python("-c", THOUSAND, kind).stdout.split())
