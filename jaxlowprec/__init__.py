@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, moe, traffic
+from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, moe, telemetry, traffic
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.diagnostics import telemetry
 from jaxlowprec.diagnostics.support import Supported, supported
 from jaxlowprec.linears.collectives import all_gather_quantized
 from jaxlowprec.linears.dot_general import dot_general, einsum

@@ -222,4 +222,59 @@ struct HadamardProblem {
   void* result;
 };
 
+// --- what quantisation did to an array (jaxlowprec/ops/statistics); parts are counted one by one, in any order, then added
+// up in theirs
+
+constexpr int64_t kMomentsElements = 32 * 1024, kOutlierRows = 256, kOutlierParts = 64, kSumsLines = 128;
+
+struct MomentsProblem {
+  const void* x;
+  ElementType type;
+  int64_t batch, size;  // elements of a matrix
+  float* result;        // [batch, parts(), 2]: largest finite magnitude, root mean square
+
+  int64_t parts() const { return (size + kMomentsElements - 1) / kMomentsElements; }
+  int64_t size_of(int64_t part) const {
+    const int64_t rest = size - part * kMomentsElements;
+    return rest < kMomentsElements ? rest : kMomentsElements;
+  }
+};
+
+struct OutliersProblem {
+  const void* x;
+  ElementType type;
+  int64_t batch, rows, columns;
+  const float* threshold;  // [batch]
+  int32_t* result;         // [batch, parts(), columns]
+
+  int64_t rows_each() const {
+    const int64_t even = (rows + kOutlierParts - 1) / kOutlierParts;
+    return even > kOutlierRows ? even : kOutlierRows;
+  }
+  int64_t parts() const { return (rows + rows_each() - 1) / rows_each(); }
+};
+
+/// What is counted of each part: the sums that jaxlowprec/ops/statistics/reference.py names, blocks (of kTensor: lines) by
+/// their scale's bin, elements by their code's bin.
+constexpr int kSumsScalesFrom = 16, kSumsScales = 256, kSumsCodesFrom = kSumsScalesFrom + kSumsScales, kSumsCodes = 32;
+constexpr int kSums = kSumsCodesFrom + kSumsCodes;
+constexpr int kRangeEvery = 16, kRangeRun = 128;
+
+struct SumsProblem {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  int64_t batch, rows, columns;
+  bool columnwise;       // the codes are those of x's columns, K-major
+  Format format;         // not Int4
+  const uint8_t* data;   // [batch, lines(), format.row_bytes(length())]
+  const uint8_t* scale;  // [batch, format.scales(lines(), length())]
+  const float* amax;     // [batch]; kTwoLevel only, else null
+  const float* unit;     // [batch]
+  float* result;         // [batch, parts(), kSums]
+
+  int64_t lines() const { return columnwise ? columns : rows; }
+  int64_t length() const { return columnwise ? rows : columns; }
+  int64_t parts() const { return (lines() + kSumsLines - 1) / kSumsLines; }
+};
+
 }  // namespace jaxlowprec

@@ -20,7 +20,7 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.linears import delayed_scaling
 from jaxlowprec.linears.grouped import grouped_matmul
 from jaxlowprec.linears.linear import linear
-from jaxlowprec.linears.quantized_matmul import Gemms
+from jaxlowprec.linears.operands import Gemms
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.per_layer import PerLayer

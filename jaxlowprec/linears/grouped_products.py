@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.linears.quantized_matmul import Gemms, alike, both_ways, role_of
+from jaxlowprec.linears.operands import Gemms, alike, both_ways, role_of
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     decoded,

@@ -32,6 +32,7 @@ from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
+from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
 
 
@@ -121,7 +122,8 @@ class LayerCall:
         if roles.ste is not None and roles.weight is not None:
             loaded = None if self.quantized is None else self.quantized.columnwise
             served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
-            return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, rows_split)), state
+            probe = probes.probe(self.who, self.name)
+            return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, rows_split), probe), state
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         result = jnp.dtype(out_dtype), shardings, out_sharding
         overrides = self.recipe.backward_override, self.recipe.delayed
@@ -134,14 +136,14 @@ class LayerCall:
         if self.recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
         with in_profiles(self.name):
-            return quantized_matmul(spec, *operands, used), state
+            return quantized_matmul(spec, *operands, (used, probes.probe(self.who, self.name))), state
 
-    def _weight_only(self, x, w, bias, loaded, served, result) -> jax.Array:
+    def _weight_only(self, x, w, bias, loaded, served, result, probe=None) -> jax.Array:
         """The product if only the weight is quantised."""
         if loaded is None:
             weight_only.check_whole_blocks(self.who, self.name, w, served.format)
         with in_profiles(self.name):
-            return weight_only.matmul(x, w, bias, loaded, served, result, self.precision)
+            return weight_only.matmul(x, w, bias, loaded, served, result, self.precision, probe=probe)
 
     def _check_quantized(self, w: jax.Array | None, roles: Roles) -> None:
         """Raises ValueError unless the weight was quantised for these roles and has the master weight's shape."""

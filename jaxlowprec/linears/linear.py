@@ -14,7 +14,8 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.layer_call import layer_call
 from jaxlowprec.linears.low_rank import LoRAKernel, add_product, check_adapter
-from jaxlowprec.linears.quantized_matmul import QuantizedKernel, both_ways
+from jaxlowprec.linears.operands import both_ways
+from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling
+from jaxlowprec.linears.measured import measured
+from jaxlowprec.linears.operands import Gemms, both_ways, role_of
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -33,9 +35,7 @@ from jaxlowprec.linears.residuals import (
     product,
 )
 from jaxlowprec.ops.amax.api import amax as tensor_amax
-from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
-from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -65,51 +65,6 @@ class QuantizedKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemms:
-    """Says how the operands of a product's three GEMMs are quantised.
-
-    Attributes:
-        roles, backward_override: the recipe's.
-    """
-
-    roles: Roles
-    backward_override: BackwardOverride
-
-    @property
-    def fprop(self) -> tuple[Role, Role] | None:
-        """The roles of the input rowwise and of the weight columnwise in fprop; None: it is not quantised."""
-        return self._operands("fprop")
-
-    @property
-    def dgrad(self) -> tuple[Role, Role] | None:
-        """The roles of the gradient rowwise and of the weight rowwise in dgrad; None: it is not quantised."""
-        return self._operands("dgrad")
-
-    @property
-    def wgrad(self) -> tuple[Role, Role] | None:
-        """The roles of the input columnwise and of the gradient columnwise in wgrad; None: it is not quantised."""
-        return self._operands("wgrad")
-
-    def decodes(self, gemm: str) -> bool:
-        """Whether a GEMM in high precision reads the operand that fprop has read, decoded."""
-        return self.fprop is not None and self.roles.operands(gemm, self.backward_override) == "dequantized"
-
-    def _operands(self, gemm: str) -> tuple[Role, Role] | None:
-        found = self.roles.operands(gemm, self.backward_override)
-        return found if isinstance(found, tuple) else None
-
-
-def role_of(operands: tuple[Role, Role] | None, place: int, wanted: bool = True) -> Role | None:
-    """The role of the first (0) or second (1) operand of a GEMM; None if it is not quantised, or not wanted."""
-    return operands[place] if operands is not None and wanted else None
-
-
-def alike(row: Role | None, column: Role | None) -> bool:
-    """Whether both forms of a tensor are quantised in one pass over it."""
-    return row is not None and column is not None and (row.format, row.rounding) == (column.format, column.rounding)
-
-
-@dataclasses.dataclass(frozen=True)
 class ProductSpec(Gemms):
     """The static description of a product, captured in the forward pass: the backward pass never reads the context.
 
@@ -130,26 +85,6 @@ class ProductSpec(Gemms):
     out_sharding: Any
     rows_split: bool
     precision: Any = None
-
-
-def both_ways(
-    x, row: Role | None, column: Role | None, *, words=None, amax=None, encode=None, rows_split=False
-) -> tuple[Any, Any]:
-    """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it."""
-    options: Any = {"encode_scale": encode, "rows_split": rows_split}
-    row_amax, column_amax = amax or (None, None)
-    if row is not None and column is not None and alike(row, column):
-        return quantize_both(x, row.format, column.hadamard or False, row.rounding, words, amax=amax, **options)
-
-    def one(role: Role | None, axis: int, amax: Any) -> QuantizedArray | None:
-        if role is None:
-            return None
-        rotation = role.hadamard or False if axis == -2 else False
-        used = words if role.rounding == "stochastic" else None
-        amax = amax if role.format.has_tensor_scale else None
-        return quantize(x, role.format, axis, rotation, role.rounding, used, amax, **options)
-
-    return one(row, -1, row_amax), one(column, -2, column_amax)
 
 
 def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
@@ -177,8 +112,8 @@ def _maximum(delayed: DelayedScaling, tensor: str) -> float:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: ProductSpec, x, w, bias, randomness, quantized, state):
-    return _fprop(spec, x, w, bias, quantized, state)[0]
+def _matmul(spec: ProductSpec, x, w, bias, randomness, quantized, states):
+    return _fprop(spec, x, w, bias, quantized, states[0])[0]
 
 
 def _fprop(spec: ProductSpec, x, w, bias, quantized, state, *, keep: bool = False):
@@ -203,7 +138,8 @@ def _fprop(spec: ProductSpec, x, w, bias, quantized, state, *, keep: bool = Fals
     return y, (x_row, x_column), (w_row, w_column)
 
 
-def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
+def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, states):
+    state, probe = states
     x, w, bias = differentiated_once((x, w, bias))
     y, (x_row, x_column), (w_row, w_column) = _fprop(spec, x, w, bias, quantized, state, keep=True)
     kept_x = x_column if spec.wgrad else x_row if spec.decodes("wgrad") else x
@@ -214,7 +150,13 @@ def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, state):
     if spec.delayed is not None:
         new_state = _recorded(spec.delayed, state, "input", x, spec.rows_split)
         new_state = new_state if w is None else _recorded(spec.delayed, new_state, "kernel", w)
-    return product(y), (kept, like, randomness, new_state)
+    found = None
+    if probe is not None:
+        tensors = {"input rowwise": (x, x_row), "input columnwise": (x, x_column)}
+        if w is not None:
+            tensors |= {"weight rowwise": (w, w_row), "weight columnwise": (w, w_column)}
+        found = probe, measured(probe, tensors, spec.rows_split)
+    return product(y), (kept, like, randomness, new_state, found)
 
 
 def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state):
@@ -235,7 +177,7 @@ def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, 
 
 
 def _backward(spec: ProductSpec, residuals, dy):
-    (x, w), (like_x, like_w, like_bias), randomness, state = residuals
+    (x, w), (like_x, like_w, like_bias), randomness, state, found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     dy_row: Any = None
@@ -258,13 +200,17 @@ def _backward(spec: ProductSpec, residuals, dy):
             dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
     if spec.delayed is not None:
         state = _recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
-    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, state
+    if found is not None:
+        probe, found = found
+        tensors = {"gradient rowwise": (dy, dy_row), "gradient columnwise": (dy, dy_column)}
+        found = probe.gradient(jax.tree.map(jnp.add, found, measured(probe, tensors, spec.rows_split)))
+    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, (state, found)
 
 
 _matmul.defvjp(_forward, _backward)
 quantized_matmul = jax.jit(_matmul, static_argnums=0)  # layers with equal specs are traced once, whatever their names
-"""ProductSpec, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, delayed scaling's state -> [..., T, N].
-All but the first two may be None; w is None if there is a QuantizedKernel."""
+"""ProductSpec, x [..., T, K], w [..., K, N], bias, Randomness, QuantizedKernel, (delayed scaling's state, telemetry's
+Probe) -> [..., T, N]. All but the first two may be None; w is None if there is a QuantizedKernel."""
 
 
 # --- calibrating

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.linears.measured import measured
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -38,6 +39,7 @@ from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.ops.weight_only_matmul.dgrad import weight_only_dgrad
 from jaxlowprec.recipes.roles import Recipe, StraightThrough
+from jaxlowprec.telemetry.probes import Probe
 from jaxlowprec.wiring.out_sharding import sharding_of
 
 
@@ -82,15 +84,17 @@ def matmul(
     served: Served,
     result: tuple[Any, Any, bool],
     precision: Any,
+    *,
+    probe: Probe | None = None,
 ) -> Float[Array, "*B T N"]:
     """x times a weight as it is served: given the master weight w, its quantised form q, or both.
 
-    `result`: the dtype, the sharding in explicit mode, and `rows_split` (see `_ProductSpec`).
+    `result`: the dtype, the sharding in explicit mode, and `rows_split` (see `_ProductSpec`). `probe`: telemetry's.
     """
     out_dtype, out_sharding, rows_split = result
     shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
     spec = _ProductSpec(served, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, precision)
-    return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q))
+    return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q), probe)
 
 
 def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
@@ -163,7 +167,7 @@ def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: _ProductSpec, x, w, bias, q):
+def _matmul(spec: _ProductSpec, x, w, bias, q, probe):
     return _fprop(spec, x, w, bias, q)[0]
 
 
@@ -175,20 +179,24 @@ def _fprop(spec: _ProductSpec, x, w, bias, q):
         return scaled_matmul(x, q.mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), q
 
 
-def _forward(spec: _ProductSpec, x, w, bias, q):
+def _forward(spec: _ProductSpec, x, w, bias, q, probe):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _fprop(spec, x, w, bias, q)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
+    found = None
+    if probe is not None:
+        found = probe.gradient(probe.state if w is None else measured(probe, {"weight columnwise": (w, q)}))
     return product(y), (
         None if w is None else x,
         named(q, CHECKPOINT_NAMES[1]),
         w if spec.served.ste == "clipped" else None,
         like,
+        found,
     )
 
 
 def _backward(spec: _ProductSpec, residuals, dy):
-    x, q, clipped, (like_x, like_w, like_bias) = residuals
+    x, q, clipped, (like_x, like_w, like_bias), found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
@@ -200,7 +208,7 @@ def _backward(spec: _ProductSpec, residuals, dy):
             dw = plain_wgrad(x, dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
     if clipped is not None:
         dw = through_estimator(dw, clipped, spec.served)
-    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None
+    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, found
 
 
 _matmul.defvjp(_forward, _backward)

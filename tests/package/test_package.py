@@ -25,7 +25,7 @@ FLOORS = (
     ("arguments",),
     ("arrays", "wiring"),
     ("ops",),
-    ("recipes",),
+    ("recipes", "telemetry"),
     ("linears",),
     ("moe",),
     ("linen", "nnx"),
@@ -173,7 +173,7 @@ def test_dir_shows_the_public_names_alone():
     assert set(dir(jlp)) == set(jlp.__all__)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_are_true(name):
     failures, _ = doctest.testmod(importlib.import_module(name))

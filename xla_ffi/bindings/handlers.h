@@ -21,7 +21,11 @@
   each(grouped_quantize)       \
   each(grouped_matmul)         \
   each(grouped_wgrad)          \
-  each(grouped_weight_only)
+  each(grouped_weight_only)    \
+  each(moments)                \
+  each(outliers)               \
+  each(sums)                   \
+  each(statistics)
 // clang-format on
 
 namespace jaxlowprec {

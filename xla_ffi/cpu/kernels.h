@@ -21,7 +21,10 @@ namespace jaxlowprec {
   each(int4_fake_quantize, Int4FakeQuantizeProblem) \
   each(int4_quantize, Int4QuantizeProblem)          \
   each(int4_dequantize, Int4DequantizeProblem)      \
-  each(weight_only, WeightOnlyProblem)
+  each(weight_only, WeightOnlyProblem)              \
+  each(moments, MomentsProblem)                     \
+  each(outliers, OutliersProblem)                   \
+  each(sums, SumsProblem)
 // clang-format on
 
 struct Kernels {

@@ -41,8 +41,9 @@ struct Dequantize {
   /// The scales of a packet's `count` 16s.
   JLP_RULE void decode_scales(const Format& f, const uint8_t* scale, int64_t column, int count, float* scales) {
     alignas(64) uint32_t bits[kLanes] = {};
+    const int shift = f.scaling == Scaling::kTensor ? 63 : __builtin_ctz(f.block);  // a power of two
     for (int i = 0; i < count; ++i) {
-      const int64_t block = f.scaling == Scaling::kTensor ? 0 : (column + i * kBlock) / f.block;
+      const int64_t block = (column + i * kBlock) >> shift;
       memcpy(&bits[i], scale + block * f.scale_bytes(), f.scale_bytes());  // little-endian, as every supported processor
     }
     const U32 v = load<U32>(bits);

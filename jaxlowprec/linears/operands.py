@@ -1,0 +1,75 @@
+"""How the operands of a product's three GEMMs are quantised, as its recipe's roles say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemms:
+    """Says how the operands of a product's three GEMMs are quantised.
+
+    Attributes:
+        roles, backward_override: the recipe's.
+    """
+
+    roles: Roles
+    backward_override: BackwardOverride
+
+    @property
+    def fprop(self) -> tuple[Role, Role] | None:
+        """The roles of the input rowwise and of the weight columnwise in fprop; None: it is not quantised."""
+        return self._operands("fprop")
+
+    @property
+    def dgrad(self) -> tuple[Role, Role] | None:
+        """The roles of the gradient rowwise and of the weight rowwise in dgrad; None: it is not quantised."""
+        return self._operands("dgrad")
+
+    @property
+    def wgrad(self) -> tuple[Role, Role] | None:
+        """The roles of the input columnwise and of the gradient columnwise in wgrad; None: it is not quantised."""
+        return self._operands("wgrad")
+
+    def decodes(self, gemm: str) -> bool:
+        """Whether a GEMM in high precision reads the operand that fprop has read, decoded."""
+        return self.fprop is not None and self.roles.operands(gemm, self.backward_override) == "dequantized"
+
+    def _operands(self, gemm: str) -> tuple[Role, Role] | None:
+        found = self.roles.operands(gemm, self.backward_override)
+        return found if isinstance(found, tuple) else None
+
+
+def role_of(operands: tuple[Role, Role] | None, place: int, wanted: bool = True) -> Role | None:
+    """The role of the first (0) or second (1) operand of a GEMM; None if it is not quantised, or not wanted."""
+    return operands[place] if operands is not None and wanted else None
+
+
+def alike(row: Role | None, column: Role | None) -> bool:
+    """Whether both forms of a tensor are quantised in one pass over it."""
+    return row is not None and column is not None and (row.format, row.rounding) == (column.format, column.rounding)
+
+
+def both_ways(
+    x, row: Role | None, column: Role | None, *, words=None, amax=None, encode=None, rows_split=False
+) -> tuple[Any, Any]:
+    """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it."""
+    options: Any = {"encode_scale": encode, "rows_split": rows_split}
+    row_amax, column_amax = amax or (None, None)
+    if row is not None and column is not None and alike(row, column):
+        return quantize_both(x, row.format, column.hadamard or False, row.rounding, words, amax=amax, **options)
+
+    def one(role: Role | None, axis: int, amax: Any) -> QuantizedArray | None:
+        if role is None:
+            return None
+        rotation = role.hadamard or False if axis == -2 else False
+        used = words if role.rounding == "stochastic" else None
+        amax = amax if role.format.has_tensor_scale else None
+        return quantize(x, role.format, axis, rotation, role.rounding, used, amax, **options)
+
+    return one(row, -1, row_amax), one(column, -2, column_amax)

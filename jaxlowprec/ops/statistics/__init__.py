@@ -1,0 +1,1 @@
+"""What quantisation did to an array, counted."""

@@ -1,0 +1,148 @@
+"""The ops that count what quantisation did to an array."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.statistics import finish, reference
+
+_SCALINGS = ("two_level", "e8m0", "float32", "tensor", "float16")  # in the order of Scaling in xla_ffi/problems.h
+
+
+def _native(name: str, outputs: Callable, **attributes: Any) -> Callable:
+    """The kernel's call."""
+
+    def run(*args):
+        results = [jax.ShapeDtypeStruct(*result) for result in outputs(*args)]
+        return jax.ffi.ffi_call(name, results)(*args, **attributes)
+
+    return run
+
+
+def _implemented(implementation: Implementation) -> dict[str, Any]:
+    """The arguments of `wiring.define`: there are kernels for CPUs."""
+    chosen = choose("statistics", implementation)
+    return chosen | {"platforms": [platform for platform in chosen["platforms"] if platform == "cpu"]}
+
+
+def _over_shards(moments: jax.Array, axes: Any) -> jax.Array:
+    """Moments of shards as those of the whole; no square overflows."""
+    largest = jax.lax.pmax(moments, axes)
+    unit = reference.inverse_power(largest[..., 1])
+    rms = jnp.sqrt(jax.lax.pmean(jnp.square(moments[..., 1] * unit), axes)) / unit
+    return jnp.stack([largest[..., 0], rms], axis=-1)
+
+
+@functools.cache
+def moments_op(implementation: Implementation = None):
+    """x [..., R, C] -> float32 [..., 2]; see `reference.moments`."""
+
+    def outputs(x):
+        return [((*x.shape[:-2], 2), jnp.float32)]
+
+    return wiring.define(
+        "jaxlowprec_moments",
+        rule=wiring.ShardingRule("... r c -> ... m", reductions=("r", "c"), whole=("m",)),
+        outputs=outputs,
+        reference=lambda x: [reference.moments(x)],
+        native=_native("jaxlowprec_moments", outputs),
+        collective=_over_shards,
+        **_implemented(implementation),
+    )
+
+
+@functools.cache
+def outliers_op(implementation: Implementation = None):
+    """x [..., R, C], threshold [...] -> int32 [..., C]; see `reference.outliers`."""
+
+    def outputs(x, _):
+        return [((*x.shape[:-2], x.shape[-1]), jnp.int32)]
+
+    return wiring.define(
+        "jaxlowprec_outliers",
+        rule=wiring.ShardingRule("... r c, ... -> ... c", reductions=("r",)),
+        outputs=outputs,
+        reference=lambda x, threshold: [reference.outliers(x, threshold)],
+        native=_native("jaxlowprec_outliers", outputs),
+        **_implemented(implementation),
+    )
+
+
+@functools.cache
+def sums_op(fmt: Format, columnwise: bool, ragged: tuple[bool, bool], implementation: Implementation = None):
+    """x [..., R, C], unit [...], data, scale and, for two-level formats, amax [...] -> [..., LENGTH]; see `reference`.
+
+    Arguments:
+        columnwise: codes are those of x's columns, K-major.
+        ragged: whether lines are no multiple of what has to stay together, and whether elements of a line are not.
+    """
+    together = fmt.length if fmt.scaling != "tensor" else reference.RUN
+    lines_together = fmt.length if fmt.tiles else reference.EVERY
+    sizes: dict[str, int] = {}
+    whole = []
+    line, scale_line, element, code, block = f"(l {'k' if fmt.tiles else 'm'})", "l", "(e k)", "(e k)", "e"
+    if fmt.packed:
+        code = "(e h)"
+    if ragged[0]:
+        line, scale_line = "l", "lblocks" if fmt.tiles else "l"
+    elif not fmt.tiles:
+        scale_line = line
+    if ragged[1]:
+        element, code, block = "e", "ebytes" if fmt.packed else "e", "eblocks"
+    x = f"... {element} {line}" if columnwise else f"... {line} {element}"
+    scale = "..." if fmt.scaling == "tensor" else f"... {scale_line} {block}"
+    amax = ", ..." if fmt.scaling == "two_level" else ""
+    text = f"{x}, ..., ... {line} {code}, {scale}{amax} -> ... s"
+    words = set(text.replace("(", " ").replace(")", " ").replace(",", " ").split())
+    for factor, size in {"k": together, "h": together // 2, "m": lines_together}.items():
+        if f" {factor})" in text:
+            sizes[factor] = size
+    for factor, is_ragged in zip("le", ragged, strict=True):
+        if is_ragged:
+            whole += [name for name in (factor, f"{factor}blocks", f"{factor}bytes") if name in words]
+    reductions = [factor for factor in "le" if factor not in whole]
+
+    def rows(x):
+        return jnp.swapaxes(x, -1, -2) if columnwise else x
+
+    def run_reference(x, unit, data, scale, amax=None):
+        return [reference.sums(rows(x), unit, data, scale, amax, fmt)]
+
+    def outputs(x, *_):
+        return [((*x.shape[:-2], reference.LENGTH), jnp.float32)]
+
+    return wiring.define(
+        "jaxlowprec_sums",
+        rule=wiring.ShardingRule(text, reductions=reductions, whole=[*whole, "s"], **sizes),
+        outputs=outputs,
+        reference=run_reference,
+        native=_native("jaxlowprec_sums", outputs, format=fmt.attributes, columnwise=columnwise),
+        **_implemented(implementation),
+    )
+
+
+@functools.cache
+def statistics_op(scalings: tuple[str, ...], implementation: Implementation = None):
+    """Sums [..., n, LENGTH] and what is known of the n tensors -> their vectors; see `finish.finished`."""
+
+    def outputs(_, amax, *__):
+        return [((*amax.shape, finish.LENGTH), jnp.float32)]
+
+    kinds = np.array([_SCALINGS.index(scaling) for scaling in scalings], np.int32)
+    return wiring.define(
+        "jaxlowprec_statistics",
+        rule=wiring.ShardingRule("... n s, ... n, ... n, ... n, ... n c -> ... n v", whole=tuple("nscv")),
+        outputs=outputs,
+        reference=lambda *args: [finish.finished(args, scalings)],
+        native=_native("jaxlowprec_statistics", outputs, scalings=kinds),
+        **_implemented(implementation),
+    )

@@ -1,0 +1,20 @@
+"""What quantisation does to tensors while a model trains: measured, recorded and shown."""
+
+from jaxlowprec.telemetry.measures import Statistics, statistics
+from jaxlowprec.telemetry.probes import TENSORS, collecting, init, read, stacked, value_and_grad
+from jaxlowprec.telemetry.recording import Record, Recorder, Run, load
+
+__all__ = [
+    "TENSORS",
+    "Record",
+    "Recorder",
+    "Run",
+    "Statistics",
+    "collecting",
+    "init",
+    "load",
+    "read",
+    "stacked",
+    "statistics",
+    "value_and_grad",
+]

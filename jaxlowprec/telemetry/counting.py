@@ -1,0 +1,165 @@
+"""What quantisation did to a tensor, as one vector, from the counts and sums of `ops.statistics`.
+
+All numbers are those of a whole array where it is split over devices: JAX sees to that on a mesh, and within
+`jax.shard_map` sums are taken over the given axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.ops.hadamard.api import hadamard_transform
+from jaxlowprec.ops.statistics import reference
+from jaxlowprec.ops.statistics.finish import CHANNELS
+from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
+from jaxlowprec.wiring.out_sharding import sharding_of
+
+OUTLIER = 6.0  # root mean squares
+
+
+class Over(NamedTuple):
+    """Reductions over all matrices of a tensor, and over its shards.
+
+    Attributes:
+        axes: the axes of `jax.shard_map` that split it.
+    """
+
+    axes: tuple[Hashable, ...] = ()
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """[..., n] -> [n]."""
+        x = x.sum(axis=tuple(range(x.ndim - 1)))
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The largest of numbers that are not negative."""
+        largest = x.max(initial=0)
+        return jax.lax.pmax(largest, self.axes) if self.axes else largest
+
+    def rms(self, each: jax.Array) -> jax.Array:
+        """The root mean square of the whole from those of matrices, which have one size."""
+        unit = reference.inverse_power(self.largest(each))
+        mean = jnp.square(each * unit).mean()
+        return jnp.sqrt(jax.lax.pmean(mean, self.axes) if self.axes else mean) / unit
+
+    def size(self, x: jax.Array) -> jax.Array:
+        """How many elements the whole has, float32."""
+        return self.sum(jnp.full((1,), x.size, jnp.float32))[0]
+
+
+class Source(NamedTuple):
+    """What is known of an array before it was quantised; all its quantised forms share it.
+
+    Attributes:
+        amax, rms: see `Statistics`.
+        outliers: see `Statistics`.
+        channels: `outlier_channels` and `channel_shares`.
+    """
+
+    amax: jax.Array
+    rms: jax.Array
+    outliers: jax.Array
+    channels: jax.Array
+
+
+def source(x: jax.Array, axes: tuple[Hashable, ...] = ()) -> Source:
+    """What is known of an array without its quantised forms. `axes`: those of `jax.shard_map` that split it."""
+    over, x = Over(axes), jnp.atleast_2d(x)
+    moments = moments_op()(x)[0]
+    size = over.size(x)
+    rms = over.rms(moments[..., 1])
+    beyond = outliers_op()(x, jnp.broadcast_to(OUTLIER * rms, x.shape[:-2]))[0]
+    outliers = over.sum(beyond.astype(jnp.float32).sum(keepdims=True).reshape(1))[0]
+    return Source(over.largest(moments[..., 0]), rms, outliers / size, _channels(beyond, outliers, over))
+
+
+def measured(
+    sources: Sequence[Source], tensors: Sequence[tuple[jax.Array, QuantizedArray]], axes: tuple[Hashable, ...] = ()
+) -> jax.Array:
+    """The vectors of `Statistics` of one use each, float32 [n, LENGTH].
+
+    Arguments:
+        sources: of the arrays.
+        tensors: arrays and what they were quantised to.
+        axes: the axes of `jax.shard_map` that split them.
+    """
+    over = Over(axes)
+    largest, sums = [], []
+    for before, (x, q) in zip(sources, tensors, strict=True):
+        x, q = _as_matrices(x, q)
+        amax = before.amax
+        if q.hadamard is not None:
+            x, q = _rotated(x, q)
+            amax = over.largest(moments_op()(x)[0][..., 0])
+        largest.append(amax)
+        sums.append(over.sum(_sums(x, q, jnp.broadcast_to(reference.inverse_power(amax), x.shape[:-2]))))
+    known = [jnp.stack(part) for part in zip(*[(s.rms, s.outliers, s.channels) for s in sources], strict=True)]
+    scalings = tuple(q.format.scaling for _, q in tensors)
+    return statistics_op(scalings)(jnp.stack(sums), jnp.stack(largest), *known)[0]
+
+
+def _sums(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
+    """[..., reference.LENGTH]."""
+    fmt, columnwise = q.format, q.axis == -2
+    if fmt.scaling == "float16":
+        return _sums_of_int4(_whole(x), jax.tree.map(_whole, q), _whole(unit))
+    lines, elements = x.shape[-2:][:: -1 if columnwise else 1]
+    lines_together = fmt.length if fmt.tiles else reference.EVERY
+    together = reference.RUN if fmt.scaling == "tensor" else fmt.length
+    op = sums_op(fmt, columnwise, (lines % lines_together != 0, elements % together != 0))
+    return op(x, unit, q.data, q.scale, *([] if q.amax is None else [q.amax]))[0]
+
+
+def _sums_of_int4(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
+    """The same by the reference: codes have zero points."""
+    if q.axis == -2:
+        x, q = jnp.swapaxes(x, -1, -2), q.mT
+    limits = [dataclasses.replace(q, data=jnp.full_like(q.data, byte)) for byte in (0xFF, 0x00)]
+    values = tuple(dequantize(made, jnp.float32) for made in (q, *limits))
+    bins = reference.code_bins(q.data, q.format, x.shape[-1])
+    return reference.sums_of_rows(x, unit, values, bins, q.scale, q.format)
+
+
+def _channels(beyond: jax.Array, outliers: jax.Array, over: Over) -> jax.Array:
+    """The channels with the most outliers, and their shares."""
+    if over.axes:  # which channels the other shards hold is not known here
+        return jnp.concatenate([jnp.full(CHANNELS, -1.0), jnp.zeros(CHANNELS)])
+    counts = _whole(beyond.sum(axis=tuple(range(beyond.ndim - 1))))
+    most, places = jax.lax.top_k(jnp.pad(counts, (0, CHANNELS)), CHANNELS)
+    channels = jnp.where(most > 0, places, -1).astype(jnp.float32)
+    return jnp.concatenate([channels, most / jnp.maximum(outliers, 1)])
+
+
+def _as_matrices(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
+    """A vector as a matrix of one row."""
+    if len(q.matrix_shape) == 2:
+        return x, q
+    scale = q.scale if q.format.scaling == "tensor" else q.scale[..., None, :]
+    zero_point = None if q.zero_point is None else q.zero_point[..., None, :]
+    shape = (1, *q.matrix_shape)
+    row = dataclasses.replace(q, data=q.data[..., None, :], scale=scale, zero_point=zero_point, matrix_shape=shape)
+    return x[..., None, :], row
+
+
+def _rotated(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
+    """The elements that were rounded, padded to whole transforms, and their codes."""
+    rotation: Any = q.hadamard
+    axis, size = q.axis, rotation.size
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % size)
+    x = hadamard_transform(jnp.pad(x, padding) if padding[axis][1] else x, axis, size, rotation.signs)
+    return x, dataclasses.replace(q, hadamard=None, matrix_shape=x.shape[-2:])
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """The same on every device."""
+    sharding = sharding_of(x)
+    return x if sharding is None else jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))

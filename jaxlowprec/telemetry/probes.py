@@ -1,0 +1,334 @@
+"""How statistics leave a training step: as the gradient of a state that the layers read.
+
+The state is zeros; its gradient is what was measured. So numbers of the backward pass come out, too, and each use of a
+layer under `scan`, `remat` and `vmap` is counted once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec import wiring
+from jaxlowprec.arguments import shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.statistics.finish import LENGTH
+from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.telemetry.counting import measured, source
+from jaxlowprec.telemetry.measures import Statistics
+from jaxlowprec.wiring.defining import varying_axes
+
+TENSORS = (
+    "input rowwise",
+    "input columnwise",
+    "weight rowwise",
+    "weight columnwise",
+    "gradient rowwise",
+    "gradient columnwise",
+)
+"""The quantised operands of a layer, in the order of its state: fprop reads the input rowwise and the weight
+columnwise, dgrad the gradient and the weight rowwise, wgrad the input and the gradient columnwise."""
+
+AS_TRAINED = "as trained"
+"""The key of what the model trains by, beside the labels of `what_if=`."""
+
+State = dict[str, dict[str, jax.Array]]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("on", "state"), meta_fields=("what_if",))
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a layer's product needs to be measured.
+
+    Attributes:
+        on: bool: whether this step is measured.
+        state: by label, float32 [len(TENSORS), LENGTH]; its gradient is what was measured.
+        what_if: labels and roles that the tensors are also quantised by, to be measured.
+    """
+
+    on: Any
+    state: Any
+    what_if: tuple[tuple[str, Roles], ...] = ()
+
+    def gradient(self, found: dict[str, jax.Array]) -> Probe:
+        """The cotangent that brings what was found to the state."""
+        return Probe(None, found, self.what_if)
+
+
+class _Collector:
+    """A `collecting` block, or the search for the names of layers.
+
+    Attributes:
+        state: what was given; None while names are looked for.
+        on: whether this step is measured.
+        what_if: recipes by label.
+        found: the states' shapes by label, of the layers that were called.
+        place: within `stacked`, the index and the size; otherwise None.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None, on: Any = True, what_if: Mapping[str, Recipe] | None = None):
+        self.state, self.on, self.what_if = state, on, what_if or {}
+        self.found: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.place: tuple[Any, int] | None = None
+
+    def at(self, index: Any, of: int) -> _Collector:
+        """The same with a place in a stack."""
+        other = copy.copy(self)
+        other.place = index, of
+        return other
+
+    def probe(self, who: str, name: str) -> Probe | None:
+        """What the layer of that name needs to be measured; None while names are looked for."""
+        rows = (*(() if self.place is None else (self.place[1],)), len(TENSORS), LENGTH)
+        recipes = {label: recipe.at(name) for label, recipe in self.what_if.items()}
+        what_if = tuple((label, r.roles("linear", name)) for label, r in recipes.items() if r is not None)
+        shapes = {label: rows for label in (AS_TRAINED, *(label for label, _ in what_if))}
+        if self.state is None:
+            if self.found.setdefault(name, shapes) != shapes:
+                raise ValueError(
+                    f"{who}: layers named {name!r} are called within stacks of different sizes, or within one and "
+                    "without; give them different names"
+                )
+            return None
+        leaves: Any = self.state.get(name)
+        given = None if leaves is None else {label: jnp.shape(leaf) for label, leaf in leaves.items()}
+        if given != shapes:
+            has = f"has {list(self.state)[:8]}" if given is None else f"has {given} for it"
+            raise ValueError(
+                f"{who}: layer {name!r} needs telemetry of shapes {shapes}, and the state {has}; make it by "
+                "jaxlowprec.telemetry.init for this function, these arguments, this recipe and the same what_if="
+            )
+        state = leaves if self.place is None else {label: leaf[self.place[0]] for label, leaf in leaves.items()}
+        return Probe(self.on, dict(state), what_if)
+
+
+_numbers = itertools.count(1)
+_collectors: dict[int, _Collector] = {}
+_context = jax.make_user_context(None)  # the collector's number, and so part of jit's cache key
+
+
+def _current() -> _Collector | None:
+    return _collectors.get(_context.value)
+
+
+@contextlib.contextmanager
+def _entered(collector: _Collector) -> Iterator[None]:
+    number = next(_numbers)
+    _collectors[number] = collector
+    try:
+        with _context(number):
+            yield
+    finally:
+        del _collectors[number]
+
+
+@contextlib.contextmanager
+def collecting(state: Mapping[str, Any], on: Any = True, what_if: Mapping[str, Recipe] | None = None) -> Iterator[None]:
+    """Within the block, layers that follow a recipe measure what it does: the gradient of `state` is what they found.
+
+    For functions that are differentiated within `jax.jit`; `value_and_grad` does both. Calls that are not
+    differentiated measure nothing.
+
+    Arguments:
+        state: of `init`.
+        on: bool, traced or not: whether this step is measured, such as `step % 100 == 0`.
+        what_if: recipes by label. The same tensors are quantised by them, too, and measured; the model does not train
+            by them. Rounding is to nearest, and amaxes are the tensors' own.
+
+    Raises:
+        TypeError: the state is not a mapping, or a recipe is not a recipe.
+        ValueError: within the block: the state does not fit a layer.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> def loss(w, x, state):
+    ...     with jlp.telemetry.collecting(state):
+    ...         return jlp.linear(x, w, recipe=jlp.MXFP8BlockScaling(), name="up").sum()
+    >>> x, w = jnp.ones((32, 64)), jnp.ones((64, 32))
+    >>> state = jlp.telemetry.init(loss, w, x, {})
+    >>> found = jax.jit(jax.grad(loss, argnums=2))(w, x, state)
+    >>> round(float(jlp.telemetry.read(found)["up"]["weight columnwise"].amax))
+    1
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"telemetry.collecting: state={shown(state)}; needs what jaxlowprec.telemetry.init makes")
+    _check_recipes("telemetry.collecting", what_if)
+    here = _current()
+    searching = here is not None and here.state is None
+    with contextlib.nullcontext() if searching else _entered(_Collector(state, on, what_if)):
+        yield
+
+
+@contextlib.contextmanager
+def stacked(index: Any, of: int) -> Iterator[None]:
+    """Within the block, layers are measured as the index-th of a stack: for the body of a `jax.lax.scan` over layers.
+
+    Without it a layer that is called several times has the mean of its calls.
+
+    Arguments:
+        index: int, traced or not.
+        of: how many layers the stack has.
+    """
+    here = _current()
+    with contextlib.nullcontext() if here is None else _entered(here.at(index, of)):
+        yield
+
+
+def _check_recipes(who: str, what_if: Any) -> None:
+    """Raises TypeError unless the argument maps labels to recipes."""
+    if what_if is not None and not (
+        isinstance(what_if, Mapping)
+        and all(isinstance(label, str) and isinstance(recipe, Recipe) for label, recipe in what_if.items())
+    ):
+        raise TypeError(
+            f"{who}: what_if={shown(what_if)}; needs recipes by label, such as {{'mxfp8': MXFP8BlockScaling()}}"
+        )
+
+
+def init(function: Callable[..., Any], *args: Any, what_if: Mapping[str, Recipe] | None = None, **kwargs: Any) -> State:
+    """The state for `collecting`: zeros for each layer that follows a recipe when the function is called so.
+
+    The function is traced, not run; it may contain the `collecting` block, of any state.
+
+    Arguments:
+        what_if: see `collecting`.
+        args, kwargs: the function's.
+
+    Returns:
+        float32 [6, n] by layer and label; [size, 6, n] for layers within `stacked`.
+    """
+    if not callable(function):
+        raise TypeError(f"telemetry.init: function={shown(function)}; needs a function")
+    _check_recipes("telemetry.init", what_if)
+    search = _Collector(None, what_if=what_if)
+    with _entered(search):
+        jax.eval_shape(lambda *args, **kwargs: (function(*args, **kwargs), None)[1], *args, **kwargs)
+    return jax.tree.map(
+        lambda shape: jnp.zeros(shape, jnp.float32), search.found, is_leaf=lambda found: isinstance(found, tuple)
+    )
+
+
+def value_and_grad(
+    function: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    on: Any = True,
+    what_if: Mapping[str, Recipe] | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of a function that returns what its layers measured, too: `((value, gradient), found)`.
+
+    For use within `jax.jit`. `found` is what `read` and `Recorder` take.
+
+    Arguments:
+        function, argnums, has_aux: see `jax.value_and_grad`.
+        on, what_if: see `collecting`.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> def loss(w, x):
+    ...     return jlp.linear(x, w, recipe=jlp.NVFP4BlockScaling(), name="up").sum()
+    >>> @jax.jit
+    ... def step(w, x, number):
+    ...     (value, gradient), found = jlp.telemetry.value_and_grad(loss, on=number % 10 == 0)(w, x)
+    ...     return w - 0.1 * gradient, found
+    >>> w, found = step(jnp.ones((64, 32)), jnp.ones((32, 64)), 20)
+    >>> round(float(jlp.telemetry.read(found)["up"]["input rowwise"].sqnr))
+    inf
+    """
+    several = argnums if isinstance(argnums, tuple) else (argnums,)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        state = init(function, *args, what_if=what_if, **kwargs)
+
+        def collected(chosen: tuple[Any, ...], state: State) -> Any:
+            given = list(args)
+            for place, value in zip(several, chosen, strict=True):
+                given[place] = value
+            with collecting(state, on, what_if):
+                return function(*given, **kwargs)
+
+        chosen = tuple(args[place] for place in several)
+        value, (gradients, found) = jax.value_and_grad(collected, argnums=(0, 1), has_aux=has_aux)(chosen, state)
+        return (value, gradients if isinstance(argnums, tuple) else gradients[0]), found
+
+    return call
+
+
+def read(found: Mapping[str, Any]) -> dict[str, dict[str, Statistics]]:
+    """What was measured, on the host, by layer and tensor (see `TENSORS`); without what no layer has used.
+
+    A layer of a stack has its index behind its name: `blocks/up[3]`. What `what_if=` asked for has the label behind the
+    tensor's name: `gradient rowwise, mxfp8`.
+    """
+    if not isinstance(found, Mapping):
+        raise TypeError(f"telemetry.read: found={shown(found)}; needs the gradient of a telemetry state")
+    by_layer: dict[str, dict[str, Statistics]] = {}
+    for name, by_label in jax.device_get(dict(found)).items():
+        for label, values in by_label.items():
+            behind = "" if label == AS_TRAINED else f", {label}"
+            stack = {name: values} if values.ndim == 2 else {f"{name}[{i}]": each for i, each in enumerate(values)}
+            for layer, rows in stack.items():
+                seen = {f"{t}{behind}": Statistics(row) for t, row in zip(TENSORS, rows, strict=True) if row[0] > 0}
+                if seen:
+                    by_layer.setdefault(layer, {}).update(seen)
+    return by_layer
+
+
+# --- for the layers
+
+
+def probe(who: str, name: str) -> Probe | None:
+    """What the layer of that name needs to be measured; None if it is not."""
+    here = _current()
+    return None if here is None else here.probe(who, name)
+
+
+def measure(
+    probe: Probe,
+    tensors: Mapping[str, tuple[jax.Array, QuantizedArray | None]],
+    requantize: Callable[[Roles, str, jax.Array], QuantizedArray | None],
+) -> dict[str, jax.Array]:
+    """What quantisation did to tensors of a layer: by label, float32 [len(TENSORS), LENGTH], zeros for the others.
+
+    Arguments:
+        tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
+        requantize: quantises a tensor, given by its name, as other roles say.
+    """
+
+    def counted(tensors: dict[str, Any]) -> dict[str, jax.Array]:
+        # Without a barrier XLA computes both branches on a GPU.
+        tensors = jax.lax.optimization_barrier(tensors)
+        forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
+        for label, roles in probe.what_if:
+            forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
+        axes = {name: _split_over(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
+        known = {name.split()[0]: source(x, axes[name]) for name, (x, _) in tensors.items()}
+        found = {}
+        for label, quantized in forms.items():
+            there = {name: (tensors[name][0], q) for name, q in quantized.items() if q is not None}
+            rows = jnp.zeros((len(TENSORS), LENGTH), jnp.float32)
+            if there:
+                sources = [known[name.split()[0]] for name in there]
+                vectors = measured(sources, list(there.values()), axes[next(iter(there))])
+                rows = rows.at[np.array([TENSORS.index(name) for name in there])].set(vectors)
+            found[label] = wiring.align_varying(rows, probe.state[label])[0]
+        return found
+
+    def nothing(_: Any) -> dict[str, jax.Array]:
+        return jax.tree.map(jnp.zeros_like, probe.state)
+
+    return jax.lax.cond(probe.on, counted, nothing, dict(tensors))
+
+
+def _split_over(x: jax.Array, state: jax.Array) -> tuple[Any, ...]:
+    """The axes of shard_map that split x and not the state."""
+    return tuple(sorted(varying_axes(x) - varying_axes(state)))

@@ -1,0 +1,261 @@
+"""A run's record: a file of JSON lines that grows by a line for each recorded step.
+
+    {"format": "jaxlowprec telemetry", "version": 1, "names": [...], "about": {"recipe": "nvfp4"}}
+    {"step": 100, "time": 1763900000.0, "scalars": {"loss": 2.31}, "layers": {"blocks/0/up": {"input rowwise": [...]}}}
+
+Each line is written by one system call, so a process that is killed loses at most the line that it is writing, and a
+reader sees whole lines while the run goes on. Vectors are those of `Statistics`, rounded to five digits, without the
+zeros at their end; a number that is not finite is a string.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlowprec.arguments import shown
+from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
+from jaxlowprec.telemetry.measures import Statistics
+from jaxlowprec.telemetry.probes import read
+
+FORMAT, VERSION = "jaxlowprec telemetry", 1
+
+
+class Recorder:
+    """Appends what was measured to a run's file, which `load`, `jaxlowprec watch` and `jaxlowprec report` read.
+
+    A file that is there already is continued, after its last whole line: after a restart give the same path.
+
+        with jlp.telemetry.Recorder("runs/demo/telemetry.jsonl", every=100, recipe="nvfp4") as recorder:
+            for step in range(steps):
+                params, loss, found = train_step(params, batch, recorder.due(step))
+                recorder.record(step, found, loss=loss)
+
+    Arguments:
+        path: the file; its folder is made.
+        every: record each step that this divides.
+        about: what the run is, for its report: numbers and texts by name, kept in the file's first line.
+
+    Raises:
+        ValueError: `every` is not positive, or the file there is no run's record.
+        TypeError: `about` has something other than numbers and texts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 1, **about: Any):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"telemetry.Recorder: every={shown(every)}; needs a positive int")
+        for name, value in about.items():
+            if not isinstance(value, str | int | float):
+                raise TypeError(f"telemetry.Recorder: {name}={shown(value)}; needs a number or a text")
+        self.path, self.every = pathlib.Path(path), every
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if _continued(self._file, self.path) == 0:
+                names = [*SCALARS, "codes", "scales", "outlier_channels", "channel_shares"]
+                self._write({"format": FORMAT, "version": VERSION, "names": names, "about": about})
+        except BaseException:
+            self.close()
+            raise
+
+    def due(self, step: Any) -> Any:
+        """Whether a step is recorded: for `on=` of `value_and_grad` and `collecting`; of a traced number, too."""
+        return step % self.every == 0
+
+    def record(self, step: int, found: Mapping[str, Any] | None = None, **scalars: Any) -> None:
+        """Appends a step if it is due; otherwise does nothing, and waits for no device.
+
+        Arguments:
+            step: its number.
+            found: what `value_and_grad` found, or the gradient of the state of `collecting`.
+            scalars: further numbers, such as the loss.
+        """
+        step = int(step)
+        if not self.due(step):
+            return
+        layers = {} if found is None else read(found)
+        vectors = {layer: {tensor: _packed(s) for tensor, s in tensors.items()} for layer, tensors in layers.items()}
+        numbers = {name: _number(float(value)) for name, value in scalars.items()}
+        self._write({"step": step, "time": round(time.time(), 3), "scalars": numbers, "layers": vectors})
+
+    def close(self) -> None:
+        """Closes the file; nothing is lost without it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        data = (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
+        while data:  # a disk that is full raises; anything else writes all at once
+            data = data[os.write(self._file, data) :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One recorded step.
+
+    Attributes:
+        step: its number.
+        time: seconds since 1970.
+        scalars: what the program gave, by name.
+        layers: `Statistics` by layer and tensor.
+    """
+
+    step: int
+    time: float
+    scalars: dict[str, float]
+    layers: dict[str, dict[str, Statistics]]
+
+    def flat(self) -> dict[str, float]:
+        """All numbers under stable names, for TensorBoard, Weights & Biases and their like: `up/input rowwise/sqnr`."""
+        found = dict(self.scalars)
+        for layer, tensors in self.layers.items():
+            for tensor, statistics in tensors.items():
+                found |= {f"{layer}/{tensor}/{name}": value for name, value in statistics.scalars().items()}
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's record.
+
+    Attributes:
+        path: its file.
+        about: what its recorder was told.
+        records: by step, ascending; of a step that was recorded twice, after a restart, the later one.
+    """
+
+    path: pathlib.Path
+    about: dict[str, Any]
+    records: list[Record]
+
+    @property
+    def steps(self) -> list[int]:
+        """The recorded steps."""
+        return [record.step for record in self.records]
+
+    def series(self, layer: str, tensor: str, statistic: str) -> np.ndarray:
+        """A statistic at each recorded step, float64; NaN where it was not measured."""
+
+        def at(record: Record) -> float:
+            found = record.layers.get(layer, {}).get(tensor)
+            return math.nan if found is None else float(getattr(found, statistic))
+
+        return np.array([at(record) for record in self.records])
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Writes a table with a row for each step, layer and tensor, and a column for each statistic. Needs pyarrow."""
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ImportError("telemetry.Run.to_parquet: needs pyarrow; pip install pyarrow") from error
+        rows = [
+            {"step": record.step, "layer": layer, "tensor": tensor} | statistics.scalars()
+            for record in self.records
+            for layer, tensors in record.layers.items()
+            for tensor, statistics in tensors.items()
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def load(path: str | os.PathLike[str]) -> Run:
+    """A run's record, as far as it is written: also of a run that is going on, or was killed.
+
+    Arguments:
+        path: the file of a `Recorder`, or its folder if the file has the name telemetry.jsonl.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no run's record, or one of a later version.
+    """
+    file = pathlib.Path(path)
+    file = file / "telemetry.jsonl" if file.is_dir() else file
+    lines = _whole_lines(file.read_bytes())
+    about = _about(next(lines, b""), file)
+    records = {}
+    for number, line in enumerate(lines, 2):
+        record = _record(line, f"{file}:{number}")
+        records[record.step] = record
+    return Run(file, about, [records[step] for step in sorted(records)])
+
+
+def _continued(file: int, path: pathlib.Path) -> int:
+    """Cuts an unfinished last line off a file that is continued, and goes to its end: its length."""
+    content = path.read_bytes()
+    length = content.rfind(b"\n") + 1
+    if length:
+        _about(next(_whole_lines(content)), path)
+    elif content and not f'{{"format":"{FORMAT}"'.encode().startswith(content[:20]):
+        raise _no_record(path)
+    os.ftruncate(file, length)
+    return os.lseek(file, 0, os.SEEK_END)
+
+
+def _whole_lines(content: bytes) -> Iterator[bytes]:
+    yield from content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def _about(line: bytes, path: pathlib.Path) -> dict[str, Any]:
+    """What the first line says of the run."""
+    try:
+        header = json.loads(line)
+    except ValueError:
+        raise _no_record(path) from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise _no_record(path)
+    if header["version"] != VERSION:
+        raise ValueError(
+            f"telemetry: {path} has version {header['version']} of the format; this jaxlowprec reads {VERSION}; use a "
+            "later one"
+        )
+    return header["about"]
+
+
+def _no_record(path: pathlib.Path) -> ValueError:
+    return ValueError(f"telemetry: {path} is no run's record; needs a file that telemetry.Recorder has written")
+
+
+def _record(line: bytes, where: str) -> Record:
+    try:
+        found = json.loads(line)
+        layers = {
+            layer: {tensor: Statistics(_unpacked(vector)) for tensor, vector in tensors.items()}
+            for layer, tensors in found["layers"].items()
+        }
+        scalars = {name: float(value) for name, value in found["scalars"].items()}
+        return Record(int(found["step"]), float(found["time"]), scalars, layers)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"telemetry: {where} is no record: {error}; restore the file, or delete that line") from None
+
+
+def _number(value: float) -> float | str:
+    """A number as JSON has it."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _packed(statistics: Statistics) -> list[float | str]:
+    """A vector in five digits, without the zeros at its end."""
+    values = np.asarray(statistics.values, np.float64)
+    kept = values[: np.flatnonzero(values)[-1] + 1].tolist()
+    return [int(v) if v.is_integer() and abs(v) < 1e6 else _number(float(f"{v:.5g}")) for v in kept]
+
+
+def _unpacked(vector: list[float | str]) -> np.ndarray:
+    values = np.zeros(LENGTH)
+    values[: len(vector)] = [float(v) for v in vector]
+    return values

@@ -1,0 +1,90 @@
+"""The kernels that count what quantisation did, against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.statistics import finish, reference
+from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
+
+pytestmark = pytest.mark.sampled(5)
+FORMATS = {
+    "nvfp4": jlp.NVFP4(),
+    "nvfp4 16x16": jlp.NVFP4((16, 16)),
+    "mxfp4": jlp.MXFP4(),
+    "mxfp8": jlp.MXFP8("e5m2", scale_rule="floor"),
+    "mxfp8 32x32": jlp.MXFP8("e4m3", (32, 32)),
+    "float8 block": jlp.Float8Block(),
+    "float8 block 128x128": jlp.Float8Block(block=(128, 128)),
+    "float8 tensor": jlp.Float8Tensor(),
+}
+SHAPES = [(128, 256), (3, 48, 80), (130, 300), (5, 7), (1, 16), (257, 129)]
+
+
+def array(shape, dtype, spoilt):
+    """Magnitudes of 16 octaves; NaN and infinity if it is spoilt."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-8, 8, shape))).astype(np.float32)
+    if spoilt:
+        x.flat[3], x.flat[x.size // 2] = np.nan, np.inf
+    return jnp.asarray(x, dtype)
+
+
+def both(op, *args):
+    """The results of a kernel and of the reference."""
+    return (np.asarray(op(implementation)(*args)[0]) for implementation in ("ffi", "reference"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_moments_and_outliers(shape, spoilt, dtype):
+    x = array(shape, dtype, spoilt)
+    actual, expected = both(moments_op, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    threshold = jnp.asarray(2 * expected[..., 1])
+    np.testing.assert_array_equal(*both(outliers_op, x, threshold))
+
+
+def test_the_root_mean_square_of_huge_numbers_is_finite():
+    actual, expected = both(moments_op, jnp.full((256, 512), 3e38, jnp.float32))
+    np.testing.assert_allclose(actual, [3e38, 3e38], rtol=1e-5)
+    np.testing.assert_allclose(expected, [3e38, 3e38], rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_sums_and_vectors(name, axis, shape):
+    fmt, x = FORMATS[name], array(shape, "bfloat16" if axis == -1 else "float32", shape[-1] == 300)
+    q = jlp.quantize(x, fmt, axis=axis)
+    lines, length = x.shape[-2:][:: -1 if axis == -2 else 1]
+    together = reference.RUN if fmt.scaling == "tensor" else fmt.length
+    ragged = lines % (fmt.length if fmt.tiles else reference.EVERY) != 0, length % together != 0
+    operands = (x, jnp.full(x.shape[:-2], 2.0**-4), q.data, q.scale, *([] if q.amax is None else [q.amax]))
+    actual, expected = both(lambda how: sums_op(fmt, axis == -2, ragged, how), *operands)
+    counts = [*range(6), reference.SUMS.index("runs"), *range(reference.SCALES_FROM, reference.LENGTH)]
+    np.testing.assert_array_equal(actual[..., counts], expected[..., counts])
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+    sums = jnp.asarray(expected).reshape(-1, 1, reference.LENGTH)
+    known = [jnp.full(sums.shape[:-1], value) for value in (3.0, 1.0, 0.25)]
+    channels = jnp.broadcast_to(jnp.arange(8.0), (*sums.shape[:-1], 2 * finish.CHANNELS))
+    vectors = both(lambda how: statistics_op((fmt.scaling,), how), sums, *known, channels)
+    np.testing.assert_allclose(*vectors, rtol=1e-6)
+
+
+def test_vectors_of_several_tensors_under_vmap():
+    sums = jnp.abs(jax.random.normal(jax.random.key(0), (3, 2, reference.LENGTH)))
+    operands = (sums, *jnp.ones((3, 3, 2)), jnp.zeros((3, 2, 8)))
+    run = statistics_op(("e8m0", "two_level"))
+    np.testing.assert_allclose(jax.vmap(run)(*operands)[0], run(*operands)[0], rtol=1e-6)
+
+
+def test_every_instruction_set(isa):
+    x = array((130, 300), "bfloat16", True)
+    q = jlp.quantize(x, jlp.NVFP4(), axis=-2)
+    operands = (x, jnp.float32(0.5), q.data, q.scale, q.amax)
+    actual, expected = both(lambda how: sums_op(jlp.NVFP4(), True, (True, True), how), *operands)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3, err_msg=isa)

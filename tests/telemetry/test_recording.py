@@ -1,0 +1,174 @@
+"""A run's record: whole lines whatever happens, and the numbers that were measured."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.statistics.finish import LENGTH
+from jaxlowprec.telemetry.probes import AS_TRAINED
+from tests.helpers import python_environment
+
+TENSORS = jlp.telemetry.TENSORS
+
+
+def found(seed, layers=("up", "down")):
+    """The gradient of a telemetry state, made up: one use of each tensor."""
+    rng = np.random.default_rng(seed)
+    values = rng.uniform(0.01, 1, (len(layers), len(TENSORS), LENGTH)).astype(np.float32)
+    values[..., 0], values[..., -5:] = 1, 0
+    return {layer: {AS_TRAINED: jnp.asarray(v)} for layer, v in zip(layers, values, strict=True)}
+
+
+def recorded(path, steps, **options):
+    with jlp.telemetry.Recorder(path, **options) as recorder:
+        for step in steps:
+            recorder.record(step, found(step), loss=1 / (step + 1))
+    return path
+
+
+class TestRecorder:
+    def test_what_is_read_is_what_was_measured(self, tmp_path):
+        run = jlp.telemetry.load(recorded(tmp_path / "runs" / "telemetry.jsonl", range(5), recipe="nvfp4", width=8))
+        assert run.steps == [0, 1, 2, 3, 4]
+        assert run.about == {"recipe": "nvfp4", "width": 8}
+        for step, record in enumerate(run.records):
+            expected = jlp.telemetry.read(found(step))
+            assert {k: list(v) for k, v in record.layers.items()} == {k: list(v) for k, v in expected.items()}
+            for layer, tensors in expected.items():
+                for tensor, statistics in tensors.items():
+                    actual = record.layers[layer][tensor].values
+                    np.testing.assert_allclose(actual, statistics.values, rtol=1e-4)
+            assert record.scalars == {"loss": 1 / (step + 1)}
+        series = run.series("up", "input rowwise", "underflow")
+        np.testing.assert_allclose(series, [float(r.layers["up"]["input rowwise"].underflow) for r in run.records])
+        assert math.isnan(run.series("no such layer", "input rowwise", "underflow")[0])
+
+    def test_a_folder_stands_for_its_file(self, tmp_path):
+        recorded(tmp_path / "telemetry.jsonl", [1])
+        assert jlp.telemetry.load(tmp_path).steps == [1]
+
+    def test_only_due_steps_are_recorded_and_fetched(self, tmp_path):
+        with jlp.telemetry.Recorder(tmp_path / "t.jsonl", every=10) as recorder:
+            assert recorder.due(20) and not recorder.due(21)
+            assert bool(jax.jit(recorder.due)(20)) and not bool(jax.jit(recorder.due)(21))
+            recorder.record(21, {"up": "never looked at"})
+            recorder.record(20, found(0))
+        assert jlp.telemetry.load(tmp_path / "t.jsonl").steps == [20]
+
+    def test_a_step_without_measurements_has_its_numbers(self, tmp_path):
+        with jlp.telemetry.Recorder(tmp_path / "t.jsonl") as recorder:
+            recorder.record(1, loss=jnp.float32(jnp.nan), rate=0.5)
+        (record,) = jlp.telemetry.load(tmp_path / "t.jsonl").records
+        assert math.isnan(record.scalars["loss"]) and record.scalars["rate"] == 0.5 and record.layers == {}
+
+    def test_names_of_a_flat_record_are_stable(self, tmp_path):
+        (record,) = jlp.telemetry.load(recorded(tmp_path / "t.jsonl", [3])).records
+        flat = record.flat()
+        assert flat["loss"] == 0.25
+        assert flat["up/gradient columnwise/underflow"] == float(record.layers["up"]["gradient columnwise"].underflow)
+
+    def test_bad_arguments(self, tmp_path):
+        with pytest.raises(ValueError, match="telemetry.Recorder: every=0; needs a positive int"):
+            jlp.telemetry.Recorder(tmp_path / "t.jsonl", every=0)
+        with pytest.raises(TypeError, match="telemetry.Recorder: recipe=NVFP4"):
+            jlp.telemetry.Recorder(tmp_path / "t.jsonl", recipe=jlp.NVFP4BlockScaling())
+        with pytest.raises(FileNotFoundError):
+            jlp.telemetry.load(tmp_path / "none.jsonl")
+
+
+class TestCuts:
+    def test_a_file_cut_anywhere_is_read_up_to_its_last_whole_line(self, tmp_path):
+        whole = recorded(tmp_path / "t.jsonl", range(3)).read_bytes()
+        ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+        cut = tmp_path / "cut.jsonl"
+        for length in sorted({*range(ends[0], len(whole), 97), *ends, *(end - 1 for end in ends[1:])}):
+            cut.write_bytes(whole[:length])
+            assert jlp.telemetry.load(cut).steps == list(range(sum(end <= length for end in ends) - 1))
+
+    @pytest.mark.parametrize("at", [0, 5, 40, 200, -1])
+    def test_a_cut_file_is_continued_after_its_last_whole_line(self, tmp_path, at):
+        path = recorded(tmp_path / "t.jsonl", range(3))
+        whole = path.read_bytes()
+        path.write_bytes(whole[: at if at >= 0 else len(whole) + at])
+        recorded(path, [7])
+        assert jlp.telemetry.load(path).steps[-1] == 7
+        assert path.read_bytes().endswith(b"\n")
+
+    def test_a_step_recorded_again_replaces_the_first(self, tmp_path):
+        path = recorded(tmp_path / "t.jsonl", range(4))
+        with jlp.telemetry.Recorder(path) as recorder:
+            recorder.record(2, found(99), loss=5.0)
+        run = jlp.telemetry.load(path)
+        assert run.steps == [0, 1, 2, 3] and run.records[2].scalars == {"loss": 5.0}
+
+    def test_a_killed_run_keeps_what_it_wrote(self, tmp_path):
+        program = f"""
+        import sys
+        sys.path.insert(0, {str(sys.path[0])!r})
+        import jaxlowprec as jlp
+        from tests.telemetry.test_recording import found
+        recorder = jlp.telemetry.Recorder({str(tmp_path / "t.jsonl")!r})
+        for step in range(10**6):
+            recorder.record(step, found(step), loss=1.0)
+            print(step, flush=True)
+        """
+        run = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=python_environment(),
+        )
+        steps = [int(run.stdout.readline()) for _ in range(20)]
+        time.sleep(0.01)
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+        assert set(steps) <= set(jlp.telemetry.load(tmp_path / "t.jsonl").steps)
+
+
+class TestOtherFiles:
+    @pytest.mark.parametrize("content", ["", "\n", "loss 1.0\n", '{"step": 1}\n', "[1]\n"])
+    def test_what_is_no_record(self, tmp_path, content):
+        path = tmp_path / "other.jsonl"
+        path.write_text(content)
+        with pytest.raises(ValueError, match="is no run's record"):
+            jlp.telemetry.load(path)
+        if content:
+            with pytest.raises(ValueError, match="is no run's record"):
+                jlp.telemetry.Recorder(path)
+            assert path.read_text() == content
+
+    def test_another_version(self, tmp_path):
+        path = recorded(tmp_path / "t.jsonl", [1])
+        header, *rest = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([json.dumps(json.loads(header) | {"version": 2}) + "\n", *rest]))
+        with pytest.raises(ValueError, match="has version 2 of the format; this jaxlowprec reads 1"):
+            jlp.telemetry.load(path)
+
+    def test_a_damaged_line_is_named(self, tmp_path):
+        path = recorded(tmp_path / "t.jsonl", range(3))
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([*lines[:2], "{}\n", *lines[3:]]))
+        with pytest.raises(ValueError, match=r"t.jsonl:3 is no record"):
+            jlp.telemetry.load(path)
+
+    def test_parquet(self, tmp_path):
+        run = jlp.telemetry.load(recorded(tmp_path / "t.jsonl", range(2)))
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            with pytest.raises(ImportError, match="needs pyarrow; pip install pyarrow"):
+                run.to_parquet(tmp_path / "t.parquet")
+            return
+        run.to_parquet(tmp_path / "t.parquet")
+        table = pyarrow.parquet.read_table(tmp_path / "t.parquet")
+        assert table.num_rows == 2 * 2 * len(TENSORS) and "sqnr" in table.column_names
