@@ -100,7 +100,9 @@ class _Collector:
                 )
             return None
         leaves: Any = self.state.get(name)
-        given = None if leaves is None else {label: jnp.shape(leaf) for label, leaf in leaves.items()}
+        given = None
+        if isinstance(leaves, Mapping):
+            given = {label: jnp.shape(leaf) for label, leaf in leaves.items()}
         if given != shapes:
             has = f"has {list(self.state)[:8]}" if given is None else f"has {given} for it"
             raise ValueError(
@@ -176,7 +178,12 @@ def stacked(index: Any, of: int) -> Iterator[None]:
     Arguments:
         index: int, traced or not.
         of: how many layers the stack has.
+
+    Raises:
+        ValueError: `of` is not a positive int.
     """
+    if isinstance(of, bool) or not isinstance(of, int) or of < 1:
+        raise ValueError(f"telemetry.stacked: of={shown(of)}; needs the number of layers, a positive int")
     here = _current()
     with contextlib.nullcontext() if here is None else _entered(here.at(index, of)):
         yield
@@ -240,7 +247,7 @@ def value_and_grad(
     ...     (value, gradient), found = jlp.telemetry.value_and_grad(loss, on=number % 10 == 0)(w, x)
     ...     return w - 0.1 * gradient, found
     >>> w, found = step(jnp.ones((64, 32)), jnp.ones((32, 64)), 20)
-    >>> round(float(jlp.telemetry.read(found)["up"]["input rowwise"].sqnr))
+    >>> float(jlp.telemetry.read(found)["up"]["input rowwise"].sqnr)
     inf
     """
     several = argnums if isinstance(argnums, tuple) else (argnums,)

@@ -327,6 +327,14 @@ class TestErrors:
         needs = r"telemetry.collecting: state=3; needs what jaxlowprec.telemetry.init makes"
         with pytest.raises(TypeError, match=needs), jlp.telemetry.collecting(3):
             pass
+        needs = "telemetry.stacked: of=0; needs the number of layers"
+        with pytest.raises(ValueError, match=needs), jlp.telemetry.stacked(0, 0):
+            pass
+        with (
+            pytest.raises(ValueError, match="layer 'up' needs telemetry of shapes"),
+            jlp.telemetry.collecting({"up": 3}),
+        ):
+            loss(PARAMS, X)
         with pytest.raises(TypeError, match=r"telemetry.read: found=3"):
             jlp.telemetry.read(3)
         with pytest.raises(TypeError, match=r"telemetry.init: function=3"):
