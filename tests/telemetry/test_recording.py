@@ -17,6 +17,7 @@ import jaxlowprec as jlp
 from jaxlowprec.ops.statistics.finish import LENGTH
 from jaxlowprec.telemetry.probes import AS_TRAINED
 from tests.helpers import python_environment
+from tests.package.test_readme import ROOT
 
 TENSORS = jlp.telemetry.TENSORS
 
@@ -113,8 +114,6 @@ class TestCuts:
 
     def test_a_killed_run_keeps_what_it_wrote(self, tmp_path):
         program = f"""
-        import sys
-        sys.path.insert(0, {str(sys.path[0])!r})
         import jaxlowprec as jlp
         from tests.telemetry.test_recording import found
         recorder = jlp.telemetry.Recorder({str(tmp_path / "t.jsonl")!r})
@@ -126,6 +125,7 @@ class TestCuts:
             [sys.executable, "-c", textwrap.dedent(program)],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=ROOT,
             env=python_environment(),
         )
         steps = [int(run.stdout.readline()) for _ in range(20)]
