@@ -19,7 +19,7 @@ from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.statistics import reference
 from jaxlowprec.ops.statistics.finish import CHANNELS
-from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
+from jaxlowprec.ops.statistics.op import moments_op, outliers_op, ragged_of, statistics_op, sums_op
 from jaxlowprec.wiring.out_sharding import sharding_of
 
 OUTLIER = 6.0  # root mean squares
@@ -111,10 +111,7 @@ def _sums(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
     fmt, columnwise = q.format, q.axis == -2
     if fmt.scaling == "float16":
         return _sums_of_int4(_whole(x), jax.tree.map(_whole, q), _whole(unit))
-    lines, elements = x.shape[-2:][:: -1 if columnwise else 1]
-    lines_together = fmt.length if fmt.tiles else reference.EVERY
-    together = reference.RUN if fmt.scaling == "tensor" else fmt.length
-    op = sums_op(fmt, columnwise, (lines % lines_together != 0, elements % together != 0))
+    op = sums_op(fmt, columnwise, ragged_of(fmt, x.shape, columnwise))
     return op(x, unit, q.data, q.scale, *([] if q.amax is None else [q.amax]))[0]
 
 

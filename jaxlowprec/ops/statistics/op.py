@@ -77,16 +77,28 @@ def outliers_op(implementation: Implementation = None):
     )
 
 
+def _together(fmt: Format) -> tuple[int, int]:
+    """How many lines, and how many elements of a line, have to stay on one device."""
+    return fmt.length if fmt.tiles else reference.EVERY, reference.run_length(fmt)
+
+
+def ragged_of(fmt: Format, shape: tuple[int, ...], columnwise: bool) -> tuple[bool, bool]:
+    """The argument of `sums_op` for an array of this shape."""
+    lines, elements = shape[-2:][:: -1 if columnwise else 1]
+    lines_together, together = _together(fmt)
+    return lines % lines_together != 0, elements % together != 0
+
+
 @functools.cache
 def sums_op(fmt: Format, columnwise: bool, ragged: tuple[bool, bool], implementation: Implementation = None):
     """x [..., R, C], unit [...], data, scale and, for two-level formats, amax [...] -> [..., LENGTH]; see `reference`.
 
     Arguments:
         columnwise: codes are those of x's columns, K-major.
-        ragged: whether lines are no multiple of what has to stay together, and whether elements of a line are not.
+        ragged: whether lines are no multiple of what has to stay together, and whether elements of a line are not; of
+            `ragged_of`.
     """
-    together = fmt.length if fmt.scaling != "tensor" else reference.RUN
-    lines_together = fmt.length if fmt.tiles else reference.EVERY
+    lines_together, together = _together(fmt)
     sizes: dict[str, int] = {}
     whole = []
     line, scale_line, element, code, block = f"(l {'k' if fmt.tiles else 'm'})", "l", "(e k)", "(e k)", "e"

@@ -106,6 +106,11 @@ def sums_of_rows(x, unit, decoded, bins: jax.Array, scale: jax.Array, fmt: Forma
     return jnp.concatenate([first, _scales(magnitude, scale, fmt), codes], axis=-1)
 
 
+def run_length(fmt: Format) -> int:
+    """How many elements along the quantised axis a range is taken of: those that share a scale."""
+    return RUN if fmt.scaling == "tensor" else fmt.length
+
+
 def code_bins(data: jax.Array, fmt: Format, columns: int) -> jax.Array:
     """Codes [..., R, bytes] -> the bins of the elements [..., R, columns]: 4-bit codes, exponents of 8-bit floats."""
     if fmt.packed:
@@ -133,7 +138,7 @@ def _scales(magnitude: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
 
 def _ranges(magnitude: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     """The sum of largest over median magnitude of whole runs whose median is not zero; how many these are."""
-    length = RUN if fmt.scaling == "tensor" else fmt.length
+    length = run_length(fmt)
     lines = magnitude[..., ::EVERY, : magnitude.shape[-1] // length * length]
     ascending = jnp.sort(lines.reshape(*lines.shape[:-2], -1, length), axis=-1)
     median = ascending[..., (length - 1) // 2] / 2 + ascending[..., length // 2] / 2

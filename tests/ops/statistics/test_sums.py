@@ -7,19 +7,12 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.statistics import finish, reference
-from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
+from jaxlowprec.ops.statistics.op import moments_op, outliers_op, ragged_of, statistics_op, sums_op
+from tests.telemetry.test_statistics import FORMATS as EVERY_FORMAT
 
 pytestmark = pytest.mark.sampled(5)
-FORMATS = {
-    "nvfp4": jlp.NVFP4(),
-    "nvfp4 16x16": jlp.NVFP4((16, 16)),
-    "mxfp4": jlp.MXFP4(),
-    "mxfp8": jlp.MXFP8("e5m2", scale_rule="floor"),
-    "mxfp8 32x32": jlp.MXFP8("e4m3", (32, 32)),
-    "float8 block": jlp.Float8Block(),
-    "float8 block 128x128": jlp.Float8Block(block=(128, 128)),
-    "float8 tensor": jlp.Float8Tensor(),
-}
+FORMATS = {name: fmt for name, fmt in EVERY_FORMAT.items() if fmt.element != "int4"}  # Int4 has no kernel
+FORMATS["float8 block 128x128"] = jlp.Float8Block(block=(128, 128))
 SHAPES = [(128, 256), (3, 48, 80), (130, 300), (5, 7), (1, 16), (257, 129)]
 
 
@@ -60,9 +53,7 @@ def test_the_root_mean_square_of_huge_numbers_is_finite():
 def test_sums_and_vectors(name, axis, shape):
     fmt, x = FORMATS[name], array(shape, "bfloat16" if axis == -1 else "float32", shape[-1] == 300)
     q = jlp.quantize(x, fmt, axis=axis)
-    lines, length = x.shape[-2:][:: -1 if axis == -2 else 1]
-    together = reference.RUN if fmt.scaling == "tensor" else fmt.length
-    ragged = lines % (fmt.length if fmt.tiles else reference.EVERY) != 0, length % together != 0
+    ragged = ragged_of(fmt, x.shape, axis == -2)
     operands = (x, jnp.full(x.shape[:-2], 2.0**-4), q.data, q.scale, *([] if q.amax is None else [q.amax]))
     actual, expected = both(lambda how: sums_op(fmt, axis == -2, ragged, how), *operands)
     counts = [*range(6), reference.SUMS.index("runs"), *range(reference.SCALES_FROM, reference.LENGTH)]
