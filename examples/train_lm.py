@@ -23,6 +23,7 @@ from lm.training import Run, Schedule, train
 
 import jaxlowprec as jlp
 
+TELEMETRY = "record what quantisation does every so many steps (default 10), for jaxlowprec report and watch"
 RECIPES = {
     "bf16": lambda: None,
     "nvfp4": jlp.NVFP4BlockScaling,
@@ -55,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+    parser.add_argument("--telemetry", type=int, nargs="?", const=10, default=0, metavar="STEPS", help=TELEMETRY)
     parser.add_argument("--mesh", help="sizes such as data=2,fsdp=2,tensor=2; a CPU is divided into so many devices")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations along time over tensor too")
     parser.add_argument("--no-noise-floor", action="store_true", help="leave out the second bf16 run")
@@ -65,6 +67,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--recipe {unknown[0]}: needs one or more of {', '.join(RECIPES)}")
     if options.steps < 1 or options.batch < 1 or options.checkpoint_every < 1:
         parser.error("--steps, --batch and --checkpoint-every need 1 or more")
+    if options.telemetry < 0:
+        parser.error(f"--telemetry {options.telemetry}: needs 1 or more")
     if options.bf16_first < 0 or options.bf16_last < 0:
         parser.error("--bf16-first and --bf16-last need 0 or more")
     if options.experts < 0 or (options.experts and not 1 <= options.top_k <= options.experts):
@@ -105,7 +109,14 @@ def main() -> None:
     """Trains all runs, compares them and writes the report."""
     options = arguments()
     config, where = options.config, options.layout
-    schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
+    schedule = Schedule(
+        options.steps,
+        options.learning_rate,
+        options.batch,
+        options.seed,
+        options.checkpoint_every,
+        telemetry_every=options.telemetry,
+    )
     batches = Batches(read_text(options.text), options.batch, config.context, options.seed, where.rows(options.batch))
     runs = [Run(name, RECIPES[name]()) for name in options.names]
     if "bf16" in options.names and len(runs) > 1 and not options.no_noise_floor:
@@ -125,6 +136,10 @@ def main() -> None:
     settings = {"config": dataclasses.asdict(config), "schedule": dataclasses.asdict(schedule), "jax": jax.__version__}
     write(results, settings, options.out)
     print(f"\nreport: {options.out / 'report.json'}   picture: {options.out / 'loss.png'}")
+    if options.telemetry:
+        named = [str(options.out / name) for name in options.names]
+        floor = [f"--noise-floor {options.out / run.name.replace(' ', '-')}" for run in runs if run.perturbation]
+        print("telemetry: jaxlowprec report", *named, *floor)
 
 
 if __name__ == "__main__":

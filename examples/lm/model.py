@@ -124,6 +124,7 @@ class LanguageModel(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         kernel = partitioned(nnx.initializers.lecun_normal(), "embed", "vocabulary")
         self.head = nnx.Linear(config.width, VOCABULARY, use_bias=False, dtype=dtype, kernel_init=kernel, rngs=rngs)
+        jlp.nnx.name_layers(self)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.with_experts(tokens)[0]

@@ -48,6 +48,7 @@ class Schedule:
     seed: int
     checkpoint_every: int
     validation_batches: int = 32
+    telemetry_every: int = 0  # steps from one record of telemetry to the next; 0: none
 
 
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
@@ -93,21 +94,35 @@ def recipe_context(recipe: jlp.Recipe | None):
     return contextlib.nullcontext() if recipe is None else jlp.autocast(recipe)
 
 
-def make_steps(graph: nnx.GraphDef, transformation: optax.GradientTransformation, shardings: Any = None):
+def make_steps(
+    graph: nnx.GraphDef,
+    transformation: optax.GradientTransformation,
+    shardings: Any = None,
+    recorder: jlp.telemetry.Recorder | None = None,
+):
     """The jitted training step and evaluation. The recipe is part of jit's cache key: call them in its context.
 
     A step returns parameters, optimizer state and the loss; with experts, a pair of loss and load in place of the loss,
-    see `training_loss`. `shardings`: those of all three results.
+    see `training_loss`. `shardings`: those of all three results. With a recorder a step takes its number as well, and
+    returns what its layers measured as well.
     """
+    if recorder is not None and shardings is not None:
+        shardings = (*shardings[:-1], (shardings[-1], shardings[-1]))
 
     @jax.jit(donate_argnums=(0, 1), out_shardings=shardings)
-    def train(parameters, state, tokens):
+    def train(parameters, state, tokens, number=0):
         def trained(p):
             return training_loss(nnx.merge(graph, p), tokens)
 
-        (_, (value, load)), gradients = jax.value_and_grad(trained, has_aux=True)(parameters)
+        found = None
+        if recorder is None:
+            (_, (value, load)), gradients = jax.value_and_grad(trained, has_aux=True)(parameters)
+        else:
+            value_and_grad = jlp.telemetry.value_and_grad(trained, has_aux=True, on=recorder.due(number))
+            ((_, (value, load)), gradients), found = value_and_grad(parameters)
         updates, state = transformation.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state, value if load is None else (value, load)
+        value = value if load is None else (value, load)
+        return optax.apply_updates(parameters, updates), state, value if recorder is None else (value, found)
 
     @jax.jit(out_shardings=None if shardings is None else shardings[-1])
     def evaluate(parameters, tokens):
@@ -174,17 +189,25 @@ def train(
     layout: Layout = ONE_DEVICE,
 ) -> dict:
     """Trains one run and returns its part of the report."""
-    with layout.scope():
-        return _train(run, config, schedule, batches, folder, resume, layout)
+    with layout.scope(), _recorder(run, schedule, folder) as recorder:
+        return _train(run, config, schedule, batches, folder, resume, layout, recorder)
 
 
-def _train(run, config, schedule, batches, folder, resume, layout) -> dict:
+def _recorder(run: Run, schedule: Schedule, folder: pathlib.Path) -> Any:
+    """Records telemetry if the schedule says so; of several processes the first one does."""
+    if not schedule.telemetry_every:
+        return contextlib.nullcontext()
+    path = folder / "telemetry.jsonl" if jax.process_index() == 0 else None
+    return jlp.telemetry.Recorder(path, every=schedule.telemetry_every, recipe=run.name, seed=schedule.seed)
+
+
+def _train(run, config, schedule, batches, folder, resume, layout, recorder) -> dict:
     transformation = optimizer(schedule)
     graph, parameters = initial_parameters(config, run, schedule.seed, layout)
     state = layout.create(transformation.init, parameters)
     placed = layout.shardings((parameters, state))
     shardings = placed and (*placed, layout.replicated())
-    step_function, evaluate = make_steps(graph, transformation, shardings)
+    step_function, evaluate = make_steps(graph, transformation, shardings, recorder)
     checkpoints, losses, loads, times = Checkpoints(folder), [], [], []
     if resume:
         parameters, state, losses, loads = checkpoints.restore(parameters, state)
@@ -199,11 +222,14 @@ def _train(run, config, schedule, batches, folder, resume, layout) -> dict:
         for step in bar:
             started = time.perf_counter()
             batch = layout.place(batches.train(step), schedule.batch)
-            parameters, state, value = step_function(parameters, state, batch)
+            parameters, state, value = step_function(parameters, state, batch, step)
+            value, found = (value, None) if recorder is None else value
             if config.experts:
                 value, load = value
                 loads.append(float(load))
             losses.append(float(value))
+            if recorder is not None:
+                recorder.record(step, found, loss=losses[-1])
             times.append(time.perf_counter() - started)
             if step == first:
                 compile_seconds = times.pop()

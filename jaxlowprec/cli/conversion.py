@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
 from jaxlowprec.cli.progress import bar, readable
-from jaxlowprec.cli.streams import emit, say
+from jaxlowprec.cli.streams import as_json, emit, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,7 @@ def show(report: Report, options: argparse.Namespace) -> int:
     """Prints a report; returns the exit status."""
     if options.json:
         content = {"command": options.command, "dry_run": options.dry_run, **report.as_json()}
-        emit(json.dumps(content, indent=2).split("\n"))
+        emit(as_json(content))
         return 0
     for warning in report.warnings:
         say(f"jaxlowprec {options.command}: warning: {warning}")

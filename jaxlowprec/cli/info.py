@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
-import json
 import pathlib
 import platform
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Format, Int4
-from jaxlowprec.cli.streams import emit
+from jaxlowprec.cli.streams import as_json, emit
 from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from jaxlowprec.diagnostics import support
 from jaxlowprec.recipes.qat import Int4QAT
@@ -101,7 +100,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     found = collect()
-    emit(json.dumps(found, indent=2).split("\n") if options.json else render(found))
+    emit(as_json(found) if options.json else render(found))
     return 0
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from typing import Any
 
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, inspect
 from jaxlowprec.checkpoints.conversion.plot import plot_sqnr
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.progress import bar, readable
-from jaxlowprec.cli.streams import emit, printable
+from jaxlowprec.cli.streams import as_json, emit, printable
 
 _WIDEST = 120  # characters of a column; longer cells stick out, so that a name of a megabyte does not widen every line
 
@@ -36,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     found = inspect(options.path, options.reference, workers=options.workers, progress=bar(options.json))
     if options.plot:
         plot_sqnr(found, options.plot)
-    emit(json.dumps(_finite(found.as_json()), indent=2).split("\n") if options.json else render(found))
+    emit(as_json(found.as_json()) if options.json else render(found))
     return 0
 
 
@@ -62,12 +60,3 @@ def _row(module: InspectedModule, compared: bool) -> tuple[str, ...]:
         return (*row, "-", "-")
     sqnr = module.error.sqnr_db
     return (*row, "exact" if sqnr is None else f"{sqnr:.2f}", f"{module.error.max_abs:.3g}")
-
-
-def _finite(content: Any) -> Any:
-    """The content with None (JSON's null) in place of infinity and NaN, which JSON does not have."""
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -21,6 +23,19 @@ def printable(text: str, stream: Any = None) -> str:
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return escaped(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def as_json(content: Any) -> list[str]:
+    """Lines of JSON, with null in place of infinity and NaN, which JSON does not have."""
+    return json.dumps(_finite(content), indent=2).split("\n")
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def emit(lines: Iterable[str]) -> None:

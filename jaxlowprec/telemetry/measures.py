@@ -37,7 +37,8 @@ class Statistics:
         uses: how many tensors were measured; 0: none was.
         zeros: fraction of elements that are zero.
         underflow: fraction that is not zero and becomes zero.
-        saturation: fraction beyond the largest number of their block, and so cut off.
+        saturation: fraction beyond the largest number of their block, and so cut off. Where that number is zero they
+            underflow.
         nonfinite: fraction that is infinite or NaN.
         poisoned: fraction that is finite and decodes to no finite number, because of another element.
         square_error: energy of the errors over that of the elements.

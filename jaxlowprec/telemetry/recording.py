@@ -40,7 +40,7 @@ class Recorder:
                 recorder.record(step, found, loss=loss)
 
     Arguments:
-        path: the file; its folder is made.
+        path: the file; its folder is made. None: nothing is written, as by all processes of a run but the first.
         every: record each step that this divides.
         about: what the run is, for its report: numbers and texts by name, kept in the file's first line.
 
@@ -49,13 +49,15 @@ class Recorder:
         TypeError: `about` has something other than numbers and texts.
     """
 
-    def __init__(self, path: str | os.PathLike[str], every: int = 1, **about: Any):
+    def __init__(self, path: str | os.PathLike[str] | None, every: int = 1, **about: Any):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"telemetry.Recorder: every={shown(every)}; needs a positive int")
         for name, value in about.items():
             if not isinstance(value, str | int | float):
                 raise TypeError(f"telemetry.Recorder: {name}={shown(value)}; needs a number or a text")
-        self.path, self.every = pathlib.Path(path), every
+        self.path, self.every, self._file = None if path is None else pathlib.Path(path), every, -1
+        if self.path is None:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -79,7 +81,7 @@ class Recorder:
             scalars: further numbers, such as the loss.
         """
         step = int(step)
-        if not self.due(step):
+        if self.path is None or not self.due(step):
             return
         layers = {} if found is None else read(found)
         vectors = {layer: {tensor: _packed(s) for tensor, s in tensors.items()} for layer, tensors in layers.items()}

@@ -146,8 +146,15 @@ def test_saturation_counts_what_lies_beyond_the_largest_code(fmt):
         lowest = -highest
         assert np.all(np.abs(codes) <= highest * (1 + 1e-6))
     beyond = (np.float64(x) > highest * (1 + 1e-6)) | (np.float64(x) < lowest * (1 + 1e-6))
+    beyond &= highest > lowest  # with a scale of 0 they underflow
     assert abs(float(statistics(x, q).saturation) - beyond.mean()) <= 2 / x.size
     assert fmt.scaling != "e8m0" or fmt.scale_rule == "floor" or not beyond.any()
+
+
+def test_with_a_scale_of_zero_elements_underflow():
+    x = jnp.full((16, 32), 1e-9, jnp.bfloat16).at[0, 0].set(1)
+    found = statistics(x, jlp.quantize(x, jlp.NVFP4()))
+    assert (float(found.saturation), float(found.underflow)) == (0, 1 - 1 / x.size)
 
 
 class TestWhatWasRounded:

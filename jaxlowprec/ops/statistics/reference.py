@@ -91,7 +91,7 @@ def sums_of_rows(x, unit, decoded, bins: jax.Array, scale: jax.Array, fmt: Forma
         _count(jnp.ones_like(known)),
         _count(rows == 0),
         _count((rows != 0) & (values == 0)),
-        _count(known & ((rows > highest) | (rows < lowest))),
+        _count(known & (values != 0) & ((rows > highest) | (rows < lowest))),  # with a scale of 0 they underflow
         _count(~finite),
         _count(finite & ~decodes),
         _sum(error),

@@ -237,7 +237,7 @@ struct Sums {
       const F32 v = load<F32>(part.x + k), d = load<F32>(part.decoded + k);
       const U32 size = magnitude(v), decoded = magnitude(d);
       F32 kept = v * unit, off = d * unit - kept;
-      U32 cut_off = load_u8(part.sizes + k) == largest && size > decoded ? one : U32{};
+      U32 cut_off = load_u8(part.sizes + k) == largest && size > decoded && decoded != 0 ? one : U32{};
       if (!kFinite) {
         const U32 finite = size < kInfinityBits ? all : U32{}, decodes = decoded < kInfinityBits ? all : U32{};
         nonfinite += ~finite & one;

@@ -1,0 +1,122 @@
+"""`jaxlowprec watch` and `jaxlowprec report`."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.cli.main import main
+from jaxlowprec.telemetry.probes import AS_TRAINED
+from tests.cli.processes import ENTRY
+from tests.helpers import python_environment
+from tests.telemetry.test_recording import found
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run whose layer "down" has a gradient of NaNs from step 20 on."""
+    with jlp.telemetry.Recorder(tmp_path / "run" / "telemetry.jsonl", every=10, recipe="nvfp4") as recorder:
+        for step in range(0, 40, 10):
+            measured = {
+                layer: {AS_TRAINED: state[AS_TRAINED].at[:, 1:15].set(0.04).at[:, 4:6].set(0)}
+                for layer, state in found(step).items()
+            }
+            if step >= 20:
+                measured["down"] = {AS_TRAINED: measured["down"][AS_TRAINED].at[4, 4].set(0.25)}
+            recorder.record(step, measured, loss=2.0)
+    return tmp_path / "run"
+
+
+def test_watch_prints_the_worst_layers_and_alarms(run, capsys):
+    assert main(["watch", "--once", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "step 30, loss 2" in printed
+    assert "gradient rowwise of down: 25 % of the elements are infinite or NaN since step 20" in printed
+    assert re.search(r"^up +gradient columnwise ", printed, re.M)
+
+
+def test_watch_while_nothing_is_recorded(tmp_path, capsys):
+    jlp.telemetry.Recorder(tmp_path / "telemetry.jsonl").close()
+    assert main(["watch", "--once", str(tmp_path)]) == 0
+    assert "nothing is recorded yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["watch", "report"])
+def test_a_run_that_is_not_there(command, tmp_path, capsys):
+    assert main([command, str(tmp_path / "none")]) == 2
+    assert "none: there is no record of a run; give the file of a telemetry.Recorder" in capsys.readouterr().err
+
+
+def test_report_writes_one_page_with_all_runs(run, tmp_path, capsys):
+    pytest.importorskip("vl_convert")
+    out = tmp_path / "page.html"
+    assert main(["report", str(run), str(run), "--out", str(out), "--title", "A <b> & c"]) == 0
+    assert "since step 20" in capsys.readouterr().out
+    text = out.read_text()
+    assert "<h1>A &lt;b&gt; &amp; c</h1>" in text and "<!--" not in text.split("<script>")[0]
+    data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)[1])
+    assert [of["name"] for of in data["runs"]] == ["run", "run (2)"]
+    assert data["runs"][0]["steps"] == [0, 10, 20, 30]
+    assert not re.search(r"""(src|href)=["']?http""", text.split("<script>")[0])
+
+
+def test_both_print_json(run, tmp_path, capsys):
+    assert main(["watch", "--json", str(run)]) == 0
+    watched = json.loads(capsys.readouterr().out)
+    assert (watched["step"], watched["about"]) == (30, {"recipe": "nvfp4"})
+    first = watched["findings"][0]
+    assert (first["layer"], first["statistic"], first["since"]) == ("down", "nonfinite", 20)
+    assert watched["layers"]["down"]["gradient rowwise"]["nonfinite"] == 0.25
+    pytest.importorskip("vl_convert")
+    assert main(["report", "--json", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["findings"] == watched["findings"]
+
+
+def test_a_limit_makes_a_finding(run, capsys):
+    assert main(["watch", "--once", str(run), "--limit", "underflow=0.03"]) == 0
+    assert "input rowwise of up: 4 % underflow since step 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"), [("underflw=1", "needs one of underflow, "), ("sqnr=x", "such as sqnr=12.0")]
+)
+def test_a_limit_that_is_none(given, needs, run, capsys):
+    assert main(["watch", "--once", str(run), "--limit", given]) == 2
+    assert needs in capsys.readouterr().err
+
+
+def test_in_a_terminal_watch_follows_the_run(run):
+    pytest.importorskip("rich")
+    ours, its = pty.openpty()
+    environment = python_environment(TERM="xterm", COLUMNS="160", LINES="50")
+    words = [sys.executable, "-c", ENTRY, "watch", str(run), "--every", "0.2"]
+    watch = subprocess.Popen(words, stdout=its, stdin=its, stderr=its, env=environment)
+    os.close(its)
+    try:
+        text = read_until(ours, "since step 20")
+        assert "step 30, loss 2" in text and "gradient columnwise" in text
+        with jlp.telemetry.Recorder(run / "telemetry.jsonl", every=10) as recorder:
+            recorder.record(40, found(40), loss=1.5)
+        assert "step 40, loss 1.5" in read_until(ours, "step 40, loss 1.5")
+        watch.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # that is the end of a terminal; who does not read it stops the process
+            read_until(ours, "no such words")
+        assert watch.wait(timeout=30) == 130
+    finally:
+        watch.kill()
+        os.close(ours)
+
+
+def read_until(terminal, words):
+    """What a terminal shows, up to these words."""
+    text = ""
+    while words not in text:
+        text += os.read(terminal, 4096).decode(errors="replace")
+    return text

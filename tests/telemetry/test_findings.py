@@ -1,0 +1,101 @@
+"""What is wrong with a run, in words."""
+
+import dataclasses
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
+from jaxlowprec.telemetry.findings import Limits, findings
+from jaxlowprec.telemetry.measures import Statistics
+from jaxlowprec.telemetry.recording import Record, Run
+
+HEALTHY = {"uses": 1, "underflow": 0.1, "square_error": 0.01, "amax": 3, "rms": 1}
+
+
+def statistics(**numbers):
+    values = np.zeros(LENGTH)
+    for name, value in (HEALTHY | numbers).items():
+        values[SCALARS.index(name)] = value
+    return Statistics(values)
+
+
+def a_run(*layers, losses=()):
+    """A run whose records, ten steps apart, have these layers."""
+    losses = [*losses, *[1.0] * (len(layers) - len(losses))]
+    records = [Record(10 * i, 0.0, {"loss": loss}, of) for i, (of, loss) in enumerate(zip(layers, losses, strict=True))]
+    return Run(pathlib.Path("telemetry.jsonl"), {}, records)
+
+
+def of_one(*numbers, tensor="gradient rowwise"):
+    """A run of one layer with such numbers in its records."""
+    return a_run(*({"up": {tensor: statistics(**given)}} for given in numbers))
+
+
+def test_a_healthy_run_has_none():
+    assert findings(of_one({}, {}, {})) == []
+    assert findings(a_run()) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "statistic", "words"),
+    [
+        ({"underflow": 0.41}, "underflow", "41 % underflow since step 10; rotate it"),
+        ({"saturation": 0.2}, "saturation", "20 % are cut off since step 10; its scale is too small"),
+        ({"floor": 0.03}, "floor", "3 % of the blocks have the smallest scale since step 10"),
+        ({"bias": -0.06}, "bias", "rounding shifts the sum by -6 % since step 10; round it stochastically"),
+        ({"square_error": 0.1}, "sqnr", "the SQNR is 10.0 dB, over the run 10.0 dB since step 10"),
+        ({"nonfinite": 1e-6}, "nonfinite", "0.0001 % of the elements are infinite or NaN since step 10"),
+        ({"poisoned": 0.5}, "poisoned", "50 % of the elements are lost to an infinite or NaN neighbour"),
+    ],
+)
+def test_each_says_what_where_since_when_and_what_to_do(numbers, statistic, words):
+    (found,) = findings(of_one({}, numbers, numbers))
+    assert (found.layer, found.tensor, found.statistic, found.since) == ("up", "gradient rowwise", statistic, 10)
+    assert found.text.startswith("gradient rowwise of up: ") and words in found.text
+
+
+def test_what_is_over_is_none():
+    assert findings(of_one({}, {"underflow": 0.9}, {})) == []
+
+
+def test_since_is_the_latest_unbroken_time():
+    bad = {"underflow": 0.9}
+    (found,) = findings(of_one(bad, {}, bad, bad))
+    assert found.since == 20
+
+
+def test_a_change_by_orders_of_magnitude():
+    shrunk = {"rms": 2.0**-20, "amax": 2.0**-18}
+    (found,) = findings(of_one({}, {}, shrunk, shrunk))
+    assert (found.statistic, found.since) == ("rms", 20) and "fell by 2^20, to 9.5e-07, since step 20" in found.text
+    assert findings(of_one({}, shrunk, {}, {})) == []
+    assert findings(of_one({}, {"rms": 0.1, "amax": 0.3})) == []
+
+
+def test_a_loss_that_is_not_finite():
+    (found,) = findings(a_run({}, {}, {}, losses=[1.0, math.nan, math.inf]))
+    assert (found.statistic, found.since, found.severity) == ("loss", 10, 2)
+
+
+def test_the_remedy_is_what_was_measured_to_help_most():
+    layer = {
+        "gradient columnwise": statistics(underflow=0.5),
+        "gradient columnwise, mxfp8": statistics(underflow=0.001),
+        "gradient columnwise, rotated": statistics(underflow=0.09),
+    }
+    (found,) = findings(a_run({"up": layer}))
+    assert found.text.endswith("50 % underflow since step 0; mxfp8 would bring it to 0 %")
+
+
+def test_the_worst_come_first():
+    run = a_run({"a": {"input rowwise": statistics(underflow=0.5)}, "b": {"input rowwise": statistics(nonfinite=0.1)}})
+    assert [found.layer for found in findings(run)] == ["b", "a"]
+
+
+def test_limits_are_the_readers():
+    run = of_one({"underflow": 0.3})
+    assert findings(run) == []
+    assert [found.statistic for found in findings(run, dataclasses.replace(Limits(), underflow=0.2))] == ["underflow"]
