@@ -94,7 +94,7 @@ std::vector<double> expected_sums(const SumsProblem& p, const std::vector<float>
       const int code = f.packed() ? reference::code_at(codes, k) : codes[k];
       const int largest = with_float(f.code, [](auto type) { return decltype(type)::kLargestCode; });
       const int magnitude = code & (f.packed() ? 7 : 0x7F);
-      const bool cut_off = magnitude == largest && std::fabs(v) > std::fabs(d);
+      const bool cut_off = magnitude == largest && d != 0 && std::fabs(v) > std::fabs(d);
       const double off = double(d) - v;
       const auto count = [](bool is) { return is ? 1.0 : 0.0; };
       const double numbers[] = {1.0,
