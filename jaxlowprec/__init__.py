@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, moe, telemetry, traffic
+from jaxlowprec import checkpoint_policies, debug, delayed_scaling, layouts, moe, telemetry, traffic
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
@@ -17,6 +17,7 @@ from jaxlowprec.linears.linear import linear, quantize_kernel
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
+from jaxlowprec.models.find_policy import Policy, find_policy
 from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
@@ -63,6 +64,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "PerGemm",
     "PerLayer",
+    "Policy",
     "QParams",
     "QuantizedArray",
     "QuantizedKernel",
@@ -77,12 +79,14 @@ __all__ = [
     "checkpoint_policies",
     "checkpoints",
     "current_recipe",
+    "debug",
     "delayed_scaling",
     "dequantize",
     "dot_general",
     "einsum",
     "explain",
     "fake_quantize",
+    "find_policy",
     "flax_dot_general_cls",
     "grouped_matmul",
     "hadamard_transform",

@@ -5,6 +5,7 @@ The left operand has the input's role, the right operand the weight's, as in `nn
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from jaxlowprec.linears.layer_call import LayerCall, layer_call
 from jaxlowprec.linears.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
+from jaxlowprec.linears.watching.watched import watched
 from jaxlowprec.ops.checks import (
     a_sharding,
     axis_from_the_front,
@@ -89,7 +91,14 @@ def dot_general(
         y = add_product(y, *_adapted(who, lhs, rhs, dimension_numbers), name)
         return y if state is None else (y, out_state)
     rhs, call = layer_call(who, rhs, quantized_kernel, **settings)
-    y, out_state = _dot_general(call, lhs, rhs, dimension_numbers, options)
+
+    def macs() -> int:
+        assert rhs is not None
+        contract, batch = dimension_numbers[0][0], dimension_numbers[1][0]
+        return lhs.size * rhs.size // math.prod(lhs.shape[axis] for axis in (*contract, *batch))
+
+    compute = functools.partial(_dot_general, given=dimension_numbers, options=options)
+    y, out_state = watched(call, lhs, rhs, compute, macs)
     return y if state is None else (y, out_state)
 
 
@@ -260,7 +269,19 @@ def einsum(
         return y if state is None else (y, out_state)
     is_loaded = len(operands) == 2 and isinstance(operands[1], QuantizedArray)
     _, call = layer_call(who, operands[1] if is_loaded else None, None, **settings)
-    y, out_state = (_einsum_of_loaded if is_loaded else _einsum)(call, subscripts, operands, options)
+    if is_loaded or len(operands) != 2:
+        y, out_state = (_einsum_of_loaded if is_loaded else _einsum)(call, subscripts, operands, options)
+        return y if state is None else (y, out_state)
+
+    def macs() -> int:
+        x, w = operands
+        (x_names, w_names), _ = _parse(who, subscripts, x.ndim, w.ndim)
+        return math.prod(dict(zip([*x_names, *w_names], [*x.shape, *w.shape], strict=True)).values())
+
+    def compute(call: LayerCall, x: Any, w: Any) -> tuple[jax.Array, State | None]:
+        return _einsum(call, subscripts, (x, w), options)
+
+    y, out_state = watched(call, *operands, compute, macs)
     return y if state is None else (y, out_state)
 
 

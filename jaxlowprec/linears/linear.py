@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,11 +13,12 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling, weight_only
-from jaxlowprec.linears.layer_call import layer_call
+from jaxlowprec.linears.layer_call import LayerCall, layer_call
 from jaxlowprec.linears.low_rank import LoRAKernel, add_product, check_adapter
 from jaxlowprec.linears.operands import both_ways
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
+from jaxlowprec.linears.watching.watched import watched
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -151,18 +153,22 @@ def linear(
         raise ValueError(f"{who}: x {x.shape} and kernel {shape}: needs x [..., K] and kernel [K, N]")
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != shape[1:]:
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
+    compute = functools.partial(_linear, bias=bias, out_sharding=out_sharding)
+    y, out_state = watched(call, x, kernel, compute, lambda: x.size * shape[1])
+    return y if state is None else (y, out_state)
+
+
+def _linear(call: LayerCall, x: Any, kernel: Any, bias: Any, out_sharding: Any) -> tuple[jax.Array, Any]:
+    """The product, and the state of delayed scaling if there is one."""
     if call.in_high_precision(kernel):
         kernel = call.high_precision_weight(kernel)
         dims = (((x.ndim - 1,), (0,)), ((), ()))
-        with in_profiles(name):
+        with in_profiles(call.name):
             y = jax.lax.dot_general(x, kernel.astype(x.dtype), dims, call.precision, out_sharding=out_sharding)
             y = product(y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape))
-        if call.calibrates:
-            y, state = call.recorded(x, kernel, y)
-        return y if state is None else (y, state)
+        return call.recorded(x, kernel, y) if call.calibrates else (y, call.state)
     lines = [math.prod(x.shape[:-2]), x.shape[-2]] if x.ndim > 2 else [math.prod(x.shape[:-1])]
-    tokens = x.reshape(*lines, shape[0])
+    tokens = x.reshape(*lines, x.shape[-1])
     fits = out_sharding if x.ndim in (2, 3) else None
     y, out_state = call.matmul(tokens, kernel, bias, x.dtype, fits, x.ndim > 2)
-    y = resharded(y.reshape(*x.shape[:-1], shape[1]), out_sharding)
-    return y if state is None else (y, out_state)
+    return resharded(y.reshape(*x.shape[:-1], y.shape[-1]), out_sharding), out_state

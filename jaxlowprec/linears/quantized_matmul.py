@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling
-from jaxlowprec.linears.measured import measured
 from jaxlowprec.linears.operands import Gemms, both_ways, role_of
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
@@ -34,6 +33,7 @@ from jaxlowprec.linears.residuals import (
     plain_wgrad,
     product,
 )
+from jaxlowprec.linears.watching.measured import measured
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
 from jaxlowprec.recipes.transformer_engine import DelayedScaling

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
-from jaxlowprec.linears.measured import measured
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     bias_gradient,
@@ -33,6 +32,7 @@ from jaxlowprec.linears.residuals import (
     plain_wgrad,
     product,
 )
+from jaxlowprec.linears.watching.measured import measured
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.rounding import narrowed

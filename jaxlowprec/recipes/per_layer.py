@@ -203,7 +203,7 @@ def _named(recipe: Recipe | None) -> str:
     for field in own:
         default: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if (value := getattr(recipe, field.name)) != default:
-            fields.append(f"{field.name}={shown(value)}")
+            fields.append(f"{field.name}={_named(value) if isinstance(value, Recipe) else shown(value)}")
     return f"{name}({', '.join(fields)})" if fields else name
 
 

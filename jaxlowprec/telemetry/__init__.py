@@ -2,8 +2,9 @@
 
 from jaxlowprec.telemetry.findings import Finding, Limits, findings
 from jaxlowprec.telemetry.measures import Statistics, statistics
-from jaxlowprec.telemetry.probes import TENSORS, collecting, init, read, stacked, value_and_grad
+from jaxlowprec.telemetry.probes import TENSORS, collecting, init, read, value_and_grad
 from jaxlowprec.telemetry.recording import Record, Recorder, Run, load
+from jaxlowprec.telemetry.scopes import stacked
 
 __all__ = [
     "TENSORS",

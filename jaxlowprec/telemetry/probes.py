@@ -7,10 +7,8 @@ layer under `scan`, `remat` and `vmap` is counted once.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +23,7 @@ from jaxlowprec.ops.statistics.finish import LENGTH
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.telemetry.counting import measured, source
 from jaxlowprec.telemetry.measures import Statistics
+from jaxlowprec.telemetry.scopes import Scope, current, entered
 from jaxlowprec.wiring.defining import varying_axes
 
 TENSORS = (
@@ -64,7 +63,7 @@ class Probe:
         return Probe(None, found, self.what_if)
 
 
-class _Collector:
+class _Collector(Scope):
     """A `collecting` block, or the search for the names of layers.
 
     Attributes:
@@ -72,23 +71,15 @@ class _Collector:
         on: whether this step is measured.
         what_if: recipes by label.
         found: the states' shapes by label, of the layers that were called.
-        place: within `stacked`, the index and the size; otherwise None.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, on: Any = True, what_if: Mapping[str, Recipe] | None = None):
         self.state, self.on, self.what_if = state, on, what_if or {}
         self.found: dict[str, dict[str, tuple[int, ...]]] = {}
-        self.place: tuple[Any, int] | None = None
-
-    def at(self, index: Any, of: int) -> _Collector:
-        """The same with a place in a stack."""
-        other = copy.copy(self)
-        other.place = index, of
-        return other
 
     def probe(self, who: str, name: str) -> Probe | None:
         """What the layer of that name needs to be measured; None while names are looked for."""
-        rows = (*(() if self.place is None else (self.place[1],)), len(TENSORS), LENGTH)
+        rows = (*self.stack, len(TENSORS), LENGTH)
         recipes = {label: recipe.at(name) for label, recipe in self.what_if.items()}
         what_if = tuple((label, r.roles("linear", name)) for label, r in recipes.items() if r is not None)
         shapes = {label: rows for label in (AS_TRAINED, *(label for label, _ in what_if))}
@@ -109,28 +100,7 @@ class _Collector:
                 f"{who}: layer {name!r} needs telemetry of shapes {shapes}, and the state {has}; make it by "
                 "jaxlowprec.telemetry.init for this function, these arguments, this recipe and the same what_if="
             )
-        state = leaves if self.place is None else {label: leaf[self.place[0]] for label, leaf in leaves.items()}
-        return Probe(self.on, dict(state), what_if)
-
-
-_numbers = itertools.count(1)
-_collectors: dict[int, _Collector] = {}
-_context = jax.make_user_context(None)  # the collector's number, and so part of jit's cache key
-
-
-def _current() -> _Collector | None:
-    return _collectors.get(_context.value)
-
-
-@contextlib.contextmanager
-def _entered(collector: _Collector) -> Iterator[None]:
-    number = next(_numbers)
-    _collectors[number] = collector
-    try:
-        with _context(number):
-            yield
-    finally:
-        del _collectors[number]
+        return Probe(self.on, {label: self.placed(leaf) for label, leaf in leaves.items()}, what_if)
 
 
 @contextlib.contextmanager
@@ -163,29 +133,9 @@ def collecting(state: Mapping[str, Any], on: Any = True, what_if: Mapping[str, R
     if not isinstance(state, Mapping):
         raise TypeError(f"telemetry.collecting: state={shown(state)}; needs what jaxlowprec.telemetry.init makes")
     _check_recipes("telemetry.collecting", what_if)
-    here = _current()
-    searching = here is not None and here.state is None
-    with contextlib.nullcontext() if searching else _entered(_Collector(state, on, what_if)):
-        yield
-
-
-@contextlib.contextmanager
-def stacked(index: Any, of: int) -> Iterator[None]:
-    """Within the block, layers are measured as the index-th of a stack: for the body of a `jax.lax.scan` over layers.
-
-    Without it a layer that is called several times has the mean of its calls.
-
-    Arguments:
-        index: int, traced or not.
-        of: how many layers the stack has.
-
-    Raises:
-        ValueError: `of` is not a positive int.
-    """
-    if isinstance(of, bool) or not isinstance(of, int) or of < 1:
-        raise ValueError(f"telemetry.stacked: of={shown(of)}; needs the number of layers, a positive int")
-    here = _current()
-    with contextlib.nullcontext() if here is None else _entered(here.at(index, of)):
+    here = current()
+    searching = here is not None and not (isinstance(here, _Collector) and here.state is not None)
+    with contextlib.nullcontext() if searching else entered(_Collector(state, on, what_if)):
         yield
 
 
@@ -216,7 +166,7 @@ def init(function: Callable[..., Any], *args: Any, what_if: Mapping[str, Recipe]
         raise TypeError(f"telemetry.init: function={shown(function)}; needs a function")
     _check_recipes("telemetry.init", what_if)
     search = _Collector(None, what_if=what_if)
-    with _entered(search):
+    with entered(search):
         jax.eval_shape(lambda *args, **kwargs: (function(*args, **kwargs), None)[1], *args, **kwargs)
     return jax.tree.map(
         lambda shape: jnp.zeros(shape, jnp.float32), search.found, is_leaf=lambda found: isinstance(found, tuple)
@@ -295,8 +245,8 @@ def read(found: Mapping[str, Any]) -> dict[str, dict[str, Statistics]]:
 
 def probe(who: str, name: str) -> Probe | None:
     """What the layer of that name needs to be measured; None if it is not."""
-    here = _current()
-    return None if here is None else here.probe(who, name)
+    here = current()
+    return here.probe(who, name) if isinstance(here, _Collector) else None
 
 
 def measure(

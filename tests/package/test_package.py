@@ -33,7 +33,7 @@ FLOORS = (
     ("checkpoints",),
     ("weight_sync",),
     ("cli",),
-    ("checkpoint_policies", "delayed_scaling", "layouts", "traffic"),  # public names of modules in the rooms
+    ("checkpoint_policies", "debug", "delayed_scaling", "layouts", "traffic"),  # public names of modules in the rooms
 )
 MOST_FILES = 15
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}

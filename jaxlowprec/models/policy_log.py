@@ -1,0 +1,78 @@
+"""The file of a search for a policy: measurements, appended one by one, so that a search that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+_FORMAT = "jaxlowprec policy"
+
+
+class Log:
+    """Reads what the file has and appends to it; without a path it does nothing.
+
+    Arguments:
+        path: the file.
+        about: what the measurements depend on; a file of other ones is refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, about: dict[str, Any]):
+        self._file: Any = None
+        self._path = path
+        self._found: dict[str, list[float]] = {}
+        if path is None:
+            return
+        header = json.dumps({"format": _FORMAT, **about})
+        file = pathlib.Path(path)
+        content = file.read_bytes() if file.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.decode("utf-8", "replace").splitlines()
+        if lines and lines[0] != header:
+            raise ValueError(
+                f"find_policy: {path} has the measurements of another search (layers, candidates, key), or is another "
+                "file; give another path=, or delete it"
+            )
+        for line in lines[1:]:
+            place, *values = json.loads(line)
+            self._found[place] = values
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file.open("r+b" if content else "wb")
+        self._file.truncate(len(whole))
+        self._file.seek(len(whole))
+        if not lines:
+            self._write(header)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def get(self, *place: Any) -> list[float] | None:
+        """What was measured there, if it was."""
+        return self._found.get(json.dumps(place))
+
+    def put(self, *place_and_values: Any) -> None:
+        """Appends what was measured: the last argument, at the place that the others say."""
+        *place, values = place_and_values
+        if self._file is not None:
+            self._write(json.dumps([json.dumps(place), *values]))
+
+    def check_reference(self, batch: int, values: list[float]) -> None:
+        """Raises ValueError if this batch had another loss or gradient in high precision."""
+        before = self.get("reference", batch)
+        if before is None:
+            self.put("reference", batch, values)
+        elif not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(before, values, strict=True)):
+            raise ValueError(
+                f"find_policy: {self._path} was measured with another model or other batches: batch {batch} had the "
+                f"loss {before[0]:.6g}, and has {values[0]:.6g}; give another path="
+            )
+
+    def _write(self, line: str) -> None:
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
