@@ -1,0 +1,176 @@
+// Counts and sums of up to 256 elements of a line beside what their codes decode to.
+//
+// In one loop over vectors: an element and its code are loaded, the code is decoded in registers, and each lane counts for
+// itself. Where a number was not finite, which is rare, the loop runs again and minds that. Code bytes are counted apart, in
+// four tables by turns.
+// Bytes moved: all that is read is in the cache.
+#pragma once
+
+#include "../../numerics/nvfp4.h"
+#include "../tiles.h"
+#include "lanes_of_sums.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+/// What is counted: elements of a line as float32, zeros behind them; their codes; and the scale of every 16.
+struct Line {
+  static constexpr int kLength = 256, kBlocks = kLength / kBlock;
+  int length;  // that exist
+  const float* x;
+  alignas(64) uint8_t bytes[kLength];  // of codes, zeros behind them
+  alignas(64) uint8_t codes[kLength];  // one a byte
+  float scales[kBlocks];
+  uint8_t used[kBlocks];  // found: whether a 16 has finite elements that are not zero
+};
+
+/// The counts and sums of a part.
+struct Counted {
+  uint64_t elements = 0, padded = 0, runs = 0;
+  double ranges = 0;
+  LanesOfCounts zeros, underflow, saturation, nonfinite, poisoned;
+  LanesOfSums error, magnitude, square_error, energy;
+  uint32_t scales[kSumsScales] = {};
+  uint32_t bytes[4][256] = {};  // of codes, by turns: neighbours are often alike
+  uint64_t padded_codes = 0;    // zeros among them
+
+  void store(const Format& format, float* result) const {
+    std::fill_n(result, kSums, 0.0f);
+    const double numbers[] = {double(elements),
+                              double(zeros.total() - padded),
+                              double(underflow.total()),
+                              double(saturation.total()),
+                              double(nonfinite.total()),
+                              double(poisoned.total()),
+                              error.total(),
+                              magnitude.total(),
+                              square_error.total(),
+                              energy.total(),
+                              ranges,
+                              double(runs)};
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; ++i) result[i] = static_cast<float>(numbers[i]);
+    for (int i = 0; i < kSumsScales; ++i) result[kSumsScalesFrom + i] = static_cast<float>(scales[i]);
+    uint64_t codes[kSumsCodes] = {};
+    for (int byte = 0; byte < 256; ++byte) {
+      const uint64_t count = uint64_t{bytes[0][byte]} + bytes[1][byte] + bytes[2][byte] + bytes[3][byte];
+      if (format.packed()) {
+        codes[byte & 15] += count, codes[byte >> 4] += count;
+      } else {
+        with_float8(format.code, [&](auto element) { codes[(byte & 0x7F) >> decltype(element)::kMantissaBits] += count; });
+      }
+    }
+    codes[0] -= padded_codes;
+    for (int i = 0; i < kSumsCodes; ++i) result[kSumsCodesFrom + i] = static_cast<float>(codes[i]);
+  }
+};
+
+/// The same numbers as e2m1_decode.
+JLP_RULE F32 e2m1_values(U32 code) {
+#if defined(JLP_ISA_AVX512)
+  const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,  //
+                                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+  return (F32)_mm512_permutexvar_ps(raw(code), values);
+#else
+  return e2m1_decode<F32>(code);
+#endif
+}
+
+template <bool kTwoLevel>
+struct DecodeE2M1 {
+  static constexpr uint32_t kLargest = E2M1::kLargestCode, kMagnitude = 7;
+  float amax;
+  F32 operator()(U32 code, float scale) const {
+    const F32 relative = e2m1_values(code) * scale;
+    return kTwoLevel ? nvfp4_value(relative, amax) : L::flush(relative);
+  }
+};
+
+template <class Element>
+struct DecodeFloat8 {
+  static constexpr uint32_t kLargest = Element::kLargestCode, kMagnitude = 0x7F;
+  F32 operator()(U32 code, float scale) const { return L::flush(float8_decode<Element, F32>(code) * scale); }
+};
+
+/// Calls visit with what decodes the format's codes.
+template <class Visit>
+void with_decoder(const Format& f, const float* amax, Visit visit) {
+  if (!f.packed()) return with_float8(f.code, [&](auto element) { visit(DecodeFloat8<decltype(element)>{}); });
+  if (amax) return visit(DecodeE2M1<true>{*amax});
+  visit(DecodeE2M1<false>{0});
+}
+
+/// One byte a code from two.
+inline void unpack_codes(Line& line) {
+  for (int b = 0; b < Line::kLength / 2; b += 16) {
+    const Bytes16 two = load<Bytes16>(line.bytes + b), low = two & 15, high = two >> 4;
+    store(line.codes + 2 * b, interleave_low_bytes(low, high));
+    store(line.codes + 2 * b + 16, interleave_high_bytes(low, high));
+  }
+}
+
+inline void count_codes(bool packed, const Line& line, Counted& counted) {
+  const int bytes = packed ? (line.length + 1) / 2 : line.length;
+  int i = 0;
+  for (; i + 8 <= bytes; i += 8) {
+    const uint64_t eight = load<uint64_t>(line.bytes + i);
+    for (int j = 0; j < 8; ++j) ++counted.bytes[j % 4][eight >> (8 * j) & 0xFF];
+  }
+  for (; i < bytes; ++i) ++counted.bytes[0][line.bytes[i]];
+  counted.padded_codes += packed ? line.length % 2 : 0;
+}
+
+/// False, and nothing counted, where kFinite and a number is not.
+template <bool kFinite, class Decode>
+__attribute__((noinline)) bool try_to_count(Line& line, const Decode& decode, float unit, Counted& counted) {
+  U32 zeros = U32{}, underflow = U32{}, saturation = U32{}, nonfinite = U32{}, poisoned = U32{}, most = U32{};
+  F32 error = F32{}, magnitudes = F32{}, square_error = F32{}, energy = F32{};
+  const U32 one = fill<F32>(1u), all = ~U32{};
+  const int blocks = static_cast<int>(divide_up(line.length, kBlock));
+  for (int block = 0; block < blocks; ++block) {
+    U32 used = U32{};
+    for (int k = block * kBlock; k < (block + 1) * kBlock; k += kLanes) {
+      const F32 v = load<F32>(line.x + k);
+      const U32 code = load_u8((Decode::kMagnitude == 7 ? line.codes : line.bytes) + k);
+      F32 d = decode(code, line.scales[block]);
+      if (__builtin_expect(k + kLanes > line.length, 0))
+        for (int i = 0; i < kLanes; ++i) d[i] = k + i < line.length ? d[i] : 0.0f;  // not 0 by a scale of NaN
+      const U32 size = magnitude(v), decoded = magnitude(d);
+      const U32 largest = (code & Decode::kMagnitude) == Decode::kLargest ? all : U32{};
+      F32 kept = v * unit, off = d * unit - kept;
+      U32 cut_off = largest & (U32)(size > decoded) & (U32)(decoded != 0);
+      if constexpr (kFinite) {
+        most = max_magnitude(most, max_magnitude(size, decoded)), used |= size;
+      } else {
+        const U32 finite = size < kInfinityBits ? all : U32{}, decodes = decoded < kInfinityBits ? all : U32{};
+        nonfinite += ~finite & one;
+        poisoned += finite & ~decodes & one;
+        kept = L::from_bits(L::bits(kept) & finite & decodes), off = L::from_bits(L::bits(off) & finite & decodes);
+        cut_off &= finite & decodes, used |= size & finite;
+      }
+      zeros -= (U32)(size == 0);
+      underflow -= (U32)(size != 0) & (U32)(decoded == 0);
+      saturation -= cut_off;
+      error += off, magnitudes += absolute(kept), square_error += off * off, energy += kept * kept;
+    }
+    line.used[block] = any_lane(used);
+  }
+  if (kFinite && max_lane(most) >= kInfinityBits) return false;
+  counted.elements += line.length, counted.padded += blocks * kBlock - line.length;
+  counted.zeros.add(zeros), counted.underflow.add(underflow), counted.saturation.add(saturation);
+  if (!kFinite) counted.nonfinite.add(nonfinite), counted.poisoned.add(poisoned);
+  counted.error.add(error), counted.magnitude.add(magnitudes);
+  counted.square_error.add(square_error), counted.energy.add(energy);
+  return true;
+}
+
+/// Of a line whose `bytes` and `scales` are there.
+inline void count_line(const Format& f, const float* amax, float unit, Line& line, Counted& counted) {
+  if (f.packed()) unpack_codes(line);
+  count_codes(f.packed(), line, counted);
+  with_decoder(f, amax, [&](const auto& decode) {
+    if (!try_to_count<true>(line, decode, unit, counted)) try_to_count<false>(line, decode, unit, counted);
+  });
+}
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec
