@@ -21,7 +21,7 @@ struct Line {
   alignas(64) uint8_t bytes[kLength];  // of codes, zeros behind them
   alignas(64) uint8_t codes[kLength];  // one a byte
   float scales[kBlocks];
-  uint8_t used[kBlocks];  // found: whether a 16 has finite elements that are not zero
+  uint32_t used;  // found: a bit for each 16 that has finite elements which are not zero
 };
 
 /// The counts and sums of a part.
@@ -124,7 +124,7 @@ template <bool kFinite, class Decode>
 __attribute__((noinline)) bool try_to_count(Line& line, const Decode& decode, float unit, Counted& counted) {
   U32 zeros = U32{}, underflow = U32{}, saturation = U32{}, nonfinite = U32{}, poisoned = U32{}, most = U32{};
   F32 error = F32{}, magnitudes = F32{}, square_error = F32{}, energy = F32{};
-  const U32 one = fill<F32>(1u), all = ~U32{};
+  line.used = 0;
   const int blocks = static_cast<int>(divide_up(line.length, kBlock));
   for (int block = 0; block < blocks; ++block) {
     U32 used = U32{};
@@ -135,24 +135,25 @@ __attribute__((noinline)) bool try_to_count(Line& line, const Decode& decode, fl
       if (__builtin_expect(k + kLanes > line.length, 0))
         for (int i = 0; i < kLanes; ++i) d[i] = k + i < line.length ? d[i] : 0.0f;  // not 0 by a scale of NaN
       const U32 size = magnitude(v), decoded = magnitude(d);
-      const U32 largest = (code & Decode::kMagnitude) == Decode::kLargest ? all : U32{};
       F32 kept = v * unit, off = d * unit - kept;
-      U32 cut_off = largest & (U32)(size > decoded) & (U32)(decoded != 0);
+      Which cut_off =
+          both(both(equal(code & Decode::kMagnitude, fill<F32>(Decode::kLargest)), less(decoded, size)), not_zero(decoded));
       if constexpr (kFinite) {
         most = max_magnitude(most, max_magnitude(size, decoded)), used |= size;
       } else {
-        const U32 finite = size < kInfinityBits ? all : U32{}, decodes = decoded < kInfinityBits ? all : U32{};
-        nonfinite += ~finite & one;
-        poisoned += finite & ~decodes & one;
-        kept = L::from_bits(L::bits(kept) & finite & decodes), off = L::from_bits(L::bits(off) & finite & decodes);
-        cut_off &= finite & decodes, used |= size & finite;
+        const U32 infinity = fill<F32>(kInfinityBits);
+        const Which finite = less(size, infinity), known = both(finite, less(decoded, infinity));
+        nonfinite = one_more(nonfinite, less(infinity - 1u, size));
+        poisoned = one_more(poisoned, both(finite, less(infinity - 1u, decoded)));
+        kept = keep(kept, known), off = keep(off, known), cut_off = both(cut_off, known);
+        used |= L::bits(keep(L::from_bits(size), finite));
       }
-      zeros -= (U32)(size == 0);
-      underflow -= (U32)(size != 0) & (U32)(decoded == 0);
-      saturation -= cut_off;
+      zeros = one_more(zeros, is_zero(size));
+      underflow = one_more(underflow, both(not_zero(size), is_zero(decoded)));
+      saturation = one_more(saturation, cut_off);
       error += off, magnitudes += absolute(kept), square_error += off * off, energy += kept * kept;
     }
-    line.used[block] = any_lane(used);
+    line.used |= uint32_t{any_lane(used)} << block;
   }
   if (kFinite && max_lane(most) >= kInfinityBits) return false;
   counted.elements += line.length, counted.padded += blocks * kBlock - line.length;

@@ -15,11 +15,30 @@ JLP_RULE U32 finite_magnitude(F32 v) {
 /// Subnormal numbers as zeros, in memory too.
 JLP_RULE F32 without_subnormals(F32 v) { return L::from_bits(magnitude(v) < kMinNormalBits ? U32{} : L::bits(v)); }
 
-/// Whether any lane is not zero.
-JLP_RULE bool any_lane(U32 v) {
+// --- which lanes: g++ makes a vector of every comparison, which AVX-512 need not have
 #if defined(JLP_ISA_AVX512)
-  return _mm512_test_epi32_mask(raw(v), raw(v)) != 0;
-#elif defined(JLP_ISA_AVX2)
+using Which = __mmask16;
+JLP_RULE Which less(U32 a, U32 b) { return _mm512_cmplt_epu32_mask(raw(a), raw(b)); }
+JLP_RULE Which equal(U32 a, U32 b) { return _mm512_cmpeq_epi32_mask(raw(a), raw(b)); }
+JLP_RULE Which is_zero(U32 v) { return _mm512_testn_epi32_mask(raw(v), raw(v)); }
+JLP_RULE Which not_zero(U32 v) { return _mm512_test_epi32_mask(raw(v), raw(v)); }
+JLP_RULE Which both(Which a, Which b) { return static_cast<Which>(a & b); }
+JLP_RULE U32 one_more(U32 count, Which where) {
+  return (U32)_mm512_mask_sub_epi32(raw(count), where, raw(count), _mm512_set1_epi32(-1));
+}
+JLP_RULE F32 keep(F32 v, Which where) { return (F32)_mm512_maskz_mov_ps(where, raw(v)); }
+JLP_RULE bool any_lane(U32 v) { return not_zero(v) != 0; }
+#else
+using Which = U32;
+JLP_RULE Which less(U32 a, U32 b) { return (U32)(a < b); }
+JLP_RULE Which equal(U32 a, U32 b) { return (U32)(a == b); }
+JLP_RULE Which is_zero(U32 v) { return (U32)(v == 0); }
+JLP_RULE Which not_zero(U32 v) { return (U32)(v != 0); }
+JLP_RULE Which both(Which a, Which b) { return a & b; }
+JLP_RULE U32 one_more(U32 count, Which where) { return count - where; }
+JLP_RULE F32 keep(F32 v, Which where) { return L::from_bits(L::bits(v) & where); }
+JLP_RULE bool any_lane(U32 v) {
+#if defined(JLP_ISA_AVX2)
   return !_mm256_testz_si256(raw(v), raw(v));
 #else
   typedef uint64_t Words __attribute__((vector_size(JLP_VECTOR_BYTES)));
@@ -27,6 +46,7 @@ JLP_RULE bool any_lane(U32 v) {
   return (words[0] | words[1]) != 0;
 #endif
 }
+#endif
 
 /// Of float32 vectors, in float64. Flat loops over memory: compilers vectorise them.
 struct LanesOfSums {

@@ -21,7 +21,7 @@ struct Part {
   alignas(64) float columns[kSumsLines][kStride];     // of a columnwise problem, transposed
   alignas(64) float row[Line::kLength];               // of a rowwise one
   Line line;
-  bool used[kSumsLines][Line::kBlocks];  // all lines' blocks that have finite elements which are not zero
+  uint32_t used[kSumsLines];  // see Line
 };
 
 struct Sums {
@@ -56,8 +56,7 @@ struct Sums {
           with_element(p.type, [&](auto element) { load_row<decltype(element)>(p, batch, first + i, at, part); });
         load_codes(p, batch, first + i, at, line);
         count_line(p.format, amax, unit, line, counted);
-        find_used(p.format, line, part.used[i]);
-        for (int b = 0; tensor && b < blocks_of(p.format, line); ++b) used[i] |= part.used[i][b];
+        part.used[i] = line.used, used[i] |= line.used != 0;
         if ((first + i) % kRangeEvery == 0) count_ranges(p.format, line, unit, counted);
       }
       if (!tensor) count_scales(p, batch, first, at, part, counted);
@@ -116,7 +115,9 @@ struct Sums {
     const int blocks = static_cast<int>(divide_up(line.length, kBlock));
     const int shift = f.scaling == Scaling::kTensor ? 31 : __builtin_ctz(f.block / kBlock);  // a power of two
     alignas(64) uint32_t bits[Line::kBlocks] = {};
-    if (f.scale_bytes() == 1)
+    if (f.scale_bytes() == 1 && blocks == Line::kBlocks && shift == 0)
+      for (int i = 0; i < blocks; i += kLanes) store(bits + i, load_u8(scale + i));
+    else if (f.scale_bytes() == 1)
       for (int i = 0; i < blocks; ++i) bits[i] = scale[i >> shift];
     else
       for (int i = 0; i < blocks; ++i) memcpy(&bits[i], scale + (i >> shift) * sizeof(float), sizeof(float));
@@ -135,13 +136,6 @@ struct Sums {
     const int64_t row = f.tiles ? line / f.block : line;
     const int64_t columns = f.scale_columns(p.length());
     return p.scale + ((batch * f.scale_rows(p.lines()) + row) * columns + at / f.block) * f.scale_bytes();
-  }
-
-  /// Whether a line's blocks have finite elements that are not zero, from whether its 16s do.
-  static void find_used(const Format& f, const Line& line, bool* used) {
-    const int each = run_of(f) / kBlock, sixteens = static_cast<int>(divide_up(line.length, kBlock));
-    std::fill_n(used, Line::kBlocks, false);
-    for (int i = 0; i < sixteens; ++i) used[i / each] |= line.used[i] != 0;
   }
 
   static void count_ranges(const Format& f, const Line& line, float unit, Counted& counted) {
@@ -183,14 +177,15 @@ struct Sums {
 
   static void count_scales(const SumsProblem& p, int64_t batch, int64_t line, int64_t at, const Part& part,
                            Counted& counted) {
-    const int together = p.format.tiles ? p.format.block : 1;
+    const int together = p.format.tiles ? p.format.block : 1, bytes = static_cast<int>(p.format.scale_bytes());
+    const int sixteens = p.format.block / kBlock, blocks = blocks_of(p.format, part.line);
+    const uint32_t of_block = (1u << sixteens) - 1;
     for (int i = 0; i < part.lines; i += together) {
       const uint8_t* scale = scale_of(p, batch, line + i, at);
-      for (int b = 0; b < blocks_of(p.format, part.line); ++b) {
-        bool used = false;
-        for (int k = i; k < std::min(i + together, part.lines); ++k) used |= part.used[k][b];
-        if (used) ++counted.scales[scale_bin(p.format, scale + b * p.format.scale_bytes())];
-      }
+      uint32_t used = 0;
+      for (int k = i; k < std::min(i + together, part.lines); ++k) used |= part.used[k];
+      for (int b = 0; b < blocks; ++b, used >>= sixteens)
+        if (used & of_block) ++counted.scales[scale_bin(p.format, scale + b * bytes)];
     }
   }
 };
