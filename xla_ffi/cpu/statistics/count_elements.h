@@ -24,6 +24,9 @@ struct Line {
   uint32_t used;  // found: a bit for each 16 that has finite elements which are not zero
 };
 
+/// Whether bins of two codes are counted as one byte: a table's entry takes as long for two.
+inline bool in_pairs(const Format& f) { return f.packed() || f.code == CodeType::kE4M3; }
+
 /// The counts and sums of a part.
 struct Counted {
   uint64_t elements = 0, padded = 0, runs = 0;
@@ -31,8 +34,8 @@ struct Counted {
   LanesOfCounts zeros, underflow, saturation, nonfinite, poisoned;
   LanesOfSums error, magnitude, square_error, energy;
   uint32_t scales[kSumsScales] = {};
-  uint32_t bytes[4][256] = {};  // of codes, by turns: neighbours are often alike
-  uint64_t padded_codes = 0;    // zeros among them
+  uint32_t bytes[4][256] = {};  // of codes or pairs of bins, by turns: neighbours are often alike
+  uint64_t padded_codes = 0;    // zeros among them, behind a line
 
   void store(const Format& format, float* result) const {
     std::fill_n(result, kSums, 0.0f);
@@ -53,7 +56,7 @@ struct Counted {
     uint64_t codes[kSumsCodes] = {};
     for (int byte = 0; byte < 256; ++byte) {
       const uint64_t count = uint64_t{bytes[0][byte]} + bytes[1][byte] + bytes[2][byte] + bytes[3][byte];
-      if (format.packed()) {
+      if (in_pairs(format)) {
         codes[byte & 15] += count, codes[byte >> 4] += count;
       } else {
         with_float8(format.code, [&](auto element) { codes[(byte & 0x7F) >> decltype(element)::kMantissaBits] += count; });
@@ -108,15 +111,25 @@ inline void unpack_codes(Line& line) {
   }
 }
 
-inline void count_codes(bool packed, const Line& line, Counted& counted) {
-  const int bytes = packed ? (line.length + 1) / 2 : line.length;
+inline void count_codes(const Format& f, const Line& line, Counted& counted) {
+  const uint8_t* counts = line.bytes;
+  int bytes = f.packed() ? (line.length + 1) / 2 : line.length;
+  counted.padded_codes += f.packed() ? line.length % 2 : 0;
+  alignas(64) uint8_t pairs[Line::kLength / 2];
+  if (f.code == CodeType::kE4M3) {
+    bytes = Line::kLength / 2, counted.padded_codes += Line::kLength - line.length;
+    for (int i = 0; i < bytes; ++i) {
+      const uint8_t low = (line.bytes[i] & 0x7F) >> E4M3::kMantissaBits, high = line.bytes[i + bytes] & 0x78;
+      pairs[i] = static_cast<uint8_t>(low | high << 1);
+    }
+    counts = pairs;
+  }
   int i = 0;
   for (; i + 8 <= bytes; i += 8) {
-    const uint64_t eight = load<uint64_t>(line.bytes + i);
+    const uint64_t eight = load<uint64_t>(counts + i);
     for (int j = 0; j < 8; ++j) ++counted.bytes[j % 4][eight >> (8 * j) & 0xFF];
   }
-  for (; i < bytes; ++i) ++counted.bytes[0][line.bytes[i]];
-  counted.padded_codes += packed ? line.length % 2 : 0;
+  for (; i < bytes; ++i) ++counted.bytes[0][counts[i]];
 }
 
 /// False, and nothing counted, where kFinite and a number is not.
@@ -167,7 +180,7 @@ __attribute__((noinline)) bool try_to_count(Line& line, const Decode& decode, fl
 /// Of a line whose `bytes` and `scales` are there.
 inline void count_line(const Format& f, const float* amax, float unit, Line& line, Counted& counted) {
   if (f.packed()) unpack_codes(line);
-  count_codes(f.packed(), line, counted);
+  count_codes(f, line, counted);
   with_decoder(f, amax, [&](const auto& decode) {
     if (!try_to_count<true>(line, decode, unit, counted)) try_to_count<false>(line, decode, unit, counted);
   });

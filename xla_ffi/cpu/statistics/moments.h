@@ -81,17 +81,28 @@ struct Outliers {
     int32_t* counts = p.result + (batch * chunks_per_matrix(p) + chunk) * p.columns;
     std::fill_n(counts, p.columns, 0);
     const uint32_t threshold = Lanes<float>::bits(p.threshold[batch]);
-    const int64_t first = chunk * p.rows_each();
-    for (int64_t row = first; row < std::min(first + p.rows_each(), p.rows); ++row)
-      for (int64_t column = 0; column < p.columns; column += kLanes) {
-        const int count = static_cast<int>(std::min<int64_t>(kLanes, p.columns - column));
-        const F32 v = load_elements(p.x, p.type, (batch * p.rows + row) * p.columns + column, count);
-        const U32 beyond = finite_magnitude(v) > threshold ? fill<F32>(1u) : U32{};
-        if (count == kLanes)
-          store(counts + column, load<U32>(counts + column) + beyond);
-        else
-          for (int i = 0; i < count; ++i) counts[column + i] += static_cast<int32_t>(beyond[i]);
-      }
+    const int64_t first = chunk * p.rows_each(), last = std::min(first + p.rows_each(), p.rows);
+    with_element(p.type, [&](auto element) {
+      using E = decltype(element);
+      const auto* x = static_cast<const typename E::Storage*>(p.x) + batch * p.rows * p.columns;
+      for (int64_t row = first; row < last; ++row) count_row<E>(x + row * p.columns, p, threshold, counts);
+    });
+  }
+
+ private:
+  template <class E>
+  __attribute__((noinline)) static void count_row(const typename E::Storage* x, const OutliersProblem& p, uint32_t threshold,
+                                                  int32_t* counts) {
+    const U32 limit = fill<F32>(threshold), infinity = fill<F32>(kInfinityBits);
+    int64_t column = 0;
+    for (; column + kLanes <= p.columns; column += kLanes) {
+      const U32 size = magnitude(without_subnormals(E::load_lanes(x + column)));
+      store(counts + column, one_more(load<U32>(counts + column), both(less(limit, size), less(size, infinity))));
+    }
+    for (; column < p.columns; ++column) {
+      const uint32_t size = finite_magnitude(load_elements(x, p.type, column, 1))[0];
+      counts[column] += size > threshold;
+    }
   }
 };
 
