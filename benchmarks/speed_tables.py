@@ -144,7 +144,7 @@ def telemetry() -> str:
             found = [
                 text
                 for side, target in c["targets"].items()
-                for text in (f"{c['ratio'][side]['median']:.2f}", f"at most {target}")
+                for text in (f"{c['ratio'][side]['median']:.3f}", f"at most {target}")
             ]
             rows.append((c["recipe"], str(c["width"]), without, *found))
         isa = file.stem.removeprefix("telemetry_")
