@@ -60,6 +60,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/weight_sync_tcp.py --save
 	$(BIN)/python benchmarks/scaling.py --save
 	$(BIN)/python benchmarks/train_step.py --save
+	$(BIN)/python benchmarks/telemetry.py --save
 	$(BIN)/python benchmarks/tables.py
 
 gpu:

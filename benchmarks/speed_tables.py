@@ -133,6 +133,25 @@ def train_step() -> str:
     return markdown(rows) + "\n\n" + where(result)
 
 
+def telemetry() -> str:
+    """What a step with telemetry takes, in steps without."""
+    parts = []
+    for file in sorted(RESULTS.glob("telemetry_*.json")):
+        result = load(file.stem)
+        rows = [("recipe", "width", "without, ms", "not recorded", "target", "recorded", "target")]
+        for c in result["cases"]:
+            without = milliseconds(c["seconds"]["without"]["median"])
+            found = [
+                text
+                for side, target in c["targets"].items()
+                for text in (f"{c['ratio'][side]['median']:.3f}", f"at most {target}")
+            ]
+            rows.append((c["recipe"], str(c["width"]), without, *found))
+        isa = file.stem.removeprefix("telemetry_")
+        parts += [markdown(rows), f"{where(result)} Instruction set: {isa}."]
+    return "\n\n".join(parts)
+
+
 def scaling() -> str:
     """Time per element and memory, from the smallest to the largest array."""
     result = load("scaling")

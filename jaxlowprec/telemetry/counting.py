@@ -130,9 +130,15 @@ def _channels(beyond: jax.Array, outliers: jax.Array, over: Over) -> jax.Array:
     if over.axes:  # which channels the other shards hold is not known here
         return jnp.concatenate([jnp.full(CHANNELS, -1.0), jnp.zeros(CHANNELS)])
     counts = _whole(beyond.sum(axis=tuple(range(beyond.ndim - 1))))
-    most, places = jax.lax.top_k(jnp.pad(counts, (0, CHANNELS)), CHANNELS)
-    channels = jnp.where(most > 0, places, -1).astype(jnp.float32)
-    return jnp.concatenate([channels, most / jnp.maximum(outliers, 1)])
+    counts, found, most = jnp.pad(counts, (0, CHANNELS)), [], []
+    for _ in range(CHANNELS):  # XLA's top_k sorts them all
+        place = jnp.argmax(counts)
+        found.append(place)
+        most.append(counts[place])
+        counts = jnp.where(jnp.arange(counts.size) == place, -1, counts)
+    shares = jnp.stack(most)
+    channels = jnp.where(shares > 0, jnp.stack(found), -1).astype(jnp.float32)
+    return jnp.concatenate([channels, shares / jnp.maximum(outliers, 1)])
 
 
 def _as_matrices(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:

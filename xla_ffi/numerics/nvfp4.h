@@ -42,12 +42,17 @@ JLP_RULE F nvfp4_block_encode(Uint<F> block_scale, float tensor_decode) {
   return L::min(1.0f / product, L::splat(kMaxFinite));
 }
 
-/// E2M1(code) * S_b * amax / 2688, left to right, subnormals flushed.
+/// What a number of the tensor's units, E2M1(code) * S_b, is worth: times amax / 2688, left to right, subnormals flushed.
+template <class F>
+JLP_RULE F nvfp4_value(F relative, float amax) {
+  using L = Lanes<F>;
+  return L::flush(L::flush(relative * amax) * 3.7202381645329296588897705078125e-4f);
+}
+
+/// E2M1(code) * S_b * amax / 2688.
 template <class F>
 JLP_RULE F nvfp4_decode(Uint<F> code, F block_scale, float amax) {
-  using L = Lanes<F>;
-  const F relative = e2m1_decode<F>(code) * block_scale;
-  return L::flush(L::flush(relative * amax) * 3.7202381645329296588897705078125e-4f);
+  return nvfp4_value<F>(e2m1_decode<F>(code) * block_scale, amax);
 }
 
 }  // namespace jaxlowprec

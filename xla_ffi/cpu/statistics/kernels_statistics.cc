@@ -1,6 +1,7 @@
 // What quantisation did to an array.
 #include "../entry.h"
-#include "statistics.h"
+#include "moments.h"
+#include "sums.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
