@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "../cpu/statistics/finish.h"
+#include "../statistics_vector.h"
 #include "buffers.h"
 #include "engine.h"
 #include "format.h"
