@@ -51,7 +51,7 @@ NEEDS = (
     # Weights of 16 columns a warp in registers; x comes from the L2 cache, through shared memory.
     Need("matmul_decode_kernel<., 2, 1, .*>", in_loop=True, dynamic_shared=42 * 1024),
     Need("matmul_decode_kernel<., 4, 2, .*>", in_loop=True, dynamic_shared=99 * 1024),
-    Need("(matmul_decode|moments|sums)_sum_kernel", exempt="sums that the kernel before it just wrote: in the L2 cache"),
+    Need("(matmul_decode|moments|sums)_sum_kernel", exempt="sums that the kernel before it wrote: in the L2 cache"),
     # The statistics. Of what `sums` reads, elements of 16 bits are the larger part; the window has no narrower loads.
     Need("moments_kernel<.*>", in_loop=True, dynamic_shared=96),
     Need("outliers_kernel<.*>", in_loop=True, dynamic_shared=1024),
