@@ -55,10 +55,10 @@ NEEDS = (
     # The statistics. Of what `sums` reads, elements of 16 bits are the larger part; the window has no narrower loads.
     Need("moments_kernel<.*>", in_loop=True, dynamic_shared=96),
     Need("outliers_kernel<.*>", in_loop=True, dynamic_shared=1024),
-    Need(r"sums_kernel<[01], false>", in_loop=True, dynamic_shared=8 * 1024, read_share=2 / 2.5),
-    Need(r"sums_kernel<[01], true>", in_loop=True, dynamic_shared=25 * 1024, read_share=2 / 2.5),
-    Need("sums_kernel<2, false>", in_loop=True, dynamic_shared=8 * 1024),
-    Need("sums_kernel<2, true>", in_loop=True, dynamic_shared=25 * 1024),
+    Need(r"sums_kernel<[01], false>", in_loop=True, dynamic_shared=16 * 1024, read_share=2 / 2.5),
+    Need(r"sums_kernel<[01], true>", in_loop=True, dynamic_shared=33 * 1024, read_share=2 / 2.5),
+    Need("sums_kernel<2, false>", in_loop=True, dynamic_shared=16 * 1024),
+    Need("sums_kernel<2, true>", in_loop=True, dynamic_shared=33 * 1024),
     Need("vectors_kernel", exempt="1.3 KB a tensor"),
     Need("(swizzle|transpose_scales|pad_scales)_kernel", exempt="scales: a sixteenth of the operand's bytes or less"),
 )

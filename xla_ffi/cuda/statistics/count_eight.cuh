@@ -12,24 +12,27 @@ struct TileSums {
   float error, magnitude, square_error, energy;
 };
 
-constexpr int kCounted = 12;  // of kSums: what jaxlowprec/ops/statistics/reference.py names
+/// The sums of every thread of a block, in shared memory: registers are few.
+template <int kThreads>
+struct ThreadSums {
+  static constexpr int kNumbers = 4;
+  double numbers[kNumbers][kThreads];
 
-/// A thread's. No count reaches 2^32: that would be more than 2^40 elements in a block's hands.
-struct Counts {
-  uint32_t elements, zeros, underflow, saturation, nonfinite, poisoned, runs;
-  double error, magnitude, square_error, energy, ranges;
-
-  __device__ __forceinline__ void add(const TileSums& sums) {
-    error += sums.error, magnitude += sums.magnitude, square_error += sums.square_error, energy += sums.energy;
-  }
-  /// In the reference's order.
-  __device__ __forceinline__ void get(double (&numbers)[kCounted]) const {
-    const uint32_t counts[] = {elements, zeros, underflow, saturation, nonfinite, poisoned};
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 6; ++i) numbers[i] = counts[i];
-    numbers[6] = error, numbers[7] = magnitude, numbers[8] = square_error, numbers[9] = energy;
-    numbers[10] = ranges, numbers[11] = runs;
+    for (int i = 0; i < kNumbers; ++i) numbers[i][threadIdx.x] = 0;
   }
+  __device__ __forceinline__ void add(const TileSums& sums) {
+    const float tile[kNumbers] = {sums.error, sums.magnitude, sums.square_error, sums.energy};
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) numbers[i][threadIdx.x] += tile[i];
+  }
+};
+
+/// A thread's counts but those of elements, which are as many as codes. None reaches 2^32: that would be more than 2^40
+/// elements in a block's hands.
+struct Counts {
+  uint32_t zeros, underflow, saturation, nonfinite, poisoned;
 };
 
 /// A histogram in shared memory: every lane has a bank of its own, which the block's warps add to by turns.
@@ -91,7 +94,7 @@ JLP_DEVICE bool count_eight_of(const float (&x)[8], const Decoded& decoded, int 
     some |= finite && size != 0;
     if (i < count) bins.add(Element::kPacked ? code : magnitude_code >> Element::kMantissaBits);
   }
-  counts.elements += count, counts.zeros -= 8 - count;
+  counts.zeros -= 8 - count;
   return some;
 }
 

@@ -4,7 +4,7 @@
 // less -> the two in the middle, and the largest, by maxima over the run -> a thread for each run adds its range.
 #pragma once
 
-#include "count_eight.cuh"
+#include "elements.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -14,10 +14,14 @@ constexpr int kRangesLines = 2, kRangesLength = kRangeRun, kMostRuns = kRangesLi
 struct RangesShared {
   uint32_t sizes[kRangesLines][kRangesLength];                   // finite magnitudes
   uint32_t below[kMostRuns], above[kMostRuns], most[kMostRuns];  // of each run: places run / 2 - 1 and run / 2, and the last
+  double ranges[kMostRuns];                                      // added up so far, each by a thread
+  uint32_t runs[kMostRuns];                                      // how many
 };
 
 JLP_DEVICE void clear_ranges(RangesShared& shared) {
-  if (threadIdx.x < kMostRuns) shared.below[threadIdx.x] = shared.above[threadIdx.x] = shared.most[threadIdx.x] = 0;
+  const int i = threadIdx.x;
+  if (i >= kMostRuns) return;
+  shared.below[i] = shared.above[i] = shared.most[i] = shared.runs[i] = 0, shared.ranges[i] = 0;
 }
 
 /// Finds what `below`, `above` and `most` are of. A thread for each element; barriers before and after it.
@@ -42,13 +46,13 @@ JLP_DEVICE void find_middles(int run, RangesShared& shared) {
 
 /// Adds the ranges of the runs that are whole, and clears for the next tile. `length`: elements from the tile's first to the
 /// line's end.
-JLP_DEVICE void add_ranges(int run, int64_t length, float unit, RangesShared& shared, Counts& counts) {
+JLP_DEVICE void add_ranges(int run, int64_t length, float unit, RangesShared& shared) {
   const int index = threadIdx.x, of_line = kRangesLength / run;
   if (index >= kRangesLines * of_line) return;
   const auto number = [&](uint32_t bits) { return Lanes<float>::from_bits(bits) * unit; };
   const float median = number(shared.below[index]) / 2 + number(shared.above[index]) / 2;
   if (median > 0 && (index % of_line + 1) * run <= length)
-    counts.ranges += number(shared.most[index]) / median, ++counts.runs;
+    shared.ranges[index] += number(shared.most[index]) / median, ++shared.runs[index];
   shared.below[index] = shared.above[index] = shared.most[index] = 0;
 }
 

@@ -33,11 +33,15 @@ cudaError_t launch(const SumsProblem& p, void* workspace, cudaStream_t stream) {
   a.code = f.code, a.x = p.x, a.unit = p.unit, a.found = static_cast<SumsOfPart*>(workspace), a.result = p.result;
   a.covers = tensor ? Covers::kTensor : f.tiles ? Covers::kTile : Covers::kBlock;
   a.run = run;
+  const int64_t down = divide_up(p.lines(), kTileLines), across = divide_up(p.length(), kTileLength);
   // Scales of tiles, and lines of a tensor, are seen whole by one block.
-  a.group_lines = f.tiles ? std::max(f.block, kTileLines) : kTileLines;
-  a.segment_length = tensor ? divide_up(p.length(), kTileLength) * kTileLength : kSumsSegment;
-  const int64_t groups = divide_up(p.lines(), a.group_lines), segments = divide_up(p.length(), a.segment_length);
-  if (groups * segments > INT32_MAX) return cudaErrorInvalidValue;
+  const int64_t group = f.tiles ? std::max(f.block / kTileLines, 1) : 1;
+  const int64_t segment = tensor ? across : kSumsSegment / kTileLength;
+  const int64_t groups = divide_up(down, group), segments = divide_up(across, segment);
+  if (groups * segments > INT32_MAX || down > INT32_MAX || across > INT32_MAX || p.batch > INT32_MAX)
+    return cudaErrorInvalidValue;
+  a.tiles_down = static_cast<uint32_t>(down), a.tiles_across = static_cast<uint32_t>(across);
+  a.group_tiles = static_cast<uint32_t>(group), a.segment_tiles = static_cast<uint32_t>(segment);
   a.groups = static_cast<uint32_t>(groups), a.segments = static_cast<uint32_t>(segments);
   a.parts = static_cast<uint32_t>(parts_of_matrix(p.batch, groups * segments));
   a.whole_x = aligned(p.x, 16) && p.columns % 8 == 0;
