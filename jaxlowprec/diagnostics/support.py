@@ -41,6 +41,7 @@ _TARGETS = {  # the op's FFI target; of Int4 the op's own
     "dequantize": ("jaxlowprec_dequantize", "jaxlowprec_int4_dequantize"),
     "fake_quantize": ("jaxlowprec_quantize", "jaxlowprec_int4_fake_quantize"),
     "hadamard_transform": ("jaxlowprec_hadamard",) * 2,
+    "statistics": ("jaxlowprec_sums",) * 2,
 }
 _PRODUCT_TARGETS = {  # of two quantised operands; of one in high precision
     "scaled_matmul": ("jaxlowprec_scaled_matmul", "jaxlowprec_weight_only_matmul"),
@@ -124,7 +125,7 @@ def runs(
     """How an op runs.
 
     Arguments:
-        op: one of those of `supported`, or "amax".
+        op: one of those of `supported`, "amax", or "statistics": what telemetry counts.
         platform: "cpu", "cuda", or another one of JAX's.
         formats: the format of an array; of a product, of both operands, or of a weight by an array in high precision.
         capability: of the GPU; default: that of this process's.

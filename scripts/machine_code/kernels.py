@@ -51,7 +51,15 @@ NEEDS = (
     # Weights of 16 columns a warp in registers; x comes from the L2 cache, through shared memory.
     Need("matmul_decode_kernel<., 2, 1, .*>", in_loop=True, dynamic_shared=42 * 1024),
     Need("matmul_decode_kernel<., 4, 2, .*>", in_loop=True, dynamic_shared=99 * 1024),
-    Need("matmul_decode_sum_kernel", exempt="partial sums that the kernel before it has just written: in the L2 cache"),
+    Need("(matmul_decode|moments|sums)_sum_kernel", exempt="sums that the kernel before it wrote: in the L2 cache"),
+    # The statistics. Of what `sums` reads, elements of 16 bits are the larger part; the window has no narrower loads.
+    Need("moments_kernel<.*>", in_loop=True, dynamic_shared=96),
+    Need("outliers_kernel<.*>", in_loop=True, dynamic_shared=1024),
+    Need(r"sums_kernel<[01], false>", in_loop=True, dynamic_shared=16 * 1024, read_share=2 / 2.5),
+    Need(r"sums_kernel<[01], true>", in_loop=True, dynamic_shared=33 * 1024, read_share=2 / 2.5),
+    Need("sums_kernel<2, false>", in_loop=True, dynamic_shared=16 * 1024),
+    Need("sums_kernel<2, true>", in_loop=True, dynamic_shared=33 * 1024),
+    Need("vectors_kernel", exempt="1.3 KB a tensor"),
     Need("(swizzle|transpose_scales|pad_scales)_kernel", exempt="scales: a sixteenth of the operand's bytes or less"),
 )
 

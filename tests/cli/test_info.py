@@ -16,7 +16,8 @@ from tests.helpers import run_python
 
 EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit"}
 INT4 = {f"{operation}, Int4" for operation in ("quantize", "dequantize", "fake_quantize")}
-OPERATIONS = {"quantize", "amax", "dequantize", "hadamard_transform", "scaled_matmul, weight-only"} | INT4 | EMULATED
+NATIVE = {"quantize", "amax", "dequantize", "hadamard_transform", "telemetry.statistics", "scaled_matmul, weight-only"}
+OPERATIONS = NATIVE | INT4 | EMULATED
 
 
 def info(capsys, *arguments):

@@ -14,7 +14,7 @@ SOURCE = pathlib.Path(__file__).parents[2]
 SCRIPTS = SOURCE / "scripts"
 needs_scripts = pytest.mark.skipif(not (SCRIPTS / "gpu_check.sh").exists(), reason="not in the source tree")
 
-MODULES = ("runtime", "assumptions", "matmul", "quantize", "training", "golden", "int4", "grouped")
+MODULES = ("runtime", "assumptions", "matmul", "quantize", "training", "golden", "int4", "grouped", "statistics")
 ONE_TEST = """
 import pytest
 

@@ -21,24 +21,28 @@ std::optional<T> named(std::string_view name, const std::array<std::pair<std::st
   return std::nullopt;
 }
 
-/// The format, or nothing where there is none of these fields.
-inline std::optional<Format> make_format(std::string_view code_name, std::string_view scaling_name,
-                                         std::string_view rule_name, int32_t block, bool tiles, bool power_of_two,
-                                         float amax_epsilon) {
+inline std::optional<Scaling> scaling_named(std::string_view name) {
   using Scalings = std::array<std::pair<std::string_view, Scaling>, 5>;
-  using Rules = std::array<std::pair<std::string_view, ScaleRule>, 3>;
-#define JLP_NAMED(Type) std::pair(std::string_view(Type::kName), CodeType::k##Type),
-  constexpr std::array kCodes = {JLP_NAMED(E2M1) JLP_FLOAT8_TYPES(JLP_NAMED)
-                                     std::pair(std::string_view("int4"), CodeType::kInt4)};
-#undef JLP_NAMED
   constexpr Scalings kScalings = {{{"two_level", Scaling::kTwoLevel},
                                    {"e8m0", Scaling::kE8M0},
                                    {"float32", Scaling::kFloat32},
                                    {"tensor", Scaling::kTensor},
                                    {"float16", Scaling::kFloat16}}};
+  return named(name, kScalings);
+}
+
+/// The format, or nothing where there is none of these fields.
+inline std::optional<Format> make_format(std::string_view code_name, std::string_view scaling_name,
+                                         std::string_view rule_name, int32_t block, bool tiles, bool power_of_two,
+                                         float amax_epsilon) {
+  using Rules = std::array<std::pair<std::string_view, ScaleRule>, 3>;
+#define JLP_NAMED(Type) std::pair(std::string_view(Type::kName), CodeType::k##Type),
+  constexpr std::array kCodes = {JLP_NAMED(E2M1) JLP_FLOAT8_TYPES(JLP_NAMED)
+                                     std::pair(std::string_view("int4"), CodeType::kInt4)};
+#undef JLP_NAMED
   constexpr Rules kRules = {{{"up", ScaleRule::kUp}, {"floor", ScaleRule::kFloor}, {"even", ScaleRule::kEven}}};
   const auto code = named(code_name, kCodes);
-  const auto scaling = named(scaling_name, kScalings);
+  const auto scaling = scaling_named(scaling_name);
   const auto rule = named(rule_name, kRules);
   if (!code || !scaling || !rule) return std::nullopt;
   if ((*code == CodeType::kInt4) != (*scaling == Scaling::kFloat16)) return std::nullopt;

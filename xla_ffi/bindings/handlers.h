@@ -15,17 +15,17 @@
   each(int4_quantize)      \
   each(int4_dequantize)    \
   each(scaled_matmul)      \
-  each(weight_only_matmul)
+  each(weight_only_matmul) \
+  each(moments)            \
+  each(outliers)           \
+  each(sums)               \
+  each(statistics)
 #define JLP_CPU_HANDLERS(each) \
   each(grouped_amax)           \
   each(grouped_quantize)       \
   each(grouped_matmul)         \
   each(grouped_wgrad)          \
-  each(grouped_weight_only)    \
-  each(moments)                \
-  each(outliers)               \
-  each(sums)                   \
-  each(statistics)
+  each(grouped_weight_only)
 // clang-format on
 
 namespace jaxlowprec {

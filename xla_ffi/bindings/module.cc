@@ -5,6 +5,7 @@
 
 #include "../cpu/dispatch.h"
 #include "../cuda/matmul/matmul_plan.h"
+#include "../cuda/statistics/parts.h"
 #include "../cuda/weight_only/weight_only_plan.h"
 #include "cuda_build.h"
 #include "format.h"
@@ -104,6 +105,11 @@ NB_MODULE(_native, m) {
   m.def("cuda_driver_problem", &cuda_driver_problem);  // why nothing can run on a GPU here, else empty
   m.def("cuda_matmul_plan", &cuda_matmul_plan);
   m.def("cuda_weight_only_plan", &cuda_weight_only_plan);
+  m.def("cuda_statistics_workspaces", [] {  // bytes for one matrix, and for each more: of `moments`, of `sums`
+    const auto sizes = [](auto workspace) { return nb::make_tuple(workspace(1), workspace(2) - workspace(1)); };
+    return nb::make_tuple(sizes(jaxlowprec::cuda::workspace_for<jaxlowprec::cuda::MomentsOfPart>),
+                          sizes(jaxlowprec::cuda::workspace_for<jaxlowprec::cuda::SumsOfPart>));
+  });
   m.attr("no_cuda") = jaxlowprec::kNoCuda;
   m.attr("cuda_version") = jaxlowprec::kCudaVersion;
   m.attr("cuda_architectures") = jaxlowprec::kCudaArchitectures;

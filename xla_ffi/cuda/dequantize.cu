@@ -8,31 +8,6 @@ namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-bool power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
-
-int log2_of(int64_t power) {
-  int log = 0;
-  while ((int64_t{1} << log) < power) ++log;
-  return log;
-}
-
-/// The arguments that a format and its arrays fix. `code_columns`: as many as the rows of codes have.
-DequantizeArguments arguments_of(const Format& f, const uint8_t* data, const uint8_t* scale, int64_t rows,
-                                 int64_t code_columns) {
-  constexpr int kAll = 62;  // log2 of more rows or columns than there are
-  const bool tensor = f.scaling == Scaling::kTensor;
-  DequantizeArguments a{};
-  a.data = data, a.scale = scale, a.rows = rows;
-  a.row_bytes = f.row_bytes(code_columns);
-  a.scale_rows = f.scale_rows(rows), a.scale_stride = f.scale_columns(code_columns);
-  a.row_shift = tensor ? kAll : f.tiles ? log2_of(f.block) : 0;
-  a.column_shift = tensor ? kAll : log2_of(f.block);
-  a.scale_kind = f.scaling == Scaling::kTwoLevel ? ScaleKind::kE4M3
-                 : f.scaling == Scaling::kE8M0   ? ScaleKind::kE8M0
-                                                 : ScaleKind::kFloat32;
-  return a;
-}
-
 template <class Element, Decoding kDecoding, ElementType kResult>
 cudaError_t launch_kernel(DequantizeArguments a, int64_t batch, cudaStream_t stream) {
   const int64_t pieces = divide_up(a.width, 16) * 2;  // of eight; a rotation has pairs of them
@@ -65,7 +40,7 @@ cudaError_t launch(const DequantizeProblem& p, cudaStream_t stream) {
   const bool two_level = p.format.scaling == Scaling::kTwoLevel;
   if (!power_of_two(p.format.block) || (p.rotate && !two_level) || (two_level && !p.format.packed()))
     return cudaErrorInvalidValue;
-  DequantizeArguments a = arguments_of(p.format, p.data, p.scale, p.rows, p.columns);
+  DequantizeArguments a = dequantize_arguments(p.format, p.data, p.scale, p.rows, p.columns);
   a.columns = a.width = p.columns, a.amax = p.amax, a.result = p.result, a.sign_mask = p.sign_mask;
   const Decoding decoding = !two_level ? Decoding::kProduct : p.rotate ? Decoding::kTwoLevelRotated : Decoding::kTwoLevel;
   switch (p.type) {
@@ -80,7 +55,7 @@ bool decode_supports(const Format& f) { return power_of_two(f.block) && (f.scali
 cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   const MatmulOperand& operand = p.operand;
   if (!decode_supports(operand.format) || p.depth > operand.columns || p.width < p.depth) return cudaErrorInvalidValue;
-  DequantizeArguments a = arguments_of(operand.format, operand.data, operand.scale, p.rows, operand.columns);
+  DequantizeArguments a = dequantize_arguments(operand.format, operand.data, operand.scale, p.rows, operand.columns);
   if (operand.format.scaling == Scaling::kTensor) a.scale_kind = ScaleKind::kOne;
   a.columns = p.depth, a.width = p.width, a.result = p.result;
   return launch_for<ElementType::kBF16>(operand.format.code, Decoding::kProduct, a, p.batch, stream);

@@ -36,6 +36,35 @@ struct DequantizeArguments {
   bool whole;                        // codes and the result are whole eights, and aligned
 };
 
+// --- on the host
+
+inline bool power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
+
+inline int log2_of(int64_t power) {
+  int log = 0;
+  while ((int64_t{1} << log) < power) ++log;
+  return log;
+}
+
+/// The arguments that a format and its arrays fix. `code_columns`: as many as the rows of codes have.
+inline DequantizeArguments dequantize_arguments(const Format& f, const uint8_t* data, const uint8_t* scale, int64_t rows,
+                                                int64_t code_columns) {
+  constexpr int kAll = 62;  // log2 of more rows or columns than there are
+  const bool tensor = f.scaling == Scaling::kTensor;
+  DequantizeArguments a{};
+  a.data = data, a.scale = scale, a.rows = rows;
+  a.row_bytes = f.row_bytes(code_columns);
+  a.scale_rows = f.scale_rows(rows), a.scale_stride = f.scale_columns(code_columns);
+  a.row_shift = tensor ? kAll : f.tiles ? log2_of(f.block) : 0;
+  a.column_shift = tensor ? kAll : log2_of(f.block);
+  a.scale_kind = f.scaling == Scaling::kTwoLevel ? ScaleKind::kE4M3
+                 : f.scaling == Scaling::kE8M0   ? ScaleKind::kE8M0
+                                                 : ScaleKind::kFloat32;
+  return a;
+}
+
+// --- on the device
+
 constexpr int kDequantizeThreads = 256;
 constexpr int kDequantizeSteps = 4;  // rows in flight a thread
 

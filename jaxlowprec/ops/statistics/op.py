@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.statistics import finish, reference
-
-_SCALINGS = ("two_level", "e8m0", "float32", "tensor", "float16")  # in the order of Scaling in xla_ffi/problems.h
+from jaxlowprec.wiring import native
 
 
 def _native(name: str, outputs: Callable, **attributes: Any) -> Callable:
@@ -28,10 +27,20 @@ def _native(name: str, outputs: Callable, **attributes: Any) -> Callable:
     return run
 
 
-def _implemented(implementation: Implementation) -> dict[str, Any]:
-    """The arguments of `wiring.define`: there are kernels for CPUs."""
-    chosen = choose("statistics", implementation)
-    return chosen | {"platforms": [platform for platform in chosen["platforms"] if platform == "cpu"]}
+def _native_with_workspace(index: int, name: str, outputs: Callable, **attributes: Any) -> dict[str, Callable]:
+    """The kernels' calls by platform: on GPUs parts of a matrix leave what they find in one result more.
+
+    Arguments:
+        index: of the op's sizes in `cuda_statistics_workspaces`.
+    """
+
+    def with_workspace(x, *args):
+        one, each = native.library().module.cuda_statistics_workspaces()[index]  # type: ignore[union-attr]
+        size = one + each * (math.prod(x.shape[:-2]) - 1)
+        *results, _ = _native(name, lambda *args: [*outputs(*args), ((size,), jnp.uint8)], **attributes)(x, *args)
+        return results
+
+    return {"cpu": _native(name, outputs, **attributes), "cuda": with_workspace}
 
 
 def _over_shards(moments: jax.Array, axes: Any) -> jax.Array:
@@ -54,9 +63,9 @@ def moments_op(implementation: Implementation = None):
         rule=wiring.ShardingRule("... r c -> ... m", reductions=("r", "c"), whole=("m",)),
         outputs=outputs,
         reference=lambda x: [reference.moments(x)],
-        native=_native("jaxlowprec_moments", outputs),
+        native=_native_with_workspace(0, "jaxlowprec_moments", outputs),
         collective=_over_shards,
-        **_implemented(implementation),
+        **choose("statistics", implementation),
     )
 
 
@@ -73,7 +82,7 @@ def outliers_op(implementation: Implementation = None):
         outputs=outputs,
         reference=lambda x, threshold: [reference.outliers(x, threshold)],
         native=_native("jaxlowprec_outliers", outputs),
-        **_implemented(implementation),
+        **choose("statistics", implementation),
     )
 
 
@@ -137,8 +146,8 @@ def sums_op(fmt: Format, columnwise: bool, ragged: tuple[bool, bool], implementa
         rule=wiring.ShardingRule(text, reductions=reductions, whole=[*whole, "s"], **sizes),
         outputs=outputs,
         reference=run_reference,
-        native=_native("jaxlowprec_sums", outputs, format=fmt.attributes, columnwise=columnwise),
-        **_implemented(implementation),
+        native=_native_with_workspace(1, "jaxlowprec_sums", outputs, format=fmt.attributes, columnwise=columnwise),
+        **choose("statistics", implementation),
     )
 
 
@@ -149,12 +158,11 @@ def statistics_op(scalings: tuple[str, ...], implementation: Implementation = No
     def outputs(_, amax, *__):
         return [((*amax.shape, finish.LENGTH), jnp.float32)]
 
-    kinds = np.array([_SCALINGS.index(scaling) for scaling in scalings], np.int32)
     return wiring.define(
         "jaxlowprec_statistics",
         rule=wiring.ShardingRule("... n s, ... n, ... n, ... n, ... n c -> ... n v", whole=tuple("nscv")),
         outputs=outputs,
         reference=lambda *args: [finish.finished(args, scalings)],
-        native=_native("jaxlowprec_statistics", outputs, scalings=kinds),
-        **_implemented(implementation),
+        native=_native("jaxlowprec_statistics", outputs, scalings=" ".join(scalings)),
+        **choose("statistics", implementation),
     )
