@@ -169,6 +169,17 @@ def scaling() -> str:
 def study() -> str:
     """Gaps against bf16, per seed."""
     result = load("training_study")
+    return _gaps(result, "last block in bf16")
+
+
+def policy_study() -> str:
+    """The same of a policy that was found, and of the last block in bf16."""
+    result = load("policy_study")
+    return _gaps(result, f"{result['cost']:.0%} of the multiply-adds in bf16, but for nvfp4")
+
+
+def _gaps(result: dict, kept: str) -> str:
+    """A study's gaps. `kept`: what stays in bf16."""
     rows = [("steps", "run", "loss gap, mean", "by seed", "validation gap, mean", "by seed")]
     for s in result["summary"]:
         cells = []
@@ -179,7 +190,7 @@ def study() -> str:
     step_bytes = settings["batch"] * settings["config"]["context"]
     about = (
         f"{settings['parameters']:,} parameters, {step_bytes} bytes per step, peak learning "
-        f"rate {settings['learning_rate']}, {settings['seeds']} seeds, last block in bf16; "
+        f"rate {settings['learning_rate']}, {settings['seeds']} seeds, {kept}; "
         f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}."
     )
     return markdown(rows) + "\n\n" + about

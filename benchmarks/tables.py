@@ -26,7 +26,8 @@ TABLES = {
     for f in (
         *(speed_tables.speed, speed_tables.formats, speed_tables.int4, speed_tables.weight_only, speed_tables.grouped),
         *(speed_tables.convert, speed_tables.weight_sync, speed_tables.best_speed, speed_tables.train_step),
-        *(speed_tables.telemetry, speed_tables.scaling, speed_tables.study, speed_tables.gpu),
+        *(speed_tables.telemetry, speed_tables.scaling, speed_tables.study, speed_tables.policy_study),
+        speed_tables.gpu,
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
         *(recipe_table.recipes, memory_tables.checkpoint_policies, memory_tables.lora_memory),
     )

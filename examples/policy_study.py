@@ -13,14 +13,13 @@ import dataclasses
 import json
 import pathlib
 
-import jax
 from flax import nnx
 from lm.data import Batches, read_text
 from lm.model import SIZES, loss
 from lm.report import add_gaps
 from lm.training import ONE_DEVICE, Run, Schedule, initial_parameters, make_steps, optimizer, train
 from train_lm import RECIPES
-from training_study import BASELINES, summarize
+from training_study import BASELINES, settings_of, summarize
 
 import jaxlowprec as jlp
 
@@ -91,9 +90,7 @@ def main() -> None:
         print(f"{entry['run']:24} loss {gap['mean']:+.3f} %  validation {validation['mean']:+.3f} %", gap["by_seed"])
     if options.save:
         content = {
-            "settings": {name: value for name, value in vars(options).items() if name not in ("out", "save", "text")},
-            "platform": jax.default_backend(),
-            "jax": jax.__version__,
+            "settings": settings_of(options, everywhere, found[0]["parameters"], text),
             "rules": str(policy.recipe),
             "cost": policy.cost,
             "effects": {"nvfp4": dataclasses.asdict(policy.quantized), "found": dataclasses.asdict(policy.found)},

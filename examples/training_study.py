@@ -16,10 +16,12 @@ import pathlib
 import shutil
 import statistics
 import subprocess
+from typing import Any
 
 import jax
+import numpy as np
 from lm.data import Batches, read_text
-from lm.model import SIZES
+from lm.model import SIZES, Config
 from lm.report import add_gaps, smooth
 from lm.training import Run, Schedule, train
 from train_lm import RECIPES
@@ -75,6 +77,22 @@ def summarize(runs: list[dict]) -> list[dict]:
     return summary
 
 
+def settings_of(options: argparse.Namespace, config: Config, parameters: int, text: np.ndarray) -> dict[str, Any]:
+    """What a study was made with, for its file."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return {
+        "config": dataclasses.asdict(config),
+        "parameters": parameters,
+        "batch": options.batch,
+        "learning_rate": options.learning_rate,
+        "seeds": options.seeds,
+        "text_bytes": int(text.size),
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
 def main() -> None:
     """Trains the missing runs, and prints and writes the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,18 +121,7 @@ def main() -> None:
             gap["by_seed"],
         )
     if options.save:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-        settings = {
-            "config": dataclasses.asdict(config),
-            "parameters": runs[0]["parameters"],
-            "batch": options.batch,
-            "learning_rate": options.learning_rate,
-            "seeds": options.seeds,
-            "text_bytes": int(text.size),
-            "platform": jax.default_backend(),
-            "jax": jax.__version__,
-            "commit": commit.stdout.strip(),
-        }
+        settings = settings_of(options, config, runs[0]["parameters"], text)
         options.save.parent.mkdir(parents=True, exist_ok=True)
         options.save.write_text(json.dumps({"settings": settings, "summary": summary}, indent=1) + "\n")
 

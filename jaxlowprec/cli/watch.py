@@ -12,6 +12,7 @@ from typing import Any
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.cli.report import add_limits, limits_of, loaded
 from jaxlowprec.cli.streams import as_json, emit, printable
+from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.findings import Limits, findings
 from jaxlowprec.telemetry.recording import Run
 
@@ -62,7 +63,7 @@ def worst(run: Run, count: int) -> list[tuple[str, str, Any, float]]:
         (layer, tensor, statistics)
         for layer, by_tensor in run.records[-1].layers.items()
         for tensor, statistics in by_tensor.items()
-        if ", " not in tensor
+        if ", " not in tensor and tensor not in GEMMS
     ]
     tensors.sort(key=lambda found: float(found[2].sqnr))
     chosen = []
@@ -78,9 +79,13 @@ def _content(run: Run, limits: Limits) -> dict[str, Any]:
     if not run.records:
         return about | {"step": None, "scalars": {}, "findings": [], "layers": {}}
     last = run.records[-1]
-    layers = {layer: {name: s.scalars() for name, s in tensors.items()} for layer, tensors in last.layers.items()}
+    layers = {
+        layer: {name: {k: v for k, v in s.scalars().items() if not math.isnan(v)} for name, s in tensors.items()}
+        for layer, tensors in last.layers.items()
+    }
     found = [dataclasses.asdict(finding) for finding in findings(run, limits)]
-    return about | {"step": last.step, "scalars": last.scalars, "findings": found, "layers": layers}
+    numbers = {"scalars": last.scalars, "layers": layers, "changed": last.changed}
+    return about | {"step": last.step, "findings": found} | numbers
 
 
 def _rows(run: Run, count: int) -> list[tuple[str, ...]]:

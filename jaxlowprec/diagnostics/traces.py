@@ -76,8 +76,8 @@ class Difference:
 def trace(fn: Callable[..., Any], *args: Any, high_precision: bool = False, **kwargs: Any) -> Trace:
     """Runs a function, and its gradient if its first result is a scalar, and returns what its layers computed.
 
-    Layers are those of this library: of Flax, `linear`, `dot_general`, `einsum` and `quantize_matmuls`; experts are
-    not among them. They need names. Calls of a layer of the same name add up, but for those within
+    Layers are those of this library: of Flax, `linear`, `dot_general`, `einsum`, `grouped_matmul` and
+    `quantize_matmuls`. They need names. Calls of a layer of the same name add up, but for those within
     `telemetry.stacked`.
 
     Arguments:

@@ -5,6 +5,7 @@ Each group is a tensor of its own, with its own amax, blocks and random bits, as
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -24,8 +25,10 @@ from jaxlowprec.linears.grouped_products import (
     quantized_groups,
     weight_only_groups,
 )
-from jaxlowprec.linears.layer_call import randomness_of
+from jaxlowprec.linears.layer_call import LayerCall, randomness_of
+from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
+from jaxlowprec.linears.watching.watched import tapped
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
@@ -102,20 +105,31 @@ def grouped_matmul(
     precision = checked_precision(who, precision)
 
     recipe, given = resolve(who, recipe, name), resolve(who, recipe)
+    compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, given)
+        loaded = QuantizedKernel(None, kernels, weight_only=True)
+        return tapped(LayerCall(who, name, None, key, loaded, None, precision), x, None, compute, sizes.sum())[0]
+    return tapped(LayerCall(who, name, recipe, key, None, None, precision), x, kernels, compute, sizes.sum())[0]
+
+
+def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:
+    """The product [T, N], and no state."""
+    who, name, recipe, precision = call.who, call.name, call.recipe, call.precision
+    if call.quantized is not None:
+        quantized: Any = call.quantized.columnwise
         loaded = (sharding_of(x), None, sharding_of(bias))
-        served = weight_only.Served(kernels.format, "identity", None)
+        served = weight_only.Served(quantized.format, "identity", None)
         spec = GroupedWeightOnlyProductSpec(served, dtype, loaded, precision)
-        operands = _aligned(x, None, bias, kernels, sizes)
+        operands = _aligned(x, None, bias, quantized, sizes)
         with in_profiles(name):
-            return weight_only_groups(spec, *operands)
+            return weight_only_groups(spec, *operands), None
     if recipe is None:
         x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
         wide = dtype if bias is None else jnp.dtype("float32")
         with in_profiles(name):
             y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
-            return product(biased(y, bias, sizes).astype(dtype))
+            return product(biased(y, bias, sizes).astype(dtype)), None
     roles = _checked_roles(who, recipe, name)
     shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
     if roles.ste is not None and roles.weight is not None:
@@ -124,12 +138,12 @@ def grouped_matmul(
         spec = GroupedWeightOnlyProductSpec(served, dtype, shardings, precision)
         operands = _aligned(x, kernels, bias, None, sizes)
         with in_profiles(name):
-            return weight_only_groups(spec, *operands)
-    randomness = randomness_of(who, roles, key, (experts,), (0, features), name)
-    quantized = GroupedProductSpec(roles, recipe.backward_override, dtype, shardings, precision)
+            return weight_only_groups(spec, *operands), None
+    randomness = randomness_of(who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), name)
+    quantized_spec = GroupedProductSpec(roles, recipe.backward_override, dtype, shardings, precision)
     operands = _aligned(x, kernels, bias, randomness, sizes)
     with in_profiles(name):
-        return quantized_groups(quantized, *operands)
+        return quantized_groups(quantized_spec, *operands), None
 
 
 def ragged_dot(

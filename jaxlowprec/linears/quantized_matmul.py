@@ -33,7 +33,7 @@ from jaxlowprec.linears.residuals import (
     plain_wgrad,
     product,
 )
-from jaxlowprec.linears.watching.measured import measured
+from jaxlowprec.linears.watching.measured import measured_backward, measured_forward
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -152,10 +152,7 @@ def _forward(spec: ProductSpec, x, w, bias, randomness, quantized, states):
         new_state = new_state if w is None else _recorded(spec.delayed, new_state, "kernel", w)
     found = None
     if probe is not None:
-        tensors = {"input rowwise": (x, x_row), "input columnwise": (x, x_column)}
-        if w is not None:
-            tensors |= {"weight rowwise": (w, w_row), "weight columnwise": (w, w_column)}
-        found = probe, measured(probe, tensors, spec.rows_split)
+        found = measured_forward(probe, x, w, (x_row, x_column), (w_row, w_column), spec.rows_split)
     return product(y), (kept, like, randomness, new_state, found)
 
 
@@ -201,9 +198,7 @@ def _backward(spec: ProductSpec, residuals, dy):
     if spec.delayed is not None:
         state = _recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
     if found is not None:
-        probe, found = found
-        tensors = {"gradient rowwise": (dy, dy_row), "gradient columnwise": (dy, dy_column)}
-        found = probe.gradient(jax.tree.map(jnp.add, found, measured(probe, tensors, spec.rows_split)))
+        found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split)
     return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, None, (state, found)
 
 

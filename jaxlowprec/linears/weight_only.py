@@ -32,7 +32,7 @@ from jaxlowprec.linears.residuals import (
     plain_wgrad,
     product,
 )
-from jaxlowprec.linears.watching.measured import measured
+from jaxlowprec.linears.watching.measured import measured_weight
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.rounding import narrowed
@@ -185,7 +185,7 @@ def _forward(spec: _ProductSpec, x, w, bias, q, probe):
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     found = None
     if probe is not None:
-        found = probe.gradient(probe.state if w is None else measured(probe, {"weight columnwise": (w, q)}))
+        found = probe.gradient(probe.state) if w is None else measured_weight(probe, x, w, q, spec.rows_split)
     return product(y), (
         None if w is None else x,
         named(q, CHECKPOINT_NAMES[1]),

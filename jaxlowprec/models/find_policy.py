@@ -62,6 +62,7 @@ class Measured:
         candidate: the label of its recipe.
         effect: what it does.
         cost: of this recipe there, as a share of what it costs to keep everything in high precision.
+        high_precision_cost: of high precision there.
         policy: what the found rules do there: a candidate's label, or "high precision".
     """
 
@@ -70,6 +71,7 @@ class Measured:
     candidate: str
     effect: Effect
     cost: float
+    high_precision_cost: float
     policy: str
 
 
@@ -93,10 +95,12 @@ class Policy:
 
     def __str__(self) -> str:
         """The table, and the effects of the rules and of the first candidate everywhere."""
-        rows = [("layer", "gemm", "recipe", "loss", "cosine", "gradient error", "cost", "policy")]
-        rows += [(m.layer, m.gemm, m.candidate, *_words(m.effect), f"{m.cost:.1%}", m.policy) for m in self.table]
-        rows.append(("everything", "", "first candidate", *_words(self.quantized), "0.0%", ""))
-        rows.append(("everything", "", "found rules", *_words(self.found), f"{self.cost:.1%}", ""))
+        rows = [("layer", "gemm", "recipe", "loss", "cosine", "gradient error", "cost", "in high precision", "policy")]
+        for m in self.table:
+            costs = f"{m.cost:.1%}", f"{m.high_precision_cost:.1%}"
+            rows.append((m.layer, m.gemm, m.candidate, *_words(m.effect), *costs, m.policy))
+        rows.append(("everything", "", "first candidate", *_words(self.quantized), "0.0%", "100.0%", ""))
+        rows.append(("everything", "", "found rules", *_words(self.found), f"{self.cost:.1%}", "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -192,8 +196,10 @@ def find_policy(
     chosen = costs.choose(effects, budget)
     recipe = _rules(chosen, labels, by)
     table = [
-        Measured(layer, gemm, label, effect, costs.of(layer, label), chosen[layer, gemm] or "high precision")
-        for (layer, gemm, label), effect in effects.items()
+        Measured(
+            *unit, effect, costs.of(unit[0], unit[2]), costs.of(unit[0], None), chosen[unit[:2]] or "high precision"
+        )
+        for unit, effect in effects.items()
     ]
     table.sort(key=lambda row: (-row.effect.error, row.layer, row.gemm, row.candidate))
     spent = sum(costs.of(layer, label) for (layer, _), label in chosen.items())

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.measures import Statistics
 from jaxlowprec.telemetry.recording import Record, Run
 
@@ -20,7 +21,8 @@ class Limits:
             gradients, whose magnitudes differ more, a quarter.
         saturation: most of the elements that may be cut off. Scales that are rounded down cut off some hundredths.
         floor: most of the blocks that may have the smallest scale.
-        sqnr: least, in decibels.
+        sqnr: least of a tensor, in decibels.
+        gemm_sqnr: least of a GEMM's result, which has the errors of both operands.
         bias: largest magnitude.
         worse: decibels by which the SQNR may fall below its median over the run.
         jump: octaves by which the root mean square may change from one record to the next, and stay changed.
@@ -30,6 +32,7 @@ class Limits:
     saturation: float = 0.1
     floor: float = 0.02
     sqnr: float = 12.0
+    gemm_sqnr: float = 6.0
     bias: float = 0.05
     worse: float = 6.0
     jump: float = 8.0
@@ -78,7 +81,7 @@ def findings(run: Run, limits: Limits | None = None) -> list[Finding]:
     for layer, tensors in latest.layers.items():
         for tensor in tensors:
             if ", " not in tensor:
-                found += _of_tensor(run, layer, tensor, limits)
+                found += _beyond(run, layer, tensor, limits)
                 found += _jump(run, layer, tensor, limits)
     return sorted(found, key=lambda f: (-f.severity, f.since, f.layer, f.tensor))
 
@@ -90,10 +93,11 @@ def _of_scalars(run: Run) -> Iterator[Finding]:
             yield Finding("", "", name, value, since, f"{name} is {value}")
 
 
-def _of_tensor(run: Run, layer: str, tensor: str, limits: Limits) -> Iterator[Finding]:
+def _beyond(run: Run, layer: str, tensor: str, limits: Limits) -> Iterator[Finding]:
+    """What is beyond its limit, of a tensor or of a GEMM's result."""
     statistics = run.records[-1].layers[layer][tensor]
     usual = _usual_sqnr(run, layer, tensor)
-    for name, (beyond, text) in _CHECKS.items():
+    for name, (beyond, text) in (_GEMM_CHECKS if tensor in GEMMS else _CHECKS).items():
         if not beyond(statistics, limits, usual):
             continue
 
@@ -134,6 +138,13 @@ _CHECKS = {
         "the SQNR is {value:.1f} dB, over the run {usual:.1f} dB",
     ),
     "bias": (lambda s, limit, usual: abs(s.bias) > limit.bias, "rounding shifts the sum by {percent:.0f} %"),
+}
+
+_GEMM_CHECKS = {
+    "sqnr": (
+        lambda s, limit, usual: s.sqnr < limit.gemm_sqnr or s.sqnr < usual - limit.worse,
+        "the SQNR of the result is {value:.1f} dB, over the run {usual:.1f} dB",
+    ),
 }
 
 _REMEDIES = {

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.checks import float_array
-from jaxlowprec.ops.statistics.finish import CHANNELS, OCTAVES, SCALARS
+from jaxlowprec.ops.statistics.finish import CHANNELS, LENGTH, OCTAVES, SCALARS
 from jaxlowprec.ops.statistics.reference import CODES
 from jaxlowprec.telemetry.counting import measured, source
 
@@ -89,14 +89,15 @@ class Statistics:
     def sqnr(self) -> Any:
         """In decibels."""
         error, where = self.square_error, self._numpy.where
-        return where(error > 0, -10 * self._numpy.log10(where(error > 0, error, 1)), jnp.inf)
+        return where(error == 0, jnp.inf, -10 * self._numpy.log10(where(error == 0, 1, error)))
 
     @property
     def outlier_channels(self) -> Any:
         """int32 [..., 4]."""
         first = _FIRST["outlier_channels"]
-        found = self.values[..., first : first + CHANNELS].astype(jnp.int32)
-        return self._numpy.where(self.values[..., :1] == 1, found, -1)
+        found = self.values[..., first : first + CHANNELS]
+        known = (self.values[..., :1] == 1) & ~self._numpy.isnan(found)
+        return self._numpy.where(known, found, -1).astype(jnp.int32)
 
     def scalars(self) -> dict[str, float]:
         """The numbers by name, for a logger; without the distributions and the channels."""
@@ -105,6 +106,17 @@ class Statistics:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:16} {value:.4g}" for name, value in self.scalars().items())
+
+
+ERROR = ("uses", "square_error")
+"""What is known of a GEMM."""
+
+
+def of_gemm(values: Any) -> Statistics:
+    """`Statistics` of a GEMM, from what is known of it; all else is NaN."""
+    row = np.full(LENGTH, np.nan)
+    row[[SCALARS.index(name) for name in ERROR]] = values
+    return Statistics(row)
 
 
 @jax.jit

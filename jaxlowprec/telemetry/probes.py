@@ -16,15 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec import wiring
 from jaxlowprec.arguments import shown
-from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.statistics.finish import LENGTH
-from jaxlowprec.recipes.roles import Recipe, Roles
-from jaxlowprec.telemetry.counting import measured, source
-from jaxlowprec.telemetry.measures import Statistics
+from jaxlowprec.recipes.roles import GEMMS, Recipe, Roles
+from jaxlowprec.telemetry.measures import Statistics, of_gemm
+from jaxlowprec.telemetry.sampling import CODES
 from jaxlowprec.telemetry.scopes import Scope, current, entered
-from jaxlowprec.wiring.defining import varying_axes
 
 TENSORS = (
     "input rowwise",
@@ -40,6 +37,12 @@ columnwise, dgrad the gradient and the weight rowwise, wgrad the input and the g
 AS_TRAINED = "as trained"
 """The key of what the model trains by, beside the labels of `what_if=`."""
 
+GEMM_ERRORS = "errors of GEMMs"
+"""The key of the errors of the layer's three GEMMs, float32 [3, 2]: uses, and relative square errors."""
+
+WEIGHT_CODES = "codes of the weight"
+"""The key of the weight's codes, float32 [1 + CODES]: uses, and a sample of codes."""
+
 State = dict[str, dict[str, jax.Array]]
 
 
@@ -50,7 +53,7 @@ class Probe:
 
     Attributes:
         on: bool: whether this step is measured.
-        state: by label, float32 [len(TENSORS), LENGTH]; its gradient is what was measured.
+        state: by label, float32 [len(TENSORS), LENGTH], and what is sampled; its gradient is what was measured.
         what_if: labels and roles that the tensors are also quantised by, to be measured.
     """
 
@@ -79,10 +82,11 @@ class _Collector(Scope):
 
     def probe(self, who: str, name: str) -> Probe | None:
         """What the layer of that name needs to be measured; None while names are looked for."""
-        rows = (*self.stack, len(TENSORS), LENGTH)
         recipes = {label: recipe.at(name) for label, recipe in self.what_if.items()}
         what_if = tuple((label, r.roles("linear", name)) for label, r in recipes.items() if r is not None)
-        shapes = {label: rows for label in (AS_TRAINED, *(label for label, _ in what_if))}
+        sizes: dict[str, tuple[int, ...]] = {GEMM_ERRORS: (len(GEMMS), 2), WEIGHT_CODES: (1 + CODES,)}
+        sizes = {label: (len(TENSORS), LENGTH) for label in (AS_TRAINED, *(label for label, _ in what_if))} | sizes
+        shapes = {label: (*self.stack, *size) for label, size in sizes.items()}
         if self.state is None:
             if self.found.setdefault(name, shapes) != shapes:
                 raise ValueError(
@@ -140,13 +144,17 @@ def collecting(state: Mapping[str, Any], on: Any = True, what_if: Mapping[str, R
 
 
 def _check_recipes(who: str, what_if: Any) -> None:
-    """Raises TypeError unless the argument maps labels to recipes."""
+    """Raises TypeError unless the argument maps labels to recipes, and ValueError if it has a label of ours."""
     if what_if is not None and not (
         isinstance(what_if, Mapping)
         and all(isinstance(label, str) and isinstance(recipe, Recipe) for label, recipe in what_if.items())
     ):
         raise TypeError(
             f"{who}: what_if={shown(what_if)}; needs recipes by label, such as {{'mxfp8': MXFP8BlockScaling()}}"
+        )
+    if taken := {AS_TRAINED, GEMM_ERRORS, WEIGHT_CODES} & set(what_if or ()):
+        raise ValueError(
+            f"{who}: what_if= has the label {taken.pop()!r}, which telemetry uses itself; give another one"
         )
 
 
@@ -160,7 +168,7 @@ def init(function: Callable[..., Any], *args: Any, what_if: Mapping[str, Recipe]
         args, kwargs: the function's.
 
     Returns:
-        float32 [6, n] by layer and label; [size, 6, n] for layers within `stacked`.
+        float32 arrays by layer and label; with a leading axis for layers within `stacked`.
     """
     if not callable(function):
         raise TypeError(f"telemetry.init: function={shown(function)}; needs a function")
@@ -223,6 +231,11 @@ def value_and_grad(
 def read(found: Mapping[str, Any]) -> dict[str, dict[str, Statistics]]:
     """What was measured, on the host, by layer and tensor (see `TENSORS`); without what no layer has used.
 
+    Beside its tensors a layer has its GEMMs, `fprop`, `dgrad` and `wgrad`: of their `Statistics` only `square_error`,
+    `relative_error` and `sqnr` are known, and the others are NaN. They compare a sample of the result, the product of
+    16 lines of each operand, with the product of the same lines in high precision. Within `jax.shard_map` each device
+    takes lines of its own part.
+
     A layer of a stack has its index behind its name: `blocks/up[3]`. What `what_if=` asked for has the label behind the
     tensor's name: `gradient rowwise, mxfp8`.
     """
@@ -231,13 +244,34 @@ def read(found: Mapping[str, Any]) -> dict[str, dict[str, Statistics]]:
     by_layer: dict[str, dict[str, Statistics]] = {}
     for name, by_label in jax.device_get(dict(found)).items():
         for label, values in by_label.items():
-            behind = "" if label == AS_TRAINED else f", {label}"
-            stack = {name: values} if values.ndim == 2 else {f"{name}[{i}]": each for i, each in enumerate(values)}
-            for layer, rows in stack.items():
-                seen = {f"{t}{behind}": Statistics(row) for t, row in zip(TENSORS, rows, strict=True) if row[0] > 0}
+            if label == WEIGHT_CODES:
+                continue
+            behind = "" if label in (AS_TRAINED, GEMM_ERRORS) else f", {label}"
+            for layer, rows in _layers(name, values, 2):
+                names = GEMMS if label == GEMM_ERRORS else TENSORS
+                made = of_gemm if label == GEMM_ERRORS else Statistics
+                seen = {f"{n}{behind}": made(row) for n, row in zip(names, rows, strict=True) if row[0] > 0}
                 if seen:
                     by_layer.setdefault(layer, {}).update(seen)
     return by_layer
+
+
+def weight_codes(found: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A sample of the codes of each layer's weight, as far as it was measured; see `sampling.codes`."""
+    by_layer: dict[str, np.ndarray] = {}
+    for name, by_label in found.items():
+        if WEIGHT_CODES in by_label:
+            values = jax.device_get(by_label[WEIGHT_CODES])
+            by_layer |= {layer: row[1:] / row[0] for layer, row in _layers(name, values, 1) if row[0] > 0}
+    return by_layer
+
+
+def _layers(name: str, values: np.ndarray, ndim: int) -> Iterator[tuple[str, np.ndarray]]:
+    """What a layer has, or each one of a stack."""
+    if values.ndim == ndim:
+        yield name, values
+    else:
+        yield from ((f"{name}[{i}]", each) for i, each in enumerate(values))
 
 
 # --- for the layers
@@ -247,45 +281,3 @@ def probe(who: str, name: str) -> Probe | None:
     """What the layer of that name needs to be measured; None if it is not."""
     here = current()
     return here.probe(who, name) if isinstance(here, _Collector) else None
-
-
-def measure(
-    probe: Probe,
-    tensors: Mapping[str, tuple[jax.Array, QuantizedArray | None]],
-    requantize: Callable[[Roles, str, jax.Array], QuantizedArray | None],
-) -> dict[str, jax.Array]:
-    """What quantisation did to tensors of a layer: by label, float32 [len(TENSORS), LENGTH], zeros for the others.
-
-    Arguments:
-        tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
-        requantize: quantises a tensor, given by its name, as other roles say.
-    """
-
-    def counted(tensors: dict[str, Any]) -> dict[str, jax.Array]:
-        # Without a barrier XLA computes both branches on a GPU.
-        tensors = jax.lax.optimization_barrier(tensors)
-        forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
-        for label, roles in probe.what_if:
-            forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
-        axes = {name: _split_over(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
-        known = {name.split()[0]: source(x, axes[name]) for name, (x, _) in tensors.items()}
-        found = {}
-        for label, quantized in forms.items():
-            there = {name: (tensors[name][0], q) for name, q in quantized.items() if q is not None}
-            rows = jnp.zeros((len(TENSORS), LENGTH), jnp.float32)
-            if there:
-                sources = [known[name.split()[0]] for name in there]
-                vectors = measured(sources, list(there.values()), axes[next(iter(there))])
-                rows = rows.at[np.array([TENSORS.index(name) for name in there])].set(vectors)
-            found[label] = wiring.align_varying(rows, probe.state[label])[0]
-        return found
-
-    def nothing(_: Any) -> dict[str, jax.Array]:
-        return jax.tree.map(jnp.zeros_like, probe.state)
-
-    return jax.lax.cond(probe.on, counted, nothing, dict(tensors))
-
-
-def _split_over(x: jax.Array, state: jax.Array) -> tuple[Any, ...]:
-    """The axes of shard_map that split x and not the state."""
-    return tuple(sorted(varying_axes(x) - varying_axes(state)))

@@ -1,7 +1,8 @@
 """A run's record: a file of JSON lines that grows by a line for each recorded step.
 
-    {"format": "jaxlowprec telemetry", "version": 1, "names": [...], "about": {"recipe": "nvfp4"}}
-    {"step": 100, "time": 1763900000.0, "scalars": {"loss": 2.31}, "layers": {"blocks/0/up": {"input rowwise": [...]}}}
+    {"format": "jaxlowprec telemetry", "version": 1, "names": [...], "gemms": [...], "about": {"recipe": "nvfp4"}}
+    {"step": 100, "time": 1763900000.0, "scalars": {"loss": 2.31}, "layers": {"blocks/0/up": {"input rowwise": [...]}},
+     "changed": {"blocks/0/up": 0.02}}
 
 Each line is written by one system call, so a process that is killed loses at most the line that it is writing, and a
 reader sees whole lines while the run goes on. Vectors are those of `Statistics`, rounded to five digits, without the
@@ -23,8 +24,10 @@ import numpy as np
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
-from jaxlowprec.telemetry.measures import Statistics
-from jaxlowprec.telemetry.probes import read
+from jaxlowprec.recipes.roles import GEMMS
+from jaxlowprec.telemetry.measures import ERROR, Statistics, of_gemm
+from jaxlowprec.telemetry.probes import read, weight_codes
+from jaxlowprec.telemetry.sampling import changed
 
 FORMAT, VERSION = "jaxlowprec telemetry", 1
 
@@ -56,6 +59,7 @@ class Recorder:
             if not isinstance(value, str | int | float):
                 raise TypeError(f"telemetry.Recorder: {name}={shown(value)}; needs a number or a text")
         self.path, self.every, self._file = None if path is None else pathlib.Path(path), every, -1
+        self._codes: dict[str, np.ndarray] = {}
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +67,7 @@ class Recorder:
         try:
             if _continued(self._file, self.path) == 0:
                 names = [*SCALARS, "codes", "scales", "outlier_channels", "channel_shares"]
-                self._write({"format": FORMAT, "version": VERSION, "names": names, "about": about})
+                self._write({"format": FORMAT, "version": VERSION, "names": names, "gemms": ERROR, "about": about})
         except BaseException:
             self.close()
             raise
@@ -84,9 +88,15 @@ class Recorder:
         if self.path is None or not self.due(step):
             return
         layers = {} if found is None else read(found)
-        vectors = {layer: {tensor: _packed(s) for tensor, s in tensors.items()} for layer, tensors in layers.items()}
+        vectors = {
+            layer: {tensor: _packed(tensor, s) for tensor, s in tensors.items()} for layer, tensors in layers.items()
+        }
         numbers = {name: _number(float(value)) for name, value in scalars.items()}
-        self._write({"step": step, "time": round(time.time(), 3), "scalars": numbers, "layers": vectors})
+        line: dict[str, Any] = {"step": step, "time": round(time.time(), 3), "scalars": numbers, "layers": vectors}
+        before, self._codes = self._codes, {} if found is None else weight_codes(found)
+        if known := before.keys() & self._codes.keys():
+            line["changed"] = {name: round(changed(before[name], self._codes[name]), 5) for name in sorted(known)}
+        self._write(line)
 
     def close(self) -> None:
         """Closes the file; nothing is lost without it."""
@@ -115,20 +125,23 @@ class Record:
         time: seconds since 1970.
         scalars: what the program gave, by name.
         layers: `Statistics` by layer and tensor.
+        changed: by layer, the share of a sample of the weight's codes that is not what it was in the record before.
     """
 
     step: int
     time: float
     scalars: dict[str, float]
     layers: dict[str, dict[str, Statistics]]
+    changed: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """All numbers under stable names, for TensorBoard, Weights & Biases and their like: `up/input rowwise/sqnr`."""
         found = dict(self.scalars)
         for layer, tensors in self.layers.items():
             for tensor, statistics in tensors.items():
-                found |= {f"{layer}/{tensor}/{name}": value for name, value in statistics.scalars().items()}
-        return found
+                numbers = {name: value for name, value in statistics.scalars().items() if not math.isnan(value)}
+                found |= {f"{layer}/{tensor}/{name}": value for name, value in numbers.items()}
+        return found | {f"{layer}/weight/changed": value for layer, value in self.changed.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +164,11 @@ class Run:
         return [record.step for record in self.records]
 
     def series(self, layer: str, tensor: str, statistic: str) -> np.ndarray:
-        """A statistic at each recorded step, float64; NaN where it was not measured."""
+        """A statistic at each recorded step, float64; NaN where it was not measured. "changed" is one of weights."""
 
         def at(record: Record) -> float:
+            if statistic == "changed":
+                return record.changed.get(layer, math.nan) if tensor.startswith("weight") else math.nan
             found = record.layers.get(layer, {}).get(tensor)
             return math.nan if found is None else float(getattr(found, statistic))
 
@@ -236,11 +251,12 @@ def _record(line: bytes, where: str) -> Record:
     try:
         found = json.loads(line)
         layers = {
-            layer: {tensor: Statistics(_unpacked(vector)) for tensor, vector in tensors.items()}
+            layer: {tensor: _unpacked(tensor, vector) for tensor, vector in tensors.items()}
             for layer, tensors in found["layers"].items()
         }
         scalars = {name: float(value) for name, value in found["scalars"].items()}
-        return Record(int(found["step"]), float(found["time"]), scalars, layers)
+        shares = {layer: float(share) for layer, share in found.get("changed", {}).items()}
+        return Record(int(found["step"]), float(found["time"]), scalars, layers, shares)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"telemetry: {where} is no record: {error}; restore the file, or delete that line") from None
 
@@ -250,14 +266,17 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _packed(statistics: Statistics) -> list[float | str]:
-    """A vector in five digits, without the zeros at its end."""
-    values = np.asarray(statistics.values, np.float64)
+def _packed(tensor: str, statistics: Statistics) -> list[float | str]:
+    """A vector in five digits, without the zeros at its end; of a GEMM what is known."""
+    if tensor in GEMMS:
+        values = np.array([getattr(statistics, name) for name in ERROR], np.float64)
+    else:
+        values = np.asarray(statistics.values, np.float64)
     kept = values[: np.flatnonzero(values)[-1] + 1].tolist()
     return [int(v) if v.is_integer() and abs(v) < 1e6 else _number(float(f"{v:.5g}")) for v in kept]
 
 
-def _unpacked(vector: list[float | str]) -> np.ndarray:
-    values = np.zeros(LENGTH)
+def _unpacked(tensor: str, vector: list[float | str]) -> Statistics:
+    values = np.zeros(len(ERROR) if tensor in GEMMS else LENGTH)
     values[: len(vector)] = [float(v) for v in vector]
-    return values
+    return of_gemm(values) if tensor in GEMMS else Statistics(values)

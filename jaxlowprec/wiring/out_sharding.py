@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -36,3 +38,9 @@ def spec_of(out_sharding: NamedSharding | PartitionSpec | None) -> PartitionSpec
 def resharded(x: jax.Array, out_sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
     """x, split as `out_sharding` says; x itself where that is None."""
     return x if out_sharding is None else jax.sharding.reshard(x, out_sharding)
+
+
+def replicated(x: Any) -> Any:
+    """x, whole on every device in explicit mode; x itself otherwise, None too."""
+    sharding = sharding_of(x)
+    return x if sharding is None else jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
 from jaxlowprec.telemetry.findings import Limits, findings
-from jaxlowprec.telemetry.measures import Statistics
+from jaxlowprec.telemetry.measures import Statistics, of_gemm
 from jaxlowprec.telemetry.recording import Record, Run
 
 HEALTHY = {"uses": 1, "underflow": 0.1, "square_error": 0.01, "amax": 3, "rms": 1}
@@ -55,6 +55,15 @@ def test_each_says_what_where_since_when_and_what_to_do(numbers, statistic, word
     (found,) = findings(of_one({}, numbers, numbers))
     assert (found.layer, found.tensor, found.statistic, found.since) == ("up", "gradient rowwise", statistic, 10)
     assert found.text.startswith("gradient rowwise of up: ") and words in found.text
+
+
+def test_a_gemm_has_a_limit_of_its_own():
+    def layer(error):
+        return {"up": {"dgrad": of_gemm([1, error])}}
+
+    assert findings(a_run(layer(0.1), layer(0.1))) == []
+    (found,) = findings(a_run(layer(0.1), layer(0.1), layer(0.3)))
+    assert found.text.startswith("dgrad of up: the SQNR of the result is 5.2 dB, over the run 10.0 dB since step 20; ")
 
 
 def test_what_is_over_is_none():

@@ -21,7 +21,8 @@ NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 X = random_array((64, 32), "bfloat16", 1)
 PARAMS = {"up": random_array((32, 64), "float32", 2), "down": random_array((64, 32), "float32", 3)}
 OTHERS = [jlp.Float8BlockScaling(), jlp.Float8CurrentScaling(), jlp.Int4QAT(32)]
-ALL = list(jlp.telemetry.TENSORS)
+TENSORS, GEMMS = list(jlp.telemetry.TENSORS), ["fprop", "dgrad", "wgrad"]
+ALL = [*TENSORS, *GEMMS]
 
 
 def model(params, x, recipe=NVFP4):
@@ -76,7 +77,7 @@ class TestLayers:
     def test_a_tensor_that_is_not_quantised_is_not_there(self):
         recipe = jlp.PerGemm(fprop=NVFP4, dgrad=None, wgrad=None)
         found = measured(functools.partial(loss, recipe=recipe), PARAMS, X)
-        assert list(found["up"]) == ["input rowwise", "weight columnwise"]
+        assert list(found["up"]) == ["input rowwise", "weight columnwise", "fprop"]
 
     def test_layers_without_a_recipe_are_not_there(self):
         recipe = jlp.PerLayer([("up", NVFP4)], None)
@@ -106,7 +107,7 @@ class TestLayers:
             expected = measures.statistics(
                 PARAMS["up"], jlp.quantize(PARAMS["up"].astype(jnp.bfloat16), jlp.Int4(32), axis=-2)
             )
-            assert list(found["up"]) == ["weight columnwise"]
+            assert list(found["up"]) == ["weight columnwise", "fprop"]
             np.testing.assert_allclose(found["up"]["weight columnwise"].sqnr, expected.sqnr, rtol=1e-2)
 
     @pytest.mark.slow
@@ -118,8 +119,10 @@ class TestLayers:
         }
         value_and_grad = jlp.telemetry.value_and_grad(loss, what_if=what_if)
         found = jlp.telemetry.read(jax.jit(value_and_grad)(PARAMS, X)[1])
-        assert list(found["up"]) == [*ALL, *(f"{tensor}, {label}" for label in what_if for tensor in ALL)]
-        assert list(found["down"]) == [*ALL, *(f"{tensor}, {label}" for label in list(what_if)[:2] for tensor in ALL)]
+        labelled = [f"{tensor}, {label}" for label in what_if for tensor in TENSORS]
+        assert set(found["up"]) == {*ALL, *labelled}
+        assert set(found["down"]) == {*ALL, *labelled[: 2 * len(TENSORS)]}
+        assert list(found["up"])[: len(ALL)] == ALL
         for label, q in {
             "mxfp8": jlp.quantize(X, jlp.MXFP8(), axis=-2),
             "plain": jlp.quantize(X, jlp.NVFP4(), axis=-2),
@@ -244,7 +247,8 @@ class TestMeshes:
             assert found[tensor].uses == 1
             for name, value in statistics.scalars().items():
                 actual = found[tensor].scalars()[name]
-                np.testing.assert_allclose(actual, value, rtol=1e-2, atol=1e-5, err_msg=f"{tensor} {name}")
+                rtol = 0.5 if tensor in GEMMS else 1e-2  # each device samples results of its own
+                np.testing.assert_allclose(actual, value, rtol=rtol, atol=1e-5, err_msg=f"{tensor} {name}")
 
 
 class TestModels:

@@ -3,15 +3,79 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.operands import Gemms, both_ways, role_of
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.recipes.roles import Roles
-from jaxlowprec.telemetry import probes
+from jaxlowprec.telemetry import measuring, probes
+from jaxlowprec.telemetry.sampling import Gemm, Operand, lines
+
+
+class Measured(NamedTuple):
+    """What a layer's forward pass found, and what the measurements of its backward pass need.
+
+    Attributes:
+        probe: telemetry's.
+        found: by label.
+        x, w: lines of the input along its rows' axis, and of the weight along N, for wgrad and dgrad; None where these
+            are not quantised.
+    """
+
+    probe: probes.Probe
+    found: dict[str, jax.Array]
+    x: jax.Array | None
+    w: jax.Array | None
+
+
+Forms = tuple[QuantizedArray | None, QuantizedArray | None]
+"""A tensor quantised rowwise and columnwise."""
+
+
+def measured_forward(
+    probe: probes.Probe, x: jax.Array, w: jax.Array | None, x_forms: Forms, w_forms: Forms, rows_split: bool
+) -> Measured:
+    """Measures the forward pass of a product x @ w; w is None if only its quantised forms are known."""
+    (x_row, x_column), (w_row, w_column) = x_forms, w_forms
+    tensors = {"input rowwise": (x, x_row), "input columnwise": (x, x_column)}
+    gemms, weight = {}, None
+    if w is not None:
+        tensors |= {"weight rowwise": (w, w_row), "weight columnwise": (w, w_column)}
+        weight = w_row if w_column is None else w_column
+        if w_column is not None:
+            gemms["fprop"] = Gemm(Operand(x, x_row, -1), Operand(w, w_column, -2), "a" if rows_split else "")
+    found = measured(probe, tensors, rows_split) | measuring.sample(probe, gemms, weight)
+    x_lines = None if x_column is None else lines(x, -2)
+    return Measured(probe, found, x_lines, None if w is None or w_row is None else lines(w, -1))
+
+
+def measured_backward(
+    before: Measured, kept: tuple[Any, Any], dy: jax.Array, dy_forms: Forms, rows_split: bool
+) -> probes.Probe:
+    """Measures the backward pass, too: the cotangent of the probe. `kept`: x columnwise and w rowwise, quantised."""
+    dy_row, dy_column = dy_forms
+    x_column, w_row = kept
+    gemms = {}
+    if before.w is not None and dy_row is not None:
+        gemms["dgrad"] = Gemm(Operand(dy, dy_row, -1), Operand(before.w, w_row, None), "a" if rows_split else "")
+    if before.x is not None and dy_column is not None:
+        gemms["wgrad"] = Gemm(Operand(before.x, x_column, None), Operand(dy, dy_column, -2), "ab" if rows_split else "")
+    tensors = {"gradient rowwise": (dy, dy_row), "gradient columnwise": (dy, dy_column)}
+    found = measured(before.probe, tensors, rows_split) | measuring.sample(before.probe, gemms, None)
+    return before.probe.gradient(jax.tree.map(jnp.add, before.found, found))
+
+
+def measured_weight(
+    probe: probes.Probe, x: jax.Array, w: jax.Array, q: QuantizedArray, rows_split: bool
+) -> probes.Probe:
+    """Measures a product whose weight alone is quantised: the cotangent of the probe."""
+    fprop = Gemm(Operand(x, None, -1), Operand(w, q, -2), "a" if rows_split else "")
+    found = measured(probe, {"weight columnwise": (w, q)}) | measuring.sample(probe, {"fprop": fprop}, q)
+    return probe.gradient(found)
 
 
 def measured(probe: probes.Probe, tensors: dict[str, tuple[Any, Any]], rows_split: bool = False) -> Any:
@@ -38,4 +102,4 @@ def measured(probe: probes.Probe, tensors: dict[str, tuple[Any, Any]], rows_spli
         return both_ways(x, *forms, rows_split=rows_split and tensor != "weight")[0 if rowwise else 1]
 
     with in_profiles("telemetry"):
-        return probes.measure(probe, tensors, requantize)
+        return measuring.measure(probe, tensors, requantize)

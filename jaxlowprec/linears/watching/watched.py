@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxlowprec.linears.layer_call import LayerCall
 from jaxlowprec.recipes.roles import Recipe
@@ -30,6 +31,18 @@ def watched(call: LayerCall, x: Any, w: Any, compute: Compute, macs: Callable[[]
     if isinstance(here, Choices) and w is not None and call.quantized is None and here.concerns(call.recipe, call.name):
         return _chosen(here, call, x, w, compute, macs)
     return compute(call, x, w)
+
+
+def tapped(call: LayerCall, x: Any, w: Any, compute: Compute, rows: Any) -> tuple[jax.Array, Any]:
+    """compute(call, x, w) of a product that `debug` watches and `find_policy` leaves alone: of experts.
+
+    Arguments:
+        rows: how many rows of x belong to a group; the others have no effect and are watched as zeros.
+    """
+    here = scopes.current()
+    if not isinstance(here, Taps):
+        return compute(call, x, w)
+    return _tapped(here, call, jnp.where(jnp.arange(x.shape[0])[:, None] < rows, x, 0), w, compute)
 
 
 def _tapped(here: Taps, call: LayerCall, x: Any, w: Any, compute: Compute) -> tuple[jax.Array, Any]:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxlowprec.recipes.roles import GEMMS
 from jaxlowprec.telemetry.findings import Finding, Limits, findings
 from jaxlowprec.telemetry.recording import Run
 
@@ -33,8 +34,9 @@ STATISTICS = {
     "floor": "blocks at the smallest scale, fraction",
     "block_range": "largest over median of a block",
     "outliers": "outliers, fraction of elements",
+    "changed": "codes changed since the record before, fraction",
 }
-"""What the page shows of a tensor, with the words for it."""
+"""What the page shows of a tensor or of a GEMM's result, with the words for it."""
 
 
 def page(
@@ -91,10 +93,14 @@ def _of_run(name: str, run: Run) -> dict[str, Any]:
     layers: dict[str, dict[str, dict[str, list[float | None]]]] = {}
     for layer in sorted({layer for record in run.records for layer in record.layers}, key=_natural):
         tensors = dict.fromkeys(t for record in run.records for t in record.layers.get(layer, {}))
-        layers[layer] = {t: {s: _numbers(run.series(layer, t, s)) for s in STATISTICS} for t in tensors}
+        layers[layer] = {t: _of_tensor(run, layer, t) for t in tensors}
     last = run.records[-1].layers if run.records else {}
     distributions = {
-        layer: {tensor: {k: _numbers(getattr(s, k)) for k in ("codes", "scales")} for tensor, s in tensors.items()}
+        layer: {
+            tensor: {k: _numbers(getattr(s, k)) for k in ("codes", "scales")}
+            for tensor, s in tensors.items()
+            if tensor not in GEMMS
+        }
         for layer, tensors in last.items()
     }
     scalars = dict.fromkeys(name for record in run.records for name in record.scalars)
@@ -105,6 +111,12 @@ def _of_run(name: str, run: Run) -> dict[str, Any]:
         "layers": layers,
         "distributions": distributions,
     }
+
+
+def _of_tensor(run: Run, layer: str, tensor: str) -> dict[str, list[float | None]]:
+    """Its statistics at each step, those that it has."""
+    series = {name: run.series(layer, tensor, name) for name in STATISTICS}
+    return {name: _numbers(values) for name, values in series.items() if not all(map(math.isnan, values))}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,0 +1,80 @@
+"""What a layer's product measures of itself on the steps that are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec import wiring
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.statistics.finish import LENGTH
+from jaxlowprec.recipes.roles import GEMMS, Roles
+from jaxlowprec.telemetry.counting import measured, source
+from jaxlowprec.telemetry.probes import AS_TRAINED, GEMM_ERRORS, TENSORS, WEIGHT_CODES, Probe
+from jaxlowprec.telemetry.sampling import Gemm, codes
+from jaxlowprec.wiring.defining import varying_axes
+
+
+def measure(
+    probe: Probe,
+    tensors: Mapping[str, tuple[jax.Array, QuantizedArray | None]],
+    requantize: Callable[[Roles, str, jax.Array], QuantizedArray | None],
+) -> dict[str, jax.Array]:
+    """What quantisation did to tensors of a layer: by label, float32 [len(TENSORS), LENGTH], zeros for the others.
+
+    Arguments:
+        tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
+        requantize: quantises a tensor, given by its name, as other roles say.
+    """
+
+    def counted(tensors: dict[str, Any]) -> dict[str, jax.Array]:
+        # Without a barrier XLA computes both branches on a GPU.
+        tensors = jax.lax.optimization_barrier(tensors)
+        forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
+        for label, roles in probe.what_if:
+            forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
+        axes = {name: _split_over(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
+        known = {name.split()[0]: source(x, axes[name]) for name, (x, _) in tensors.items()}
+        found = {}
+        for label, quantized in forms.items():
+            there = {name: (tensors[name][0], q) for name, q in quantized.items() if q is not None}
+            rows = jnp.zeros((len(TENSORS), LENGTH), jnp.float32)
+            if there:
+                sources = [known[name.split()[0]] for name in there]
+                vectors = measured(sources, list(there.values()), axes[next(iter(there))])
+                rows = rows.at[np.array([TENSORS.index(name) for name in there])].set(vectors)
+            found[label] = wiring.align_varying(rows, probe.state[label])[0]
+        return found
+
+    def nothing(_: Any) -> dict[str, jax.Array]:
+        labels = (AS_TRAINED, *(label for label, _ in probe.what_if))
+        return {label: jnp.zeros_like(probe.state[label]) for label in labels}
+
+    return jax.lax.cond(probe.on, counted, nothing, dict(tensors))
+
+
+def sample(probe: Probe, gemms: Mapping[str, Gemm], weight: QuantizedArray | None) -> dict[str, jax.Array]:
+    """What samples of a layer's GEMMs and of its quantised weight show, by label; zeros for the other GEMMs."""
+    state = {label: probe.state[label] for label in (GEMM_ERRORS, WEIGHT_CODES)}
+
+    def taken(operands: Any) -> dict[str, jax.Array]:
+        gemms, weight = jax.lax.optimization_barrier(operands)
+        errors, sampled = (jnp.zeros_like(leaf) for leaf in state.values())
+        for name, gemm in gemms.items():
+            found = jnp.stack([jnp.float32(1), gemm.error(_split_over(gemm.a.x, errors))])
+            errors = errors.at[list(GEMMS).index(name)].set(wiring.align_varying(found, errors)[0])
+        if weight is not None:
+            found = jnp.concatenate([jnp.ones(1), codes(weight, _split_over(weight.data, sampled))])
+            sampled = wiring.align_varying(found, sampled)[0]
+        return {GEMM_ERRORS: errors, WEIGHT_CODES: sampled}
+
+    return jax.lax.cond(probe.on, taken, lambda _: jax.tree.map(jnp.zeros_like, state), (dict(gemms), weight))
+
+
+def _split_over(x: jax.Array, state: jax.Array) -> tuple[Any, ...]:
+    """The axes of shard_map that split x and not the state."""
+    return tuple(sorted(varying_axes(x) - varying_axes(state)))

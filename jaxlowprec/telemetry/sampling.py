@@ -1,0 +1,164 @@
+"""What telemetry takes samples of: results of GEMMs, for their error, and codes of weights, for whether they change.
+
+A GEMM's operands are matrices whose lines its sum runs along, [..., lines, k]. Lines of all parts are taken, and their
+products, by the decoded operands and in high precision, are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.ops.split_rows import merged_columns
+from jaxlowprec.wiring.out_sharding import replicated, sharding_of
+
+LINES = 16
+"""Lines that are taken of an operand, if it has so many."""
+
+CODES = 1024
+"""Codes that are taken of a weight, if it has so many."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("x", "quantized"), meta_fields=("axis",))
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of a GEMM, of which lines are taken.
+
+    Attributes:
+        x: the operand in high precision, or lines of it that have been taken already.
+        quantized: what it was quantised to; None if the GEMM reads x.
+        axis: of x, that the GEMM contracts: -1 or -2; None if x is lines.
+    """
+
+    x: jax.Array
+    quantized: QuantizedArray | None
+    axis: int | None
+
+    def exact(self) -> jax.Array:
+        """[..., n, k], in high precision."""
+        return self.x if self.axis is None else lines(self.x, self.axis)
+
+    def decoded(self) -> jax.Array:
+        """float32 [..., n, k]: the same lines as the GEMM reads them."""
+        exact, q = self.exact(), self.quantized
+        if q is None:
+            return exact.astype(jnp.float32)
+        q = q if q.axis == -1 else q.mT
+        fmt, taken = q.format, places(q.shape[-2], exact.shape[-2])
+        blocks = taken // fmt.length if fmt.tiles else taken
+        scale = replicated(q.scale) if fmt.scaling == "tensor" else _taken(q.scale, blocks)
+        zero_point = None if q.zero_point is None else _taken(q.zero_point, blocks)
+        rows = dataclasses.replace(fmt, block=(1, fmt.length)) if fmt.tiles else fmt
+        shape = len(taken), q.shape[-1]
+        made = QuantizedArray(
+            _taken(q.data, taken), scale, replicated(q.amax), zero_point, rows, shape, q.dtype, -1, q.hadamard
+        )
+        return dequantize(made, jnp.float32)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("parts",))
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """The operands of a GEMM: lines of `a` by lines of `b`.
+
+    Attributes:
+        parts: which operands are in parts [..., S, lines, k]: "", "a" for a `b` that all parts share, or "ab", whose
+            products are added up over the parts.
+    """
+
+    a: Operand
+    b: Operand
+    parts: Literal["", "a", "ab"] = ""
+
+    def error(self, axes: tuple[Hashable, ...] = ()) -> jax.Array:
+        """The energy of the error of a sample of the result over the energy of the sample; float32.
+
+        Arguments:
+            axes: of `jax.shard_map`, over which both are added up.
+        """
+        exact = self._products(self.a.exact(), self.b.exact())
+        decoded = self._products(self.a.decoded(), self.b.decoded())
+        largest = jnp.abs(exact).max(initial=0)
+        largest = jax.lax.pmax(largest, axes) if axes else largest
+        unit = jnp.where(largest > 0, largest, 1)  # squares stay within float32's range
+        sums = jnp.stack([jnp.square(v / unit).sum() for v in (decoded - exact, exact)])
+        off, energy = jax.lax.psum(sums, axes) if axes else sums
+        return jnp.where(energy == 0, jnp.where(off > 0, jnp.inf, 0), off / jnp.where(energy == 0, 1, energy))
+
+    def _products(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        if self.parts == "ab":
+            a, b = merged_columns(a), merged_columns(b)
+        elif self.parts == "a":
+            b = b[..., None, :, :]
+        return jnp.einsum("...mk,...nk->...mn", a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def lines(x: jax.Array, axis: int) -> jax.Array:
+    """Lines of a matrix [..., M, K] along its last axis (-1), or along the one before it (-2): [..., n, k]."""
+    if axis == -1:
+        return _taken(x, places(x.shape[-2], LINES))
+    return jnp.swapaxes(_at(x, (..., places(x.shape[-1], LINES))), -1, -2)  # the whole is not transposed
+
+
+def codes(q: QuantizedArray, axes: tuple[Hashable, ...] = ()) -> jax.Array:
+    """A sample of a weight's codes, float32 [CODES], -1 where there are no more.
+
+    Arguments:
+        axes: of `jax.shard_map`, that split it: each device fills in its part, of the sum over devices.
+    """
+    devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    each = CODES // devices
+    size, packed = q.data.size, q.format.packed
+    data = q.data if packed else jax.lax.bitcast_convert_type(q.data, jnp.uint8)
+    count = min(each // 2 if packed else each, size)
+    at = np.unravel_index(places(size, count), data.shape)
+    taken = _at(data, at)
+    if packed:
+        taken = jnp.stack([taken & 15, taken >> 4], axis=-1).reshape(-1)
+    own = jnp.full(each, -1.0).at[: taken.size].set(taken.astype(jnp.float32))
+    if not axes:
+        return own
+    index = jax.lax.axis_index(axes)
+    spread = jnp.zeros(CODES).at[index * each + jnp.arange(each)].set(own)
+    rest = jnp.where(jnp.arange(CODES) < devices * each, 0.0, -1.0)
+    return jax.lax.psum(spread, axes) + rest
+
+
+def changed(before: np.ndarray, now: np.ndarray) -> float:
+    """The share of two samples of codes that differs."""
+    known = (before >= 0) & (now >= 0)
+    return float(np.mean(before[known] != now[known])) if known.any() else 0.0
+
+
+def places(size: int, count: int) -> np.ndarray:
+    """At most `count` of so many places: one in each of as many equal parts.
+
+    Where in its part follows the golden ratio, so that no stride of the places meets one of the matrix.
+    """
+    if size <= count:
+        return np.arange(size)
+    parts = np.arange(count)
+    return np.floor((parts + parts * 0.6180339887498949 % 1) * (size / count)).astype(np.int64)
+
+
+def _taken(x: jax.Array, rows: np.ndarray) -> jax.Array:
+    """These rows of x [..., rows, n], whole on every device in explicit mode."""
+    return _at(x, (..., rows, slice(None)))
+
+
+def _at(x: jax.Array, at: tuple[Any, ...]) -> jax.Array:
+    sharding = sharding_of(x)
+    if sharding is None:
+        return x[at]
+    return x.at[at].get(out_sharding=sharding.update(spec=PartitionSpec()))
