@@ -15,7 +15,7 @@ from jaxlowprec.ops.statistics.finish import LENGTH
 from jaxlowprec.recipes.roles import GEMMS, Roles
 from jaxlowprec.telemetry.counting import measured, source
 from jaxlowprec.telemetry.probes import AS_TRAINED, GEMM_ERRORS, TENSORS, WEIGHT_CODES, Probe
-from jaxlowprec.telemetry.sampling import Gemm, codes
+from jaxlowprec.telemetry.sampling import Gemm, codes, lines
 from jaxlowprec.wiring.defining import varying_axes
 
 
@@ -73,6 +73,21 @@ def sample(probe: Probe, gemms: Mapping[str, Gemm], weight: QuantizedArray | Non
         return {GEMM_ERRORS: errors, WEIGHT_CODES: sampled}
 
     return jax.lax.cond(probe.on, taken, lambda _: jax.tree.map(jnp.zeros_like, state), (dict(gemms), weight))
+
+
+def kept_lines(probe: Probe, x: jax.Array | None, w: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Columns of x and rows of w, as lines, for the GEMMs of the backward pass; zeros if nothing is measured."""
+
+    def taken(operands: Any) -> Any:
+        x, w = jax.lax.optimization_barrier(operands)
+        return None if x is None else lines(x, -2), None if w is None else lines(w, -1)
+
+    def nothing(operands: Any) -> Any:
+        made = [jnp.zeros(found.shape, found.dtype) for found in jax.tree.leaves(shapes)]
+        return jax.tree.unflatten(jax.tree.structure(shapes), wiring.align_varying(operands, made)[1])
+
+    shapes = jax.eval_shape(taken, (x, w))
+    return jax.lax.cond(probe.on, taken, nothing, (x, w))
 
 
 def _split_over(x: jax.Array, state: jax.Array) -> tuple[Any, ...]:

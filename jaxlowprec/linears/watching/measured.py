@@ -13,7 +13,7 @@ from jaxlowprec.linears.operands import Gemms, both_ways, role_of
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.recipes.roles import Roles
 from jaxlowprec.telemetry import measuring, probes
-from jaxlowprec.telemetry.sampling import Gemm, Operand, lines
+from jaxlowprec.telemetry.sampling import Gemm, Operand
 
 
 class Measured(NamedTuple):
@@ -49,8 +49,8 @@ def measured_forward(
         if w_column is not None:
             gemms["fprop"] = Gemm(Operand(x, x_row, -1), Operand(w, w_column, -2), "a" if rows_split else "")
     found = measured(probe, tensors, rows_split) | measuring.sample(probe, gemms, weight)
-    x_lines = None if x_column is None else lines(x, -2)
-    return Measured(probe, found, x_lines, None if w is None or w_row is None else lines(w, -1))
+    kept = measuring.kept_lines(probe, None if x_column is None else x, None if w_row is None else w)
+    return Measured(probe, found, *kept)
 
 
 def measured_backward(
