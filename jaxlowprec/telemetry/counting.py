@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.dequantize.api import dequantize
@@ -20,7 +19,7 @@ from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.statistics import reference
 from jaxlowprec.ops.statistics.finish import CHANNELS
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, ragged_of, statistics_op, sums_op
-from jaxlowprec.wiring.out_sharding import sharding_of
+from jaxlowprec.wiring.out_sharding import replicated
 
 OUTLIER = 6.0  # root mean squares
 
@@ -110,7 +109,7 @@ def _sums(x: jax.Array, q: QuantizedArray, unit: jax.Array) -> jax.Array:
     """[..., reference.LENGTH]."""
     fmt, columnwise = q.format, q.axis == -2
     if fmt.scaling == "float16":
-        return _sums_of_int4(_whole(x), jax.tree.map(_whole, q), _whole(unit))
+        return _sums_of_int4(replicated(x), jax.tree.map(replicated, q), replicated(unit))
     op = sums_op(fmt, columnwise, ragged_of(fmt, x.shape, columnwise))
     return op(x, unit, q.data, q.scale, *([] if q.amax is None else [q.amax]))[0]
 
@@ -129,7 +128,7 @@ def _channels(beyond: jax.Array, outliers: jax.Array, over: Over) -> jax.Array:
     """The channels with the most outliers, and their shares."""
     if over.axes:  # which channels the other shards hold is not known here
         return jnp.concatenate([jnp.full(CHANNELS, -1.0), jnp.zeros(CHANNELS)])
-    counts = _whole(beyond.sum(axis=tuple(range(beyond.ndim - 1))))
+    counts = replicated(beyond.sum(axis=tuple(range(beyond.ndim - 1))))
     counts, found, most = jnp.pad(counts, (0, CHANNELS)), [], []
     for _ in range(CHANNELS):  # XLA's top_k sorts them all
         place = jnp.argmax(counts)
@@ -160,9 +159,3 @@ def _rotated(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray
     padding[axis] = (0, -x.shape[axis] % size)
     x = hadamard_transform(jnp.pad(x, padding) if padding[axis][1] else x, axis, size, rotation.signs)
     return x, dataclasses.replace(q, hadamard=None, matrix_shape=x.shape[-2:])
-
-
-def _whole(x: jax.Array) -> jax.Array:
-    """The same on every device."""
-    sharding = sharding_of(x)
-    return x if sharding is None else jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))

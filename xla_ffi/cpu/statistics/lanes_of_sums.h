@@ -18,9 +18,9 @@ JLP_RULE F32 without_subnormals(F32 v) { return L::from_bits(magnitude(v) < kMin
 // --- which lanes: g++ makes a vector of every comparison, which AVX-512 need not have
 #if defined(JLP_ISA_AVX512)
 using Which = __mmask16;
-JLP_RULE Which less(U32 a, U32 b) { return _mm512_cmplt_epu32_mask(raw(a), raw(b)); }
+JLP_RULE Which less(U32 a, U32 b) { return _mm512_cmpgt_epi32_mask(raw(b), raw(a)); }  // magnitudes lie below 2^31
 JLP_RULE Which equal(U32 a, U32 b) { return _mm512_cmpeq_epi32_mask(raw(a), raw(b)); }
-JLP_RULE Which is_zero(U32 v) { return _mm512_testn_epi32_mask(raw(v), raw(v)); }
+JLP_RULE Which is_zero(U32 v) { return _mm512_cmpeq_epi32_mask(raw(v), _mm512_setzero_si512()); }
 JLP_RULE Which not_zero(U32 v) { return _mm512_test_epi32_mask(raw(v), raw(v)); }
 JLP_RULE Which both(Which a, Which b) { return static_cast<Which>(a & b); }
 JLP_RULE U32 one_more(U32 count, Which where) {
