@@ -35,16 +35,20 @@ def products(
         v = v.reshape(*v.shape[:-1], scale.shape[-1], a_format.length)
         return jnp.moveaxis(v, -2, 0), jnp.moveaxis(scale, -1, 0)
 
-    def add(y, block):
+    def term(block):
         (a, sa), (b, sb) = block
         sa, sb = sa[..., :, None], sb[..., None, :]
         if a_format.scaling == "two_level":
-            return y + _dot(a, b) * (sa * sb), None  # the term is exact, so a fused multiply-add gives the same
-        return y + rounded(rounded(_dot(a, b) * sa) * sb), None
+            return _dot(a, b) * (sa * sb)  # exact, so a fused multiply-add gives the same
+        return rounded(rounded(_dot(a, b) * sa) * sb)
 
-    shape = (*a_data.shape[:-2], a_data.shape[-2], b_data.shape[-2])
     blocks = tuple(map(by_block, values, scales))
-    return jax.lax.scan(add, jnp.zeros(shape, jnp.float32), blocks)[0]
+    if blocks[0][0].shape[0] == 0:
+        return jnp.zeros((*a_data.shape[:-2], a_data.shape[-2], b_data.shape[-2]), jnp.float32)
+    first = term(jax.tree.map(lambda v: v[0], blocks))
+    first = jnp.where(first == 0, 0, first)  # 0 + -0 is 0, but XLA takes 0 + x to be x
+    rest = jax.tree.map(lambda v: v[1:], blocks)
+    return jax.lax.scan(lambda y, block: (y + term(block), None), first, rest)[0]
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

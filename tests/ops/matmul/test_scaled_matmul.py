@@ -335,3 +335,12 @@ class TestWhatDoesNotChangeTheBytes:
         ]
         assert [run[0] for run in runs] == ["1", "2"]
         assert len(runs[0]) == 9 and runs[0][1:] == runs[1][1:]
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "reference"])
+@pytest.mark.parametrize("columns", [16, 48])
+def test_with_scales_of_zero_results_are_positive_zeros(columns, implementation):
+    a, b = (jlp.quantize(random_array((8, columns), "float32", seed), jlp.NVFP4()) for seed in (1, 2))
+    a = dataclasses.replace(a, scale=jnp.zeros_like(a.scale))
+    y = jlp.scaled_matmul(a, b, out_dtype=jnp.float32, implementation=implementation)
+    assert not np.asarray(y).any() and not np.signbit(y).any()
