@@ -109,8 +109,8 @@ def grouped_matmul(
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, given)
         loaded = QuantizedKernel(None, kernels, weight_only=True)
-        return tapped(LayerCall(who, name, None, key, loaded, None, precision), x, None, compute, sizes.sum())[0]
-    return tapped(LayerCall(who, name, recipe, key, None, None, precision), x, kernels, compute, sizes.sum())[0]
+        return tapped(LayerCall(who, name, None, key, loaded, None, precision), x, None, compute, sizes)[0]
+    return tapped(LayerCall(who, name, recipe, key, None, None, precision), x, kernels, compute, sizes)[0]
 
 
 def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:

@@ -245,7 +245,7 @@ class _Search:
             None,
             *(_only(gemm, recipe) for recipe in labels.values() for gemm in self.gemms),
         )
-        self._compiled = jax.jit(self._loss_and_gradient)
+        self._compiled = jax.jit(self._under(self.recipes))
         self._compared = jax.jit(_compared)
         self._references: dict[int, Any] = {}
 
@@ -283,12 +283,17 @@ class _Search:
         """Numbers of batches and keys."""
         return itertools.product(range(len(self.batches)), range(self.repeats))
 
-    def _loss_and_gradient(self, params: Any, batch: Any, chosen: dict[str, Any], key: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            with entered(Choices(self.first, self.recipes, chosen, key)), autocast(self.first):
-                return self.loss_fn(params, batch)
+    def _under(self, recipes: tuple[Recipe | None, ...]) -> Callable[..., Any]:
+        """Loss and gradient with each layer under the one of these recipes that is chosen for it."""
 
-        return jax.value_and_grad(loss)(params)
+        def loss_and_gradient(params: Any, batch: Any, chosen: Mapping[str, Any], key: Any) -> Any:
+            def loss(params: Any) -> jax.Array:
+                with entered(Choices(self.first, recipes, chosen, key)), autocast(self.first):
+                    return self.loss_fn(params, batch)
+
+            return jax.value_and_grad(loss)(params)
+
+        return loss_and_gradient
 
     def _keys(self, batch: int, repeat: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.key, batch), repeat)
@@ -325,15 +330,8 @@ class _Search:
     def _under_rules(self, rules: PerLayer) -> Callable[..., Any]:
         recipes = tuple(rules.at(name) for name in self.layers)
         numbers = {name: i for i, name in enumerate(self.layers)}
-
-        def loss_and_gradient(params: Any, batch: Any, key: Any) -> Any:
-            def loss(params: Any) -> jax.Array:
-                with entered(Choices(self.first, recipes, numbers, key)), autocast(self.first):
-                    return self.loss_fn(params, batch)
-
-            return jax.value_and_grad(loss)(params)
-
-        return jax.jit(loss_and_gradient)
+        under = self._under(recipes)
+        return jax.jit(lambda params, batch, key: under(params, batch, numbers, key))
 
 
 def _only(gemm: str, recipe: Recipe) -> Recipe:

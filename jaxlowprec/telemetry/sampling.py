@@ -118,7 +118,7 @@ def codes(q: QuantizedArray, axes: tuple[Hashable, ...] = ()) -> jax.Array:
         axes: of `jax.shard_map`, that split it: each device fills in its part, of the sum over devices.
     """
     devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
-    each = CODES // devices
+    each = max(CODES // devices, 2)  # what more devices than that have does not fit and is left out
     size, packed = q.data.size, q.format.packed
     data = q.data if packed else jax.lax.bitcast_convert_type(q.data, jnp.uint8)
     count = min(each // 2 if packed else each, size)

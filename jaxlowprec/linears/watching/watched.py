@@ -33,16 +33,16 @@ def watched(call: LayerCall, x: Any, w: Any, compute: Compute, macs: Callable[[]
     return compute(call, x, w)
 
 
-def tapped(call: LayerCall, x: Any, w: Any, compute: Compute, rows: Any) -> tuple[jax.Array, Any]:
+def tapped(call: LayerCall, x: Any, w: Any, compute: Compute, sizes: jax.Array) -> tuple[jax.Array, Any]:
     """compute(call, x, w) of a product that `debug` watches and `find_policy` leaves alone: of experts.
 
     Arguments:
-        rows: how many rows of x belong to a group; the others have no effect and are watched as zeros.
+        sizes: of the groups of x's rows; rows in none have no effect and are watched as zeros.
     """
     here = scopes.current()
     if not isinstance(here, Taps):
         return compute(call, x, w)
-    return _tapped(here, call, jnp.where(jnp.arange(x.shape[0])[:, None] < rows, x, 0), w, compute)
+    return _tapped(here, call, jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), x, 0), w, compute)
 
 
 def _tapped(here: Taps, call: LayerCall, x: Any, w: Any, compute: Compute) -> tuple[jax.Array, Any]:
