@@ -28,7 +28,7 @@ from jaxlowprec.linears.grouped_products import (
 from jaxlowprec.linears.layer_call import LayerCall, randomness_of
 from jaxlowprec.linears.quantized_matmul import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
-from jaxlowprec.linears.watching.watched import tapped
+from jaxlowprec.linears.watching.watched import watched
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
@@ -37,6 +37,7 @@ from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
+from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import sharding_of
 
 
@@ -106,11 +107,12 @@ def grouped_matmul(
 
     recipe, given = resolve(who, recipe, name), resolve(who, recipe)
     compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
+    call, weight = LayerCall(who, name, recipe, key, None, None, precision), kernels
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, given)
         loaded = QuantizedKernel(None, kernels, weight_only=True)
-        return tapped(LayerCall(who, name, None, key, loaded, None, precision), x, None, compute, sizes)[0]
-    return tapped(LayerCall(who, name, recipe, key, None, None, precision), x, kernels, compute, sizes)[0]
+        call, weight = LayerCall(who, name, None, key, loaded, None, precision), None
+    return watched(call, x, weight, compute, lambda: x.size * features, sizes)[0]
 
 
 def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:
@@ -123,7 +125,7 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
         spec = GroupedWeightOnlyProductSpec(served, dtype, loaded, precision)
         operands = _aligned(x, None, bias, quantized, sizes)
         with in_profiles(name):
-            return weight_only_groups(spec, *operands), None
+            return weight_only_groups(spec, *operands, None), None
     if recipe is None:
         x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
         wide = dtype if bias is None else jnp.dtype("float32")
@@ -138,12 +140,12 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
         spec = GroupedWeightOnlyProductSpec(served, dtype, shardings, precision)
         operands = _aligned(x, kernels, bias, None, sizes)
         with in_profiles(name):
-            return weight_only_groups(spec, *operands), None
+            return weight_only_groups(spec, *operands, _probe(who, name)), None
     randomness = randomness_of(who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), name)
     quantized_spec = GroupedProductSpec(roles, recipe.backward_override, dtype, shardings, precision)
     operands = _aligned(x, kernels, bias, randomness, sizes)
     with in_profiles(name):
-        return quantized_groups(quantized_spec, *operands), None
+        return quantized_groups(quantized_spec, *operands, _probe(who, name)), None
 
 
 def ragged_dot(
@@ -186,6 +188,14 @@ def ragged_dot(
     return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
 
 
+def _probe(who: str, name: str) -> probes.Probe | None:
+    """What telemetry needs of the layer, if it is measured."""
+    probe = probes.probe(who, name, "grouped_linear")
+    for label, roles in () if probe is None else probe.what_if:
+        _check_rows(f"{who}: telemetry's what_if {label!r}", roles)
+    return probe
+
+
 def _aligned(*operands: Any) -> tuple[Any, ...]:
     return wiring.align_varying(*operands)
 
@@ -223,6 +233,12 @@ def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
             "(Float8CurrentScaling) for layers of experts, or leave them out by exclude= or a policy"
         )
     roles = recipe.roles("grouped_linear", name)
+    _check_rows(who, roles)
+    return roles
+
+
+def _check_rows(who: str, roles: Roles) -> None:
+    """Raises ValueError unless rows in groups can have these roles."""
     rows = [(tensor, role) for tensor in ("input", "gradient") for role in roles.forms(tensor) if role is not None]
     for tensor, role in dict.fromkeys(rows):
         if role.format.tiles:
@@ -242,4 +258,3 @@ def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
                 f"{who}: the recipe rotates the weight by {weight.hadamard}, and it would not cancel in fprop and "
                 "dgrad; rotate the input and the gradient, or none"
             )
-    return roles

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.linears.operands import Gemms, alike, both_ways, role_of
+from jaxlowprec.linears.operands import Gemms, both_ways, groups_both_ways, role_of
 from jaxlowprec.linears.residuals import (
     CHECKPOINT_NAMES,
     decoded,
@@ -27,6 +27,7 @@ from jaxlowprec.linears.residuals import (
     named,
     product,
 )
+from jaxlowprec.linears.watching.measured import measured_backward, measured_forward, measured_weight
 from jaxlowprec.linears.weight_only import Served, quantize_weight, through_estimator
 from jaxlowprec.ops.dequantize.reference import dequantize_rows
 from jaxlowprec.ops.grouped_matmul.api import (
@@ -34,14 +35,12 @@ from jaxlowprec.ops.grouped_matmul.api import (
     group_amaxes,
     multiply_groups,
     multiply_within_groups,
-    quantize_groups,
 )
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
 from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
-from jaxlowprec.recipes.roles import Role
 from jaxlowprec.wiring.out_sharding import resharded
 
 
@@ -60,24 +59,10 @@ class GroupedProductSpec(Gemms):
     precision: Any
 
 
-def _row_ways(x, sizes, row: Role | None, column: Role | None, words=None, amaxes=None):
-    """The rows of each group, as `both_ways`."""
-
-    def some(role: Role, rowwise: bool, columnwise: bool):
-        used = words if role.rounding == "stochastic" else None
-        options: Any = {"hadamard": column.hadamard if column is not None else None, "words": used, "amaxes": amaxes}
-        return quantize_groups(x, sizes, role.format, rowwise=rowwise, columnwise=columnwise, **options)
-
-    if row is not None and column is not None and alike(row, column):
-        return some(row, True, True)
-    found = None if row is None else some(row, True, False)[0]
-    return found, None if column is None else some(column, False, True)[1]
-
-
 def _fprop(spec: GroupedProductSpec, x, w, bias, sizes, keep: bool):
     """The result, x row- and columnwise, and the weights, quantised as far as they are needed now or kept."""
     with in_profiles("quantize input"):
-        x_row, x_column = _row_ways(x, sizes, role_of(spec.fprop, 0), role_of(spec.wgrad, 0, keep))
+        x_row, x_column = groups_both_ways(x, sizes, role_of(spec.fprop, 0), role_of(spec.wgrad, 0, keep))
     with in_profiles("quantize weight"):
         w_row, w_column = both_ways(w, role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1))
     with in_profiles("fprop"):
@@ -90,17 +75,20 @@ def _fprop(spec: GroupedProductSpec, x, w, bias, sizes, keep: bool):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
+def _matmul(spec: GroupedProductSpec, x, w, bias, randomness, sizes, probe):
     return _fprop(spec, x, w, bias, sizes, False)[0]
 
 
-def _forward(spec: GroupedProductSpec, x, w, bias, randomness, sizes):
+def _forward(spec: GroupedProductSpec, x, w, bias, randomness, sizes, probe):
     x, w, bias = differentiated_once((x, w, bias))
     y, (x_row, x_column), (w_row, w_column) = _fprop(spec, x, w, bias, sizes, True)
     kept_x = x_column if spec.wgrad else x_row if spec.decodes("wgrad") else x
     kept_w = w_row if spec.dgrad else w_column if spec.decodes("dgrad") else w
     kept = tuple(named(q, name) for q, name in zip((kept_x, kept_w), CHECKPOINT_NAMES, strict=True))
-    return product(y), (kept, tuple(dtype_marker(a) for a in (x, w, bias)), randomness, sizes)
+    found = None
+    if probe is not None:
+        found = measured_forward(probe, x, w, (x_row, x_column), (w_row, w_column), sizes=sizes)
+    return product(y), (kept, tuple(dtype_marker(a) for a in (x, w, bias)), randomness, sizes, found)
 
 
 def _quantized_gradient(spec: GroupedProductSpec, dy, randomness, sizes):
@@ -114,11 +102,11 @@ def _quantized_gradient(spec: GroupedProductSpec, dy, randomness, sizes):
     words = None
     if randomness is not None:
         words = randomness.words_for(lambda: (amaxes or group_amaxes(dy, sizes, True, None))[0])
-    return _row_ways(dy, sizes, row, column, words, amaxes)
+    return groups_both_ways(dy, sizes, row, column, words=words, amaxes=amaxes)
 
 
 def _backward(spec: GroupedProductSpec, residuals, dy):
-    (x, w), (like_x, like_w, like_bias), randomness, sizes = residuals
+    (x, w), (like_x, like_w, like_bias), randomness, sizes, found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     dy_row: Any = None
@@ -140,13 +128,15 @@ def _backward(spec: GroupedProductSpec, residuals, dy):
             rows = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
             dw = plain_wgrad(rows, dy, sizes, like_w.dtype, spec.precision)
     dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
-    return resharded(dx, x_sharding), resharded(dw, w_sharding), dbias, None, None
+    if found is not None:
+        found = measured_backward(found, (x, w), dy, (dy_row, dy_column), sizes=sizes)
+    return resharded(dx, x_sharding), resharded(dw, w_sharding), dbias, None, None, found
 
 
 _matmul.defvjp(_forward, _backward)
 quantized_groups = jax.jit(_matmul, static_argnums=0)  # layers with equal specs are traced once, whatever their names
-"""GroupedProductSpec, x [..., T, K], w [..., E, K, N], bias [..., E, N] or None, Randomness or None, sizes [..., E] ->
-[..., T, N]."""
+"""GroupedProductSpec, x [T, K], w [E, K, N], bias [E, N] or None, Randomness or None, sizes [E], telemetry's Probe or
+None -> [T, N]."""
 
 
 # --- only the weights are quantised
@@ -169,7 +159,7 @@ class GroupedWeightOnlyProductSpec:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weight_only(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes):
+def _weight_only(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes, probe):
     return _weight_only_fprop(spec, x, w, bias, q, sizes)[0]
 
 
@@ -182,16 +172,17 @@ def _weight_only_fprop(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes)
         return grouped_weight_only(x, q.mT, sizes, added, spec.out_dtype), q
 
 
-def _weight_only_forward(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes):
+def _weight_only_forward(spec: GroupedWeightOnlyProductSpec, x, w, bias, q, sizes, probe):
     x, w, bias = differentiated_once((x, w, bias))
     y, q = _weight_only_fprop(spec, x, w, bias, q, sizes)
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     kept = None if w is None else x, named(q, CHECKPOINT_NAMES[1]), w if spec.served.ste == "clipped" else None
-    return product(y), (kept, like, sizes)
+    found = None if probe is None else measured_weight(probe, x, w, q, sizes=sizes)
+    return product(y), (kept, like, sizes, found)
 
 
 def _weight_only_backward(spec: GroupedWeightOnlyProductSpec, residuals, dy):
-    (x, q, clipped), (like_x, like_w, like_bias), sizes = residuals
+    (x, q, clipped), (like_x, like_w, like_bias), sizes, found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     with in_profiles("dgrad"):
@@ -204,13 +195,13 @@ def _weight_only_backward(spec: GroupedWeightOnlyProductSpec, residuals, dy):
             dw = through_estimator(dw, clipped, spec.served)
         dw = resharded(dw, w_sharding)
     dbias = bias_gradient(dy, like_bias, sizes, bias_sharding)
-    return resharded(dx, x_sharding), dw, dbias, None, None
+    return resharded(dx, x_sharding), dw, dbias, None, None, found
 
 
 _weight_only.defvjp(_weight_only_forward, _weight_only_backward)
 weight_only_groups = jax.jit(_weight_only, static_argnums=0)
-"""GroupedWeightOnlyProductSpec, x [..., T, K], w [..., E, K, N] or None, bias or None, QuantizedArray [..., E, K, N] or
-None, sizes -> [..., T, N]."""
+"""GroupedWeightOnlyProductSpec, x [T, K], w [E, K, N] or None, bias or None, QuantizedArray [E, K, N] or None, sizes,
+telemetry's Probe or None -> [T, N]."""
 
 
 # --- what both share

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.grouped_matmul.api import quantize_groups
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
 
@@ -73,3 +74,17 @@ def both_ways(
         return quantize(x, role.format, axis, rotation, role.rounding, used, amax, **options)
 
     return one(row, -1, row_amax), one(column, -2, column_amax)
+
+
+def groups_both_ways(x, sizes, row: Role | None, column: Role | None, *, words=None, amaxes=None) -> tuple[Any, Any]:
+    """The rows of each group of x [..., T, C], as `both_ways`: GroupedQuantizedArrays."""
+
+    def some(role: Role, rowwise: bool, columnwise: bool):
+        used = words if role.rounding == "stochastic" else None
+        options: Any = {"hadamard": column.hadamard if column is not None else None, "words": used, "amaxes": amaxes}
+        return quantize_groups(x, sizes, role.format, rowwise=rowwise, columnwise=columnwise, **options)
+
+    if row is not None and column is not None and alike(row, column):
+        return some(row, True, True)
+    found = None if row is None else some(row, True, False)[0]
+    return found, None if column is None else some(column, False, True)[1]

@@ -138,7 +138,7 @@ def find_policy(
     Arguments:
         loss_fn: loss_fn(params, batch), the loss in high precision if no recipe is in force: a scalar. Its layers are
             those of this library, with names; of a function without any, its matrix products by parameters are taken
-            (`quantize_matmuls`). Layers with a recipe of their own, and experts, stay as they are.
+            (`quantize_matmuls`). Layers with a recipe of their own stay as they are. The experts of a layer are one.
         params: a tree of arrays, by which it is differentiated.
         batches: of training data, each of the same shapes. Four batches and two repeats tell layers well apart.
         candidates: a recipe, or recipes by label, the cheapest first. Everything follows the first one, but for what

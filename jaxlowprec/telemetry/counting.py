@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.dequantize.api import dequantize
+from jaxlowprec.ops.grouped_matmul.api import GroupedQuantizedArray
+from jaxlowprec.ops.grouped_matmul.groups import Groups
+from jaxlowprec.ops.grouped_matmul.in_slots import in_slots
 from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.statistics import reference
 from jaxlowprec.ops.statistics.finish import CHANNELS
@@ -69,19 +73,33 @@ class Source(NamedTuple):
     channels: jax.Array
 
 
-def source(x: jax.Array, axes: tuple[Hashable, ...] = ()) -> Source:
-    """What is known of an array without its quantised forms. `axes`: those of `jax.shard_map` that split it."""
+def source(x: jax.Array, axes: tuple[Hashable, ...] = (), sizes: jax.Array | None = None) -> Source:
+    """What is known of an array without its quantised forms.
+
+    Arguments:
+        axes: those of `jax.shard_map` that split it.
+        sizes: of the groups of its rows [T, C]; rows in none do not count.
+    """
     over, x = Over(axes), jnp.atleast_2d(x)
+    rows = None if sizes is None else Groups.of(sizes, x.shape[0]).ends[-1]
+    if rows is not None:
+        x = jnp.where(jnp.arange(x.shape[0])[:, None] < rows, x, 0)
     moments = moments_op()(x)[0]
     size = over.size(x)
     rms = over.rms(moments[..., 1])
+    if rows is not None:
+        everything, size = size, jnp.maximum(over.sum(jnp.float32(rows * x.shape[1])[None])[0], 1)
+        rms = rms * jnp.sqrt(everything / size)
     beyond = outliers_op()(x, jnp.broadcast_to(OUTLIER * rms, x.shape[:-2]))[0]
     outliers = over.sum(beyond.astype(jnp.float32).sum(keepdims=True).reshape(1))[0]
     return Source(over.largest(moments[..., 0]), rms, outliers / size, _channels(beyond, outliers, over))
 
 
+Quantized = QuantizedArray | GroupedQuantizedArray
+
+
 def measured(
-    sources: Sequence[Source], tensors: Sequence[tuple[jax.Array, QuantizedArray]], axes: tuple[Hashable, ...] = ()
+    sources: Sequence[Source], tensors: Sequence[tuple[jax.Array, Quantized]], axes: tuple[Hashable, ...] = ()
 ) -> jax.Array:
     """The vectors of `Statistics` of one use each, float32 [n, LENGTH].
 
@@ -93,13 +111,17 @@ def measured(
     over = Over(axes)
     largest, sums = [], []
     for before, (x, q) in zip(sources, tensors, strict=True):
+        padding = None
+        if isinstance(q, GroupedQuantizedArray):
+            x, q, padding = _in_slots(x, q)
         x, q = _as_matrices(x, q)
         amax = before.amax
         if q.hadamard is not None:
             x, q = _rotated(x, q)
             amax = over.largest(moments_op()(x)[0][..., 0])
         largest.append(amax)
-        sums.append(over.sum(_sums(x, q, jnp.broadcast_to(reference.inverse_power(amax), x.shape[:-2]))))
+        found = over.sum(_sums(x, q, jnp.broadcast_to(reference.inverse_power(amax), x.shape[:-2])))
+        sums.append(found if padding is None else _without(found, over.sum(padding[None])[0]))
     known = [jnp.stack(part) for part in zip(*[(s.rms, s.outliers, s.channels) for s in sources], strict=True)]
     scalings = tuple(q.format.scaling for _, q in tensors)
     return statistics_op(scalings)(jnp.stack(sums), jnp.stack(largest), *known)[0]
@@ -138,6 +160,20 @@ def _channels(beyond: jax.Array, outliers: jax.Array, over: Over) -> jax.Array:
     shares = jnp.stack(most)
     channels = jnp.where(shares > 0, jnp.stack(found), -1).astype(jnp.float32)
     return jnp.concatenate([channels, shares / jnp.maximum(outliers, 1)])
+
+
+def _in_slots(x: jax.Array, q: GroupedQuantizedArray) -> tuple[jax.Array, QuantizedArray, jax.Array]:
+    """Rows in groups as matrices, and how many of their elements are zeros that fill the slots."""
+    slots = in_slots(jax.tree.map(replicated, q), reference.RUN)
+    x = slots.take(replicated(x))
+    return x, slots.quantized, jnp.float32((x.shape[0] * slots.block - slots.rows()) * q.columns)
+
+
+def _without(sums: jax.Array, zeros: jax.Array) -> jax.Array:
+    """Sums without so many zeros."""
+    elements, zero = reference.SUMS.index("elements"), reference.SUMS.index("zeros")
+    sums = sums.at[np.array([elements, zero, reference.CODES_FROM])].add(-zeros)
+    return sums.at[elements].max(1)
 
 
 def _as_matrices(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:

@@ -13,7 +13,8 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.statistics.finish import LENGTH
 from jaxlowprec.recipes.roles import GEMMS, Roles
-from jaxlowprec.telemetry.counting import measured, source
+from jaxlowprec.telemetry.counting import Quantized, measured, source
+from jaxlowprec.telemetry.group_sampling import RowsByWeights, WithinGroups
 from jaxlowprec.telemetry.probes import AS_TRAINED, GEMM_ERRORS, TENSORS, WEIGHT_CODES, Probe
 from jaxlowprec.telemetry.sampling import Gemm, codes, lines
 from jaxlowprec.wiring.defining import varying_axes
@@ -21,14 +22,16 @@ from jaxlowprec.wiring.defining import varying_axes
 
 def measure(
     probe: Probe,
-    tensors: Mapping[str, tuple[jax.Array, QuantizedArray | None]],
-    requantize: Callable[[Roles, str, jax.Array], QuantizedArray | None],
+    tensors: Mapping[str, tuple[jax.Array, Quantized | None]],
+    requantize: Callable[[Roles, str, jax.Array], Quantized | None],
+    sizes: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """What quantisation did to tensors of a layer: by label, float32 [len(TENSORS), LENGTH], zeros for the others.
 
     Arguments:
         tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
         requantize: quantises a tensor, given by its name, as other roles say.
+        sizes: of the groups of rows of inputs and gradients; None: they are not in groups.
     """
 
     def counted(tensors: dict[str, Any]) -> dict[str, jax.Array]:
@@ -38,7 +41,9 @@ def measure(
         for label, roles in probe.what_if:
             forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
         axes = {name: _split_over(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
-        known = {name.split()[0]: source(x, axes[name]) for name, (x, _) in tensors.items()}
+        known = {}
+        for name, (x, _) in tensors.items():
+            known[name.split()[0]] = source(x, axes[name], None if name.startswith("weight") else sizes)
         found = {}
         for label, quantized in forms.items():
             there = {name: (tensors[name][0], q) for name, q in quantized.items() if q is not None}
@@ -57,7 +62,9 @@ def measure(
     return jax.lax.cond(probe.on, counted, nothing, dict(tensors))
 
 
-def sample(probe: Probe, gemms: Mapping[str, Gemm], weight: QuantizedArray | None) -> dict[str, jax.Array]:
+def sample(
+    probe: Probe, gemms: Mapping[str, Gemm | RowsByWeights | WithinGroups], weight: QuantizedArray | None
+) -> dict[str, jax.Array]:
     """What samples of a layer's GEMMs and of its quantised weight show, by label; zeros for the other GEMMs."""
     state = {label: probe.state[label] for label in (GEMM_ERRORS, WEIGHT_CODES)}
 

@@ -80,10 +80,10 @@ class _Collector(Scope):
         self.state, self.on, self.what_if = state, on, what_if or {}
         self.found: dict[str, dict[str, tuple[int, ...]]] = {}
 
-    def probe(self, who: str, name: str) -> Probe | None:
+    def probe(self, who: str, name: str, module_type: str) -> Probe | None:
         """What the layer of that name needs to be measured; None while names are looked for."""
         recipes = {label: recipe.at(name) for label, recipe in self.what_if.items()}
-        what_if = tuple((label, r.roles("linear", name)) for label, r in recipes.items() if r is not None)
+        what_if = tuple((label, r.roles(module_type, name)) for label, r in recipes.items() if r is not None)
         sizes: dict[str, tuple[int, ...]] = {GEMM_ERRORS: (len(GEMMS), 2), WEIGHT_CODES: (1 + CODES,)}
         sizes = {label: (len(TENSORS), LENGTH) for label in (AS_TRAINED, *(label for label, _ in what_if))} | sizes
         shapes = {label: (*self.stack, *size) for label, size in sizes.items()}
@@ -277,7 +277,7 @@ def _layers(name: str, values: np.ndarray, ndim: int) -> Iterator[tuple[str, np.
 # --- for the layers
 
 
-def probe(who: str, name: str) -> Probe | None:
-    """What the layer of that name needs to be measured; None if it is not."""
+def probe(who: str, name: str, module_type: str = "linear") -> Probe | None:
+    """What the layer of that name needs to be measured; None if it is not. `module_type`: see `Recipe.roles`."""
     here = current()
-    return here.probe(who, name) if isinstance(here, _Collector) else None
+    return here.probe(who, name, module_type) if isinstance(here, _Collector) else None

@@ -36,12 +36,13 @@ class Operand:
 
     Attributes:
         x: the operand in high precision, or lines of it that have been taken already.
-        quantized: what it was quantised to; None if the GEMM reads x.
+        quantized: what it was quantised to; None if the GEMM reads x. Of rows in groups (`group_sampling`) a
+            GroupedQuantizedArray.
         axis: of x, that the GEMM contracts: -1 or -2; None if x is lines.
     """
 
     x: jax.Array
-    quantized: QuantizedArray | None
+    quantized: Any
     axis: int | None
 
     def exact(self) -> jax.Array:
@@ -88,20 +89,30 @@ class Gemm:
         """
         exact = self._products(self.a.exact(), self.b.exact())
         decoded = self._products(self.a.decoded(), self.b.decoded())
-        largest = jnp.abs(exact).max(initial=0)
-        largest = jax.lax.pmax(largest, axes) if axes else largest
-        unit = jnp.where(largest > 0, largest, 1)  # squares stay within float32's range
-        sums = jnp.stack([jnp.square(v / unit).sum() for v in (decoded - exact, exact)])
-        off, energy = jax.lax.psum(sums, axes) if axes else sums
-        return jnp.where(energy == 0, jnp.where(off > 0, jnp.inf, 0), off / jnp.where(energy == 0, 1, energy))
+        return relative_square_error(exact, decoded, axes)
 
     def _products(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         if self.parts == "ab":
             a, b = merged_columns(a), merged_columns(b)
         elif self.parts == "a":
             b = b[..., None, :, :]
-        return jnp.einsum("...mk,...nk->...mn", a, b, precision=jax.lax.Precision.HIGHEST)
+        return products(a, b)
+
+
+def products(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The products of all lines of a [..., m, k] by those of b [..., n, k], in float32."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum("...mk,...nk->...mn", a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def relative_square_error(exact: jax.Array, decoded: jax.Array, axes: tuple[Hashable, ...] = ()) -> jax.Array:
+    """The energy of decoded - exact over that of exact, each added up over the axes of `jax.shard_map`."""
+    largest = jnp.abs(exact).max(initial=0)
+    largest = jax.lax.pmax(largest, axes) if axes else largest
+    unit = jnp.where(largest > 0, largest, 1)  # squares stay within float32's range
+    sums = jnp.stack([jnp.square(v / unit).sum() for v in (decoded - exact, exact)])
+    off, energy = jax.lax.psum(sums, axes) if axes else sums
+    return jnp.where(energy == 0, jnp.where(off > 0, jnp.inf, 0), off / jnp.where(energy == 0, 1, energy))
 
 
 def lines(x: jax.Array, axis: int) -> jax.Array:
@@ -148,8 +159,13 @@ def places(size: int, count: int) -> np.ndarray:
     """
     if size <= count:
         return np.arange(size)
+    return np.floor(fractions(count) * (size / count)).astype(np.int64)
+
+
+def fractions(count: int) -> np.ndarray:
+    """Where `places` lie, in units of a part."""
     parts = np.arange(count)
-    return np.floor((parts + parts * 0.6180339887498949 % 1) * (size / count)).astype(np.int64)
+    return parts + parts * 0.6180339887498949 % 1
 
 
 def _taken(x: jax.Array, rows: np.ndarray) -> jax.Array:

@@ -244,3 +244,21 @@ def test_bad_arguments_are_refused(model, change, error, words):
 
 def test_the_result_is_plain_data(by_gemm):
     assert dataclasses.asdict(by_gemm.table[0])["effect"]["cosine"] == by_gemm.table[0].effect.cosine
+
+
+def test_experts_of_a_layer_are_chosen_together(model):
+    sizes, x = jnp.array([50, 0, 70]), jax.random.normal(jax.random.key(3), (1, 128, SIZE), jnp.bfloat16)
+
+    def with_experts(params, x):
+        y = jlp.grouped_matmul(x, params["experts"], sizes, name="experts")
+        return jnp.square(jlp.linear(jax.nn.tanh(y), params["a"], name="a").astype(jnp.float32)).mean()
+
+    params = {"a": model[0]["a"], "experts": jax.random.normal(jax.random.key(4), (3, SIZE, SIZE)) / 8}
+    found = jlp.find_policy(with_experts, params, x, BOTH, 0.5, by="layer", repeats=1)
+    assert sorted({row.layer for row in found.table}) == ["a", "experts"]
+    assert {row.high_precision_cost for row in found.table} == {0.5}  # as many rows, of kernels of one size
+    alone = next(row.effect for row in found.table if (row.layer, row.candidate) == ("experts", "mxfp8"))
+    exact = with_experts(params, x[0])
+    with jlp.autocast(jlp.PerLayer((("experts", MXFP8),))):
+        assert alone.loss == pytest.approx(float((with_experts(params, x[0]) - exact) / exact), abs=1e-6)
+    assert found.found.error < found.quantized.error

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.linears.operands import Gemms, both_ways, role_of
+from jaxlowprec.linears.operands import Gemms, both_ways, groups_both_ways, role_of
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.recipes.roles import Roles
 from jaxlowprec.telemetry import measuring, probes
+from jaxlowprec.telemetry.group_sampling import RowsByWeights, WithinGroups
 from jaxlowprec.telemetry.sampling import Gemm, Operand
 
 
@@ -32,14 +33,25 @@ class Measured(NamedTuple):
     w: jax.Array | None
 
 
-Forms = tuple[QuantizedArray | None, QuantizedArray | None]
-"""A tensor quantised rowwise and columnwise."""
+Forms = tuple[Any, Any]
+"""A tensor quantised rowwise and columnwise: a QuantizedArray, of rows in groups a GroupedQuantizedArray; or None."""
 
 
 def measured_forward(
-    probe: probes.Probe, x: jax.Array, w: jax.Array | None, x_forms: Forms, w_forms: Forms, rows_split: bool
+    probe: probes.Probe,
+    x: jax.Array,
+    w: jax.Array | None,
+    x_forms: Forms,
+    w_forms: Forms,
+    rows_split: bool = False,
+    sizes: jax.Array | None = None,
 ) -> Measured:
-    """Measures the forward pass of a product x @ w; w is None if only its quantised forms are known."""
+    """Measures the forward pass of a product x @ w; w is None if only its quantised forms are known.
+
+    Arguments:
+        rows_split: inputs and gradients are [..., S, T, K] for a weight without S.
+        sizes: int32 [E], if inputs and gradients are rows in groups, for weights [E, K, N].
+    """
     (x_row, x_column), (w_row, w_column) = x_forms, w_forms
     tensors = {"input rowwise": (x, x_row), "input columnwise": (x, x_column)}
     gemms, weight = {}, None
@@ -47,45 +59,56 @@ def measured_forward(
         tensors |= {"weight rowwise": (w, w_row), "weight columnwise": (w, w_column)}
         weight = w_row if w_column is None else w_column
         if w_column is not None:
-            gemms["fprop"] = Gemm(Operand(x, x_row, -1), Operand(w, w_column, -2), "a" if rows_split else "")
-    found = measured(probe, tensors, rows_split) | measuring.sample(probe, gemms, weight)
+            gemms["fprop"] = _by_weight(Operand(x, x_row, -1), Operand(w, w_column, -2), rows_split, sizes)
+    found = measured(probe, tensors, rows_split, sizes) | measuring.sample(probe, gemms, weight)
     kept = measuring.kept_lines(probe, None if x_column is None else x, None if w_row is None else w)
     return Measured(probe, found, *kept)
 
 
 def measured_backward(
-    before: Measured, kept: tuple[Any, Any], dy: jax.Array, dy_forms: Forms, rows_split: bool
+    before: Measured,
+    kept: tuple[Any, Any],
+    dy: jax.Array,
+    dy_forms: Forms,
+    rows_split: bool = False,
+    sizes: jax.Array | None = None,
 ) -> probes.Probe:
     """Measures the backward pass, too: the cotangent of the probe. `kept`: x columnwise and w rowwise, quantised."""
     dy_row, dy_column = dy_forms
     x_column, w_row = kept
-    gemms = {}
+    gemms: dict[str, Any] = {}
     if before.w is not None and dy_row is not None:
-        gemms["dgrad"] = Gemm(Operand(dy, dy_row, -1), Operand(before.w, w_row, None), "a" if rows_split else "")
+        gemms["dgrad"] = _by_weight(Operand(dy, dy_row, -1), Operand(before.w, w_row, None), rows_split, sizes)
     if before.x is not None and dy_column is not None:
-        gemms["wgrad"] = Gemm(Operand(before.x, x_column, None), Operand(dy, dy_column, -2), "ab" if rows_split else "")
+        operands = Operand(before.x, x_column, None), Operand(dy, dy_column, -2)
+        gemms["wgrad"] = (
+            Gemm(*operands, "ab" if rows_split else "") if sizes is None else WithinGroups(*operands, sizes)
+        )
     tensors = {"gradient rowwise": (dy, dy_row), "gradient columnwise": (dy, dy_column)}
-    found = measured(before.probe, tensors, rows_split) | measuring.sample(before.probe, gemms, None)
+    found = measured(before.probe, tensors, rows_split, sizes) | measuring.sample(before.probe, gemms, None)
     return before.probe.gradient(jax.tree.map(jnp.add, before.found, found))
 
 
 def measured_weight(
-    probe: probes.Probe, x: jax.Array, w: jax.Array, q: QuantizedArray, rows_split: bool
+    probe: probes.Probe,
+    x: jax.Array,
+    w: jax.Array,
+    q: QuantizedArray,
+    rows_split: bool = False,
+    sizes: jax.Array | None = None,
 ) -> probes.Probe:
     """Measures a product whose weight alone is quantised: the cotangent of the probe."""
-    fprop = Gemm(Operand(x, None, -1), Operand(w, q, -2), "a" if rows_split else "")
+    fprop = _by_weight(Operand(x, None, -1), Operand(w, q, -2), rows_split, sizes)
     found = measured(probe, {"weight columnwise": (w, q)}) | measuring.sample(probe, {"fprop": fprop}, q)
     return probe.gradient(found)
 
 
-def measured(probe: probes.Probe, tensors: dict[str, tuple[Any, Any]], rows_split: bool = False) -> Any:
-    """What quantisation did to tensors, an array and its quantised form each, by the names of `probes.TENSORS`.
+def measured(
+    probe: probes.Probe, tensors: dict[str, tuple[Any, Any]], rows_split: bool = False, sizes: jax.Array | None = None
+) -> Any:
+    """What quantisation did to tensors, an array and its quantised form each, by the names of `probes.TENSORS`."""
 
-    Arguments:
-        rows_split: inputs and gradients are [..., S, T, K] for a weight without S.
-    """
-
-    def requantize(roles: Roles, name: str, x: jax.Array) -> QuantizedArray | None:
+    def requantize(roles: Roles, name: str, x: jax.Array) -> Any:
         tensor, direction = name.split()
         gemms = Gemms(roles, None)
         row, column = {
@@ -99,7 +122,14 @@ def measured(probe: probes.Probe, tensors: dict[str, tuple[Any, Any]], rows_spli
             return None
         role = dataclasses.replace(role, rounding="nearest")
         forms = (role, None) if rowwise else (None, role)
+        if sizes is not None and tensor != "weight":
+            return groups_both_ways(x, sizes, *forms)[0 if rowwise else 1]
         return both_ways(x, *forms, rows_split=rows_split and tensor != "weight")[0 if rowwise else 1]
 
     with in_profiles("telemetry"):
-        return measuring.measure(probe, tensors, requantize)
+        return measuring.measure(probe, tensors, requantize, sizes)
+
+
+def _by_weight(a: Operand, b: Operand, rows_split: bool, sizes: jax.Array | None) -> Gemm | RowsByWeights:
+    """The GEMM of rows by a weight."""
+    return Gemm(a, b, "a" if rows_split else "") if sizes is None else RowsByWeights(a, b, sizes)

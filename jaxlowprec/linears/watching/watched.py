@@ -18,31 +18,23 @@ from jaxlowprec.telemetry.taps import Taps, tap
 Compute = Callable[[LayerCall, Any, Any], tuple[jax.Array, Any]]
 
 
-def watched(call: LayerCall, x: Any, w: Any, compute: Compute, macs: Callable[[], int]) -> tuple[jax.Array, Any]:
+def watched(
+    call: LayerCall, x: Any, w: Any, compute: Compute, macs: Callable[[], int], sizes: jax.Array | None = None
+) -> tuple[jax.Array, Any]:
     """compute(call, x, w): a product, and the state of delayed scaling.
 
     Arguments:
         w: the weight; None if it is quantised already: then its recipe stays.
         macs: gives the multiply-adds of the product.
+        sizes: of the groups of x's rows [T, K]. Rows in none have no effect: `debug` sees zeros there.
     """
     here = scopes.current()
     if isinstance(here, Taps):
+        x = x if sizes is None else jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), x, 0)
         return _tapped(here, call, x, w, compute)
     if isinstance(here, Choices) and w is not None and call.quantized is None and here.concerns(call.recipe, call.name):
         return _chosen(here, call, x, w, compute, macs)
     return compute(call, x, w)
-
-
-def tapped(call: LayerCall, x: Any, w: Any, compute: Compute, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    """compute(call, x, w) of a product that `debug` watches and `find_policy` leaves alone: of experts.
-
-    Arguments:
-        sizes: of the groups of x's rows; rows in none have no effect and are watched as zeros.
-    """
-    here = scopes.current()
-    if not isinstance(here, Taps):
-        return compute(call, x, w)
-    return _tapped(here, call, jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), x, 0), w, compute)
 
 
 def _tapped(here: Taps, call: LayerCall, x: Any, w: Any, compute: Compute) -> tuple[jax.Array, Any]:
