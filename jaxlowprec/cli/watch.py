@@ -79,10 +79,7 @@ def _content(run: Run, limits: Limits) -> dict[str, Any]:
     if not run.records:
         return about | {"step": None, "scalars": {}, "findings": [], "layers": {}}
     last = run.records[-1]
-    layers = {
-        layer: {name: {k: v for k, v in s.scalars().items() if not math.isnan(v)} for name, s in tensors.items()}
-        for layer, tensors in last.layers.items()
-    }
+    layers = {layer: {name: s.scalars() for name, s in tensors.items()} for layer, tensors in last.layers.items()}
     found = [dataclasses.asdict(finding) for finding in findings(run, limits)]
     numbers = {"scalars": last.scalars, "layers": layers, "changed": last.changed}
     return about | {"step": last.step, "findings": found} | numbers

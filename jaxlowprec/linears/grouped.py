@@ -107,12 +107,12 @@ def grouped_matmul(
 
     recipe, given = resolve(who, recipe, name), resolve(who, recipe)
     compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
-    call, weight = LayerCall(who, name, recipe, key, None, None, precision), kernels
+    watch = functools.partial(watched, compute=compute, macs=lambda: x.size * features, sizes=sizes)
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, given)
         loaded = QuantizedKernel(None, kernels, weight_only=True)
-        call, weight = LayerCall(who, name, None, key, loaded, None, precision), None
-    return watched(call, x, weight, compute, lambda: x.size * features, sizes)[0]
+        return watch(LayerCall(who, name, None, key, loaded, None, precision), x, None)[0]
+    return watch(LayerCall(who, name, recipe, key, None, None, precision), x, kernels)[0]
 
 
 def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from jaxlowprec.telemetry.counting import measured, source
 
 _PARTS = {"codes": CODES, "scales": OCTAVES, "outlier_channels": CHANNELS, "channel_shares": CHANNELS}
 _FIRST = dict(zip(_PARTS, np.cumsum([len(SCALARS), *_PARTS.values()]).tolist(), strict=False))
+
+NUMBERS = (*(name for name in SCALARS if name not in ("uses", "square_error")), "relative_error", "sqnr")
+"""What `Statistics.scalars` names."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,9 +104,9 @@ class Statistics:
         return self._numpy.where(known, found, -1).astype(jnp.int32)
 
     def scalars(self) -> dict[str, float]:
-        """The numbers by name, for a logger; without the distributions and the channels."""
-        names = [*SCALARS[1:], "relative_error", "sqnr"]
-        return {name: float(getattr(self, name)) for name in names if name != "square_error"}
+        """The numbers that are known by name, for a logger; without the distributions and the channels."""
+        numbers = {name: float(getattr(self, name)) for name in NUMBERS}
+        return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
     def __str__(self) -> str:
         return "\n".join(f"{name:16} {value:.4g}" for name, value in self.scalars().items())

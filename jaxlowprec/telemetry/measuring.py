@@ -17,7 +17,6 @@ from jaxlowprec.telemetry.counting import Quantized, measured, source
 from jaxlowprec.telemetry.group_sampling import RowsByWeights, WithinGroups
 from jaxlowprec.telemetry.probes import AS_TRAINED, GEMM_ERRORS, TENSORS, WEIGHT_CODES, Probe
 from jaxlowprec.telemetry.sampling import Gemm, codes, lines
-from jaxlowprec.wiring.defining import varying_axes
 
 
 def measure(
@@ -40,7 +39,7 @@ def measure(
         forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
         for label, roles in probe.what_if:
             forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
-        axes = {name: _split_over(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
+        axes = {name: wiring.further_axes(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
         known = {}
         for name, (x, _) in tensors.items():
             known[name.split()[0]] = source(x, axes[name], None if name.startswith("weight") else sizes)
@@ -72,10 +71,10 @@ def sample(
         gemms, weight = jax.lax.optimization_barrier(operands)
         errors, sampled = (jnp.zeros_like(leaf) for leaf in state.values())
         for name, gemm in gemms.items():
-            found = jnp.stack([jnp.float32(1), gemm.error(_split_over(gemm.a.x, errors))])
+            found = jnp.stack([jnp.float32(1), gemm.error(wiring.further_axes(gemm.a.x, errors))])
             errors = errors.at[list(GEMMS).index(name)].set(wiring.align_varying(found, errors)[0])
         if weight is not None:
-            found = jnp.concatenate([jnp.ones(1), codes(weight, _split_over(weight.data, sampled))])
+            found = jnp.concatenate([jnp.ones(1), codes(weight, wiring.further_axes(weight.data, sampled))])
             sampled = wiring.align_varying(found, sampled)[0]
         return {GEMM_ERRORS: errors, WEIGHT_CODES: sampled}
 
@@ -95,8 +94,3 @@ def kept_lines(probe: Probe, x: jax.Array | None, w: jax.Array | None) -> tuple[
 
     shapes = jax.eval_shape(taken, (x, w))
     return jax.lax.cond(probe.on, taken, nothing, (x, w))
-
-
-def _split_over(x: jax.Array, state: jax.Array) -> tuple[Any, ...]:
-    """The axes of shard_map that split x and not the state."""
-    return tuple(sorted(varying_axes(x) - varying_axes(state)))

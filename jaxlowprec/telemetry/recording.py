@@ -25,11 +25,12 @@ import numpy as np
 from jaxlowprec.arguments import shown
 from jaxlowprec.ops.statistics.finish import LENGTH, SCALARS
 from jaxlowprec.recipes.roles import GEMMS
-from jaxlowprec.telemetry.measures import ERROR, Statistics, of_gemm
+from jaxlowprec.telemetry.measures import ERROR, NUMBERS, Statistics, of_gemm
 from jaxlowprec.telemetry.probes import read, weight_codes
 from jaxlowprec.telemetry.sampling import changed
 
 FORMAT, VERSION = "jaxlowprec telemetry", 1
+_WEIGHTS = ("weight rowwise", "weight columnwise")
 
 
 class Recorder:
@@ -139,8 +140,7 @@ class Record:
         found = dict(self.scalars)
         for layer, tensors in self.layers.items():
             for tensor, statistics in tensors.items():
-                numbers = {name: value for name, value in statistics.scalars().items() if not math.isnan(value)}
-                found |= {f"{layer}/{tensor}/{name}": value for name, value in numbers.items()}
+                found |= {f"{layer}/{tensor}/{name}": value for name, value in statistics.scalars().items()}
         return found | {f"{layer}/weight/changed": value for layer, value in self.changed.items()}
 
 
@@ -168,25 +168,29 @@ class Run:
 
         def at(record: Record) -> float:
             if statistic == "changed":
-                return record.changed.get(layer, math.nan) if tensor.startswith("weight") else math.nan
+                return record.changed.get(layer, math.nan) if tensor in _WEIGHTS else math.nan
             found = record.layers.get(layer, {}).get(tensor)
             return math.nan if found is None else float(getattr(found, statistic))
 
         return np.array([at(record) for record in self.records])
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Writes a table with a row for each step, layer and tensor, and a column for each statistic. Needs pyarrow."""
+        """Writes a table with a row for each step, layer and tensor, and a column for each statistic. Needs pyarrow.
+
+        Weights have a column "changed", see `Record`. What is not known is null.
+        """
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise ImportError("telemetry.Run.to_parquet: needs pyarrow; pip install pyarrow") from error
-        rows = [
-            {"step": record.step, "layer": layer, "tensor": tensor} | statistics.scalars()
-            for record in self.records
-            for layer, tensors in record.layers.items()
-            for tensor, statistics in tensors.items()
-        ]
+            raise ImportError("telemetry.Run.to_parquet: needs pyarrow; pip install 'jaxlowprec[parquet]'") from error
+        rows = []
+        for record in self.records:
+            for layer, tensors in record.layers.items():
+                for tensor, statistics in tensors.items():
+                    shares = {"changed": record.changed.get(layer)} if tensor in _WEIGHTS else {}
+                    numbers: Any = dict.fromkeys((*NUMBERS, "changed")) | statistics.scalars() | shares
+                    rows.append({"step": record.step, "layer": layer, "tensor": tensor} | numbers)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 

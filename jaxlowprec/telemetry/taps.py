@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.telemetry.scopes import Scope
-from jaxlowprec.wiring.defining import varying_axes
+from jaxlowprec.wiring.defining import further_axes
 
 TENSORS = ("input", "weight", "result")
 SKETCH = 1024
@@ -87,6 +87,6 @@ def _mixed(numbers: jax.Array) -> jax.Array:
 def _seen(x: jax.Array, state: jax.Array) -> jax.Array:
     """The sketch of the whole array, with the type that the state's gradient needs."""
     found = sketch(x)
-    split = tuple(sorted(varying_axes(x) - varying_axes(state)))
+    split = further_axes(x, state)
     found = jax.lax.psum(found, split) if split else found
     return wiring.align_varying(found, state)[0]

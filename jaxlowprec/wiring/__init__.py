@@ -1,6 +1,6 @@
 """How an op meets JAX and the compiled library."""
 
-from jaxlowprec.wiring.defining import align_varying, as_bytes, define, from_bytes, varying_axes
+from jaxlowprec.wiring.defining import align_varying, as_bytes, define, from_bytes, further_axes, varying_axes
 from jaxlowprec.wiring.sharding_rule import ShardingRule
 
-__all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
+__all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]

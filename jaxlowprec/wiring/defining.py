@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 
 from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule, Split
 
-__all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "varying_axes"]
+__all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]
 
 Avals = Sequence[Any]
 
@@ -274,6 +274,11 @@ def _placed(mesh: Mesh, value: Any) -> Placed:
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes of a shard_map along which x differs."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+def further_axes(x: Any, than: Any) -> tuple[str, ...]:
+    """The axes of `jax.shard_map` that x varies over and the other array does not: those that split x alone."""
+    return tuple(sorted(varying_axes(x) - varying_axes(than)))
 
 
 def align_varying(*trees: Any) -> tuple[Any, ...]:

@@ -162,13 +162,19 @@ class TestOtherFiles:
             jlp.telemetry.load(path)
 
     def test_parquet(self, tmp_path):
+        parquet = pytest.importorskip("pyarrow.parquet")
         run = jlp.telemetry.load(recorded(tmp_path / "t.jsonl", range(2)))
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            with pytest.raises(ImportError, match="needs pyarrow; pip install pyarrow"):
-                run.to_parquet(tmp_path / "t.parquet")
-            return
+        run.records[1].changed["up"] = 0.25
         run.to_parquet(tmp_path / "t.parquet")
-        table = pyarrow.parquet.read_table(tmp_path / "t.parquet")
-        assert table.num_rows == 2 * 2 * len(TENSORS) and "sqnr" in table.column_names
+        rows = parquet.read_table(tmp_path / "t.parquet").to_pylist()
+        assert len(rows) == sum(len(tensors) for record in run.records for tensors in record.layers.values())
+        for row in rows:
+            wanted = run.records[row["step"]].layers[row["layer"]][row["tensor"]].scalars()
+            changed = 0.25 if (row["step"], row["layer"], row["tensor"][:6]) == (1, "up", "weight") else None
+            assert wanted.items() <= row.items() and row["changed"] == changed
+
+    def test_parquet_needs_pyarrow(self, tmp_path, monkeypatch):
+        run = jlp.telemetry.load(recorded(tmp_path / "t.jsonl", range(2)))
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(ImportError, match=r"needs pyarrow; pip install 'jaxlowprec\[parquet\]'"):
+            run.to_parquet(tmp_path / "t.parquet")

@@ -60,8 +60,9 @@ def measured_forward(
         weight = w_row if w_column is None else w_column
         if w_column is not None:
             gemms["fprop"] = _by_weight(Operand(x, x_row, -1), Operand(w, w_column, -2), rows_split, sizes)
-    found = measured(probe, tensors, rows_split, sizes) | measuring.sample(probe, gemms, weight)
-    kept = measuring.kept_lines(probe, None if x_column is None else x, None if w_row is None else w)
+    with in_profiles("telemetry"):
+        found = measured(probe, tensors, rows_split, sizes) | measuring.sample(probe, gemms, weight)
+        kept = measuring.kept_lines(probe, None if x_column is None else x, None if w_row is None else w)
     return Measured(probe, found, *kept)
 
 
@@ -85,7 +86,8 @@ def measured_backward(
             Gemm(*operands, "ab" if rows_split else "") if sizes is None else WithinGroups(*operands, sizes)
         )
     tensors = {"gradient rowwise": (dy, dy_row), "gradient columnwise": (dy, dy_column)}
-    found = measured(before.probe, tensors, rows_split, sizes) | measuring.sample(before.probe, gemms, None)
+    with in_profiles("telemetry"):
+        found = measured(before.probe, tensors, rows_split, sizes) | measuring.sample(before.probe, gemms, None)
     return before.probe.gradient(jax.tree.map(jnp.add, before.found, found))
 
 
@@ -99,7 +101,8 @@ def measured_weight(
 ) -> probes.Probe:
     """Measures a product whose weight alone is quantised: the cotangent of the probe."""
     fprop = _by_weight(Operand(x, None, -1), Operand(w, q, -2), rows_split, sizes)
-    found = measured(probe, {"weight columnwise": (w, q)}) | measuring.sample(probe, {"fprop": fprop}, q)
+    with in_profiles("telemetry"):
+        found = measured(probe, {"weight columnwise": (w, q)}) | measuring.sample(probe, {"fprop": fprop}, q)
     return probe.gradient(found)
 
 
@@ -126,8 +129,7 @@ def measured(
             return groups_both_ways(x, sizes, *forms)[0 if rowwise else 1]
         return both_ways(x, *forms, rows_split=rows_split and tensor != "weight")[0 if rowwise else 1]
 
-    with in_profiles("telemetry"):
-        return measuring.measure(probe, tensors, requantize, sizes)
+    return measuring.measure(probe, tensors, requantize, sizes)
 
 
 def _by_weight(a: Operand, b: Operand, rows_split: bool, sizes: jax.Array | None) -> Gemm | RowsByWeights:
