@@ -19,9 +19,11 @@ from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
 from jaxlowprec.models.find_policy import Policy, find_policy
 from jaxlowprec.models.quantize_matmuls import quantize_matmuls
+from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
 from jaxlowprec.ops.hadamard.api import hadamard_transform
+from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.recipes.autocast import autocast, current_recipe
@@ -88,8 +90,11 @@ __all__ = [
     "fake_quantize",
     "find_policy",
     "flax_dot_general_cls",
+    "geglu",
+    "gelu",
     "grouped_matmul",
     "hadamard_transform",
+    "layer_norm",
     "layouts",
     "linear",
     "linen",
@@ -102,8 +107,12 @@ __all__ = [
     "quantize_matmuls",
     "quantize_params",
     "ragged_dot",
+    "relu_squared",
+    "rms_norm",
     "scaled_matmul",
+    "silu",
     "supported",
+    "swiglu",
     "telemetry",
     "traffic",
     "weight_sync",

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxlowprec.arguments import a_flag, array, one_of
+from jaxlowprec.ops.activations.reference import gelu, gelu_with_derivative
 from jaxlowprec.ops.checks import a_sharding, float_array, float_dtype
-from jaxlowprec.ops.rounding import flush, rounded
+from jaxlowprec.ops.rounding import rounded
 from jaxlowprec.wiring.out_sharding import spec_of
 
 Activation = Literal["gelu", "dgelu"] | None
@@ -70,9 +71,9 @@ class Epilogue:
             y = y + bias[..., None, :]
         before = y
         if self.activation == "gelu":
-            y = gelu_tanh(y)
+            y = gelu(y)
         elif activation_input is not None:
-            y = rounded(y * gelu_tanh_gradient(activation_input.astype(jnp.float32)))
+            y = rounded(y * gelu_with_derivative(activation_input.astype(jnp.float32))[1])
         if accumulate is not None:
             y = y + accumulate.astype(jnp.float32)
         return [y.astype(self.out_dtype)] + ([before.astype(self.out_dtype)] if self.pre_activation else [])
@@ -123,39 +124,3 @@ def checked_epilogue(
     dtype = float_dtype(who, "out_dtype", out_dtype)
     present = bias is not None, accumulate is not None
     return Epilogue(*present, activation, return_pre_activation, dtype, spec_of(out_sharding)), extras
-
-
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """tanh-GELU as x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3), every operation rounded separately."""
-    f = jnp.float32
-    cubic = rounded((x * x) * f(0.0356774069368839263916015625))
-    u = x * (cubic + f(0.797884583473205566406250))
-    return x / (_exp(u * f(-2.0)) + f(1.0))
-
-
-def gelu_tanh_gradient(x: jax.Array) -> jax.Array:
-    """The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s.
-
-    Operations come in the order of xla_ffi/numerics/gelu.h. At the clamp s is below the normal numbers, so the result
-    is exactly 0 or 1 beyond it.
-    """
-    f = jnp.float32
-    x = jnp.clip(x, f(-10.015625), f(10.015625))
-    square = x * x
-    u = x * (rounded(square * f(0.0356774069368839263916015625)) + f(0.797884583473205566406250))
-    e = _exp(u * f(-2.0))
-    s = flush(f(1.0) / (e + f(1.0)))
-    slope = rounded(square * f(0.2140644490718841552734375)) + f(1.59576916694641113281250)
-    return s + rounded((x * s) * ((e * s) * slope))
-
-
-def _exp(z: jax.Array) -> jax.Array:
-    """exp(z), 0 below -87, infinity above 88: Cody-Waite reduction and a polynomial of degree 6."""
-    f = jnp.float32
-    n = jax.lax.round(jnp.clip(z, -100, 100) * f(1.44269502162933349609375), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    r = (z - rounded(n * f(0.693359375))) - rounded(n * f(-2.12194440e-4))
-    p = f(1.38888893e-3)
-    for coefficient in (8.33333377e-3, 4.16666679e-2, 0.16666667, 0.5, 1.0, 1.0):
-        p = rounded(p * r) + f(coefficient)
-    power = jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return jnp.where(z < -87, 0.0, jnp.where(z > 88, jnp.inf, p * power))

@@ -45,6 +45,13 @@ def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x if dtype == jnp.float32 else from_half_bits(half_bits(x, jnp.dtype(dtype)), jnp.dtype(dtype))
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """`x` as float32, through its bits: XLA may drop the rounding of what x is computed from, and a cast back."""
+    if x.dtype == jnp.float32:
+        return x
+    return from_half_bits(jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32), x.dtype)
+
+
 def rounded_quotient(a: jax.Array, b: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
     """`a / b` rounded to bfloat16 or float16, ties to even, as float32; b a positive number of at most 12 bits.
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxlowprec.wiring import native
-from tests.package.test_readme import programs
+from tests.docs.pages import differs, pieces, printed_by
 from tests.scripts.stand_ins import SOURCE
 
 BENCHMARKS = SOURCE / "benchmarks"
@@ -51,10 +51,10 @@ def test_a_row_is_what_the_programs_say(counted, name):
         assert dataclasses.asdict(counted.kept(policy, value)) == row["kept"][recipe]
 
 
-def test_the_programs_of_the_page_run():
+def test_the_programs_of_the_page_print_what_it_shows():
     names = {}
-    for program in programs("docs/how-to/memory.md"):
-        exec(program, names)
+    for piece in pieces("docs/how-to/memory.md"):
+        assert not differs(printed_by(piece, "docs/how-to/memory.md", names), piece.shown)
     assert names["gradients"].shape == (4, 128, 128) and jax.numpy.isfinite(names["gradients"]).all()
     for name in ("everything", "only_products", "with_plain_dots", "offloaded"):
         layer = jax.checkpoint(names["block"], policy=names[name])

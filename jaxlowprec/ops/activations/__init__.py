@@ -1,0 +1,1 @@
+"""Activations, plain and gated, and their derivatives."""

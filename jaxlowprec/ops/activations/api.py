@@ -1,0 +1,157 @@
+"""Activations with defined bits, whose backward pass keeps their operands alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
+from jaxlowprec.ops.checks import float_array
+from jaxlowprec.ops.no_derivative import no_derivative
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The tanh form of GELU, x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
+
+    Computed in float32 and rounded once to x's dtype, as its gradient is. The backward pass keeps x alone.
+
+    Arguments:
+        x: bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: x is no float array of those dtypes.
+        NotImplementedError: a second derivative.
+
+    Source: numerics.md 12; arXiv 1606.08415.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.gelu(jnp.array([-1.0, 0.0, 1.0]))
+    Array([-0.158808,  0.      ,  0.841192], dtype=float32)
+    """
+    return _activation("gelu", x)
+
+
+def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x sigmoid(x), also called swish.
+
+    Computed in float32 and rounded once to x's dtype, as its gradient is. The backward pass keeps x alone.
+
+    Arguments:
+        x: bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: x is no float array of those dtypes.
+        NotImplementedError: a second derivative.
+
+    Source: numerics.md 12; arXiv 1702.03118.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.silu(jnp.array([-1.0, 0.0, 1.0]))
+    Array([-0.26894143,  0.        ,  0.7310586 ], dtype=float32)
+    """
+    return _activation("silu", x)
+
+
+def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """max(x, 0)^2.
+
+    Computed in float32 and rounded once to x's dtype, as its gradient is. The backward pass keeps x alone.
+
+    Arguments:
+        x: bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: x is no float array of those dtypes.
+        NotImplementedError: a second derivative.
+
+    Source: numerics.md 12; arXiv 2109.08668.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.relu_squared(jnp.array([-1.0, 0.5, 3.0]))
+    Array([0.  , 0.25, 9.  ], dtype=float32)
+    """
+    return _activation("relu_squared", x)
+
+
+def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+    """silu(gate) * up.
+
+    Computed in float32 and rounded once to the operands' dtype, as the gradients are. `jax.nn.silu(gate) * up` in
+    bfloat16 rounds after each operation and has 1.7 times the error. The backward pass keeps the two operands alone.
+
+    Arguments:
+        gate, up: of one shape and dtype: bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: an operand is no float array of those dtypes, or their dtypes differ.
+        ValueError: their shapes differ.
+        NotImplementedError: a second derivative.
+
+    Source: numerics.md 12; arXiv 2002.05202.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.swiglu(jnp.array([-1.0, 0.0, 1.0]), jnp.array([2.0, 2.0, 2.0]))
+    Array([-0.53788286,  0.        ,  1.4621172 ], dtype=float32)
+    """
+    return _activation("swiglu", gate, up)
+
+
+def geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+    """gelu(gate) * up, of GELU's tanh form.
+
+    Computed in float32 and rounded once to the operands' dtype, as the gradients are. The backward pass keeps the two
+    operands alone.
+
+    Arguments:
+        gate, up: of one shape and dtype: bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: an operand is no float array of those dtypes, or their dtypes differ.
+        ValueError: their shapes differ.
+        NotImplementedError: a second derivative.
+
+    Source: numerics.md 12; arXiv 2002.05202.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.geglu(jnp.array([-1.0, 0.0, 1.0]), jnp.array([2.0, 2.0, 2.0]))
+    Array([-0.317616,  0.      ,  1.682384], dtype=float32)
+    """
+    return _activation("geglu", gate, up)
+
+
+def _activation(kind: str, *operands: Any) -> jax.Array:
+    """The activation of checked operands: x, or gate and up."""
+    names = ("gate", "up") if len(operands) == 2 else ("x",)
+    arrays = [float_array(kind, name, x) for name, x in zip(names, operands, strict=True)]
+    first, last = arrays[0], arrays[-1]
+    if first.shape != last.shape:
+        raise ValueError(f"{kind}: gate has shape {first.shape}, up {last.shape}; needs one shape")
+    if first.dtype != last.dtype:
+        raise TypeError(f"{kind}: gate has dtype {first.dtype}, up {last.dtype}; needs one dtype: cast one of them")
+    aligned = wiring.align_varying(*(jnp.atleast_2d(x) for x in arrays))
+    return _activate(kind, *aligned).reshape(first.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _activate(kind: str, *operands: jax.Array) -> jax.Array:
+    return activation_op(kind)(*operands)[0]
+
+
+def _forward(kind: str, *operands: jax.Array):
+    operands = _differentiated_once(operands)
+    return activation_op(kind)(*operands)[0], operands
+
+
+def _backward(kind: str, operands: tuple[jax.Array, ...], dy: jax.Array):
+    gradients = activation_gradient_op(kind)(_differentiated_once(dy), *operands)
+    return tuple(resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True))
+
+
+_activate.defvjp(_forward, _backward)
+_differentiated_once = no_derivative("activations of jaxlowprec have no second derivative; use those of jax.nn for one")

@@ -1,0 +1,1 @@
+"""Norms of rows, with a residual that is added before, and their derivatives."""

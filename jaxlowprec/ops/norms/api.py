@@ -1,0 +1,158 @@
+"""Norms with defined bits, whose backward pass keeps their input and one or two numbers of each row."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.arguments import a_flag, shown
+from jaxlowprec.ops.checks import float_array
+from jaxlowprec.ops.no_derivative import no_derivative
+from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op, norm_op, parameter_gradients
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+
+
+def rms_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    residual: Float[Array, "*B C"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+    zero_centered_gamma: bool = False,
+) -> Any:
+    """`x / sqrt(mean(x^2) + epsilon) * gamma` of each row.
+
+    Computed in float32 and rounded once to x's dtype. The sum of a row has a fixed order, so that the result does not
+    depend on the mesh. The backward pass keeps x and one float32 number of each row.
+
+    Arguments:
+        x: bfloat16, float16 or float32.
+        gamma: any of those dtypes; its gradient has its dtype.
+        residual: of x's shape and dtype: added to x before, in float32, and the sum is rounded to x's dtype.
+        epsilon: not negative.
+        zero_centered_gamma: rows are multiplied by 1 + gamma.
+
+    Returns:
+        [..., C] in x's dtype; with `residual` a pair: the normed sum, and the sum, for the next residual.
+
+    Raises:
+        TypeError: an operand is no float array, or the residual has another dtype than x.
+        ValueError: shapes do not fit, or epsilon is no number of that range.
+        NotImplementedError: a second derivative.
+
+    Source: numerics.md 12; arXiv 1910.07467.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.rms_norm(jnp.array([[3.0, 4.0, 0.0, 0.0]]), jnp.ones(4))
+    Array([[1.1999999, 1.5999999, 0.       , 0.       ]], dtype=float32)
+    """
+    return _norm("rms", (x, residual, gamma, None), epsilon, zero_centered_gamma)
+
+
+def layer_norm(
+    x: Float[Array, "*B C"],
+    gamma: Float[Array, "C"],
+    beta: Float[Array, "C"] | None = None,
+    residual: Float[Array, "*B C"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+    zero_centered_gamma: bool = False,
+) -> Any:
+    """`(x - mean(x)) / sqrt(var(x) + epsilon) * gamma + beta` of each row.
+
+    Computed in float32 and rounded once to x's dtype; the variance is that of the centred row. The sums of a row have a
+    fixed order, so that the result does not depend on the mesh. The backward pass keeps x and two float32 numbers of
+    each row.
+
+    Arguments:
+        x, gamma, residual, epsilon, zero_centered_gamma: see `rms_norm`.
+        beta: as gamma; None: nothing is added.
+
+    Returns:
+        As `rms_norm`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see `rms_norm`.
+
+    Source: numerics.md 12; arXiv 1607.06450.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> jlp.layer_norm(jnp.array([[3.0, 4.0, 0.0, 1.0]]), jnp.ones(4), jnp.ones(4))
+    Array([[ 1.6324553 ,  2.2649107 , -0.26491082,  0.3675446 ]], dtype=float32)
+    """
+    return _norm("layer", (x, residual, gamma, beta), epsilon, zero_centered_gamma)
+
+
+def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool) -> Any:
+    """The norm of operands that are checked here: x, residual, gamma and beta."""
+    who, (x, residual, gamma, beta) = f"{kind}_norm", operands
+    x, gamma = float_array(who, "x", x), float_array(who, "gamma", gamma)
+    a_flag(who, zero_centered_gamma=zero_centered)
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < math.inf:
+        raise ValueError(f"{who}: epsilon={shown(epsilon)}; needs a number that is not negative, such as 1e-6")
+    if x.ndim < 1 or x.shape[-1] == 0:
+        raise ValueError(f"{who}: x has shape {x.shape}; needs [..., C] with one feature or more")
+    beta = None if beta is None else float_array(who, "beta", beta)
+    for name, parameter in (("gamma", gamma), ("beta", beta)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{who}: {name} has shape {parameter.shape}; needs {x.shape[-1:]}, the features of x")
+    if residual is not None:
+        residual = float_array(who, "residual", residual)
+        if residual.shape != x.shape:
+            raise ValueError(f"{who}: residual has shape {residual.shape}; needs that of x, {x.shape}")
+        if residual.dtype != x.dtype:
+            raise TypeError(f"{who}: residual has dtype {residual.dtype}; needs that of x, {x.dtype}: cast one of them")
+    spec = NormSpec(kind, float(epsilon), zero_centered, residual is not None, beta is not None)
+    rows = jnp.atleast_2d(x), None if residual is None else jnp.atleast_2d(residual)
+    aligned = wiring.align_varying(*rows, gamma, beta)
+    results = _normed(spec, tuple(map(sharding_of, aligned)), *aligned)
+    y, *total = (y.reshape(x.shape) for y in results)
+    return (y, *total) if total else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, gamma, beta):
+    """The normed rows, and the sum of x and the residual if there is one.
+
+    `shardings`: those of the operands, which their gradients get, too; see `out_sharding.sharding_of`.
+    """
+    return _results(spec, x, residual, gamma, beta)[0]
+
+
+def _results(spec: NormSpec, x, residual, gamma, beta) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The results, and the saved numbers."""
+    parameters = [_for_each_matrix(p, x) for p in (gamma, beta) if p is not None]
+    operands = [x] if residual is None else [x, residual]
+    results = norm_op(spec)(*operands, *parameters)
+    count = len(operands)
+    return results[:count], results[count:]
+
+
+def _for_each_matrix(parameter: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(parameter, (*x.shape[:-2], *parameter.shape))
+
+
+def _forward(spec: NormSpec, shardings, x, residual, gamma, beta):
+    x, residual, gamma, beta = _differentiated_once((x, residual, gamma, beta))
+    results, saved = _results(spec, x, residual, gamma, beta)
+    return results, (results[-1] if spec.residual else x, gamma, beta, saved)
+
+
+def _backward(spec: NormSpec, shardings, kept, gradients):
+    x, gamma, beta, saved = kept
+    dy, *of_sum = _differentiated_once(gradients)
+    (dx,) = norm_gradient_op(spec)(dy, *of_sum, x, _for_each_matrix(gamma, x), *saved)
+    dgamma, dbeta = parameter_gradients(spec, dy, x, saved)
+    found = [dx, dx if spec.residual else None, dgamma.astype(gamma.dtype)]
+    found.append(None if dbeta is None else dbeta.astype(beta.dtype))
+    return tuple(None if g is None else resharded(g, s) for g, s in zip(found, shardings, strict=True))
+
+
+_normed.defvjp(_forward, _backward)
+_differentiated_once = no_derivative("rms_norm, layer_norm: there is no second derivative; write the norm in jax.numpy")

@@ -1,0 +1,81 @@
+"""Norms of rows in float32: the rules of numerics.md 12. Every operation is rounded separately."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.ops.rounding import rounded
+
+LANES = 256
+"""Partial sums of a row."""
+
+
+def row_sums(x: jax.Array) -> jax.Array:
+    """float32 [..., C] -> [..., 1]: each element is added to the sum of its place modulo 256, in ascending order, then
+    halves of these sums are added."""
+    columns = x.shape[-1]
+    parts = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % LANES)]).reshape(*x.shape[:-1], -1, LANES)
+    total = parts[..., 0, :]
+    for place in range(1, parts.shape[-2]):
+        total = total + parts[..., place, :]
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return total
+
+
+def row_means(x: jax.Array) -> jax.Array:
+    """float32 [..., C] -> [..., 1]: the sum times the rounded reciprocal of C."""
+    return rounded(row_sums(x) * jnp.float32(1 / x.shape[-1]))
+
+
+def weights(gamma: jax.Array, zero_centered: bool) -> jax.Array:
+    """What normalised rows are multiplied by, float32: gamma, or 1 + gamma."""
+    gamma = gamma.astype(jnp.float32)
+    return jnp.float32(1) + gamma if zero_centered else gamma
+
+
+def inverse_root(mean_square: jax.Array, epsilon: float) -> jax.Array:
+    """1 / sqrt(mean_square + epsilon), each operation rounded."""
+    root = jnp.sqrt(mean_square + jnp.float32(epsilon))
+    return jnp.float32(1) / jax.lax.optimization_barrier(root)  # without a barrier XLA takes its inexact rsqrt
+
+
+def rms_norm(rows: jax.Array, gamma: jax.Array, epsilon: float, zero_centered: bool) -> tuple[jax.Array, jax.Array]:
+    """float32 [..., R, C], gamma [..., C] -> the normed rows, and 1 / rms [..., R]."""
+    inverse = inverse_root(row_means(rounded(rows * rows)), epsilon)
+    return (rows * inverse) * weights(gamma, zero_centered)[..., None, :], inverse[..., 0]
+
+
+def rms_norm_gradient(
+    dy: jax.Array, rows: jax.Array, gamma: jax.Array, inverse: jax.Array, zero_centered: bool
+) -> jax.Array:
+    """dy and rows, float32 [..., R, C] -> the gradient of the rows."""
+    inverse = inverse[..., None]
+    normed = rows * inverse
+    scaled = rounded(dy * weights(gamma, zero_centered)[..., None, :])
+    return (scaled - rounded(normed * row_means(rounded(scaled * normed)))) * inverse
+
+
+def layer_norm(
+    rows: jax.Array, gamma: jax.Array, beta: jax.Array | None, epsilon: float, zero_centered: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """float32 [..., R, C], gamma and beta [..., C] -> the normed rows, their means and 1 / deviations [..., R]."""
+    mean = row_means(rows)
+    centered = rows - mean
+    inverse = inverse_root(row_means(rounded(centered * centered)), epsilon)
+    y = rounded((centered * inverse) * weights(gamma, zero_centered)[..., None, :])
+    y = y if beta is None else y + beta.astype(jnp.float32)[..., None, :]
+    return y, mean[..., 0], inverse[..., 0]
+
+
+def layer_norm_gradient(
+    dy: jax.Array, rows: jax.Array, gamma: jax.Array, mean: jax.Array, inverse: jax.Array, zero_centered: bool
+) -> jax.Array:
+    """dy and rows, float32 [..., R, C] -> the gradient of the rows."""
+    inverse = inverse[..., None]
+    normed = (rows - mean[..., None]) * inverse
+    scaled = rounded(dy * weights(gamma, zero_centered)[..., None, :])
+    slope = rounded(normed * row_means(rounded(scaled * normed)))
+    return ((scaled - row_means(scaled)) - slope) * inverse
