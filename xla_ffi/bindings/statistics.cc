@@ -17,13 +17,22 @@ namespace {
 
 // --- the CPU: parts, added up here
 
+/// Memory for what parts find, kept per thread: in a large heap, allocating it takes as long as counting a small array. No
+/// handler runs within another.
+template <class T>
+T* memory_of_parts(int64_t count) {
+  static thread_local std::vector<T> memory;
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
 /// Runs a problem whose results are `each` numbers for each part, and adds up those of a matrix's parts.
 template <class Problem, class T>
 void run_parts(ffi::ThreadPool& pool, Problem p, T* Problem::*result, int64_t each, T* to) {
   const int64_t parts = p.parts();
-  std::vector<T> found(p.batch * parts * each);
-  p.*result = found.data();
-  if (!found.empty()) run(pool, p);
+  T* const found = memory_of_parts<T>(p.batch * parts * each);
+  p.*result = found;
+  if (p.batch * parts * each > 0) run(pool, p);
   for (int64_t batch = 0; batch < p.batch; ++batch)
     for (int64_t i = 0; i < each; ++i) {
       double total = 0;
@@ -34,8 +43,7 @@ void run_parts(ffi::ThreadPool& pool, Problem p, T* Problem::*result, int64_t ea
 
 ffi::Error find_moments(ffi::ThreadPool& pool, MomentsProblem p, const Matrices&, ffi::RemainingRets&) {
   float* result = p.result;
-  std::vector<float> found(p.batch * p.parts() * 2);
-  p.result = found.data();
+  const float* const found = p.result = memory_of_parts<float>(p.batch * p.parts() * 2);
   run(pool, p);
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     float largest = 0;

@@ -55,9 +55,11 @@ struct Hadamard {
   static constexpr int kPiece = N > 2 * kLanes ? N : 2 * kLanes;  // elements along a row at a time
   static constexpr int kPiecePairs = kPiece / (2 * kLanes);
   static constexpr int64_t kRun = 32 * 1024 / kPiece * kPiece;
+  static constexpr bool kWholeLines = N == 16 && 2 * kLanes * sizeof(Storage) >= 64;  // few enough to lie in the cache
+  static constexpr int kColumns = kWholeLines ? 1024 : kPacket;                       // at a time
 
   static int64_t chunks_per_matrix(const HadamardProblem& p) {
-    if (p.vertical) return p.rows / N * divide_up(p.columns, kPacket);
+    if (p.vertical) return p.rows / N * divide_up(p.columns, kColumns);
     return divide_up(p.rows * p.columns, kRun);
   }
 
@@ -65,8 +67,8 @@ struct Hadamard {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     Storage* y = static_cast<Storage*>(p.result) + batch * p.rows * p.columns;
     if (p.vertical) {
-      const int64_t across = divide_up(p.columns, kPacket);
-      return columns(p, x, y, chunk / across * N, chunk % across * kPacket);
+      const int64_t across = divide_up(p.columns, kColumns);
+      return columns(p, x, y, chunk / across * N, chunk % across * kColumns);
     }
     rows(p, x, y, chunk * kRun, std::min((chunk + 1) * kRun, p.rows * p.columns));
   }
@@ -108,25 +110,35 @@ struct Hadamard {
     return {L::from_bits(L::bits(v.even) ^ L::bits(signs.even)), L::from_bits(L::bits(v.odd) ^ L::bits(signs.odd))};
   }
 
-  /// N rows of a packet of columns, through a copy that lies together.
+  /// N rows of some columns. Unless whole cache lines are read and written, through a copy that lies together.
   static void columns(const HadamardProblem& p, const Storage* x, Storage* y, int64_t row, int64_t column) {
-    const int width = static_cast<int>(std::min<int64_t>(kPacket, p.columns - column));
-    auto* tile = reinterpret_cast<Storage(*)[kPacket]>(thread_scratch(N * kPacket * sizeof(Storage)));
-    for (int r = 0; r < N; ++r) memcpy(tile[r], x + (row + r) * p.columns + column, width * sizeof(Storage));
-    for (int j = 0; j < width; j += 2 * kLanes) {
-      F32 even[N], odd[N];
-      for (int r = 0; r < N; ++r) {
-        const F32 sign = L::from_bits(fill<F32>(p.inverse ? 0u : p.sign_bits[r]));
-        const Pair v = flip(E::load_pair(&tile[r][j]), {sign, sign});
-        even[r] = v.even, odd[r] = v.odd;
-      }
-      butterfly_columns(even), butterfly_columns(odd);
-      for (int r = 0; r < N; ++r) {
-        const F32 sign = L::from_bits(fill<F32>(p.inverse ? p.sign_bits[r] : 0u));
-        E::store_pair(&tile[r][j], flip({even[r] * hadamard_scale(N), odd[r] * hadamard_scale(N)}, {sign, sign}));
-      }
+    int width = static_cast<int>(std::min<int64_t>(kColumns, p.columns - column));
+    x += row * p.columns + column, y += row * p.columns + column;
+    if constexpr (kWholeLines) {
+      const int whole = width / (2 * kLanes) * (2 * kLanes);
+      for (int j = 0; j < whole; j += 2 * kLanes) column_pairs(p, x + j, y + j, p.columns);
+      x += whole, y += whole, width -= whole;
     }
-    for (int r = 0; r < N; ++r) memcpy(y + (row + r) * p.columns + column, tile[r], width * sizeof(Storage));
+    if (width == 0) return;
+    auto* tile = reinterpret_cast<Storage(*)[kColumns]>(thread_scratch(N * kColumns * sizeof(Storage)));
+    for (int r = 0; r < N; ++r) memcpy(tile[r], x + r * p.columns, width * sizeof(Storage));
+    for (int j = 0; j < width; j += 2 * kLanes) column_pairs(p, &tile[0][j], &tile[0][j], kColumns);
+    for (int r = 0; r < N; ++r) memcpy(y + r * p.columns, tile[r], width * sizeof(Storage));
+  }
+
+  /// 2 * kLanes columns.
+  JLP_RULE void column_pairs(const HadamardProblem& p, const Storage* x, Storage* y, int64_t stride) {
+    F32 even[N], odd[N];
+    for (int r = 0; r < N; ++r) {
+      const F32 sign = L::from_bits(fill<F32>(p.inverse ? 0u : p.sign_bits[r]));
+      const Pair v = flip(E::load_pair(x + r * stride), {sign, sign});
+      even[r] = v.even, odd[r] = v.odd;
+    }
+    butterfly_columns(even), butterfly_columns(odd);
+    for (int r = 0; r < N; ++r) {
+      const F32 sign = L::from_bits(fill<F32>(p.inverse ? p.sign_bits[r] : 0u));
+      E::store_pair(y + r * stride, flip({even[r] * hadamard_scale(N), odd[r] * hadamard_scale(N)}, {sign, sign}));
+    }
   }
 
   JLP_RULE void butterfly_columns(F32 (&v)[N]) {

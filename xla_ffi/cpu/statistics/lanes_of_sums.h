@@ -23,11 +23,13 @@ JLP_RULE Which equal(U32 a, U32 b) { return _mm512_cmpeq_epi32_mask(raw(a), raw(
 JLP_RULE Which is_zero(U32 v) { return _mm512_cmpeq_epi32_mask(raw(v), _mm512_setzero_si512()); }
 JLP_RULE Which not_zero(U32 v) { return _mm512_test_epi32_mask(raw(v), raw(v)); }
 JLP_RULE Which both(Which a, Which b) { return static_cast<Which>(a & b); }
+JLP_RULE Which either(Which a, Which b) { return static_cast<Which>(a | b); }
 JLP_RULE U32 one_more(U32 count, Which where) {
   return (U32)_mm512_mask_sub_epi32(raw(count), where, raw(count), _mm512_set1_epi32(-1));
 }
 JLP_RULE F32 keep(F32 v, Which where) { return (F32)_mm512_maskz_mov_ps(where, raw(v)); }
 JLP_RULE bool any_lane(U32 v) { return not_zero(v) != 0; }
+JLP_RULE bool any(Which where) { return where != 0; }
 #else
 using Which = U32;
 JLP_RULE Which less(U32 a, U32 b) { return (U32)(a < b); }
@@ -35,6 +37,7 @@ JLP_RULE Which equal(U32 a, U32 b) { return (U32)(a == b); }
 JLP_RULE Which is_zero(U32 v) { return (U32)(v == 0); }
 JLP_RULE Which not_zero(U32 v) { return (U32)(v != 0); }
 JLP_RULE Which both(Which a, Which b) { return a & b; }
+JLP_RULE Which either(Which a, Which b) { return a | b; }
 JLP_RULE U32 one_more(U32 count, Which where) { return count - where; }
 JLP_RULE F32 keep(F32 v, Which where) { return L::from_bits(L::bits(v) & where); }
 JLP_RULE bool any_lane(U32 v) {
@@ -46,7 +49,14 @@ JLP_RULE bool any_lane(U32 v) {
   return (words[0] | words[1]) != 0;
 #endif
 }
+JLP_RULE bool any(Which where) { return any_lane(where); }
 #endif
+
+JLP_RULE uint64_t total(U32 counts) {
+  uint64_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += counts[i];
+  return sum;
+}
 
 /// Of float32 vectors, in float64. Flat loops over memory: compilers vectorise them.
 struct LanesOfSums {
@@ -64,22 +74,6 @@ struct LanesOfSums {
   }
   double total() const {
     double sum = 0;
-    for (int i = 0; i < kLanes; ++i) sum += lanes[i];
-    return sum;
-  }
-};
-
-/// Of 32-bit counts, in 64 bits.
-struct LanesOfCounts {
-  alignas(64) uint64_t lanes[kLanes] = {};
-
-  void add(U32 v) {
-    alignas(64) uint32_t of[kLanes];
-    store(of, v);
-    for (int i = 0; i < kLanes; ++i) lanes[i] += of[i];
-  }
-  uint64_t total() const {
-    uint64_t sum = 0;
     for (int i = 0; i < kLanes; ++i) sum += lanes[i];
     return sum;
   }

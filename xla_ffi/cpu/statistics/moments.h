@@ -85,24 +85,32 @@ struct Outliers {
     with_element(p.type, [&](auto element) {
       using E = decltype(element);
       const auto* x = static_cast<const typename E::Storage*>(p.x) + batch * p.rows * p.columns;
-      for (int64_t row = first; row < last; ++row) count_row<E>(x + row * p.columns, p, threshold, counts);
+      for (int64_t row = first; row < last; row += kRows)
+        count_rows<E>(x + row * p.columns, std::min(kRows, last - row), p, threshold, counts);
     });
   }
 
  private:
+  static constexpr int64_t kRows = 8;  // whose counts stay in registers
+
   template <class E>
-  __attribute__((noinline)) static void count_row(const typename E::Storage* x, const OutliersProblem& p, uint32_t threshold,
-                                                  int32_t* counts) {
-    const U32 limit = fill<F32>(threshold), infinity = fill<F32>(kInfinityBits);
+  __attribute__((noinline)) static void count_rows(const typename E::Storage* x, int64_t rows, const OutliersProblem& p,
+                                                   uint32_t threshold, int32_t* counts) {
+    const U32 limit = fill<F32>(std::max(threshold, kMinNormalBits - 1)), infinity = fill<F32>(kInfinityBits);
     int64_t column = 0;
     for (; column + kLanes <= p.columns; column += kLanes) {
-      const U32 size = magnitude(without_subnormals(E::load_lanes(x + column)));
-      store(counts + column, one_more(load<U32>(counts + column), both(less(limit, size), less(size, infinity))));
+      U32 found = load<U32>(counts + column);
+      for (int64_t row = 0; row < rows; ++row) {
+        const U32 size = magnitude(E::load_lanes(x + row * p.columns + column));
+        found = one_more(found, both(less(limit, size), less(size, infinity)));
+      }
+      store(counts + column, found);
     }
-    for (; column < p.columns; ++column) {
-      const uint32_t size = finite_magnitude(load_elements(x, p.type, column, 1))[0];
-      counts[column] += size > threshold;
-    }
+    for (; column < p.columns; ++column)
+      for (int64_t row = 0; row < rows; ++row) {
+        const uint32_t size = finite_magnitude(load_elements(x, p.type, row * p.columns + column, 1))[0];
+        counts[column] += size > threshold;
+      }
   }
 };
 

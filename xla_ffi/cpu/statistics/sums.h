@@ -9,7 +9,7 @@
 #include <new>
 
 #include "../kernels.h"
-#include "count_elements.h"
+#include "ranges.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -31,89 +31,158 @@ struct Sums {
     Part& part = *new (thread_scratch(sizeof(Part))) Part;
     Counted counted;
     const int64_t first = chunk * kSumsLines, last = std::min(first + kSumsLines, p.lines());
+    const Codes codes(p, batch);
     // Lines that lie together in memory are read one after the other.
     const int64_t together = p.columnwise || p.format.tiles ? kSumsLines : 1;
-    for (int64_t line = first; line < last; line += together) {
-      part.lines = static_cast<int>(std::min(together, last - line));
-      count_lines(p, batch, line, part, counted);
-    }
-    counted.store(p.format, p.result + (batch * chunks_per_matrix(p) + chunk) * kSums);
+    with_element(p.type, [&](auto element) {
+      for (int64_t line = first; line < last; line += together) {
+        part.lines = static_cast<int>(std::min(together, last - line));
+        count_lines<decltype(element)>(p, batch, line, codes, part, counted);
+      }
+    });
+    count_codes(p.format, codes.at(first, 0), (last - first) * codes.line_bytes, counted.codes);
+    const int64_t stored = codes.line_bytes * (p.format.packed() ? 2 : 1);
+    counted.codes[0] -= (last - first) * (stored - p.length());  // zeros behind the lines
+    counted.store(p.unit[batch], p.result + (batch * chunks_per_matrix(p) + chunk) * kSums);
   }
 
  private:
-  static void count_lines(const SumsProblem& p, int64_t batch, int64_t first, Part& part, Counted& counted) {
+  /// Where a matrix's codes and scales are.
+  struct Codes {
+    const Format& f;
+    const uint8_t *data, *scale;
+    int64_t line_bytes, scale_line_bytes;
+    int block_shift;  // a block's length is a power of two
+
+    Codes(const SumsProblem& p, int64_t batch) : f(p.format), line_bytes(f.row_bytes(p.length())) {
+      data = p.data + batch * p.lines() * line_bytes;
+      scale = p.scale + batch * f.scales(p.lines(), p.length()) * f.scale_bytes();
+      const bool tensor = f.scaling == Scaling::kTensor;
+      scale_line_bytes = tensor ? 0 : f.scale_columns(p.length()) * f.scale_bytes();
+      block_shift = tensor ? 31 : __builtin_ctz(f.block);
+    }
+    const uint8_t* at(int64_t line, int64_t k) const { return data + line * line_bytes + (f.packed() ? k / 2 : k); }
+    /// The scale of a line's element, and so of the blocks behind it.
+    const uint8_t* scale_at(int64_t line, int64_t k) const {
+      return scale + (f.tiles ? line >> block_shift : line) * scale_line_bytes + (k >> block_shift) * f.scale_bytes();
+    }
+  };
+
+  template <class E>
+  static void count_lines(const SumsProblem& p, int64_t batch, int64_t first, const Codes& codes, Part& part,
+                          Counted& counted) {
     const bool tensor = p.format.scaling == Scaling::kTensor;
     const float unit = p.unit[batch], *amax = p.amax ? p.amax + batch : nullptr;
     Line& line = part.line;
     bool used[kSumsLines] = {};
     for (int64_t at = 0; at < p.length(); at += Line::kLength) {
       line.length = static_cast<int>(std::min<int64_t>(Line::kLength, p.length() - at));
-      if (p.columnwise)
-        with_element(p.type, [&](auto element) { load_columns<decltype(element)>(p, batch, first, at, part); });
+      if (p.columnwise) load_columns<E>(p, batch, first, at, part);
       for (int i = 0; i < part.lines; ++i) {
         line.x = part.columns[i];
-        if (!p.columnwise)
-          with_element(p.type, [&](auto element) { load_row<decltype(element)>(p, batch, first + i, at, part); });
-        load_codes(p, batch, first + i, at, line);
+        if (!p.columnwise) load_row<E>(p, batch, first + i, at, part);
+        load_codes(codes, first + i, at, line), load_scales(codes, first + i, at, line);
         count_line(p.format, amax, unit, line, counted);
         part.used[i] = line.used, used[i] |= line.used != 0;
-        if ((first + i) % kRangeEvery == 0) count_ranges(p.format, line, unit, counted);
+        if ((first + i) % kRangeEvery == 0) count_ranges(run_of(p.format), line, unit, counted);
       }
-      if (!tensor) count_scales(p, batch, first, at, part, counted);
+      if (!tensor) count_scales(codes, first, at, part, counted);
     }
     for (int i = 0; tensor && i < part.lines; ++i)
-      if (used[i]) ++counted.scales[scale_bin(p.format, p.scale + batch * p.format.scale_bytes())];
+      if (used[i]) ++counted.scales[0][scale_bin(p.format, codes.scale)];
   }
 
   static int run_of(const Format& f) { return f.scaling == Scaling::kTensor ? kRangeRun : f.block; }
   static int blocks_of(const Format& f, const Line& line) { return static_cast<int>(divide_up(line.length, run_of(f))); }
-  static const uint8_t* codes_of(const SumsProblem& p, int64_t batch, int64_t line, int64_t at) {
-    return p.data + (batch * p.lines() + line) * p.format.row_bytes(p.length()) + (p.format.packed() ? at / 2 : at);
-  }
 
   template <class E>
   static void load_row(const SumsProblem& p, int64_t batch, int64_t row, int64_t at, Part& part) {
     const auto* x = static_cast<const typename E::Storage*>(p.x) + (batch * p.rows + row) * p.columns + at;
     int k = 0;
-    for (; k + kLanes <= part.line.length; k += kLanes) store(&part.row[k], without_subnormals(E::load_lanes(x + k)));
+    for (; k + kLanes <= part.line.length; k += kLanes) store(&part.row[k], E::load_lanes(x + k));
     for (; k < Line::kLength; k += kLanes) {
       const int count = std::clamp(part.line.length - k, 0, kLanes);
-      store(&part.row[k], count ? without_subnormals(load_elements(x, p.type, k, count)) : F32{});
+      store(&part.row[k], count ? load_elements(x, p.type, k, count) : F32{});
     }
     part.line.x = part.row;
+  }
+
+  /// Elements of 16 bits: two columns a word.
+  template <class E>
+  static void load_pairs_of_columns(const typename E::Storage* x, int64_t stride, int k, float (*columns)[Part::kStride]) {
+    U32 square[kLanes];
+    JLP_UNROLL(16)
+    for (int r = 0; r < kLanes; ++r) square[r] = load<U32>(x + r * stride);
+    transpose(square);
+    JLP_UNROLL(16)
+    for (int c = 0; c < kLanes; ++c) {
+      uint16_t words[2 * kLanes];
+      store(words, square[c]);
+      const Pair pair = E::load_pair(words);
+      store(&columns[2 * c][k], pair.even), store(&columns[2 * c + 1][k], pair.odd);
+    }
   }
 
   template <class E>
   static void load_columns(const SumsProblem& p, int64_t batch, int64_t line, int64_t at, Part& part) {
     const auto* x = static_cast<const typename E::Storage*>(p.x) + (batch * p.rows + at) * p.columns + line;
-    for (int k = 0; k < Line::kLength; k += kLanes)
-      for (int i = 0; i < part.lines; i += kLanes) {
+    for (int k = 0; k < Line::kLength; k += kLanes) {
+      const bool whole = k + kLanes <= part.line.length;
+      int i = 0;
+      if constexpr (sizeof(typename E::Storage) == 2) {
+        for (; whole && i + 2 * kLanes <= part.lines; i += 2 * kLanes)
+          load_pairs_of_columns<E>(x + k * p.columns + i, p.columns, k, &part.columns[i]);
+      }
+      for (; i < part.lines; i += kLanes) {
         const int count = std::min(kLanes, part.lines - i);
         U32 square[kLanes];
-        if (count == kLanes && k + kLanes <= part.line.length) {
+        if (count == kLanes && whole) {
           JLP_UNROLL(16)
-          for (int r = 0; r < kLanes; ++r)
-            square[r] = L::bits(without_subnormals(E::load_lanes(x + (k + r) * p.columns + i)));
+          for (int r = 0; r < kLanes; ++r) square[r] = L::bits(E::load_lanes(x + (k + r) * p.columns + i));
         } else {
           for (int r = 0; r < kLanes; ++r)
-            square[r] = k + r < part.line.length
-                            ? L::bits(without_subnormals(load_elements(x, p.type, (k + r) * p.columns + i, count)))
-                            : U32{};
+            square[r] = k + r < part.line.length ? L::bits(load_elements(x, p.type, (k + r) * p.columns + i, count)) : U32{};
         }
         transpose(square);
         for (int c = 0; c < count; ++c) store(&part.columns[i + c][k], square[c]);
       }
+    }
   }
 
-  /// The bytes of a line's codes, and its scales, one for each 16.
-  static void load_codes(const SumsProblem& p, int64_t batch, int64_t index, int64_t at, Line& line) {
-    const Format& f = p.format;
-    const int bytes = f.packed() ? (line.length + 1) / 2 : line.length;
-    memcpy(line.bytes, codes_of(p, batch, index, at), bytes);
-    memset(line.bytes + bytes, 0, sizeof line.bytes - bytes);
-    const uint8_t* scale = scale_of(p, batch, index, at);
+  /// A line's codes, one a byte.
+  static void load_codes(const Codes& of, int64_t index, int64_t at, Line& line) {
+    const uint8_t* codes = of.at(index, at);
+    const bool packed = of.f.packed(), whole = line.length == Line::kLength;
+    const int bytes = packed ? (line.length + 1) / 2 : line.length;
+    alignas(64) uint8_t padded[Line::kLength];
+    if (!whole) {
+      memset(padded, 0, sizeof padded);
+      memcpy(padded, codes, bytes);
+      codes = padded;
+    }
+    if (packed) {
+      unpack_codes(codes, line.buffer);
+    } else if (!whole) {
+      memcpy(line.buffer, padded, sizeof padded);
+    }
+    line.codes = packed || !whole ? line.buffer : codes;
+  }
+
+  /// Two to a byte.
+  static void unpack_codes(const uint8_t* codes, uint8_t* to) {
+    for (int b = 0; b < Line::kLength / 2; b += 16) {
+      const Bytes16 two = load<Bytes16>(codes + b), low = two & 15, high = two >> 4;
+      store(to + 2 * b, interleave_low_bytes(low, high));
+      store(to + 2 * b + 16, interleave_high_bytes(low, high));
+    }
+  }
+
+  /// Its scales, one for each 16.
+  static void load_scales(const Codes& of, int64_t index, int64_t at, Line& line) {
+    const Format& f = of.f;
+    const uint8_t* scale = of.scale_at(index, at);
     const int blocks = static_cast<int>(divide_up(line.length, kBlock));
-    const int shift = f.scaling == Scaling::kTensor ? 31 : __builtin_ctz(f.block / kBlock);  // a power of two
+    const int shift = f.scaling == Scaling::kTensor ? 31 : of.block_shift - __builtin_ctz(kBlock);
     alignas(64) uint32_t bits[Line::kBlocks] = {};
     if (f.scale_bytes() == 1 && blocks == Line::kBlocks && shift == 0)
       for (int i = 0; i < blocks; i += kLanes) store(bits + i, load_u8(scale + i));
@@ -129,45 +198,6 @@ struct Sums {
     }
   }
 
-  /// The scale of a line's element, and so of the blocks behind it.
-  static const uint8_t* scale_of(const SumsProblem& p, int64_t batch, int64_t line, int64_t at) {
-    const Format& f = p.format;
-    if (f.scaling == Scaling::kTensor) return p.scale + batch * f.scale_bytes();
-    const int64_t row = f.tiles ? line / f.block : line;
-    const int64_t columns = f.scale_columns(p.length());
-    return p.scale + ((batch * f.scale_rows(p.lines()) + row) * columns + at / f.block) * f.scale_bytes();
-  }
-
-  static void count_ranges(const Format& f, const Line& line, float unit, Counted& counted) {
-    const int run = run_of(f);
-    const auto number = [&](uint32_t bits) { return Lanes<float>::from_bits(bits) * unit; };
-    for (int b = 0; b < line.length / run; ++b) {
-      uint32_t below, above, largest;
-      find_middle(line.x + b * run, run, below, above, largest);
-      const float median = number(below) / 2 + number(above) / 2;
-      if (!(median > 0)) continue;
-      counted.ranges += number(largest) / median, ++counted.runs;
-    }
-  }
-
-  /// The magnitudes at places run / 2 - 1 and run / 2 in ascending order, the largest of those that so many are less than;
-  /// and the largest of all.
-  static void find_middle(const float* x, int run, uint32_t& below, uint32_t& above, uint32_t& largest) {
-    alignas(64) uint32_t sizes[kRangeRun];
-    for (int k = 0; k < run; k += kLanes) store(sizes + k, finite_magnitude(load<F32>(x + k)));
-    const uint32_t middle = run / 2;
-    U32 most_below = U32{}, most_above = U32{}, most = U32{};
-    for (int k = 0; k < run; k += kLanes) {
-      const U32 size = load<U32>(sizes + k);
-      U32 less = U32{};
-      for (int j = 0; j < run; ++j) less -= (U32)(size > sizes[j]);
-      most_below = max_magnitude(most_below, less < middle ? size : U32{});
-      most_above = max_magnitude(most_above, less <= middle ? size : U32{});
-      most = max_magnitude(most, size);
-    }
-    below = max_lane(most_below), above = max_lane(most_above), largest = max_lane(most);
-  }
-
   static int scale_bin(const Format& f, const uint8_t* scale) {
     if (f.scale_bytes() == 1) return *scale;
     uint32_t bits;
@@ -175,17 +205,22 @@ struct Sums {
     return bits >> 23 & 0xFF;
   }
 
-  static void count_scales(const SumsProblem& p, int64_t batch, int64_t line, int64_t at, const Part& part,
-                           Counted& counted) {
-    const int together = p.format.tiles ? p.format.block : 1, bytes = static_cast<int>(p.format.scale_bytes());
-    const int sixteens = p.format.block / kBlock, blocks = blocks_of(p.format, part.line);
-    const uint32_t of_block = (1u << sixteens) - 1;
+  static void count_scales(const Codes& of, int64_t line, int64_t at, const Part& part, Counted& counted) {
+    const Format& f = of.f;
+    const int together = f.tiles ? f.block : 1, bytes = static_cast<int>(f.scale_bytes());
+    const int sixteens = f.block / kBlock, blocks = blocks_of(f, part.line);
+    const uint64_t of_block = (1u << sixteens) - 1, every = (1u << divide_up(part.line.length, kBlock)) - 1;
     for (int i = 0; i < part.lines; i += together) {
-      const uint8_t* scale = scale_of(p, batch, line + i, at);
-      uint32_t used = 0;
+      const uint8_t* scale = of.scale_at(line + i, at);
+      uint64_t used = 0;
       for (int k = i; k < std::min(i + together, part.lines); ++k) used |= part.used[k];
-      for (int b = 0; b < blocks; ++b, used >>= sixteens)
-        if (used & of_block) ++counted.scales[scale_bin(p.format, scale + b * bytes)];
+      int b = 0;
+      for (; bytes == 1 && used == every && b + 8 <= blocks; b += 8) {
+        const uint64_t eight = load<uint64_t>(scale + b);
+        for (int j = 0; j < 8; ++j) ++counted.scales[j % 4][eight >> (8 * j) & 0xFF];
+      }
+      for (used >>= b * sixteens; b < blocks; ++b, used >>= sixteens)
+        if (used & of_block) ++counted.scales[0][scale_bin(f, scale + b * bytes)];
     }
   }
 };
