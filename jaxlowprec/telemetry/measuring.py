@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,78 +19,89 @@ from jaxlowprec.telemetry.probes import AS_TRAINED, GEMM_ERRORS, TENSORS, WEIGHT
 from jaxlowprec.telemetry.sampling import Gemm, codes, lines
 
 
+class Kept(NamedTuple):
+    """What the GEMMs of the backward pass need of the forward pass: columns of x and rows of w, as lines, or None."""
+
+    x: jax.Array | None
+    w: jax.Array | None
+
+
+class Seen(NamedTuple):
+    """What a layer's forward pass, or its backward pass, has to be measured.
+
+    Attributes:
+        tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
+        gemms: the operands of GEMMs, by name.
+        weight: quantised, of which codes are taken.
+        kept: arrays whose lines the backward pass needs.
+    """
+
+    tensors: dict[str, tuple[jax.Array, Quantized | None]]
+    gemms: dict[str, Gemm | RowsByWeights | WithinGroups]
+    weight: QuantizedArray | None = None
+    kept: Kept = Kept(None, None)
+
+
 def measure(
     probe: Probe,
-    tensors: Mapping[str, tuple[jax.Array, Quantized | None]],
+    given: Seen,
     requantize: Callable[[Roles, str, jax.Array], Quantized | None],
-    sizes: jax.Array | None,
-) -> dict[str, jax.Array]:
-    """What quantisation did to tensors of a layer: by label, float32 [len(TENSORS), LENGTH], zeros for the others.
+    sizes: jax.Array | None = None,
+) -> tuple[dict[str, jax.Array], Kept]:
+    """What quantisation did to a layer, by label, and the lines that are kept; zeros on steps that are not measured.
+
+    All of it is in one conditional: between measured steps it costs what that costs.
 
     Arguments:
-        tensors: by name (see `TENSORS`), an array and what it was quantised to, or None.
         requantize: quantises a tensor, given by its name, as other roles say.
         sizes: of the groups of rows of inputs and gradients; None: they are not in groups.
     """
 
-    def counted(tensors: dict[str, Any]) -> dict[str, jax.Array]:
-        # Without a barrier XLA computes both branches on a GPU.
-        tensors = jax.lax.optimization_barrier(tensors)
-        forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
-        for label, roles in probe.what_if:
-            forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
-        axes = {name: wiring.further_axes(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
-        known = {}
-        for name, (x, _) in tensors.items():
-            known[name.split()[0]] = source(x, axes[name], None if name.startswith("weight") else sizes)
-        found = {}
-        for label, quantized in forms.items():
-            there = {name: (tensors[name][0], q) for name, q in quantized.items() if q is not None}
-            rows = jnp.zeros((len(TENSORS), LENGTH), jnp.float32)
-            if there:
-                sources = [known[name.split()[0]] for name in there]
-                vectors = measured(sources, list(there.values()), axes[next(iter(there))])
-                rows = rows.at[np.array([TENSORS.index(name) for name in there])].set(vectors)
-            found[label] = wiring.align_varying(rows, probe.state[label])[0]
-        return found
+    def taken(given: Seen) -> tuple[dict[str, jax.Array], Kept]:
+        given = jax.lax.optimization_barrier(given)  # without it XLA computes both branches on a GPU
+        found = _counted(probe, given.tensors, requantize, sizes) | _sampled(probe, given.gemms, given.weight)
+        return found, _lines(given.kept)
 
-    def nothing(_: Any) -> dict[str, jax.Array]:
-        labels = (AS_TRAINED, *(label for label, _ in probe.what_if))
-        return {label: jnp.zeros_like(probe.state[label]) for label in labels}
+    def nothing(given: Seen) -> tuple[dict[str, jax.Array], Kept]:
+        made = jax.tree.map(lambda line: jnp.zeros(line.shape, line.dtype), jax.eval_shape(_lines, given.kept))
+        return jax.tree.map(jnp.zeros_like, probe.state), wiring.align_varying(given.kept, made)[1]
 
-    return jax.lax.cond(probe.on, counted, nothing, dict(tensors))
+    return jax.lax.cond(probe.on, taken, nothing, given)
 
 
-def sample(
-    probe: Probe, gemms: Mapping[str, Gemm | RowsByWeights | WithinGroups], weight: QuantizedArray | None
-) -> dict[str, jax.Array]:
+def _counted(probe: Probe, tensors: Any, requantize: Callable[..., Any], sizes: Any) -> dict[str, jax.Array]:
+    """What quantisation did to tensors: by label, float32 [len(TENSORS), LENGTH], zeros for the others."""
+    forms = {AS_TRAINED: {name: q for name, (_, q) in tensors.items()}}
+    for label, roles in probe.what_if:
+        forms[label] = {name: requantize(roles, name, x) for name, (x, _) in tensors.items()}
+    axes = {name: wiring.further_axes(x, probe.state[AS_TRAINED]) for name, (x, _) in tensors.items()}
+    known = {}
+    for name, (x, _) in tensors.items():
+        known[name.split()[0]] = source(x, axes[name], None if name.startswith("weight") else sizes)
+    found = {}
+    for label, quantized in forms.items():
+        there = {name: (tensors[name][0], q) for name, q in quantized.items() if q is not None}
+        rows = jnp.zeros((len(TENSORS), LENGTH), jnp.float32)
+        if there:
+            sources = [known[name.split()[0]] for name in there]
+            vectors = measured(sources, list(there.values()), axes[next(iter(there))])
+            rows = rows.at[np.array([TENSORS.index(name) for name in there])].set(vectors)
+        found[label] = wiring.align_varying(rows, probe.state[label])[0]
+    return found
+
+
+def _sampled(probe: Probe, gemms: Any, weight: QuantizedArray | None) -> dict[str, jax.Array]:
     """What samples of a layer's GEMMs and of its quantised weight show, by label; zeros for the other GEMMs."""
-    state = {label: probe.state[label] for label in (GEMM_ERRORS, WEIGHT_CODES)}
-
-    def taken(operands: Any) -> dict[str, jax.Array]:
-        gemms, weight = jax.lax.optimization_barrier(operands)
-        errors, sampled = (jnp.zeros_like(leaf) for leaf in state.values())
-        for name, gemm in gemms.items():
-            found = jnp.stack([jnp.float32(1), gemm.error(wiring.further_axes(gemm.a.x, errors))])
-            errors = errors.at[list(GEMMS).index(name)].set(wiring.align_varying(found, errors)[0])
-        if weight is not None:
-            found = jnp.concatenate([jnp.ones(1), codes(weight, wiring.further_axes(weight.data, sampled))])
-            sampled = wiring.align_varying(found, sampled)[0]
-        return {GEMM_ERRORS: errors, WEIGHT_CODES: sampled}
-
-    return jax.lax.cond(probe.on, taken, lambda _: jax.tree.map(jnp.zeros_like, state), (dict(gemms), weight))
+    errors, sampled = (jnp.zeros_like(probe.state[label]) for label in (GEMM_ERRORS, WEIGHT_CODES))
+    for name, gemm in gemms.items():
+        found = jnp.stack([jnp.float32(1), gemm.error(wiring.further_axes(gemm.a.x, errors))])
+        errors = errors.at[list(GEMMS).index(name)].set(wiring.align_varying(found, errors)[0])
+    if weight is not None:
+        found = jnp.concatenate([jnp.ones(1), codes(weight, wiring.further_axes(weight.data, sampled))])
+        sampled = wiring.align_varying(found, sampled)[0]
+    return {GEMM_ERRORS: errors, WEIGHT_CODES: sampled}
 
 
-def kept_lines(probe: Probe, x: jax.Array | None, w: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-    """Columns of x and rows of w, as lines, for the GEMMs of the backward pass; zeros if nothing is measured."""
-
-    def taken(operands: Any) -> Any:
-        x, w = jax.lax.optimization_barrier(operands)
-        return None if x is None else lines(x, -2), None if w is None else lines(w, -1)
-
-    def nothing(operands: Any) -> Any:
-        made = [jnp.zeros(found.shape, found.dtype) for found in jax.tree.leaves(shapes)]
-        return jax.tree.unflatten(jax.tree.structure(shapes), wiring.align_varying(operands, made)[1])
-
-    shapes = jax.eval_shape(taken, (x, w))
-    return jax.lax.cond(probe.on, taken, nothing, (x, w))
+def _lines(kept: Kept) -> Kept:
+    x, w = kept
+    return Kept(None if x is None else lines(x, -2), None if w is None else lines(w, -1))

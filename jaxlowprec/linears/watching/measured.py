@@ -23,14 +23,12 @@ class Measured(NamedTuple):
     Attributes:
         probe: telemetry's.
         found: by label.
-        x, w: lines of the input along its rows' axis, and of the weight along N, for wgrad and dgrad; None where these
-            are not quantised.
+        kept: lines for wgrad and dgrad; None where these are not quantised.
     """
 
     probe: probes.Probe
     found: dict[str, jax.Array]
-    x: jax.Array | None
-    w: jax.Array | None
+    kept: measuring.Kept
 
 
 Forms = tuple[Any, Any]
@@ -54,16 +52,15 @@ def measured_forward(
     """
     (x_row, x_column), (w_row, w_column) = x_forms, w_forms
     tensors = {"input rowwise": (x, x_row), "input columnwise": (x, x_column)}
-    gemms, weight = {}, None
+    gemms: dict[str, Any] = {}
+    weight = None
     if w is not None:
         tensors |= {"weight rowwise": (w, w_row), "weight columnwise": (w, w_column)}
         weight = w_row if w_column is None else w_column
         if w_column is not None:
             gemms["fprop"] = _by_weight(Operand(x, x_row, -1), Operand(w, w_column, -2), rows_split, sizes)
-    with in_profiles("telemetry"):
-        found = measured(probe, tensors, rows_split, sizes) | measuring.sample(probe, gemms, weight)
-        kept = measuring.kept_lines(probe, None if x_column is None else x, None if w_row is None else w)
-    return Measured(probe, found, *kept)
+    kept = measuring.Kept(None if x_column is None else x, None if w_row is None else w)
+    return Measured(probe, *_measured(probe, measuring.Seen(tensors, gemms, weight, kept), rows_split, sizes))
 
 
 def measured_backward(
@@ -78,16 +75,15 @@ def measured_backward(
     dy_row, dy_column = dy_forms
     x_column, w_row = kept
     gemms: dict[str, Any] = {}
-    if before.w is not None and dy_row is not None:
-        gemms["dgrad"] = _by_weight(Operand(dy, dy_row, -1), Operand(before.w, w_row, None), rows_split, sizes)
-    if before.x is not None and dy_column is not None:
-        operands = Operand(before.x, x_column, None), Operand(dy, dy_column, -2)
+    if before.kept.w is not None and dy_row is not None:
+        gemms["dgrad"] = _by_weight(Operand(dy, dy_row, -1), Operand(before.kept.w, w_row, None), rows_split, sizes)
+    if before.kept.x is not None and dy_column is not None:
+        operands = Operand(before.kept.x, x_column, None), Operand(dy, dy_column, -2)
         gemms["wgrad"] = (
             Gemm(*operands, "ab" if rows_split else "") if sizes is None else WithinGroups(*operands, sizes)
         )
     tensors = {"gradient rowwise": (dy, dy_row), "gradient columnwise": (dy, dy_column)}
-    with in_profiles("telemetry"):
-        found = measured(before.probe, tensors, rows_split, sizes) | measuring.sample(before.probe, gemms, None)
+    found, _ = _measured(before.probe, measuring.Seen(tensors, gemms), rows_split, sizes)
     return before.probe.gradient(jax.tree.map(jnp.add, before.found, found))
 
 
@@ -101,15 +97,14 @@ def measured_weight(
 ) -> probes.Probe:
     """Measures a product whose weight alone is quantised: the cotangent of the probe."""
     fprop = _by_weight(Operand(x, None, -1), Operand(w, q, -2), rows_split, sizes)
-    with in_profiles("telemetry"):
-        found = measured(probe, {"weight columnwise": (w, q)}) | measuring.sample(probe, {"fprop": fprop}, q)
+    found, _ = _measured(probe, measuring.Seen({"weight columnwise": (w, q)}, {"fprop": fprop}, q), rows_split, sizes)
     return probe.gradient(found)
 
 
-def measured(
-    probe: probes.Probe, tensors: dict[str, tuple[Any, Any]], rows_split: bool = False, sizes: jax.Array | None = None
-) -> Any:
-    """What quantisation did to tensors, an array and its quantised form each, by the names of `probes.TENSORS`."""
+def _measured(
+    probe: probes.Probe, seen: measuring.Seen, rows_split: bool, sizes: jax.Array | None
+) -> tuple[dict[str, jax.Array], measuring.Kept]:
+    """See `measuring.measure`."""
 
     def requantize(roles: Roles, name: str, x: jax.Array) -> Any:
         tensor, direction = name.split()
@@ -129,7 +124,8 @@ def measured(
             return groups_both_ways(x, sizes, *forms)[0 if rowwise else 1]
         return both_ways(x, *forms, rows_split=rows_split and tensor != "weight")[0 if rowwise else 1]
 
-    return measuring.measure(probe, tensors, requantize, sizes)
+    with in_profiles("telemetry"):
+        return measuring.measure(probe, seen, requantize, sizes)
 
 
 def _by_weight(a: Operand, b: Operand, rows_split: bool, sizes: jax.Array | None) -> Gemm | RowsByWeights:
