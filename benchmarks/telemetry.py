@@ -1,6 +1,6 @@
 """What telemetry costs: a training step that is not measured, one that is, and one between, of the same program.
 
-    python benchmarks/telemetry.py [--save] [--recipes nvfp4 mxfp8] [--widths 512 1024] [--rounds 31] [--blocks 2]
+    python benchmarks/telemetry.py [--save] [--recipes nvfp4 mxfp8] [--widths 512 1024] [--rounds 101] [--blocks 2]
 
 The sides are the gradient of a model of `blocks` pairs of products without telemetry; with it, on a step that is not
 recorded; and on a step that is. All run in turn; the ratios are those of medians.
@@ -66,7 +66,7 @@ def measured(recipe: str, width: int, blocks: int, tokens: int, rounds: int) -> 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"rounds": 31, "tokens": 2048, "blocks": 2}.items():
+    for name, default in {"rounds": 101, "tokens": 2048, "blocks": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--widths", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--recipes", choices=RECIPES, nargs="+", default=["nvfp4", "mxfp8"])
