@@ -222,6 +222,50 @@ struct HadamardProblem {
   void* result;
 };
 
+// --- activations and norms, which make the operands of GEMMs (numerics.md 12)
+
+enum class ActivationKind : int32_t { kGelu, kSilu, kReluSquared };
+
+struct ActivationProblem {
+  const void* x;   // [size]
+  const void* up;  // [size], that the activation is multiplied by; null: none
+  ElementType type;
+  int64_t batch, size;  // batch is 1
+  ActivationKind kind;
+  void* result;  // [size]
+};
+
+struct ActivationGradientProblem {
+  const void *dy, *x, *up;  // [size]; up null: none
+  ElementType type;
+  int64_t batch, size;  // batch is 1
+  ActivationKind kind;
+  void *dx, *dup;  // [size]; dup null without up
+};
+
+enum class NormKind : int32_t { kRms, kLayer };
+
+struct NormProblem {
+  NormKind kind;
+  ElementType type;  // of x, the residual and the results
+  int64_t batch, rows, columns;
+  float epsilon;
+  const void *x, *residual;    // [batch, rows, columns]; residual null: none
+  const float *weight, *beta;  // [batch, columns]: gamma or 1 + gamma; beta null: none
+  void *result, *total;        // [batch, rows, columns]; total: x + residual, null without
+  float *mean, *inverse;       // [batch, rows]; mean of kLayer only, else null
+};
+
+struct NormGradientProblem {
+  NormKind kind;
+  ElementType type;  // of dy, x, the sum's gradient and the result
+  int64_t batch, rows, columns;
+  const void *dy, *of_total, *x;  // [batch, rows, columns]; of_total: the gradient of x + residual, null without
+  const float* weight;            // [batch, columns]
+  const float *mean, *inverse;    // [batch, rows]
+  void* dx;                       // [batch, rows, columns]
+};
+
 // --- what quantisation did to an array (jaxlowprec/ops/statistics); parts are counted one by one, in any order, then added
 // up in theirs
 

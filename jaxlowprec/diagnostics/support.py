@@ -41,8 +41,11 @@ _TARGETS = {  # the op's FFI target; of Int4 the op's own
     "dequantize": ("jaxlowprec_dequantize", "jaxlowprec_int4_dequantize"),
     "fake_quantize": ("jaxlowprec_quantize", "jaxlowprec_int4_fake_quantize"),
     "hadamard_transform": ("jaxlowprec_hadamard",) * 2,
+    "activation": ("jaxlowprec_activation",) * 2,
+    "norm": ("jaxlowprec_norm",) * 2,
     "statistics": ("jaxlowprec_sums",) * 2,
 }
+_ON_CPUS_ALONE = ("activation", "norm")
 _PRODUCT_TARGETS = {  # of two quantised operands; of one in high precision
     "scaled_matmul": ("jaxlowprec_scaled_matmul", "jaxlowprec_weight_only_matmul"),
     "grouped_matmul": ("jaxlowprec_grouped_matmul", "jaxlowprec_grouped_weight_only"),
@@ -125,7 +128,7 @@ def runs(
     """How an op runs.
 
     Arguments:
-        op: one of those of `supported`, "amax", or "statistics": what telemetry counts.
+        op: one of those of `supported`, "amax", "activation", "norm", or "statistics": what telemetry counts.
         platform: "cpu", "cuda", or another one of JAX's.
         formats: the format of an array; of a product, of both operands, or of a weight by an array in high precision.
         capability: of the GPU; default: that of this process's.
@@ -155,6 +158,8 @@ def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> 
             f"the CUDA kernels need {_LEAST_CAPABILITY} or newer; use such a GPU, or set JAXLOWPREC_DISABLE_NATIVE=1 "
             "to run the reference in pure JAX",
         )
+    if op in _ON_CPUS_ALONE:
+        return Runs("reference", "CPUs alone have kernels for it")
     if op in _TARGETS:
         return Runs("native", "CUDA kernels")
     if len(formats) == 1:

@@ -15,16 +15,20 @@ def check_implementation(who: str, implementation: Any) -> None:
     one_of(who, "implementation", implementation, None, "ffi", "reference")
 
 
-def choose(who: str, implementation: Implementation) -> dict[str, Any]:
+def choose(who: str, implementation: Implementation, only: str | None = None) -> dict[str, Any]:
     """The arguments of `wiring.define` for an implementation.
 
     None is the native kernel where there is one, else the reference. "ffi" demands the kernel, "reference" pure JAX.
+
+    Arguments:
+        only: the platform that alone has kernels; None: all that the library has.
     """
     check_implementation(who, implementation)
+    platforms = tuple(p for p in native.platforms() if only in (None, p))
     if implementation is None:
-        return {"platforms": native.platforms()}
+        return {"platforms": platforms}
     if implementation == "reference":
         return {"platforms": ()}
-    if not native.platforms():
+    if not platforms:
         raise NotImplementedError(f'{who}: implementation="ffi": {native.library().reason}')
-    return {"platforms": native.platforms(), "only_native": True, "missing": native.library().missing}
+    return {"platforms": platforms, "only_native": True, "missing": native.library().missing}

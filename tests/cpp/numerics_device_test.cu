@@ -1,5 +1,6 @@
 // Every rule of xla_ffi/numerics in device code, F = float: that it compiles, for host and device, without a warning. The
 // kernel is never run here; the results are stored only so that nothing is dropped.
+#include "../../xla_ffi/numerics/activations.h"
 #include "../../xla_ffi/numerics/e2m1.h"
 #include "../../xla_ffi/numerics/float16.h"
 #include "../../xla_ffi/numerics/float8.h"
@@ -27,6 +28,8 @@ __host__ __device__ void apply_formats(float x, uint32_t bits, Store store) {
   store(float8_magnitude_bits<E4M3>(x) - kFloat8Offset<E4M3>);
   store(e8m0_encode_up(x)), store(e8m0_decode<float>(bits & 0xFFu));
   store(exp_rule(x)), store(gelu_tanh(x)), store(gelu_tanh_gradient(x));
+  store(Gelu::with_slope(x).value), store(Silu::value(x)), store(Silu::with_slope(x).slope);
+  store(ReluSquared::value(x)), store(ReluSquared::with_slope(x).slope);
   store(magnitude(x)), store(absolute(x)), store(fill<float>(bits));
   store(L::flush(x)), store(L::scaled(x, 2.0f)), store(L::min(x, 1.0f)), store(L::max(x, 1.0f)), store(L::round_to_even(x));
   store(L::truncate(x)), store(L::to_float(bits >> 1)), store(L::multiply_add_exact(x, 2.0f, 1.0f));

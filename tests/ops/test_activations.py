@@ -1,17 +1,23 @@
 """Activations: bits against an oracle, values and gradients against float64, and what the backward pass keeps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.numpy_oracle import producers
+from tests.ops.implementations import ByKernels, ByReference
 from tests.sharding.meshes import by_axis_type, mesh_of, place
+
+pytestmark = pytest.mark.sampled(7)
 
 PLAIN, GATED = ["gelu", "silu", "relu_squared"], ["geglu", "swiglu"]
 KINDS = [*PLAIN, *GATED]
@@ -41,11 +47,17 @@ def exact(kind, x, up=1.0):
     return value * up, derivative * up, value
 
 
-def gradients(kind, arrays, dy):
-    return jax.jit(lambda arrays, dy: jax.vjp(getattr(jlp, kind), *arrays)[1](dy))(arrays, dy)
+def computed(kind, implementation=None):
+    return functools.partial(getattr(jlp, kind), implementation=implementation)
 
 
-class TestBits:
+def gradients(kind, arrays, dy, implementation=None):
+    return jax.jit(lambda arrays, dy: jax.vjp(computed(kind, implementation), *arrays)[1](dy))(arrays, dy)
+
+
+class BitsCases:
+    """The implementation has the bits of the rule."""
+
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", [(7,), (3, 5, 33), (64, 256)], ids=str)
@@ -53,10 +65,10 @@ class TestBits:
         arrays = operands(kind, shape, dtype)
         dy, numpy_arrays = random_array(shape, dtype, 9), [np.asarray(x) for x in arrays]
         expected = producers.activation(kind, *numpy_arrays)
-        assert_same_bytes(getattr(jlp, kind)(*arrays), expected)
-        assert_same_bytes(jax.jit(getattr(jlp, kind))(*arrays), expected)
+        assert_same_bytes(computed(kind, self.implementation)(*arrays), expected)
+        assert_same_bytes(jax.jit(computed(kind, self.implementation))(*arrays), expected)
         wanted = producers.activation_gradient(kind, np.asarray(dy), *numpy_arrays)
-        assert_same_bytes(gradients(kind, arrays, dy), tuple(wanted))
+        assert_same_bytes(gradients(kind, arrays, dy, self.implementation), tuple(wanted))
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("kind", KINDS)
@@ -66,12 +78,22 @@ class TestBits:
         x, up = (jnp.asarray(v.ravel()) for v in np.meshgrid(values, values))
         arrays = [x, up][: 2 if kind in GATED else 1]
         numpy_arrays = [np.asarray(a) for a in arrays]
-        actual = np.float32(getattr(jlp, kind)(*arrays))
+        actual = np.float32(computed(kind, self.implementation)(*arrays))
         np.testing.assert_array_equal(actual, np.float32(producers.activation(kind, *numpy_arrays)))
         wanted = producers.activation_gradient(kind, np.asarray(up), *numpy_arrays)
-        for a, b in zip(gradients(kind, arrays, up), wanted, strict=True):
+        for a, b in zip(gradients(kind, arrays, up, self.implementation), wanted, strict=True):
             np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
+
+class TestReference(ByReference, BitsCases):
+    pass
+
+
+class TestKernels(ByKernels, BitsCases):
+    pass
+
+
+class TestBits:
     def test_what_comes_before_is_rounded(self):
         """XLA would keep the float32 that a bfloat16 operand was rounded from."""
 
@@ -161,8 +183,9 @@ class TestTransformations:
 
     def test_export(self):
         arrays = operands("swiglu", (8, 32), "bfloat16")
-        exported = jax.export.export(jax.jit(jlp.swiglu))(*arrays)
-        assert_same_bytes(jax.export.deserialize(exported.serialize()).call(*arrays), jlp.swiglu(*arrays))
+        kernel = export.DisabledSafetyCheck.custom_call("jaxlowprec_activation")
+        exported = export.export(jax.jit(jlp.swiglu), disabled_checks=[kernel])(*arrays)
+        assert_same_bytes(export.deserialize(exported.serialize()).call(*arrays), jlp.swiglu(*arrays))
 
 
 class TestErrors:

@@ -11,7 +11,10 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.numpy_oracle import producers
+from tests.ops.implementations import ByKernels, ByReference
 from tests.sharding.meshes import by_axis_type, mesh_of, place
+
+pytestmark = pytest.mark.sampled(7)
 
 NORMS = ["rms", "layer", "layer without beta"]
 EPSILON = 1e-6
@@ -36,7 +39,9 @@ def oracle(norm, x, dy, gamma, beta=None, zero_centered=False):
     return y, producers.layer_norm_gradient(dy, x, gamma, *saved, zero_centered)
 
 
-class TestBits:
+class BitsCases:
+    """The implementation has the bits of the rule."""
+
     @pytest.mark.parametrize("zero_centered", [False, True])
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("shape", [(1,), (3, 5, 255), (4, 256), (2, 700), (2, 4096)], ids=str)
@@ -45,7 +50,7 @@ class TestBits:
         x, dy = random_array(shape, dtype, 1), random_array(shape, dtype, 2)
         given, options = parameters(norm, shape[-1]), {"zero_centered_gamma": zero_centered}
         y, dx = oracle(norm, x, dy, *given, zero_centered=zero_centered)
-        function = functools.partial(normed, norm, **options)
+        function = functools.partial(normed, norm, implementation=self.implementation, **options)
         assert_same_bytes(function(x, *given), y)
         assert_same_bytes(jax.jit(function)(x, *given), y)
         found = jax.jit(lambda x, dy: jax.vjp(lambda x: function(x, *given), x)[1](dy)[0])(x, dy)
@@ -57,7 +62,7 @@ class TestBits:
         x = random_array((4, 96), "float32", 1)
         x = x.at[2].multiply(scale) if np.isfinite(scale) else x.at[2, 7].set(scale)
         given, dy = parameters(norm, 96), random_array((4, 96), "float32", 2)
-        y, backward = jax.vjp(lambda x: normed(norm, x, *given), x)
+        y, backward = jax.vjp(lambda x: normed(norm, x, *given, implementation=self.implementation), x)
         for found, wanted in zip((y, backward(dy)[0]), oracle(norm, x, dy, *given), strict=True):
             np.testing.assert_array_equal(found, wanted)
             assert np.isfinite(np.asarray(found)[[0, 1, 3]]).all()
@@ -67,10 +72,22 @@ class TestBits:
     def test_a_residual_is_added_and_rounded_before(self, norm, dtype):
         x, residual = random_array((8, 300), dtype, 1), random_array((8, 300), dtype, 2)
         given = parameters(norm, 300)
-        y, total = jax.jit(functools.partial(normed, norm))(x, *given, residual=residual)
+        y, total = jax.jit(functools.partial(normed, norm, implementation=self.implementation))(
+            x, *given, residual=residual
+        )
         assert_same_bytes(total, (np.float32(x) + np.float32(residual)).astype(x.dtype))
         assert_same_bytes(y, oracle(norm, total, total, *given)[0])
 
+
+class TestReference(ByReference, BitsCases):
+    pass
+
+
+class TestKernels(ByKernels, BitsCases):
+    pass
+
+
+class TestBits:
     def test_what_comes_before_is_rounded(self):
         """XLA would keep the float32 that a bfloat16 operand was rounded from."""
 

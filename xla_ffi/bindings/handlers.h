@@ -21,6 +21,10 @@
   each(sums)               \
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
+  each(activation)             \
+  each(activation_gradient)    \
+  each(norm)                   \
+  each(norm_gradient)          \
   each(grouped_amax)           \
   each(grouped_quantize)       \
   each(grouped_matmul)         \

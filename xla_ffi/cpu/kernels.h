@@ -22,6 +22,10 @@ namespace jaxlowprec {
   each(int4_quantize, Int4QuantizeProblem)          \
   each(int4_dequantize, Int4DequantizeProblem)      \
   each(weight_only, WeightOnlyProblem)              \
+  each(activation, ActivationProblem)               \
+  each(activation_gradient, ActivationGradientProblem) \
+  each(norm, NormProblem)                           \
+  each(norm_gradient, NormGradientProblem)          \
   each(moments, MomentsProblem)                     \
   each(outliers, OutliersProblem)                   \
   each(sums, SumsProblem)

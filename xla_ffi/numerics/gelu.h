@@ -31,21 +31,33 @@ JLP_RULE F gelu_tanh(F x) {
   return x / (exp_rule(u * -2.0f) + 1.0f);
 }
 
-/// The derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s. In this order:
-///   x = clamp(x), square = x * x, u = x * (square * c1 + c0), e = exp_rule(u * -2), s = flush(1 / (e + 1)),
-///   slope = square * c3 + c2, s + (x * s) * ((e * s) * slope)
+/// The value of an activation, and its derivative there.
+template <class F>
+struct ValueAndSlope {
+  F value, slope;
+};
+
+/// x s, and the derivative of gelu_tanh: s + x s (1 - s) 2u' with s = 1 / (1 + e), e = exp(-2u), and so 1 - s = e s. In this
+/// order:
+///   c = clamp(x), square = c * c, u = c * (square * c1 + c0), e = exp_rule(u * -2), s = flush(1 / (e + 1)),
+///   slope = square * c3 + c2, s + (c * s) * ((e * s) * slope)
 /// with c0 = sqrt(2/pi), c1 = 0.044715 c0, c2 = 2 c0, c3 = 6 c1. At the clamp e is still finite and s already too small for
 /// a normal number: the derivative is exactly 0 from there on to the left, and exactly 1 to the right.
 template <class F>
-JLP_RULE F gelu_tanh_gradient(F x) {
+JLP_RULE ValueAndSlope<F> gelu_tanh_with_slope(F x) {
   using L = Lanes<F>;
-  x = L::max(L::splat(-10.015625f), L::min(L::splat(10.015625f), x));  // NaN, the second operand, stays
-  const F square = x * x;
-  const F u = x * (square * 0.0356774069368839263916015625f + 0.797884583473205566406250f);
+  const F c = L::max(L::splat(-10.015625f), L::min(L::splat(10.015625f), x));  // NaN, the second operand, stays
+  const F square = c * c;
+  const F u = c * (square * 0.0356774069368839263916015625f + 0.797884583473205566406250f);
   const F e = exp_rule(u * -2.0f);
   const F s = L::flush(1.0f / (e + 1.0f));
   const F slope = square * 0.2140644490718841552734375f + 1.59576916694641113281250f;
-  return s + (x * s) * ((e * s) * slope);
+  return {x * s, s + (c * s) * ((e * s) * slope)};
+}
+
+template <class F>
+JLP_RULE F gelu_tanh_gradient(F x) {
+  return gelu_tanh_with_slope(x).slope;
 }
 
 }  // namespace jaxlowprec

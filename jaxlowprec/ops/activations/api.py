@@ -12,21 +12,23 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
 from jaxlowprec.ops.checks import float_array
+from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
 
-def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def gelu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
     """The tanh form of GELU, x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
 
     Computed in float32 and rounded once to x's dtype, as its gradient is. The backward pass keeps x alone.
 
     Arguments:
         x: bfloat16, float16 or float32.
+        implementation: None, "ffi" or "reference".
 
     Raises:
         TypeError: x is no float array of those dtypes.
-        NotImplementedError: a second derivative.
+        NotImplementedError: a second derivative; `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 12; arXiv 1606.08415.
 
@@ -34,20 +36,21 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     >>> jlp.gelu(jnp.array([-1.0, 0.0, 1.0]))
     Array([-0.158808,  0.      ,  0.841192], dtype=float32)
     """
-    return _activation("gelu", x)
+    return _activation("gelu", implementation, x)
 
 
-def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def silu(x: Float[Array, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
     """x sigmoid(x), also called swish.
 
     Computed in float32 and rounded once to x's dtype, as its gradient is. The backward pass keeps x alone.
 
     Arguments:
         x: bfloat16, float16 or float32.
+        implementation: None, "ffi" or "reference".
 
     Raises:
         TypeError: x is no float array of those dtypes.
-        NotImplementedError: a second derivative.
+        NotImplementedError: a second derivative; `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 12; arXiv 1702.03118.
 
@@ -55,20 +58,21 @@ def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     >>> jlp.silu(jnp.array([-1.0, 0.0, 1.0]))
     Array([-0.26894143,  0.        ,  0.7310586 ], dtype=float32)
     """
-    return _activation("silu", x)
+    return _activation("silu", implementation, x)
 
 
-def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def relu_squared(x: Float[Array, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
     """max(x, 0)^2.
 
     Computed in float32 and rounded once to x's dtype, as its gradient is. The backward pass keeps x alone.
 
     Arguments:
         x: bfloat16, float16 or float32.
+        implementation: None, "ffi" or "reference".
 
     Raises:
         TypeError: x is no float array of those dtypes.
-        NotImplementedError: a second derivative.
+        NotImplementedError: a second derivative; `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 12; arXiv 2109.08668.
 
@@ -76,10 +80,12 @@ def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
     >>> jlp.relu_squared(jnp.array([-1.0, 0.5, 3.0]))
     Array([0.  , 0.25, 9.  ], dtype=float32)
     """
-    return _activation("relu_squared", x)
+    return _activation("relu_squared", implementation, x)
 
 
-def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+def swiglu(
+    gate: Float[Array, "..."], up: Float[Array, "..."], *, implementation: Implementation = None
+) -> Float[Array, "..."]:
     """silu(gate) * up.
 
     Computed in float32 and rounded once to the operands' dtype, as the gradients are. `jax.nn.silu(gate) * up` in
@@ -87,11 +93,12 @@ def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "
 
     Arguments:
         gate, up: of one shape and dtype: bfloat16, float16 or float32.
+        implementation: None, "ffi" or "reference".
 
     Raises:
         TypeError: an operand is no float array of those dtypes, or their dtypes differ.
         ValueError: their shapes differ.
-        NotImplementedError: a second derivative.
+        NotImplementedError: a second derivative; `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 12; arXiv 2002.05202.
 
@@ -99,10 +106,12 @@ def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "
     >>> jlp.swiglu(jnp.array([-1.0, 0.0, 1.0]), jnp.array([2.0, 2.0, 2.0]))
     Array([-0.53788286,  0.        ,  1.4621172 ], dtype=float32)
     """
-    return _activation("swiglu", gate, up)
+    return _activation("swiglu", implementation, gate, up)
 
 
-def geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+def geglu(
+    gate: Float[Array, "..."], up: Float[Array, "..."], *, implementation: Implementation = None
+) -> Float[Array, "..."]:
     """gelu(gate) * up, of GELU's tanh form.
 
     Computed in float32 and rounded once to the operands' dtype, as the gradients are. The backward pass keeps the two
@@ -110,11 +119,12 @@ def geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, ".
 
     Arguments:
         gate, up: of one shape and dtype: bfloat16, float16 or float32.
+        implementation: None, "ffi" or "reference".
 
     Raises:
         TypeError: an operand is no float array of those dtypes, or their dtypes differ.
         ValueError: their shapes differ.
-        NotImplementedError: a second derivative.
+        NotImplementedError: a second derivative; `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 12; arXiv 2002.05202.
 
@@ -122,11 +132,12 @@ def geglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, ".
     >>> jlp.geglu(jnp.array([-1.0, 0.0, 1.0]), jnp.array([2.0, 2.0, 2.0]))
     Array([-0.317616,  0.      ,  1.682384], dtype=float32)
     """
-    return _activation("geglu", gate, up)
+    return _activation("geglu", implementation, gate, up)
 
 
-def _activation(kind: str, *operands: Any) -> jax.Array:
-    """The activation of checked operands: x, or gate and up."""
+def _activation(kind: str, implementation: Any, *operands: Any) -> jax.Array:
+    """The activation of operands that are checked here: x, or gate and up."""
+    check_implementation(kind, implementation)
     names = ("gate", "up") if len(operands) == 2 else ("x",)
     arrays = [float_array(kind, name, x) for name, x in zip(names, operands, strict=True)]
     first, last = arrays[0], arrays[-1]
@@ -135,21 +146,21 @@ def _activation(kind: str, *operands: Any) -> jax.Array:
     if first.dtype != last.dtype:
         raise TypeError(f"{kind}: gate has dtype {first.dtype}, up {last.dtype}; needs one dtype: cast one of them")
     aligned = wiring.align_varying(*(jnp.atleast_2d(x) for x in arrays))
-    return _activate(kind, *aligned).reshape(first.shape)
+    return _activate(kind, implementation, *aligned).reshape(first.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activate(kind: str, *operands: jax.Array) -> jax.Array:
-    return activation_op(kind)(*operands)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activate(kind: str, implementation: Implementation, *operands: jax.Array) -> jax.Array:
+    return activation_op(kind, implementation)(*operands)[0]
 
 
-def _forward(kind: str, *operands: jax.Array):
+def _forward(kind: str, implementation: Implementation, *operands: jax.Array):
     operands = _differentiated_once(operands)
-    return activation_op(kind)(*operands)[0], operands
+    return activation_op(kind, implementation)(*operands)[0], operands
 
 
-def _backward(kind: str, operands: tuple[jax.Array, ...], dy: jax.Array):
-    gradients = activation_gradient_op(kind)(_differentiated_once(dy), *operands)
+def _backward(kind: str, implementation: Implementation, operands: tuple[jax.Array, ...], dy: jax.Array):
+    gradients = activation_gradient_op(kind, implementation)(_differentiated_once(dy), *operands)
     return tuple(resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True))
 
 

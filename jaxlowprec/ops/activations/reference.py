@@ -77,22 +77,24 @@ class Rule(NamedTuple):
     """An activation.
 
     Attributes:
+        name: the kernels'.
         value: float32 -> float32, of the forward pass.
         with_derivative: float32 -> value and derivative, of the backward pass, whose value may differ in the last bits.
         gated: whether it is multiplied by a second operand.
     """
 
+    name: str
     value: Callable[[jax.Array], jax.Array]
     with_derivative: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     gated: bool = False
 
 
 RULES = {
-    "gelu": Rule(gelu, gelu_with_derivative),
-    "silu": Rule(silu, silu_with_derivative),
-    "relu_squared": Rule(relu_squared, relu_squared_with_derivative),
-    "geglu": Rule(gelu, gelu_with_derivative, gated=True),
-    "swiglu": Rule(silu, silu_with_derivative, gated=True),
+    "gelu": Rule("gelu", gelu, gelu_with_derivative),
+    "silu": Rule("silu", silu, silu_with_derivative),
+    "relu_squared": Rule("relu_squared", relu_squared, relu_squared_with_derivative),
+    "geglu": Rule("gelu", gelu, gelu_with_derivative, gated=True),
+    "swiglu": Rule("silu", silu, silu_with_derivative, gated=True),
 }
 
 

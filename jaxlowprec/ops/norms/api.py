@@ -13,8 +13,10 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.arguments import a_flag, shown
 from jaxlowprec.ops.checks import float_array
+from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.no_derivative import no_derivative
 from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op, norm_op, parameter_gradients
+from jaxlowprec.ops.norms.reference import weights
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
 
@@ -25,6 +27,7 @@ def rms_norm(
     *,
     epsilon: float = 1e-6,
     zero_centered_gamma: bool = False,
+    implementation: Implementation = None,
 ) -> Any:
     """`x / sqrt(mean(x^2) + epsilon) * gamma` of each row.
 
@@ -37,6 +40,7 @@ def rms_norm(
         residual: of x's shape and dtype: added to x before, in float32, and the sum is rounded to x's dtype.
         epsilon: not negative.
         zero_centered_gamma: rows are multiplied by 1 + gamma.
+        implementation: None, "ffi" or "reference".
 
     Returns:
         [..., C] in x's dtype; with `residual` a pair: the normed sum, and the sum, for the next residual.
@@ -44,7 +48,7 @@ def rms_norm(
     Raises:
         TypeError: an operand is no float array, or the residual has another dtype than x.
         ValueError: shapes do not fit, or epsilon is no number of that range.
-        NotImplementedError: a second derivative.
+        NotImplementedError: a second derivative; `implementation="ffi"` where there is no kernel.
 
     Source: numerics.md 12; arXiv 1910.07467.
 
@@ -52,7 +56,7 @@ def rms_norm(
     >>> jlp.rms_norm(jnp.array([[3.0, 4.0, 0.0, 0.0]]), jnp.ones(4))
     Array([[1.1999999, 1.5999999, 0.       , 0.       ]], dtype=float32)
     """
-    return _norm("rms", (x, residual, gamma, None), epsilon, zero_centered_gamma)
+    return _norm("rms", (x, residual, gamma, None), epsilon, zero_centered_gamma, implementation)
 
 
 def layer_norm(
@@ -63,6 +67,7 @@ def layer_norm(
     *,
     epsilon: float = 1e-6,
     zero_centered_gamma: bool = False,
+    implementation: Implementation = None,
 ) -> Any:
     """`(x - mean(x)) / sqrt(var(x) + epsilon) * gamma + beta` of each row.
 
@@ -71,7 +76,7 @@ def layer_norm(
     each row.
 
     Arguments:
-        x, gamma, residual, epsilon, zero_centered_gamma: see `rms_norm`.
+        x, gamma, residual, epsilon, zero_centered_gamma, implementation: see `rms_norm`.
         beta: as gamma; None: nothing is added.
 
     Returns:
@@ -86,12 +91,13 @@ def layer_norm(
     >>> jlp.layer_norm(jnp.array([[3.0, 4.0, 0.0, 1.0]]), jnp.ones(4), jnp.ones(4))
     Array([[ 1.6324553 ,  2.2649107 , -0.26491082,  0.3675446 ]], dtype=float32)
     """
-    return _norm("layer", (x, residual, gamma, beta), epsilon, zero_centered_gamma)
+    return _norm("layer", (x, residual, gamma, beta), epsilon, zero_centered_gamma, implementation)
 
 
-def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool) -> Any:
+def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool, implementation: Any) -> Any:
     """The norm of operands that are checked here: x, residual, gamma and beta."""
     who, (x, residual, gamma, beta) = f"{kind}_norm", operands
+    check_implementation(who, implementation)
     x, gamma = float_array(who, "x", x), float_array(who, "gamma", gamma)
     a_flag(who, zero_centered_gamma=zero_centered)
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < math.inf:
@@ -108,26 +114,27 @@ def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: boo
             raise ValueError(f"{who}: residual has shape {residual.shape}; needs that of x, {x.shape}")
         if residual.dtype != x.dtype:
             raise TypeError(f"{who}: residual has dtype {residual.dtype}; needs that of x, {x.dtype}: cast one of them")
-    spec = NormSpec(kind, float(epsilon), zero_centered, residual is not None, beta is not None)
+    spec = NormSpec(kind, float(epsilon), residual is not None, beta is not None, implementation)
     rows = jnp.atleast_2d(x), None if residual is None else jnp.atleast_2d(residual)
-    aligned = wiring.align_varying(*rows, gamma, beta)
+    weight = weights(gamma, zero_centered)
+    aligned = wiring.align_varying(*rows, weight, None if beta is None else beta.astype(jnp.float32))
     results = _normed(spec, tuple(map(sharding_of, aligned)), *aligned)
     y, *total = (y.reshape(x.shape) for y in results)
     return (y, *total) if total else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, gamma, beta):
+def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, weight, beta):
     """The normed rows, and the sum of x and the residual if there is one.
 
     `shardings`: those of the operands, which their gradients get, too; see `out_sharding.sharding_of`.
     """
-    return _results(spec, x, residual, gamma, beta)[0]
+    return _results(spec, x, residual, weight, beta)[0]
 
 
-def _results(spec: NormSpec, x, residual, gamma, beta) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _results(spec: NormSpec, x, residual, weight, beta) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The results, and the saved numbers."""
-    parameters = [_for_each_matrix(p, x) for p in (gamma, beta) if p is not None]
+    parameters = [_for_each_matrix(p, x) for p in (weight, beta) if p is not None]
     operands = [x] if residual is None else [x, residual]
     results = norm_op(spec)(*operands, *parameters)
     count = len(operands)
@@ -138,19 +145,17 @@ def _for_each_matrix(parameter: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(parameter, (*x.shape[:-2], *parameter.shape))
 
 
-def _forward(spec: NormSpec, shardings, x, residual, gamma, beta):
-    x, residual, gamma, beta = _differentiated_once((x, residual, gamma, beta))
-    results, saved = _results(spec, x, residual, gamma, beta)
-    return results, (results[-1] if spec.residual else x, gamma, beta, saved)
+def _forward(spec: NormSpec, shardings, x, residual, weight, beta):
+    x, residual, weight, beta = _differentiated_once((x, residual, weight, beta))
+    results, saved = _results(spec, x, residual, weight, beta)
+    return results, (results[-1] if spec.residual else x, weight, saved)
 
 
 def _backward(spec: NormSpec, shardings, kept, gradients):
-    x, gamma, beta, saved = kept
+    x, weight, saved = kept
     dy, *of_sum = _differentiated_once(gradients)
-    (dx,) = norm_gradient_op(spec)(dy, *of_sum, x, _for_each_matrix(gamma, x), *saved)
-    dgamma, dbeta = parameter_gradients(spec, dy, x, saved)
-    found = [dx, dx if spec.residual else None, dgamma.astype(gamma.dtype)]
-    found.append(None if dbeta is None else dbeta.astype(beta.dtype))
+    (dx,) = norm_gradient_op(spec)(dy, *of_sum, x, _for_each_matrix(weight, x), *saved)
+    found = dx, dx if spec.residual else None, *parameter_gradients(spec, dy, x, saved)
     return tuple(None if g is None else resharded(g, s) for g, s in zip(found, shardings, strict=True))
 
 

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlowprec import wiring
+from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.norms import reference
 from jaxlowprec.ops.rounding import narrowed, rounded, widened
 
@@ -21,64 +23,89 @@ class NormSpec:
     Attributes:
         kind: "rms" or "layer".
         epsilon: added to the mean square.
-        zero_centered: rows are multiplied by 1 + gamma.
         residual: another operand, which is added to x before.
         beta: another operand, which is added after.
+        implementation: None, "ffi" or "reference".
     """
 
     kind: Literal["rms", "layer"]
     epsilon: float
-    zero_centered: bool
     residual: bool
     beta: bool
+    implementation: Implementation = None
 
     @property
     def saved(self) -> int:
         """How many numbers of a row the backward pass needs: 1 / rms, or the mean and 1 / deviation."""
         return 1 if self.kind == "rms" else 2
 
+    @property
+    def attributes(self) -> dict[str, bool]:
+        """The norm for a native call."""
+        return {"layer": self.kind == "layer", "residual": self.residual}
+
 
 @functools.cache
 def norm_op(spec: NormSpec):
-    """x [..., R, C], residual, gamma and beta [..., C] where they are -> normed rows [..., R, C], the sum of x and the
-    residual if there is one, and the saved numbers, float32 [..., R] each."""
+    """x [..., R, C], the residual, weight and beta, float32 [..., C], where they are -> normed rows [..., R, C], the
+    sum of x and the residual if there is one, and the saved numbers, float32 [..., R] each."""
     operands = ["... r c"] * (1 + spec.residual) + ["... c"] * (1 + spec.beta)
     results = ["... r c"] * (1 + spec.residual) + ["... r"] * spec.saved
 
     def outputs(x, *_):
         return [(x.shape, x.dtype)] * (1 + spec.residual) + [(x.shape[:-1], jnp.float32)] * spec.saved
 
-    def run(x, *rest):
-        residual, (gamma, *beta) = rest[: spec.residual], rest[spec.residual :]
+    def run_reference(x, *rest):
+        residual, (weight, *beta) = rest[: spec.residual], rest[spec.residual :]
         rows = widened(x)
         if residual:
             rows = narrowed(rows + widened(residual[0]), x.dtype)
         if spec.kind == "rms":
-            y, *saved = reference.rms_norm(rows, gamma, spec.epsilon, spec.zero_centered)
+            y, *saved = reference.rms_norm(rows, weight, spec.epsilon)
         else:
-            y, *saved = reference.layer_norm(rows, gamma, *beta or [None], spec.epsilon, spec.zero_centered)
+            y, *saved = reference.layer_norm(rows, weight, *beta or [None], spec.epsilon)
         return [y.astype(x.dtype), *[rows.astype(x.dtype)] * spec.residual, *saved]
 
-    return wiring.define(f"jaxlowprec_{spec.kind}_norm", rule=_rule(operands, results), outputs=outputs, reference=run)
+    def run_native(x, *rest):
+        call = jax.ffi.ffi_call("jaxlowprec_norm", [jax.ShapeDtypeStruct(*result) for result in outputs(x)])
+        return call(x, *rest, **spec.attributes, beta=spec.beta, epsilon=np.float32(spec.epsilon))
+
+    return wiring.define(
+        f"jaxlowprec_{spec.kind}_norm",
+        rule=_rule(operands, results),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        **choose("norm", spec.implementation, only="cpu"),
+    )
 
 
 @functools.cache
 def norm_gradient_op(spec: NormSpec):
-    """dy, the sum's gradient if there is a residual, x [..., R, C], gamma [..., C] and the saved numbers [..., R] ->
+    """dy, the sum's gradient if there is a residual, x [..., R, C], weight [..., C] and the saved numbers [..., R] ->
     the gradient of x [..., R, C], in x's dtype."""
     operands = ["... r c"] * (2 + spec.residual) + ["... c"] + ["... r"] * spec.saved
 
-    def run(dy, *rest):
-        of_sum, (x, gamma, *saved) = rest[: spec.residual], rest[spec.residual :]
+    def outputs(dy, *_):
+        return [(dy.shape, dy.dtype)]
+
+    def run_reference(dy, *rest):
+        of_sum, (x, weight, *saved) = rest[: spec.residual], rest[spec.residual :]
         gradient = reference.rms_norm_gradient if spec.kind == "rms" else reference.layer_norm_gradient
-        dx = gradient(widened(dy), widened(x), gamma, *saved, spec.zero_centered)
+        dx = gradient(widened(dy), widened(x), weight, *saved)
         return [(rounded(dx) + widened(of_sum[0]) if of_sum else dx).astype(x.dtype)]
+
+    def run_native(dy, *rest):
+        call = jax.ffi.ffi_call("jaxlowprec_norm_gradient", [jax.ShapeDtypeStruct(*result) for result in outputs(dy)])
+        return call(dy, *rest, **spec.attributes)
 
     return wiring.define(
         f"jaxlowprec_{spec.kind}_norm_gradient",
         rule=_rule(operands, ["... r c"]),
-        outputs=lambda dy, *rest: [(rest[spec.residual].shape, rest[spec.residual].dtype)],
-        reference=run,
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        **choose("norm", spec.implementation, only="cpu"),
     )
 
 
@@ -87,7 +114,7 @@ def _rule(operands: list[str], results: list[str]) -> wiring.ShardingRule:
 
 
 def parameter_gradients(spec: NormSpec, dy: jax.Array, x: jax.Array, saved: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of gamma and beta [C], float32: sums over all rows, in XLA's order."""
+    """The gradients of weight and beta [C], float32: sums over all rows, in XLA's order."""
     *mean, inverse = saved
     rows, dy = widened(x), widened(dy)
     normed = (rows - mean[0][..., None] if mean else rows) * inverse[..., None]

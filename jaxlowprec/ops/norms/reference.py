@@ -42,40 +42,38 @@ def inverse_root(mean_square: jax.Array, epsilon: float) -> jax.Array:
     return jnp.float32(1) / jax.lax.optimization_barrier(root)  # without a barrier XLA takes its inexact rsqrt
 
 
-def rms_norm(rows: jax.Array, gamma: jax.Array, epsilon: float, zero_centered: bool) -> tuple[jax.Array, jax.Array]:
-    """float32 [..., R, C], gamma [..., C] -> the normed rows, and 1 / rms [..., R]."""
+def rms_norm(rows: jax.Array, weight: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+    """float32 [..., R, C], weight [..., C] -> the normed rows, and 1 / rms [..., R]."""
     inverse = inverse_root(row_means(rounded(rows * rows)), epsilon)
-    return (rows * inverse) * weights(gamma, zero_centered)[..., None, :], inverse[..., 0]
+    return (rows * inverse) * weight[..., None, :], inverse[..., 0]
 
 
-def rms_norm_gradient(
-    dy: jax.Array, rows: jax.Array, gamma: jax.Array, inverse: jax.Array, zero_centered: bool
-) -> jax.Array:
+def rms_norm_gradient(dy: jax.Array, rows: jax.Array, weight: jax.Array, inverse: jax.Array) -> jax.Array:
     """dy and rows, float32 [..., R, C] -> the gradient of the rows."""
     inverse = inverse[..., None]
     normed = rows * inverse
-    scaled = rounded(dy * weights(gamma, zero_centered)[..., None, :])
+    scaled = rounded(dy * weight[..., None, :])
     return (scaled - rounded(normed * row_means(rounded(scaled * normed)))) * inverse
 
 
 def layer_norm(
-    rows: jax.Array, gamma: jax.Array, beta: jax.Array | None, epsilon: float, zero_centered: bool
+    rows: jax.Array, weight: jax.Array, beta: jax.Array | None, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """float32 [..., R, C], gamma and beta [..., C] -> the normed rows, their means and 1 / deviations [..., R]."""
+    """float32 [..., R, C], weight and beta [..., C] -> the normed rows, their means and 1 / deviations [..., R]."""
     mean = row_means(rows)
     centered = rows - mean
     inverse = inverse_root(row_means(rounded(centered * centered)), epsilon)
-    y = rounded((centered * inverse) * weights(gamma, zero_centered)[..., None, :])
-    y = y if beta is None else y + beta.astype(jnp.float32)[..., None, :]
+    y = rounded((centered * inverse) * weight[..., None, :])
+    y = y if beta is None else y + beta[..., None, :]
     return y, mean[..., 0], inverse[..., 0]
 
 
 def layer_norm_gradient(
-    dy: jax.Array, rows: jax.Array, gamma: jax.Array, mean: jax.Array, inverse: jax.Array, zero_centered: bool
+    dy: jax.Array, rows: jax.Array, weight: jax.Array, mean: jax.Array, inverse: jax.Array
 ) -> jax.Array:
     """dy and rows, float32 [..., R, C] -> the gradient of the rows."""
     inverse = inverse[..., None]
     normed = (rows - mean[..., None]) * inverse
-    scaled = rounded(dy * weights(gamma, zero_centered)[..., None, :])
+    scaled = rounded(dy * weight[..., None, :])
     slope = rounded(normed * row_means(rounded(scaled * normed)))
     return ((scaled - row_means(scaled)) - slope) * inverse

@@ -1,0 +1,145 @@
+// Activations and norms, for CPUs.
+#include <string_view>
+
+#include "buffers.h"
+#include "engine.h"
+#include "handlers.h"
+
+namespace jaxlowprec {
+namespace {
+
+std::optional<ActivationKind> activation_kind(std::string_view name) {
+  if (name == "gelu") return ActivationKind::kGelu;
+  if (name == "silu") return ActivationKind::kSilu;
+  if (name == "relu_squared") return ActivationKind::kReluSquared;
+  return std::nullopt;
+}
+
+/// Whether two buffers have the same type and as many elements.
+bool alike(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b) {
+  return a.element_type() == b.element_type() && a.element_count() == b.element_count();
+}
+
+/// The buffer of that many float32 among the arguments or results; null if it is another.
+template <class Buffers>
+auto floats(const Buffers& buffers, size_t place, int64_t count) {
+  using Pointer = float*;
+  if (place >= buffers.size()) return Pointer{};
+  auto found = buffers.template get<ffi::AnyBuffer>(place);
+  if (found.has_error()) return Pointer{};
+  if constexpr (std::is_same<Buffers, ffi::RemainingRets>::value) {
+    ffi::AnyBuffer& buffer = **found;
+    const bool fits = buffer.element_type() == ffi::DataType::F32 && static_cast<int64_t>(buffer.element_count()) == count;
+    return fits ? static_cast<Pointer>(buffer.untyped_data()) : Pointer{};
+  } else {
+    const bool fits = found->element_type() == ffi::DataType::F32 && static_cast<int64_t>(found->element_count()) == count;
+    return fits ? static_cast<Pointer>(found->untyped_data()) : Pointer{};
+  }
+}
+
+/// The buffer like `x` there; null if it is another.
+template <class Buffers>
+void* like(const Buffers& buffers, size_t place, const ffi::AnyBuffer& x) {
+  if (place >= buffers.size()) return nullptr;
+  auto found = buffers.template get<ffi::AnyBuffer>(place);
+  if (found.has_error()) return nullptr;
+  if constexpr (std::is_same<Buffers, ffi::RemainingRets>::value) {
+    return alike(**found, x) ? (*found)->untyped_data() : nullptr;
+  } else {
+    return alike(*found, x) ? found->untyped_data() : nullptr;
+  }
+}
+
+/// x and, if it is gated, up -> the activation.
+ffi::Error activation(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
+                      std::string_view kind) {
+  const auto type = element_type(x.element_type());
+  const auto rule = activation_kind(kind);
+  JLP_REQUIRE(type.has_value() && rule.has_value() && args.size() <= 1 && alike(x, *result));
+  const void* up = like(args, 0, x);
+  JLP_REQUIRE((up != nullptr) == (args.size() == 1));
+  const int64_t size = static_cast<int64_t>(x.element_count());
+  const ActivationProblem p{x.untyped_data(), up, *type, 1, size, *rule, written(pool, *result)};
+  return run_on(pool, "activation", p);
+}
+
+/// dy, x and, if it is gated, up -> their gradients.
+ffi::Error activation_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
+                               ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets results, std::string_view kind) {
+  const auto type = element_type(x.element_type());
+  const auto rule = activation_kind(kind);
+  JLP_REQUIRE(type.has_value() && rule.has_value() && args.size() <= 1 && results.size() == args.size());
+  JLP_REQUIRE(alike(x, dy) && alike(x, *dx));
+  const void* up = like(args, 0, x);
+  void* dup = like(results, 0, x);
+  JLP_REQUIRE((up != nullptr) == (args.size() == 1) && (dup != nullptr) == (args.size() == 1));
+  const int64_t size = static_cast<int64_t>(x.element_count());
+  const ActivationGradientProblem p{dy.untyped_data(), x.untyped_data(), up, *type, 1, size, *rule, written(pool, *dx), dup};
+  return run_on(pool, "activation_gradient", p);
+}
+
+/// x, the residual if there is one, the weight and beta if there is one -> the norm, the sum with a residual, the mean of
+/// layer norms, and the inverse root.
+ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
+                ffi::RemainingRets results, bool layer, bool residual, bool beta, float epsilon) {
+  const auto type = element_type(x.element_type());
+  JLP_REQUIRE(type.has_value() && alike(x, *result));
+  JLP_REQUIRE(args.size() == size_t{1} + residual + beta && results.size() == size_t{1} + residual + layer);
+  const Matrices m(x);
+  NormProblem p{};
+  p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
+  p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data(), p.result = written(pool, *result);
+  p.residual = residual ? like(args, 0, x) : nullptr;
+  p.total = residual ? like(results, 0, x) : nullptr;
+  p.weight = floats(args, residual, m.batch * m.columns);
+  p.beta = beta ? floats(args, residual + 1, m.batch * m.columns) : nullptr;
+  p.mean = layer ? floats(results, residual, m.batch * m.rows) : nullptr;
+  p.inverse = floats(results, residual + layer, m.batch * m.rows);
+  JLP_REQUIRE((p.residual && p.total) || !residual);
+  JLP_REQUIRE(p.weight && p.inverse && (p.beta || !beta) && (p.mean || !layer));
+  return run_on(pool, "norm", p);
+}
+
+/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx.
+ffi::Error norm_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
+                         bool layer, bool residual) {
+  const auto type = element_type(dy.element_type());
+  JLP_REQUIRE(type.has_value() && alike(dy, *dx) && args.size() == size_t{3} + residual + layer);
+  const Matrices m(dy);
+  NormGradientProblem p{};
+  p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
+  p.columns = m.columns, p.dy = dy.untyped_data(), p.dx = written(pool, *dx);
+  p.of_total = residual ? like(args, 0, dy) : nullptr;
+  p.x = like(args, residual, dy);
+  p.weight = floats(args, residual + 1, m.batch * m.columns);
+  p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
+  p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
+  JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
+  return run_on(pool, "norm_gradient", p);
+}
+
+}  // namespace
+
+JLP_DEFINE_CPU_HANDLER(activation, activation,
+                       .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<std::string_view>("kind"));
+JLP_DEFINE_CPU_HANDLER(activation_gradient, activation_gradient,
+                       .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<std::string_view>("kind"));
+JLP_DEFINE_CPU_HANDLER(norm, norm,
+                       .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<bool>("layer")
+                           .Attr<bool>("residual")
+                           .Attr<bool>("beta")
+                           .Attr<float>("epsilon"));
+JLP_DEFINE_CPU_HANDLER(
+    norm_gradient, norm_gradient,
+    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
+
+}  // namespace jaxlowprec

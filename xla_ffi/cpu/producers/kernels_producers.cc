@@ -1,0 +1,45 @@
+// What makes the operands of GEMMs: activations and norms.
+#include "../entry.h"
+#include "activation.h"
+#include "norm.h"
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+namespace {
+
+template <template <class, class, bool> class Kernel>
+struct ByActivation {
+  template <class Problem, class Visit>
+  auto operator()(const Problem& p, Visit visit) const {
+    return with_element(p.type, [&](auto element) {
+      return with_rule(p.kind, [&](auto rule) {
+        return with_bool(p.up != nullptr, [&](auto gated) {
+          return visit(Kernel<decltype(element), decltype(rule), decltype(gated)::value>{});
+        });
+      });
+    });
+  }
+};
+
+template <template <class> class Kernel>
+struct ByElement {
+  template <class Problem, class Visit>
+  auto operator()(const Problem& p, Visit visit) const {
+    return with_element(p.type, [&](auto element) { return visit(Kernel<decltype(element)>{}); });
+  }
+};
+
+constexpr ByActivation<ActivationKernel> resolve_activation;
+constexpr ByActivation<ActivationGradientKernel> resolve_activation_gradient;
+constexpr ByElement<NormKernel> resolve_norm;
+constexpr ByElement<NormGradientKernel> resolve_norm_gradient;
+
+}  // namespace
+
+JLP_DEFINE_ENTRY(activation, ActivationProblem, resolve_activation)
+JLP_DEFINE_ENTRY(activation_gradient, ActivationGradientProblem, resolve_activation_gradient)
+JLP_DEFINE_ENTRY(norm, NormProblem, resolve_norm)
+JLP_DEFINE_ENTRY(norm_gradient, NormGradientProblem, resolve_norm_gradient)
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec
