@@ -17,6 +17,7 @@ from tests.helpers import run_python
 EMULATED = {"scaled_matmul, 4-bit", "scaled_matmul, 8-bit"}
 INT4 = {f"{operation}, Int4" for operation in ("quantize", "dequantize", "fake_quantize")}
 NATIVE = {"quantize", "amax", "dequantize", "hadamard_transform", "telemetry.statistics", "scaled_matmul, weight-only"}
+NATIVE |= {"activations", "norms"}
 OPERATIONS = NATIVE | INT4 | EMULATED
 
 
