@@ -12,9 +12,11 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.diagnostics.support import Supported, supported
 from jaxlowprec.linears.collectives import all_gather_quantized
 from jaxlowprec.linears.dot_general import dot_general, einsum
+from jaxlowprec.linears.fused.mlp import mlp
+from jaxlowprec.linears.fused.shared_input import linears
 from jaxlowprec.linears.grouped import grouped_matmul, ragged_dot
 from jaxlowprec.linears.linear import linear, quantize_kernel
-from jaxlowprec.linears.quantized_matmul import QuantizedKernel
+from jaxlowprec.linears.product import QuantizedKernel
 from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
 from jaxlowprec.models.find_policy import Policy, find_policy
@@ -97,8 +99,10 @@ __all__ = [
     "layer_norm",
     "layouts",
     "linear",
+    "linears",
     "linen",
     "lora",
+    "mlp",
     "moe",
     "nnx",
     "quantize",

@@ -20,7 +20,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears.delayed_scaling import State
 from jaxlowprec.linears.layer_call import LayerCall, layer_call
 from jaxlowprec.linears.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
-from jaxlowprec.linears.quantized_matmul import QuantizedKernel
+from jaxlowprec.linears.product import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.linears.watching.watched import watched
 from jaxlowprec.ops.checks import (

@@ -26,7 +26,7 @@ from jaxlowprec.linears.grouped_products import (
     weight_only_groups,
 )
 from jaxlowprec.linears.layer_call import LayerCall, randomness_of
-from jaxlowprec.linears.quantized_matmul import QuantizedKernel
+from jaxlowprec.linears.product import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.linears.watching.watched import watched
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.low_rank import LoRAKernel
-from jaxlowprec.linears.quantized_matmul import ProductSpec, QuantizedKernel, quantized_matmul, recording
+from jaxlowprec.linears.product import Product, ProductSpec, QuantizedKernel, States
+from jaxlowprec.linears.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.linears.residuals import in_profiles
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.ops.precision import checked_precision
@@ -34,6 +35,20 @@ from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
+
+
+class Prepared(NamedTuple):
+    """The arguments of a product whose operands are quantised.
+
+    Attributes:
+        spec, product, states: see `quantized_matmuls`.
+        state: that of delayed scaling for the layer's next call.
+    """
+
+    spec: ProductSpec
+    product: Product
+    states: States
+    state: delayed_scaling.State | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,39 +119,64 @@ class LayerCall:
         are merged.
         """
         weight: Any = w if w is not None else self.quantized
-        if self.quantized is not None and self.roles is not None:
-            self._check_quantized(w, self.roles)
-        if rows_split and _must_merge(self.who, x, weight, self.roles):
+        self.check_quantized(w)
+        if rows_split and must_merge(self.who, x, weight, self.roles):
             y, state = self.matmul(merged_rows(x), w, bias, out_dtype)
             return resharded(split_rows(y, *x.shape[-3:-1]), out_sharding), state
-        if out_sharding is None and sharding_of(x):  # the same type, whatever is kept for the backward pass
-            features = dimensions_of(w)[-1] if w is not None else dimensions_of(weight.columnwise.data)[-2]
-            out_sharding = sharding_of_product(x, features)
+        out_sharding = self._out_sharding(x, w, out_sharding)
         if self.recipe is None or self.roles is None:
             loaded = weight.columnwise
             served = weight_only.Served(loaded.format, "identity", None)
             return self._weight_only(x, None, bias, loaded, served, (out_dtype, out_sharding, rows_split)), self.state
-        state, roles = self.state, self.roles
-        if self.recipe.delayed is not None:
-            state = delayed_scaling.check_state(self.who, self.recipe.delayed, state)
-        if roles.ste is not None and roles.weight is not None:
+        if self.roles.ste is not None and self.roles.weight is not None:
+            state = self._checked_state()
             loaded = None if self.quantized is None else self.quantized.columnwise
-            served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
+            served = weight_only.Served(self.roles.weight.format, self.roles.ste, self.roles.served_dtype)
             probe = probes.probe(self.who, self.name)
             return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, rows_split), probe), state
+        prepared = self.prepared(x, w, bias, (out_dtype, out_sharding, rows_split))
+        x, product = wiring.align_varying(x, prepared.product)
+        with in_profiles(self.name):
+            (y,) = quantized_matmuls((prepared.spec,), x, (product,), (prepared.states,))
+        return y, prepared.state
+
+    def prepared(self, x: Any, w: jax.Array | None, bias: jax.Array | None, result: tuple[Any, Any, bool]) -> Prepared:
+        """The product in which input and weight are quantised. x may be abstract.
+
+        `result`: its dtype, its sharding in explicit mode, and `rows_split`, see `matmul`.
+        """
+        self.check_quantized(w)
+        recipe: Any = self.recipe
+        roles: Any = self.roles
+        weight: Any = w if w is not None else self.quantized
+        out_dtype, out_sharding, rows_split = result
+        out_sharding = self._out_sharding(x, w, out_sharding)
+        state = self._checked_state()
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-        result = jnp.dtype(out_dtype), shardings, out_sharding
-        overrides = self.recipe.backward_override, self.recipe.delayed
-        spec = ProductSpec(roles, *overrides, *result, rows_split, self.precision)
+        overrides = recipe.backward_override, recipe.delayed
+        spec = ProductSpec(roles, *overrides, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
         batch = x.shape[: -3 if rows_split else -2]
         gradient = math.prod(x.shape[len(batch) : -1]), weight.shape[-1]
         randomness = randomness_of(self.who, roles, self.key, batch, gradient, self.name)
-        operands = wiring.align_varying(x, w, bias, randomness, self.quantized)
         used = None
-        if self.recipe.delayed is not None:
+        if recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
-        with in_profiles(self.name):
-            return quantized_matmul(spec, *operands, (used, probes.probe(self.who, self.name))), state
+        states = used, probes.probe(self.who, self.name)
+        return Prepared(spec, Product(w, bias, randomness, self.quantized), states, state)
+
+    def _out_sharding(self, x: Any, w: jax.Array | None, given: Any) -> Any:
+        """The sharding of the product in explicit mode: the same type, whatever is kept for the backward pass."""
+        if given is not None or not sharding_of(x):
+            return given
+        quantized: Any = self.quantized
+        features = dimensions_of(w)[-1] if w is not None else dimensions_of(quantized.columnwise.data)[-2]
+        return sharding_of_product(x, features)
+
+    def _checked_state(self) -> delayed_scaling.State | None:
+        recipe: Any = self.recipe
+        if recipe.delayed is None:
+            return self.state
+        return delayed_scaling.check_state(self.who, recipe.delayed, self.state)
 
     def _weight_only(self, x, w, bias, loaded, served, result, probe=None) -> jax.Array:
         """The product if only the weight is quantised."""
@@ -145,9 +185,12 @@ class LayerCall:
         with in_profiles(self.name):
             return weight_only.matmul(x, w, bias, loaded, served, result, self.precision, probe=probe)
 
-    def _check_quantized(self, w: jax.Array | None, roles: Roles) -> None:
-        """Raises ValueError unless the weight was quantised for these roles and has the master weight's shape."""
+    def check_quantized(self, w: jax.Array | None) -> None:
+        """Raises ValueError unless a weight quantised before fits the call's roles and the master weight's shape."""
         quantized: Any = self.quantized
+        roles = self.roles
+        if quantized is None or roles is None:
+            return
         row, column = roles.forms("weight")
         has = _formats(quantized.rowwise, quantized.columnwise), quantized.weight_only
         wants = _formats(None if roles.ste is not None else row, column), roles.ste is not None
@@ -199,7 +242,7 @@ def check_kernel(who: str, quantized: Any) -> None:
         check_quantized(who, "quantized_kernel.rowwise", quantized.rowwise)
 
 
-def _must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> bool:
+def must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> bool:
     """Whether parts [..., S, T, K] have to be merged because a block of x or of its gradient would lie on two.
 
     Raises ValueError if they cannot be merged: two split axes would become strided.

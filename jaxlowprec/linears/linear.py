@@ -16,7 +16,7 @@ from jaxlowprec.linears import delayed_scaling, weight_only
 from jaxlowprec.linears.layer_call import LayerCall, layer_call
 from jaxlowprec.linears.low_rank import LoRAKernel, add_product, check_adapter
 from jaxlowprec.linears.operands import both_ways
-from jaxlowprec.linears.quantized_matmul import QuantizedKernel
+from jaxlowprec.linears.product import QuantizedKernel
 from jaxlowprec.linears.residuals import in_profiles, product
 from jaxlowprec.linears.watching.watched import watched
 from jaxlowprec.ops.checks import a_sharding, float_array
@@ -140,8 +140,22 @@ def linear(
         y, out_state = (y, None) if state is None else y
         y = add_product(y, jnp.atleast_2d(x), kernel.adapter, name)
         return y if state is None else (y, out_state)
-    kernel, call = layer_call(who, kernel, quantized_kernel, **settings)
     x = float_array(who, "x", x)
+    kernel, bias, call = checked_call(who, x, kernel, bias, quantized_kernel, settings)
+    compute = functools.partial(_linear, bias=bias, out_sharding=out_sharding)
+    features = features_of(call, kernel)
+    y, out_state = watched(call, x, kernel, compute, lambda: x.size * features)
+    return y if state is None else (y, out_state)
+
+
+def checked_call(
+    who: str, x: jax.Array, kernel: Any, bias: Any, quantized_kernel: Any, settings: dict[str, Any]
+) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
+    """The kernel in high precision and the bias of a linear layer, if it has them, and its call.
+
+    `settings`: what `layer_call` takes by name.
+    """
+    kernel, call = layer_call(who, kernel, quantized_kernel, **settings)
     if kernel is not None:
         kernel = float_array(who, "kernel", kernel)
         shape = kernel.shape
@@ -153,9 +167,13 @@ def linear(
         raise ValueError(f"{who}: x {x.shape} and kernel {shape}: needs x [..., K] and kernel [K, N]")
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != shape[1:]:
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {shape[1:]}, the kernel's N")
-    compute = functools.partial(_linear, bias=bias, out_sharding=out_sharding)
-    y, out_state = watched(call, x, kernel, compute, lambda: x.size * shape[1])
-    return y if state is None else (y, out_state)
+    return kernel, bias, call
+
+
+def features_of(call: LayerCall, kernel: jax.Array | None) -> int:
+    """N of the call's kernel [K, N]."""
+    weight: Any = call.quantized if kernel is None else kernel
+    return weight.shape[-1]
 
 
 def _linear(call: LayerCall, x: Any, kernel: Any, bias: Any, out_sharding: Any) -> tuple[jax.Array, Any]:

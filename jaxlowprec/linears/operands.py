@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
+from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.grouped_matmul.api import quantize_groups
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
@@ -74,6 +78,19 @@ def both_ways(
         return quantize(x, role.format, axis, rotation, role.rounding, used, amax, **options)
 
     return one(row, -1, row_amax), one(column, -2, column_amax)
+
+
+def amaxes_both_ways(
+    x: jax.Array, row: Role | None, column: Role | None, rows_split: bool = False
+) -> tuple[jax.Array, jax.Array] | None:
+    """The tensor amaxes of x rowwise and columnwise, rotated, in one pass over it; None if its formats have none, or
+    the rotation is of another size than a block."""
+    tensor_scales = [role for role in (row, column) if role is not None and role.format.has_tensor_scale]
+    rotation = column.hadamard if column is not None and column in tensor_scales else None
+    if not tensor_scales or (rotation is not None and rotation.size != BLOCK):
+        return None
+    found = tensor_amax(x, True, rotation, rows_split=rows_split)
+    return found[0], found[-1]
 
 
 def groups_both_ways(x, sizes, row: Role | None, column: Role | None, *, words=None, amaxes=None) -> tuple[Any, Any]:

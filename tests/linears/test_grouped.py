@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.quantized_matmul import CHECKPOINT_NAMES
+from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
 from jaxlowprec.ops.quantize.keys import key_words, slice_words
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes

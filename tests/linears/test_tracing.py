@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.linears import grouped_products, quantized_matmul, weight_only
+from jaxlowprec.linears import grouped_products, product, weight_only
 from tests.low_precision import recipes
 
 RECIPES = recipes("nvfp4", "mxfp8", "int4_qat")
-MODULES = (quantized_matmul, quantized_matmul, weight_only)
+MODULES = (product, product, weight_only)
 by_recipe = pytest.mark.parametrize(
     ("recipe", "module"), list(zip(RECIPES.values(), MODULES, strict=True)), ids=RECIPES
 )
@@ -40,7 +40,8 @@ def experts(layers):
 def traces(module, trace, layers):
     """How often a forward pass is traced: the first layer's x has no gradient, which is a trace of its own."""
     jax.clear_caches()
-    with mock.patch.object(module, "_fprop", side_effect=module._fprop) as counted:
+    name = "fprop" if module is product else "_fprop"
+    with mock.patch.object(module, name, side_effect=getattr(module, name)) as counted:
         trace(layers)
     return counted.call_count
 

@@ -37,6 +37,11 @@ def watched(
     return compute(call, x, w)
 
 
+def is_watched() -> bool:
+    """Whether a block watches or chooses what layers compute, so that each must be a call of its own."""
+    return isinstance(scopes.current(), Taps | Choices)
+
+
 def _tapped(here: Taps, call: LayerCall, x: Any, w: Any, compute: Compute) -> tuple[jax.Array, Any]:
     state = here.layer(call.name)
     if here.high_precision and w is not None and call.quantized is None:

@@ -135,6 +135,10 @@ def geglu(
     return _activation("geglu", implementation, gate, up)
 
 
+ACTIVATIONS = {"geglu": geglu, "gelu": gelu, "relu_squared": relu_squared, "silu": silu, "swiglu": swiglu}
+"""The functions by their names, which layers take."""
+
+
 def _activation(kind: str, implementation: Any, *operands: Any) -> jax.Array:
     """The activation of operands that are checked here: x, or gate and up."""
     check_implementation(kind, implementation)

@@ -1,0 +1,191 @@
+"""The quantised MLP with its custom_vjp: one for all of its products, so that it decides what is kept between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jaxlowprec.arrays.formats import MXFP8
+from jaxlowprec.linears.operands import amaxes_both_ways, role_of
+from jaxlowprec.linears.product import (
+    Input,
+    Product,
+    ProductSpec,
+    QuantizedKernel,
+    Specs,
+    States,
+    backward,
+    backward_of_all,
+    for_each,
+    forward,
+    forward_of_all,
+    fprop,
+    products_differentiated_once,
+    quantized_input,
+    quantized_inputs,
+    read_by_wgrad,
+)
+from jaxlowprec.linears.residuals import (
+    QUANTIZED_INPUT,
+    QUANTIZED_WEIGHT,
+    differentiated_once,
+    dtype_marker,
+    in_profiles,
+    named,
+    product,
+)
+from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
+from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+
+Saved = Literal["quantized", "8bit", "recompute"]
+"""What an MLP keeps of its hidden layer; see `mlp`."""
+
+Activation = str | Callable[..., jax.Array]
+"""The name of an activation with defined bits, or a function of the hidden layer's operands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpec:
+    """The static description of an MLP. It does not contain names of layers: equal MLPs are traced once.
+
+    Attributes:
+        activation: of the results of the `hidden` products.
+        hidden: the products that read the MLP's input: gate and up, or up alone.
+        down: the product that gives its result.
+        saved: what is kept of the hidden layer.
+    """
+
+    activation: Activation
+    hidden: Specs
+    down: ProductSpec
+    saved: Saved
+
+
+def activated(activation: Activation, operands: Sequence[jax.Array]) -> jax.Array:
+    """The hidden layer [..., T, F] from its operands of that shape."""
+    with in_profiles("activation"):
+        if callable(activation):
+            return activation(*operands)
+        return activation_op(activation)(*operands)[0]
+
+
+def _activation_gradient(activation: Activation, operands: Sequence[jax.Array], dy: jax.Array) -> Sequence[jax.Array]:
+    with in_profiles("activation gradient"):
+        if callable(activation):
+            return jax.vjp(activation, *operands)[1](dy)
+        gradients = activation_gradient_op(activation)(dy, *operands)
+        return [resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True)]
+
+
+def operands_of(activation: str) -> int:
+    """How many operands a named activation has."""
+    return 2 if RULES[activation].gated else 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
+    inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states))
+    of_scaling = [state for state, _ in states]
+    hidden = [fprop(*each)[0] for each in zip(spec.hidden, inputs, products, of_scaling, strict=False)]
+    given = quantized_input(spec.down, activated(spec.activation, hidden), of_scaling[-1])
+    return fprop(spec.down, given, products[-1], of_scaling[-1])[0]
+
+
+def _forward(spec: MlpSpec, x, products, states):
+    x, products = differentiated_once(x), products_differentiated_once(products)
+    state, probe = states[-1]
+    inputs = quantized_inputs(spec.hidden, x, states, backward=True)
+    hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
+    hidden = tuple(map(product, hidden))
+
+    a = activated(spec.activation, hidden)
+    amaxes = None
+    if spec.down.delayed is None and spec.down.fprop is not None:
+        amaxes = amaxes_both_ways(a, role_of(spec.down.fprop, 0), role_of(spec.down.wgrad, 0), spec.down.rows_split)
+    given = quantized_input(spec.down, a, state, backward=probe is not None, amaxes=amaxes)
+    y, kept_down, _ = forward(spec.down, given, products[-1], states[-1])
+
+    of_hidden: Any = hidden
+    if spec.saved == "recompute":
+        of_hidden = _recomputable(spec, inputs, products, kernels), [state for state, _ in states[:-1]]
+    elif spec.saved == "8bit":
+        of_hidden = tuple(named(quantize(h, MXFP8()), QUANTIZED_INPUT) for h in hidden)
+    kept_a = None if probe is None else named(read_by_wgrad(spec.down, given), QUANTIZED_INPUT)
+    # Eight bits give another hidden layer in the backward pass, and so another amax.
+    amaxes = None if spec.saved == "8bit" else amaxes
+    residuals = kept_inputs, dtype_marker(x), kept, of_hidden, (kept_a, amaxes, state, kept_down)
+    return product(y), residuals
+
+
+def _recomputable(
+    spec: MlpSpec, inputs: Sequence[Input], products: Sequence[Product], kernels: Sequence[QuantizedKernel]
+) -> tuple[list[Input], list[Product]]:
+    """What the forward GEMMs of the hidden layer read, without what they do not read."""
+    of_input = zip(spec.hidden, inputs, strict=False)
+    read = [Input(None, each.rowwise, None) if own.fprop else Input(each.x, None, None) for own, each in of_input]
+    of_kernels = [
+        Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)))
+        if own.fprop
+        else Product(p.w, p.bias, None, p.quantized)
+        for own, p, kernel in zip(spec.hidden, products[:-1], kernels, strict=True)
+    ]
+    return [named(each, QUANTIZED_INPUT) for each in read], of_kernels
+
+
+def _backward(spec: MlpSpec, residuals, dy):
+    kept_inputs, like_x, kept, of_hidden, (kept_a, amaxes, state, kept_down) = residuals
+    # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
+    of_hidden, dy = jax.lax.optimization_barrier((of_hidden, differentiated_once(dy)))
+    hidden = _hidden_again(spec, of_hidden)
+    if kept_a is None:
+        a = activated(spec.activation, hidden)
+        only = quantized_input(spec.down, a, state, forward=False, backward=True, amaxes=amaxes)
+        kept_a = read_by_wgrad(spec.down, only)
+    da, of_down, down_states = backward(spec.down, kept_a, kept_down, dy, hidden[0].dtype)
+    dhidden = _activation_gradient(spec.activation, hidden, da)
+    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like_x)
+    return dx, (*of_products, of_down), (*new_states, down_states)
+
+
+def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
+    """The operands of the activation in the backward pass."""
+    if spec.saved == "8bit":
+        return [h.dequantize() for h in of_hidden]
+    if spec.saved == "quantized":
+        return of_hidden
+    (inputs, kernels), states = of_hidden
+    with in_profiles("recompute"):
+        again = zip(spec.hidden, for_each(spec.hidden, inputs), kernels, states, strict=True)
+        return [fprop(*each)[0] for each in again]
+
+
+_mlp.defvjp(_forward, _backward)
+quantized_mlp = jax.jit(_mlp, static_argnums=0)  # MLPs with equal specs are traced once, whatever their names
+"""MlpSpec, x [..., T, K], a Product and States for each kernel, that of `down` last -> [..., T, N]."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activated_from_8bit(activation: Activation, operands: tuple[jax.Array, ...]) -> jax.Array:
+    """`activated`, whose backward pass keeps the operands as MXFP8."""
+    return activated(activation, operands)
+
+
+def _forward_8bit(activation: Activation, operands):
+    operands = differentiated_once(operands)
+    kept = [named(quantize(x, MXFP8()), QUANTIZED_INPUT) for x in operands]
+    return activated(activation, operands), (kept, [dtype_marker(x) for x in operands])
+
+
+def _backward_8bit(activation: Activation, residuals, dy):
+    kept, like = residuals
+    operands = [x.dequantize(marker.dtype) for x, marker in zip(kept, like, strict=True)]
+    return (tuple(_activation_gradient(activation, operands, differentiated_once(dy))),)
+
+
+activated_from_8bit.defvjp(_forward_8bit, _backward_8bit)
