@@ -107,16 +107,22 @@ def mlp(
     a_sharding(who, "out_sharding", out_sharding)
     check_mlp(who, activation, saved)
     x = float_array(who, "x", x)
-    settings = {"quantized_kernels": quantized_kernels, "names": names, "states": states}
-    layers = layers_of(who, kernels, biases=biases, key=key, **settings)
+    of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": states}
+    layers = layers_of(who, kernels, recipe, key, precision, of_each)
+    y, new_states = mlp_of(who, x, layers, activation, saved, out_sharding)
+    return y if states is None else (y, new_states)
+
+
+def mlp_of(
+    who: str, x: jax.Array, layers: Sequence[Layer], activation: Activation, saved: Saved, out_sharding: Any = None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """The MLP of these layers, down's last, and their states for the next call."""
     _check_number(who, activation, len(layers))
     arguments = layers, activation, saved
-    calls = None if alone_in_any_case(layers) else _checked(who, x, layers, recipe, precision)
-    if calls is not None and _is_quantized(calls):
-        y, new_states = _fused(x, calls, arguments, out_sharding)
-    else:
-        y, new_states = _composed(x, arguments, recipe, {"out_sharding": out_sharding, "precision": precision})
-    return y if states is None else (y, new_states)
+    checked = None if alone_in_any_case(layers) else _checked(who, x, layers)
+    if checked is not None and _is_quantized(checked):
+        return _fused(x, checked, arguments, out_sharding)
+    return _composed(who, x, arguments, out_sharding)
 
 
 _Checked = tuple[Any, Any, LayerCall]
@@ -142,15 +148,15 @@ def _check_number(who: str, activation: Activation, kernels: int) -> None:
         raise ValueError(f"{who}: {kernels} kernels; activation={activation!r} needs {needed}: {order}")
 
 
-def _checked(who: str, x: jax.Array, layers: Sequence[Layer], recipe: Any, precision: Any) -> list[_Checked]:
+def _checked(who: str, x: jax.Array, layers: Sequence[Layer]) -> list[_Checked]:
     """The layers' kernels, biases and calls, whose shapes fit each other."""
     *hidden, down = layers
-    checked = [layer.checked(who, x, recipe, precision) for layer in hidden]
+    checked = [layer.checked(who, x) for layer in hidden]
     sizes = [features_of(call, kernel) for kernel, _, call in checked]
     if len(set(sizes)) > 1:
         raise ValueError(f"{who}: gate has {sizes[0]} features and up {sizes[1]}; needs the same number")
     like: Any = jax.ShapeDtypeStruct((*x.shape[:-1], sizes[0]), x.dtype)
-    return [*checked, down.checked(who, like, recipe, precision)]
+    return [*checked, down.checked(who, like)]
 
 
 def _is_quantized(checked: Sequence[_Checked]) -> bool:
@@ -177,7 +183,7 @@ def _fused(x: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out
     return resharded(y.reshape(*x.shape[:-1], y.shape[-1]), out_sharding), tuple(p.state for p in prepared)
 
 
-def _composed(x: jax.Array, arguments: _Arguments, recipe: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) -> tuple[Any, Any]:
     """The MLP from separate layers; what JAX's checkpointing does not keep is computed again."""
     layers, activation, saved = arguments
     *hidden, down = layers
@@ -186,10 +192,10 @@ def _composed(x: jax.Array, arguments: _Arguments, recipe: Any, options: dict[st
         function = functools.partial(_activated_from_8bit, activation)
 
     def multiplied(x: jax.Array) -> tuple[Any, Any]:
-        return linears_of("mlp", x, hidden, recipe, {"precision": options["precision"]})
+        return linears_of(who, x, hidden)
 
     def finished(operands: Any) -> tuple[jax.Array, Any]:
-        return down.alone(function(*operands), recipe, **options)
+        return down.alone(function(*operands), out_sharding)
 
     def whole(x: jax.Array) -> tuple[jax.Array, Any]:
         operands, new_states = multiplied(x)

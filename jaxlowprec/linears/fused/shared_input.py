@@ -30,28 +30,32 @@ from jaxlowprec.wiring.out_sharding import resharded
 
 
 class Layer(NamedTuple):
-    """What one of the linears was given, in the order of `linear`'s arguments."""
+    """The arguments of one of several linears; see `linear`."""
 
     kernel: Any
     bias: Any
-    key: jax.Array | None
     quantized_kernel: QuantizedKernel | None
+    recipe: Any
+    key: jax.Array | None
     name: str
     state: delayed_scaling.State | None
-
-    def alone(self, x: Any, recipe: Any, **options: Any) -> tuple[jax.Array, Any]:
-        """Its own product, and its state for the next call, or None."""
-        y = linear(x, self.kernel, self.bias, recipe, **self._options, **options)
-        return (y, None) if self.state is None else y
-
-    def checked(self, who: str, x: jax.Array, recipe: Any, precision: Any) -> tuple[Any, Any, LayerCall]:
-        """See `checked_call`."""
-        settings = {"recipe": recipe, "key": self.key, "name": self.name, "state": self.state, "precision": precision}
-        return checked_call(who, x, self.kernel, self.bias, self.quantized_kernel, settings)
+    precision: Any
 
     @property
-    def _options(self) -> dict[str, Any]:
-        return {"key": self.key, "quantized_kernel": self.quantized_kernel, "name": self.name, "state": self.state}
+    def settings(self) -> dict[str, Any]:
+        """What `layer_call` takes by name."""
+        names = ("recipe", "key", "name", "state", "precision")
+        return {name: getattr(self, name) for name in names}
+
+    def alone(self, x: Any, out_sharding: Any = None) -> tuple[jax.Array, Any]:
+        """Its own product, and its state for the next call, or None."""
+        options = {"quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
+        y = linear(x, self.kernel, self.bias, **self.settings, **options)
+        return (y, None) if self.state is None else y
+
+    def checked(self, who: str, x: jax.Array) -> tuple[Any, Any, LayerCall]:
+        """See `checked_call`."""
+        return checked_call(who, x, self.kernel, self.bias, self.quantized_kernel, self.settings)
 
 
 def linears(
@@ -99,22 +103,21 @@ def linears(
     who = "linears"
     a_sharding(who, "out_sharding", out_sharding)
     x = float_array(who, "x", x)
-    layers = layers_of(
-        who, kernels, biases=biases, key=key, quantized_kernels=quantized_kernels, names=names, states=states
-    )
-    ys, new_states = linears_of(who, x, layers, recipe, {"out_sharding": out_sharding, "precision": precision})
+    of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": states}
+    layers = layers_of(who, kernels, recipe, key, precision, of_each)
+    ys, new_states = linears_of(who, x, layers, out_sharding)
     return ys if states is None else (ys, new_states)
 
 
 def linears_of(
-    who: str, x: jax.Array, layers: Sequence[Layer], recipe: Any, options: dict[str, Any]
+    who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: Any = None
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    """The products and the states for the next call. `options`: `precision`, and `out_sharding` if there is one."""
+    """The products of x by each layer's kernel, and the states for the next call."""
     if not alone_in_any_case(layers):
-        checked = [layer.checked(who, x, recipe, options["precision"]) for layer in layers]
+        checked = [layer.checked(who, x) for layer in layers]
         if share_their_input([call for *_, call in checked], [kernel for kernel, *_ in checked]):
-            return _shared(x, checked, [layer.name for layer in layers], options.get("out_sharding"))
-    ys, states = zip(*[layer.alone(x, recipe, **options) for layer in layers], strict=True)
+            return _shared(x, checked, [layer.name for layer in layers], out_sharding)
+    ys, states = zip(*[layer.alone(x, out_sharding) for layer in layers], strict=True)
     return ys, states
 
 
@@ -132,25 +135,31 @@ def _shared(
     return ys, tuple(p.state for p in prepared)
 
 
-def layers_of(who: str, kernels: Any, *, key: jax.Array | None, **of_each: Any) -> list[Layer]:
-    """The arguments of each layer.
+def layers_of(
+    who: str, kernels: Any, recipe: Any, key: jax.Array | None, precision: Any, of_each: dict[str, Any]
+) -> list[Layer]:
+    """The arguments of each layer. `of_each`: lists with an element for each, or None.
 
     Raises:
         TypeError, ValueError: an argument is no list, or has not as many elements as there are kernels.
     """
     check_key(who, key)
-    check_list(who, "kernels", kernels)
-    if not kernels:
+    count = len(check_list(who, "kernels", kernels))
+    if count == 0:
         raise ValueError(f"{who}: kernels is empty; needs one kernel or more")
-    count = len(kernels)
     for argument, given in of_each.items():
         if given is not None and len(check_list(who, argument, given)) != count:
             raise ValueError(f"{who}: {argument} has {len(given)} elements for {count} kernels; needs one for each")
-    columns = {name: [None] * count if given is None else given for name, given in of_each.items()}
-    names = columns["names"] if of_each["names"] is not None else [""] * count
-    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(count)]
-    each = zip(kernels, columns["biases"], keys, columns["quantized_kernels"], names, columns["states"], strict=True)
-    return [Layer(*arguments) for arguments in each]
+
+    def layer(i: int) -> Layer:
+        bias, quantized, name, state = (
+            None if of_each[argument] is None else of_each[argument][i]
+            for argument in ("biases", "quantized_kernels", "names", "states")
+        )
+        own = None if key is None else jax.random.fold_in(key, i)
+        return Layer(kernels[i], bias, quantized, recipe, own, "" if name is None else name, state, precision)
+
+    return [layer(i) for i in range(count)]
 
 
 def check_list(who: str, argument: str, given: Any) -> Any:
