@@ -1,8 +1,21 @@
 """Flax Linen layers that follow a recipe, with Flax's classes, arguments, defaults and parameter trees; and experts."""
 
+from jaxlowprec.linen.blocks import MLP, LayerNorm, NormLinear, RMSNorm
 from jaxlowprec.linen.converting import convert
 from jaxlowprec.linen.grouped import GroupedDense
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, keep_kernel_dtype
 from jaxlowprec.linen.moe import MoE
 
-__all__ = ["Dense", "DenseGeneral", "Einsum", "GroupedDense", "MoE", "convert", "keep_kernel_dtype"]
+__all__ = [
+    "MLP",
+    "Dense",
+    "DenseGeneral",
+    "Einsum",
+    "GroupedDense",
+    "LayerNorm",
+    "MoE",
+    "NormLinear",
+    "RMSNorm",
+    "convert",
+    "keep_kernel_dtype",
+]

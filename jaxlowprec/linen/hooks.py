@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from jaxlowprec.linears.dot_general import DimensionNumbers, dot_general
 from jaxlowprec.linears.layer_call import rounds_stochastically
-from jaxlowprec.linen.layers import _handed_on, _recipe, _state
+from jaxlowprec.linen.layers import _recipe, _state, handed_on
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
 
@@ -81,4 +81,4 @@ class DotGeneral(nn.Module):
             name=name,
             state=state,
         )
-        return _handed_on(self, y, state)
+        return handed_on(self, y, state)

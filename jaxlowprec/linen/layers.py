@@ -37,10 +37,17 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.layer_call import check_own_product, computes_own_product, rounds_stochastically, stays_flaxs
+from jaxlowprec.linears.fused.shared_input import Layer
+from jaxlowprec.linears.layer_call import (
+    check_own_product,
+    computes_own_product,
+    own_product,
+    rounds_stochastically,
+    stays_flaxs,
+)
 from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linears.low_rank import LoRAKernel, is_quantized, without_adapter
-from jaxlowprec.ops.checks import layer_inputs
+from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -140,7 +147,7 @@ def _state(layer: nn.Module, recipe: DelayedScaling) -> State | None:
     return latest
 
 
-def _handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
+def handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
     """The result of a call with this state; the state that it returns is kept for the next call."""
     if state is None:
         return result
@@ -173,6 +180,27 @@ def _quantized(
     return layer.get_variable("quantized", "kernel")
 
 
+def promoted_inputs(layer: Dense, inputs: jax.Array) -> jax.Array | None:
+    """The inputs in the dtype in which a function takes them that computes for this layer; None if none can."""
+    if own_product(layer):
+        return None
+    kernel: Any = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
+    bias = _parameter(layer, "bias") if layer.use_bias else None
+    promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
+    as_array = None if kernel is None else jnp.zeros((), kernel.dtype)
+    operands = promote(inputs, as_array, bias, dtype=layer.dtype)
+    return operands[0] if all(a is None or a.dtype in FLOATS for a in operands) else None
+
+
+def function_arguments(layer: Dense, inputs: jax.Array, size: int | None = None) -> Layer:
+    """The arguments of a function that computes for this layer, beside the promoted inputs of that many features."""
+    recipe = _recipe(layer, layer.recipe)
+    shape = inputs.shape[-1] if size is None else size, layer.features
+    _, kernel, bias = _operands(layer, inputs, shape)
+    quantized = _quantized(layer, kernel, 0, 1, recipe)
+    return Layer(kernel, bias, quantized, **_options(layer, layer.recipe, recipe))
+
+
 def dense(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax.Array) -> jax.Array:
     """A call of a Dense that is given this recipe; flaxs is Flax's own call."""
     inputs = layer_inputs(type(layer).__name__, inputs)
@@ -185,7 +213,7 @@ def dense(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax.Array) 
     inputs, kernel, bias = operands
     quantized, options = _quantized(layer, kernel, 0, 1, recipe), _options(layer, given, recipe)
     y = linear(inputs, kernel, bias, quantized_kernel=quantized, **options)
-    return _handed_on(layer, y, options["state"])
+    return handed_on(layer, y, options["state"])
 
 
 def dense_general(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax.Array) -> jax.Array:
@@ -206,7 +234,7 @@ def dense_general(layer: Any, given: Any, flaxs: Callable[..., Any], inputs: jax
     quantized = _quantized(layer, kernel, len(batch), len(axis), recipe)
     options = _options(layer, given, recipe)
     y = linear_general(who, inputs, kernel, bias, axis, batch, features, quantized_kernel=quantized, **options)
-    return _handed_on(layer, y, options["state"])
+    return handed_on(layer, y, options["state"])
 
 
 def layer_einsum(
@@ -224,7 +252,7 @@ def layer_einsum(
     inputs, kernel, bias = operands
     options = _options(layer, given, recipe)
     y = einsum(subscripts, inputs, kernel, preferred_element_type=layer.preferred_element_type, **options)
-    y = _handed_on(layer, y, options["state"])
+    y = handed_on(layer, y, options["state"])
     return y if bias is None else y + bias.reshape(kernel_axes_in_result(subscripts, inputs.ndim, kernel.shape))
 
 

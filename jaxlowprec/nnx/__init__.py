@@ -1,5 +1,6 @@
 """Flax NNX layers that follow a recipe, with Flax's classes, arguments, defaults and state; and experts."""
 
+from jaxlowprec.nnx.blocks import MLP, LayerNorm, NormLinear, RMSNorm, linears, mlp
 from jaxlowprec.nnx.converting import convert
 from jaxlowprec.nnx.grouped import GroupedLinear
 from jaxlowprec.nnx.layers import (
@@ -17,20 +18,26 @@ from jaxlowprec.nnx.lora import LoRALinear, LoRALinearGeneral, add_lora, merge_l
 from jaxlowprec.nnx.moe import MoE
 
 __all__ = [
+    "MLP",
     "Einsum",
     "GroupedLinear",
+    "LayerNorm",
     "Linear",
     "LinearGeneral",
     "LoRALinear",
     "LoRALinearGeneral",
     "MoE",
+    "NormLinear",
     "OverwriteWithGradient",
     "Quantized",
+    "RMSNorm",
     "add_delayed_scaling",
     "add_lora",
     "convert",
     "keep_kernel_dtype",
+    "linears",
     "merge_lora",
+    "mlp",
     "name_layers",
     "quantized_kernels",
 ]

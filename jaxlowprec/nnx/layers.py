@@ -22,6 +22,7 @@ from jaxlowprec.linears.delayed_scaling import (
     used_in_a_transformation,
 )
 from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.linears.fused.shared_input import Layer
 from jaxlowprec.linears.layer_call import (
     check_own_product,
     computes_own_product,
@@ -31,7 +32,7 @@ from jaxlowprec.linears.layer_call import (
 )
 from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
-from jaxlowprec.ops.checks import layer_inputs
+from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, current_recipe, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -222,6 +223,18 @@ class Linear(_Quantizing, nnx.Linear):
         )
         y = self._handed_on(y, options["state"])
         return y if bias is None else y + bias
+
+    def promoted(self, inputs: jax.Array) -> jax.Array | None:
+        """The inputs in the dtype in which a function takes them that computes for this layer; None if none can."""
+        if own_product(self) or self.preferred_element_type is not None:
+            return None
+        inputs, kernel, bias = self._operands(inputs)
+        return inputs if all(a is None or a.dtype in FLOATS for a in (inputs, kernel, bias)) else None
+
+    def arguments(self, inputs: jax.Array) -> Layer:
+        """The arguments of a function that computes for this layer, beside the promoted inputs."""
+        _, kernel, bias = self._operands(inputs)
+        return Layer(kernel, bias, self._quantized_kernel(), **self._options(self._recipe()))
 
     def _flaxs(self, inputs: jax.Array, out_sharding: Any) -> jax.Array:
         """What Flax's layer gives."""

@@ -26,6 +26,7 @@ from jaxlowprec.linears.fused.mlp_product import (
 from jaxlowprec.linears.fused.shared_input import (
     Layer,
     alone_in_any_case,
+    check_list,
     joined,
     layers_of,
     linears_of,
@@ -105,7 +106,7 @@ def mlp(
     """
     who = "mlp"
     a_sharding(who, "out_sharding", out_sharding)
-    check_mlp(who, activation, saved)
+    check_mlp(who, activation, saved, len(check_list(who, "kernels", kernels)))
     x = float_array(who, "x", x)
     of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": states}
     layers = layers_of(who, kernels, recipe, key, precision, of_each)
@@ -117,7 +118,6 @@ def mlp_of(
     who: str, x: jax.Array, layers: Sequence[Layer], activation: Activation, saved: Saved, out_sharding: Any = None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP of these layers, down's last, and their states for the next call."""
-    _check_number(who, activation, len(layers))
     arguments = layers, activation, saved
     checked = None if alone_in_any_case(layers) else _checked(who, x, layers)
     if checked is not None and _is_quantized(checked):
@@ -131,21 +131,19 @@ _Checked = tuple[Any, Any, LayerCall]
 _Arguments = tuple[Sequence[Layer], Activation, Saved]
 
 
-def check_mlp(who: str, activation: Any, saved: Any) -> None:
-    """Raises ValueError unless these are an activation and what can be kept."""
-    if not callable(activation) and activation not in ACTIVATIONS:
+def check_mlp(who: str, activation: Any, saved: Any, layers: int) -> None:
+    """Raises ValueError unless these are an activation, the number of layers that it needs, and what can be kept."""
+    one_of(who, "saved", saved, "quantized", "8bit", "recompute")
+    if callable(activation):
+        if layers not in (2, 3):
+            raise ValueError(f"{who}: {layers} kernels; needs gate, up and down, or up and down")
+        return
+    if activation not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{who}: activation={shown(activation)}; needs one of {known}, or a function such as jnp.tanh")
-    one_of(who, "saved", saved, "quantized", "8bit", "recompute")
-
-
-def _check_number(who: str, activation: Activation, kernels: int) -> None:
-    if callable(activation):
-        if kernels not in (2, 3):
-            raise ValueError(f"{who}: {kernels} kernels; needs gate, up and down, or up and down")
-    elif kernels != (needed := operands_of(activation) + 1):
+    if layers != (needed := operands_of(activation) + 1):
         order = "gate, up and down" if needed == 3 else "up and down"
-        raise ValueError(f"{who}: {kernels} kernels; activation={activation!r} needs {needed}: {order}")
+        raise ValueError(f"{who}: {layers} kernels; activation={activation!r} needs {needed}: {order}")
 
 
 def _checked(who: str, x: jax.Array, layers: Sequence[Layer]) -> list[_Checked]:
@@ -181,6 +179,29 @@ def _fused(x: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out
     with in_profiles(joined([layer.name for layer in layers])):
         y = quantized_mlp(spec, tokens, products, tuple(p.states for p in prepared))
     return resharded(y.reshape(*x.shape[:-1], y.shape[-1]), out_sharding), tuple(p.state for p in prepared)
+
+
+def hidden_layers(who: str, activation: Activation, gated: bool | None) -> tuple[str, ...]:
+    """The names of the layers whose results the activation takes.
+
+    Raises:
+        ValueError: `gated` is given for a named activation that says otherwise, or not a bool.
+    """
+    one_of(who, "gated", gated, True, False, None)
+    if not callable(activation) and activation in ACTIVATIONS:
+        is_gated = operands_of(activation) == 2
+        if gated not in (None, is_gated):
+            raise ValueError(
+                f"{who}: gated={gated}, but activation={activation!r} is {'' if is_gated else 'not '}gated"
+            )
+        gated = is_gated
+    return ("gate_proj", "up_proj") if gated else ("up_proj",)
+
+
+def separate_mlp(x: jax.Array, hidden: Sequence[Any], down: Any, activation: Activation) -> jax.Array:
+    """The MLP whose layers compute by themselves."""
+    function: Any = activation if callable(activation) else ACTIVATIONS[activation]
+    return down(function(*(layer(x) for layer in hidden)))
 
 
 def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) -> tuple[Any, Any]:
