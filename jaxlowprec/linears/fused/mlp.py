@@ -191,9 +191,7 @@ def hidden_layers(who: str, activation: Activation, gated: bool | None) -> tuple
     if not callable(activation) and activation in ACTIVATIONS:
         is_gated = operands_of(activation) == 2
         if gated not in (None, is_gated):
-            raise ValueError(
-                f"{who}: gated={gated}, but activation={activation!r} is {'' if is_gated else 'not '}gated"
-            )
+            raise ValueError(f"{who}: gated={gated} and activation={activation!r}; leave gated= out: the name says it")
         gated = is_gated
     return ("gate_proj", "up_proj") if gated else ("up_proj",)
 
