@@ -286,11 +286,11 @@ def gemms(target: dict[str, float]) -> Iterator[Row]:
 
 def llama_blocks(target: dict[str, float]) -> Iterator[Row]:
     """A training step of a Llama block, quantisation included."""
-    from llama_block import Size, step
+    from llama_block import Side, Size, attention_by, step
 
     def sides(bench, recipe):
-        size = Size().divided(bench.divide)
-        return lambda: step(size, recipe, bench.attention), lambda: step(size, None, bench.attention)
+        size, attention = Size().divided(bench.divide), attention_by(bench.attention)
+        return lambda: step(size, Side(recipe, "quantized"), attention), lambda: step(size, Side(), attention)
 
     size = Size()
     for name, recipe in (

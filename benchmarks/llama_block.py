@@ -1,13 +1,14 @@
 """A training step of one Llama block: the gradients of its parameters and input, for a given gradient of its output.
 
 RMSNorm, causal attention and a SwiGLU MLP of 3.5 times the width, without biases. Parameters are float32, everything
-else is bfloat16; only the linears differ between the two sides of a measurement.
+else is bfloat16. Flax's layers, this library's in their place, or its layers of blocks; attention is the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from flax import nnx
 import jaxlowprec as jlp
 
 HEAD = 128
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +54,14 @@ def fastest_attention() -> str:
 
 
 class LlamaBlock(nnx.Module):
-    """Activations [batch, time, width] to the same."""
+    """Activations [batch, time, width] to the same, by separate layers.
 
-    def __init__(self, size: Size, linear: type[nnx.Linear], attention: Any, rngs: nnx.Rngs):
+    Arguments:
+        linear: the class of the linears.
+        attention: of q, k and v [batch, time, heads, HEAD].
+    """
+
+    def __init__(self, size: Size, linear: type[nnx.Linear], attention: Attention, rngs: nnx.Rngs):
         def project(inputs, outputs):
             return linear(inputs, outputs, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
@@ -64,33 +72,88 @@ class LlamaBlock(nnx.Module):
         self.down = project(size.hidden, size.width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        batch, time, width = x.shape
-        q, k, v = jnp.split(self.qkv(self.norm1(x)).reshape(batch, time, 3 * width // HEAD, HEAD), 3, axis=2)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
-        x = x + self.out(attended.reshape(x.shape))
+        x = x + self.out(attended(self.attention, self.qkv(self.norm1(x))))
         normed = self.norm2(x)
         return x + self.down(nnx.silu(self.gate(normed)) * self.up(normed))
 
 
-def step(size: Size, recipe: jlp.Recipe | None, attention: str) -> Callable[[], Any]:
-    """A call that makes one step under a recipe, or in plain Flax if there is none."""
+class FusedLlamaBlock(nnx.Module):
+    """The same by layers of blocks. `saved`: see `jaxlowprec.mlp`."""
 
-    def context():
-        return jlp.autocast(recipe) if recipe else contextlib.nullcontext()
+    def __init__(self, size: Size, saved: str, attention: Attention, rngs: nnx.Rngs):
+        options = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
+        self.attention = attention
+        self.qkv = jlp.nnx.NormLinear(size.width, 3 * size.width, **options)
+        self.out = jlp.nnx.Linear(size.width, size.width, **options)
+        self.mlp = jlp.nnx.MLP(size.width, size.hidden, normalization="rms", saved=saved, **options)
 
-    with context():
-        linear = jlp.nnx.Linear if recipe else nnx.Linear
-        graph, parameters = nnx.split(LlamaBlock(size, linear, attention, nnx.Rngs(0)), nnx.Param)
-    shape = (size.batch, size.time, size.width)
-    x, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.out(attended(self.attention, self.qkv(x)))
+        return x + self.mlp(x)
 
-    @jax.jit
-    def gradients(parameters, x, dy):
-        y, pullback = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), parameters, x)
-        return y, *pullback(dy)
 
-    def call():
-        with context():
-            return gradients(parameters, x, dy)
+def attended(attention: Attention, qkv: jax.Array) -> jax.Array:
+    """qkv [batch, time, 3 * width] to [batch, time, width]."""
+    *tokens, features = qkv.shape
+    q, k, v = jnp.split(qkv.reshape(*tokens, features // HEAD, HEAD), 3, axis=2)
+    return attention(q, k, v).reshape(*tokens, features // 3)
 
-    return call
+
+def attention_by(implementation: str) -> Attention:
+    """Causal attention by "xla" or "cudnn"."""
+    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Of a measurement.
+
+    Attributes:
+        recipe: of the linears; None: Flax's layers.
+        saved: None: separate layers; otherwise layers of blocks, with this argument.
+    """
+
+    recipe: jlp.Recipe | None = None
+    saved: str | None = None
+
+    def model(self, size: Size, attention: Attention, blocks: int = 1) -> nnx.Sequential:
+        """So many blocks, one after the other."""
+
+        def block() -> nnx.Module:
+            if self.saved is not None:
+                return FusedLlamaBlock(size, self.saved, attention, nnx.Rngs(0))
+            return LlamaBlock(size, jlp.nnx.Linear if self.recipe else nnx.Linear, attention, nnx.Rngs(0))
+
+        with under(self.recipe):
+            return nnx.Sequential(*(block() for _ in range(blocks)))
+
+
+def under(recipe: jlp.Recipe | None) -> contextlib.AbstractContextManager:
+    """A block in which the recipe holds; without one, no recipe."""
+    return jlp.autocast(recipe, enabled=recipe is not None)
+
+
+def pulled_back(graph: Any, parameters: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    """The block's output, and the function from its gradient to those of parameters and input."""
+    return jax.vjp(lambda p, x: nnx.merge(graph, p)(x), parameters, x)
+
+
+def compiled(size: Size, side: Side, attention: Attention, blocks: int = 1) -> jax.stages.Compiled:
+    """The program of a step."""
+    with under(side.recipe):
+        graph, parameters = nnx.split(nnx.eval_shape(lambda: side.model(size, attention, blocks)), nnx.Param)
+        x = jax.ShapeDtypeStruct((size.batch, size.time, size.width), jnp.bfloat16)
+
+        def gradients(parameters, x, dy):
+            y, pullback = pulled_back(graph, parameters, x)
+            return y, *pullback(dy)
+
+        return jax.jit(gradients).lower(parameters, x, x).compile()
+
+
+def step(size: Size, side: Side, attention: Attention) -> Callable[[], Any]:
+    """A call that makes one step of a block."""
+    program = compiled(size, side, attention)
+    parameters = nnx.state(side.model(size, attention), nnx.Param)
+    x, dy = (jax.random.normal(jax.random.key(i), (size.batch, size.time, size.width), jnp.bfloat16) for i in range(2))
+    return lambda: program(parameters, x, dy)

@@ -1,9 +1,9 @@
-"""The tables of what `jax.checkpoint` keeps and computes again, and of what fine-tuning keeps."""
+"""The tables of what a block keeps, what `jax.checkpoint` keeps and computes again, and what fine-tuning keeps."""
 
 from __future__ import annotations
 
-from cells import markdown
-from recorded import load
+from cells import markdown, milliseconds
+from recorded import load, recorded_on, where
 
 
 def checkpoint_policies() -> str:
@@ -21,6 +21,22 @@ def checkpoint_policies() -> str:
     e = found["environment"]
     versions = f"programs of jax {e['versions']['jax']}, commit {e['commit']}"
     return f"{markdown(rows)}\n\nCounted by `benchmarks/checkpoint_policies.py` in {versions}."
+
+
+def block() -> str:
+    """By side: units kept, memory of a step, and its time."""
+    parts = []
+    for name in recorded_on("block"):
+        found = load(name)
+        rows = [("recipe and layers", "units kept", "a block, MiB", "each further block", "ms", "speed")]
+        for case in found["cases"]:
+            limit = "" if case["target"] is None else f" (at most {case['target']})"
+            memory = (f"{count / 2**20:.0f}" for count in case["bytes"].values())
+            took, speed = milliseconds(case["seconds"]["median"]), f"{case['speed']['median']:.2f}x"
+            rows.append((case["side"], f"{sum(case['kept'].values()):.1f}{limit}", *memory, took, speed))
+        size = f"{found['batch']} x {found['time']} tokens, {found['width']} wide"
+        parts += [markdown(rows), f"{size}. {where(found)}"]
+    return "\n\n".join(parts)
 
 
 def lora_memory() -> str:

@@ -14,6 +14,11 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def recorded_on(kind: str) -> list[str]:
+    """The results of a benchmark that has a file for each instruction set."""
+    return sorted(file.stem for file in RESULTS.glob(f"{kind}_*.json"))
+
+
 def where(result: dict) -> str:
     """The machine, the versions and the commit of a result."""
     e = result["environment"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from cells import markdown, mebibytes, milliseconds
-from recorded import RESULTS, load, where
+from recorded import RESULTS, load, recorded_on, where
 
 
 def speed(kind: str = "cpu_kernels", operands: str = "4096x4096 bf16, ") -> str:
     """The kernels, one table per instruction set."""
     parts = []
-    for file in sorted(RESULTS.glob(f"{kind}_*.json")):
-        result = load(file.stem)
+    for name in recorded_on(kind):
+        result = load(name)
         for isa, cases in result["cases"].items():
             rows = [(operands + isa, "against", "speed", "target", "ours, ms", "theirs, ms")]
             for c in cases:
@@ -136,8 +136,8 @@ def train_step() -> str:
 def telemetry() -> str:
     """What a step with telemetry takes, in steps without."""
     parts = []
-    for file in sorted(RESULTS.glob("telemetry_*.json")):
-        result = load(file.stem)
+    for name in recorded_on("telemetry"):
+        result = load(name)
         rows = [("recipe", "width", "without, ms", "not recorded", "target", "recorded", "target")]
         for c in result["cases"]:
             without = milliseconds(c["seconds"]["without"]["median"])
@@ -147,7 +147,7 @@ def telemetry() -> str:
                 for text in (f"{c['ratio'][side]['median']:.3f}", f"at most {target}")
             ]
             rows.append((c["recipe"], str(c["width"]), without, *found))
-        isa = file.stem.removeprefix("telemetry_")
+        isa = name.removeprefix("telemetry_")
         parts += [markdown(rows), f"{where(result)} Instruction set: {isa}."]
     return "\n\n".join(parts)
 

@@ -29,7 +29,8 @@ TABLES = {
         *(speed_tables.telemetry, speed_tables.scaling, speed_tables.study, speed_tables.policy_study),
         speed_tables.gpu,
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
-        *(recipe_table.recipes, memory_tables.checkpoint_policies, memory_tables.lora_memory),
+        *(recipe_table.recipes, memory_tables.block, memory_tables.checkpoint_policies),
+        memory_tables.lora_memory,
     )
 }
 

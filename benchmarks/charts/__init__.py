@@ -1,6 +1,6 @@
 """Charts of the results as SVG files: the same bytes from the same results, whatever is installed."""
 
-from charts import growth, kernels, overview, programs, training
+from charts import growth, kept, kernels, overview, programs, training
 
 CHARTS = {
     "speed": overview.overview,
@@ -13,6 +13,7 @@ CHARTS = {
     "weight_sync": programs.weight_sync,
     "mesh": programs.mesh,
     "growth": growth.growth,
+    "kept": kept.kept,
     "training_gap": training.every_length,
     "training_gap_longest": training.longest,
 }  # the name of a file in docs/pictures -> what draws it
