@@ -1,6 +1,7 @@
 // Activations and norms: the kernels of every instruction set have the bits of scalar code that follows numerics.md 12.
 #include "../../xla_ffi/numerics/activations.h"
 #include "kernel_runs.h"
+#include "reference.h"
 
 namespace jaxlowprec {
 namespace {
@@ -32,6 +33,75 @@ Buffer filled(ElementType type, int64_t count, Data data, std::mt19937& random) 
   fill_elements(x.as(), type, 0, count, data, random);
   return x;
 }
+
+// --- the amaxes of a result (numerics.md 1 and 3)
+
+/// Room for the amaxes of a batch, and what is expected in it.
+struct Amaxes {
+  Buffer plain, rotated;
+  bool has_plain, has_rotated;
+
+  Amaxes(int64_t batch, bool has_plain, bool has_rotated)
+      : plain(batch * 4), rotated(batch * 4), has_plain(has_plain), has_rotated(has_rotated) {
+    std::fill_n(plain.as<uint32_t>(), batch, 0), std::fill_n(rotated.as<uint32_t>(), batch, 0);
+  }
+
+  ResultAmaxes wanted() const {
+    return {has_plain ? plain.as<uint32_t>() : nullptr, has_rotated ? rotated.as<uint32_t>() : nullptr, kDefaultSignMask};
+  }
+
+  void check(const Buffer& y, ElementType type, int64_t batch, int64_t rows, int64_t columns) const {
+    const AmaxProblem p{y.as(), type, batch, rows, columns, nullptr, nullptr, kDefaultSignMask};
+    for (int64_t b = 0; b < batch; ++b) {
+      if (has_plain) CHECK_EQ(plain.as<uint32_t>()[b], reference::amax_bits(reference::lines_of(p, b, false, false)));
+      if (has_rotated) CHECK_EQ(rotated.as<uint32_t>()[b], reference::amax_bits(reference::lines_of(p, b, true, true)));
+    }
+  }
+};
+
+TEST(activations_give_the_amaxes_of_their_results) {
+  std::mt19937 random(3);
+  struct Shape {
+    int64_t batch, rows, columns;
+  };
+  for (const Shape s : {Shape{1, 1, 1}, {2, 16, 128}, {3, 19, 33}, {2, 35, 300}, {1, 17, 4200}, {2, 130, 7}})
+    for (const ElementType type : kTypes)
+      for (const ActivationKind kind : kKinds)
+        for (const bool gated : {false, true}) {
+          if (kReduced && random() % 4) continue;
+          const Data data = kData[random() % 6];
+          const check::Given given(std::to_string(s.rows) + "x" + std::to_string(s.columns) + " " + name(type) + " " +
+                                   name(data) + (gated ? " gated" : "") + " kind " + std::to_string(static_cast<int>(kind)));
+          const int64_t size = s.rows * s.columns, count = s.batch * size, bytes = count * reference::element_size(type);
+          const Buffer x = filled(type, count, data, random), up = filled(type, count, Data::kNormal, random);
+          const Buffer dy = filled(type, count, Data::kSparse, random);
+          const int which = 1 + static_cast<int>(random() % 3);
+          for_all_runs([&](const Kernels& k, bool scrambled) {
+            const Buffer y(bytes), plain_y(bytes), dx(bytes), dup(bytes), plain_dx(bytes), plain_dup(bytes);
+            const Amaxes of_y(s.batch, which & 1, which & 2), of_dx(s.batch, which & 1, which & 2);
+            const Amaxes of_dup(s.batch, which & 1, which & 2);
+            ActivationProblem p{x.as(), gated ? up.as() : nullptr, type, 1, count, kind, plain_y.as()};
+            run_chunks(k, p, scrambled);
+            p.batch = s.batch, p.size = size, p.columns = s.columns, p.result = y.as(), p.amaxes = of_y.wanted();
+            run_chunks(k, p, scrambled);
+            CHECK_EQ(first_difference(y, plain_y, type), -1);
+            of_y.check(y, type, s.batch, s.rows, s.columns);
+            ActivationGradientProblem g{dy.as(), x.as(),        gated ? up.as() : nullptr,       type, 1, count,
+                                        kind,    plain_dx.as(), gated ? plain_dup.as() : nullptr};
+            run_chunks(k, g, scrambled);
+            g.batch = s.batch, g.size = size, g.columns = s.columns, g.dx = dx.as(), g.of_dx = of_dx.wanted();
+            if (gated) g.dup = dup.as(), g.of_dup = of_dup.wanted();
+            run_chunks(k, g, scrambled);
+            CHECK_EQ(first_difference(dx, plain_dx, type), -1);
+            of_dx.check(dx, type, s.batch, s.rows, s.columns);
+            if (!gated) return;
+            CHECK_EQ(first_difference(dup, plain_dup, type), -1);
+            of_dup.check(dup, type, s.batch, s.rows, s.columns);
+          });
+        }
+}
+
+// --- the rules
 
 TEST(activations_follow_the_rule) {
   std::mt19937 random(1);
@@ -81,12 +151,13 @@ struct NormCase {
   NormKind kind;
   ElementType type;
   int64_t rows, columns;
-  bool has_residual, has_beta;
+  bool has_residual, has_beta, has_amaxes;
   Data data;
 
   std::string text() const {
     return std::to_string(rows) + "x" + std::to_string(columns) + " " + name(type) + " " + name(data) +
-           (kind == NormKind::kLayer ? " layer" : " rms") + (has_residual ? " residual" : "") + (has_beta ? " beta" : "");
+           (kind == NormKind::kLayer ? " layer" : " rms") + (has_residual ? " residual" : "") + (has_beta ? " beta" : "") +
+           (has_amaxes ? " amaxes" : "");
   }
 };
 
@@ -133,8 +204,11 @@ void check_norm(const NormCase& c, std::mt19937& random) {
     if (c.has_residual) p.residual = residual.as(), p.total = sum.as();
     if (c.has_beta) p.beta = beta.as<float>();
     if (layer) p.mean = means.as<float>();
+    const Amaxes amaxes(kBatch, c.has_residual, true);
+    if (c.has_amaxes) p.amaxes = amaxes.wanted();
     run_chunks(k, p, scrambled);
     CHECK_EQ(first_difference(result, y, c.type), -1);
+    if (c.has_amaxes) amaxes.check(result, c.type, kBatch, c.rows, c.columns);
     CHECK_EQ(first_difference(inverses, inverse, ElementType::kF32), -1);
     if (c.has_residual) CHECK_EQ(first_difference(sum, total, c.type), -1);
     if (layer) CHECK_EQ(first_difference(means, mean, ElementType::kF32), -1);
@@ -153,11 +227,12 @@ TEST(norms_follow_the_rule) {
   for (const NormKind kind : {NormKind::kRms, NormKind::kLayer})
     for (const ElementType type : kTypes)
       for (const int64_t columns : {1, 5, 16, 255, 256, 257, 700, 4096})
-        for (const bool has_residual : {false, true}) {
-          const int64_t rows = columns < 300 ? 70 : 3;
-          const bool has_beta = kind == NormKind::kLayer && random() % 2;
-          check_norm({kind, type, rows, columns, has_residual, has_beta, kData[random() % 6]}, random);
-        }
+        for (const bool has_residual : {false, true})
+          for (const bool has_amaxes : {false, true}) {
+            const int64_t rows = columns < 300 ? 70 : has_amaxes ? 19 : 3;
+            const bool has_beta = kind == NormKind::kLayer && random() % 2;
+            check_norm({kind, type, rows, columns, has_residual, has_beta, has_amaxes, kData[random() % 6]}, random);
+          }
 }
 
 }  // namespace

@@ -1,62 +1,94 @@
-// Activations, plain and gated, and their gradients, element by element.
+// Activations, plain and gated, and their gradients, element by element; and with them the amaxes of the results, while
+// they are in the cache. Bytes moved: the operands once, the results once.
 #pragma once
 
 #include <algorithm>
 
 #include "../../numerics/activations.h"
-#include "../elements.h"
+#include "../quantize/gather_amaxes.h"
+#include "runs.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
 
 constexpr int64_t kActivationRun = 16 * 1024;  // elements of a chunk
+constexpr int64_t kActivationColumns = 4096;   // of a band
 
-/// Calls visit(index, load, store, count of lanes) along a run: load(array) reads a vector there, store(array, vector)
-/// writes. Whole vectors go by the element's own loads; the rest, by count.
-template <class E, class Visit>
-void along_run(int64_t first, int64_t last, ElementType type, Visit visit) {
-  using Storage = typename E::Storage;
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) {
-    visit([&](const void* p) { return E::load_lanes(static_cast<const Storage*>(p) + i); },
-          [&](void* p, F32 v) { E::store_lanes(static_cast<Storage*>(p) + i, v); });
-  }
-  if (const int rest = static_cast<int>(last - i); rest > 0)
-    visit([&](const void* p) { return load_elements(p, type, i, rest); },
-          [&](void* p, F32 v) { store_elements(p, type, i, rest, v); });
+/// How a problem is cut: runs of elements; where amaxes are wanted, bands of kBlock rows and some columns.
+template <class Problem>
+int64_t activation_chunks(const Problem& p, bool amaxes) {
+  if (!amaxes) return divide_up(p.size, kActivationRun);
+  return divide_up(p.size / p.columns, kBlock) * divide_up(p.columns, kActivationColumns);
+}
+
+/// Calls run(first element, count) for the run that a chunk is.
+template <class Problem, class Run>
+void visit_run(const Problem& p, int64_t batch, int64_t chunk, Run run) {
+  const int64_t first = chunk * kActivationRun;
+  run(batch * p.size + first, std::min(kActivationRun, p.size - first));
+}
+
+/// Calls run(first element, count) for the rows of the band that a chunk is, then slab(row, column) for the slabs of the
+/// band. Rows are written in long runs, which the processor fetches ahead; the band then is in the cache.
+template <class Problem, class Run, class Slab>
+void visit_band(const Problem& p, int64_t batch, int64_t chunk, Run run, Slab slab) {
+  const int64_t across = divide_up(p.columns, kActivationColumns), row = chunk / across * kBlock;
+  const int64_t first = chunk % across * kActivationColumns, last = std::min(first + kActivationColumns, p.columns);
+  for (int64_t r = row; r < std::min(row + kBlock, p.size / p.columns); ++r)
+    run(batch * p.size + r * p.columns + first, last - first);
+  for (int64_t column = first; column < last; column += kPacket) slab(row, column);
 }
 
 template <class E, class Rule, bool kGated>
 struct ActivationKernel {
-  static int64_t chunks_per_matrix(const ActivationProblem& p) { return (p.size + kActivationRun - 1) / kActivationRun; }
+  static int64_t chunks_per_matrix(const ActivationProblem& p) { return activation_chunks(p, p.amaxes.wanted()); }
 
-  static void chunk(const ActivationProblem& p, int64_t, int64_t chunk) {
-    const int64_t first = chunk * kActivationRun, last = std::min(first + kActivationRun, p.size);
-    along_run<E>(first, last, p.type, [&](auto load, auto store) {
-      const F32 value = Rule::value(load(p.x));
-      store(p.result, kGated ? value * load(p.up) : value);
+  static void chunk(const ActivationProblem& p, int64_t batch, int64_t chunk) {
+    const auto run = [&](int64_t index, int64_t count) {
+      const auto *x = from<E>(p.x, index), *up = from<E>(p.up, index);
+      auto* result = from<E>(p.result, index);
+      along_run<E>(count, p.type, [&](auto at) {
+        const F32 value = Rule::value(at.load(x));
+        at.store(result, kGated ? value * at.load(up) : value);
+      });
+    };
+    if (!p.amaxes.wanted()) return visit_run(p, batch, chunk, run);
+    GatheredAmaxes<E> amaxes(p.amaxes);
+    visit_band(p, batch, chunk, run, [&](int64_t row, int64_t column) {
+      amaxes.add(CachedSlab<E>(from<E>(p.result, batch * p.size), p.size / p.columns, p.columns, row, column));
     });
+    amaxes.raise(batch);
   }
 };
 
 template <class E, class Rule, bool kGated>
 struct ActivationGradientKernel {
-  static int64_t chunks_per_matrix(const ActivationGradientProblem& p) {
-    return (p.size + kActivationRun - 1) / kActivationRun;
-  }
+  static int64_t chunks_per_matrix(const ActivationGradientProblem& p) { return activation_chunks(p, p.of_dx.wanted()); }
 
-  static void chunk(const ActivationGradientProblem& p, int64_t, int64_t chunk) {
-    const int64_t first = chunk * kActivationRun, last = std::min(first + kActivationRun, p.size);
-    along_run<E>(first, last, p.type, [&](auto load, auto store) {
-      const auto found = Rule::with_slope(load(p.x));
-      const F32 dy = load(p.dy);
-      if constexpr (kGated) {
-        store(p.dx, (dy * load(p.up)) * found.slope);
-        store(p.dup, dy * found.value);
-      } else {
-        store(p.dx, dy * found.slope);
-      }
+  static void chunk(const ActivationGradientProblem& p, int64_t batch, int64_t chunk) {
+    const auto run = [&](int64_t index, int64_t count) {
+      const auto *dy = from<E>(p.dy, index), *x = from<E>(p.x, index), *up = from<E>(p.up, index);
+      auto *dx = from<E>(p.dx, index), *dup = from<E>(p.dup, index);
+      along_run<E>(count, p.type, [&](auto at) {
+        const auto found = Rule::with_slope(at.load(x));
+        const F32 d = at.load(dy);
+        if constexpr (kGated) {
+          at.store(dx, (d * at.load(up)) * found.slope);
+          at.store(dup, d * found.value);
+        } else {
+          at.store(dx, d * found.slope);
+        }
+      });
+    };
+    if (!p.of_dx.wanted()) return visit_run(p, batch, chunk, run);
+    GatheredAmaxes<E> of_dx(p.of_dx), of_dup(p.of_dup);
+    visit_band(p, batch, chunk, run, [&](int64_t row, int64_t column) {
+      const int64_t matrix = batch * p.size, rows = p.size / p.columns;
+      of_dx.add(CachedSlab<E>(from<E>(p.dx, matrix), rows, p.columns, row, column));
+      if (kGated) of_dup.add(CachedSlab<E>(from<E>(p.dup, matrix), rows, p.columns, row, column));
     });
+    of_dx.raise(batch);
+    if (kGated) of_dup.raise(batch);
   }
 };
 
