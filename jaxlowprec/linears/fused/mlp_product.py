@@ -90,7 +90,7 @@ def operands_of(activation: str) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
-    inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states))
+    inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states[:-1]))
     of_scaling = [state for state, _ in states]
     hidden = [fprop(*each)[0] for each in zip(spec.hidden, inputs, products, of_scaling, strict=False)]
     given = quantized_input(spec.down, activated(spec.activation, hidden), of_scaling[-1])
@@ -100,7 +100,7 @@ def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, 
 def _forward(spec: MlpSpec, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
     state, probe = states[-1]
-    inputs = quantized_inputs(spec.hidden, x, states, backward=True)
+    inputs = quantized_inputs(spec.hidden, x, states[:-1], backward=True)
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
     hidden = tuple(map(product, hidden))
 

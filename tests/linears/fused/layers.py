@@ -14,6 +14,7 @@ QUANTIZE, MULTIPLY = "jaxlowprec_quantize", "jaxlowprec_scaled_matmul"
 KEY = jax.random.key(5)
 EXACT = {"xla_allow_excess_precision": False}  # XLA rounds where it is told to, whatever it fuses
 NAMES = ("attention/query", "attention/key", "attention/value")
+MLP = ("mlp/gate", "mlp/up", "mlp/down")
 ACTIVATIONS = {
     "swiglu": jlp.swiglu,
     "geglu": jlp.geglu,
@@ -30,7 +31,8 @@ EVERY = RECIPES | {
     "no wgrad": jlp.PerGemm(fprop=RECIPES["nvfp4"], dgrad=RECIPES["nvfp4"], wgrad=None),
     "no fprop": jlp.PerGemm(fprop=None, dgrad=RECIPES["nvfp4"], wgrad=RECIPES["nvfp4"]),
     "by layer": jlp.PerLayer(((".*/(key|up)", RECIPES["mxfp8"]), (".*/value", None)), RECIPES["nvfp4"]),
-    "all alike": jlp.PerLayer((("no such layer", None),), jlp.NVFP4BlockScaling()),
+    "down by itself": jlp.PerLayer(((".*/down", RECIPES["mxfp8"]),), RECIPES["nvfp4"]),
+    "down in high precision": jlp.PerLayer(((".*/down", None),), RECIPES["nvfp4"]),
 }
 
 
@@ -79,15 +81,24 @@ def separate_linears(x, kernels, *, key=None, recipe=None, precision=None, **of_
     return tuple(y for y, _ in found), tuple(state for _, state in found)
 
 
+def composed_mlp(x, kernels, *, activation="swiglu", key=None, recipe=None, **of_each):
+    """`mlp` as `linears`, the activation and `linear`."""
+    last, function = len(kernels) - 1, activation if callable(activation) else ACTIVATIONS[activation]
+    of_hidden = {name: values[:last] for name, values in of_each.items() if values is not None}
+    operands = jlp.linears(x, kernels[:last], recipe=recipe, key=key, **of_hidden)
+    down = {"recipe": recipe} | arguments(last, key, **of_each)
+    if of_each.get("states") is None:
+        return jlp.linear(function(*operands), kernels[last], **down)
+    operands, states = operands
+    y, state = jlp.linear(function(*operands), kernels[last], **down)
+    return y, (*states, state)
+
+
 def separate_mlp(x, kernels, *, activation="swiglu", key=None, recipe=None, **of_each):
     """`mlp` as calls of `linear` and of the activation."""
-    *hidden, down = kernels
-    function = activation if callable(activation) else ACTIVATIONS[activation]
-    found = [jlp.linear(x, w, recipe=recipe, **arguments(i, key, **of_each)) for i, w in enumerate(hidden)]
-    stated = of_each.get("states") is not None
-    a = function(*(y for y, _ in found)) if stated else function(*found)
-    y = jlp.linear(a, down, recipe=recipe, **arguments(len(hidden), key, **of_each))
-    return (y[0], (*(state for _, state in found), y[1])) if stated else y
+    last, function = len(kernels) - 1, activation if callable(activation) else ACTIVATIONS[activation]
+    operands = [jlp.linear(x, w, recipe=recipe, **arguments(i, key, **of_each)) for i, w in enumerate(kernels[:last])]
+    return jlp.linear(function(*operands), kernels[last], recipe=recipe, **arguments(last, key, **of_each))
 
 
 def learned(function, of_each):

@@ -8,6 +8,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.models.lora import Adapter, LoRAKernel
+from jaxlowprec.recipes.transformer_engine import Calibrating
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.linears.fused.layers import (
     EVERY,
@@ -193,9 +194,8 @@ def test_calibration_records_for_each_layer():
     recipe = jlp.DelayedScaling(amax_history_len=3)
     x, kernels, _, dys = operands((40, 64), FEATURES)
     states = states_for(recipe, 3)
-    with jlp.autocast(recipe, calibrating=True):
-        options = {"states": states, "recipe": jlp.current_recipe()}
-        results, expected = (step(f, x, kernels, tuple(dys), **options) for f in (jlp.linears, separate_linears))
+    options = {"states": states, "recipe": Calibrating(recipe)}
+    results, expected = (step(f, x, kernels, tuple(dys), **options) for f in (jlp.linears, separate_linears))
     assert_same_bytes(results, expected)
     assert_same_bytes(results[0], step(separate_linears, x, kernels, tuple(dys))[0])
 
