@@ -116,10 +116,9 @@ def _forward(spec: MlpSpec, x, products, states):
         of_hidden = _recomputable(spec, inputs, products, kernels), [state for state, _ in states[:-1]]
     elif spec.saved == "8bit":
         of_hidden = tuple(named(quantize(h, MXFP8()), QUANTIZED_INPUT) for h in hidden)
-    kept_a = None if probe is None else named(read_by_wgrad(spec.down, given), QUANTIZED_INPUT)
     # Eight bits give another hidden layer in the backward pass, and so another amax.
     amaxes = None if spec.saved == "8bit" else amaxes
-    residuals = kept_inputs, dtype_marker(x), kept, of_hidden, (kept_a, amaxes, state, kept_down)
+    residuals = kept_inputs, dtype_marker(x), kept, of_hidden, (amaxes, state, kept_down)
     return product(y), residuals
 
 
@@ -139,15 +138,14 @@ def _recomputable(
 
 
 def _backward(spec: MlpSpec, residuals, dy):
-    kept_inputs, like_x, kept, of_hidden, (kept_a, amaxes, state, kept_down) = residuals
+    kept_inputs, like_x, kept, of_hidden, (amaxes, state, kept_down) = residuals
     # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
     of_hidden, dy = jax.lax.optimization_barrier((of_hidden, differentiated_once(dy)))
     hidden = _hidden_again(spec, of_hidden)
-    if kept_a is None:
-        a = activated(spec.activation, hidden)
-        only = quantized_input(spec.down, a, state, forward=False, backward=True, amaxes=amaxes)
-        kept_a = read_by_wgrad(spec.down, only)
-    da, of_down, down_states = backward(spec.down, kept_a, kept_down, dy, hidden[0].dtype)
+    a = activated(spec.activation, hidden)
+    given = quantized_input(spec.down, a, state, forward=False, backward=True, amaxes=amaxes)
+    read = read_by_wgrad(spec.down, given)
+    da, of_down, down_states = backward(spec.down, read, kept_down, dy, hidden[0].dtype)
     dhidden = _activation_gradient(spec.activation, hidden, da)
     dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like_x)
     return dx, (*of_products, of_down), (*new_states, down_states)
