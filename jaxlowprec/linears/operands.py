@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.grouped_matmul.api import quantize_groups
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
@@ -80,17 +82,28 @@ def both_ways(
     return one(row, -1, row_amax), one(column, -2, column_amax)
 
 
-def amaxes_both_ways(
-    x: jax.Array, row: Role | None, column: Role | None, rows_split: bool = False
-) -> tuple[jax.Array, jax.Array] | None:
-    """The tensor amaxes of x rowwise and columnwise, rotated, in one pass over it; None if its formats have none, or
-    the rotation is of another size than a block."""
+def amaxes_of(row: Role | None, column: Role | None, rows_split: bool = False) -> Amaxes | None:
+    """The amaxes of a tensor that is quantised rowwise and columnwise: plain, and rotated if the columnwise form is.
+
+    None if its formats have no tensor scale, or the rotation is of another size than a block.
+    """
     tensor_scales = [role for role in (row, column) if role is not None and role.format.has_tensor_scale]
     rotation = column.hadamard if column is not None and column in tensor_scales else None
     if not tensor_scales or (rotation is not None and rotation.size != BLOCK):
         return None
-    found = tensor_amax(x, True, rotation, rows_split=rows_split)
-    return found[0], found[-1]
+    return Amaxes(True, rotation, rows_split)
+
+
+def amaxes_both_ways(x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
+    """The tensor amaxes of x rowwise and columnwise, in one pass over it."""
+    if wanted is None:
+        return None
+    return for_both_ways(tensor_amax(x, wanted.plain, wanted.hadamard, rows_split=wanted.rows_split))
+
+
+def for_both_ways(found: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array] | None:
+    """Amaxes as `both_ways` takes them; None if there are none."""
+    return (found[0], found[-1]) if found else None
 
 
 def groups_both_ways(x, sizes, row: Role | None, column: Role | None, *, words=None, amaxes=None) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.linears import delayed_scaling
-from jaxlowprec.linears.operands import Gemms, amaxes_both_ways, both_ways, role_of
+from jaxlowprec.linears.operands import Gemms, amaxes_both_ways, amaxes_of, both_ways, role_of
 from jaxlowprec.linears.residuals import (
     QUANTIZED_INPUT,
     QUANTIZED_WEIGHT,
@@ -35,6 +35,7 @@ from jaxlowprec.linears.residuals import (
 )
 from jaxlowprec.linears.watching.measured import measured_backward, measured_forward
 from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.quantize.keys import Randomness
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -222,10 +223,24 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
     return y, KeptProduct(named(kept_w, QUANTIZED_WEIGHT), like, product.randomness, state, found), kernel
 
 
-def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state):
+def amaxes_of_input(spec: ProductSpec) -> Amaxes | None:
+    """The amaxes by which the input is quantised in the forward and the backward pass; None: none, or another way."""
+    if spec.delayed is not None:
+        return None
+    return amaxes_of(role_of(spec.fprop, 0), role_of(spec.wgrad, 0), spec.rows_split)
+
+
+def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
+    """The amaxes by which the gradient of the result is quantised; None: none, or another way."""
+    if spec.delayed is not None:
+        return None
+    return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
+
+
+def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state, amaxes):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
     row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
-    amaxes = None if spec.delayed is not None else amaxes_both_ways(dy, row, column, spec.rows_split)
+    amaxes = amaxes or amaxes_both_ways(dy, amaxes_of_gradient(spec))
     words = None
     if randomness is not None:
         words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, rows_split=spec.rows_split))[0])
@@ -234,12 +249,13 @@ def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, 
     return both_ways(dy, row, column if weight_learns else None, **options)
 
 
-def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype):
+def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None):
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
         x: what `read_by_wgrad` gave in the forward pass.
         dx_dtype: the dtype of the input's gradient.
+        amaxes: those of `amaxes_of_gradient`, if they are known.
     """
     w, (like_w, like_bias), randomness, state, found = kept
     x_sharding, w_sharding, bias_sharding = spec.shardings
@@ -247,7 +263,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype):
     dy_column: Any = None
     if spec.dgrad or spec.wgrad:
         with in_profiles("quantize gradient"):
-            dy_row, dy_column = _quantized_gradient(spec, dy, like_w is not None, randomness, state)
+            dy_row, dy_column = _quantized_gradient(spec, dy, like_w is not None, randomness, state, amaxes)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:
@@ -289,14 +305,15 @@ def forward_of_all(specs: Specs, inputs: Sequence[Input], products: Sequence[Pro
 
 
 def backward_of_all(
-    specs: Specs, xs: Sequence[Any], kept: Sequence[KeptProduct], dys: Sequence[jax.Array], like_x: Any
+    specs: Specs, xs: Sequence[Any], kept: Sequence[KeptProduct], dys: Sequence[jax.Array], like_x: Any, amaxes=None
 ):
     """`backward` of products that share their input, of which `xs` was kept.
 
-    The gradient of the input is summed in float32 and rounded once.
+    The gradient of the input is summed in float32 and rounded once. `amaxes`: those of each of `dys`, if known.
     """
     dtype = like_x.dtype if len(specs) == 1 else jnp.float32
-    found = [backward(*each, dtype) for each in zip(specs, for_each(specs, xs), kept, dys, strict=True)]
+    each = zip(specs, for_each(specs, xs), kept, dys, amaxes or [None] * len(specs), strict=True)
+    found = [backward(spec, x, k, dy, dtype, amaxes=own) for spec, x, k, dy, own in each]
     dx, *further = (dx for dx, _, _ in found)
     for other in further:
         dx = dx + other

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 
 from jaxlowprec.arrays.formats import MXFP8
-from jaxlowprec.linears.operands import amaxes_both_ways, role_of
+from jaxlowprec.linears.operands import amaxes_both_ways, for_both_ways
 from jaxlowprec.linears.product import (
     Input,
     Product,
@@ -18,6 +18,8 @@ from jaxlowprec.linears.product import (
     QuantizedKernel,
     Specs,
     States,
+    amaxes_of_gradient,
+    amaxes_of_input,
     backward,
     backward_of_all,
     for_each,
@@ -38,8 +40,9 @@ from jaxlowprec.linears.residuals import (
     named,
     product,
 )
-from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
+from jaxlowprec.ops.activations import api as ops
 from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
@@ -67,20 +70,28 @@ class MlpSpec:
     saved: Saved
 
 
-def activated(activation: Activation, operands: Sequence[jax.Array]) -> jax.Array:
-    """The hidden layer [..., T, F] from its operands of that shape."""
+def activated(
+    activation: Activation, operands: Sequence[jax.Array], wanted: Amaxes | None = None
+) -> tuple[jax.Array, Any]:
+    """The hidden layer [..., T, F] from its operands of that shape, and its amaxes as `both_ways` takes them."""
     with in_profiles("activation"):
         if callable(activation):
-            return activation(*operands)
-        return activation_op(activation)(*operands)[0]
+            a = activation(*operands)
+            return a, amaxes_both_ways(a, wanted)
+        a, found = ops.activated(activation, operands, wanted)
+        return a, for_both_ways(found)
 
 
-def _activation_gradient(activation: Activation, operands: Sequence[jax.Array], dy: jax.Array) -> Sequence[jax.Array]:
+def _activation_gradients(
+    activation: Activation, operands: Sequence[jax.Array], dy: jax.Array, wanted: Amaxes | None = None
+) -> tuple[Sequence[jax.Array], Sequence[Any]]:
+    """The gradient of each operand, and its amaxes as `both_ways` takes them."""
     with in_profiles("activation gradient"):
         if callable(activation):
-            return jax.vjp(activation, *operands)[1](dy)
-        gradients = activation_gradient_op(activation)(dy, *operands)
-        return [resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True)]
+            return jax.vjp(activation, *operands)[1](dy), [None] * len(operands)
+        gradients, amaxes = ops.activation_gradients(activation, dy, operands, wanted)
+        gradients = [resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True)]
+        return gradients, [for_both_ways(found) for found in amaxes]
 
 
 def operands_of(activation: str) -> int:
@@ -93,7 +104,7 @@ def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, 
     inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states[:-1]))
     of_scaling = [state for state, _ in states]
     hidden = [fprop(*each)[0] for each in zip(spec.hidden, inputs, products, of_scaling, strict=False)]
-    given = quantized_input(spec.down, activated(spec.activation, hidden), of_scaling[-1])
+    given = quantized_input(spec.down, activated(spec.activation, hidden)[0], of_scaling[-1])
     return fprop(spec.down, given, products[-1], of_scaling[-1])[0]
 
 
@@ -104,10 +115,7 @@ def _forward(spec: MlpSpec, x, products, states):
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
     hidden = tuple(map(product, hidden))
 
-    a = activated(spec.activation, hidden)
-    amaxes = None
-    if spec.down.delayed is None and spec.down.fprop is not None:
-        amaxes = amaxes_both_ways(a, role_of(spec.down.fprop, 0), role_of(spec.down.wgrad, 0), spec.down.rows_split)
+    a, amaxes = activated(spec.activation, hidden, amaxes_of_input(spec.down))
     given = quantized_input(spec.down, a, state, backward=probe is not None, amaxes=amaxes)
     y, kept_down, _ = forward(spec.down, given, products[-1], states[-1])
 
@@ -142,12 +150,12 @@ def _backward(spec: MlpSpec, residuals, dy):
     # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
     of_hidden, dy = jax.lax.optimization_barrier((of_hidden, differentiated_once(dy)))
     hidden = _hidden_again(spec, of_hidden)
-    a = activated(spec.activation, hidden)
+    a, _ = activated(spec.activation, hidden)
     given = quantized_input(spec.down, a, state, forward=False, backward=True, amaxes=amaxes)
     read = read_by_wgrad(spec.down, given)
     da, of_down, down_states = backward(spec.down, read, kept_down, dy, hidden[0].dtype)
-    dhidden = _activation_gradient(spec.activation, hidden, da)
-    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like_x)
+    dhidden, found = _activation_gradients(spec.activation, hidden, da, amaxes_of_gradient(spec.hidden[0]))
+    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like_x, found)
     return dx, (*of_products, of_down), (*new_states, down_states)
 
 
@@ -171,19 +179,20 @@ quantized_mlp = jax.jit(_mlp, static_argnums=0)  # MLPs with equal specs are tra
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def activated_from_8bit(activation: Activation, operands: tuple[jax.Array, ...]) -> jax.Array:
     """`activated`, whose backward pass keeps the operands as MXFP8."""
-    return activated(activation, operands)
+    return activated(activation, operands)[0]
 
 
 def _forward_8bit(activation: Activation, operands):
     operands = differentiated_once(operands)
     kept = [named(quantize(x, MXFP8()), QUANTIZED_INPUT) for x in operands]
-    return activated(activation, operands), (kept, [dtype_marker(x) for x in operands])
+    return activated(activation, operands)[0], (kept, [dtype_marker(x) for x in operands])
 
 
 def _backward_8bit(activation: Activation, residuals, dy):
     kept, like = residuals
     operands = [x.dequantize(marker.dtype) for x, marker in zip(kept, like, strict=True)]
-    return (tuple(_activation_gradient(activation, operands, differentiated_once(dy))),)
+    gradients, _ = _activation_gradients(activation, operands, differentiated_once(dy))
+    return (tuple(gradients),)
 
 
 activated_from_8bit.defvjp(_forward_8bit, _backward_8bit)
