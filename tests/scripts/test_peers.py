@@ -101,6 +101,30 @@ def test_tables_show_times_failures_and_what_is_the_same():
     assert tables.row(failed) == ("NVFP4", "`quantize`", "torchao", "not installed: torchao", "", "", "", "")
 
 
+class TestChart:
+    @pytest.fixture(autouse=True)
+    def _result(self, tmp_path, monkeypatch):
+        chart = importlib.import_module("charts.peers")
+        ratio = {"ratio": {"median": 2.0}}
+        rows = [row for rows in chart.PANELS.values() for row in rows]
+        self.cases = [{"case": case, "side": side, "against": peer} | ratio for _, case, side, peer in rows]
+        (tmp_path / "peers_avx2.json").touch()
+        monkeypatch.setattr(chart, "RESULTS", tmp_path)
+        monkeypatch.setattr(chart, "load", lambda name: {"cases": {"avx2": self.cases}})
+        monkeypatch.setattr(chart, "measured_on", lambda *names: "measured here")
+        self.drawn = lambda: chart.peers().drawn()
+
+    def test_a_peer_that_failed_has_a_row_without_a_bar(self):
+        assert self.drawn().count(">2.00x<") == len(self.cases)
+        del self.cases[0]["ratio"]
+        assert self.drawn().count(">2.00x<") == len(self.cases) - 1
+
+    def test_a_case_that_was_not_measured_is_an_error(self):
+        del self.cases[0]
+        with pytest.raises(ValueError, match="the results have 0 cases 'NVFP4, rowwise"):
+            self.drawn()
+
+
 @pytest.mark.slow
 def test_all_that_is_installed_is_measured_and_right(tmp_path):
     run_python(BENCHMARKS / "peers.py", "--divide", "16", "--quick", "--save", tmp_path)
