@@ -28,7 +28,8 @@ def operations(divide: int = 1) -> list[Operation]:
     x = jax.random.normal(jax.random.key(9), (1, size), jnp.bfloat16)
     inputs, every = (x, weights), tuple(BLOCKS)
     makers = [
-        ("XLA's bfloat16 matvec", ("jax",), _xla, every),
+        ("XLA's bfloat16 matvec", ("jax",), functools.partial(_xla, "bfloat16"), every),
+        ("XLA's float32 matvec", ("jax",), functools.partial(_xla, "float32"), every),
         ("torch's bfloat16 matvec", ("torch",), _torch, every),
         ("torch._weight_int4pack_mm_for_cpu, 1x128", ("torch",), _torch_int4, every[:1]),
     ]
@@ -62,9 +63,9 @@ def _ours(block: int, x: jax.Array, weights: list[jax.Array]) -> Side:
     return Side(repeated(lambda x, q: jlp.scaled_matmul(x, q, out_dtype=x.dtype), x, chain), _numbers, LIMIT["4 bits"])
 
 
-def _xla(x: jax.Array, weights: list[jax.Array]) -> Side:
+def _xla(dtype: str, x: jax.Array, weights: list[jax.Array]) -> Side:
     """In the faster of the weight's two layouts."""
-    rows = [w.astype(jnp.bfloat16) for w in weights]
+    x, *rows = (a.astype(dtype) for a in (x, *weights))
     columns = [jnp.asarray(np.asarray(w).T.copy()) for w in rows]
     calls = {
         layout: repeated(lambda x, w, layout=layout: jnp.einsum(layout, x, w), x, _chain(chosen))

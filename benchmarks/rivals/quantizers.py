@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from baselines import fastest
 
 import jaxlowprec as jlp
 from rivals import fake_int4
@@ -79,17 +80,28 @@ def _qwix(format_name: str, x: jax.Array, both: bool) -> tuple:
 
     block = FORMATS[format_name][0].block[1]
     one = functools.partial(qwix.quantize, qtype=format_name.lower(), channelwise_axes=[0], tiled_axes={1: block})
-    quantize = jax.jit(lambda x: (one(x), one(x.T)) if both else (one(x),))
+    jitted, transposed = jax.jit(one), jax.jit(lambda x: x.T)
+    fused = jax.jit(lambda x: (one(x), one(x.T)))
+    call = _called(lambda: jitted(x), lambda: fused(x), lambda: (jitted(x), jitted(transposed(x))), both)
     nothing: dict = {}  # it has a byte per code, and bfloat16 scales
-    return lambda: quantize(x), lambda part: np.asarray(qwix.dequantize(part), np.float32), lambda part: nothing
+    return call, lambda part: np.asarray(qwix.dequantize(part), np.float32), lambda part: nothing
 
 
 def _in_torch(functions: Callable, format_name: str, x: jax.Array, both: bool) -> tuple:
-    """A function of one tensor, of it and its transpose if both ways, in one compiled call."""
+    """Compiled functions of one tensor, or of it and its transpose."""
     quantize, decode, codes = functions()
-    t = tensor(x)
-    call = compiled(lambda t: (quantize(t), quantize(t.t().contiguous())) if both else (quantize(t),))
-    return lambda: call(t), decode, lambda part: dict(zip(("codes", "scales"), map(as_bytes, codes(part)), strict=True))
+    t, one = tensor(x), compiled(quantize)
+    fused = compiled(lambda t: (quantize(t), quantize(t.t().contiguous())))
+    call = _called(lambda: one(t), lambda: fused(t), lambda: (one(t), one(t.t().contiguous())), both)
+    return call, decode, lambda part: dict(zip(("codes", "scales"), map(as_bytes, codes(part)), strict=True))
+
+
+def _called(one: Callable, fused: Callable, apart: Callable, both: bool) -> Callable[[], tuple]:
+    """A call with a part per way; both ways the faster of one program, and of a transpose and two programs."""
+    if not both:
+        return lambda: (one(),)
+    calls = {"fused": fused, "apart": apart}
+    return calls[fastest(calls, 3)]
 
 
 def _torchao_nvfp4() -> tuple:
