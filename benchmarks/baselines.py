@@ -57,6 +57,11 @@ def fastest_dot(a: jax.Array, w: jax.Array, rounds: int) -> tuple[str, Callable[
 
     variants = [(layout, dtype) for layout in operands for dtype in (jnp.bfloat16, jnp.float32)]
     calls = {f"{operands[layout][0]}, {jnp.dtype(dtype).name} out": call(layout, dtype) for layout, dtype in variants}
-    speed = alternate(calls, rounds)
-    name = min(speed, key=lambda name: speed[name]["median"])
+    name = fastest(calls, rounds)
     return f"XLA's fastest bf16 dot ({name})", calls[name]
+
+
+def fastest(calls: dict[str, Callable[[], object]], rounds: int) -> str:
+    """The name of the call that takes the least time."""
+    speed = alternate(calls, rounds)
+    return min(speed, key=lambda name: speed[name]["median"])

@@ -16,6 +16,11 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.3g}"
 
 
+def share(part: float) -> str:
+    """In percent; all only if it is all."""
+    return "all" if part == 1 else f"{min(100 * part, 99.9):.1f} %"
+
+
 def mebibytes(count: float) -> str:
     """With one decimal."""
     return f"{count / 2**20:,.1f}"

@@ -13,9 +13,10 @@ import sys
 
 import memory_tables
 import mesh_tables
+import peer_tables
 import recipe_table
 import speed_tables
-from charts import CHARTS
+from charts import CHARTS, peers
 from recorded import ROOT
 
 DOCUMENTS = ROOT / "docs"
@@ -29,6 +30,7 @@ TABLES = {
         *(speed_tables.telemetry, speed_tables.scaling, speed_tables.study, speed_tables.policy_study),
         speed_tables.gpu,
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
+        *peer_tables.TABLES,
         *(recipe_table.recipes, memory_tables.block, memory_tables.checkpoint_policies),
         memory_tables.lora_memory,
     )
@@ -41,7 +43,8 @@ def wanted() -> dict[pathlib.Path, str]:
     Raises:
         ValueError: a table stands in no document.
     """
-    files = {PICTURES / f"{name}.svg": chart().drawn() for name, chart in CHARTS.items()}
+    drawn = CHARTS | ({"peers": peers.peers} if peer_tables.files() else {})
+    files = {PICTURES / f"{name}.svg": chart().drawn() for name, chart in drawn.items()}
     placed = set()
     for path in sorted(DOCUMENTS.rglob("*.md")):
         text = path.read_text()

@@ -22,9 +22,14 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def alternate(
-    sides: dict[str, Callable[[], Any]], rounds: int = 25, least_seconds: float = 0.002
+    sides: dict[str, Callable[[], Any]], rounds: int = 25, least_seconds: float = 0.002, pause: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Median and minimum seconds of each side, measured in turn. Short calls are repeated within a measurement."""
+    """Median and minimum seconds of each side, measured in turn. Short calls are repeated within a measurement.
+
+    Arguments:
+        pause: seconds of rest, and then one call that is not measured, before each measurement: for sides with thread
+            pools of their own, whose threads wait busily for a while after a call.
+    """
     repeats = {}
     for name, call in sides.items():
         jax.block_until_ready(call())
@@ -34,6 +39,9 @@ def alternate(
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, call in sides.items():
+            if pause:
+                time.sleep(pause)
+                jax.block_until_ready(call())
             started = time.perf_counter()
             for _ in range(repeats[name]):
                 out = call()
@@ -93,9 +101,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def save(name: str, content: dict[str, Any]) -> pathlib.Path:
+def save(name: str, content: dict[str, Any], folder: pathlib.Path = RESULTS) -> pathlib.Path:
     """Writes results/<name>.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), **content}, indent=1) + "\n")
     return path

@@ -31,9 +31,9 @@ FORMATS = (  # format, least speed against XLA's matvec and against reading
 )
 
 
-def weight(seed: int) -> jax.Array:
+def weight(seed: int, size: int = SIZE) -> jax.Array:
     """Keeps the size of what it multiplies."""
-    return jax.random.normal(jax.random.key(seed), (SIZE, SIZE), jnp.float32) / SIZE**0.5
+    return jax.random.normal(jax.random.key(seed), (size, size), jnp.float32) / size**0.5
 
 
 def repeated(product, x, weights):
