@@ -20,6 +20,7 @@ from jaxlowprec.linears.fused.mlp_product import (
     MlpSpec,
     Saved,
     activated_from_8bit,
+    called,
     operands_of,
     quantized_mlp,
 )
@@ -133,7 +134,7 @@ _Arguments = tuple[Sequence[Layer], Activation, Saved]
 
 def check_mlp(who: str, activation: Any, saved: Any) -> None:
     """Raises ValueError unless these are an activation and what can be kept."""
-    if not callable(activation) and activation not in ACTIVATIONS:
+    if not callable(activation) and not (isinstance(activation, str) and activation in ACTIVATIONS):
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{who}: activation={shown(activation)}; needs one of {known}, or a function such as jnp.tanh")
     one_of(who, "saved", saved, "quantized", "8bit", "recompute")
@@ -187,7 +188,7 @@ def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) 
     """The MLP from separate layers; what JAX's checkpointing does not keep is computed again."""
     layers, activation, saved = arguments
     *hidden, down = layers
-    function: Any = activation if callable(activation) else ACTIVATIONS[activation]
+    function: Any = functools.partial(called, activation) if callable(activation) else ACTIVATIONS[activation]
     if saved == "8bit":
         function = functools.partial(_activated_from_8bit, activation)
 

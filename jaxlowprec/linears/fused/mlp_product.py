@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
 from jaxlowprec.linears.operands import amaxes_both_ways, role_of
 from jaxlowprec.linears.product import (
@@ -71,8 +72,20 @@ def activated(activation: Activation, operands: Sequence[jax.Array]) -> jax.Arra
     """The hidden layer [..., T, F] from its operands of that shape."""
     with in_profiles("activation"):
         if callable(activation):
-            return activation(*operands)
+            return called(activation, *operands)
         return activation_op(activation)(*operands)[0]
+
+
+def called(activation: Callable[..., Any], *operands: jax.Array) -> jax.Array:
+    """What a function of the caller gives. Raises ValueError unless it has the operands' shape and dtype."""
+    a = activation(*operands)
+    found, needed = jax.typeof(a), jax.typeof(operands[0])
+    if (found.shape, found.dtype) != (needed.shape, needed.dtype):
+        raise ValueError(
+            f"mlp: activation={shown(activation)} gives {found.dtype} {found.shape}; needs {needed.dtype} "
+            f"{needed.shape}, as its operands: cast the result, or compute it elementwise"
+        )
+    return a
 
 
 def _activation_gradient(activation: Activation, operands: Sequence[jax.Array], dy: jax.Array) -> Sequence[jax.Array]:

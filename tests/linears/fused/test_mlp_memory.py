@@ -9,6 +9,7 @@ import pytest
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.linears.fused.layers import (
+    KEEP_BARRIERS,
     MULTIPLY,
     QUANTIZE,
     SAVED,
@@ -101,12 +102,8 @@ def gradient_of(function):
 
 
 def compiled_calls(function, *args):
-    """Kernels that a gradient's compiled program calls where XLA keeps barriers to the end, as on GPUs and TPUs.
-
-    XLA's CPU compiler drops them before it merges equal calls, jax.checkpoint's as well.
-    """
-    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    return calls_of(jax.jit(gradient_of(function)).lower(*args).compile(compiler_options=options))
+    """Kernels that a gradient's compiled program calls where XLA's CPU compiler keeps barriers."""
+    return calls_of(jax.jit(gradient_of(function)).lower(*args).compile(compiler_options=KEEP_BARRIERS))
 
 
 class TestWhatRunsAgain:
