@@ -17,7 +17,7 @@ from tests.helpers import assert_same_bytes, often, random_array
 from tests.linears.fused.layers import EVERY, SAVED, separate_linears, separate_mlp
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 BATCH, TIME, K, F = 4, 64, 128, 256
 NVFP4 = jlp.NVFP4BlockScaling()

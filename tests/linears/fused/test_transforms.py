@@ -17,7 +17,7 @@ from tests.linears.fused.layers import EXACT, KEEP_BARRIERS, MLP, SAVED, mlp_ope
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 K, F = 64, 96
 X, KERNELS, _, DY = mlp_operands((32, K), F, K)
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 each_way = pytest.mark.parametrize("saved", SAVED)
 
 
