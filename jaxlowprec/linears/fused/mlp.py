@@ -20,6 +20,7 @@ from jaxlowprec.linears.fused.mlp_product import (
     MlpSpec,
     Saved,
     activated_from_8bit,
+    called,
     operands_of,
     quantized_mlp,
 )
@@ -138,7 +139,7 @@ def check_mlp(who: str, activation: Any, saved: Any, layers: int) -> None:
         if layers not in (2, 3):
             raise ValueError(f"{who}: {layers} kernels; needs gate, up and down, or up and down")
         return
-    if activation not in ACTIVATIONS:
+    if not (isinstance(activation, str) and activation in ACTIVATIONS):
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{who}: activation={shown(activation)}; needs one of {known}, or a function such as jnp.tanh")
     if layers != (needed := operands_of(activation) + 1):
@@ -188,7 +189,7 @@ def hidden_layers(who: str, activation: Activation, gated: bool | None) -> tuple
         ValueError: `gated` is given for a named activation that says otherwise, or not a bool.
     """
     one_of(who, "gated", gated, True, False, None)
-    if not callable(activation) and activation in ACTIVATIONS:
+    if isinstance(activation, str) and activation in ACTIVATIONS:
         is_gated = operands_of(activation) == 2
         if gated not in (None, is_gated):
             raise ValueError(f"{who}: gated={gated} and activation={activation!r}; leave gated= out: the name says it")
@@ -206,7 +207,7 @@ def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) 
     """The MLP from separate layers; what JAX's checkpointing does not keep is computed again."""
     layers, activation, saved = arguments
     *hidden, down = layers
-    function: Any = activation if callable(activation) else ACTIVATIONS[activation]
+    function: Any = functools.partial(called, activation) if callable(activation) else ACTIVATIONS[activation]
     if saved == "8bit":
         function = functools.partial(_activated_from_8bit, activation)
 

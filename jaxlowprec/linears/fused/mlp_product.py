@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
 from jaxlowprec.linears.operands import amaxes_both_ways, for_both_ways
 from jaxlowprec.linears.product import (
@@ -76,10 +77,22 @@ def activated(
     """The hidden layer [..., T, F] from its operands of that shape, and its amaxes as `both_ways` takes them."""
     with in_profiles("activation"):
         if callable(activation):
-            a = activation(*operands)
+            a = called(activation, *operands)
             return a, amaxes_both_ways(a, wanted)
         a, found = ops.activated(activation, operands, wanted)
         return a, for_both_ways(found)
+
+
+def called(activation: Callable[..., Any], *operands: jax.Array) -> jax.Array:
+    """What a function of the caller gives. Raises ValueError unless it has the operands' shape and dtype."""
+    a = activation(*operands)
+    found, needed = jax.typeof(a), jax.typeof(operands[0])
+    if (found.shape, found.dtype) != (needed.shape, needed.dtype):
+        raise ValueError(
+            f"mlp: activation={shown(activation)} gives {found.dtype} {found.shape}; needs {needed.dtype} "
+            f"{needed.shape}, as its operands: cast the result, or compute it elementwise"
+        )
+    return a
 
 
 def _activation_gradients(

@@ -13,6 +13,8 @@ from tests.low_precision import RECIPES, state_for
 QUANTIZE, MULTIPLY = "jaxlowprec_quantize", "jaxlowprec_scaled_matmul"
 KEY = jax.random.key(5)
 EXACT = {"xla_allow_excess_precision": False}  # XLA rounds where it is told to, whatever it fuses
+# XLA's CPU compiler otherwise drops barriers, those of jax.checkpoint as well, before it merges equal operations.
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 NAMES = ("attention/query", "attention/key", "attention/value")
 MLP = ("mlp/gate", "mlp/up", "mlp/down")
 ACTIVATIONS = {

@@ -91,6 +91,7 @@ def test_layers_without_keys_have_bits_by_name():
     check("nvfp4", given)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -108,6 +109,7 @@ def test_any_shape_and_dtype(recipe, shape, dtype):
     check(recipe, operands(shape, (24, 1, 17), dtype), key=KEY, states=states_for(EVERY[recipe], 3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float16"), ("float32", "bfloat16")], ids=str)
 def test_kernels_of_other_dtypes_keep_theirs(dtypes):
     x, kernels, biases, dys = operands((32, 64), (32, 48))
@@ -121,11 +123,13 @@ def test_one_layer_is_linear():
     check("nvfp4", (x, kernels, None, dys), key=KEY)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.DEFAULT], ids=str)
 def test_precision_is_that_of_each(precision):
     check("decoded nvfp4", operands((32, 64), (32, 48)), precision=precision)
 
 
+@pytest.mark.sampled(3)
 class TestQuantisedKernels:
     given = operands((2, 16, 64), (32, 48))
 

@@ -74,6 +74,7 @@ def test_bits_are_those_of_layers(recipe, saved):
     assert_same_bytes(step(jlp.mlp, *given, **options, saved=saved), expected)
 
 
+@pytest.mark.sampled(3)
 @each_exact
 @pytest.mark.parametrize("recipe", often(["nvfp4"], ["nvfp4", "fp8_delayed", "decoded nvfp4", "int4_qat", "bf16"]))
 @pytest.mark.parametrize("activation", [*list(ACTIVATIONS)[1:], jnp.tanh, tanh_times], ids=name_of)
@@ -82,6 +83,7 @@ def test_any_activation(recipe, activation, saved):
     assert_same_bytes(step(jlp.mlp, *given, **options, saved=saved), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "hidden", "dtype"),
     [((64,), 96, "bfloat16"), ((5, 33), 17, "float32"), ((2, 3, 7, 40), 24, "float16"), ((3, 16, 64), 1, "bfloat16")],
@@ -158,6 +160,7 @@ def test_eight_bits_are_what_the_backward_pass_reads(recipe, activation):
         assert relative_error(actual, like) < (0.3 if "fp4" in recipe or recipe in LAYERED else 0.2)
 
 
+@pytest.mark.sampled(3)
 class TestKernels:
     x, kernels, biases, dy = mlp_operands((2, 16, 64), 96, 64)
 

@@ -9,6 +9,7 @@ import pytest
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
 from tests.linears.fused.layers import (
+    KEEP_BARRIERS,
     MULTIPLY,
     QUANTIZE,
     SAVED,
@@ -101,12 +102,8 @@ def gradient_of(function):
 
 
 def compiled_calls(function, *args):
-    """Kernels that a gradient's compiled program calls where XLA keeps barriers to the end, as on GPUs and TPUs.
-
-    XLA's CPU compiler drops them before it merges equal calls, jax.checkpoint's as well.
-    """
-    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    return calls_of(jax.jit(gradient_of(function)).lower(*args).compile(compiler_options=options))
+    """Kernels that a gradient's compiled program calls where XLA's CPU compiler keeps barriers."""
+    return calls_of(jax.jit(gradient_of(function)).lower(*args).compile(compiler_options=KEEP_BARRIERS))
 
 
 class TestWhatRunsAgain:
@@ -142,6 +139,7 @@ class TestWhatRunsAgain:
         assert products["recompute"] - products["separate"] == (0 if recipe is None else 2)
         assert products["quantized"] == products["separate"]
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("way", wanted)
     def test_in_a_scan_everywhere(self, way):
         """Its forward and its backward pass are loops of their own, as XLA's CPU compiler sees them, too."""
@@ -166,6 +164,7 @@ def stacked(layers, t=T, k=K, f=F):
     return x, [random_array((layers, *w.shape), "float32", 7 + i) / 8 for i, w in enumerate(kernels)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", [NVFP4, MXFP8], ids=["nvfp4", "mxfp8"])
 def test_a_training_step_holds_less_and_less(recipe):
     """By what a layer keeps, eight times."""
@@ -181,6 +180,7 @@ def test_a_training_step_holds_less_and_less(recipe):
         assert temporary[more] - temporary[less] > 0.8 * 8 * (keeps[more] - keeps[less]) > 0, (temporary, keeps)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", ["nothing_saveable", "save_quantized", "save_products", "offload"])
 @pytest.mark.parametrize("saved", SAVED)
 def test_checkpointed_mlps_have_the_same_bits(policy, saved):
