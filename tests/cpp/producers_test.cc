@@ -137,6 +137,32 @@ TEST(activations_follow_the_rule) {
         }
 }
 
+TEST(every_bfloat16_follows_the_rule) {
+  constexpr int64_t kCount = 1 << 16;
+  constexpr ElementType kType = ElementType::kBF16;
+  const Buffer x(2 * kCount), one(2 * kCount);
+  for (int64_t i = 0; i < kCount; ++i) x.as<uint16_t>()[i] = static_cast<uint16_t>(i), one.as<uint16_t>()[i] = 0x3F80;
+  for (const ActivationKind kind : kKinds) {
+    const check::Given given("kind " + std::to_string(static_cast<int>(kind)));
+    const Buffer y(2 * kCount), dx(2 * kCount), dup(2 * kCount);
+    for (int64_t i = 0; i < kCount; ++i) {
+      const float g = get(x.as(), kType, i);
+      const ValueAndSlope<float> found = with_slope(kind, g);
+      reference::put(y.as(), kType, i, value(kind, g));
+      reference::put(dx.as(), kType, i, found.slope), reference::put(dup.as(), kType, i, found.value);
+    }
+    for_all_runs([&](const Kernels& k, bool scrambled) {
+      const Buffer result(2 * kCount), of_x(2 * kCount), of_up(2 * kCount);
+      run_chunks(k, ActivationProblem{x.as(), one.as(), kType, 1, kCount, kind, result.as()}, scrambled);
+      CHECK_EQ(first_difference(result, y, kType), -1);
+      run_chunks(k, ActivationGradientProblem{one.as(), x.as(), one.as(), kType, 1, kCount, kind, of_x.as(), of_up.as()},
+                 scrambled);
+      CHECK_EQ(first_difference(of_x, dx, kType), -1);
+      CHECK_EQ(first_difference(of_up, dup, kType), -1);
+    });
+  }
+}
+
 /// 256 sums by place, then of halves; times 1 / count.
 template <class Value>
 float mean_of(int64_t count, Value value) {

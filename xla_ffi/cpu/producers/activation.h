@@ -7,6 +7,7 @@
 #include "../../numerics/activations.h"
 #include "../quantize/gather_amaxes.h"
 #include "runs.h"
+#include "table.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -44,11 +45,12 @@ struct ActivationKernel {
   static int64_t chunks_per_matrix(const ActivationProblem& p) { return activation_chunks(p, p.amaxes.wanted()); }
 
   static void chunk(const ActivationProblem& p, int64_t batch, int64_t chunk) {
+    const Values<E, Rule> values;
     const auto run = [&](int64_t index, int64_t count) {
       const auto *x = from<E>(p.x, index), *up = from<E>(p.up, index);
       auto* result = from<E>(p.result, index);
       along_run<E>(count, p.type, [&](auto at) {
-        const F32 value = Rule::value(at.load(x));
+        const F32 value = values.of(at, x);
         at.store(result, kGated ? value * at.load(up) : value);
       });
     };
@@ -66,11 +68,12 @@ struct ActivationGradientKernel {
   static int64_t chunks_per_matrix(const ActivationGradientProblem& p) { return activation_chunks(p, p.of_dx.wanted()); }
 
   static void chunk(const ActivationGradientProblem& p, int64_t batch, int64_t chunk) {
+    const ValuesAndSlopes<E, Rule> values;
     const auto run = [&](int64_t index, int64_t count) {
       const auto *dy = from<E>(p.dy, index), *x = from<E>(p.x, index), *up = from<E>(p.up, index);
       auto *dx = from<E>(p.dx, index), *dup = from<E>(p.dup, index);
       along_run<E>(count, p.type, [&](auto at) {
-        const auto found = Rule::with_slope(at.load(x));
+        const auto found = values.of(at, x);
         const F32 d = at.load(dy);
         if constexpr (kGated) {
           at.store(dx, (d * at.load(up)) * found.slope);

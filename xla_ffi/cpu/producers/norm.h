@@ -1,5 +1,6 @@
-// Norms of rows and their gradients (numerics.md 12.2). A row is read two or three times, from memory once: it is in the
-// cache afterwards. With amaxes, 16 rows are then read again from there. Bytes moved: the operands once, the results once.
+// Norms of rows and their gradients (numerics.md 12.2). A row is read two or three times, from memory once: it is fetched
+// into the cache while the row before is written. With amaxes, 16 rows are then read again from there. Bytes moved: the
+// operands once, the results once.
 #pragma once
 
 #include <algorithm>
@@ -100,7 +101,9 @@ struct NormKernel {
     const float inverse = 1.0f / std::sqrt(square + p.epsilon);
     p.inverse[line] = inverse;
     Storage* y = from<E>(p.result, index);
+    const Storage* next = from<E>(p.x, index + columns);
     along_run<E>(columns, p.type, [&](auto at) {
+      __builtin_prefetch(next + at.k);  // of the next row: its sum would wait for it
       const F32 v = (centered(at) * inverse) * at.load_floats(weight);
       at.store(y, kLayer && beta ? v + at.load_floats(beta) : v);
     });
@@ -162,6 +165,7 @@ struct NormGradientKernel {
     const float slope = sum_of_row<E>(columns, p.type, product) * each;
     const float mean = kLayer ? sum_of_row<E>(columns, p.type, scaled) * each : 0.0f;
     along_run<E>(columns, p.type, [&](auto at) {
+      __builtin_prefetch(x + columns + at.k), __builtin_prefetch(dy + columns + at.k);  // of the next row
       const F32 g = kLayer ? scaled(at) - mean : scaled(at);
       const F32 d = (g - normed(at) * slope) * inverse;
       at.store(dx, of_total ? d + at.load(of_total) : d);
