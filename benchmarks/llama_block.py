@@ -20,6 +20,9 @@ import jaxlowprec as jlp
 
 HEAD = 128
 
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
+"""XLA's CPU compiler otherwise takes what is rematerialised from the forward pass, of every side."""
+
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -148,7 +151,7 @@ def compiled(size: Size, side: Side, attention: Attention, blocks: int = 1) -> j
             y, pullback = pulled_back(graph, parameters, x)
             return y, *pullback(dy)
 
-        return jax.jit(gradients).lower(parameters, x, x).compile()
+        return jax.jit(gradients).lower(parameters, x, x).compile(KEEP_BARRIERS)
 
 
 def step(size: Size, side: Side, attention: Attention) -> Callable[[], Any]:
