@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "numerics/activations.h"
 #include "numerics/code_types.h"
 
 namespace jaxlowprec {
@@ -223,8 +224,6 @@ struct HadamardProblem {
 };
 
 // --- activations and norms, which make the operands of GEMMs (numerics.md 12)
-
-enum class ActivationKind : int32_t { kGelu, kSilu, kReluSquared };
 
 struct ActivationProblem {
   const void* x;   // [size]

@@ -24,7 +24,7 @@ JLP_RULE float sum_of_row(int64_t columns, Value value) {
   store(lanes, sums[0]);
   for (int half = kLanes / 2; half >= 1; half /= 2)
     for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
-  return lanes[0];
+  return lanes[0] + 0.0f;  // never -0: by the rule, sums begin at 0
 }
 
 /// Widens a row into `to`, which has room for whole vectors: zeros behind it.
