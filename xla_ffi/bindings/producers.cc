@@ -1,4 +1,4 @@
-// Activations and norms, for CPUs.
+// Activations and norms.
 #include <string_view>
 
 #include "buffers.h"
@@ -51,7 +51,8 @@ void* like(const Buffers& buffers, size_t place, const ffi::AnyBuffer& x) {
 }
 
 /// x and, if it is gated, up -> the activation.
-ffi::Error activation(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
+template <class Engine>
+ffi::Error activation(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
                       std::string_view kind) {
   const auto type = element_type(x.element_type());
   const auto rule = activation_kind(kind);
@@ -59,12 +60,13 @@ ffi::Error activation(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
   const void* up = like(args, 0, x);
   JLP_REQUIRE((up != nullptr) == (args.size() == 1));
   const int64_t size = static_cast<int64_t>(x.element_count());
-  const ActivationProblem p{x.untyped_data(), up, *type, 1, size, *rule, written(pool, *result)};
-  return run_on(pool, "activation", p);
+  const ActivationProblem p{x.untyped_data(), up, *type, 1, size, *rule, written(engine, *result)};
+  return run_on(engine, "activation", p);
 }
 
 /// dy, x and, if it is gated, up -> their gradients.
-ffi::Error activation_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
+template <class Engine>
+ffi::Error activation_gradient(Engine engine, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
                                ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets results, std::string_view kind) {
   const auto type = element_type(x.element_type());
   const auto rule = activation_kind(kind);
@@ -74,13 +76,15 @@ ffi::Error activation_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::Any
   void* dup = like(results, 0, x);
   JLP_REQUIRE((up != nullptr) == (args.size() == 1) && (dup != nullptr) == (args.size() == 1));
   const int64_t size = static_cast<int64_t>(x.element_count());
-  const ActivationGradientProblem p{dy.untyped_data(), x.untyped_data(), up, *type, 1, size, *rule, written(pool, *dx), dup};
-  return run_on(pool, "activation_gradient", p);
+  const ActivationGradientProblem p{
+      dy.untyped_data(), x.untyped_data(), up, *type, 1, size, *rule, written(engine, *dx), dup};
+  return run_on(engine, "activation_gradient", p);
 }
 
 /// x, the residual if there is one, the weight and beta if there is one -> the norm, the sum with a residual, the mean of
 /// layer norms, and the inverse root.
-ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
+template <class Engine>
+ffi::Error norm(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
                 ffi::RemainingRets results, bool layer, bool residual, bool beta, float epsilon) {
   const auto type = element_type(x.element_type());
   JLP_REQUIRE(type.has_value() && alike(x, *result));
@@ -88,7 +92,7 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
   const Matrices m(x);
   NormProblem p{};
   p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
-  p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data(), p.result = written(pool, *result);
+  p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data(), p.result = written(engine, *result);
   p.residual = residual ? like(args, 0, x) : nullptr;
   p.total = residual ? like(results, 0, x) : nullptr;
   p.weight = floats(args, residual, m.batch * m.columns);
@@ -97,49 +101,46 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
   p.inverse = floats(results, residual + layer, m.batch * m.rows);
   JLP_REQUIRE((p.residual && p.total) || !residual);
   JLP_REQUIRE(p.weight && p.inverse && (p.beta || !beta) && (p.mean || !layer));
-  return run_on(pool, "norm", p);
+  return run_on(engine, "norm", p);
 }
 
 /// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx.
-ffi::Error norm_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
+template <class Engine>
+ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
                          bool layer, bool residual) {
   const auto type = element_type(dy.element_type());
   JLP_REQUIRE(type.has_value() && alike(dy, *dx) && args.size() == size_t{3} + residual + layer);
   const Matrices m(dy);
   NormGradientProblem p{};
   p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
-  p.columns = m.columns, p.dy = dy.untyped_data(), p.dx = written(pool, *dx);
+  p.columns = m.columns, p.dy = dy.untyped_data(), p.dx = written(engine, *dx);
   p.of_total = residual ? like(args, 0, dy) : nullptr;
   p.x = like(args, residual, dy);
   p.weight = floats(args, residual + 1, m.batch * m.columns);
   p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
   p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
   JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
-  return run_on(pool, "norm_gradient", p);
+  return run_on(engine, "norm_gradient", p);
 }
 
 }  // namespace
 
-JLP_DEFINE_CPU_HANDLER(activation, activation,
-                       .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<std::string_view>("kind"));
-JLP_DEFINE_CPU_HANDLER(activation_gradient, activation_gradient,
-                       .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<std::string_view>("kind"));
-JLP_DEFINE_CPU_HANDLER(norm, norm,
-                       .Arg<ffi::AnyBuffer>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<bool>("layer")
-                           .Attr<bool>("residual")
-                           .Attr<bool>("beta")
-                           .Attr<float>("epsilon"));
-JLP_DEFINE_CPU_HANDLER(
-    norm_gradient, norm_gradient,
-    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
+JLP_DEFINE_HANDLERS(activation, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<std::string_view>("kind"));
+JLP_DEFINE_HANDLERS(activation_gradient, .Arg<ffi::AnyBuffer>()
+                                             .Arg<ffi::AnyBuffer>()
+                                             .RemainingArgs()
+                                             .Ret<ffi::AnyBuffer>()
+                                             .RemainingRets()
+                                             .Attr<std::string_view>("kind"));
+JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>()
+                              .RemainingArgs()
+                              .Ret<ffi::AnyBuffer>()
+                              .RemainingRets()
+                              .Attr<bool>("layer")
+                              .Attr<bool>("residual")
+                              .Attr<bool>("beta")
+                              .Attr<float>("epsilon"));
+JLP_DEFINE_HANDLERS(norm_gradient,
+                    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
 
 }  // namespace jaxlowprec

@@ -31,7 +31,7 @@ def activation_op(kind: str, implementation: Implementation = None):
         outputs=lambda x, *_: [(x.shape, x.dtype)],
         reference=lambda x, *up: [reference.activation(kind, x, *up)],
         native=native,
-        **choose("activation", implementation, only="cpu"),
+        **choose("activation", implementation),
     )
 
 
@@ -51,5 +51,5 @@ def activation_gradient_op(kind: str, implementation: Implementation = None):
         outputs=lambda _, x, *up: [(x.shape, x.dtype)] * (1 + len(up)),
         reference=lambda dy, x, *up: reference.activation_gradient(kind, dy, x, *up),
         native=native,
-        **choose("activation", implementation, only="cpu"),
+        **choose("activation", implementation),
     )

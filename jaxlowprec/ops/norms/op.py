@@ -76,7 +76,7 @@ def norm_op(spec: NormSpec):
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        **choose("norm", spec.implementation, only="cpu"),
+        **choose("norm", spec.implementation),
     )
 
 
@@ -105,7 +105,7 @@ def norm_gradient_op(spec: NormSpec):
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        **choose("norm", spec.implementation, only="cpu"),
+        **choose("norm", spec.implementation),
     )
 
 
