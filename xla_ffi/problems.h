@@ -225,21 +225,34 @@ struct HadamardProblem {
 
 // --- activations and norms, which make the operands of GEMMs (numerics.md 12)
 
+/// The tensor amaxes that a kernel takes of a result while it writes it: those of an AmaxProblem on the result.
+struct ResultAmaxes {
+  uint32_t* plain = nullptr;    // [batch] magnitude bits, zero on entry; null: not wanted
+  uint32_t* rotated = nullptr;  // the same after the random Hadamard transform along the columns
+  uint32_t sign_mask = 0;
+
+  bool wanted() const { return plain || rotated; }
+};
+
 struct ActivationProblem {
-  const void* x;   // [size]
-  const void* up;  // [size], that the activation is multiplied by; null: none
+  const void* x;   // [batch, size]
+  const void* up;  // [batch, size], that the activation is multiplied by; null: none
   ElementType type;
-  int64_t batch, size;  // batch is 1
+  int64_t batch, size;  // elements of a matrix; without amaxes all matrices may be taken as one
   ActivationKind kind;
-  void* result;  // [size]
+  void* result;         // [batch, size]
+  int64_t columns = 0;  // of a matrix; needed for amaxes only
+  ResultAmaxes amaxes = {};
 };
 
 struct ActivationGradientProblem {
-  const void *dy, *x, *up;  // [size]; up null: none
+  const void *dy, *x, *up;  // [batch, size]; up null: none
   ElementType type;
-  int64_t batch, size;  // batch is 1
+  int64_t batch, size;  // as in ActivationProblem
   ActivationKind kind;
-  void *dx, *dup;  // [size]; dup null without up
+  void *dx, *dup;       // [batch, size]; dup null without up
+  int64_t columns = 0;  // as in ActivationProblem
+  ResultAmaxes of_dx = {}, of_dup = {};
 };
 
 enum class NormKind : int32_t { kRms, kLayer };
@@ -253,6 +266,7 @@ struct NormProblem {
   const float *weight, *beta;  // [batch, columns]: gamma or 1 + gamma; beta null: none
   void *result, *total;        // [batch, rows, columns]; total: x + residual, null without
   float *mean, *inverse;       // [batch, rows]; mean of kLayer only, else null
+  ResultAmaxes amaxes = {};    // of `result`
 };
 
 struct NormGradientProblem {

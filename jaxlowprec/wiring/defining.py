@@ -131,10 +131,11 @@ def define(
         reference: arrays -> arrays in pure JAX, for platforms without a native implementation.
         native: as `reference`, by an FFI call; a mapping where platforms have different calls.
         platforms: the platforms that `native` serves.
-        collective: combines results over mesh axes that split a reduction factor.
+        collective: combines results over mesh axes that split a reduction factor that they do not have.
         when_reduced: (add_up, *arrays) -> arrays, used instead of `reference` and `collective` when a reduction factor
-            is split and combining the results is not enough. `add_up` adds up an array laid out as the first result.
-            The sum may stay scattered; operands without a reduction factor are then split as the results are.
+            is split and combining the results is not enough; no result has that factor. `add_up` adds up an array laid
+            out as the first result. The sum may stay scattered; operands without a reduction factor are then split as
+            the results are.
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         only_native: other platforms raise NotImplementedError instead of running the reference.
         missing: for error messages: why a platform is not among `platforms`.
@@ -154,7 +155,7 @@ def define(
                 (shape, dtype), *_ = shapes
                 wanted = Placed(shape, out_spec, jnp.dtype(dtype).itemsize)
             split = rule.split(mesh, operands, [wanted] if wanted else [])
-            split, _ = rule.landed(mesh, split, wanted)
+            split = {**split, **rule.landed(mesh, split, wanted)[0]}
         return [
             first.update(
                 shape=tuple(shape),
@@ -216,14 +217,14 @@ def define(
             with _as_by_default():  # the collective's own scalar computation too
                 if reduced and when_reduced:
                     return tuple(when_reduced(add_up, *local_args))
-                outs = bind(*local_args)
-                return tuple(collective(out, reduced) for out in outs) if reduced else outs
+                axes = [rule.combined(tokens, split) for tokens in rule.results]
+                return tuple(collective(out, a) if a else out for out, a in zip(bind(*local_args), axes, strict=True))
 
         def shardings(tokens, values, splits):
             specs = [rule.spec(t, len(v.shape), s) for t, v, s in zip(tokens, values, splits, strict=True)]
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-        placed_results = shardings(rule.results, results, [landed] * len(results))
+        placed_results = shardings(rule.results, results, [{**split, **landed}] * len(results))
         return mesh, _on_bytes(compute, dtypes), placed_results, shardings(rule.operands, args, where)
 
     def sharding_rule(dtypes, mesh, operands, results):

@@ -49,7 +49,8 @@ class ShardingRule:
 
     Arguments:
         text: the rule, see the module's docstring.
-        reductions: factors summed (or otherwise combined) away: results on split operands need a collective.
+        reductions: factors summed (or otherwise combined) away: results on split operands need a collective. A result
+            that has such a factor is not combined over it, but stays split.
         whole: further factors that are never split.
         sizes: factors of fixed size.
     """
@@ -146,7 +147,12 @@ class ShardingRule:
 
     def is_reduced(self, tokens: list[str]) -> bool:
         """Whether an operand has a factor that is reduced away."""
-        return not set(self.reductions).isdisjoint(re.findall(r"\w+", " ".join(tokens)))
+        return not set(self.reductions).isdisjoint(_names(tokens))
+
+    def combined(self, tokens: list[str], split: Split) -> tuple[str, ...]:
+        """The mesh axes that a result is combined over: those that split a reduction that it does not have."""
+        names = _names(tokens)
+        return tuple(axis for factor in self.reductions if factor not in names for axis in split.get(factor, ()))
 
     def spec(self, tokens: list[str], ndim: int, split: Split) -> PartitionSpec:
         """The partition of an array of `ndim` dimensions named by `tokens`."""
@@ -171,13 +177,18 @@ class ShardingRule:
             sizes[name] = math.prod(self.sizes[f] for f in rest.split())
             whole.add(name)
         order = dict.fromkeys(re.findall(r"\w+", text))
+        kept = {name for tokens in self.results for name in _names(tokens)}
         alone = re.sub(r"\([^)]*\)", "", text)
         options: dict[str, Any] = {f: sizes[f] for f in order if f in sizes and f not in re.findall(r"\w+", alone)}
         special = {
             "need_replication_factors": tuple(f for f in order if f in whole),
-            "reduction_factors": tuple(f for f in order if f in self.reductions),
+            "reduction_factors": tuple(f for f in order if f in self.reductions and f not in kept),
         }
         return text, options | {name: factors for name, factors in special.items() if factors}
+
+
+def _names(tokens: list[str]) -> list[str]:
+    return re.findall(r"\w+", " ".join(tokens))
 
 
 class _Factors:

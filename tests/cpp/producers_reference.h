@@ -3,6 +3,7 @@
 
 #include "../../xla_ffi/numerics/activations.h"
 #include "kernel_data.h"
+#include "reference.h"
 
 namespace jaxlowprec {
 namespace reference {
@@ -19,6 +20,12 @@ inline Buffer filled(ElementType type, int64_t count, Data data, std::mt19937& r
   Buffer x(count * element_size(type), random() % 2 * 4);
   fill_elements(x.as(), type, 0, count, data, random);
   return x;
+}
+
+/// The amaxes of a result's matrix: the plain one, or that after the rotation along the columns.
+inline uint32_t amax_of_result(const void* y, ElementType type, int64_t rows, int64_t columns, int64_t batch, bool rotated) {
+  const AmaxProblem p{y, type, batch + 1, rows, columns, nullptr, nullptr, kDefaultSignMask};
+  return amax_bits(lines_of(p, batch, rotated, rotated));
 }
 
 struct ActivationCase {

@@ -12,6 +12,68 @@ using reference::kAnyData;
 using reference::NormCase;
 using reference::Norms;
 
+/// Room for the amaxes of the matrices of a result (numerics.md 1 and 3).
+struct Amaxes {
+  Buffer plain, rotated;
+  bool has_plain, has_rotated;
+
+  Amaxes(int64_t batch, bool has_plain, bool has_rotated)
+      : plain(batch * 4), rotated(batch * 4), has_plain(has_plain), has_rotated(has_rotated) {
+    std::fill_n(plain.as<uint32_t>(), batch, 0), std::fill_n(rotated.as<uint32_t>(), batch, 0);
+  }
+
+  ResultAmaxes wanted() const {
+    return {has_plain ? plain.as<uint32_t>() : nullptr, has_rotated ? rotated.as<uint32_t>() : nullptr, kDefaultSignMask};
+  }
+
+  void check(const Buffer& y, ElementType type, int64_t batch, int64_t rows, int64_t columns) const {
+    const auto of = [&](int64_t b, bool turned) {
+      return reference::amax_of_result(y.as(), type, rows, columns, b, turned);
+    };
+    for (int64_t b = 0; b < batch; ++b) {
+      if (has_plain) CHECK_EQ(plain.as<uint32_t>()[b], of(b, false));
+      if (has_rotated) CHECK_EQ(rotated.as<uint32_t>()[b], of(b, true));
+    }
+  }
+};
+
+TEST(activations_give_the_amaxes_of_their_results) {
+  std::mt19937 random(4);
+  struct Shape {
+    int64_t batch, rows, columns;
+  };
+  for (const Shape s : {Shape{1, 1, 1}, {2, 16, 128}, {3, 19, 33}, {2, 35, 300}, {1, 17, 2100}, {2, 130, 7}})
+    for (const ElementType type : kTypes)
+      for (const ActivationKind kind : kActivations)
+        for (const bool gated : {false, true}) {
+          if (kReduced && random() % 4) continue;
+          const int64_t size = s.rows * s.columns;
+          const ActivationCase c{kind, type, s.batch * size, gated, kAnyData[random() % 6]};
+          const check::Given given(std::to_string(s.rows) + "x" + std::to_string(s.columns) + " " + c.text());
+          const Activations a(c, random);
+          const int which = 1 + static_cast<int>(random() % 3);
+          for_all_runs([&](const Kernels& k, bool scrambled) {
+            const Buffer y(a.y.size()), dx(a.y.size()), dup(a.y.size());
+            const Amaxes of_y(s.batch, which & 1, which & 2), of_dx(s.batch, which & 1, which & 2);
+            const Amaxes of_dup(s.batch, which & 1, which & 2);
+            const void* const up = gated ? a.up.as() : nullptr;
+            const ActivationProblem p{a.x.as(), up, type, s.batch, size, kind, y.as(), s.columns, of_y.wanted()};
+            run_chunks(k, p, scrambled);
+            CHECK_EQ(first_difference(y, a.y, type), -1);
+            of_y.check(y, type, s.batch, s.rows, s.columns);
+            ActivationGradientProblem g{a.dy.as(), a.x.as(), up,      type,      s.batch,        size,
+                                        kind,      dx.as(),  nullptr, s.columns, of_dx.wanted(), {}};
+            if (gated) g.dup = dup.as(), g.of_dup = of_dup.wanted();
+            run_chunks(k, g, scrambled);
+            CHECK_EQ(first_difference(dx, a.dx, type), -1);
+            of_dx.check(dx, type, s.batch, s.rows, s.columns);
+            if (!gated) return;
+            CHECK_EQ(first_difference(dup, a.dup, type), -1);
+            of_dup.check(dup, type, s.batch, s.rows, s.columns);
+          });
+        }
+}
+
 TEST(activations_follow_the_rule) {
   std::mt19937 random(1);
   for (const int64_t size : {1, 7, 16, 33, 1000, 20000})
@@ -35,7 +97,7 @@ TEST(activations_follow_the_rule) {
         }
 }
 
-void check_norm(const Norms& n) {
+void check_norm(const Norms& n, bool has_amaxes = false) {
   const NormCase& c = n.c;
   for_all_runs([&](const Kernels& k, bool scrambled) {
     const Buffer y(n.y.size()), total(n.y.size()), dx(n.y.size()), mean(n.mean.size()), inverse(n.inverse.size());
@@ -44,8 +106,11 @@ void check_norm(const Norms& n) {
     if (c.has_residual) p.residual = n.residual.as(), p.total = total.as();
     if (c.has_beta) p.beta = n.beta.as<float>();
     if (c.layer()) p.mean = mean.as<float>();
+    const Amaxes amaxes(c.batch, c.has_residual, true);
+    if (has_amaxes) p.amaxes = amaxes.wanted();
     run_chunks(k, p, scrambled);
     CHECK_EQ(first_difference(y, n.y, c.type), -1);
+    if (has_amaxes) amaxes.check(y, c.type, c.batch, c.rows, c.columns);
     CHECK_EQ(first_difference(inverse, n.inverse, ElementType::kF32), -1);
     if (c.has_residual) CHECK_EQ(first_difference(total, n.total, c.type), -1);
     if (c.layer()) CHECK_EQ(first_difference(mean, n.mean, ElementType::kF32), -1);
@@ -63,13 +128,14 @@ TEST(norms_follow_the_rule) {
   for (const NormKind kind : {NormKind::kRms, NormKind::kLayer})
     for (const ElementType type : kTypes)
       for (const int64_t columns : {1, 5, 16, 255, 256, 257, 700, 4096})
-        for (const bool has_residual : {false, true}) {
-          const int64_t rows = columns < 300 ? 70 : 3;
-          const bool has_beta = kind == NormKind::kLayer && random() % 2;
-          const NormCase c{kind, type, 2, rows, columns, has_residual, has_beta, kAnyData[random() % 6]};
-          const check::Given given(c.text());
-          check_norm(Norms(c, random));
-        }
+        for (const bool has_residual : {false, true})
+          for (const bool has_amaxes : {false, true}) {
+            const int64_t rows = columns < 300 ? 70 : has_amaxes ? 19 : 3;
+            const bool has_beta = kind == NormKind::kLayer && random() % 2;
+            const NormCase c{kind, type, 2, rows, columns, has_residual, has_beta, kAnyData[random() % 6]};
+            const check::Given given(c.text() + (has_amaxes ? " amaxes" : ""));
+            check_norm(Norms(c, random), has_amaxes);
+          }
 }
 
 /// Sums begin at 0, so that none is -0.

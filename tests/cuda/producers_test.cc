@@ -1,5 +1,5 @@
 // The kernels of activations and norms, executed on a CPU: byte for byte the scalar rule, and each byte moved once.
-// Kernels: activations.cu norms.cu
+// Kernels: activations.cu norms.cu amax.cu
 #include "../../xla_ffi/cuda/launch.h"
 #include "../cpp/check.h"
 #include "../cpp/producers_reference.h"
@@ -21,6 +21,26 @@ void check_result(const DeviceBytes& found, const Buffer& expected, ElementType 
   CHECK_EQ(first_difference(found.as(), expected.as(), type, count), -1);
   CHECK_EQ(found.unwritten(), 0);
 }
+
+/// Amaxes in the device's memory.
+struct Amaxes {
+  bool has_plain, has_rotated;
+  int64_t batch, rows, columns;
+  DeviceBytes plain{batch * 4, 0, "plain"}, rotated{batch * 4, 0, "rotated"};
+
+  ResultAmaxes wanted() const {
+    return {has_plain ? plain.as<uint32_t>() : nullptr, has_rotated ? rotated.as<uint32_t>() : nullptr, kDefaultSignMask};
+  }
+  void check(const Buffer& y, ElementType type) const {
+    const auto of = [&](int64_t b, bool turned) {
+      return reference::amax_of_result(y.as(), type, rows, columns, b, turned);
+    };
+    for (int64_t b = 0; b < batch; ++b) {
+      if (has_plain) CHECK_EQ(plain.as<uint32_t>()[b], of(b, false));
+      if (has_rotated) CHECK_EQ(rotated.as<uint32_t>()[b], of(b, true));
+    }
+  }
+};
 
 void check_activation(const ActivationCase& c, const Activations& a, int64_t misalignment) {
   const check::Given given(c.text() + " misaligned by " + std::to_string(misalignment));
@@ -49,6 +69,45 @@ TEST(activations_follow_the_rule) {
           cuda_on_cpu::device().multiprocessors = random() % 2 ? 132 : 1;
           check_activation(c, Activations(c, random), random() % 3 ? 0 : 4);
         }
+}
+
+TEST(activations_give_the_amaxes_of_their_results) {
+  std::mt19937 random(8);
+  struct Shape {
+    int64_t batch, rows, columns;
+  };
+  for (const Shape s : {Shape{1, 1, 1}, {2, 16, 128}, {3, 19, 33}, {2, 35, 300}, {1, 17, 2104}, {2, 130, 7}, {1, 64, 264}})
+    for (const ElementType type : kTypes)
+      for (const bool gated : {false, true}) {
+        const int64_t size = s.rows * s.columns;
+        const ActivationKind kind = kActivations[random() % 3];
+        const ActivationCase c{kind, type, s.batch * size, gated, kAnyData[random() % 6]};
+        const check::Given given(std::to_string(s.rows) + "x" + std::to_string(s.columns) + " " + c.text());
+        const Activations a(c, random);
+        const int64_t bytes = a.x.size(), misalignment = random() % 3 ? 0 : 4;
+        const DeviceBytes x(a.x, misalignment, "x"), up(a.up, misalignment, "up"), dy(a.dy, misalignment, "dy");
+        const DeviceBytes y(bytes, misalignment, "y"), dx(bytes, misalignment, "dx"), dup(bytes, misalignment, "dup");
+        const bool has_plain = random() % 2, has_rotated = !has_plain || random() % 2;
+        const Amaxes of_y{has_plain, has_rotated, s.batch, s.rows, s.columns};
+        const Amaxes of_dx{has_plain, has_rotated, s.batch, s.rows, s.columns};
+        const Amaxes of_dup{has_plain, has_rotated, s.batch, s.rows, s.columns};
+        const void* const gate = gated ? up.as() : nullptr;
+        cuda_on_cpu::device().multiprocessors = random() % 2 ? 132 : 1;
+        vary_order(random);
+        const ActivationProblem p{x.as(), gate, type, s.batch, size, kind, y.as(), s.columns, of_y.wanted()};
+        CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+        check_result(y, a.y, type);
+        of_y.check(a.y, type);
+        ActivationGradientProblem g{dy.as(), x.as(),  gate,    type,      s.batch,        size,
+                                    kind,    dx.as(), nullptr, s.columns, of_dx.wanted(), {}};
+        if (gated) g.dup = dup.as(), g.of_dup = of_dup.wanted();
+        CHECK_EQ(cuda::launch(g, nullptr), cudaSuccess);
+        check_result(dx, a.dx, type);
+        of_dx.check(a.dx, type);
+        if (!gated) continue;
+        check_result(dup, a.dup, type);
+        of_dup.check(a.dup, type);
+      }
 }
 
 TEST(activations_of_every_bit_pattern) {
@@ -118,6 +177,29 @@ TEST(norms_follow_the_rule) {
           vary_order(random);
           check_norm(n, random() % 3 ? 0 : 4);
           check_gradient(n, random() % 3 ? 0 : 4);
+        }
+}
+
+TEST(norms_give_the_amaxes_of_their_results) {
+  std::mt19937 random(9);
+  for (const NormKind kind : {NormKind::kRms, NormKind::kLayer})
+    for (const ElementType type : kTypes)
+      for (const int64_t columns : {1, 33, 264, 1032, 6152})
+        for (const int64_t rows : {3, 16, 35}) {
+          const Norms n({kind, type, 2, rows, columns, false, false, kAnyData[random() % 6]}, random);
+          const check::Given given(n.c.text());
+          const DeviceBytes x(n.x, 0, "x"), weight(n.weight, 0, "weight"), y(n.y.size(), 0, "y");
+          const DeviceBytes mean(n.mean.size(), 0, "mean"), inverse(n.inverse.size(), 0, "inverse");
+          const bool has_plain = random() % 2;
+          const Amaxes amaxes{has_plain, !has_plain || random() % 2, 2, rows, columns};
+          NormProblem p = n.problem();
+          p.x = x.as(), p.weight = weight.as<float>(), p.result = y.as(), p.inverse = inverse.as<float>();
+          if (n.c.layer()) p.mean = mean.as<float>();
+          p.amaxes = amaxes.wanted();
+          vary_order(random);
+          CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+          check_result(y, n.y, type);
+          amaxes.check(n.y, type);
         }
 }
 

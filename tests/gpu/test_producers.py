@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.norms.op import NormSpec, norm_op
 from tests.gpu.sides import assert_same_bytes_on
 from tests.helpers import FLOATS, random_array
 
@@ -81,6 +84,20 @@ def test_norms_of_hostile_rows(cpu, gpu, kind, scale):
     x = x.at[2].multiply(scale) if np.isfinite(scale) else x.at[2, 7].set(scale)
     for dtype in FLOATS:
         assert_same_norms((cpu, gpu), kind, False, x.astype(dtype))
+
+
+@pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_amaxes_of_results(cpu, gpu, dtype, wanted):
+    def run(x, gamma):
+        y = activated("swiglu", [x, x], wanted, "ffi")
+        gradients = activation_gradients("swiglu", x, [x, x], wanted, "ffi")
+        spec = NormSpec("rms", 1e-6, False, False, "ffi", wanted.of_rows(x.shape[-2]))
+        return y, gradients, norm_op(spec)(x, jnp.broadcast_to(gamma, (*x.shape[:-2], x.shape[-1])))
+
+    for shape in SHAPES:
+        x, gamma = random_array(shape, dtype, seed=1), random_array(shape[-1:], "float32", seed=2)
+        assert_same_bytes_on((cpu, gpu), run, x, gamma)
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
+from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.amax.wanted import Amaxes
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 
 ROWS, ROW, NUMBERS = "2x40x96xbf16", "2x96xf32", "2x40xf32"
@@ -59,6 +61,21 @@ def test_norms(layer, residual):
     for call in (forward, backward):
         assert f"layer = {str(layer).lower()}" in call.attributes
         assert f"residual = {str(residual).lower()}" in call.attributes
+
+
+@pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)
+def test_amaxes_are_results_of_the_same_call(wanted):
+    def run(x):
+        y = activated("swiglu", [x, x], wanted)
+        return y, activation_gradients("swiglu", x, [x, x], wanted)
+
+    with claiming_cuda(9.0):
+        forward, backward = custom_calls(run, array())
+    assert forward.results == [ROWS] + ["2xf32"] * wanted.count
+    assert backward.results == [ROWS] * 2 + ["2xf32"] * 2 * wanted.count
+    for call in (forward, backward):
+        assert f"plain = {str(wanted.plain).lower()}" in call.attributes
+        assert f"rotated = {str(wanted.hadamard is not None).lower()}" in call.attributes
 
 
 def test_the_kernel_can_be_demanded_and_refused():

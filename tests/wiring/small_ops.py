@@ -100,3 +100,10 @@ biased_total = define(
     reference=lambda x, bias: [x.sum((-2, -1)) + bias],
     when_reduced=lambda add_up, x, bias: [add_up(x.sum((-2, -1))) + bias],
 )
+doubled_with_maximum = define(
+    "doubled_with_maximum",
+    rule=ShardingRule("... r c -> ... r c, ..., ... r", reductions=("r", "c")),
+    outputs=lambda x: [(x.shape, x.dtype), *matrix_outputs(x), (x.shape[:-1], x.dtype)],
+    reference=lambda x: [2 * x, jnp.max(x, axis=(-2, -1)), jnp.max(x, axis=-1)],
+    collective=jax.lax.pmax,
+)

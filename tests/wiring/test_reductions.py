@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.sharding.meshes import by_axis_type, collectives, mesh_of, name_of, place, unless_refused
-from tests.wiring.small_ops import biased_total, integers, maximum, total
+from tests.wiring.small_ops import biased_total, doubled_with_maximum, integers, maximum, total
 
 SPLITS = [((1,), P("a")), ((4,), P("a")), ((2,), P(None, "a")), ((2, 4), P("b", "a")), ((2, 4), P(None, ("b", "a")))]
 
@@ -44,6 +44,20 @@ def test_slices_are_reduced_where_they_are(shape, spec, found, axis_type):
             compiled = function.lower(placed).compile()
             np.testing.assert_array_equal(compiled(placed), x.max((-2, -1)))
             assert collectives(compiled) == found
+
+
+@by_axis_type
+@pytest.mark.parametrize(("sizes", "spec"), SPLITS, ids=name_of)
+def test_results_that_have_the_factor_stay_split(sizes, spec, axis_type):
+    mesh, x = mesh_of(sizes, axis_type), integers((16, 64))
+    with jax.set_mesh(mesh):
+        placed = place(x, mesh, spec)
+        doubled, largest, of_rows = jax.jit(doubled_with_maximum)(placed)
+    assert doubled.sharding.is_equivalent_to(placed.sharding, 2)
+    assert largest.sharding.is_fully_replicated and largest == x.max()
+    assert of_rows.sharding.shard_shape((16,)) == placed.sharding.shard_shape(x.shape)[:1]
+    np.testing.assert_array_equal(doubled, 2 * x)
+    np.testing.assert_array_equal(of_rows, x.max(-1))
 
 
 @by_axis_type

@@ -37,6 +37,34 @@ auto floats(const Buffers& buffers, size_t place, int64_t count) {
   }
 }
 
+/// Which amaxes of each result are wanted, as jaxlowprec/ops/amax/wanted.py names them.
+struct WantedAmaxes {
+  bool plain, rotated;
+  int32_t sign_mask;
+
+  size_t count() const { return size_t{plain} + rotated; }
+
+  /// Those of a result, from `place` on among the results, zeroed; nothing if they are other buffers.
+  template <class Engine>
+  std::optional<ResultAmaxes> at(Engine& engine, const ffi::RemainingRets& results, size_t place, int64_t batch) const {
+    ResultAmaxes found{nullptr, nullptr, static_cast<uint32_t>(sign_mask)};
+    for (uint32_t** target : {plain ? &found.plain : nullptr, rotated ? &found.rotated : nullptr}) {
+      if (!target) continue;
+      *target = reinterpret_cast<uint32_t*>(floats(results, place++, batch));
+      if (!*target) return std::nullopt;
+      clear(engine, *target, batch);
+    }
+    return found;
+  }
+};
+
+/// The matrices of x; without amaxes, which are of a matrix each, all as one.
+inline Matrices taken_as_one(const ffi::AnyBuffer& x, const WantedAmaxes& wanted) {
+  Matrices m(x);
+  if (wanted.count() == 0) m.columns = m.size(), m.batch = m.rows = 1;
+  return m;
+}
+
 /// The buffer like `x` there; null if it is another.
 template <class Buffers>
 void* like(const Buffers& buffers, size_t place, const ffi::AnyBuffer& x) {
@@ -50,49 +78,69 @@ void* like(const Buffers& buffers, size_t place, const ffi::AnyBuffer& x) {
   }
 }
 
-/// x and, if it is gated, up -> the activation.
+/// x and, if it is gated, up -> the activation, and its amaxes.
 template <class Engine>
 ffi::Error activation(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
-                      std::string_view kind) {
+                      ffi::RemainingRets results, std::string_view kind, bool plain, bool rotated, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto rule = activation_kind(kind);
+  const WantedAmaxes wanted{plain, rotated, sign_mask};
   JLP_REQUIRE(type.has_value() && rule.has_value() && args.size() <= 1 && alike(x, *result));
+  JLP_REQUIRE(results.size() == wanted.count());
   const void* up = like(args, 0, x);
   JLP_REQUIRE((up != nullptr) == (args.size() == 1));
-  const int64_t size = static_cast<int64_t>(x.element_count());
-  const ActivationProblem p{x.untyped_data(), up, *type, 1, size, *rule, written(engine, *result)};
+  const Matrices m = taken_as_one(x, wanted);
+  const auto amaxes = wanted.at(engine, results, 0, m.batch);
+  JLP_REQUIRE(amaxes.has_value());
+  const ActivationProblem p{x.untyped_data(),         up,        *type,  m.batch, m.rows * m.columns, *rule,
+                            written(engine, *result), m.columns, *amaxes};
   return run_on(engine, "activation", p);
 }
 
-/// dy, x and, if it is gated, up -> their gradients.
+/// dy, x and, if it is gated, up -> the gradients of x and up, and the amaxes of each.
 template <class Engine>
 ffi::Error activation_gradient(Engine engine, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
-                               ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets results, std::string_view kind) {
+                               ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets results, std::string_view kind, bool plain,
+                               bool rotated, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto rule = activation_kind(kind);
-  JLP_REQUIRE(type.has_value() && rule.has_value() && args.size() <= 1 && results.size() == args.size());
+  const WantedAmaxes wanted{plain, rotated, sign_mask};
+  JLP_REQUIRE(type.has_value() && rule.has_value() && args.size() <= 1);
+  const size_t gated = args.size(), gradients = 1 + gated;
+  JLP_REQUIRE(results.size() == gated + gradients * wanted.count());
   JLP_REQUIRE(alike(x, dy) && alike(x, *dx));
   const void* up = like(args, 0, x);
-  void* dup = like(results, 0, x);
-  JLP_REQUIRE((up != nullptr) == (args.size() == 1) && (dup != nullptr) == (args.size() == 1));
-  const int64_t size = static_cast<int64_t>(x.element_count());
+  void* dup = gated ? like(results, 0, x) : nullptr;
+  JLP_REQUIRE((up != nullptr) == (gated == 1) && (dup != nullptr) == (gated == 1));
+  const Matrices m = taken_as_one(x, wanted);
+  const auto of_dx = wanted.at(engine, results, gated, m.batch);
+  const auto of_dup = gated ? wanted.at(engine, results, gated + wanted.count(), m.batch) : ResultAmaxes{};
+  JLP_REQUIRE(of_dx.has_value() && of_dup.has_value());
+  const int64_t size = m.rows * m.columns;
   const ActivationGradientProblem p{
-      dy.untyped_data(), x.untyped_data(), up, *type, 1, size, *rule, written(engine, *dx), dup};
+      dy.untyped_data(), x.untyped_data(), up,     *type, m.batch, size, *rule, written(engine, *dx), dup,
+      m.columns,         *of_dx,           *of_dup};
   return run_on(engine, "activation_gradient", p);
 }
 
 /// x, the residual if there is one, the weight and beta if there is one -> the norm, the sum with a residual, the mean of
-/// layer norms, and the inverse root.
+/// layer norms, the inverse root, and the amaxes of the norm.
 template <class Engine>
 ffi::Error norm(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
-                ffi::RemainingRets results, bool layer, bool residual, bool beta, float epsilon) {
+                ffi::RemainingRets results, bool layer, bool residual, bool beta, float epsilon, bool plain, bool rotated,
+                int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   JLP_REQUIRE(type.has_value() && alike(x, *result));
-  JLP_REQUIRE(args.size() == size_t{1} + residual + beta && results.size() == size_t{1} + residual + layer);
+  const WantedAmaxes wanted{plain, rotated, sign_mask};
+  const size_t others = size_t{1} + residual + layer;
+  JLP_REQUIRE(args.size() == size_t{1} + residual + beta && results.size() == others + wanted.count());
   const Matrices m(x);
+  const auto amaxes = wanted.at(engine, results, others, m.batch);
+  JLP_REQUIRE(amaxes.has_value());
   NormProblem p{};
   p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
   p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data(), p.result = written(engine, *result);
+  p.amaxes = *amaxes;
   p.residual = residual ? like(args, 0, x) : nullptr;
   p.total = residual ? like(results, 0, x) : nullptr;
   p.weight = floats(args, residual, m.batch * m.columns);
@@ -125,13 +173,17 @@ ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs ar
 
 }  // namespace
 
-JLP_DEFINE_HANDLERS(activation, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<std::string_view>("kind"));
+#define JLP_AMAX_ATTRIBUTES .Attr<bool>("plain").Attr<bool>("rotated").Attr<int32_t>("sign_mask")
+
+JLP_DEFINE_HANDLERS(
+    activation, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<std::string_view>("kind")
+                    JLP_AMAX_ATTRIBUTES);
 JLP_DEFINE_HANDLERS(activation_gradient, .Arg<ffi::AnyBuffer>()
                                              .Arg<ffi::AnyBuffer>()
                                              .RemainingArgs()
                                              .Ret<ffi::AnyBuffer>()
                                              .RemainingRets()
-                                             .Attr<std::string_view>("kind"));
+                                             .Attr<std::string_view>("kind") JLP_AMAX_ATTRIBUTES);
 JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>()
                               .RemainingArgs()
                               .Ret<ffi::AnyBuffer>()
@@ -139,7 +191,7 @@ JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>()
                               .Attr<bool>("layer")
                               .Attr<bool>("residual")
                               .Attr<bool>("beta")
-                              .Attr<float>("epsilon"));
+                              .Attr<float>("epsilon") JLP_AMAX_ATTRIBUTES);
 JLP_DEFINE_HANDLERS(norm_gradient,
                     .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
 

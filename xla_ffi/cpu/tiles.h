@@ -78,6 +78,17 @@ struct Staged {
       for (int r = 0; r < rows; ++r) memcpy(x[r], source + r * matrix_columns, columns * sizeof(Storage));
     }
   }
+
+  /// Rows that are about to be computed: only the padding is filled.
+  Staged(int rows, int columns) : rows(rows), columns(columns) {
+    if (rows != kRows || columns != kColumns) memset(x, 0, sizeof x);
+  }
+
+  /// Writes them to their place in a matrix.
+  void write_to(Storage* matrix, int64_t matrix_columns, int64_t row, int64_t column) const {
+    Storage* to = matrix + row * matrix_columns + column;
+    for (int r = 0; r < rows; ++r) memcpy(to + r * matrix_columns, x[r], columns * sizeof(Storage));
+  }
 };
 
 template <class E>

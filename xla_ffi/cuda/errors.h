@@ -20,7 +20,7 @@ std::string driver_problem();
 
 /// The shape of what a problem is about: of matrices, or of as many elements.
 template <class Problem>
-auto shape_of(const Problem& p, int) -> decltype(p.columns, std::string()) {
+auto shape_of(const Problem& p, int) -> decltype(p.rows, std::string()) {
   return std::to_string(p.batch) + ", " + std::to_string(p.rows) + ", " + std::to_string(p.columns);
 }
 template <class Problem>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
+from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.no_derivative import no_derivative
@@ -166,3 +168,31 @@ def _backward(kind: str, implementation: Implementation, operands: tuple[jax.Arr
 
 _activate.defvjp(_forward, _backward)
 _differentiated_once = no_derivative("activations of jaxlowprec have no second derivative; use those of jax.nn for one")
+
+
+# What linears call inside of their own derivatives. Operands are checked already: arrays [..., R, C] of one shape and
+# dtype, x, or gate and up; with amaxes whose rows are split, [..., S, R, C].
+
+
+def activated(
+    kind: str, operands: Sequence[jax.Array], amaxes: Amaxes | None, implementation: Implementation = None
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The activation, and the wanted amaxes of it, as `ops.amax.api.amax` gives them: float32 [...]. No pass over the
+    result is taken for them. Without a derivative."""
+    amaxes = (amaxes or NO_AMAXES).of_rows(operands[0].shape[-2])
+    y, *found = activation_op(kind, implementation, amaxes)(*wiring.align_varying(*operands))
+    return y, found
+
+
+def activation_gradients(
+    kind: str,
+    dy: jax.Array,
+    operands: Sequence[jax.Array],
+    amaxes: Amaxes | None,
+    implementation: Implementation = None,
+) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+    """The gradient of each operand, and the wanted amaxes of each gradient; see `activated`."""
+    amaxes = (amaxes or NO_AMAXES).of_rows(dy.shape[-2])
+    results = activation_gradient_op(kind, implementation, amaxes)(*wiring.align_varying(dy, *operands))
+    gradients, found = list(results[: len(operands)]), results[len(operands) :]
+    return gradients, [list(found[i * amaxes.count : (i + 1) * amaxes.count]) for i in range(len(operands))]

@@ -3,53 +3,82 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.activations import reference
+from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes, largest_over
 from jaxlowprec.ops.implementation import Implementation, choose
 
 
-def _rule(operands: int, results: int) -> wiring.ShardingRule:
-    matrix = "... r c"
-    return wiring.ShardingRule(f"{', '.join([matrix] * operands)} -> {', '.join([matrix] * results)}")
+def _rule(operands: int, results: int, amaxes: Amaxes) -> wiring.ShardingRule:
+    """Of an op of matrices whose results have amaxes each."""
+    matrix = f"{amaxes.lines} c"
+    text = f"{', '.join([matrix] * operands)} -> {', '.join([matrix] * results + ['...'] * results * amaxes.count)}"
+    return wiring.ShardingRule(text, amaxes.reductions, amaxes.whole, **amaxes.sizes)
 
 
 @functools.cache
-def activation_op(kind: str, implementation: Implementation = None):
-    """x [..., R, C] and, if it is gated, up -> [..., R, C] in x's dtype; see `reference.activation`."""
-    rule = reference.RULES[kind]
+def activation_op(kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None):
+    """x [..., R, C] and, if it is gated, up -> [..., R, C] in x's dtype, see `reference.activation`; and the amaxes of
+    that result, float32 [...] each."""
+    rule, wanted = reference.RULES[kind], amaxes or NO_AMAXES
 
-    def native(x, *up):
-        call = jax.ffi.ffi_call("jaxlowprec_activation", jax.ShapeDtypeStruct(x.shape, x.dtype))
-        return [call(x, *up, kind=rule.name)]
+    def outputs(x, *_):
+        return [(x.shape, x.dtype), *wanted.outputs(x)]
+
+    def run_reference(x, *up):
+        y = reference.activation(kind, x, *up)
+        return [y, *wanted.reference(y)]
+
+    def run_native(x, *up):
+        return _matrices_call("jaxlowprec_activation", wanted, outputs(x), x, *up, kind=rule.name)
 
     return wiring.define(
         "jaxlowprec_activation",
-        rule=_rule(1 + rule.gated, 1),
-        outputs=lambda x, *_: [(x.shape, x.dtype)],
-        reference=lambda x, *up: [reference.activation(kind, x, *up)],
-        native=native,
+        rule=_rule(1 + rule.gated, 1, wanted),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        collective=largest_over,
         **choose("activation", implementation),
     )
 
 
 @functools.cache
-def activation_gradient_op(kind: str, implementation: Implementation = None):
-    """dy, x [..., R, C] and, if it is gated, up -> their gradients; see `reference.activation_gradient`."""
-    rule = reference.RULES[kind]
+def activation_gradient_op(kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None):
+    """dy, x [..., R, C] and, if it is gated, up -> the gradients of x and up, see `reference.activation_gradient`; and
+    the amaxes of the one and of the other, float32 [...] each."""
+    rule, wanted = reference.RULES[kind], amaxes or NO_AMAXES
 
-    def native(dy, x, *up):
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        call = jax.ffi.ffi_call("jaxlowprec_activation_gradient", [like] * (1 + rule.gated))
-        return call(dy, x, *up, kind=rule.name)
+    def outputs(_, x, *up):
+        return [(x.shape, x.dtype)] * (1 + len(up)) + wanted.outputs(x) * (1 + len(up))
+
+    def run_reference(dy, x, *up):
+        gradients = reference.activation_gradient(kind, dy, x, *up)
+        return gradients + [amax for gradient in gradients for amax in wanted.reference(gradient)]
+
+    def run_native(dy, x, *up):
+        name = "jaxlowprec_activation_gradient"
+        return _matrices_call(name, wanted, outputs(dy, x, *up), dy, x, *up, kind=rule.name)
 
     return wiring.define(
         "jaxlowprec_activation_gradient",
-        rule=_rule(2 + rule.gated, 1 + rule.gated),
-        outputs=lambda _, x, *up: [(x.shape, x.dtype)] * (1 + len(up)),
-        reference=lambda dy, x, *up: reference.activation_gradient(kind, dy, x, *up),
-        native=native,
+        rule=_rule(2 + rule.gated, 1 + rule.gated, wanted),
+        outputs=outputs,
+        reference=run_reference,
+        native=run_native,
+        collective=largest_over,
         **choose("activation", implementation),
     )
+
+
+def _matrices_call(name: str, amaxes: Amaxes, outputs: list[Any], *operands: jax.Array, kind: str) -> list[jax.Array]:
+    """The kernel on matrices, one for each tensor whose amaxes are wanted."""
+    matrices = [amaxes.matrix(x) for x in operands]
+    like = operands[0].shape
+    results = [jax.ShapeDtypeStruct(matrices[0].shape if shape == like else shape, dtype) for shape, dtype in outputs]
+    found = jax.ffi.ffi_call(name, results)(*matrices, **amaxes.attributes, kind=kind)
+    return [x.reshape(shape) for x, (shape, _) in zip(found, outputs, strict=True)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float
 
-from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax.op import amax_op
+from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.implementation import Implementation
 
 
@@ -27,5 +27,5 @@ def amax(
         implementation: None, "ffi" or "reference".
         rows_split: x is [..., S, R, C], one tensor whose rows are split into S parts of whole rotations.
     """
-    whole_rows = hadamard is not None and x.shape[-2] % BLOCK != 0
-    return list(amax_op(plain, hadamard, whole_rows, rows_split, implementation)(jax.lax.stop_gradient(x)))
+    wanted = Amaxes(plain, hadamard, rows_split).of_rows(x.shape[-2])
+    return list(amax_op(wanted, implementation)(jax.lax.stop_gradient(x)))

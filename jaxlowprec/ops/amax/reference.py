@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_padded
-from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, NAN_BITS, from_bits, magnitude_bits
+from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, NAN_BITS, from_bits, magnitude_bits, widened
 
 
 def amax(x: jax.Array) -> jax.Array:
     """[..., R, C] -> float32 [...]: the largest magnitude; subnormals are 0, NaN the quiet NaN and above all."""
-    bits = magnitude_bits(x.astype(jnp.float32)).max(axis=(-2, -1), initial=0)
+    bits = magnitude_bits(widened(x)).max(axis=(-2, -1), initial=0)
     bits = jnp.where(bits > INFINITY_BITS, NAN_BITS, bits)
     return from_bits(jnp.where(bits < MIN_NORMAL_BITS, 0, bits))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.amax import op as amax_op
+from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.grouped_matmul.groups import Groups, Slots
 from jaxlowprec.ops.grouped_matmul.reference import largest_of, where_else_zero
 from jaxlowprec.ops.quantize import op as quantize_op
@@ -26,7 +27,7 @@ TILE = 128  # rows of a kernel's tile; a multiple of every block
 def amax(plain: bool, hadamard: Hadamard | None, x: jax.Array, sizes: jax.Array) -> list[jax.Array]:
     """As `reference.amax`."""
     slots = Slots.of(Groups.of(sizes, x.shape[0]), TILE)
-    found = amax_op.native_call(plain, hadamard, slots.take(x, TILE), vmap_method="expand_dims")
+    found = amax_op.native_call(Amaxes(plain, hadamard), slots.take(x, TILE), vmap_method="expand_dims")
     return [largest_of(of_slots, slots.group, sizes.shape[0]) for of_slots in found]
 
 

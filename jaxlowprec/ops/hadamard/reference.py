@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.ops.rounding import narrowed
+from jaxlowprec.ops.rounding import narrowed, widened
 
 
 def _butterfly(v: jax.Array) -> jax.Array:
@@ -23,7 +23,7 @@ def _butterfly(v: jax.Array) -> jax.Array:
 
 def rotate(x: jax.Array, hadamard: Hadamard, inverse: bool = False) -> jax.Array:
     """x [..., K] rotated along its last axis, K a multiple of the transform's size; rounded to x's dtype."""
-    return rotate_float32(x.astype(jnp.float32), hadamard, inverse, x.dtype).astype(x.dtype)
+    return rotate_float32(widened(x), hadamard, inverse, x.dtype).astype(x.dtype)
 
 
 def rotate_float32(x: jax.Array, hadamard: Hadamard, inverse: bool, dtype=jnp.float32) -> jax.Array:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec import wiring
 from jaxlowprec.arguments import a_flag, shown
+from jaxlowprec.ops.amax.wanted import NO_AMAXES
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.no_derivative import no_derivative
@@ -134,11 +136,8 @@ def _normed(spec: NormSpec, shardings: tuple[Any, ...], x, residual, weight, bet
 
 def _results(spec: NormSpec, x, residual, weight, beta) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The results, and the saved numbers."""
-    parameters = [_for_each_matrix(p, x) for p in (weight, beta) if p is not None]
-    operands = [x] if residual is None else [x, residual]
-    results = norm_op(spec)(*operands, *parameters)
-    count = len(operands)
-    return results[:count], results[count:]
+    found = normed(spec, x, weight, residual, beta)
+    return (found.y,) if found.total is None else (found.y, found.total), found.saved
 
 
 def _for_each_matrix(parameter: jax.Array, x: jax.Array) -> jax.Array:
@@ -161,3 +160,46 @@ def _backward(spec: NormSpec, shardings, kept, gradients):
 
 _normed.defvjp(_forward, _backward)
 _differentiated_once = no_derivative("rms_norm, layer_norm: there is no second derivative; write the norm in jax.numpy")
+
+
+def normed(
+    spec: NormSpec,
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None = None,
+    beta: jax.Array | None = None,
+) -> Normed:
+    """The norm, and the amaxes of it that the spec wants, without a pass over it and without a derivative: for linears,
+    which call this inside of their own.
+
+    Arguments:
+        x: [..., R, C]; with amaxes whose rows are split, [..., S, R, C]. Checked already, as all operands are.
+        weight: float32 [C], see `reference.weights`.
+        residual: as x, if the spec has one.
+        beta: float32 [C], if the spec has one.
+    """
+    amaxes = (spec.amaxes or NO_AMAXES).of_rows(x.shape[-2])
+    batch = x.shape[: -3 if amaxes.rows_split else -2]
+    x, residual, weight, beta = wiring.align_varying(x, residual, weight, beta)
+    parameters = [jnp.broadcast_to(p, (*batch, *p.shape)) for p in (weight, beta) if p is not None]
+    rows = [x] if residual is None else [x, residual]
+    results = norm_op(dataclasses.replace(spec, amaxes=amaxes))(*rows, *parameters)
+    count = len(rows)
+    total = None if residual is None else results[1]
+    return Normed(results[0], total, results[count : count + spec.saved], list(results[count + spec.saved :]))
+
+
+class Normed(NamedTuple):
+    """What `normed` returns.
+
+    Attributes:
+        y: the normed rows.
+        total: the sum of x and the residual, or None.
+        saved: numbers of each row for `norm_gradient_op`, float32 [..., R] each.
+        amaxes: as `ops.amax.api.amax` gives them: float32 [...] each.
+    """
+
+    y: jax.Array
+    total: jax.Array | None
+    saved: tuple[jax.Array, ...]
+    amaxes: list[jax.Array]

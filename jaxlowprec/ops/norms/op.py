@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec import wiring
+from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes, largest_over
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.norms import reference
 from jaxlowprec.ops.rounding import narrowed, rounded, widened
@@ -26,6 +27,7 @@ class NormSpec:
         residual: another operand, which is added to x before.
         beta: another operand, which is added after.
         implementation: None, "ffi" or "reference".
+        amaxes: which amaxes of the normed rows are wanted; None: none. With `rows_split`, arrays are [..., S, R, C].
     """
 
     kind: Literal["rms", "layer"]
@@ -33,6 +35,7 @@ class NormSpec:
     residual: bool
     beta: bool
     implementation: Implementation = None
+    amaxes: Amaxes | None = None
 
     @property
     def saved(self) -> int:
@@ -48,12 +51,26 @@ class NormSpec:
 @functools.cache
 def norm_op(spec: NormSpec):
     """x [..., R, C], the residual, weight and beta, float32 [..., C], where they are -> normed rows [..., R, C], the
-    sum of x and the residual if there is one, and the saved numbers, float32 [..., R] each."""
-    operands = ["... r c"] * (1 + spec.residual) + ["... c"] * (1 + spec.beta)
-    results = ["... r c"] * (1 + spec.residual) + ["... r"] * spec.saved
+    sum of x and the residual if there is one, the saved numbers, float32 [..., R] each, and the amaxes of the normed
+    rows, float32 [...] each."""
+    wanted, count = spec.amaxes or NO_AMAXES, 1 + spec.residual
+    of_matrix = dataclasses.replace(wanted, rows_split=False)
+    operands = [f"{wanted.lines} c"] * count + ["... c"] * (1 + spec.beta)
+    results = [f"{wanted.lines} c"] * count + [wanted.lines] * spec.saved + ["..."] * wanted.count
 
-    def outputs(x, *_):
-        return [(x.shape, x.dtype)] * (1 + spec.residual) + [(x.shape[:-1], jnp.float32)] * spec.saved
+    def outputs(x, *_, amaxes=wanted):
+        saved = [(x.shape[:-1], jnp.float32)] * spec.saved
+        return [(x.shape, x.dtype)] * count + saved + amaxes.outputs(x)
+
+    def on_matrices(body):
+        """The body, which takes one matrix [R, C] for each weight, on tensors whose rows may be split."""
+
+        def run(x, *rest):
+            rows = [wanted.matrix(operand) for operand in (x, *rest[: spec.residual])]
+            found = body(*rows, *rest[spec.residual :])
+            return [y.reshape(shape) for y, (shape, _) in zip(found, outputs(x), strict=True)]
+
+        return run
 
     def run_reference(x, *rest):
         residual, (weight, *beta) = rest[: spec.residual], rest[spec.residual :]
@@ -64,18 +81,21 @@ def norm_op(spec: NormSpec):
             y, *saved = reference.rms_norm(rows, weight, spec.epsilon)
         else:
             y, *saved = reference.layer_norm(rows, weight, *beta or [None], spec.epsilon)
-        return [y.astype(x.dtype), *[rows.astype(x.dtype)] * spec.residual, *saved]
+        y = y.astype(x.dtype)
+        return [y, *[rows.astype(x.dtype)] * spec.residual, *saved, *of_matrix.reference(y)]
 
     def run_native(x, *rest):
-        call = jax.ffi.ffi_call("jaxlowprec_norm", [jax.ShapeDtypeStruct(*result) for result in outputs(x)])
-        return call(x, *rest, **spec.attributes, beta=spec.beta, epsilon=np.float32(spec.epsilon))
+        results = [jax.ShapeDtypeStruct(*result) for result in outputs(x, amaxes=of_matrix)]
+        attributes = {**spec.attributes, **wanted.attributes, "beta": spec.beta, "epsilon": np.float32(spec.epsilon)}
+        return jax.ffi.ffi_call("jaxlowprec_norm", results)(x, *rest, **attributes)
 
     return wiring.define(
         f"jaxlowprec_{spec.kind}_norm",
-        rule=_rule(operands, results),
+        rule=_rule(operands, results, wanted),
         outputs=outputs,
-        reference=run_reference,
-        native=run_native,
+        reference=on_matrices(run_reference),
+        native=on_matrices(run_native),
+        collective=largest_over,
         **choose("norm", spec.implementation),
     )
 
@@ -109,8 +129,10 @@ def norm_gradient_op(spec: NormSpec):
     )
 
 
-def _rule(operands: list[str], results: list[str]) -> wiring.ShardingRule:
-    return wiring.ShardingRule(f"{', '.join(operands)} -> {', '.join(results)}", whole=("c",))
+def _rule(operands: list[str], results: list[str], amaxes: Amaxes = NO_AMAXES) -> wiring.ShardingRule:
+    reductions = [axis for axis in amaxes.reductions if axis != "c"]
+    text = f"{', '.join(operands)} -> {', '.join(results)}"
+    return wiring.ShardingRule(text, reductions, ("c", *amaxes.whole), **amaxes.sizes)
 
 
 def parameter_gradients(spec: NormSpec, dy: jax.Array, x: jax.Array, saved: Any) -> tuple[jax.Array, jax.Array | None]:

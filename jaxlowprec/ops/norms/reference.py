@@ -16,13 +16,14 @@ def row_sums(x: jax.Array) -> jax.Array:
     halves of these sums are added."""
     columns = x.shape[-1]
     parts = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % LANES)]).reshape(*x.shape[:-1], -1, LANES)
-    total = parts[..., 0, :]
+    first = parts[..., 0, :]
+    total = jnp.where(first == 0, 0.0, first)  # 0 + first, which XLA takes for `first`, though -0 becomes 0
     for place in range(1, parts.shape[-2]):
         total = total + parts[..., place, :]
     while total.shape[-1] > 1:
         half = total.shape[-1] // 2
         total = total[..., :half] + total[..., half:]
-    return jnp.where(total == 0, 0.0, total)  # never -0: by the rule, sums begin at 0
+    return total
 
 
 def row_means(x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../elements.h"
+#include "../quantize/gather_amaxes.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -15,7 +15,7 @@ template <class Value>
 JLP_RULE float sum_of_row(int64_t columns, Value value) {
   constexpr int kPlaces = 256, kVectors = kPlaces / kLanes;
   F32 sums[kVectors];
-  for (int j = 0; j < kVectors; ++j) sums[j] = j * kLanes < columns ? value(j * kLanes) : F32{};
+  for (int j = 0; j < kVectors; ++j) sums[j] = j * kLanes < columns ? value(j * kLanes) + 0.0f : F32{};  // -0 becomes 0
   for (int64_t first = kPlaces; first < columns; first += kPlaces)
     for (int j = 0; j < kVectors; ++j) sums[j] += first + j * kLanes < columns ? value(first + j * kLanes) : F32{};
   for (int half = kVectors / 2; half >= 1; half /= 2)
@@ -24,7 +24,7 @@ JLP_RULE float sum_of_row(int64_t columns, Value value) {
   store(lanes, sums[0]);
   for (int half = kLanes / 2; half >= 1; half /= 2)
     for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
-  return lanes[0] + 0.0f;  // never -0: by the rule, sums begin at 0
+  return lanes[0];
 }
 
 /// Widens a row into `to`, which has room for whole vectors: zeros behind it.
@@ -51,6 +51,10 @@ template <class Problem>
 int64_t rows_of_chunk(const Problem& p) {
   return std::max<int64_t>(1, kNormElements / p.columns);
 }
+inline int64_t rows_of_chunk(const NormProblem& p) {
+  const int64_t rows = std::max<int64_t>(1, kNormElements / p.columns);
+  return p.amaxes.wanted() ? divide_up(rows, kBlock) * kBlock : rows;
+}
 
 template <class Problem>
 int64_t chunks_of_rows(const Problem& p) {
@@ -71,6 +75,7 @@ struct NormKernel {
     if (p.beta) copy(p.beta + batch * columns, columns, beta);
     const float each = static_cast<float>(1.0 / columns);
     const int64_t first = chunk * rows_of_chunk(p), last = std::min(first + rows_of_chunk(p), p.rows);
+    GatheredAmaxes<E> amaxes(p.amaxes);
     for (int64_t r = first; r < last; ++r) {
       const int64_t line = batch * p.rows + r, index = line * columns;
       widen_row<E>(p.x, p.type, index, columns, row);
@@ -91,10 +96,18 @@ struct NormKernel {
         store(row + k, y);
       }
       narrow_row<E>(p.result, p.type, index, columns, row);
+      if (p.amaxes.wanted() && (r + 1 == last || (r + 1) % kBlock == 0)) add_band(p, batch, r / kBlock * kBlock, amaxes);
     }
+    if (p.amaxes.wanted()) amaxes.raise(batch);
   }
 
  private:
+  /// The amaxes of the rows from `row` on, up to kBlock of them, which were just written.
+  static void add_band(const NormProblem& p, int64_t batch, int64_t row, GatheredAmaxes<E>& amaxes) {
+    const auto* y = static_cast<const typename E::Storage*>(p.result) + batch * p.rows * p.columns;
+    for (int64_t column = 0; column < p.columns; column += kPacket) amaxes.add(Slab<E>(y, p.rows, p.columns, row, column));
+  }
+
   static void copy(const float* from, int64_t count, float* to) {
     for (int64_t k = 0; k < count; ++k) to[k] = from[k];
     for (int64_t k = count; k < padded(count); ++k) to[k] = 0.0f;

@@ -2,82 +2,12 @@
 // Bytes moved: the input once, both maxima together.
 #pragma once
 
-#include "../../numerics/hadamard.h"
-#include "../../problems.h"
-#include "../tiles.h"
+#include "gather_amaxes.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
 
 constexpr int64_t kAmaxChunk = 32 * 1024;  // elements
-
-/// NaN becomes the one quiet NaN and subnormals zero, whatever was found.
-JLP_RULE uint32_t canonical_amax(uint32_t bits) {
-  if (bits > kInfinityBits) return kNaNBits;
-  return bits < kMinNormalBits ? 0 : bits;
-}
-
-JLP_RULE void raise(uint32_t* target, uint32_t bits) {
-  uint32_t seen = __atomic_load_n(target, __ATOMIC_RELAXED);
-  while (seen < bits && !__atomic_compare_exchange_n(target, &seen, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
-}
-
-/// The largest magnitude of a run of elements.
-template <class E>
-__attribute__((noinline)) uint32_t amax_of(const typename E::Storage* x, int64_t count) {
-  U32 most = U32{};
-  for (; count >= kPacket; x += kPacket, count -= kPacket) most = max_magnitude(most, E::packet_amax(x));
-  if (count > 0) {
-    alignas(64) typename E::Storage padded[kPacket] = {};
-    memcpy(padded, x, count * sizeof *x);
-    most = max_magnitude(most, E::packet_amax(padded));
-  }
-  return max_lane(most);
-}
-
-/// The largest magnitude of a slab's rotated columns, rounded to the element type.
-template <class E>
-__attribute__((noinline)) uint32_t rotated_amax(const Slab<E>& slab, const uint32_t* signs) {
-  U32 most = U32{};
-  for (int j = 0; j < kPairs && 2 * kLanes * j < slab.columns; ++j) {
-    F32 even[kBlock], odd[kBlock];
-    JLP_UNROLL(16)
-    for (int r = 0; r < kBlock; ++r) {
-      const Pair pair = E::load_pair(&slab.x[r][2 * kLanes * j]);
-      even[r] = L::from_bits(L::bits(pair.even) ^ signs[r]);
-      odd[r] = L::from_bits(L::bits(pair.odd) ^ signs[r]);
-    }
-    for (F32* v : {even, odd}) {
-      hadamard_butterfly<kBlock / 2>(v);
-      hadamard_butterfly<kBlock / 2>(v + kBlock / 2);
-      // The larger of |a + b| and |a - b| is |a| + |b|. Where that is not finite its kind may differ from the sums' own.
-      JLP_UNROLL(8)
-      for (int i = 0; i < kBlock / 2; ++i) most = max_magnitude(most, L::bits(absolute(v[i]) + absolute(v[i + kBlock / 2])));
-    }
-  }
-  // Scaling by 1/4 and rounding are monotone: once, at the end, will do.
-  return canonical_amax(max_lane(magnitude(E::round(L::from_bits(most) * 0.25f))));
-}
-
-/// The same, one operation after another, for slabs that hold or reach infinity or NaN.
-template <class E>
-__attribute__((noinline)) uint32_t rotated_amax_not_finite(const Slab<E>& slab, const uint32_t* signs) {
-  U32 most = U32{};
-  for (int j = 0; j < kPairs && 2 * kLanes * j < slab.columns; ++j) {
-    F32 even[kBlock], odd[kBlock];
-    for (int r = 0; r < kBlock; ++r) {
-      const Pair pair = E::load_pair(&slab.x[r][2 * kLanes * j]);
-      even[r] = L::from_bits(L::bits(pair.even) ^ signs[r]);
-      odd[r] = L::from_bits(L::bits(pair.odd) ^ signs[r]);
-    }
-    for (F32* v : {even, odd}) {
-      hadamard_butterfly<kBlock>(v);
-      for (int r = 0; r < kBlock; ++r) most = max_magnitude(most, magnitude(E::round(v[r] * 0.25f)));
-    }
-  }
-  return canonical_amax(max_lane(most));
-}
 
 template <class E>
 struct Amax {
@@ -94,19 +24,12 @@ struct Amax {
       const int64_t first = chunk * kAmaxChunk, count = std::min(kAmaxChunk, p.rows * p.columns - first);
       return raise(&p.plain[batch], canonical_amax(amax_of<E>(x + first, count)));
     }
-    uint32_t signs[kBlock], plain = 0, rotated = 0;
-    for (int r = 0; r < kBlock; ++r) signs[r] = ((p.sign_mask >> r) & 1u) << 31;
+    GatheredAmaxes<E> amaxes(ResultAmaxes{p.plain, p.rotated, p.sign_mask});
     const int64_t column_tiles = divide_up(p.columns, kPacket);
     const int64_t first = chunk / column_tiles * kColumnTileRows, column = chunk % column_tiles * kPacket;
-    for (int64_t row = first; row < std::min(first + kColumnTileRows, p.rows); row += kBlock) {
-      const Slab<E> slab(x, p.rows, p.columns, row, column);
-      uint32_t most = rotated_amax(slab, signs);
-      if (__builtin_expect(most >= kInfinityBits, 0)) most = rotated_amax_not_finite(slab, signs);
-      rotated = std::max(rotated, most);
-      if (p.plain) plain = std::max(plain, amax_of<E>(slab.x[0], kBlock * kPacket));
-    }
-    raise(&p.rotated[batch], rotated);
-    if (p.plain) raise(&p.plain[batch], canonical_amax(plain));
+    for (int64_t row = first; row < std::min(first + kColumnTileRows, p.rows); row += kBlock)
+      amaxes.add(Slab<E>(x, p.rows, p.columns, row, column));
+    amaxes.raise(batch);
   }
 };
 

@@ -1,5 +1,5 @@
-#include "../launch.h"
 #include "activations.cuh"
+#include "result_amaxes.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -20,7 +20,7 @@ cudaError_t launch_rule(ActivationArguments<Rule> a, cudaStream_t stream) {
 /// Calls visit with the element type, the rule and whether it is gated, as constants.
 template <class Problem, class Visit>
 cudaError_t with_activation(const Problem& p, Visit visit) {
-  if (p.size == 0) return cudaSuccess;
+  if (p.batch * p.size == 0) return cudaSuccess;
   return with_type(p.type, [&](auto type) {
     return with_rule(p.kind, [&](auto rule) {
       return p.up ? visit(type, rule, std::true_type()) : visit(type, rule, std::false_type());
@@ -31,21 +31,26 @@ cudaError_t with_activation(const Problem& p, Visit visit) {
 }  // namespace
 
 cudaError_t launch(const ActivationProblem& p, cudaStream_t stream) {
-  return with_activation(p, [&](auto type, auto rule, auto gated) {
+  const cudaError_t error = with_activation(p, [&](auto type, auto rule, auto gated) {
     ActivationArguments<Activate<decltype(rule), gated>> a{};
-    a.size = p.size, a.operands[0] = p.x, a.results[0] = p.result;
+    a.size = p.batch * p.size, a.operands[0] = p.x, a.results[0] = p.result;
     if constexpr (gated) a.operands[1] = p.up;
     return launch_rule<type>(a, stream);
   });
+  if (error != cudaSuccess) return error;
+  return launch_amaxes(p.amaxes, p.result, p.type, p.batch, p.size, p.columns, stream);
 }
 
 cudaError_t launch(const ActivationGradientProblem& p, cudaStream_t stream) {
-  return with_activation(p, [&](auto type, auto rule, auto gated) {
+  cudaError_t error = with_activation(p, [&](auto type, auto rule, auto gated) {
     ActivationArguments<ActivateBackward<decltype(rule), gated>> a{};
-    a.size = p.size, a.operands[0] = p.dy, a.operands[1] = p.x, a.results[0] = p.dx;
+    a.size = p.batch * p.size, a.operands[0] = p.dy, a.operands[1] = p.x, a.results[0] = p.dx;
     if constexpr (gated) a.operands[2] = p.up, a.results[1] = p.dup;
     return launch_rule<type>(a, stream);
   });
+  if (error == cudaSuccess) error = launch_amaxes(p.of_dx, p.dx, p.type, p.batch, p.size, p.columns, stream);
+  if (error == cudaSuccess) error = launch_amaxes(p.of_dup, p.dup, p.type, p.batch, p.size, p.columns, stream);
+  return error;
 }
 
 }  // namespace cuda

@@ -1,6 +1,6 @@
-#include "../launch.h"
 #include "../launch_blocks.h"
 #include "norms.cuh"
+#include "result_amaxes.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -46,9 +46,11 @@ cudaError_t launch(const NormProblem& p, cudaStream_t stream) {
   a.x = p.x, a.residual = p.residual, a.weight = p.weight, a.beta = p.beta;
   a.result = p.result, a.total = p.total, a.mean = p.mean, a.inverse = p.inverse, a.epsilon = p.epsilon;
   const bool whole = all_aligned(p.x, p.residual, p.weight, p.beta, p.result, p.total);
-  return with_rows(p, a, 1, whole, [&](auto type, auto whole_pieces, auto kind, const Blocks& blocks) {
+  const cudaError_t error = with_rows(p, a, 1, whole, [&](auto type, auto whole_pieces, auto kind, const Blocks& blocks) {
     return launch_blocks(norm_kernel<type, whole_pieces, kind>, blocks, stream, a);
   });
+  if (error != cudaSuccess) return error;
+  return launch_amaxes(p.amaxes, p.result, p.type, p.batch, p.rows * p.columns, p.columns, stream);
 }
 
 cudaError_t launch(const NormGradientProblem& p, cudaStream_t stream) {

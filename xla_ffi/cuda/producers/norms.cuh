@@ -70,6 +70,7 @@ static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(c
     if (a.keeps) row.keep(0, first, pieces);
 #pragma unroll
     for (int j = 0; j < row.kAtOnce; ++j) {
+      if (kLayer && !row.has(first, j)) continue;  // 0 more would make a 0 of a -0; squares are never negative
       typename P::Values v;
       P::decode(pieces[j], v);
 #pragma unroll
