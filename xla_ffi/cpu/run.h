@@ -26,8 +26,11 @@ inline int64_t cost(const MatmulProblem& p) {
   return p.batch * p.depth() * (p.rows * p.columns * product + (p.rows + p.columns) * unpack);
 }
 
-inline int64_t cost(const ActivationProblem& p) { return p.batch * p.size * 1500; }
-inline int64_t cost(const ActivationGradientProblem& p) { return p.batch * p.size * 2000; }
+// bfloat16 is looked up in tables.
+inline int64_t cost(const ActivationProblem& p) { return p.batch * p.size * (p.type == ElementType::kBF16 ? 400 : 1500); }
+inline int64_t cost(const ActivationGradientProblem& p) {
+  return p.batch * p.size * (p.type == ElementType::kBF16 ? 700 : 2000);
+}
 inline int64_t cost(const NormProblem& p) { return p.batch * p.rows * p.columns * 300; }
 inline int64_t cost(const NormGradientProblem& p) { return p.batch * p.rows * p.columns * 500; }
 inline int64_t cost(const MomentsProblem& p) { return p.batch * p.size * 100; }

@@ -54,7 +54,9 @@ JLP_RULE F32 expand_blocks(const float* per_block, int j) {
 
 /// kRows rows of kColumns elements, copied so that they lie together (rows of a matrix whose stride is a power of two fall
 /// into the same few cache sets) and padded with zeros where the matrix ends.
-template <class E, int kRows, int kColumns>
+///
+/// kFetchesAhead: rows of the next slab are fetched into the cache; not for a matrix that is there already.
+template <class E, int kRows, int kColumns, bool kFetchesAhead = true>
 struct Staged {
   using Storage = typename E::Storage;
 
@@ -68,7 +70,7 @@ struct Staged {
     if (rows == kRows && columns == kColumns) {
       for (int r = 0; r < kRows; ++r) {
         const Storage* from = source + r * matrix_columns;
-        for (size_t line = 0; line < sizeof x[r]; line += 64)
+        for (size_t line = 0; kFetchesAhead && line < sizeof x[r]; line += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(from + kBlock * matrix_columns) + line);
         for (int i = 0; i < kColumns; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof(Storage)))
           store(&x[r][i], load<U32>(from + i));
@@ -78,21 +80,12 @@ struct Staged {
       for (int r = 0; r < rows; ++r) memcpy(x[r], source + r * matrix_columns, columns * sizeof(Storage));
     }
   }
-
-  /// Rows that are about to be computed: only the padding is filled.
-  Staged(int rows, int columns) : rows(rows), columns(columns) {
-    if (rows != kRows || columns != kColumns) memset(x, 0, sizeof x);
-  }
-
-  /// Writes them to their place in a matrix.
-  void write_to(Storage* matrix, int64_t matrix_columns, int64_t row, int64_t column) const {
-    Storage* to = matrix + row * matrix_columns + column;
-    for (int r = 0; r < rows; ++r) memcpy(to + r * matrix_columns, x[r], columns * sizeof(Storage));
-  }
 };
 
 template <class E>
 using Slab = Staged<E, kBlock, kPacket>;
+template <class E>
+using CachedSlab = Staged<E, kBlock, kPacket, false>;
 
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

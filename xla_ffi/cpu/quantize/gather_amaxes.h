@@ -35,8 +35,9 @@ __attribute__((noinline)) uint32_t amax_of(const typename E::Storage* x, int64_t
 }
 
 /// The largest magnitude of a slab's rotated columns, rounded to the element type.
-template <class E>
-__attribute__((noinline)) uint32_t rotated_amax(const Slab<E>& slab, const uint32_t* signs) {
+template <class E, bool kFetchesAhead>
+__attribute__((noinline)) uint32_t rotated_amax(const Staged<E, kBlock, kPacket, kFetchesAhead>& slab,
+                                                const uint32_t* signs) {
   U32 most = U32{};
   for (int j = 0; j < kPairs && 2 * kLanes * j < slab.columns; ++j) {
     F32 even[kBlock], odd[kBlock];
@@ -59,8 +60,9 @@ __attribute__((noinline)) uint32_t rotated_amax(const Slab<E>& slab, const uint3
 }
 
 /// The same, one operation after another, for slabs that hold or reach infinity or NaN.
-template <class E>
-__attribute__((noinline)) uint32_t rotated_amax_not_finite(const Slab<E>& slab, const uint32_t* signs) {
+template <class E, bool kFetchesAhead>
+__attribute__((noinline)) uint32_t rotated_amax_not_finite(const Staged<E, kBlock, kPacket, kFetchesAhead>& slab,
+                                                           const uint32_t* signs) {
   U32 most = U32{};
   for (int j = 0; j < kPairs && 2 * kLanes * j < slab.columns; ++j) {
     F32 even[kBlock], odd[kBlock];
@@ -85,7 +87,8 @@ class GatheredAmaxes {
     for (int r = 0; r < kBlock; ++r) signs_[r] = ((wanted.sign_mask >> r) & 1u) << 31;
   }
 
-  void add(const Slab<E>& slab) {
+  template <bool kFetchesAhead>
+  void add(const Staged<E, kBlock, kPacket, kFetchesAhead>& slab) {
     if (wanted_.plain) plain_ = std::max(plain_, amax_of<E>(slab.x[0], kBlock * kPacket));
     if (!wanted_.rotated) return;
     uint32_t most = rotated_amax(slab, signs_);

@@ -1,0 +1,130 @@
+"""What makes an operand of a GEMM, and its quantisation both ways: ours against plain JAX followed by `quantize_both`.
+
+    python benchmarks/producers.py [--save] [--rounds 15] [--isa avx2] [--only swiglu]
+
+Ours gives the amaxes of its result in the same pass, so that NVFP4 is quantised without a pass over it for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from timing import Cases, keep_memory, save
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.norms.api import NormSpec, normed
+from jaxlowprec.wiring import native
+
+SHAPES = [(4096, 4096), (2048, 3584)]
+EPSILON = 1e-6
+
+
+class Producer(NamedTuple):
+    """One of the two sides.
+
+    Attributes:
+        plain: arrays -> results in bfloat16, as a user writes it.
+        ours: (wanted amaxes, arrays) -> results, and the amaxes of each.
+        operands: how many arrays [R, C] it takes.
+        gamma: whether one of [C] comes after them.
+    """
+
+    plain: Callable[..., list[jax.Array]]
+    ours: Callable[..., tuple[list[jax.Array], list[list[jax.Array]]]]
+    operands: int
+    gamma: bool = False
+
+    def arrays(self, rows: int, columns: int) -> list[jax.Array]:
+        """Normal numbers."""
+        keys = jax.random.split(jax.random.key(0), self.operands + 1)
+        shapes = [(rows, columns)] * self.operands + [(columns,)] * self.gamma
+        return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+
+
+def _plain_norm(x: jax.Array, gamma: jax.Array) -> list[jax.Array]:
+    wide = x.astype(jnp.float32)
+    variance = jnp.square(wide).mean(-1, keepdims=True)
+    return [(wide * jax.lax.rsqrt(variance + EPSILON)).astype(x.dtype) * gamma]
+
+
+def _norm(amaxes: Amaxes | None, x: jax.Array, gamma: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+    found = normed(NormSpec("rms", EPSILON, False, False, None, amaxes), x, gamma.astype(jnp.float32))
+    return [found.y], [found.amaxes]
+
+
+def _plain_swiglu(gate: jax.Array, up: jax.Array) -> list[jax.Array]:
+    return [jax.nn.silu(gate) * up]
+
+
+def _swiglu(amaxes: Amaxes | None, gate: jax.Array, up: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+    y, found = activated("swiglu", (gate, up), amaxes)
+    return [y], [found]
+
+
+def _plain_backward(dy: jax.Array, gate: jax.Array, up: jax.Array) -> list[jax.Array]:
+    return list(jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)[1](dy))
+
+
+def _backward(amaxes: Amaxes | None, dy: jax.Array, *operands: jax.Array) -> Any:
+    return activation_gradients("swiglu", dy, operands, amaxes)
+
+
+PRODUCERS = {
+    "rms_norm": Producer(_plain_norm, _norm, 1, gamma=True),
+    "swiglu": Producer(_plain_swiglu, _swiglu, 2),
+    "swiglu backward": Producer(_plain_backward, _backward, 3),
+}
+
+FORMATS = {  # the format, its rotation columnwise, and the target: the least ratio of speeds
+    "NVFP4": (jlp.NVFP4(), jlp.Hadamard(), 1.6),
+    "MXFP8": (jlp.MXFP8(), None, 2.0),
+}
+
+
+def sides(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None) -> tuple[Callable, Callable]:
+    """Ours and theirs, jitted: arrays -> the results, quantised both ways."""
+    wanted = Amaxes(True, rotation) if fmt.has_tensor_scale else None
+    columnwise = rotation or False
+
+    def ours(*arrays: jax.Array) -> Any:
+        results, amaxes = producer.ours(wanted, *arrays)
+        given = [tuple(found) if found else None for found in amaxes]
+        pairs = zip(results, given, strict=True)
+        return [jlp.quantize_both(y, fmt, columnwise, amax=found) for y, found in pairs]
+
+    def theirs(*arrays: jax.Array) -> Any:
+        return [jlp.quantize_both(y, fmt, columnwise) for y in producer.plain(*arrays)]
+
+    return jax.jit(ours), jax.jit(theirs)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--isa", choices=native.available_isas(), default=native.available_isas()[0])
+    parser.add_argument("--only", choices=PRODUCERS)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    options = parser.parse_args()
+    keep_memory()
+    native.use_isa(options.isa)
+    cases = Cases()
+    for name, producer in PRODUCERS.items():
+        for rows, columns in SHAPES if options.only in (None, name) else []:
+            arrays = producer.arrays(rows, columns)
+            for of, (fmt, rotation, target) in FORMATS.items():
+                ours, theirs = (lambda f=f, a=arrays: f(*a) for f in sides(producer, fmt, rotation))
+                case = f"{name} to {of}, {rows}x{columns}"
+                cases.add(case, "plain JAX and quantize_both", target, ours, theirs, options.rounds)
+    if options.save:
+        print(save(f"producers_{options.isa}", {"cases": cases.found}))
+
+
+if __name__ == "__main__":
+    main()
