@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "numerics/activations.h"
 #include "numerics/code_types.h"
 
 namespace jaxlowprec {
@@ -232,8 +233,6 @@ struct ResultAmaxes {
 
   bool wanted() const { return plain || rotated; }
 };
-
-enum class ActivationKind : int32_t { kGelu, kSilu, kReluSquared };
 
 struct ActivationProblem {
   const void* x;   // [batch, size]

@@ -45,7 +45,6 @@ _TARGETS = {  # the op's FFI target; of Int4 the op's own
     "norm": ("jaxlowprec_norm",) * 2,
     "statistics": ("jaxlowprec_sums",) * 2,
 }
-_ON_CPUS_ALONE = ("activation", "norm")
 _PRODUCT_TARGETS = {  # of two quantised operands; of one in high precision
     "scaled_matmul": ("jaxlowprec_scaled_matmul", "jaxlowprec_weight_only_matmul"),
     "grouped_matmul": ("jaxlowprec_grouped_matmul", "jaxlowprec_grouped_weight_only"),
@@ -158,8 +157,6 @@ def _on_cuda(op: str, formats: tuple[Format, ...], capability: float | None) -> 
             f"the CUDA kernels need {_LEAST_CAPABILITY} or newer; use such a GPU, or set JAXLOWPREC_DISABLE_NATIVE=1 "
             "to run the reference in pure JAX",
         )
-    if op in _ON_CPUS_ALONE:
-        return Runs("reference", "CPUs alone have kernels for it")
     if op in _TARGETS:
         return Runs("native", "CUDA kernels")
     if len(formats) == 1:

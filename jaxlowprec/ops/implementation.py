@@ -15,16 +15,13 @@ def check_implementation(who: str, implementation: Any) -> None:
     one_of(who, "implementation", implementation, None, "ffi", "reference")
 
 
-def choose(who: str, implementation: Implementation, only: str | None = None) -> dict[str, Any]:
+def choose(who: str, implementation: Implementation) -> dict[str, Any]:
     """The arguments of `wiring.define` for an implementation.
 
     None is the native kernel where there is one, else the reference. "ffi" demands the kernel, "reference" pure JAX.
-
-    Arguments:
-        only: the platform that alone has kernels; None: all that the library has.
     """
     check_implementation(who, implementation)
-    platforms = tuple(p for p in native.platforms() if only in (None, p))
+    platforms = native.platforms()
     if implementation is None:
         return {"platforms": platforms}
     if implementation == "reference":

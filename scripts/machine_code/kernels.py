@@ -52,6 +52,13 @@ NEEDS = (
     Need("matmul_decode_kernel<., 2, 1, .*>", in_loop=True, dynamic_shared=42 * 1024),
     Need("matmul_decode_kernel<., 4, 2, .*>", in_loop=True, dynamic_shared=99 * 1024),
     Need("(matmul_decode|moments|sums)_sum_kernel", exempt="sums that the kernel before it wrote: in the L2 cache"),
+    # Producers: one operand or two read of each result, or three of two. Rows are kept in 48 KiB.
+    Need(r"activation_kernel<\d, Activate<\w+, false> ?>", in_loop=True, read_share=1 / 2, dynamic_shared=1),
+    Need(r"activation_kernel<\d, ActivateBackward<\w+, true> ?>", in_loop=True, read_share=3 / 5, dynamic_shared=1),
+    Need(r"activation_kernel<.*>", in_loop=True, read_share=2 / 3, dynamic_shared=1),
+    Need(r"norm_(gradient_)?kernel<\d, false, \d>", exempt="for rows of odd sizes: an element at a time"),
+    Need(r"norm_kernel<.*>", in_loop=True, read_share=1 / 2, dynamic_shared=48 * 1024),
+    Need(r"norm_gradient_kernel<.*>", in_loop=True, read_share=2 / 3, dynamic_shared=48 * 1024),
     # The statistics. Of what `sums` reads, elements of 16 bits are the larger part; the window has no narrower loads.
     Need("moments_kernel<.*>", in_loop=True, dynamic_shared=96),
     Need("outliers_kernel<.*>", in_loop=True, dynamic_shared=1024),

@@ -59,10 +59,10 @@ inline int64_t first_difference(const Buffer& a, const Buffer& b, ElementType ty
 
 // --- numbers
 
-enum class Data { kNormal, kSparse, kWide, kZero, kNaN, kInfinity };
+enum class Data { kNormal, kSparse, kWide, kZero, kNaN, kInfinity, kNegativeZero };
 
 /// Ordinary numbers; runs of 16 that are zero, negative zero or subnormal; magnitudes from 2^-120 to 2^120; one NaN or
-/// infinity.
+/// infinity; nothing but negative zeros.
 inline void fill_elements(void* x, ElementType type, int64_t first, int64_t count, Data data, std::mt19937& random) {
   std::normal_distribution<float> normal;
   const int range = type == ElementType::kF16 ? 14 : 120;
@@ -71,6 +71,7 @@ inline void fill_elements(void* x, ElementType type, int64_t first, int64_t coun
     if (i % 16 == 0) run = random() % 6, exponent = static_cast<int>(random() % (2 * range)) - range;
     float value = normal(random);
     if (data == Data::kZero) value = i % 3 ? 0.0f : -0.0f;
+    if (data == Data::kNegativeZero) value = -0.0f;
     if (data == Data::kWide) value = std::ldexp(value, run == 0 ? static_cast<int>(random() % 20) - range : exponent);
     if (data == Data::kSparse) {
       if (run == 0) value = random() % 2 ? 0.0f : -0.0f;

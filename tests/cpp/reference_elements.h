@@ -14,7 +14,12 @@ namespace reference {
 using L = Lanes<float>;
 
 inline float add(float a, float b) { return L::flush(L::flush(a) + L::flush(b)); }
-inline float multiply(float a, float b) { return L::flush(L::flush(a) * L::flush(b)); }
+/// A product is zero where, rounded to 24 bits, it is below the smallest normal number: so flush x86's processors. Rounded
+/// to subnormal numbers first, 2^-126 - 2^-150 would be normal.
+inline float multiply(float a, float b) {
+  const double exact = static_cast<double>(L::flush(a)) * L::flush(b);
+  return std::fabs(exact) < 0x1.ffffffp-127 ? std::copysign(0.0f, static_cast<float>(exact)) : static_cast<float>(exact);
+}
 inline float fused_multiply_add(float a, float b, float c) {
   return L::flush(std::fma(L::flush(a), L::flush(b), L::flush(c)));
 }

@@ -7,6 +7,7 @@ from unittest import mock
 
 import jax
 
+from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.grouped_matmul.op import grouped_matmul_op, grouped_wgrad_op
@@ -14,6 +15,7 @@ from jaxlowprec.ops.grouped_matmul.quantize_op import grouped_amax_op, grouped_q
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only_op
 from jaxlowprec.ops.hadamard.op import hadamard_op
 from jaxlowprec.ops.int4 import op as int4
+from jaxlowprec.ops.norms.op import norm_gradient_op, norm_op
 from jaxlowprec.ops.quantize.op import quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
@@ -22,12 +24,13 @@ from jaxlowprec.wiring import native
 
 OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op, weight_only_op)
 GROUPED_OPS = (grouped_amax_op, grouped_quantize_op, grouped_matmul_op, grouped_wgrad_op, grouped_weight_only_op)
+PRODUCER_OPS = (activation_op, activation_gradient_op, norm_op, norm_gradient_op)
 STATISTICS_OPS = (moments_op, outliers_op, sums_op, statistics_op)
 INT4_OPS = (int4.fake_quantize_op, int4.quantize_op, int4.dequantize_op)
 
 
 def _forget():
-    for op in (*OPS, *GROUPED_OPS, *INT4_OPS, *STATISTICS_OPS):
+    for op in (*OPS, *GROUPED_OPS, *INT4_OPS, *PRODUCER_OPS, *STATISTICS_OPS):
         op.cache_clear()
     jax.clear_caches()
 

@@ -87,6 +87,16 @@ class TestOps:
         found = compiled(lambda x: jlp.hadamard_transform(x, axis, 128), jnp.ones((256, 512)), devices=devices)
         assert found.calls == {"jaxlowprec_hadamard": 1}
 
+    def test_producers(self, devices):
+        def run(x, gamma):
+            return jlp.swiglu(jlp.rms_norm(x, gamma), x)
+
+        found = compiled(
+            jax.value_and_grad(lambda x, g: run(x, g).sum()), jnp.ones((256, 512)), jnp.ones(512), devices=devices
+        )
+        calls = ("activation", "norm")
+        assert found.calls == {f"jaxlowprec_{call}{of}": 1 for call in calls for of in ("", "_gradient")}
+
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name]])
 def test_a_training_step_of_the_demo(name):

@@ -68,6 +68,13 @@ class BitsCases:
             assert np.isfinite(np.asarray(found)[[0, 1, 3]]).all()
 
     @pytest.mark.parametrize("norm", NORMS)
+    @pytest.mark.parametrize("columns", [256, 264])
+    def test_means_of_negative_zeros_are_zero(self, norm, columns):
+        x, dy, given = -jnp.zeros((2, columns)), random_array((2, columns)), parameters(norm, columns)
+        y = jax.jit(functools.partial(normed, norm, implementation=self.implementation))(x, *given)
+        assert_same_bytes(y, oracle(norm, x, dy, *given)[0])
+
+    @pytest.mark.parametrize("norm", NORMS)
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_a_residual_is_added_and_rounded_before(self, norm, dtype):
         x, residual = random_array((8, 300), dtype, 1), random_array((8, 300), dtype, 2)

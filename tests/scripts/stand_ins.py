@@ -14,7 +14,18 @@ SOURCE = pathlib.Path(__file__).parents[2]
 SCRIPTS = SOURCE / "scripts"
 needs_scripts = pytest.mark.skipif(not (SCRIPTS / "gpu_check.sh").exists(), reason="not in the source tree")
 
-MODULES = ("runtime", "assumptions", "matmul", "quantize", "training", "golden", "int4", "grouped", "statistics")
+MODULES = (
+    "runtime",
+    "assumptions",
+    "matmul",
+    "quantize",
+    "training",
+    "golden",
+    "int4",
+    "grouped",
+    "statistics",
+    "producers",
+)
 ONE_TEST = """
 import pytest
 

@@ -6,25 +6,25 @@
 /// The operations with handlers for CPUs and GPUs, and those whose only handlers are for CPUs: a handler is registered by
 /// its line here. `each(name)`.
 // clang-format off
-#define JLP_HANDLERS(each) \
-  each(amax)               \
-  each(quantize)           \
-  each(dequantize)         \
-  each(hadamard)           \
-  each(int4_fake_quantize) \
-  each(int4_quantize)      \
-  each(int4_dequantize)    \
-  each(scaled_matmul)      \
-  each(weight_only_matmul) \
-  each(moments)            \
-  each(outliers)           \
-  each(sums)               \
+#define JLP_HANDLERS(each)   \
+  each(amax)                \
+  each(quantize)            \
+  each(dequantize)          \
+  each(hadamard)            \
+  each(activation)          \
+  each(activation_gradient) \
+  each(norm)                \
+  each(norm_gradient)       \
+  each(int4_fake_quantize)  \
+  each(int4_quantize)       \
+  each(int4_dequantize)     \
+  each(scaled_matmul)       \
+  each(weight_only_matmul)  \
+  each(moments)             \
+  each(outliers)            \
+  each(sums)                \
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
-  each(activation)             \
-  each(activation_gradient)    \
-  each(norm)                   \
-  each(norm_gradient)          \
   each(grouped_amax)           \
   each(grouped_quantize)       \
   each(grouped_matmul)         \

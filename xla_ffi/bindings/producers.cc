@@ -1,4 +1,4 @@
-// Activations and norms, for CPUs.
+// Activations and norms.
 #include <string_view>
 
 #include "buffers.h"
@@ -45,14 +45,14 @@ struct WantedAmaxes {
   size_t count() const { return size_t{plain} + rotated; }
 
   /// Those of a result, from `place` on among the results, zeroed; nothing if they are other buffers.
-  std::optional<ResultAmaxes> at(ffi::ThreadPool& pool, const ffi::RemainingRets& results, size_t place,
-                                 int64_t batch) const {
+  template <class Engine>
+  std::optional<ResultAmaxes> at(Engine& engine, const ffi::RemainingRets& results, size_t place, int64_t batch) const {
     ResultAmaxes found{nullptr, nullptr, static_cast<uint32_t>(sign_mask)};
     for (uint32_t** target : {plain ? &found.plain : nullptr, rotated ? &found.rotated : nullptr}) {
       if (!target) continue;
       *target = reinterpret_cast<uint32_t*>(floats(results, place++, batch));
       if (!*target) return std::nullopt;
-      clear(pool, *target, batch);
+      clear(engine, *target, batch);
     }
     return found;
   }
@@ -79,7 +79,8 @@ void* like(const Buffers& buffers, size_t place, const ffi::AnyBuffer& x) {
 }
 
 /// x and, if it is gated, up -> the activation, and its amaxes.
-ffi::Error activation(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
+template <class Engine>
+ffi::Error activation(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
                       ffi::RemainingRets results, std::string_view kind, bool plain, bool rotated, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto rule = activation_kind(kind);
@@ -89,15 +90,16 @@ ffi::Error activation(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
   const void* up = like(args, 0, x);
   JLP_REQUIRE((up != nullptr) == (args.size() == 1));
   const Matrices m = taken_as_one(x, wanted);
-  const auto amaxes = wanted.at(pool, results, 0, m.batch);
+  const auto amaxes = wanted.at(engine, results, 0, m.batch);
   JLP_REQUIRE(amaxes.has_value());
-  const ActivationProblem p{x.untyped_data(),       up,        *type,  m.batch, m.rows * m.columns, *rule,
-                            written(pool, *result), m.columns, *amaxes};
-  return run_on(pool, "activation", p);
+  const ActivationProblem p{x.untyped_data(),         up,        *type,  m.batch, m.rows * m.columns, *rule,
+                            written(engine, *result), m.columns, *amaxes};
+  return run_on(engine, "activation", p);
 }
 
 /// dy, x and, if it is gated, up -> the gradients of x and up, and the amaxes of each.
-ffi::Error activation_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
+template <class Engine>
+ffi::Error activation_gradient(Engine engine, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
                                ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets results, std::string_view kind, bool plain,
                                bool rotated, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
@@ -111,19 +113,20 @@ ffi::Error activation_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::Any
   void* dup = gated ? like(results, 0, x) : nullptr;
   JLP_REQUIRE((up != nullptr) == (gated == 1) && (dup != nullptr) == (gated == 1));
   const Matrices m = taken_as_one(x, wanted);
-  const auto of_dx = wanted.at(pool, results, gated, m.batch);
-  const auto of_dup = gated ? wanted.at(pool, results, gated + wanted.count(), m.batch) : ResultAmaxes{};
+  const auto of_dx = wanted.at(engine, results, gated, m.batch);
+  const auto of_dup = gated ? wanted.at(engine, results, gated + wanted.count(), m.batch) : ResultAmaxes{};
   JLP_REQUIRE(of_dx.has_value() && of_dup.has_value());
   const int64_t size = m.rows * m.columns;
   const ActivationGradientProblem p{
-      dy.untyped_data(), x.untyped_data(), up,     *type, m.batch, size, *rule, written(pool, *dx), dup,
+      dy.untyped_data(), x.untyped_data(), up,     *type, m.batch, size, *rule, written(engine, *dx), dup,
       m.columns,         *of_dx,           *of_dup};
-  return run_on(pool, "activation_gradient", p);
+  return run_on(engine, "activation_gradient", p);
 }
 
 /// x, the residual if there is one, the weight and beta if there is one -> the norm, the sum with a residual, the mean of
 /// layer norms, the inverse root, and the amaxes of the norm.
-ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
+template <class Engine>
+ffi::Error norm(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
                 ffi::RemainingRets results, bool layer, bool residual, bool beta, float epsilon, bool plain, bool rotated,
                 int32_t sign_mask) {
   const auto type = element_type(x.element_type());
@@ -132,11 +135,11 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
   const size_t others = size_t{1} + residual + layer;
   JLP_REQUIRE(args.size() == size_t{1} + residual + beta && results.size() == others + wanted.count());
   const Matrices m(x);
-  const auto amaxes = wanted.at(pool, results, others, m.batch);
+  const auto amaxes = wanted.at(engine, results, others, m.batch);
   JLP_REQUIRE(amaxes.has_value());
   NormProblem p{};
   p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
-  p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data(), p.result = written(pool, *result);
+  p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data(), p.result = written(engine, *result);
   p.amaxes = *amaxes;
   p.residual = residual ? like(args, 0, x) : nullptr;
   p.total = residual ? like(results, 0, x) : nullptr;
@@ -146,52 +149,50 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
   p.inverse = floats(results, residual + layer, m.batch * m.rows);
   JLP_REQUIRE((p.residual && p.total) || !residual);
   JLP_REQUIRE(p.weight && p.inverse && (p.beta || !beta) && (p.mean || !layer));
-  return run_on(pool, "norm", p);
+  return run_on(engine, "norm", p);
 }
 
 /// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx.
-ffi::Error norm_gradient(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
+template <class Engine>
+ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
                          bool layer, bool residual) {
   const auto type = element_type(dy.element_type());
   JLP_REQUIRE(type.has_value() && alike(dy, *dx) && args.size() == size_t{3} + residual + layer);
   const Matrices m(dy);
   NormGradientProblem p{};
   p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
-  p.columns = m.columns, p.dy = dy.untyped_data(), p.dx = written(pool, *dx);
+  p.columns = m.columns, p.dy = dy.untyped_data(), p.dx = written(engine, *dx);
   p.of_total = residual ? like(args, 0, dy) : nullptr;
   p.x = like(args, residual, dy);
   p.weight = floats(args, residual + 1, m.batch * m.columns);
   p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
   p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
   JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
-  return run_on(pool, "norm_gradient", p);
+  return run_on(engine, "norm_gradient", p);
 }
 
 }  // namespace
 
 #define JLP_AMAX_ATTRIBUTES .Attr<bool>("plain").Attr<bool>("rotated").Attr<int32_t>("sign_mask")
 
-JLP_DEFINE_CPU_HANDLER(activation, activation,
-                       .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<std::string_view>(
-                           "kind") JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_CPU_HANDLER(activation_gradient, activation_gradient,
-                       .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<std::string_view>("kind") JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_CPU_HANDLER(norm, norm,
-                       .Arg<ffi::AnyBuffer>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .RemainingRets()
-                           .Attr<bool>("layer")
-                           .Attr<bool>("residual")
-                           .Attr<bool>("beta")
-                           .Attr<float>("epsilon") JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_CPU_HANDLER(
-    norm_gradient, norm_gradient,
-    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
+JLP_DEFINE_HANDLERS(
+    activation, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<std::string_view>("kind")
+                    JLP_AMAX_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(activation_gradient, .Arg<ffi::AnyBuffer>()
+                                             .Arg<ffi::AnyBuffer>()
+                                             .RemainingArgs()
+                                             .Ret<ffi::AnyBuffer>()
+                                             .RemainingRets()
+                                             .Attr<std::string_view>("kind") JLP_AMAX_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>()
+                              .RemainingArgs()
+                              .Ret<ffi::AnyBuffer>()
+                              .RemainingRets()
+                              .Attr<bool>("layer")
+                              .Attr<bool>("residual")
+                              .Attr<bool>("beta")
+                              .Attr<float>("epsilon") JLP_AMAX_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(norm_gradient,
+                    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
 
 }  // namespace jaxlowprec

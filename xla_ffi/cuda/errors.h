@@ -18,10 +18,19 @@ std::string reason(cudaError_t status);
 /// Touches no device.
 std::string driver_problem();
 
+/// The shape of what a problem is about: of matrices, or of as many elements.
+template <class Problem>
+auto shape_of(const Problem& p, int) -> decltype(p.rows, std::string()) {
+  return std::to_string(p.batch) + ", " + std::to_string(p.rows) + ", " + std::to_string(p.columns);
+}
+template <class Problem>
+std::string shape_of(const Problem& p, long) {
+  return std::to_string(p.size);
+}
+
 template <class Problem>
 std::string failure(const char* operation, const Problem& problem, const std::string& why) {
-  return std::string("jaxlowprec ") + operation + " of [" + std::to_string(problem.batch) + ", " +
-         std::to_string(problem.rows) + ", " + std::to_string(problem.columns) + "]: " + why;
+  return std::string("jaxlowprec ") + operation + " of [" + shape_of(problem, 0) + "]: " + why;
 }
 
 }  // namespace cuda

@@ -14,6 +14,10 @@ cudaError_t launch(const AmaxProblem& problem, cudaStream_t stream);  // zeroes 
 cudaError_t launch(const QuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const DequantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const HadamardProblem& problem, cudaStream_t stream);  // its sign_bits are in the host's memory
+cudaError_t launch(const ActivationProblem& problem, cudaStream_t stream);
+cudaError_t launch(const ActivationGradientProblem& problem, cudaStream_t stream);
+cudaError_t launch(const NormProblem& problem, cudaStream_t stream);
+cudaError_t launch(const NormGradientProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4FakeQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4QuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4DequantizeProblem& problem, cudaStream_t stream);

@@ -14,6 +14,16 @@ constexpr int kElementBytes = kType == ElementType::kF32 ? 4 : 2;
 template <ElementType kType>
 constexpr int kPerWord = 4 / kElementBytes<kType>;
 
+/// Calls visit with the type as a constant.
+template <class Visit>
+auto with_type(ElementType type, Visit visit) {
+  switch (type) {
+    case ElementType::kBF16: return visit(std::integral_constant<ElementType, ElementType::kBF16>());
+    case ElementType::kF16: return visit(std::integral_constant<ElementType, ElementType::kF16>());
+    default: return visit(std::integral_constant<ElementType, ElementType::kF32>());
+  }
+}
+
 template <ElementType kType>
 JLP_DEVICE void widen(uint32_t word, float* v) {
   if constexpr (kType == ElementType::kF32) {

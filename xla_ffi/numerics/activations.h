@@ -5,6 +5,8 @@
 
 namespace jaxlowprec {
 
+enum class ActivationKind : int32_t { kGelu, kSilu, kReluSquared };
+
 struct Gelu {
   template <class F>
   JLP_RULE F value(F x) {
@@ -52,5 +54,15 @@ struct ReluSquared {
     return x == x ? Lanes<F>::splat(0.0f) : x;
   }
 };
+
+/// Calls visit with the rule of a kind.
+template <class Visit>
+auto with_rule(ActivationKind kind, Visit visit) {
+  switch (kind) {
+    case ActivationKind::kGelu: return visit(Gelu{});
+    case ActivationKind::kSilu: return visit(Silu{});
+    default: return visit(ReluSquared{});
+  }
+}
 
 }  // namespace jaxlowprec

@@ -43,7 +43,7 @@ def activation_op(kind: str, implementation: Implementation = None, amaxes: Amax
         reference=run_reference,
         native=run_native,
         collective=largest_over,
-        **choose("activation", implementation, only="cpu"),
+        **choose("activation", implementation),
     )
 
 
@@ -71,7 +71,7 @@ def activation_gradient_op(kind: str, implementation: Implementation = None, ama
         reference=run_reference,
         native=run_native,
         collective=largest_over,
-        **choose("activation", implementation, only="cpu"),
+        **choose("activation", implementation),
     )
 
 

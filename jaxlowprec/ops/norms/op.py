@@ -96,7 +96,7 @@ def norm_op(spec: NormSpec):
         reference=on_matrices(run_reference),
         native=on_matrices(run_native),
         collective=largest_over,
-        **choose("norm", spec.implementation, only="cpu"),
+        **choose("norm", spec.implementation),
     )
 
 
@@ -125,7 +125,7 @@ def norm_gradient_op(spec: NormSpec):
         outputs=outputs,
         reference=run_reference,
         native=run_native,
-        **choose("norm", spec.implementation, only="cpu"),
+        **choose("norm", spec.implementation),
     )
 
 

@@ -16,7 +16,8 @@ def row_sums(x: jax.Array) -> jax.Array:
     halves of these sums are added."""
     columns = x.shape[-1]
     parts = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % LANES)]).reshape(*x.shape[:-1], -1, LANES)
-    total = parts[..., 0, :]
+    first = parts[..., 0, :]
+    total = jnp.where(first == 0, 0.0, first)  # 0 + first, which XLA takes for `first`, though -0 becomes 0
     for place in range(1, parts.shape[-2]):
         total = total + parts[..., place, :]
     while total.shape[-1] > 1:

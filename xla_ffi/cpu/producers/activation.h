@@ -95,14 +95,5 @@ struct ActivationGradientKernel {
   }
 };
 
-template <class Visit>
-auto with_rule(ActivationKind kind, Visit visit) {
-  switch (kind) {
-    case ActivationKind::kGelu: return visit(Gelu{});
-    case ActivationKind::kSilu: return visit(Silu{});
-    default: return visit(ReluSquared{});
-  }
-}
-
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

@@ -26,7 +26,7 @@ JLP_RULE float sum_of_row(int64_t columns, ElementType type, Value value) {
     };
     const int64_t start = j * kLanes;
     F32 part[kAtOnce];
-    for (int i = 0; i < kAtOnce; ++i) part[i] = at(start + i * kLanes);
+    for (int i = 0; i < kAtOnce; ++i) part[i] = at(start + i * kLanes) + 0.0f;  // -0 becomes 0
     int64_t first = kPlaces;
     for (; first + kPlaces <= columns; first += kPlaces) {
       JLP_UNROLL(16)

@@ -8,20 +8,6 @@
 
 namespace jaxlowprec {
 namespace cuda {
-namespace {
-
-/// Calls visit with the type as a constant.
-template <class Visit>
-cudaError_t with_type(ElementType type, Visit visit) {
-  switch (type) {
-    case ElementType::kBF16: return visit(std::integral_constant<ElementType, ElementType::kBF16>());
-    case ElementType::kF16: return visit(std::integral_constant<ElementType, ElementType::kF16>());
-    default: return visit(std::integral_constant<ElementType, ElementType::kF32>());
-  }
-}
-
-}  // namespace
-
 cudaError_t launch(const MomentsProblem& p, void* workspace, cudaStream_t stream) {
   if (p.batch == 0 || p.size == 0) return cudaSuccess;
   const int64_t tile = int64_t{kMomentsThreads} * kMomentsPieces * 16 / element_bytes(p.type);

@@ -1,0 +1,89 @@
+"""What norms and activations become on NVIDIA GPUs, read off the lowered code: nothing here runs on one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.amax.wanted import Amaxes
+from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
+
+ROWS, ROW, NUMBERS = "2x40x96xbf16", "2x96xf32", "2x40xf32"
+
+
+def forward_and_backward(function, *args):
+    """The two custom calls of a value and its gradients."""
+
+    def run(*args):
+        y, backward = jax.vjp(function, *args)
+        return y, backward(y)
+
+    with claiming_cuda(9.0):
+        forward, backward = custom_calls(run, *args)
+    return forward, backward
+
+
+def array():
+    return jnp.ones((2, 40, 96), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu_squared"])
+def test_activations(name):
+    forward, backward = forward_and_backward(getattr(jlp, name), array())
+    assert forward.target == "jaxlowprec_activation" and backward.target == "jaxlowprec_activation_gradient"
+    assert (forward.operands, forward.results) == ([ROWS], [ROWS])
+    assert (backward.operands, backward.results) == ([ROWS] * 2, [ROWS])
+    assert f'kind = "{name}"' in forward.attributes and f'kind = "{name}"' in backward.attributes
+
+
+@pytest.mark.parametrize(("name", "kind"), [("swiglu", "silu"), ("geglu", "gelu")])
+def test_gated_activations(name, kind):
+    forward, backward = forward_and_backward(getattr(jlp, name), array(), array())
+    assert (forward.operands, forward.results) == ([ROWS] * 2, [ROWS])
+    assert (backward.operands, backward.results) == ([ROWS] * 3, [ROWS] * 2)
+    assert f'kind = "{kind}"' in forward.attributes and f'kind = "{kind}"' in backward.attributes
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_norms(layer, residual):
+    """With a residual the sum goes in and out, too, and its gradient in; layer norms save two numbers of a row."""
+    norm, gamma = (jlp.layer_norm if layer else jlp.rms_norm), jnp.ones(96)
+    options = {"residual": array()} if residual else {}
+    forward, backward = forward_and_backward(lambda x: norm(x, gamma, **options), array())
+    more = 1 + residual
+    assert forward.target == "jaxlowprec_norm" and backward.target == "jaxlowprec_norm_gradient"
+    assert forward.operands == [ROWS] * more + [ROW]
+    assert forward.results == [ROWS] * more + [NUMBERS] * (1 + layer)
+    assert backward.operands == [ROWS] * (2 + residual) + [ROW] + [NUMBERS] * (1 + layer)
+    assert backward.results == [ROWS]
+    for call in (forward, backward):
+        assert f"layer = {str(layer).lower()}" in call.attributes
+        assert f"residual = {str(residual).lower()}" in call.attributes
+
+
+@pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)
+def test_amaxes_are_results_of_the_same_call(wanted):
+    def run(x):
+        y = activated("swiglu", [x, x], wanted)
+        return y, activation_gradients("swiglu", x, [x, x], wanted)
+
+    with claiming_cuda(9.0):
+        forward, backward = custom_calls(run, array())
+    assert forward.results == [ROWS] + ["2xf32"] * wanted.count
+    assert backward.results == [ROWS] * 2 + ["2xf32"] * 2 * wanted.count
+    for call in (forward, backward):
+        assert f"plain = {str(wanted.plain).lower()}" in call.attributes
+        assert f"rotated = {str(wanted.hadamard is not None).lower()}" in call.attributes
+
+
+def test_the_kernel_can_be_demanded_and_refused():
+    with claiming_cuda(9.0):
+        demanded = custom_calls(lambda x: jlp.silu(x, implementation="ffi"), array())
+        refused = custom_calls(lambda x: jlp.silu(x, implementation="reference"), array())
+    assert [call.target for call in demanded] == ["jaxlowprec_activation"] and refused == []
+
+
+def test_without_cuda_all_is_the_reference():
+    assert custom_calls(lambda x: jlp.rms_norm(jlp.silu(x), jnp.ones(96)), array()) == []
