@@ -10,14 +10,14 @@ from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Te
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.diagnostics.support import Supported, supported
-from jaxlowprec.linears.collectives import all_gather_quantized
-from jaxlowprec.linears.dot_general import dot_general, einsum
-from jaxlowprec.linears.fused.mlp import mlp
-from jaxlowprec.linears.fused.shared_input import linears
-from jaxlowprec.linears.grouped import grouped_matmul, ragged_dot
-from jaxlowprec.linears.linear import linear, quantize_kernel
-from jaxlowprec.linears.product import QuantizedKernel
-from jaxlowprec.linears.residuals import CHECKPOINT_NAMES
+from jaxlowprec.layers.collectives import all_gather_quantized
+from jaxlowprec.layers.dot_general import dot_general, einsum
+from jaxlowprec.layers.fused.mlp import mlp
+from jaxlowprec.layers.fused.shared_input import linears
+from jaxlowprec.layers.grouped import grouped_matmul, ragged_dot
+from jaxlowprec.layers.linear import linear, quantize_kernel
+from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
 from jaxlowprec.models.find_policy import Policy, find_policy
 from jaxlowprec.models.quantize_matmuls import quantize_matmuls

@@ -1,6 +1,6 @@
 """Policies for `jax.checkpoint`: what of this library's layers is kept for the backward pass, and where."""
 
-from jaxlowprec.linears.checkpoint_policies import (
+from jaxlowprec.layers.checkpoint_policies import (
     PRODUCT,
     QUANTIZED_INPUT,
     QUANTIZED_WEIGHT,

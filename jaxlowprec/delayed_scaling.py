@@ -1,6 +1,6 @@
 """The state of `DelayedScaling`, and how it passes through gradients and optimizers."""
 
-from jaxlowprec.linears.delayed_scaling import (
+from jaxlowprec.layers.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
     TENSORS,
     add_gradients,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 import jaxlowprec as jlp
-from jaxlowprec.linears import delayed_scaling
+from jaxlowprec.layers import delayed_scaling
 
 
 def mxfp4_weight(role):

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import one_of
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.linears import delayed_scaling
-from jaxlowprec.linears.grouped import grouped_matmul
-from jaxlowprec.linears.linear import linear
-from jaxlowprec.linears.operands import Gemms
+from jaxlowprec.layers import delayed_scaling
+from jaxlowprec.layers.grouped import grouped_matmul
+from jaxlowprec.layers.linear import linear
+from jaxlowprec.layers.operands import Gemms
 from jaxlowprec.ops.scaled_matmul import cuda
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.per_layer import PerLayer

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxlowprec.linears.fused.blocks import check_features, normed
-from jaxlowprec.linears.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
-from jaxlowprec.linears.fused.mlp_product import Activation, Saved
-from jaxlowprec.linears.fused.shared_input import linears_of
+from jaxlowprec.layers.fused.blocks import check_features, normed
+from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
+from jaxlowprec.layers.fused.mlp_product import Activation, Saved
+from jaxlowprec.layers.fused.shared_input import linears_of
 from jaxlowprec.linen.layers import Dense, function_arguments, handed_on, promoted_inputs
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT

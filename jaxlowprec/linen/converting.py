@@ -12,7 +12,7 @@ import jax
 from flax import linen as nn
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.linears.layer_call import own_product
+from jaxlowprec.layers.layer_call import own_product
 from jaxlowprec.linen.layers import Dense, DenseGeneral, Einsum, base_call, dense, dense_general, layer_einsum
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve

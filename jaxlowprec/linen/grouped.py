@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.layers.layer_call import rounds_stochastically
 from jaxlowprec.linen.layers import _loaded, _operands, base_call
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.ops.checks import layer_inputs

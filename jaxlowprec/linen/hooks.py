@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from jaxlowprec.linears.dot_general import DimensionNumbers, dot_general
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.layers.dot_general import DimensionNumbers, dot_general
+from jaxlowprec.layers.layer_call import rounds_stochastically
 from jaxlowprec.linen.layers import _recipe, _state, handed_on
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe

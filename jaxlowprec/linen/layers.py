@@ -29,24 +29,24 @@ from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.linears.delayed_scaling import (
+from jaxlowprec.layers.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
     State,
     init_state,
     is_added_up,
     used_in_a_transformation,
 )
-from jaxlowprec.linears.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.fused.shared_input import Layer
-from jaxlowprec.linears.layer_call import (
+from jaxlowprec.layers.dot_general import axes_in_order, einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.layers.layer_call import (
     check_own_product,
     computes_own_product,
     own_product,
     rounds_stochastically,
     stays_flaxs,
 )
-from jaxlowprec.linears.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
-from jaxlowprec.linears.low_rank import LoRAKernel, is_quantized, without_adapter
+from jaxlowprec.layers.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
+from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe

@@ -18,11 +18,11 @@ import jaxlowprec.linen
 import jaxlowprec.nnx
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.linears.dot_general import contracts_second_last
-from jaxlowprec.linears.layer_call import own_product
-from jaxlowprec.linears.linear import kernel_matrices
-from jaxlowprec.linears.low_rank import LoRAKernel, without_adapter
-from jaxlowprec.linears.weight_only import check_whole_blocks, quantize_weight
+from jaxlowprec.layers.dot_general import contracts_second_last
+from jaxlowprec.layers.layer_call import own_product
+from jaxlowprec.layers.linear import kernel_matrices
+from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
+from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.linen.converting import rules_of
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
 from jaxlowprec.models.transform.weights import has_matrices

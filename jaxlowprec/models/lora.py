@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.linears.low_rank import Adapter, LoRAKernel, check_adapter, checked_alpha, new_adapter
+from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, check_adapter, checked_alpha, new_adapter
 from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.models.transform.weights import has_matrices
 from jaxlowprec.ops.checks import FLOATS, float_dtype

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.linears import delayed_scaling
-from jaxlowprec.linears.low_rank import is_quantized
+from jaxlowprec.layers import delayed_scaling
+from jaxlowprec.layers.low_rank import is_quantized
 from jaxlowprec.models.layer_names import layer_name
 from jaxlowprec.models.transform import modules
 from jaxlowprec.models.transform.evaluating import evaluate

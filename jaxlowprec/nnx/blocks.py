@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlowprec.arguments import a_text
-from jaxlowprec.linears.fused.blocks import check_features, normed
-from jaxlowprec.linears.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
-from jaxlowprec.linears.fused.mlp_product import Activation, Saved
-from jaxlowprec.linears.fused.shared_input import linears_of
+from jaxlowprec.layers.fused.blocks import check_features, normed
+from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
+from jaxlowprec.layers.fused.mlp_product import Activation, Saved
+from jaxlowprec.layers.fused.shared_input import linears_of
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxlowprec.linears.layer_call import own_product
+from jaxlowprec.layers.layer_call import own_product
 from jaxlowprec.nnx.layers import Einsum, Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.linears.layer_call import rounds_stochastically
+from jaxlowprec.layers.layer_call import rounds_stochastically
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.nnx.layers import _Quantizing
 from jaxlowprec.ops.checks import layer_inputs

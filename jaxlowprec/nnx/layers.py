@@ -14,23 +14,23 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.linears.delayed_scaling import (
+from jaxlowprec.layers.delayed_scaling import (
     OVERWRITE_WITH_GRADIENT,
     State,
     init_state,
     is_added_up,
     used_in_a_transformation,
 )
-from jaxlowprec.linears.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
-from jaxlowprec.linears.fused.shared_input import Layer
-from jaxlowprec.linears.layer_call import (
+from jaxlowprec.layers.dot_general import dot_general, einsum, kernel_axes_in_result, linear_general
+from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.layers.layer_call import (
     check_own_product,
     computes_own_product,
     own_product,
     rounds_stochastically,
     stays_flaxs,
 )
-from jaxlowprec.linears.linear import kernel_matrices, linear, quantize_kernel
+from jaxlowprec.layers.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes import silence

@@ -12,8 +12,8 @@ from flax import nnx
 
 from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.linears.dot_general import axes_in_order
-from jaxlowprec.linears.low_rank import Adapter, LoRAKernel, checked_alpha, new_adapter
+from jaxlowprec.layers.dot_general import axes_in_order
+from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, checked_alpha, new_adapter
 from jaxlowprec.nnx.converting import reason_to_stay
 from jaxlowprec.nnx.layers import Linear, LinearGeneral, _check_model, _Quantizing
 from jaxlowprec.ops.checks import float_dtype

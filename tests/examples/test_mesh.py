@@ -104,7 +104,7 @@ class TestLosses:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_delayed", "int4_qat"])
 def test_other_recipes_start_alike(name, on_one_device, tmp_path):
-    """Of each kind of scale one; the products of every recipe on meshes: tests/linears/test_linear_parallel.py."""
+    """Of each kind of scale one; the products of every recipe on meshes: tests/layers/test_linear_parallel.py."""
     one = on_one_device(name, steps=4, config=WIDE)
     largest, first, _ = difference(trained(name, layout_of(CUBE, True), tmp_path, steps=4, config=WIDE), one)
     assert first < FLIPPED and largest < 5e-3

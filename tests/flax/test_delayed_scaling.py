@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, combined_by_max
 from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, random_array
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.flax.libraries import LIBRARIES
 from tests.helpers import assert_same_bytes, random_array
 

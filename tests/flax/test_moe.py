@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.flax.experts import EXPERTS, HIDDEN, WIDTH, K, X, block, compiled, made, total
 from tests.flax.libraries import LIBRARIES, weighted
 from tests.helpers import assert_same_bytes, often

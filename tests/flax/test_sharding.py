@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.flax.libraries import LIBRARIES, LinenModel, NnxModel, joined
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes

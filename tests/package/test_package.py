@@ -26,7 +26,7 @@ FLOORS = (
     ("arrays", "wiring"),
     ("ops",),
     ("recipes", "telemetry"),
-    ("linears",),
+    ("layers",),
     ("moe",),
     ("linen", "nnx"),
     ("models", "diagnostics"),

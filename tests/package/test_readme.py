@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec import delayed_scaling
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.helpers import assert_same_bytes, random_array
 
 pytestmark = pytest.mark.sampled(5)

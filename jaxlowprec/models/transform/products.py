@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlowprec.linears.dot_general import dot_general
-from jaxlowprec.linears.grouped import grouped_matmul
-from jaxlowprec.linears.low_rank import is_quantized, without_adapter
+from jaxlowprec.layers.dot_general import dot_general
+from jaxlowprec.layers.grouped import grouped_matmul
+from jaxlowprec.layers.low_rank import is_quantized, without_adapter
 from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.recipes.roles import Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.linears.low_rank import LoRAKernel
+from jaxlowprec.layers.low_rank import LoRAKernel
 from jaxlowprec.ops.checks import FLOATS
 
 # Primitives whose first operand is moved or cut, and nothing else.

@@ -7,7 +7,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.helpers import assert_same_bytes, random_array
 
 RECIPE = jlp.NVFP4BlockScaling()

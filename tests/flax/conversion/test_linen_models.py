@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.helpers import assert_same_bytes, random_array
 
 pytestmark = pytest.mark.sampled(5)

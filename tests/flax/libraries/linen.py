@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import serialization
 
 import jaxlowprec as jlp
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.flax.libraries.models import Model, numbers
 
 

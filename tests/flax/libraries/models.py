@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxlowprec.linears.delayed_scaling import OVERWRITE_WITH_GRADIENT
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 
 
 def weights_of(y):

@@ -1,0 +1,420 @@
+"""dot_general and einsum under a recipe: drop-in replacements that are computed by `linear`'s three GEMMs.
+
+The left operand has the input's role, the right operand the weight's, as in `nn.Dense(dot_general=jlp.dot_general)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec.arguments import a_dtype, a_text, shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.layers.delayed_scaling import State
+from jaxlowprec.layers.layer_call import LayerCall, layer_call
+from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, add_product, check_adapter, is_quantized
+from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.residuals import in_profiles, product
+from jaxlowprec.layers.watching.watched import watched
+from jaxlowprec.ops.checks import (
+    a_sharding,
+    axis_from_the_front,
+    dimension_numbers,
+    float_array,
+    float_dtype,
+    not_quantized,
+)
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.wiring.out_sharding import resharded
+
+_TERM = r"[A-Za-z]*(\.\.\.)?[A-Za-z]*"
+_SUBSCRIPTS = re.compile(rf"{_TERM}(,{_TERM})*(->{_TERM})?")
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."] | QuantizedArray | LoRAKernel | None,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    quantized_kernel: QuantizedKernel | None = None,
+    name: str = "",
+    state: State | None = None,
+) -> Any:
+    """`jax.lax.dot_general` with its three GEMMs quantised as the recipe says; without a recipe it is that function.
+
+    Any contraction and batch dimensions work. Each slice of the batch dimensions is quantised with its own amax and
+    random bits.
+
+    Arguments:
+        lhs: in the input's role.
+        rhs: in the weight's role; None with `quantized_kernel`, for inference. Or a loaded QuantizedArray, which stands
+            for the matrices [batch..., K, N] and is used as such (see `linear`). Or one of both with an adapter.
+        dimension_numbers, out_sharding: as for `jax.lax.dot_general`: axes are counted from the front.
+        precision: precision of the three GEMMs, as for `jax.lax.dot_general`; for quantised ones see `scaled_matmul`.
+        preferred_element_type: the dtype of the result; default under a recipe: lhs's dtype, so that a float32 master
+            weight can be passed without a cast.
+        recipe, key, name, state: see `linear`.
+        quantized_kernel: `quantize_kernel` of rhs as [batch..., K, N], with its dimensions in that order.
+
+    Raises:
+        TypeError, ValueError: as for `linear` and `jax.lax.dot_general`; or, under a recipe, a product that contracts
+            nothing.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> x, w = jnp.ones((4, 8, 32)), jnp.ones((4, 32, 16))
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     jlp.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).shape
+    (4, 8, 16)
+    """
+    who = "dot_general"
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    _check_options(who, preferred_element_type, out_sharding)
+    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    if isinstance(rhs, LoRAKernel):
+        settings |= {"quantized_kernel": quantized_kernel} | options
+        y = dot_general(lhs, rhs.kernel, dimension_numbers, **settings)
+        y, out_state = (y, None) if state is None else y
+        y = add_product(y, *_adapted(who, lhs, rhs, dimension_numbers), name)
+        return y if state is None else (y, out_state)
+    rhs, call = layer_call(who, rhs, quantized_kernel, **settings)
+
+    def macs() -> int:
+        assert rhs is not None
+        contract, batch = dimension_numbers[0][0], dimension_numbers[1][0]
+        return lhs.size * rhs.size // math.prod(lhs.shape[axis] for axis in (*contract, *batch))
+
+    compute = functools.partial(_dot_general, given=dimension_numbers, options=options)
+    y, out_state = watched(call, lhs, rhs, compute, macs)
+    return y if state is None else (y, out_state)
+
+
+def _adapted(who: str, lhs: jax.Array, rhs: LoRAKernel, given: DimensionNumbers) -> tuple[jax.Array, Adapter]:
+    """lhs as matrices, and the adapter that they are multiplied by."""
+    check_adapter(who, rhs)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers(who, given, lhs.ndim, None)
+    batch, _, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
+    adapter, first = rhs.adapter, tuple(range(len(batch) + len(rhs_contract)))
+    if not is_quantized(rhs) and rhs.ndim == len(batch) + 2 and rhs_contract == (rhs.ndim - 1,):  # x @ kernel.mT
+        adapter, first = adapter.mT, (*rhs_batch, *rhs_contract)
+    in_order = tuple(rhs_batch) == first[: len(batch)] and (is_quantized(rhs) or (*rhs_batch, *rhs_contract) == first)
+    if not in_order or adapter.a.shape[:-1] != (*batch, x.shape[-1]):
+        raise ValueError(
+            f"{who}: a kernel of shape {rhs.shape} with an adapter {rhs.adapter.a.shape} by {rhs.adapter.b.shape} in "
+            f"the product {given} with {lhs.shape}; needs a kernel [batch..., contracted..., free...] and the adapter "
+            "of its matrices [batch..., K, N]"
+        )
+    return x, adapter
+
+
+def _check_options(who: str, preferred_element_type: Any, out_sharding: Any) -> None:
+    """Raises for options that JAX would refuse, too; without a recipe JAX also accepts dtypes other than floats."""
+    a_sharding(who, "out_sharding", out_sharding)
+    if preferred_element_type is not None:
+        a_dtype(who, "preferred_element_type", preferred_element_type)
+
+
+def _dot_general(
+    call: LayerCall, lhs: jax.Array, rhs: jax.Array | None, given: DimensionNumbers, options: dict[str, Any]
+) -> tuple[jax.Array, State | None]:
+    """The product, and the state of delayed scaling if there is one."""
+    who, quantized_kernel = call.who, call.quantized
+    if rhs is None and quantized_kernel is None:
+        raise ValueError(f"{who}: rhs is None; without quantized_kernel= there is no second operand")
+    if call.recipe is None and call.in_high_precision(rhs):
+        not_quantized(who, "lhs", lhs)
+        rhs = call.high_precision_weight(rhs)
+        with in_profiles(call.name):
+            return product(jax.lax.dot_general(lhs, rhs, given, **options)), call.state
+    lhs = float_array(who, "lhs", lhs)
+    rhs = None if rhs is None else float_array(who, "rhs", rhs)
+    if call.calibrates:
+        rhs = call.high_precision_weight(rhs)
+        y = product(jax.lax.dot_general(lhs, rhs.astype(lhs.dtype), given, **options))
+        return call.recorded(lhs, rhs, y)
+    dims = dimension_numbers(who, given, lhs.ndim, None if rhs is None else rhs.ndim)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    if not lhs_contract:
+        raise ValueError(f"{who}: {dims} contracts nothing: no GEMM to quantise; pass recipe=None")
+    batch, lhs_free, x = _as_matrices(lhs, lhs_batch, lhs_contract, contracted_last=True)
+    w: jax.Array | None = None
+    rhs_free: tuple[int, ...] = ()
+    if rhs is not None:
+        rhs_batch_shape, rhs_free, w = _as_matrices(rhs, rhs_batch, rhs_contract, contracted_last=False)
+        if rhs_batch_shape != batch or [lhs.shape[a] for a in lhs_contract] != [rhs.shape[a] for a in rhs_contract]:
+            raise ValueError(f"{who}: lhs {lhs.shape} and rhs {rhs.shape} do not fit {dims}")
+    elif quantized_kernel is not None:
+        rhs_free = quantized_kernel.shape[len(batch) + 1 :]
+        if quantized_kernel.shape[: len(batch) + 1] != (*batch, x.shape[-1]):
+            raise ValueError(f"{who}: lhs {lhs.shape} and quantized_kernel {quantized_kernel.shape} do not fit {dims}")
+    preferred = options["preferred_element_type"]
+    out_dtype = float_dtype(who, "preferred_element_type", lhs.dtype if preferred is None else preferred)
+    rows_split = x.ndim > len(batch) + 2
+    y, out_state = call.matmul(x, w, None, out_dtype, rows_split=rows_split)
+    return resharded(y.reshape(*batch, *lhs_free, *rhs_free), options["out_sharding"]), out_state
+
+
+def axes_in_order(who: str, ndim: int, axes: Iterable[int]) -> tuple[int, ...]:
+    """Axes counted from 0, ascending: the order in which Flax's layers lay out a kernel, however axes were listed."""
+    return tuple(sorted(axis_from_the_front(who, axis, ndim) for axis in axes))
+
+
+def linear_general(
+    who: str,
+    inputs: Float[Array, "..."],
+    kernel: Float[Array, "..."] | QuantizedArray | None,
+    bias: Float[Array, "..."] | None,
+    axis: Iterable[int],
+    batch: Iterable[int],
+    features: Sequence[int],
+    *,
+    state: State | None = None,
+    **options: Any,
+) -> Any:
+    """Flax's linear over several axes of the inputs, with a kernel [batch..., contracted..., features...].
+
+    A kernel that is quantised, or None with `quantized_kernel=`, stands for matrices [batch..., K, N].
+
+    Arguments:
+        axis, batch: contracted and batch axes of the inputs, in any order; negative ones count from the end.
+        state, options: of `dot_general`, which also says what is returned.
+    """
+    contract_dims, batch_dims = (axes_in_order(who, inputs.ndim, axes) for axes in (axis, batch))
+    kernel_batch = tuple(range(len(batch_dims)))
+    kernel_contract = tuple(range(len(batch_dims), len(batch_dims) + len(contract_dims)))
+    dims = ((contract_dims, kernel_contract), (batch_dims, kernel_batch))
+    y = dot_general(inputs, kernel, dims, state=state, **options)
+    y, out_state = (y, None) if state is None else y
+    y = y.reshape(*y.shape[: inputs.ndim - len(contract_dims)], *features)
+    if bias is not None:
+        kept = [inputs.shape[a] if a in batch_dims else 1 for a in range(inputs.ndim) if a not in contract_dims]
+        y = y + bias.reshape(*kept, *features)
+    return y if state is None else (y, out_state)
+
+
+def _as_matrices(
+    x: jax.Array, batch: Sequence[int], contract: Sequence[int], contracted_last: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], jax.Array]:
+    """The batch and free shapes, and x as [batch..., free, contracted] or [batch..., contracted, free].
+
+    If several free axes come first, the last one stays separate: [batch..., S, free, contracted], its rows split.
+    """
+    free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
+    order = [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
+    batch_shape, free_shape, contract_shape = (tuple(x.shape[d] for d in dims) for dims in (batch, free, contract))
+    contracted = math.prod(contract_shape)
+    if not contracted_last:
+        sizes = [contracted, math.prod(free_shape)]
+    elif len(free_shape) > 1:
+        sizes = [math.prod(free_shape[:-1]), free_shape[-1], contracted]
+    else:
+        sizes = [math.prod(free_shape), contracted]
+    x = x if order == list(range(x.ndim)) else x.transpose(order)
+    return batch_shape, free_shape, x.reshape(*batch_shape, *sizes)
+
+
+def einsum(
+    subscripts: str,
+    *operands: Float[Array, "..."] | QuantizedArray | LoRAKernel,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    name: str = "",
+    state: State | None = None,
+) -> Any:
+    """`jnp.einsum` of two operands, its three GEMMs quantised as the recipe says; without a recipe it is that function.
+
+    A product that contracts nothing is not a GEMM and stays in high precision.
+
+    Arguments:
+        subscripts: as for `jnp.einsum`, "..." and the implicit form included.
+        operands: under a recipe two: the first in the input's role, the second in the weight's. The second may be a
+            loaded QuantizedArray [batch..., K, N] (see `linear`), its axes in this order; or one of both with an
+            adapter, of which K alone is contracted.
+        precision, preferred_element_type, out_sharding, recipe, key, name, state: see `dot_general`.
+
+    Raises:
+        ValueError: other than two operands under a recipe, or subscripts that do not fit.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     jlp.einsum("btd,dhk->bthk", jnp.ones((2, 8, 32)), jnp.ones((32, 4, 16))).shape
+    (2, 8, 4, 16)
+    """
+    who = "einsum"
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    _check_options(who, preferred_element_type, out_sharding)
+    settings: Any = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
+    if len(operands) == 2 and isinstance(operands[1], LoRAKernel):
+        x: Any = operands[0]
+        kernel = operands[1]
+        y = einsum(subscripts, x, kernel.kernel, preferred_element_type=preferred_element_type, **settings)
+        y, out_state = (y, None) if state is None else y
+        y = resharded(_add_einsum(y, subscripts, x, kernel, name), out_sharding)
+        return y if state is None else (y, out_state)
+    is_loaded = len(operands) == 2 and isinstance(operands[1], QuantizedArray)
+    _, call = layer_call(who, operands[1] if is_loaded else None, None, **settings)
+    if is_loaded or len(operands) != 2:
+        y, out_state = (_einsum_of_loaded if is_loaded else _einsum)(call, subscripts, operands, options)
+        return y if state is None else (y, out_state)
+
+    def macs() -> int:
+        x, w = operands
+        (x_names, w_names), _ = _parse(who, subscripts, x.ndim, w.ndim)
+        return math.prod(dict(zip([*x_names, *w_names], [*x.shape, *w.shape], strict=True)).values())
+
+    def compute(call: LayerCall, x: Any, w: Any) -> tuple[jax.Array, State | None]:
+        return _einsum(call, subscripts, (x, w), options)
+
+    y, out_state = watched(call, *operands, compute, macs)
+    return y if state is None else (y, out_state)
+
+
+def _einsum(
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[jax.Array, State | None]:
+    """The product, and the state of delayed scaling if there is one."""
+    who, state = call.who, call.state
+    if call.recipe is None:
+        for i, operand in enumerate(operands):
+            not_quantized(who, f"operand {i}", operand)
+        with in_profiles(call.name):
+            return product(jnp.einsum(subscripts, *operands, **options)), state
+    if len(operands) != 2:
+        raise ValueError(
+            f"{who}: {subscripts!r} has {len(operands)} operands; under a recipe it needs two: call it pair by pair"
+        )
+    x, w = float_array(who, "operand 0", operands[0]), float_array(who, "operand 1", operands[1])
+    (x_names, w_names), out = _parse(who, subscripts, x.ndim, w.ndim)
+    shared = [n for n in dict.fromkeys(x_names) if n in w_names]
+    batch, contract = [n for n in shared if n in out], [n for n in shared if n not in out]
+    if not contract:
+        return jnp.einsum(subscripts, x, w, **options), state
+    if call.calibrates:
+        y = product(jnp.einsum(subscripts, x, w.astype(x.dtype), **options))
+        return call.recorded(x, w, y)
+    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    w, w_names = _reduce_alone(w, w_names, keep=set(x_names) | set(out))
+    contract_dims, batch_dims = (
+        ([x_names.index(n) for n in group], [w_names.index(n) for n in group]) for group in (contract, batch)
+    )
+    dims = (contract_dims, batch_dims)
+    y, out_state = _dot_general(call, x, w, dims, options | {"out_sharding": None})
+    names = batch + [n for n in x_names if n not in shared] + [n for n in w_names if n not in shared]
+    return resharded(y.transpose([names.index(n) for n in out]), options["out_sharding"]), out_state
+
+
+def _add_einsum(y: jax.Array, subscripts: str, x: jax.Array, kernel: LoRAKernel, name: str) -> jax.Array:
+    """y plus the einsum of x and the product of the kernel's adapter."""
+    who = "einsum"
+    check_adapter(who, kernel)
+    if not contracts_second_last(subscripts, x.ndim, kernel.ndim):
+        raise ValueError(
+            f"{who}: {subscripts!r} with an adapter of a kernel of shape {kernel.shape}; needs a kernel "
+            "[batch..., K, N] of which only K is contracted and only N is free"
+        )
+    (x_names, (*batch, contracted, free)), out = _parse(who, subscripts, x.ndim, kernel.ndim)
+    numbers = {n: i for i, n in enumerate([*dict.fromkeys((*x_names, *batch, contracted, free)), "rank"])}
+    rows = [numbers[n] for n in out if n != free]
+    of_batch, rank = [numbers[n] for n in batch], numbers["rank"]
+    with in_profiles(name, "adapter"):
+        a, b = (factor.astype(x.dtype) for factor in (kernel.adapter.a, kernel.adapter.b))
+        down = jnp.einsum(x, [numbers[n] for n in x_names], a, [*of_batch, numbers[contracted], rank], [*rows, rank])
+        added = jnp.einsum(down, [*rows, rank], b, [*of_batch, rank, numbers[free]], [numbers[n] for n in out])
+        return (y.astype(jnp.float32) + kernel.adapter.scale * added.astype(jnp.float32)).astype(y.dtype)
+
+
+def contracts_second_last(subscripts: str, x_ndim: int, w_ndim: int) -> bool:
+    """Whether an einsum's second operand is [batch..., K, N], and only K is contracted."""
+    (x_names, (*batch, contracted, free)), out = _parse("einsum", subscripts, x_ndim, w_ndim)
+    return (
+        contracted in x_names
+        and contracted not in out
+        and free not in x_names
+        and free in out
+        and set(batch) <= set(x_names) & set(out)
+    )
+
+
+def _einsum_of_loaded(
+    call: LayerCall, subscripts: str, operands: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[jax.Array, State | None]:
+    """The product with a weight that is quantised along its second last axis, and the unchanged state."""
+    who, (x, q) = call.who, operands
+    x = float_array(who, "operand 0", x)
+    (x_names, w_names), out = _parse(who, subscripts, x.ndim, q.ndim)
+    *batch, contracted, free = w_names
+    if not contracts_second_last(subscripts, x.ndim, q.ndim):
+        raise ValueError(
+            f"{who}: {subscripts!r} with a quantised second operand of shape {q.shape}; it is quantised along its "
+            "second last axis: contract only that axis, keep the last one free, and let the others be batch axes"
+        )
+    x, x_names = _reduce_alone(x, x_names, keep=set(w_names) | set(out))
+    lhs_dims = ([x_names.index(contracted)], [x_names.index(n) for n in batch])
+    dims = ((lhs_dims[0], [len(batch)]), (lhs_dims[1], list(range(len(batch)))))
+    wanted, options = options["out_sharding"], options | {"out_sharding": None}
+    y, state = _dot_general(call, x, None, dims, options)
+    names = batch + [n for n in x_names if n not in w_names] + [free]
+    return resharded(y.transpose([names.index(n) for n in out]), wanted), state
+
+
+def kernel_axes_in_result(subscripts: str, x_ndim: int, kernel_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a bias over the kernel's remaining axes broadcasts against an einsum's result."""
+    (_, names), out = _parse("einsum", subscripts, x_ndim, len(kernel_shape))
+    sizes = dict(zip(names, kernel_shape, strict=True))
+    return tuple(sizes.get(n, 1) for n in out)
+
+
+def _parse(who: str, subscripts: str, *ndims: int) -> tuple[list[list[str]], list[str]]:
+    """Axis names of each operand and of the result; those of "..." are numbered from the right, as in broadcasting."""
+    a_text(who, subscripts=subscripts)
+    text = subscripts.replace(" ", "")
+    if not _SUBSCRIPTS.fullmatch(text):
+        raise ValueError(f'{who}: subscripts={shown(subscripts)}; needs letters and "...", such as "btd,dh->bth"')
+    inputs, arrow, out = text.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(ndims):
+        raise ValueError(f"{who}: {subscripts!r} names {len(terms)} operands, given {len(ndims)}")
+    named, widest = [], 0
+    for term, ndim in zip(terms, ndims, strict=True):
+        before, dots, after = term.partition("...")
+        spare = ndim - len(before) - len(after)
+        if spare < 0 or (spare and not dots):
+            raise ValueError(f"{who}: {term!r} of {subscripts!r} does not fit an operand of {ndim} dimensions")
+        named.append([*before, *[f"...{i}" for i in reversed(range(spare))], *after])
+        widest = max(widest, spare)
+    ellipsis = [f"...{i}" for i in reversed(range(widest))]
+    if arrow:
+        before, dots, after = out.partition("...")
+        result = [*before, *(ellipsis if dots else []), *after]
+    else:
+        letters = inputs.replace(",", "").replace(".", "")
+        result = ellipsis + sorted(n for n in set(letters) if letters.count(n) == 1)
+    unknown = [n for n in result if not any(n in names for names in named)]
+    if unknown or len(set(result)) != len(result):
+        raise ValueError(f"{who}: the result of {subscripts!r} names an axis twice or one that no operand has")
+    return named, result
+
+
+def _reduce_alone(x: jax.Array, names: list[str], keep: set[str]) -> tuple[jax.Array, list[str]]:
+    """x with repeated axes reduced to their diagonal, and with axes that no other operand or result names summed."""
+    left = [n for n in dict.fromkeys(names) if n in keep]
+    if left == names:
+        return x, names
+    index = {n: i for i, n in enumerate(dict.fromkeys(names))}
+    return jnp.einsum(x, [index[n] for n in names], [index[n] for n in left]), left

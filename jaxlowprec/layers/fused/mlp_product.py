@@ -1,0 +1,211 @@
+"""The quantised MLP with its custom_vjp: one for all of its products, so that it decides what is kept between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jaxlowprec.arguments import shown
+from jaxlowprec.arrays.formats import MXFP8
+from jaxlowprec.layers.operands import amaxes_both_ways, for_both_ways
+from jaxlowprec.layers.product import (
+    Input,
+    Product,
+    ProductSpec,
+    QuantizedKernel,
+    Specs,
+    States,
+    amaxes_of_gradient,
+    amaxes_of_input,
+    backward,
+    backward_of_all,
+    for_each,
+    forward,
+    forward_of_all,
+    fprop,
+    products_differentiated_once,
+    quantized_input,
+    quantized_inputs,
+    read_by_wgrad,
+)
+from jaxlowprec.layers.residuals import (
+    QUANTIZED_INPUT,
+    QUANTIZED_WEIGHT,
+    differentiated_once,
+    dtype_marker,
+    in_profiles,
+    named,
+    product,
+)
+from jaxlowprec.ops.activations import api as ops
+from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
+
+Saved = Literal["quantized", "8bit", "recompute"]
+"""What an MLP keeps of its hidden layer; see `mlp`."""
+
+Activation = str | Callable[..., jax.Array]
+"""The name of an activation with defined bits, or a function of the hidden layer's operands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpec:
+    """The static description of an MLP. It does not contain names of layers: equal MLPs are traced once.
+
+    Attributes:
+        activation: of the results of the `hidden` products.
+        hidden: the products that read the MLP's input: gate and up, or up alone.
+        down: the product that gives its result.
+        saved: what is kept of the hidden layer.
+    """
+
+    activation: Activation
+    hidden: Specs
+    down: ProductSpec
+    saved: Saved
+
+
+def activated(
+    activation: Activation, operands: Sequence[jax.Array], wanted: Amaxes | None = None
+) -> tuple[jax.Array, Any]:
+    """The hidden layer [..., T, F] from its operands of that shape, and its amaxes as `both_ways` takes them."""
+    with in_profiles("activation"):
+        if callable(activation):
+            a = called(activation, *operands)
+            return a, amaxes_both_ways(a, wanted)
+        a, found = ops.activated(activation, operands, wanted)
+        return a, for_both_ways(found)
+
+
+def called(activation: Callable[..., Any], *operands: jax.Array) -> jax.Array:
+    """What a function of the caller gives. Raises ValueError unless it has the operands' shape and dtype."""
+    a = activation(*operands)
+    found, needed = jax.typeof(a), jax.typeof(operands[0])
+    if (found.shape, found.dtype) != (needed.shape, needed.dtype):
+        raise ValueError(
+            f"mlp: activation={shown(activation)} gives {found.dtype} {found.shape}; needs {needed.dtype} "
+            f"{needed.shape}, as its operands: cast the result, or compute it elementwise"
+        )
+    return a
+
+
+def _activation_gradients(
+    activation: Activation, operands: Sequence[jax.Array], dy: jax.Array, wanted: Amaxes | None = None
+) -> tuple[Sequence[jax.Array], Sequence[Any]]:
+    """The gradient of each operand, and its amaxes as `both_ways` takes them."""
+    with in_profiles("activation gradient"):
+        if callable(activation):
+            return jax.vjp(activation, *operands)[1](dy), [None] * len(operands)
+        gradients, amaxes = ops.activation_gradients(activation, dy, operands, wanted)
+        gradients = [resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True)]
+        return gradients, [for_both_ways(found) for found in amaxes]
+
+
+def operands_of(activation: str) -> int:
+    """How many operands a named activation has."""
+    return 2 if RULES[activation].gated else 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
+    inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states[:-1]))
+    of_scaling = [state for state, _ in states]
+    hidden = [fprop(*each)[0] for each in zip(spec.hidden, inputs, products, of_scaling, strict=False)]
+    given = quantized_input(spec.down, activated(spec.activation, hidden)[0], of_scaling[-1])
+    return fprop(spec.down, given, products[-1], of_scaling[-1])[0]
+
+
+def _forward(spec: MlpSpec, x, products, states):
+    x, products = differentiated_once(x), products_differentiated_once(products)
+    state, probe = states[-1]
+    inputs = quantized_inputs(spec.hidden, x, states[:-1], backward=True)
+    hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
+    hidden = tuple(map(product, hidden))
+
+    a, amaxes = activated(spec.activation, hidden, amaxes_of_input(spec.down))
+    given = quantized_input(spec.down, a, state, backward=probe is not None, amaxes=amaxes)
+    y, kept_down, _ = forward(spec.down, given, products[-1], states[-1])
+
+    of_hidden: Any = hidden
+    if spec.saved == "recompute":
+        of_hidden = _recomputable(spec, inputs, products, kernels), [state for state, _ in states[:-1]]
+    elif spec.saved == "8bit":
+        of_hidden = tuple(named(quantize(h, MXFP8()), QUANTIZED_INPUT) for h in hidden)
+    # Eight bits give another hidden layer in the backward pass, and so another amax.
+    amaxes = None if spec.saved == "8bit" else amaxes
+    residuals = kept_inputs, dtype_marker(x), kept, of_hidden, (amaxes, state, kept_down)
+    return product(y), residuals
+
+
+def _recomputable(
+    spec: MlpSpec, inputs: Sequence[Input], products: Sequence[Product], kernels: Sequence[QuantizedKernel]
+) -> tuple[list[Input], list[Product]]:
+    """What the forward GEMMs of the hidden layer read, without what they do not read."""
+    of_input = zip(spec.hidden, inputs, strict=False)
+    read = [Input(None, each.rowwise, None) if own.fprop else Input(each.x, None, None) for own, each in of_input]
+    of_kernels = [
+        Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)))
+        if own.fprop
+        else Product(p.w, p.bias, None, p.quantized)
+        for own, p, kernel in zip(spec.hidden, products[:-1], kernels, strict=True)
+    ]
+    return [named(each, QUANTIZED_INPUT) for each in read], of_kernels
+
+
+def _backward(spec: MlpSpec, residuals, dy):
+    kept_inputs, like_x, kept, of_hidden, (amaxes, state, kept_down) = residuals
+    # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
+    of_hidden, dy = jax.lax.optimization_barrier((of_hidden, differentiated_once(dy)))
+    hidden = _hidden_again(spec, of_hidden)
+    a, _ = activated(spec.activation, hidden)
+    given = quantized_input(spec.down, a, state, forward=False, backward=True, amaxes=amaxes)
+    read = read_by_wgrad(spec.down, given)
+    da, of_down, down_states = backward(spec.down, read, kept_down, dy, hidden[0].dtype)
+    dhidden, found = _activation_gradients(spec.activation, hidden, da, amaxes_of_gradient(spec.hidden[0]))
+    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like_x, found)
+    return dx, (*of_products, of_down), (*new_states, down_states)
+
+
+def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
+    """The operands of the activation in the backward pass."""
+    if spec.saved == "8bit":
+        return [h.dequantize() for h in of_hidden]
+    if spec.saved == "quantized":
+        return of_hidden
+    (inputs, kernels), states = of_hidden
+    with in_profiles("recompute"):
+        again = zip(spec.hidden, for_each(spec.hidden, inputs), kernels, states, strict=True)
+        return [fprop(*each)[0] for each in again]
+
+
+_mlp.defvjp(_forward, _backward)
+quantized_mlp = jax.jit(_mlp, static_argnums=0)  # MLPs with equal specs are traced once, whatever their names
+"""MlpSpec, x [..., T, K], a Product and States for each kernel, that of `down` last -> [..., T, N]."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activated_from_8bit(activation: Activation, operands: tuple[jax.Array, ...]) -> jax.Array:
+    """`activated`, whose backward pass keeps the operands as MXFP8."""
+    return activated(activation, operands)[0]
+
+
+def _forward_8bit(activation: Activation, operands):
+    operands = differentiated_once(operands)
+    kept = [named(quantize(x, MXFP8()), QUANTIZED_INPUT) for x in operands]
+    return activated(activation, operands)[0], (kept, [dtype_marker(x) for x in operands])
+
+
+def _backward_8bit(activation: Activation, residuals, dy):
+    kept, like = residuals
+    operands = [x.dequantize(marker.dtype) for x, marker in zip(kept, like, strict=True)]
+    gradients, _ = _activation_gradients(activation, operands, differentiated_once(dy))
+    return (tuple(gradients),)
+
+
+activated_from_8bit.defvjp(_forward_8bit, _backward_8bit)

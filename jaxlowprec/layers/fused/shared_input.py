@@ -1,0 +1,209 @@
+"""Linears that read the same input, which is quantised once for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.arguments import shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.layers import delayed_scaling
+from jaxlowprec.layers.layer_call import LayerCall, must_merge
+from jaxlowprec.layers.linear import checked_call, linear
+from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.quantized_matmul import quantized_matmuls
+from jaxlowprec.layers.residuals import in_profiles
+from jaxlowprec.layers.watching.watched import is_watched
+from jaxlowprec.ops.checks import a_sharding, float_array
+from jaxlowprec.ops.quantize.keys import check_key
+from jaxlowprec.ops.split_rows import merged_rows
+from jaxlowprec.recipes.autocast import FROM_CONTEXT
+from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.wiring.out_sharding import resharded
+
+
+class Layer(NamedTuple):
+    """The arguments of one of several linears; see `linear`."""
+
+    kernel: Any
+    bias: Any
+    quantized_kernel: QuantizedKernel | None
+    recipe: Any
+    key: jax.Array | None
+    name: str
+    state: delayed_scaling.State | None
+    precision: Any
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `layer_call` takes by name."""
+        names = ("recipe", "key", "name", "state", "precision")
+        return {name: getattr(self, name) for name in names}
+
+    def alone(self, x: Any, out_sharding: Any = None) -> tuple[jax.Array, Any]:
+        """Its own product, and its state for the next call, or None."""
+        options = {"quantized_kernel": self.quantized_kernel, "out_sharding": out_sharding}
+        y = linear(x, self.kernel, self.bias, **self.settings, **options)
+        return (y, None) if self.state is None else y
+
+    def checked(self, who: str, x: jax.Array) -> tuple[Any, Any, LayerCall]:
+        """See `checked_call`."""
+        return checked_call(who, x, self.kernel, self.bias, self.quantized_kernel, self.settings)
+
+
+def linears(
+    x: Float[Array, "*T K"],
+    kernels: Sequence[Float[Array, "K N"] | QuantizedArray | LoRAKernel | None],
+    biases: Sequence[Float[Array, "N"] | None] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    *,
+    quantized_kernels: Sequence[QuantizedKernel | None] | None = None,
+    names: Sequence[str] | None = None,
+    states: Sequence[delayed_scaling.State | None] | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    precision: Any = None,
+) -> Any:
+    """`linear` of one input by several kernels, such as query, key and value: x is quantised once, and kept once.
+
+    Results and gradients of kernels and biases have the bits of separate calls. The gradient of x is summed in float32
+    and rounded once. Where layers quantise x differently, because the recipe treats their names differently, or not at
+    all, each is a call of its own.
+
+    Arguments:
+        x, recipe, out_sharding, precision: see `linear`.
+        kernels: a [K, N] for each layer, each with its own N; see `linear`.
+        biases: [N] or None for each layer. None: no layer has one.
+        key: see `linear`; each layer has another one that is derived from it.
+        quantized_kernels, names, states: those of each layer, see `linear`.
+
+    Returns:
+        A tuple of [..., N]. With `states`, a pair of that and the tuple of states for the next call.
+
+    Raises:
+        TypeError: dtypes do not fit, or the recipe is not a recipe.
+        ValueError: shapes do not fit, or an argument has not as many elements as there are kernels.
+
+    Source: numerics.md 3.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> x, kernels = jnp.ones((8, 64), jnp.bfloat16), [jnp.ones((64, n)) for n in (64, 32, 32)]
+    >>> with jlp.autocast(jlp.NVFP4BlockScaling()):
+    ...     query, key, value = jlp.linears(x, kernels)
+    >>> query.shape, key.shape
+    ((8, 64), (8, 32))
+    """
+    who = "linears"
+    a_sharding(who, "out_sharding", out_sharding)
+    x = float_array(who, "x", x)
+    of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": states}
+    layers = layers_of(who, kernels, recipe, key, precision, of_each)
+    ys, new_states = linears_of(who, x, layers, out_sharding)
+    return ys if states is None else (ys, new_states)
+
+
+def linears_of(
+    who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: Any = None
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    """The products of x by each layer's kernel, and the states for the next call."""
+    if not alone_in_any_case(layers):
+        checked = [layer.checked(who, x) for layer in layers]
+        if share_their_input([call for *_, call in checked], [kernel for kernel, *_ in checked]):
+            return _shared(x, checked, [layer.name for layer in layers], out_sharding)
+    ys, states = zip(*[layer.alone(x, out_sharding) for layer in layers], strict=True)
+    return ys, states
+
+
+def _shared(
+    x: jax.Array, checked: Sequence[tuple[Any, Any, LayerCall]], names: Sequence[str], out_sharding: Any
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    tokens, rows_split = tokens_of(x, [(call, kernel) for kernel, _, call in checked])
+    result = x.dtype, out_sharding if x.ndim == tokens.ndim else None, rows_split
+    prepared = [call.prepared(tokens, kernel, bias, result) for kernel, bias, call in checked]
+    aligned, products = wiring.align_varying(tokens, tuple(p.product for p in prepared))
+    with in_profiles(joined(names)):
+        specs, states = tuple(p.spec for p in prepared), tuple(p.states for p in prepared)
+        ys = quantized_matmuls(specs, aligned, products, states)
+    ys = tuple(resharded(y.reshape(*x.shape[:-1], y.shape[-1]), out_sharding) for y in ys)
+    return ys, tuple(p.state for p in prepared)
+
+
+def layers_of(
+    who: str, kernels: Any, recipe: Any, key: jax.Array | None, precision: Any, of_each: dict[str, Any]
+) -> list[Layer]:
+    """The arguments of each layer. `of_each`: lists with an element for each, or None.
+
+    Raises:
+        TypeError, ValueError: an argument is no list, or has not as many elements as there are kernels.
+    """
+    check_key(who, key)
+    count = len(check_list(who, "kernels", kernels))
+    if count == 0:
+        raise ValueError(f"{who}: kernels is empty; needs one kernel or more")
+    for argument, given in of_each.items():
+        if given is not None and len(check_list(who, argument, given)) != count:
+            raise ValueError(f"{who}: {argument} has {len(given)} elements for {count} kernels; needs one for each")
+
+    def layer(i: int) -> Layer:
+        bias, quantized, name, state = (
+            None if of_each[argument] is None else of_each[argument][i]
+            for argument in ("biases", "quantized_kernels", "names", "states")
+        )
+        own = None if key is None else jax.random.fold_in(key, i)
+        return Layer(kernels[i], bias, quantized, recipe, own, "" if name is None else name, state, precision)
+
+    return [layer(i) for i in range(count)]
+
+
+def check_list(who: str, argument: str, given: Any) -> Any:
+    """The argument. Raises TypeError unless it is a list or tuple."""
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{who}: {argument}={shown(given)}; needs a list or tuple with an element for each layer")
+    return given
+
+
+def alone_in_any_case(layers: Sequence[Layer]) -> bool:
+    """Whether the layers have to be calls of their own, whatever the recipe."""
+    return is_watched() or any(isinstance(layer.kernel, LoRAKernel) for layer in layers)
+
+
+def share_their_input(calls: Sequence[LayerCall], kernels: Sequence[Any]) -> bool:
+    """Whether all products are quantised by equal roles, so that one quantised input serves all."""
+    if any(call.in_high_precision(w) or call.roles is None for call, w in zip(calls, kernels, strict=True)):
+        return False
+    found = {_of_input(call) for call in calls}
+    return len(found) == 1 and calls[0].roles is not None and calls[0].roles.ste is None
+
+
+def _of_input(call: LayerCall) -> tuple[Any, ...]:
+    """What says how the call quantises its operands."""
+    recipe: Any = call.recipe
+    return call.roles, recipe.backward_override, recipe.delayed
+
+
+def tokens_of(x: jax.Array, layers: Sequence[tuple[LayerCall, Any]]) -> tuple[jax.Array, bool]:
+    """x as the products take it, and whether its rows are split; see `LayerCall.matmul`."""
+    if x.ndim <= 2:
+        return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), False
+    parts = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    for call, w in layers:
+        if must_merge(call.who, parts, w if w is not None else call.quantized, call.roles):
+            return merged_rows(parts), False
+    return parts, True
+
+
+def joined(names: Sequence[str]) -> str:
+    """The name of several layers in profiles: attention/query, attention/key is attention/query+key."""
+    names = [name for name in names if name]
+    parents = {name.rpartition("/")[0] for name in names}
+    if len(parents) != 1 or len(names) == 1:
+        return "+".join(names)
+    (parent,) = parents
+    return "/".join(filter(None, (parent, "+".join(name.rpartition("/")[2] for name in names))))

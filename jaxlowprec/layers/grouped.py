@@ -1,0 +1,260 @@
+"""Rows in groups times a weight per group, under a recipe: the products of a mixture of experts.
+
+Each group is a tensor of its own, with its own amax, blocks and random bits, as if `linear` computed it by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxlowprec import wiring
+from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.arrays.formats import BLOCK
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.layers import weight_only
+from jaxlowprec.layers.grouped_products import (
+    GroupedProductSpec,
+    GroupedWeightOnlyProductSpec,
+    biased,
+    quantized_groups,
+    weight_only_groups,
+)
+from jaxlowprec.layers.layer_call import LayerCall, randomness_of
+from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.residuals import in_profiles, product
+from jaxlowprec.layers.watching.watched import watched
+from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
+from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
+from jaxlowprec.ops.grouped_matmul.plain import rows_product
+from jaxlowprec.ops.precision import checked_precision
+from jaxlowprec.ops.quantize.keys import check_key
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.recipes.transformer_engine import Calibrating
+from jaxlowprec.telemetry import probes
+from jaxlowprec.wiring.out_sharding import sharding_of
+
+
+def grouped_matmul(
+    x: Float[Array, "T K"],
+    kernels: Float[Array, "E K N"] | QuantizedArray,
+    group_sizes: Int[Array, "E"],
+    bias: Float[Array, "E N"] | None = None,
+    recipe: Recipe | None = FROM_CONTEXT,
+    key: jax.Array | None = None,
+    *,
+    name: str = "",
+    out_dtype: Any = None,
+    precision: Any = None,
+) -> Float[Array, "T N"]:
+    """Each group of rows times its own kernel; operands of the three GEMMs are quantised as the recipe says.
+
+    The rows of the groups lie one after the other, without padding; a group may be empty. The result of a group depends
+    only on its rows and its kernel: quantised bytes included, it is that of `linear(x_e, kernels[e])`. Rows after the
+    last group give zeros and get zero gradients.
+
+    Arguments:
+        x: bfloat16, float16 or float32: the dtype of the result.
+        kernels: any of those dtypes, quantised from its own dtype; a float32 master weight gets a float32 gradient. Or
+            a loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`.
+        group_sizes: integers of any width, on the device: they may change from call to call without a new compilation.
+            Negative sizes count as 0, and the last groups are cut at the end of the rows. If sizes are known (numbers
+            of Python or NumPy), a sum larger than the number of rows is an error.
+        bias: one per group, added in float32.
+        recipe: default: the context's (`autocast`). None: high precision, the kernels cast to x's dtype.
+        key: for recipes that round gradients stochastically. The bits of group e are those of slice e in a batch of E
+            slices of `linear`. None: the bits come from each group's gradient, see `linear`.
+        name: the layer's name, for the bits without a key and for recipes that treat layers differently.
+        out_dtype: the dtype of the result; default: x's.
+        precision: precision of the three GEMMs, as for `jax.lax.dot`; for quantised ones see `scaled_matmul`.
+
+    Raises:
+        TypeError: dtypes do not fit, or the recipe is not a recipe.
+        ValueError: shapes do not fit; or a recipe that grouped activations cannot follow: delayed scaling, whose state
+            is one layer's, square tiles for activations, rotations other than NVFP4's of size 16.
+
+    Source: numerics.md 3, 4 and 9 for each group.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> x, kernels = jnp.ones((5, 32), jnp.bfloat16), jnp.ones((3, 32, 16))
+    >>> y = jlp.grouped_matmul(x, kernels, jnp.array([2, 0, 3]), recipe=jlp.NVFP4BlockScaling())
+    >>> y.shape, y.dtype, float(y[0, 0])
+    ((5, 16), dtype(bfloat16), 32.0)
+    """
+    who = "grouped_matmul"
+    a_text(who, name=name)
+    check_key(who, key)
+    x = float_array(who, "x", x)
+    kernels = kernels if isinstance(kernels, QuantizedArray) else float_array(who, "kernels", kernels)
+    sizes = _checked_sizes(who, group_sizes, x.shape[0] if x.ndim == 2 else 0)
+    experts = sizes.shape[0]
+    if x.ndim != 2 or kernels.ndim != 3 or kernels.shape[:2] != (experts, x.shape[1]) or experts == 0:
+        raise ValueError(
+            f"{who}: x {x.shape}, kernels {kernels.shape} and group_sizes {sizes.shape}: needs x [T, K], kernels "
+            "[E, K, N] and group_sizes [E], E at least 1; use jax.vmap for further axes"
+        )
+    features = kernels.shape[2]
+    if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
+        raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(experts, features)}")
+    dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
+    precision = checked_precision(who, precision)
+
+    recipe, given = resolve(who, recipe, name), resolve(who, recipe)
+    compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
+    watch = functools.partial(watched, compute=compute, macs=lambda: x.size * features, sizes=sizes)
+    if isinstance(kernels, QuantizedArray):
+        weight_only.check_loaded(who, name, kernels, given)
+        loaded = QuantizedKernel(None, kernels, weight_only=True)
+        return watch(LayerCall(who, name, None, key, loaded, None, precision), x, None)[0]
+    return watch(LayerCall(who, name, recipe, key, None, None, precision), x, kernels)[0]
+
+
+def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:
+    """The product [T, N], and no state."""
+    who, name, recipe, precision = call.who, call.name, call.recipe, call.precision
+    if call.quantized is not None:
+        quantized: Any = call.quantized.columnwise
+        loaded = (sharding_of(x), None, sharding_of(bias))
+        served = weight_only.Served(quantized.format, "identity", None)
+        spec = GroupedWeightOnlyProductSpec(served, dtype, loaded, precision)
+        operands = _aligned(x, None, bias, quantized, sizes)
+        with in_profiles(name):
+            return weight_only_groups(spec, *operands, None), None
+    if recipe is None:
+        x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
+        wide = dtype if bias is None else jnp.dtype("float32")
+        with in_profiles(name):
+            y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
+            return product(biased(y, bias, sizes).astype(dtype)), None
+    roles = _checked_roles(who, recipe, name)
+    shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
+    if roles.ste is not None and roles.weight is not None:
+        weight_only.check_whole_blocks(who, name, kernels, roles.weight.format)
+        served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
+        spec = GroupedWeightOnlyProductSpec(served, dtype, shardings, precision)
+        operands = _aligned(x, kernels, bias, None, sizes)
+        with in_profiles(name):
+            return weight_only_groups(spec, *operands, _probe(who, name)), None
+    randomness = randomness_of(who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), name)
+    quantized_spec = GroupedProductSpec(roles, recipe.backward_override, dtype, shardings, precision)
+    operands = _aligned(x, kernels, bias, randomness, sizes)
+    with in_profiles(name):
+        return quantized_groups(quantized_spec, *operands, _probe(who, name)), None
+
+
+def ragged_dot(
+    lhs: Float[Array, "T K"],
+    rhs: Float[Array, "E K N"] | QuantizedArray,
+    group_sizes: Int[Array, "E"],
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+) -> Float[Array, "T N"]:
+    """Drop-in for `jax.lax.ragged_dot`: `grouped_matmul` under the context's recipe.
+
+    Arguments:
+        lhs, rhs, group_sizes: `x`, `kernels` and `group_sizes` of `grouped_matmul`.
+        precision: as for `grouped_matmul`.
+        preferred_element_type: the dtype of the result; default: what lhs and rhs promote to.
+        group_offset: not supported, as in JAX.
+
+    Raises:
+        NotImplementedError: a group_offset.
+        TypeError, ValueError: see `grouped_matmul`.
+
+    >>> import jax.numpy as jnp, jaxlowprec as jlp
+    >>> with jlp.autocast(jlp.MXFP8BlockScaling()):
+    ...     y = jlp.ragged_dot(jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([1, 3]))
+    >>> y.shape
+    (4, 8)
+    """
+    who = "ragged_dot"
+    if group_offset is not None:
+        raise NotImplementedError(f"{who}: group_offset is not supported; leave it out and slice the groups")
+    lhs = float_array(who, "lhs", lhs)
+    rhs = rhs if isinstance(rhs, QuantizedArray) else float_array(who, "rhs", rhs)
+    out_dtype = preferred_element_type
+    if out_dtype is None:
+        out_dtype = lhs.dtype if isinstance(rhs, QuantizedArray) else wider_dtype(lhs.dtype, rhs.dtype)
+    if isinstance(rhs, QuantizedArray) or resolve("ragged_dot", FROM_CONTEXT, "") is not None:
+        return grouped_matmul(lhs, rhs, group_sizes, out_dtype=out_dtype, precision=precision)
+    wide = wider_dtype(lhs.dtype, rhs.dtype)
+    return grouped_matmul(lhs.astype(wide), rhs.astype(wide), group_sizes, out_dtype=out_dtype, precision=precision)
+
+
+def _probe(who: str, name: str) -> probes.Probe | None:
+    """What telemetry needs of the layer, if it is measured."""
+    probe = probes.probe(who, name, "grouped_linear")
+    for label, roles in () if probe is None else probe.what_if:
+        _check_rows(f"{who}: telemetry's what_if {label!r}", roles)
+    return probe
+
+
+def _aligned(*operands: Any) -> tuple[Any, ...]:
+    return wiring.align_varying(*operands)
+
+
+def integer_sizes(who: str, group_sizes: Any) -> Any:
+    """The sizes as an array of integers, a NumPy array if they are known."""
+    try:
+        sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
+    except (TypeError, ValueError):
+        raise TypeError(f"{who}: group_sizes={shown(group_sizes)}; needs integers [E], one per group") from None
+    if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim != 1:
+        raise TypeError(
+            f"{who}: group_sizes has dtype {sizes.dtype} and shape {sizes.shape}; needs integers [E], one per group"
+        )
+    return sizes
+
+
+def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
+    """Sizes as int32 [E], limited to the rows. Known sizes are checked as a whole, before JAX narrows them."""
+    sizes = integer_sizes(who, group_sizes)
+    if rows >= LEAST_TOO_LARGE:
+        raise ValueError(f"{who}: x has {rows} rows; needs fewer than 2^31: split them into several calls")
+    if isinstance(sizes, np.ndarray):
+        if (total := sum(map(int, sizes))) > rows:
+            raise ValueError(f"{who}: group_sizes sum up to {total}, and x has {rows} rows")
+        sizes = jnp.asarray(np.clip(sizes, 0, min(rows, np.iinfo(sizes.dtype).max)).astype(np.int32))
+    return cut_to_rows(sizes, rows)
+
+
+def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
+    """The recipe's roles for the layer, if grouped rows can have them."""
+    if recipe.delayed is not None or isinstance(recipe, Calibrating):
+        raise ValueError(
+            f"{who}: {recipe} has a state for each layer, but groups are tensors of their own; use current scaling "
+            "(Float8CurrentScaling) for layers of experts, or leave them out by exclude= or a policy"
+        )
+    roles = recipe.roles("grouped_linear", name)
+    _check_rows(who, roles)
+    return roles
+
+
+def _check_rows(who: str, roles: Roles) -> None:
+    """Raises ValueError unless rows in groups can have these roles."""
+    rows = [(tensor, role) for tensor in ("input", "gradient") for role in roles.forms(tensor) if role is not None]
+    for tensor, role in dict.fromkeys(rows):
+        if role.format.tiles:
+            raise ValueError(
+                f"{who}: the recipe quantises the {tensor} to {role.format}, in square tiles, which would lie on two "
+                "groups; use blocks of one row"
+            )
+        rotation = role.hadamard
+        if rotation is not None and (role.format.scaling != "two_level" or rotation.size != BLOCK):
+            raise ValueError(
+                f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups take only "
+                f"NVFP4's rotation of size {BLOCK}"
+            )
+    for weight in roles.forms("weight"):
+        if weight is not None and weight.hadamard is not None:
+            raise ValueError(
+                f"{who}: the recipe rotates the weight by {weight.hadamard}, and it would not cancel in fprop and "
+                "dgrad; rotate the input and the gradient, or none"
+            )

@@ -1,0 +1,349 @@
+"""One call of a layer: the common part of `linear`, `dot_general` and `einsum`, and the product that they compute.
+
+The product is `quantized_matmul`, or `weight_only` if only the weight is quantised. Residuals and products have
+checkpoint names (`residuals`) for `jax.checkpoint` and the policies of `checkpoint_policies`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.layers import delayed_scaling, weight_only
+from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
+from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
+from jaxlowprec.layers.residuals import in_profiles
+from jaxlowprec.ops.checks import FLOATS
+from jaxlowprec.ops.precision import checked_precision
+from jaxlowprec.ops.quantize.checks import part_unit
+from jaxlowprec.ops.quantize.keys import Randomness, check_key, key_words, keyless_seed, slice_words
+from jaxlowprec.ops.split_rows import merged_rows, split_rows
+from jaxlowprec.recipes import silence
+from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.recipes.transformer_engine import Calibrating
+from jaxlowprec.telemetry import probes
+from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
+
+
+class Prepared(NamedTuple):
+    """The arguments of a product whose operands are quantised.
+
+    Attributes:
+        spec, product, states: see `quantized_matmuls`.
+        state: that of delayed scaling for the layer's next call.
+    """
+
+    spec: ProductSpec
+    product: Product
+    states: States
+    state: delayed_scaling.State | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """The arguments of a layer's call, checked and resolved once.
+
+    Attributes:
+        who: the name of the function, for messages.
+        name: the layer's name.
+        recipe: the recipe that the layer follows in this call; None for high precision, and for a loaded weight.
+        key: the key of stochastic rounding, or None.
+        quantized: the weight if it is quantised already, or None.
+        state: the state of delayed scaling, or None.
+        precision: precision of the three GEMMs.
+    """
+
+    who: str
+    name: str
+    recipe: Recipe | None
+    key: jax.Array | None
+    quantized: QuantizedKernel | None
+    state: delayed_scaling.State | None
+    precision: Any
+
+    @functools.cached_property
+    def roles(self) -> Roles | None:
+        """The recipe's roles for the layer; the recipe is asked once per call."""
+        return None if self.recipe is None else self.recipe.roles("linear", self.name)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the product is in high precision while its amaxes are recorded."""
+        return isinstance(self.recipe, Calibrating)
+
+    def in_high_precision(self, w: Any) -> bool:
+        """Whether nothing is quantised; a loaded weight counts as quantised even without a recipe."""
+        loaded = w is None and self.quantized is not None and self.quantized.weight_only
+        return self.calibrates or (self.recipe is None and not loaded)
+
+    def high_precision_weight(self, w: jax.Array | None) -> jax.Array:
+        """The weight of a product in high precision."""
+        if w is None or self.quantized is not None:
+            raise ValueError(
+                f"{self.who}: quantized_kernel= without a recipe that quantises; pass the recipe it was quantised for"
+            )
+        return w
+
+    def recorded(self, x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, delayed_scaling.State]:
+        """A product and its state (calibrating): x, w and the gradient of y give the state's gradient."""
+        recipe: Any = self.recipe
+        state = delayed_scaling.check_state(self.who, recipe.delayed, self.state)
+        used, state = delayed_scaling.used_and_handed_on(state)
+        return recording(recipe.delayed, *wiring.align_varying(x, w, y), used), state
+
+    def matmul(
+        self,
+        x: Float[Array, "*B T K"],
+        w: Float[Array, "*B K N"] | None,
+        bias: Float[Array, "N"] | None,
+        out_dtype: Any,
+        out_sharding: Any = None,
+        rows_split: bool = False,
+    ) -> tuple[Float[Array, "*B T N"], delayed_scaling.State | None]:
+        """x in the input's role times w in the weight's, and the state for the layer's next call.
+
+        Without a recipe `quantized` is a loaded weight. `rows_split`: x is [..., S, T, K] for a weight without S, and
+        so is the result; because S and T stay two axes, a mesh can split both. If a block would lie on two parts, they
+        are merged.
+        """
+        weight: Any = w if w is not None else self.quantized
+        self.check_quantized(w)
+        if rows_split and must_merge(self.who, x, weight, self.roles):
+            y, state = self.matmul(merged_rows(x), w, bias, out_dtype)
+            return resharded(split_rows(y, *x.shape[-3:-1]), out_sharding), state
+        out_sharding = self._out_sharding(x, w, out_sharding)
+        if self.recipe is None or self.roles is None:
+            loaded = weight.columnwise
+            served = weight_only.Served(loaded.format, "identity", None)
+            return self._weight_only(x, None, bias, loaded, served, (out_dtype, out_sharding, rows_split)), self.state
+        if self.roles.ste is not None and self.roles.weight is not None:
+            state = self._checked_state()
+            loaded = None if self.quantized is None else self.quantized.columnwise
+            served = weight_only.Served(self.roles.weight.format, self.roles.ste, self.roles.served_dtype)
+            probe = probes.probe(self.who, self.name)
+            return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, rows_split), probe), state
+        prepared = self.prepared(x, w, bias, (out_dtype, out_sharding, rows_split))
+        x, product = wiring.align_varying(x, prepared.product)
+        with in_profiles(self.name):
+            (y,) = quantized_matmuls((prepared.spec,), x, (product,), (prepared.states,))
+        return y, prepared.state
+
+    def prepared(self, x: Any, w: jax.Array | None, bias: jax.Array | None, result: tuple[Any, Any, bool]) -> Prepared:
+        """The product in which input and weight are quantised. x may be abstract.
+
+        `result`: its dtype, its sharding in explicit mode, and `rows_split`, see `matmul`.
+        """
+        self.check_quantized(w)
+        recipe: Any = self.recipe
+        roles: Any = self.roles
+        weight: Any = w if w is not None else self.quantized
+        out_dtype, out_sharding, rows_split = result
+        out_sharding = self._out_sharding(x, w, out_sharding)
+        state = self._checked_state()
+        shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
+        overrides = recipe.backward_override, recipe.delayed
+        spec = ProductSpec(roles, *overrides, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
+        batch = x.shape[: -3 if rows_split else -2]
+        gradient = math.prod(x.shape[len(batch) : -1]), weight.shape[-1]
+        randomness = randomness_of(self.who, roles, self.key, batch, gradient, self.name)
+        used = None
+        if recipe.delayed is not None:
+            used, state = delayed_scaling.used_and_handed_on(state)
+        states = used, probes.probe(self.who, self.name)
+        return Prepared(spec, Product(w, bias, randomness, self.quantized), states, state)
+
+    def _out_sharding(self, x: Any, w: jax.Array | None, given: Any) -> Any:
+        """The sharding of the product in explicit mode: the same type, whatever is kept for the backward pass."""
+        if given is not None or not sharding_of(x):
+            return given
+        quantized: Any = self.quantized
+        features = dimensions_of(w)[-1] if w is not None else dimensions_of(quantized.columnwise.data)[-2]
+        return sharding_of_product(x, features)
+
+    def _checked_state(self) -> delayed_scaling.State | None:
+        recipe: Any = self.recipe
+        if recipe.delayed is None:
+            return self.state
+        return delayed_scaling.check_state(self.who, recipe.delayed, self.state)
+
+    def _weight_only(self, x, w, bias, loaded, served, result, probe=None) -> jax.Array:
+        """The product if only the weight is quantised."""
+        if loaded is None:
+            weight_only.check_whole_blocks(self.who, self.name, w, served.format)
+        with in_profiles(self.name):
+            return weight_only.matmul(x, w, bias, loaded, served, result, self.precision, probe=probe)
+
+    def check_quantized(self, w: jax.Array | None) -> None:
+        """Raises ValueError unless a weight quantised before fits the call's roles and the master weight's shape."""
+        quantized: Any = self.quantized
+        roles = self.roles
+        if quantized is None or roles is None:
+            return
+        row, column = roles.forms("weight")
+        has = _formats(quantized.rowwise, quantized.columnwise), quantized.weight_only
+        wants = _formats(None if roles.ste is not None else row, column), roles.ste is not None
+        if has != wants:
+            raise ValueError(
+                f"{self.who}: quantized_kernel is {_kernel_forms(*has)} but the recipe wants {_kernel_forms(*wants)}; "
+                "quantise it again under this recipe"
+            )
+        if w is None and column is None:
+            raise ValueError(
+                f"{self.who}: kernel is None and quantized_kernel is {_kernel_forms(*has)}, but fprop is in high "
+                "precision; pass the kernel, too"
+            )
+        if w is not None and quantized.shape != w.shape:
+            raise ValueError(f"{self.who}: quantized_kernel has shape {quantized.shape}, the kernel {w.shape}")
+
+
+def layer_call(
+    who: str, kernel: Any, quantized: Any, *, recipe: Any, key: Any, name: Any, state: Any, precision: Any
+) -> tuple[jax.Array | None, LayerCall]:
+    """The kernel in high precision, if one was given, and the call. A loaded kernel becomes the call's `quantized`.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or a loaded kernel does not fit the recipe.
+    """
+    a_text(who, name=name)
+    check_key(who, key)
+    precision = checked_precision(who, precision)
+    if state is not None:
+        delayed_scaling.check_mapping(who, state)
+    if quantized is not None:
+        check_kernel(who, quantized)
+    own = resolve(who, recipe, name)
+    if not isinstance(kernel, QuantizedArray):
+        return kernel, LayerCall(who, name, own, key, quantized, state, precision)
+    if quantized is not None:
+        raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
+    weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
+    return None, LayerCall(who, name, None, key, QuantizedKernel(None, kernel, True), state, precision)
+
+
+def check_kernel(who: str, quantized: Any) -> None:
+    """Raises unless the argument is what `quantize_kernel` makes."""
+    if not isinstance(quantized, QuantizedKernel):
+        raise TypeError(f"{who}: quantized_kernel={shown(quantized)}; needs what jaxlowprec.quantize_kernel makes")
+    if quantized.columnwise is not None or quantized.rowwise is None:
+        check_quantized(who, "quantized_kernel.columnwise", quantized.columnwise)
+    if quantized.rowwise is not None:
+        check_quantized(who, "quantized_kernel.rowwise", quantized.rowwise)
+
+
+def must_merge(who: str, x: jax.Array, weight: Any, roles: Roles | None) -> bool:
+    """Whether parts [..., S, T, K] have to be merged because a block of x or of its gradient would lie on two.
+
+    Raises ValueError if they cannot be merged: two split axes would become strided.
+    """
+    if roles is None or roles.ste is not None:  # x is not quantised
+        return len(weight.shape) > 2  # a weight per further axis needs matrices
+    together = 1
+    for tensor in ("input", "gradient"):
+        row, column = roles.forms(tensor)
+        if row is not None:
+            together = math.lcm(together, part_unit(row.format, None, row.rounding, columnwise=False))
+        if column is not None:
+            together = math.lcm(together, part_unit(column.format, column.hadamard, column.rounding, columnwise=True))
+    if x.size > 0 and x.shape[-2] % together == 0:
+        return False
+    rows = dimensions_of(x)[-2] if sharding_of(x) else ()
+    if rows and x.shape[-3] > 1:
+        raise ValueError(
+            f"{who}: x {x.shape} is split over {rows} along its second last axis and has {x.shape[-2]} rows in a "
+            f"part, where blocks need a multiple of {together}; reshard x to leave that axis whole, or pad it"
+        )
+    return True
+
+
+def _formats(*forms: Any) -> tuple[Format | None, ...]:
+    """The formats of a kernel's forms, or of their roles."""
+    return tuple(None if form is None else form.format for form in forms)
+
+
+def _kernel_forms(formats: tuple[Format | None, ...], weight_only: bool) -> str:
+    """What a kernel is quantised to, in words, by the formats of its rowwise and columnwise forms."""
+    row, column = formats
+    to = [f"{fmt} in {gemm}" for fmt, gemm in ((column, "fprop"), (row, "dgrad")) if fmt is not None]
+    if not to:
+        return "high precision"
+    if weight_only or row == column:
+        to = [str(column)]
+    return f"{' and '.join(to)} for {'high-precision' if weight_only else 'quantised'} inputs"
+
+
+def stays_flaxs(who: str, recipe: Recipe | None, *operands: Any) -> bool:
+    """Whether Flax computes this call because no recipe quantises an operand's dtype; a warning says so once."""
+    other = [a.dtype for a in operands if a is not None and a.dtype not in FLOATS]
+    if recipe is None or not other or any(isinstance(a, QuantizedArray | LoRAKernel) for a in operands):
+        return False
+    message = f"{other[0]} operands stay in high precision, as Flax has them; recipes take bfloat16, float16, float32"
+    silence.warn_once(who, recipe, [message], depth=2)
+    return True
+
+
+_FLAXS_PRODUCTS = {  # of these attributes, the values with which a layer computes the product that a recipe replaces
+    "dot_general": (None, jax.lax.dot_general),
+    "dot_general_cls": (None,),
+    "einsum_op": (None, jnp.einsum),
+}
+
+
+def own_product(layer: Any) -> str:
+    """The argument that gives a layer another function for its product; "" if there is none."""
+    return next((name for name, usual in _FLAXS_PRODUCTS.items() if getattr(layer, name, None) not in usual), "")
+
+
+def check_own_product(who: str, layer: Any) -> None:
+    """Raises ValueError if a layer whose kernel is quantised has another function for its product."""
+    if product := own_product(layer):
+        raise ValueError(f"{who}: {product}= is set, so the quantised kernel would be ignored; drop it")
+
+
+def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None) -> bool:
+    """Whether Flax computes this call with the layer's own function, under a scope's recipe; a warning says so once.
+
+    Arguments:
+        given: what the layer was told to follow.
+        recipe: what that stands for in this call.
+
+    Raises:
+        ValueError: the layer was told to follow a recipe of its own, which would be ignored.
+    """
+    product = own_product(layer)
+    if recipe is None or not product:
+        return False
+    if given is not FROM_CONTEXT:
+        raise ValueError(
+            f"{who}: {product}= is set, so the recipe {recipe} would be ignored; drop it, or pass recipe=None"
+        )
+    message = f"{product}= is set, so the layer computes as Flax's and does not follow the recipe"
+    silence.warn_once(who, recipe, [message], depth=2)
+    return True
+
+
+def rounds_stochastically(roles: Roles) -> bool:
+    """Whether a key would have an effect."""
+    return any(role is not None and role.rounding == "stochastic" for role in roles.forms("gradient"))
+
+
+def randomness_of(
+    who: str, roles: Roles, key: jax.Array | None, batch: tuple[int, ...], gradient: tuple[int, int], name: str
+) -> Randomness | None:
+    """The source of the random bits of a layer's gradient [*batch, *gradient], if it is rounded stochastically."""
+    if not rounds_stochastically(roles):
+        return None
+    if key is not None:
+        return Randomness(words=slice_words(key_words(who, key, ()), batch))
+    return Randomness(seed=keyless_seed(*gradient, name))

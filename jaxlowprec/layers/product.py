@@ -1,0 +1,320 @@
+"""A product of quantised operands and its gradients: the parts of which `quantized_matmul` and the MLP are made.
+
+    fprop   y  = x row-quantised            @ w            contracted over K
+    dgrad   dx = dy row-quantised           @ w transposed contracted over N
+    wgrad   dw = x column-quantised, transposed @ dy column-quantised   contracted over tokens
+
+Each GEMM has its own pair of operands (numerics.md 3). The backward pass reads x columnwise and w, both quantised,
+instead of x and w. They have the checkpoint names of `residuals`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.layers import delayed_scaling
+from jaxlowprec.layers.operands import Gemms, amaxes_both_ways, amaxes_of, both_ways, role_of
+from jaxlowprec.layers.residuals import (
+    QUANTIZED_INPUT,
+    QUANTIZED_WEIGHT,
+    bias_gradient,
+    decoded,
+    differentiated_once,
+    dtype_marker,
+    in_profiles,
+    named,
+    plain_matmul,
+    plain_wgrad,
+)
+from jaxlowprec.layers.watching.measured import measured_backward, measured_forward
+from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.quantize.keys import Randomness
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
+from jaxlowprec.recipes.transformer_engine import DelayedScaling
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("rowwise", "columnwise"), meta_fields=("weight_only",)
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedKernel:
+    """A kernel [..., K, N] quantised once, for every GEMM that reads it. It has one of the two forms, or both.
+
+    Attributes:
+        rowwise: blocks along N, for dgrad; None if dgrad is not quantised: it decodes `columnwise` where it has no
+            other kernel.
+        columnwise: blocks along K, for fprop; None if fprop is not quantised.
+        weight_only: whether it is multiplied by inputs in high precision.
+    """
+
+    rowwise: QuantizedArray | None
+    columnwise: QuantizedArray | None
+    weight_only: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., K, N]."""
+        form: Any = self.rowwise if self.columnwise is None else self.columnwise
+        return form.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSpec(Gemms):
+    """The static description of a product, captured in the forward pass: the backward pass never reads the context.
+
+    It does not contain the layer's name, so equal layers are traced once.
+
+    Attributes:
+        delayed: the recipe's `delayed`.
+        out_dtype: the dtype of the result.
+        shardings: those of x, w and bias, which their gradients get, too; see `out_sharding.sharding_of`.
+        out_sharding: the sharding of the result, in explicit mode.
+        rows_split: x is [..., S, T, K] for a weight without S.
+        precision: precision of all three GEMMs, checked.
+    """
+
+    delayed: Any
+    out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    out_sharding: Any
+    rows_split: bool
+    precision: Any = None
+
+
+def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
+    if spec.rows_split:
+        return scaled_matmul_of_split_rows(a, b, bias, out_dtype, out_sharding, spec.precision)
+    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding, precision=spec.precision)
+
+
+def _encode_scale(spec: ProductSpec, state, tensor: str):
+    """The encode scale of delayed scaling, if the spec has it."""
+    if spec.delayed is None:
+        return None
+    return delayed_scaling.encode_scale(spec.delayed, state, tensor, _maximum(spec.delayed, tensor))
+
+
+def recorded(delayed: DelayedScaling, state, tensor: str, x, rows_split=False):
+    """The state with the tensor's new history and scale."""
+    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, rows_split=rows_split)
+    return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
+
+
+def _maximum(delayed: DelayedScaling, tensor: str) -> float:
+    roles: Any = delayed.roles()
+    return {"input": roles.input, "kernel": roles.weight, "output_grad": roles.gradient}[tensor].format.maximum
+
+
+Specs = tuple[ProductSpec, ...]
+
+
+class Product(NamedTuple):
+    """The arguments of a product beside its input. All but w may be None; w, too, if there is a QuantizedKernel.
+
+    Attributes:
+        w: the kernel [..., K, N].
+        bias: [N].
+        randomness: the source of the random bits of its gradient.
+        quantized: the kernel, quantised before.
+    """
+
+    w: Any
+    bias: Any
+    randomness: Randomness | None
+    quantized: QuantizedKernel | None
+
+
+States = tuple[Any, Any]
+"""The state of delayed scaling, and telemetry's Probe, of a product; or None."""
+
+
+class Input(NamedTuple):
+    """The input [..., T, K] of products, and its quantised forms; None where it is not needed."""
+
+    x: Any
+    rowwise: Any
+    columnwise: Any
+
+
+class KeptProduct(NamedTuple):
+    """What the backward pass of a product needs, beside its input.
+
+    Attributes:
+        w: the kernel as dgrad reads it.
+        like: markers of the dtypes of the kernel and of the bias.
+        randomness: see `Product`.
+        state, found: of delayed scaling and of telemetry, with what the forward pass knows.
+    """
+
+    w: Any
+    like: tuple[Any, Any]
+    randomness: Randomness | None
+    state: Any
+    found: Any
+
+
+def quantized_input(spec: ProductSpec, x, state, *, forward=True, backward=False, amaxes=None) -> Input:
+    """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
+
+    Products that share it have equal specs as far as it is concerned. `amaxes`: of x rowwise and columnwise.
+    """
+    row = role_of(spec.fprop, 0, forward or (backward and spec.decodes("wgrad")))
+    column = role_of(spec.wgrad, 0, backward)
+    with in_profiles("quantize input"):
+        encode = _encode_scale(spec, state, "input")
+        return Input(x, *both_ways(x, row, column, encode=encode, amax=amaxes, rows_split=spec.rows_split))
+
+
+def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:
+    """The input as wgrad reads it."""
+    if spec.wgrad:
+        return given.columnwise
+    return given.rowwise if spec.decodes("wgrad") else given.x
+
+
+def products_differentiated_once(products: Sequence[Product]) -> tuple[Product, ...]:
+    """`differentiated_once` of the kernels and biases."""
+    learn = differentiated_once([(p.w, p.bias) for p in products])
+    return tuple(p._replace(w=w, bias=bias) for p, (w, bias) in zip(products, learn, strict=True))
+
+
+def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: bool = False):
+    """The result, and the kernel quantised row- and columnwise as far as that is needed now or has to be kept."""
+    w: Any = product.w
+    w_row: Any = None
+    w_column: Any = None
+    if product.quantized is not None:
+        w_row, w_column = product.quantized.rowwise, product.quantized.columnwise
+    else:
+        with in_profiles("quantize weight"):
+            encode = _encode_scale(spec, state, "kernel")
+            w_row, w_column = both_ways(w, role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1), encode=encode)
+    with in_profiles("fprop"):
+        if spec.fprop:
+            y = _multiply(spec, given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding)
+        else:
+            w = (w if w is not None else w_column.dequantize()).astype(given.x.dtype)
+            y = plain_matmul(given.x, w, jnp.float32, spec.out_sharding, spec.precision)
+            y = (y if product.bias is None else y + product.bias.astype(jnp.float32)).astype(spec.out_dtype)
+    return y, QuantizedKernel(w_row, w_column)
+
+
+def forward(spec: ProductSpec, given: Input, product: Product, states: States):
+    """The result of a product whose input is quantised, what is kept, and the kernel quantised both ways."""
+    state, probe = states
+    w = product.w
+    y, kernel = fprop(spec, given, product, state, keep=True)
+    kept_w = kernel.rowwise if spec.dgrad else kernel.columnwise if spec.decodes("dgrad") or w is None else w
+    if spec.delayed is not None:
+        state = recorded(spec.delayed, state, "input", given.x, spec.rows_split)
+        state = state if w is None else recorded(spec.delayed, state, "kernel", w)
+    found = None
+    if probe is not None:
+        found = measured_forward(probe, given.x, w, given[1:], (kernel.rowwise, kernel.columnwise), spec.rows_split)
+    like = dtype_marker(w), dtype_marker(product.bias)
+    return y, KeptProduct(named(kept_w, QUANTIZED_WEIGHT), like, product.randomness, state, found), kernel
+
+
+def amaxes_of_input(spec: ProductSpec) -> Amaxes | None:
+    """The amaxes by which the input is quantised in the forward and the backward pass; None: none, or another way."""
+    if spec.delayed is not None:
+        return None
+    return amaxes_of(role_of(spec.fprop, 0), role_of(spec.wgrad, 0), spec.rows_split)
+
+
+def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
+    """The amaxes by which the gradient of the result is quantised; None: none, or another way."""
+    if spec.delayed is not None:
+        return None
+    return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
+
+
+def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state, amaxes):
+    """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+    row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
+    amaxes = amaxes or amaxes_both_ways(dy, amaxes_of_gradient(spec))
+    words = None
+    if randomness is not None:
+        words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, rows_split=spec.rows_split))[0])
+    encode = _encode_scale(spec, state, "output_grad")
+    options = {"words": words, "amax": amaxes, "encode": encode, "rows_split": spec.rows_split}
+    return both_ways(dy, row, column if weight_learns else None, **options)
+
+
+def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None):
+    """The gradients of the input and of the product's arguments, and what goes to its states.
+
+    Arguments:
+        x: what `read_by_wgrad` gave in the forward pass.
+        dx_dtype: the dtype of the input's gradient.
+        amaxes: those of `amaxes_of_gradient`, if they are known.
+    """
+    w, (like_w, like_bias), randomness, state, found = kept
+    x_sharding, w_sharding, bias_sharding = spec.shardings
+    dy_row: Any = None
+    dy_column: Any = None
+    if spec.dgrad or spec.wgrad:
+        with in_profiles("quantize gradient"):
+            dy_row, dy_column = _quantized_gradient(spec, dy, like_w is not None, randomness, state, amaxes)
+    # JAX does not check these dtypes: they must be those of the primals.
+    with in_profiles("dgrad"):
+        if spec.dgrad:
+            dx = _multiply(spec, dy_row, w, None, dx_dtype, x_sharding)
+        else:
+            transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
+            dx = plain_matmul(dy, transposed, dx_dtype, x_sharding, spec.precision)
+    dw = None
+    with in_profiles("wgrad"):
+        if like_w is not None and spec.wgrad:
+            dw = _multiply(spec, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
+        elif like_w is not None:
+            dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
+    if spec.delayed is not None:
+        state = recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
+    if found is not None:
+        found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split)
+    return dx, Product(dw, bias_gradient(dy, like_bias, bias_sharding), None, None), (state, found)
+
+
+def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[Input, ...]:
+    """`quantized_input` of products that share x: one for all, or one for each that has its own delayed scaling."""
+    if specs[0].delayed is None:
+        return (quantized_input(specs[0], x, None, **wanted),)
+    return tuple(quantized_input(spec, x, state, **wanted) for spec, (state, _) in zip(specs, states, strict=True))
+
+
+def for_each(specs: Specs, inputs: Sequence[Any]) -> Sequence[Any]:
+    """What `quantized_inputs` gave, or was kept of it, for each product."""
+    return inputs if len(inputs) == len(specs) else [inputs[0]] * len(specs)
+
+
+def forward_of_all(specs: Specs, inputs: Sequence[Input], products: Sequence[Product], states: Sequence[States]):
+    """`forward` of products that share their input: their results, what is kept, and kernels; and the inputs kept."""
+    kept_inputs = [named(read_by_wgrad(*each), QUANTIZED_INPUT) for each in zip(specs, inputs, strict=False)]
+    found = [forward(*each) for each in zip(specs, for_each(specs, inputs), products, states, strict=True)]
+    ys, kept, kernels = zip(*found, strict=True)
+    return ys, kept, kernels, kept_inputs
+
+
+def backward_of_all(
+    specs: Specs, xs: Sequence[Any], kept: Sequence[KeptProduct], dys: Sequence[jax.Array], like_x: Any, amaxes=None
+):
+    """`backward` of products that share their input, of which `xs` was kept.
+
+    The gradient of the input is summed in float32 and rounded once. `amaxes`: those of each of `dys`, if known.
+    """
+    dtype = like_x.dtype if len(specs) == 1 else jnp.float32
+    each = zip(specs, for_each(specs, xs), kept, dys, amaxes or [None] * len(specs), strict=True)
+    found = [backward(spec, x, k, dy, dtype, amaxes=own) for spec, x, k, dy, own in each]
+    dx, *further = (dx for dx, _, _ in found)
+    for other in further:
+        dx = dx + other
+    return dx.astype(like_x.dtype), tuple(g for _, g, _ in found), tuple(states for _, _, states in found)

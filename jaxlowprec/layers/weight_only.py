@@ -1,0 +1,215 @@
+"""The linear with only its weight quantised: for quantisation-aware training, and for loaded weights.
+
+    fprop   y  = x @ q            the weight-only product that serves, with the same bits
+    dgrad   dx = dy @ q decoded   in high precision
+    wgrad   dw = x transposed @ dy, through the straight-through estimator to the master weight
+
+The backward pass keeps x and the quantised weight, whose arrays have the name `CHECKPOINT_NAMES[1]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.layers.residuals import (
+    CHECKPOINT_NAMES,
+    bias_gradient,
+    differentiated_once,
+    dtype_marker,
+    in_profiles,
+    named,
+    plain_wgrad,
+    product,
+)
+from jaxlowprec.layers.watching.measured import measured_weight
+from jaxlowprec.ops.fake_quantize.api import fake_quantize
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.ops.rounding import narrowed
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.ops.weight_only_matmul.dgrad import weight_only_dgrad
+from jaxlowprec.recipes.roles import Recipe, StraightThrough
+from jaxlowprec.telemetry.probes import Probe
+from jaxlowprec.wiring.out_sharding import sharding_of
+
+
+class Served(NamedTuple):
+    """How a weight is served, and how its gradient reaches the master weight.
+
+    Attributes:
+        format: the format that it is quantised to.
+        ste: the straight-through estimator, see `fake_quantize`.
+        served_dtype: the dtype that the master weight is rounded to before, or None.
+    """
+
+    format: Format
+    ste: StraightThrough
+    served_dtype: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProductSpec:
+    """The static description of a product. It does not contain the layer's name: equal layers are traced once.
+
+    Attributes:
+        shardings: those of x, w and bias, which their gradients get, too; see `out_sharding.sharding_of`.
+        out_sharding: the sharding of the result, in explicit mode.
+        rows_split: x is [..., S, T, K] for a weight without S.
+        precision: precision of the backward GEMMs, checked; the forward GEMM always has float32 sums.
+    """
+
+    served: Served
+    out_dtype: Any
+    shardings: tuple[Any, Any, Any]
+    out_sharding: Any
+    rows_split: bool
+    precision: Any
+
+
+def matmul(
+    x: Float[Array, "*B T K"],
+    w: Float[Array, "*B K N"] | None,
+    bias: Float[Array, "N"] | None,
+    q: QuantizedArray | None,
+    served: Served,
+    result: tuple[Any, Any, bool],
+    precision: Any,
+    *,
+    probe: Probe | None = None,
+) -> Float[Array, "*B T N"]:
+    """x times a weight as it is served: given the master weight w, its quantised form q, or both.
+
+    `result`: the dtype, the sharding in explicit mode, and `rows_split` (see `_ProductSpec`). `probe`: telemetry's.
+    """
+    out_dtype, out_sharding, rows_split = result
+    shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
+    spec = _ProductSpec(served, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, precision)
+    return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q), probe)
+
+
+def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
+    """A weight as it is served: rounded to the served model's dtype, then quantised along K."""
+    return dataclasses.replace(quantize(rounded_to(w, served_dtype), fmt, axis=-2), dtype=w.dtype)
+
+
+def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:
+    """w rounded to that dtype; w itself if that is None."""
+    return w if served_dtype is None else narrowed(w.astype(jnp.float32), jnp.dtype(served_dtype)).astype(served_dtype)
+
+
+def through_estimator(dw: jax.Array, w: jax.Array, served: Served) -> jax.Array:
+    """The gradient of the master weight w from that of its quantised form, in the gradient's dtype."""
+    as_served = rounded_to(w, served.served_dtype).astype(jnp.float32)
+    _, estimator = jax.vjp(lambda w: fake_quantize(w, served.format, -2, served.ste), as_served)
+    return estimator(dw.astype(jnp.float32))[0].astype(dw.dtype)
+
+
+def check_whole_blocks(who: str, name: str, kernel: Any, fmt: Format) -> None:
+    """Raises ValueError unless K of a kernel [..., K, N], or of its shape, and each shard of K end with a whole block.
+
+    A block on two shards would be another block than the one that is served. Shards are checked as far as they are
+    known here: local arrays of shard_map, arrays outside jit, axes in explicit mode. In automatic mode the op gathers
+    what does not divide.
+    """
+    length, shard, block = kernel.shape[-2], _shard_of_k(kernel), fmt.length
+    given = f"{who}: layer {name!r} has a kernel of shape {kernel.shape}, K = {length}"
+    if not fmt.pad and length % block:
+        raise ValueError(
+            f"{given}, which is not a multiple of the group of {block} of {fmt}: use a group_size that divides it, or "
+            "leave the layer out with exclude= (within shard_map this is a shard's K: or shard N instead)"
+        )
+    if shard != length and shard % block:
+        raise ValueError(
+            f"{given}, in shards of {shard}, which is not a multiple of the group of {block} of {fmt}: a group would "
+            "lie on two shards; use a group_size that divides it, or shard N instead"
+        )
+
+
+def _shard_of_k(kernel: Any) -> int:
+    sharding = jax.typeof(kernel).sharding if isinstance(kernel, jax.core.Tracer) else kernel.sharding
+    if not isinstance(sharding, NamedSharding):
+        return kernel.shape[-2]
+    axes = [*sharding.spec, *[None] * kernel.ndim][kernel.ndim - 2] or ()
+    return kernel.shape[-2] // math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,)))
+
+
+def check_loaded(who: str, name: str, q: QuantizedArray, recipe: Recipe | None) -> None:
+    """Raises ValueError unless q is a kernel [..., K, N] quantised along K, in the recipe's format if there is one."""
+    check_quantized(who, "kernel", q)
+    if len(q.matrix_shape) != 2 or q.axis != -2:
+        remedy = "pass kernel.mT" if len(q.matrix_shape) == 2 else "needs two dimensions"
+        raise ValueError(
+            f"{who}: layer {name!r} has a quantised kernel of shape {q.shape}, quantised along axis {q.axis}; needs "
+            f"[K, N] quantised along K (axis=-2): {remedy}"
+        )
+    if recipe is None:
+        return
+    roles = recipe.roles("linear", name)
+    role = roles.forms("weight")[1]
+    wants = "high precision" if role is None else str(role.format)
+    if roles.ste is None and role is not None:
+        wants += " with quantised activations"
+    if roles.ste is None or role is None or role.format != q.format:
+        raise ValueError(
+            f"{who}: layer {name!r} has a kernel in {q.format}, but the recipe wants {wants}; a loaded kernel needs no "
+            "recipe: pass recipe=None or use autocast(enabled=False), or load what the recipe wants"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(spec: _ProductSpec, x, w, bias, q, probe):
+    return _fprop(spec, x, w, bias, q)[0]
+
+
+def _fprop(spec: _ProductSpec, x, w, bias, q):
+    if q is None:
+        with in_profiles("quantize weight"):
+            q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
+    with in_profiles("fprop"):
+        return scaled_matmul(x, q.mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), q
+
+
+def _forward(spec: _ProductSpec, x, w, bias, q, probe):
+    x, w, bias = differentiated_once((x, w, bias))
+    y, q = _fprop(spec, x, w, bias, q)
+    like = tuple(dtype_marker(a) for a in (x, w, bias))
+    found = None
+    if probe is not None:
+        found = probe.gradient(probe.state) if w is None else measured_weight(probe, x, w, q, spec.rows_split)
+    return product(y), (
+        None if w is None else x,
+        named(q, CHECKPOINT_NAMES[1]),
+        w if spec.served.ste == "clipped" else None,
+        like,
+        found,
+    )
+
+
+def _backward(spec: _ProductSpec, residuals, dy):
+    x, q, clipped, (like_x, like_w, like_bias), found = residuals
+    x_sharding, w_sharding, bias_sharding = spec.shardings
+    dy = differentiated_once(dy)
+    # JAX does not check these dtypes: they must be those of the primals.
+    with in_profiles("dgrad"):
+        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding, spec.precision)
+    dw: Any = None
+    if like_w is not None:
+        with in_profiles("wgrad"):
+            dw = plain_wgrad(x, dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
+    if clipped is not None:
+        dw = through_estimator(dw, clipped, spec.served)
+    return dx, dw, bias_gradient(dy, like_bias, bias_sharding), None, found
+
+
+_matmul.defvjp(_forward, _backward)
+_matmul_jit = jax.jit(_matmul, static_argnums=0)

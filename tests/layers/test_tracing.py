@@ -1,0 +1,69 @@
+"""How often a layer is traced: JAX's compilation starts with Python, and that takes time for each layer of a model."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxlowprec as jlp
+from jaxlowprec.layers import grouped_products, product, weight_only
+from tests.low_precision import recipes
+
+RECIPES = recipes("nvfp4", "mxfp8", "int4_qat")
+MODULES = (product, product, weight_only)
+by_recipe = pytest.mark.parametrize(
+    ("recipe", "module"), list(zip(RECIPES.values(), MODULES, strict=True)), ids=RECIPES
+)
+
+
+def linears(layers):
+    """The gradient's trace of linears with a name each."""
+
+    def model(w, x):
+        for i in range(layers):
+            x = jlp.linear(x, w, name=f"layer {i}")
+        return x.astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(model)).trace(jnp.ones((32, 32)), jnp.ones((32, 32), jnp.bfloat16))
+
+
+def experts(layers):
+    def model(w, x):
+        for i in range(layers):
+            x = jlp.grouped_matmul(x, w, jnp.array([12, 20]), name=f"layer {i}")
+        return x.astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(model)).trace(jnp.ones((2, 32, 32)), jnp.ones((32, 32), jnp.bfloat16))
+
+
+def traces(module, trace, layers):
+    """How often a forward pass is traced: the first layer's x has no gradient, which is a trace of its own."""
+    jax.clear_caches()
+    name = "fprop" if module is product else "_fprop"
+    with mock.patch.object(module, name, side_effect=getattr(module, name)) as counted:
+        trace(layers)
+    return counted.call_count
+
+
+@by_recipe
+def test_equal_linears_of_different_names_are_traced_once(recipe, module):
+    with jlp.autocast(recipe):
+        assert traces(module, linears, 6) == traces(module, linears, 2) <= 3
+
+
+def test_equal_layers_of_experts_are_traced_once():
+    with jlp.autocast(jlp.NVFP4BlockScaling()):
+        assert traces(grouped_products, experts, 6) == traces(grouped_products, experts, 2) <= 3
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (2, 16, 32)], ids=["matrix", "rows split"])
+def test_a_call_asks_a_custom_recipe_once_about_each_tensor(shape):
+    asked = []
+
+    def factory(role):
+        asked.append(role.tensor_type)
+        return jlp.MXFP8()
+
+    jlp.linear(jnp.ones(shape, jnp.bfloat16), jnp.ones((32, 32)), recipe=jlp.Custom(factory))
+    assert sorted(asked) == ["grad_output", "input", "weight"]
