@@ -175,6 +175,7 @@ def _fprop(spec: _ProductSpec, x, w, bias, q):
     if q is None:
         with in_profiles("quantize weight"):
             q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
+    q = named(q, CHECKPOINT_NAMES[1])  # before fprop reads it, so that nothing quantises it again if it is kept
     with in_profiles("fprop"):
         return scaled_matmul(x, q.mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), q
 
@@ -188,7 +189,7 @@ def _forward(spec: _ProductSpec, x, w, bias, q, probe):
         found = probe.gradient(probe.state) if w is None else measured_weight(probe, x, w, q, spec.rows_split)
     return product(y), (
         None if w is None else x,
-        named(q, CHECKPOINT_NAMES[1]),
+        q,
         w if spec.served.ste == "clipped" else None,
         like,
         found,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxlowprec.layers.fused.blocks import check_features, normed
+from jaxlowprec.layers.fused.blocks import check_features, common, normed
 from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
 from jaxlowprec.layers.fused.shared_input import linears_of
@@ -83,11 +83,7 @@ _NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
 def _common(inputs: jax.Array, layers: Sequence[Dense]) -> jax.Array | None:
-    """The inputs in the dtype in which all layers take them; None if a layer has to be called, or takes another one."""
-    promoted = [promoted_inputs(layer, inputs) for layer in layers]
-    if any(x is None for x in promoted) or len({x.dtype for x in promoted if x is not None}) != 1:
-        return None
-    return promoted[0]
+    return common(promoted_inputs(layer, inputs) for layer in layers)
 
 
 class NormLinear(nn.Module):

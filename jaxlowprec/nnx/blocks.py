@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlowprec.arguments import a_text
-from jaxlowprec.layers.fused.blocks import check_features, normed
+from jaxlowprec.layers.fused.blocks import check_features, common, normed
 from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
 from jaxlowprec.layers.fused.shared_input import linears_of
@@ -155,11 +155,7 @@ def mlp(
 
 
 def _common(inputs: jax.Array, layers: Sequence[Any]) -> jax.Array | None:
-    """The inputs in the dtype in which all layers take them; None if a layer has to be called, or takes another one."""
-    promoted = [layer.promoted(inputs) if type(layer) is Linear else None for layer in layers]
-    if any(x is None for x in promoted) or len({x.dtype for x in promoted if x is not None}) != 1:
-        return None
-    return promoted[0]
+    return common(layer.promoted(inputs) if type(layer) is Linear else None for layer in layers)
 
 
 class NormLinear(nnx.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -50,3 +50,14 @@ def check_features(who: str, normalization: str, out_features: int | Mapping[str
         if not isinstance(name, str) or not name.isidentifier() or name in ("norm", "names", "several"):
             raise ValueError(f"{who}: out_features has a layer named {shown(name)}; needs names such as 'query'")
     return out_features
+
+
+def common(promoted: Iterable[jax.Array | None]) -> jax.Array | None:
+    """The inputs as all of several layers take them, so that one function can compute for them.
+
+    `promoted`: the inputs in the dtype in which each layer takes them, or None for one that has to be called. None if
+    there is such a layer, or the dtypes differ.
+    """
+    found = list(promoted)
+    alike = all(x is not None for x in found) and len({x.dtype for x in found if x is not None}) == 1
+    return found[0] if alike else None

@@ -74,6 +74,10 @@ def mlp(
     | "8bit" | gate and up as MXFP8: 2.06 bytes. The backward pass uses these, so gradients differ |
     | "recompute" | nothing: gate and up are multiplied again from x as fprop read it, which is kept, too |
 
+    XLA's CPU compiler takes what is computed again from the forward pass where it sees both passes at once, outside of
+    `jax.lax.scan`, as it does with `jax.checkpoint`; `xla_disable_hlo_passes=cse_barrier_expander` among the
+    `compiler_options` of `jax.jit` forbids that.
+
     Beside that, x is kept as wgrad reads it, and the kernels as dgrad reads them. Where the recipe quantises weights
     alone, or nothing, what is kept stays in high precision: gate and up, their 8-bit copies and the activation, or x.
 

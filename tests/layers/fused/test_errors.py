@@ -87,7 +87,7 @@ OF_MLP = [
         ValueError,
         "mlp: 1 kernels; needs gate, up and down, or up and down",
     ),
-    Wrong(lambda: mlp(X, []), ValueError, "mlp: kernels is empty"),
+    Wrong(lambda: mlp(X, []), ValueError, "mlp: 0 kernels; activation='swiglu' needs 3: gate, up and down"),
     Wrong(lambda: mlp(X, GATE), TypeError, "mlp: kernels=.*; needs a list or tuple"),
     Wrong(
         lambda: mlp(X, KERNELS, [None, None]),
