@@ -19,6 +19,7 @@ from jaxlowprec.layers.linear import linear, quantize_kernel
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
+from jaxlowprec.models.accumulation import accumulate_gradients
 from jaxlowprec.models.find_policy import Policy, find_policy
 from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
@@ -78,6 +79,7 @@ __all__ = [
     "Roles",
     "Supported",
     "WeightQAT",
+    "accumulate_gradients",
     "all_gather_quantized",
     "autocast",
     "checkpoint_policies",

@@ -20,6 +20,7 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
+from jaxlowprec.layers.accumulating import Sum, sum_for
 from jaxlowprec.layers.low_rank import LoRAKernel
 from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
@@ -63,6 +64,7 @@ class LayerCall:
         quantized: the weight if it is quantised already, or None.
         state: the state of delayed scaling, or None.
         precision: precision of the three GEMMs.
+        total: what the kernel's gradient is added to, see `accumulating`; or None.
     """
 
     who: str
@@ -72,6 +74,7 @@ class LayerCall:
     quantized: QuantizedKernel | None
     state: delayed_scaling.State | None
     precision: Any
+    total: Sum | None = None
 
     @functools.cached_property
     def roles(self) -> Roles | None:
@@ -162,7 +165,11 @@ class LayerCall:
         if recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
         states = used, probes.probe(self.who, self.name)
-        return Prepared(spec, Product(w, bias, randomness, self.quantized), states, state)
+        product = Product(w, bias, randomness, self.quantized)
+        if self.total is not None and self.quantized is None:
+            self.total.calls.append(self)
+            product = product._replace(quantized=self.total.quantized, total=self.total.array)
+        return Prepared(spec, product, states, state)
 
     def _out_sharding(self, x: Any, w: jax.Array | None, given: Any) -> Any:
         """The sharding of the product in explicit mode: the same type, whatever is kept for the backward pass."""
@@ -225,7 +232,7 @@ def layer_call(
         check_kernel(who, quantized)
     own = resolve(who, recipe, name)
     if not isinstance(kernel, QuantizedArray):
-        return kernel, LayerCall(who, name, own, key, quantized, state, precision)
+        return kernel, LayerCall(who, name, own, key, quantized, state, precision, sum_for(kernel))
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))

@@ -89,10 +89,10 @@ class ProductSpec(Gemms):
     precision: Any = None
 
 
-def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding):
-    if spec.rows_split:
-        return scaled_matmul_of_split_rows(a, b, bias, out_dtype, out_sharding, spec.precision)
-    return scaled_matmul(a, b, bias, out_dtype=out_dtype, out_sharding=out_sharding, precision=spec.precision)
+def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding, total=None):
+    multiply = scaled_matmul_of_split_rows if spec.rows_split else scaled_matmul
+    options: Any = {"out_dtype": out_dtype, "out_sharding": out_sharding, "precision": spec.precision}
+    return multiply(a, b, bias, accumulate=total, **options)
 
 
 def _encode_scale(spec: ProductSpec, state, tensor: str):
@@ -124,12 +124,15 @@ class Product(NamedTuple):
         bias: [N].
         randomness: the source of the random bits of its gradient.
         quantized: the kernel, quantised before.
+        total: float32 [..., K, N]: the kernel's gradient is added to it, and the sum is its own gradient. The kernel
+            itself gets none.
     """
 
     w: Any
     bias: Any
     randomness: Randomness | None
     quantized: QuantizedKernel | None
+    total: Any = None
 
 
 States = tuple[Any, Any]
@@ -150,13 +153,14 @@ class KeptProduct(NamedTuple):
     Attributes:
         w: the kernel as dgrad reads it.
         like: markers of the dtypes of the kernel and of the bias.
-        randomness: see `Product`.
+        randomness, total: see `Product`.
         state, found: of delayed scaling and of telemetry, with what the forward pass knows.
     """
 
     w: Any
     like: tuple[Any, Any]
     randomness: Randomness | None
+    total: Any
     state: Any
     found: Any
 
@@ -220,7 +224,8 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
     if probe is not None:
         found = measured_forward(probe, given.x, w, given[1:], (kernel.rowwise, kernel.columnwise), spec.rows_split)
     like = dtype_marker(w), dtype_marker(product.bias)
-    return y, KeptProduct(named(kept_w, QUANTIZED_WEIGHT), like, product.randomness, state, found), kernel
+    kept_w = named(kept_w, QUANTIZED_WEIGHT)
+    return y, KeptProduct(kept_w, like, product.randomness, product.total, state, found), kernel
 
 
 def amaxes_of_input(spec: ProductSpec) -> Amaxes | None:
@@ -257,7 +262,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         dx_dtype: the dtype of the input's gradient.
         amaxes: those of `amaxes_of_gradient`, if they are known.
     """
-    w, (like_w, like_bias), randomness, state, found = kept
+    w, (like_w, like_bias), randomness, total, state, found = kept
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy_row: Any = None
     dy_column: Any = None
@@ -273,15 +278,19 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
             dx = plain_matmul(dy, transposed, dx_dtype, x_sharding, spec.precision)
     dw = None
     with in_profiles("wgrad"):
+        dtype = None if like_w is None else like_w.dtype if total is None else jnp.float32
         if like_w is not None and spec.wgrad:
-            dw = _multiply(spec, x.mT, dy_column.mT, None, like_w.dtype, w_sharding)
+            dw = _multiply(spec, x.mT, dy_column.mT, None, dtype, w_sharding, total)
         elif like_w is not None:
-            dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.rows_split, like_w.dtype, w_sharding, spec.precision)
+            dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.rows_split, dtype, w_sharding, spec.precision)
+            dw = dw if total is None else total + dw
     if spec.delayed is not None:
         state = recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
     if found is not None:
         found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split)
-    return dx, Product(dw, bias_gradient(dy, like_bias, bias_sharding), None, None), (state, found)
+    dbias = bias_gradient(dy, like_bias, bias_sharding)
+    gradients = Product(dw, dbias, None, None) if total is None else Product(None, dbias, None, None, dw)
+    return dx, gradients, (state, found)
 
 
 def quantized_inputs(specs: Specs, x, states: Sequence[States], **wanted: Any) -> tuple[Input, ...]:

@@ -122,6 +122,8 @@ def scaled_matmul_of_split_rows(
     a: QuantizedArray,
     b: QuantizedArray,
     bias: Float[Array, "*B N"] | None,
+    *,
+    accumulate: Float[Array, "*B M N"] | None = None,
     out_dtype: Any,
     out_sharding: NamedSharding | PartitionSpec | None,
     precision: Any = None,
@@ -132,6 +134,7 @@ def scaled_matmul_of_split_rows(
         a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where the rows of b are split too,
             [..., S, N, K], its columns are: M and N are lines, and the contraction is over S * K.
         b, bias, out_dtype, out_sharding, precision: see `scaled_matmul`.
+        accumulate: see `scaled_matmul`; only where both are split.
 
     Returns:
         [..., S, M, N]; where both are split [..., M, N].
@@ -143,7 +146,8 @@ def scaled_matmul_of_split_rows(
         if both
         else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix_shape[0])
     )
-    epilogue, extras = checked_epilogue(who, shape, bias=bias, out_dtype=out_dtype, out_sharding=out_sharding)
+    options = {"accumulate": accumulate, "out_dtype": out_dtype, "out_sharding": out_sharding}
+    epilogue, extras = checked_epilogue(who, shape, bias=bias, **options)
     a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
     out = _run(a, b, epilogue, extras, "both" if both else "a", checked_precision(who, precision), None)
     return resharded(out[0], out_sharding)

@@ -122,7 +122,10 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         a_data, _, b_data, *_ = operands
         shapes = spec.epilogue.outputs((*a_data.shape[:-1], b_data.shape[-2]))
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-        return jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results)(
+        sums = 4 + amaxes + spec.epilogue.bias  # what is accumulated onto: the result can take its place
+        in_place = spec.epilogue.accumulate and operands[sums].dtype == spec.epilogue.out_dtype
+        aliases = {sums: 0} if in_place else {}
+        return jax.ffi.ffi_call("jaxlowprec_scaled_matmul", results, input_output_aliases=aliases)(
             *operands,
             a_format=spec.a_format.attributes,
             b_format=spec.b_format.attributes,

@@ -115,14 +115,16 @@ class TestProducts:
     def test_rows_in_parts(self, pair):
         x, w = random_array((S, R, C), seed=8), random_array((512, C), seed=6)
         b = jlp.quantize(w, pair[1])
-        y = scaled_matmul_of_split_rows(jlp.quantize(x, pair[0], rows_split=True), b, self.bias, jnp.float32, None)
+        y = scaled_matmul_of_split_rows(
+            jlp.quantize(x, pair[0], rows_split=True), b, self.bias, out_dtype=jnp.float32, out_sharding=None
+        )
         merged = jlp.scaled_matmul(jlp.quantize(x.reshape(-1, C), pair[0]), b, self.bias, out_dtype=jnp.float32)
         assert_same_bytes(y, merged.reshape(S, R, -1))
 
     def test_parts_that_are_summed_over(self, pair):
         values = random_array((S, R, C), seed=9), random_array((S, R, 128), seed=10)
         operands = [jlp.quantize(v, fmt, -2, rows_split=True).mT for v, fmt in zip(values, pair, strict=True)]
-        y = scaled_matmul_of_split_rows(*operands, None, jnp.float32, None)
+        y = scaled_matmul_of_split_rows(*operands, None, out_dtype=jnp.float32, out_sharding=None)
         merged = [jlp.quantize(v.reshape(-1, v.shape[-1]), f, -2).mT for v, f in zip(values, pair, strict=True)]
         assert_same_bytes(y, jlp.scaled_matmul(*merged, out_dtype=jnp.float32))
 

@@ -1,0 +1,259 @@
+"""accumulate_gradients: the mean of the parts' gradients, weights quantised once, sums in the GEMMs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxlowprec as jlp
+from jaxlowprec.layers import delayed_scaling
+from tests.helpers import assert_same_bytes, random_array
+from tests.low_precision import recipes
+
+K, F, PARTS = 64, 96, 4
+X = random_array((16, 16, K), jnp.bfloat16)
+PARAMS = {
+    "gamma": random_array((K,), "float32", 1),
+    "up": random_array((K, F), "float32", 2) / 8,
+    "down": random_array((F, K), "float32", 3) / 8,
+}
+RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat", "high precision backward")
+NVFP4 = jlp.NVFP4BlockScaling()
+
+
+def under(recipe):
+    return jlp.autocast(recipe, enabled=recipe is not None)
+
+
+def squared(y):
+    return jnp.square(y.astype(jnp.float32)).mean()
+
+
+def loss(params, x):
+    h = jlp.rms_norm(x, params["gamma"])
+    hidden = jlp.gelu(jlp.linear(h, params["up"], name="up"))
+    return squared(jlp.linear(hidden, params["down"], name="down"))
+
+
+def by_hand(loss, params, x, parts=PARTS):
+    """The mean of the parts' losses and gradients."""
+    step = jax.jit(jax.value_and_grad(loss))
+    found = [step(params, x[i::parts]) for i in range(parts)]
+
+    def mean(first, *others):
+        total = first.astype(jnp.float32)
+        for other in others:
+            total = total + other.astype(jnp.float32)
+        return (total / parts).astype(first.dtype)
+
+    return jax.tree.map(mean, *found)
+
+
+def assert_trees(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert_same_bytes(a, b)
+
+
+def calls(loss, params, x, name):
+    """The native calls of this name within the loop over the parts, and before it; and those that add to a sum."""
+    jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(loss, PARTS))(params, x).jaxpr
+    (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    within = list(primitives(loop.params["jaxpr"].jaxpr))
+    before = [eqn for other in jaxpr.eqns if other is not loop for eqn in primitives_of(other)]
+    named = [[eqn for eqn in where if name in str(eqn.primitive)] for where in (within, before)]
+    return len(named[0]), len(named[1])
+
+
+def primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from primitives_of(eqn)
+
+
+def primitives_of(eqn):
+    yield eqn
+    for value in eqn.params.values():
+        inner = getattr(value, "jaxpr", value)
+        if hasattr(inner, "eqns"):
+            yield from primitives(inner)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+class TestBits:
+    def test_are_those_of_the_mean_of_separate_steps(self, recipe):
+        with under(recipe):
+            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(PARAMS, X), by_hand(loss, PARAMS, X))
+
+    def test_with_bfloat16_parameters(self, recipe):
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+        with under(recipe):
+            found = jax.jit(jlp.accumulate_gradients(loss, PARTS))(params, X)[1]
+            # A part's gradient is not rounded to bfloat16 before it is added.
+            wanted = by_hand(loss, params, X)[1]
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert a.dtype == b.dtype == jnp.bfloat16
+            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-6, atol=2**-7 * np.abs(b).max())
+
+
+def reused(params, x):
+    return squared(jlp.linear(jlp.linear(x, params["up"] @ params["down"], name="a"), params["square"], name="b"))
+
+
+def tied(params, x):
+    return squared(jlp.linear(jlp.linear(x, params["square"], name="a"), params["square"], name="b"))
+
+
+def cast(params, x):
+    return squared(jlp.linear(x, params["up"].astype(jnp.bfloat16)))
+
+
+def with_decay(params, x):
+    return squared(jlp.linear(x, params["up"])) + jnp.square(params["up"]).mean()
+
+
+def within_jit(params, x):
+    return squared(jax.jit(jlp.linear)(x, params["up"]))
+
+
+def checkpointed(params, x):
+    return jax.checkpoint(loss)(params, x)
+
+
+def in_a_scan(params, x):
+    def layer(x, kernel):
+        return jlp.linear(x, kernel), None
+
+    return squared(jax.lax.scan(layer, x, params["stack"])[0])
+
+
+def mlp(params, x):
+    return squared(jlp.mlp(x, [params["up"], params["down"]], activation="gelu", saved="recompute"))
+
+
+def several(params, x):
+    a, b = jlp.linears(x, [params["up"], params["square"]], names=["a", "b"])
+    return squared(a) + squared(b)
+
+
+MODELS = [reused, tied, cast, with_decay, within_jit, checkpointed, in_a_scan, mlp, several]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_whatever_reads_the_kernels(model):
+    params = PARAMS | {"square": random_array((K, K), "float32", 4) / 8}
+    params |= {"stack": random_array((3, K, K), "float32", 5) / 8}
+    with jlp.autocast(NVFP4):
+        found = jax.jit(jlp.accumulate_gradients(model, PARTS))(params, X)
+        assert_trees(found, by_hand(model, params, X))
+
+
+class TestCalls:
+    """Of two layers: three GEMMs each; x, kernel and gradient are quantised."""
+
+    def test_kernels_are_quantised_before_the_loop(self):
+        with jlp.autocast(NVFP4):
+            assert calls(loss, PARAMS, X, "jaxlowprec_quantize") == (4, 2)
+
+    def test_a_kernel_that_two_layers_read_is_quantised_by_each(self):
+        with jlp.autocast(NVFP4):
+            params = {"square": random_array((K, K), "float32", 4)}
+            assert calls(tied, params, X, "jaxlowprec_quantize") == (6, 0)
+
+    def test_sums_are_made_in_the_gemms(self):
+        """No addition of arrays of a kernel's shape is left."""
+        with jlp.autocast(NVFP4):
+            jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(loss, PARTS))(PARAMS, X).jaxpr
+        (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+        added = [e.outvars[0].aval.shape for e in primitives(loop.params["jaxpr"].jaxpr) if e.primitive.name == "add"]
+        assert (K,) in added
+        assert not {(K, F), (F, K)} & set(added)
+
+
+def test_delayed_scaling_keeps_the_largest_amax():
+    recipe = jlp.DelayedScaling(amax_history_len=4)
+    params = {"kernel": PARAMS["up"], delayed_scaling.OVERWRITE_WITH_GRADIENT: delayed_scaling.init_state(recipe)}
+
+    def loss(params, x):
+        state = params[delayed_scaling.OVERWRITE_WITH_GRADIENT]
+        return squared(jlp.linear(x, params["kernel"], state=state)[0])
+
+    with jlp.autocast(recipe):
+        _, found = jax.jit(jlp.accumulate_gradients(loss, PARTS))(params, X)
+        step = jax.jit(jax.grad(loss))
+        parts = [step(params, X[i::PARTS]) for i in range(PARTS)]
+    assert_same_bytes(found["kernel"], sum(part["kernel"] for part in parts) / PARTS)
+    name = delayed_scaling.OVERWRITE_WITH_GRADIENT
+    for leaf, new in found[name].items():
+        assert_same_bytes(new, functools.reduce(jnp.maximum, [part[name][leaf] for part in parts]))
+
+
+def test_nnx_and_linen_models():
+    x = X.reshape(-1, K)
+    model = jlp.nnx.MLP(K, F, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    dense = nn.Sequential([jlp.linen.Dense(F, dtype=jnp.bfloat16), jlp.linen.Dense(K, dtype=jnp.bfloat16)])
+    variables = dense.init(jax.random.key(0), x)
+    for loss, params in (
+        (lambda state, x: squared(nnx.merge(graph, state)(x)), state),
+        (lambda variables, x: squared(dense.apply(variables, x)), variables),
+    ):
+        with jlp.autocast(NVFP4):
+            kernels = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(params))
+            assert calls(loss, params, x, "jaxlowprec_quantize")[1] == kernels
+            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(params, x), by_hand(loss, params, x))
+
+
+def test_aux_is_stacked():
+    def with_aux(params, x):
+        return loss(params, x), {"first": x[0, 0, 0]}
+
+    (value, aux), gradients = jlp.accumulate_gradients(with_aux, PARTS, has_aux=True)(PARAMS, X)
+    wanted = by_hand(loss, PARAMS, X)
+    assert_same_bytes(value, wanted[0])
+    assert_same_bytes(aux["first"], X[:PARTS, 0, 0])
+    assert jax.tree.structure(gradients) == jax.tree.structure(PARAMS)
+
+
+def test_a_step_holds_one_tree_of_gradients():
+    """Of a large kernel and few tokens, against adding up the gradients of separate parts."""
+    size = 1024
+    params, x = {"kernel": jnp.ones((size, size))}, jnp.ones((PARTS * 16, size), jnp.bfloat16)
+
+    def loss(params, x):
+        return squared(jlp.linear(x, params["kernel"]))
+
+    def separate(params, x):
+        def part(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+        return jax.lax.scan(part, jax.tree.map(jnp.zeros_like, params), x.reshape(PARTS, 16, size))[0]
+
+    with jlp.autocast(NVFP4):
+        programs = [
+            jax.jit(f).lower(params, x).compile().memory_analysis()
+            for f in (jlp.accumulate_gradients(loss, PARTS), separate)
+        ]
+    ours, theirs = (m.temp_size_in_bytes + m.output_size_in_bytes for m in programs)
+    assert theirs - ours > 0.5 * params["kernel"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: jlp.accumulate_gradients(3, 4), TypeError, "loss=3; needs a function"),
+        (lambda: jlp.accumulate_gradients(loss, 0), ValueError, "microbatches"),
+        (lambda: jlp.accumulate_gradients(loss, 4, has_aux=1), TypeError, "has_aux=1"),
+        (lambda: jlp.accumulate_gradients(loss, 3)(PARAMS, X), ValueError, "batch has arrays of 16 rows"),
+        (lambda: jlp.accumulate_gradients(loss, 4)(PARAMS, {}), ValueError, "batch has no array"),
+        (lambda: jlp.accumulate_gradients(loss, 4)(PARAMS, 1.0), ValueError, "batch has a scalar"),
+        (lambda: jlp.accumulate_gradients(loss, 4)(PARAMS, (X, X[:8])), ValueError, "arrays of 8 and 16 rows"),
+    ],
+    ids=["loss", "count", "flag", "multiple", "empty", "scalar", "lengths"],
+)
+def test_errors(call, error, says):
+    with pytest.raises(error, match=f"accumulate_gradients: .*{says}"):
+        call()
