@@ -39,6 +39,25 @@ def block() -> str:
     return "\n\n".join(parts)
 
 
+def accumulation() -> str:
+    """By recipe and what it is compared with: speed, and memory in trees of gradients."""
+    parts = []
+    for name in recorded_on("accumulation"):
+        found = load(name)
+        rows = [("recipe", "against", "speed", "MiB", "theirs", "gradient trees less")]
+        for case in found["cases"]:
+            for other, speed in case["speed"].items():
+                memory = (f"{case['bytes'][side] / 2**20:.0f}" for side in ("ours", other))
+                limits = case["targets"] if other == "steps" else {}
+                times = f"{speed:.2f}x" + (f" (at least {limits['speed']})" if limits else "")
+                less = f"{case['gradient trees less'][other]:.2f}"
+                less += f" (at least {limits['gradient trees']:g})" if limits else ""
+                rows.append((case["recipe"], other, times, *memory, less))
+        size = f"{found['microbatches']} microbatches of {found['tokens']} tokens, a block {found['width']} wide"
+        parts += [markdown(rows), f"{size}. {where(found)}"]
+    return "\n\n".join(parts)
+
+
 def lora_memory() -> str:
     """By what is trained: GiB of parameters, gradients and optimizer state."""
     found = load("lora_memory")

@@ -32,7 +32,7 @@ TABLES = {
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
         *peer_tables.TABLES,
         *(recipe_table.recipes, memory_tables.block, memory_tables.checkpoint_policies),
-        memory_tables.lora_memory,
+        *(memory_tables.lora_memory, memory_tables.accumulation),
     )
 }
 

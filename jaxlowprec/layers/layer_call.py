@@ -20,11 +20,11 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
-from jaxlowprec.layers.accumulating import Sum, sum_for
 from jaxlowprec.layers.low_rank import LoRAKernel
 from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.layers.residuals import in_profiles
+from jaxlowprec.layers.watching.accumulating import Sum, sum_for
 from jaxlowprec.ops.checks import FLOATS
 from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.checks import part_unit
@@ -64,7 +64,7 @@ class LayerCall:
         quantized: the weight if it is quantised already, or None.
         state: the state of delayed scaling, or None.
         precision: precision of the three GEMMs.
-        total: what the kernel's gradient is added to, see `accumulating`; or None.
+        total: what the kernel's gradient is added to, see `watching.accumulating`; or None.
     """
 
     who: str

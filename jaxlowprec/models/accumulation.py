@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import a_flag, shown, whole_number
-from jaxlowprec.layers.accumulating import Accumulation, Sum, accumulating
 from jaxlowprec.layers.delayed_scaling import is_state, larger
 from jaxlowprec.layers.linear import quantize_kernel
+from jaxlowprec.layers.watching.accumulating import Accumulation, Sum, accumulating
 
 _WHO = "accumulate_gradients"
 

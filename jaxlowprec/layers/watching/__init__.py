@@ -1,1 +1,1 @@
-"""What layers do within blocks that watch them: telemetry, `debug` and `find_policy`."""
+"""What layers do within blocks that watch or steer them: telemetry, `debug`, `find_policy`, `accumulate_gradients`."""
