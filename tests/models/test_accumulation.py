@@ -53,11 +53,15 @@ def by_hand(loss, params, x, parts=PARTS):
     return jax.tree.map(mean, *found)
 
 
-def assert_trees(found, wanted):
-    """Equal bits of kernels' gradients. XLA sums losses and the gradients of norms in an order of its own."""
+def assert_trees(found, wanted, exact=True):
+    """Equal bits of kernels' gradients. XLA sums losses and the gradients of norms in an order of its own.
+
+    Arguments:
+        exact: whether kernels' gradients come from the GEMMs alone; otherwise XLA's arithmetic is among it.
+    """
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        if b.ndim > 1:
+        if exact and b.ndim > 1:
             assert_same_bytes(a, b)
         else:
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
@@ -152,7 +156,7 @@ def test_whatever_reads_the_kernels(model):
     params |= {"stack": random_array((3, K, K), "float32", 5) / 8}
     with jlp.autocast(NVFP4):
         found = jax.jit(jlp.accumulate_gradients(model, PARTS))(params, X)
-        assert_trees(found, by_hand(model, params, X))
+        assert_trees(found, by_hand(model, params, X), exact=model not in (reused, with_decay))
 
 
 class TestCalls:

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.hadamard.reference import rotate_padded
-from jaxlowprec.ops.rounding import INFINITY_BITS, MIN_NORMAL_BITS, NAN_BITS, from_bits, magnitude_bits, widened
+from jaxlowprec.ops.rounding import (
+    INFINITY_BITS,
+    MIN_NORMAL_BITS,
+    NAN_BITS,
+    from_bits,
+    magnitude_bits,
+    rounded,
+    widened,
+)
 
 
 def amax(x: jax.Array) -> jax.Array:
@@ -19,4 +27,4 @@ def amax(x: jax.Array) -> jax.Array:
 
 def rotated_amax(x: jax.Array, hadamard: Hadamard) -> jax.Array:
     """The amax after the rotation along axis -2, rounded to x's dtype."""
-    return amax(rotate_padded(jnp.swapaxes(x, -1, -2), hadamard))
+    return amax(rotate_padded(rounded(jnp.swapaxes(x, -1, -2)), hadamard))  # x may be a product in the same program
