@@ -31,7 +31,7 @@ RECIPES = {
 SAVED = ("quantized", "8bit", "recompute")
 TARGETS = {"quantized": 13.0, "8bit": 10.5, "recompute": 6.5}
 """At most so many units are kept under NVFP4."""
-KINDS = {"high precision": 2, "8 bits": 1, "4 bits": 0}
+KINDS = ("high precision", "8 bits", "4 bits")
 
 
 def rematerialised() -> Attention:

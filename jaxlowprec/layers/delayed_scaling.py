@@ -169,11 +169,10 @@ def used_and_handed_on(state: State) -> tuple[State, State]:
 
 
 def _combined(_: None, cotangents: tuple[State, State]) -> tuple[State]:
-    return (jax.tree.map(larger, *cotangents),)
+    return (jax.tree.map(_larger, *cotangents),)
 
 
-def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of two new values of a state's leaf, elementwise."""
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.lax.convert_element_type(jnp.maximum(_as_float32(a), _as_float32(b)), b.dtype)
 
 

@@ -122,22 +122,21 @@ class LayerCall:
         are merged.
         """
         weight: Any = w if w is not None else self.quantized
-        self.check_quantized(w)
         if rows_split and must_merge(self.who, x, weight, self.roles):
             y, state = self.matmul(merged_rows(x), w, bias, out_dtype)
             return resharded(split_rows(y, *x.shape[-3:-1]), out_sharding), state
-        out_sharding = self._out_sharding(x, w, out_sharding)
+        result = out_dtype, out_sharding, rows_split
         if self.recipe is None or self.roles is None:
             loaded = weight.columnwise
             served = weight_only.Served(loaded.format, "identity", None)
-            return self._weight_only(x, None, bias, loaded, served, (out_dtype, out_sharding, rows_split)), self.state
+            return self._weight_only(x, None, bias, loaded, served, result), self.state
         if self.roles.ste is not None and self.roles.weight is not None:
             state = self._checked_state()
             loaded = None if self.quantized is None else self.quantized.columnwise
             served = weight_only.Served(self.roles.weight.format, self.roles.ste, self.roles.served_dtype)
             probe = probes.probe(self.who, self.name)
-            return self._weight_only(x, w, bias, loaded, served, (out_dtype, out_sharding, rows_split), probe), state
-        prepared = self.prepared(x, w, bias, (out_dtype, out_sharding, rows_split))
+            return self._weight_only(x, w, bias, loaded, served, result, probe), state
+        prepared = self.prepared(x, w, bias, result)
         x, product = wiring.align_varying(x, prepared.product)
         with in_profiles(self.name):
             (y,) = quantized_matmuls((prepared.spec,), x, (product,), (prepared.states,))
@@ -187,6 +186,9 @@ class LayerCall:
 
     def _weight_only(self, x, w, bias, loaded, served, result, probe=None) -> jax.Array:
         """The product if only the weight is quantised."""
+        self.check_quantized(w)
+        out_dtype, out_sharding, rows_split = result
+        result = out_dtype, self._out_sharding(x, w, out_sharding), rows_split
         if loaded is None:
             weight_only.check_whole_blocks(self.who, self.name, w, served.format)
         with in_profiles(self.name):

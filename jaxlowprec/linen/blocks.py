@@ -12,7 +12,7 @@ from flax import linen as nn
 from jaxlowprec.layers.fused.blocks import check_features, common, normed
 from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
-from jaxlowprec.layers.fused.shared_input import linears_of
+from jaxlowprec.layers.fused.shared_input import Layer, linears_of
 from jaxlowprec.linen.layers import Dense, function_arguments, handed_on, promoted_inputs
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -144,8 +144,7 @@ class NormLinear(nn.Module):
         else:
             given = [function_arguments(layer, x) for layer in layers]
             ys, states = linears_of(who, x, given)
-            for layer, arguments, state in zip(layers, given, states, strict=True):
-                handed_on(layer, (None, state), arguments.state)
+            _hand_on(layers, given, states)
         found = ys[0] if isinstance(self.features, int) else dict(zip(features, ys, strict=True))
         return found if residual is None else (found, total)
 
@@ -215,9 +214,14 @@ class MLP(nn.Module):
         sizes = [x.shape[-1]] * len(hidden) + [self.hidden_features]
         given = [function_arguments(layer, x, size) for layer, size in zip(layers, sizes, strict=True)]
         y, states = mlp_of(who, x, given, self.activation, self.saved)
-        for layer, arguments, state in zip(layers, given, states, strict=True):
-            handed_on(layer, (None, state), arguments.state)
+        _hand_on(layers, given, states)
         return y
+
+
+def _hand_on(layers: Sequence[Dense], given: Sequence[Layer], states: Sequence[Any]) -> None:
+    """Gives each layer the state of delayed scaling for its next call."""
+    for layer, arguments, state in zip(layers, given, states, strict=True):
+        handed_on(layer, (None, state), arguments.state)
 
 
 def dense_options(layer: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import a_flag, shown, whole_number
-from jaxlowprec.layers.delayed_scaling import is_state, larger
+from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, add_gradients, is_state
 from jaxlowprec.layers.linear import quantize_kernel
 from jaxlowprec.layers.watching.accumulating import Accumulation, Sum, accumulating
 
@@ -97,7 +97,7 @@ def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) 
     quantized = {i: _quantized_once(leaves[i], call) for i, call in found.items()}
 
     def of_part(carry: Any, part: Any) -> tuple[Any, Any]:
-        value, totals, others = carry
+        added, totals = carry
 
         def with_sums(totals: dict[int, Any], learned: dict[int, Any]) -> tuple[Any, Any]:
             arrays = [learned.get(i, leaf) for i, leaf in enumerate(leaves)]
@@ -114,19 +114,25 @@ def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) 
         (of_one, aux), (totals, gradients) = jax.value_and_grad(with_sums, argnums=(0, 1), has_aux=True)(
             totals, learned
         )
-        others = {i: larger(others[i], g) if i in states else others[i] + g for i, g in gradients.items()}
-        return (value + of_one.astype(jnp.float32), totals, others), aux
+        return (add_gradients(added, of_others(of_one.astype(jnp.float32), gradients)), totals), aux
+
+    def of_others(value: jax.Array, gradients: dict[int, Any]) -> dict[str, Any]:
+        """The loss and gradients that no GEMM adds up, as `add_gradients` tells new states from what is added."""
+        by_kind: dict[str, Any] = {"loss": value, "learned": {}, OVERWRITE_WITH_GRADIENT: {}}
+        for i, gradient in gradients.items():
+            by_kind[OVERWRITE_WITH_GRADIENT if i in states else "learned"][i] = gradient
+        return by_kind
 
     def zeros(i: int) -> jax.Array:
         leaf = leaves[i]
         return jnp.zeros_like(leaf, None if i in states else jnp.float32)
 
     totals = {i: zeros(i) for i in found}
-    others = {i: zeros(i) for i in range(len(leaves)) if i not in found}
-    (value, totals, others), aux = jax.lax.scan(of_part, (jnp.float32(0), totals, others), parts)
-    gradients = totals | others
+    added = of_others(jnp.float32(0), {i: zeros(i) for i in range(len(leaves)) if i not in found})
+    (added, totals), aux = jax.lax.scan(of_part, (added, totals), parts)
+    gradients = totals | added["learned"] | added[OVERWRITE_WITH_GRADIENT]
     means = [gradients[i] if i in states else (gradients[i] / count).astype(x.dtype) for i, x in enumerate(leaves)]
-    return value / count, aux, jax.tree.unflatten(tree, means)
+    return added["loss"] / count, aux, jax.tree.unflatten(tree, means)
 
 
 def _kernels(loss: Callable[..., Any], tree: Any, leaves: list[jax.Array], part: Any) -> dict[int, Any]:

@@ -13,7 +13,7 @@ from jaxlowprec.arguments import a_text
 from jaxlowprec.layers.fused.blocks import check_features, common, normed
 from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
-from jaxlowprec.layers.fused.shared_input import linears_of
+from jaxlowprec.layers.fused.shared_input import Layer, linears_of
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -116,10 +116,8 @@ def linears(inputs: jax.Array, layers: Sequence[Any]) -> tuple[jax.Array, ...]:
         return tuple(layer(inputs) for layer in layers)
     given = [layer.arguments(x) for layer in layers]
     ys, states = linears_of("linears", x, given)
-    return tuple(
-        layer._handed_on(y if g.state is None else (y, state), g.state)
-        for layer, g, y, state in zip(layers, given, ys, states, strict=True)
-    )
+    _hand_on(layers, given, states)
+    return ys
 
 
 def mlp(
@@ -149,9 +147,14 @@ def mlp(
         return separate_mlp(inputs, hidden, down, activation)
     given = [layer.arguments(x) for layer in layers]
     y, states = mlp_of("mlp", x, given, activation, saved)
+    _hand_on(layers, given, states)
+    return y
+
+
+def _hand_on(layers: Sequence[Linear], given: Sequence[Layer], states: Sequence[Any]) -> None:
+    """Gives each layer the state of delayed scaling for its next call."""
     for layer, arguments, state in zip(layers, given, states, strict=True):
         layer._handed_on((None, state), arguments.state)
-    return y
 
 
 def _common(inputs: jax.Array, layers: Sequence[Any]) -> jax.Array | None:
