@@ -1,4 +1,4 @@
-"""A GPT-style transformer over bytes in Flax NNX, with jaxlowprec's linears in its blocks."""
+"""A GPT-style transformer over bytes in Flax NNX, with jaxlowprec's linears, norms and MLP in its blocks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Config:
         context: the number of bytes that it sees.
         high_precision_first, high_precision_last: how many blocks at each end ignore the recipe.
         dtype: the dtype of activations. Parameters are float32.
+        saved: what the MLP keeps for its backward pass, see `jaxlowprec.mlp`.
         experts: 0, or the number of experts in place of each block's MLP; top_k: how many of them each byte goes to.
     """
 
@@ -34,6 +35,7 @@ class Config:
     high_precision_first: int = 0
     high_precision_last: int = 1
     dtype: str = "bfloat16"
+    saved: str = "quantized"
     experts: int = 0
     top_k: int = 2
 
@@ -63,8 +65,9 @@ class Block(nnx.Module):
             kernel_init = partitioned(init, *axes)
             return linear(inputs, outputs, use_bias=False, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
 
-        self.heads = config.heads
-        self.norm1, self.norm2 = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.heads, self.saved, self.ours = config.heads, config.saved, issubclass(linear, jlp.nnx.Linear)
+        norm = jlp.nnx.RMSNorm if self.ours else nnx.RMSNorm
+        self.norm1, self.norm2 = (norm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.qkv = project(width, 3 * width, plain, "embed", "heads")
         self.out = project(width, width, residual, "heads", "embed")
         self.experts = bool(config.experts)
@@ -72,7 +75,7 @@ class Block(nnx.Module):
             self.up = project(width, 4 * width, plain, "embed", "mlp")
             self.down = project(4 * width, width, residual, "mlp", "embed")
             return
-        follows = {} if issubclass(linear, jlp.nnx.Linear) else {"recipe": None}
+        follows = {} if self.ours else {"recipe": None}
         self.moe = jlp.nnx.MoE(
             config.experts,
             width,
@@ -101,15 +104,19 @@ class Block(nnx.Module):
         if self.experts:
             y, aux = self.moe(normed)
             return x + constrain(y, "batch", "time", None), aux
-        hidden = jax.nn.gelu(self.up(normed))
-        return x + constrain(self.down(constrain(hidden, "batch", None, "mlp")), "batch", "time", None), None
+        return x + constrain(self._mlp(normed), "batch", "time", None), None
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        if self.ours:
+            return jlp.nnx.mlp(x, [self.up, self.down], activation="gelu", saved=self.saved)
+        return self.down(constrain(jax.nn.gelu(self.up(x)), "batch", None, "mlp"))
 
 
 class LanguageModel(nnx.Module):
     """Bytes [batch, time] to float32 logits [batch, time, 256].
 
-    `linear` makes the linears of the blocks that follow a recipe; with Flax's own `nnx.Linear` the model does without
-    jaxlowprec. All other linears are Flax's.
+    `linear` makes the linears of the blocks that follow a recipe, which have jaxlowprec's norms and MLP, too; with
+    Flax's own `nnx.Linear` the model does without jaxlowprec. All other layers are Flax's.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, linear: type[nnx.Linear] = jlp.nnx.Linear):

@@ -1,0 +1,124 @@
+"""What the studies have in common: runs of several seeds, their gaps to bf16, and the summary that is written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import shutil
+import statistics
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm.data import Batches, read_text
+from lm.model import SIZES, Config
+from lm.report import add_gaps, smooth
+from lm.training import Run, Schedule, train
+
+BASELINES = (Run("bf16"), Run("bf16 perturbed", perturbation=1e-4))
+POINTS = 40  # points of a curve in the results
+
+
+def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser of what every study takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--text", help="file or folder to learn from; default: Python's standard library")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(out))
+    parser.add_argument("--save", type=pathlib.Path, help="file for the results, in benchmarks/results")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, np.ndarray]:
+    """The options, whose folder exists then, and the text."""
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    return options, read_text(options.text)
+
+
+def results_of(
+    options: argparse.Namespace, text: np.ndarray, steps: int, sides: Sequence[tuple[Run, Config]]
+) -> list[dict[str, Any]]:
+    """The results of all runs of all seeds, with their gaps; runs that are already in `options.out` are read."""
+    found: list[dict[str, Any]] = []
+    for seed in range(options.seeds):
+        schedule = Schedule(steps, options.learning_rate, options.batch, seed, checkpoint_every=steps)
+        results = []
+        for run, config in sides:
+            folder = options.out / f"{steps}-{seed}-{run.name.replace(', ', '-').replace(' ', '-')}"
+            if not (folder / "result.json").exists():
+                batches = Batches(text, options.batch, config.context, seed)
+                result = train(run, config, schedule, batches, folder, resume=False)
+                shutil.rmtree(folder / "checkpoints")
+                (folder / "result.json").write_text(json.dumps(result))
+            results.append(json.loads((folder / "result.json").read_text()))
+        add_gaps(results)
+        found += [{"steps": steps, "seed": seed, **result} for result in results]
+    return found
+
+
+def summarize(runs: list[dict]) -> list[dict]:
+    """One entry for each length and recipe: gaps in percent by seed, their mean, and the mean curve of the gap."""
+    summary = []
+    for steps, name in dict.fromkeys((r["steps"], r["name"]) for r in runs if r["name"] != "bf16"):
+        mine = [r for r in runs if (r["steps"], r["name"]) == (steps, name)]
+        entry = {"steps": steps, "run": name, "finite": all(r["finite"] for r in mine)}
+        for key in ("loss", "validation_loss"):
+            gaps = [r[f"{key}_gap_percent"] for r in mine]
+            entry[f"{key}_gap_percent"] = {
+                "mean": statistics.mean(gaps),
+                "mean_magnitude": statistics.mean(map(abs, gaps)),
+                "by_seed": gaps,
+            }
+        curves = []
+        for r in mine:
+            base = next(b for b in runs if (b["steps"], b["seed"], b["name"]) == (steps, r["seed"], "bf16"))
+            curves.append(100 * (smooth(r["losses"], steps // 20) / smooth(base["losses"], steps // 20) - 1))
+        every = max(1, steps // POINTS)
+        entry["gap_curve_percent"] = [
+            {"step": step + 1, "gap": round(statistics.mean(c[step] for c in curves), 4)}
+            for step in range(every - 1, steps, every)
+        ]
+        summary.append(entry)
+    return summary
+
+
+def print_gaps(summary: list[dict]) -> None:
+    """One line for each run."""
+    for entry in summary:
+        gap, validation = entry["loss_gap_percent"], entry["validation_loss_gap_percent"]
+        print(
+            f"{entry['steps']:6} {entry['run']:24} loss {gap['mean']:+.2f} %  validation {validation['mean']:+.2f} %",
+            [round(of_seed, 2) for of_seed in gap["by_seed"]],
+        )
+
+
+def settings_of(options: argparse.Namespace, config: Config, parameters: int, text: np.ndarray) -> dict[str, Any]:
+    """What a study was made with, for its file."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return {
+        "config": dataclasses.asdict(config),
+        "parameters": parameters,
+        "batch": options.batch,
+        "learning_rate": options.learning_rate,
+        "seeds": options.seeds,
+        "text_bytes": int(text.size),
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def write(path: pathlib.Path | None, content: dict[str, Any]) -> None:
+    """Writes results, if a file was asked for."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
