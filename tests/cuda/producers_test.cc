@@ -104,6 +104,8 @@ TEST(activations_give_the_amaxes_of_their_results) {
         CHECK_EQ(cuda::launch(g, nullptr), cudaSuccess);
         check_result(dx, a.dx, type);
         of_dx.check(a.dx, type);
+        CHECK_EQ(x.traffic().read, static_cast<uint64_t>(2 * bytes));  // and no result is read again
+        for (const DeviceBytes* result : {&y, &dx, &dup}) CHECK_EQ(result->traffic().read, uint64_t{0});
         if (!gated) continue;
         check_result(dup, a.dup, type);
         of_dup.check(a.dup, type);

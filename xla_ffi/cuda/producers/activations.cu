@@ -1,5 +1,7 @@
-#include "activations.cuh"
-#include "result_amaxes.h"
+#include <algorithm>
+
+#include "../launch.h"
+#include "activation_amaxes.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -7,20 +9,66 @@ namespace {
 
 struct NoShared {};
 
+/// What both kernels take: the arrays, of `size` elements a matrix.
+template <class Rule>
+struct Arrays {
+  const void* operands[Rule::kOperands];
+  void* results[Rule::kResults];
+  ResultAmaxes amaxes[Rule::kResults];
+  int64_t batch, size, columns;
+
+  bool all_aligned(uint32_t bytes) const {
+    bool found = true;
+    for (const void* operand : operands) found = found && aligned(operand, bytes);
+    for (const void* result : results) found = found && aligned(result, bytes);
+    return found;
+  }
+};
+
 template <ElementType kType, class Rule>
-cudaError_t launch_rule(ActivationArguments<Rule> a, cudaStream_t stream) {
+cudaError_t launch_plain(const Arrays<Rule>& arrays, cudaStream_t stream) {
+  ActivationArguments<Rule> a{};
+  a.size = arrays.batch * arrays.size;
   const int64_t tile = int64_t{kActivationThreads} * kActivationPieces * Piece<kType, true>::kCount;
   if (!cut(1, 1, divide_up(a.size, tile), a.tiles)) return cudaErrorInvalidValue;
-  a.aligned = true;
-  for (const void* operand : a.operands) a.aligned = a.aligned && aligned(operand, 16);
-  for (const void* result : a.results) a.aligned = a.aligned && aligned(result, 16);
+  std::copy_n(arrays.operands, Rule::kOperands, a.operands), std::copy_n(arrays.results, Rule::kResults, a.results);
+  a.aligned = arrays.all_aligned(16);
   return launch_over_tiles<activation_kernel<kType, Rule>, NoShared>(kActivationThreads, a, stream);
+}
+
+template <ElementType kType, class Rule>
+cudaError_t launch_amaxed(const Arrays<Rule>& arrays, cudaStream_t stream) {
+  AmaxedArguments<Rule> a{};
+  a.rows = arrays.size / arrays.columns, a.columns = arrays.columns;
+  if (!cut(arrays.batch, divide_up(a.rows, kRotatedRows), divide_up(a.columns, kTile), a.tiles))
+    return cudaErrorInvalidValue;
+  std::copy_n(arrays.operands, Rule::kOperands, a.operands), std::copy_n(arrays.results, Rule::kResults, a.results);
+  a.pairs = arrays.all_aligned(2 * kElementBytes<kType>) && a.columns % 2 == 0;
+  for (int j = 0; j < Rule::kResults; ++j) {
+    a.plain[j] = arrays.amaxes[j].plain, a.rotated[j] = arrays.amaxes[j].rotated;
+    a.sign_mask |= arrays.amaxes[j].sign_mask;
+  }
+  return launch_over_tiles<amaxed_activation_kernel<kType, Rule>, AmaxedShared<kType, Rule>>(kAmaxThreads, a, stream);
+}
+
+/// Clears the amaxes, and launches the kernel that takes them where one is wanted.
+template <ElementType kType, class Rule>
+cudaError_t launch_rule(const Arrays<Rule>& arrays, cudaStream_t stream) {
+  bool wanted = false;
+  for (const ResultAmaxes& amaxes : arrays.amaxes)
+    for (uint32_t* amax : {amaxes.plain, amaxes.rotated}) {
+      if (!amax) continue;
+      wanted = true;
+      const cudaError_t error = cudaMemsetAsync(amax, 0, arrays.batch * sizeof *amax, stream);
+      if (error != cudaSuccess) return error;
+    }
+  if (arrays.batch * arrays.size == 0) return cudaSuccess;
+  return wanted ? launch_amaxed<kType>(arrays, stream) : launch_plain<kType>(arrays, stream);
 }
 
 /// Calls visit with the element type, the rule and whether it is gated, as constants.
 template <class Problem, class Visit>
 cudaError_t with_activation(const Problem& p, Visit visit) {
-  if (p.batch * p.size == 0) return cudaSuccess;
   return with_type(p.type, [&](auto type) {
     return with_rule(p.kind, [&](auto rule) {
       return p.up ? visit(type, rule, std::true_type()) : visit(type, rule, std::false_type());
@@ -31,26 +79,19 @@ cudaError_t with_activation(const Problem& p, Visit visit) {
 }  // namespace
 
 cudaError_t launch(const ActivationProblem& p, cudaStream_t stream) {
-  const cudaError_t error = with_activation(p, [&](auto type, auto rule, auto gated) {
-    ActivationArguments<Activate<decltype(rule), gated>> a{};
-    a.size = p.batch * p.size, a.operands[0] = p.x, a.results[0] = p.result;
+  return with_activation(p, [&](auto type, auto rule, auto gated) {
+    Arrays<Activate<decltype(rule), gated>> a{{p.x}, {p.result}, {p.amaxes}, p.batch, p.size, p.columns};
     if constexpr (gated) a.operands[1] = p.up;
     return launch_rule<type>(a, stream);
   });
-  if (error != cudaSuccess) return error;
-  return launch_amaxes(p.amaxes, p.result, p.type, p.batch, p.size, p.columns, stream);
 }
 
 cudaError_t launch(const ActivationGradientProblem& p, cudaStream_t stream) {
-  cudaError_t error = with_activation(p, [&](auto type, auto rule, auto gated) {
-    ActivationArguments<ActivateBackward<decltype(rule), gated>> a{};
-    a.size = p.batch * p.size, a.operands[0] = p.dy, a.operands[1] = p.x, a.results[0] = p.dx;
-    if constexpr (gated) a.operands[2] = p.up, a.results[1] = p.dup;
+  return with_activation(p, [&](auto type, auto rule, auto gated) {
+    Arrays<ActivateBackward<decltype(rule), gated>> a{{p.dy, p.x}, {p.dx}, {p.of_dx}, p.batch, p.size, p.columns};
+    if constexpr (gated) a.operands[2] = p.up, a.results[1] = p.dup, a.amaxes[1] = p.of_dup;
     return launch_rule<type>(a, stream);
   });
-  if (error == cudaSuccess) error = launch_amaxes(p.of_dx, p.dx, p.type, p.batch, p.size, p.columns, stream);
-  if (error == cudaSuccess) error = launch_amaxes(p.of_dup, p.dup, p.type, p.batch, p.size, p.columns, stream);
-  return error;
 }
 
 }  // namespace cuda

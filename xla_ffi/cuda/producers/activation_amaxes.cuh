@@ -1,0 +1,176 @@
+// Activations and their gradients (activations.cuh) with the amaxes of each result in the same pass.
+//
+// Data flow: a thread takes 16 rows of a pair of columns, as amax_rotated does, four rows of every operand at a time ->
+// float32 -> the rule -> each result rounded once, written, and kept in shared memory, where only this thread reads it: 16
+// rows, unrolled, would be four times the machine code -> its largest magnitude, and that of its transform. One atomic a
+// block, matrix and amax. Arrays whose pairs are not aligned, and edges, go one element at a time.
+//
+// Bytes moved per element: as in activations.cuh; the amaxes read nothing.
+// Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles of 64 rows by 128 columns.
+#pragma once
+
+#include "../quantize/amax.cuh"
+#include "activations.cuh"
+
+namespace jaxlowprec {
+namespace cuda {
+
+constexpr int kAmaxedRows = 4;    // of each operand: loaded before the first is used
+constexpr int kAmaxedBlocks = 2;  // that registers are to suffice for
+
+template <class Rule>
+struct AmaxedArguments {
+  const void* operands[Rule::kOperands];
+  void* results[Rule::kResults];
+  int64_t rows, columns;
+  Tiles tiles;
+  uint32_t *plain[Rule::kResults], *rotated[Rule::kResults];  // null: not wanted
+  uint32_t sign_mask;
+  bool pairs;  // rows of all arrays begin at multiples of two elements' bytes
+};
+
+template <ElementType kType>
+using ElementOf =
+    std::conditional_t<kType == ElementType::kF32, F32, std::conditional_t<kType == ElementType::kF16, F16, BF16>>;
+
+/// Two neighbours in a row.
+template <ElementType kType>
+struct Neighbours {
+  static constexpr int kWords = 2 / kPerWord<kType>;
+  using Words = uint32_t[kWords];
+  using Both = std::conditional_t<kWords == 2, uint2, uint32_t>;
+  using One = Piece<kType, false>;
+
+  JLP_DEVICE void load(const void* from, int64_t index, Words& words) {
+    const Both both = __ldg(reinterpret_cast<const Both*>(static_cast<const typename One::Storage*>(from) + index));
+    if constexpr (kWords == 2)
+      words[0] = both.x, words[1] = both.y;
+    else
+      words[0] = both;
+  }
+  JLP_DEVICE void store(void* to, int64_t index, const Words& words) {
+    auto* const both = reinterpret_cast<Both*>(static_cast<typename One::Storage*>(to) + index);
+    if constexpr (kWords == 2)
+      *both = make_uint2(words[0], words[1]);
+    else
+      *both = words[0];
+  }
+
+  /// The first `count` of them, not aligned; what is not loaded is zero.
+  JLP_DEVICE void load(const void* from, int64_t index, Words& words, int count) {
+    const uint32_t first = count > 0 ? One::load(from, index) : 0u, second = count > 1 ? One::load(from, index + 1) : 0u;
+    if constexpr (kWords == 2)
+      words[0] = first, words[1] = second;
+    else
+      words[0] = first | second << 16;
+  }
+  JLP_DEVICE void store(void* to, int64_t index, const Words& words, int count) {
+    using Narrow = typename One::Storage;
+    if (count > 0) One::store(to, index, static_cast<Narrow>(words[0]));
+    if (count > 1) One::store(to, index + 1, static_cast<Narrow>(kWords == 2 ? words[kWords - 1] : words[0] >> 16));
+  }
+};
+
+/// `pairs`: what each thread keeps of each result, as Tile::load_pair gives it.
+template <ElementType kType, class Rule>
+struct AmaxedShared {
+  AmaxShared amaxes;
+  uint32_t pairs[Rule::kResults][Tile<ElementOf<kType>>::kPairWords][kAmaxThreads];
+};
+
+/// 16 rows of a pair of columns, which begin at element `first` of the arrays. `rows`, `columns`: how many there are. Zeros
+/// are kept in place of the others.
+template <ElementType kType, class Rule>
+JLP_DEVICE void activate_pair(const AmaxedArguments<Rule>& a, int64_t first, int rows, int columns,
+                              AmaxedShared<kType, Rule>& shared) {
+  using Pair = Neighbours<kType>;
+  const bool whole = a.pairs && rows == 16 && columns == 2;
+#pragma unroll 1
+  for (int start = 0; start < 16; start += kAmaxedRows) {
+    typename Pair::Words loaded[kAmaxedRows][Rule::kOperands], words[kAmaxedRows][Rule::kResults];
+    const auto each = [&](auto visit) {
+#pragma unroll
+      for (int i = 0; i < kAmaxedRows; ++i) visit(i, first + (start + i) * a.columns, start + i < rows ? columns : 0);
+    };
+    const auto load = [&](auto at) {
+      each([&](int i, int64_t index, int count) {
+#pragma unroll
+        for (int j = 0; j < Rule::kOperands; ++j) at(j, index, count, loaded[i][j]);
+      });
+    };
+    // One test for all rows, so that every load is issued before any is used.
+    if (whole)
+      load([&](int j, int64_t index, int, auto& to) { Pair::load(a.operands[j], index, to); });
+    else
+      load([&](int j, int64_t index, int count, auto& to) { Pair::load(a.operands[j], index, to, count); });
+
+    each([&](int i, int64_t, int count) {
+      float operands[Rule::kOperands][2], results[Rule::kResults][2];
+#pragma unroll
+      for (int j = 0; j < Rule::kOperands; ++j)
+#pragma unroll
+        for (int w = 0; w < Pair::kWords; ++w) widen<kType>(loaded[i][j][w], &operands[j][w * kPerWord<kType>]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float v[Rule::kOperands], result[Rule::kResults];
+#pragma unroll
+        for (int j = 0; j < Rule::kOperands; ++j) v[j] = operands[j][c];
+        Rule::apply(v, result);
+#pragma unroll
+        for (int j = 0; j < Rule::kResults; ++j) results[j][c] = c < count ? result[j] : 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < Rule::kResults; ++j)
+#pragma unroll
+        for (int w = 0; w < Pair::kWords; ++w) {
+          words[i][j][w] = narrow<kType>(&results[j][w * kPerWord<kType>]);
+          shared.pairs[j][16 * w + start + i][threadIdx.x] = words[i][j][w];
+        }
+    });
+    each([&](int i, int64_t index, int count) {
+#pragma unroll
+      for (int j = 0; j < Rule::kResults; ++j) {
+        if (whole)
+          Pair::store(a.results[j], index, words[i][j]);
+        else
+          Pair::store(a.results[j], index, words[i][j], count);
+      }
+    });
+  }
+}
+
+template <ElementType kType, class Rule>
+static __global__ void __launch_bounds__(kAmaxThreads, kAmaxedBlocks)
+    amaxed_activation_kernel(const __grid_constant__ AmaxedArguments<Rule> a) {
+  using E = ElementOf<kType>;
+  auto& shared = block_shared<AmaxedShared<kType, Rule>>();
+  uint32_t plain[Rule::kResults] = {}, rotated[Rule::kResults] = {};
+  TilePlace next;
+  for (TilePlace at = Tiles::first(a.tiles); at.batch < a.tiles.count.batch; at = next) {
+    const int64_t row = static_cast<int64_t>(at.down) * kRotatedRows + threadIdx.x / kTilePairs * 16;
+    const int64_t column = static_cast<int64_t>(at.across) * kTile + threadIdx.x % kTilePairs * 2;
+    const int64_t first = (at.batch * a.rows + row) * a.columns + column;
+    const int rows = static_cast<int>(max(int64_t{0}, min(int64_t{16}, a.rows - row)));
+    const int columns = static_cast<int>(max(int64_t{0}, min(int64_t{2}, a.columns - column)));
+    activate_pair<kType>(a, first, rows, columns, shared);
+    next = Tiles::next(a.tiles, at);
+#pragma unroll
+    for (int j = 0; j < Rule::kResults; ++j) {
+      uint32_t pairs[Tile<E>::kPairWords];
+#pragma unroll
+      for (int w = 0; w < Tile<E>::kPairWords; ++w) pairs[w] = shared.pairs[j][w][threadIdx.x];
+      if (a.plain[j]) plain[j] = max(plain[j], magnitude_bits<E>(pairs));
+      if (a.rotated[j]) {
+        flip_signs<E>(pairs, a.sign_mask);
+        rotated[j] = max(rotated[j], max(rotated_amax<E>(pairs, 0), rotated_amax<E>(pairs, 1)));
+      }
+      if (next.batch == at.batch) continue;
+      if (a.plain[j]) raise(a.plain[j] + at.batch, plain[j], shared.amaxes.of_warp[0]);
+      if (a.rotated[j]) raise(a.rotated[j] + at.batch, rotated[j], shared.amaxes.of_warp[1]);
+      plain[j] = rotated[j] = 0;
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace jaxlowprec
