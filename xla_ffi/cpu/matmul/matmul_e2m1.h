@@ -395,6 +395,8 @@ struct MatmulE2M1 {
   template <int kRows, bool kShorter>
   __attribute__((noinline)) static void multiply_rows(const MatmulProblem& p, const Tile& tile, const PanelGranule* b,
                                                       int64_t column, Ahead<1>& next) {
+    const MatmulRange range{tile.row, tile.rows, column, std::min<int64_t>(kTileColumns, p.columns - column)};
+    fetch_accumulated(p, tile.batch, range);
     F32 sums[kRows][kTileVectors];
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kTileVectors; ++v) sums[r][v] = F32{};
@@ -407,8 +409,7 @@ struct MatmulE2M1 {
     F32 y[kRows][kTileVectors];  // indexed by a variable: apart from the sums, which stay in registers
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kTileVectors; ++v) y[r][v] = sums[r][v] * alpha;
-    finish_range(p, tile.batch, {tile.row, tile.rows, column, std::min<int64_t>(kTileColumns, p.columns - column)},
-                 [&](int64_t r, int64_t v) { return y[r][v]; });
+    finish_range(p, tile.batch, range, [&](int64_t r, int64_t v) { return y[r][v]; });
   }
 
   /// Few rows are rounded up to a power of two.

@@ -46,14 +46,27 @@ __attribute__((noinline)) void finish_vectors(const MatmulResult& problem, const
 
 constexpr int64_t kMostFinished = 128;  // columns of a range
 
+/// Fetches what a range's sums will be added to: from memory while they are computed.
+JLP_RULE void fetch_accumulated(const MatmulResult& p, int64_t batch, const MatmulRange& range) {
+  if (!p.accumulate) return;
+  const int64_t bytes = element_bytes(p.accumulate_type);
+  const auto* row = static_cast<const uint8_t*>(p.accumulate) +
+                    ((batch * p.rows + range.first_row) * p.columns + range.first_column) * bytes;
+  for (int64_t r = 0; r < range.rows; ++r, row += p.columns * bytes)
+    for (int64_t at = 0; at < range.columns * bytes; at += 64) __builtin_prefetch(row + at, 1);
+}
+
 /// A range of at most kMostFinished columns whose sums are sums(row, vector), both counted from the range's first. Where
-/// only whole vectors have to be stored, a short path stores them: with a small K the full path takes as long as the sums.
+/// whole vectors have to be stored, or added to float32 first, a short path does it: with a small K the full path takes as
+/// long as the sums.
 template <class Sums>
 JLP_RULE void finish_range(const MatmulResult& p, int64_t batch, const MatmulRange& range, Sums sums) {
   const int64_t vectors = divide_up(range.columns, kLanes);
+  const bool adds_float32 = p.accumulate && p.accumulate_type == ElementType::kF32;
   with_element(p.type, [&](auto element) {
     using E = decltype(element);
-    if (p.bias || p.activation != Activation::kNone || p.accumulate || range.columns % kLanes != 0) {
+    const bool adds_other = p.accumulate && !adds_float32;
+    if (p.bias || p.activation != Activation::kNone || adds_other || range.columns % kLanes != 0) {
       F32 y[kMostFinished / kLanes];
       const int64_t together = kMostFinished / kLanes / vectors;  // rows
       for (int64_t row = 0; row < range.rows; row += together) {
@@ -64,9 +77,14 @@ JLP_RULE void finish_range(const MatmulResult& p, int64_t batch, const MatmulRan
       }
       return;
     }
-    const int64_t stride = p.columns;
-    auto* out =
-        static_cast<typename E::Storage*>(p.result) + (batch * p.rows + range.first_row) * stride + range.first_column;
+    const int64_t stride = p.columns, first = (batch * p.rows + range.first_row) * stride + range.first_column;
+    auto* out = static_cast<typename E::Storage*>(p.result) + first;
+    if (adds_float32) {
+      const float* total = static_cast<const float*>(p.accumulate) + first;
+      for (int64_t r = 0; r < range.rows; ++r, out += stride, total += stride)
+        for (int64_t v = 0; v < vectors; ++v) E::store_lanes(out + v * kLanes, sums(r, v) + load<F32>(total + v * kLanes));
+      return;
+    }
     for (int64_t r = 0; r < range.rows; ++r, out += stride)
       for (int64_t v = 0; v < vectors; ++v) E::store_lanes(out + v * kLanes, sums(r, v));
   });

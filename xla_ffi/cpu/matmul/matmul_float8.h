@@ -287,10 +287,14 @@ struct MatmulFloat8 {
     if (p.a.format.scaling == Scaling::kTensor)
       memcpy(&a_scale, p.a.scale + 4 * part.batch, 4), memcpy(&b_scale, p.b.scale + 4 * part.batch, 4);
     constexpr int64_t kColumns = 64;  // whole cache lines
+    const auto range_at = [&](int64_t column) {
+      return MatmulRange{part.range.first_row, part.range.rows, part.range.first_column + column,
+                         std::min(kColumns, part.range.columns - column)};
+    };
     for (int64_t column = 0; column < part.range.columns; column += kColumns) {
       const float* y = part.y + column * part.range.rows;
-      const MatmulRange range = {part.range.first_row, part.range.rows, part.range.first_column + column,
-                                 std::min(kColumns, part.range.columns - column)};
+      const MatmulRange range = range_at(column);
+      if (column + kColumns < part.range.columns) fetch_accumulated(p, part.batch, range_at(column + kColumns));
       finish_range(p, part.batch, range, [&](int64_t r, int64_t v) {
         return (load<F32>(y + (v * part.range.rows + r) * kLanes) * a_scale) * b_scale;
       });
