@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
-
 from cells import markdown, milliseconds, share
 from recorded import RESULTS, load, where
 
 _HEADING = ("operation", "ours", "against", "speed", "ours, ms", "theirs, ms", "error: ours, theirs", "the same")
-_NOT_YET = "Not measured yet: `python benchmarks/peers.py --save` measures it and fills this page."
-
-
-def files() -> list[pathlib.Path]:
-    """One per instruction set."""
-    return sorted(RESULTS.glob("peers_*.json"))
-
-
-def peers_chart() -> str:
-    """The picture, where there is one."""
-    return "![Speed beside other libraries](../pictures/peers.svg)" if files() else _NOT_YET
 
 
 def peers_quantizers() -> str:
@@ -38,12 +25,12 @@ def peers_decoding() -> str:
 
 def _part(part: str) -> str:
     tables = []
-    for file in files():
+    for file in sorted(RESULTS.glob("peers_*.json")):  # one for each instruction set
         result = load(file.stem)
         for isa, cases in result["cases"].items():
             tables += [markdown([_HEADING, *(row(c) for c in cases if c["part"] == part)])]
             tables += [f"{where(result)} Instruction set: {isa}."]
-    return "\n\n".join(tables) or _NOT_YET
+    return "\n\n".join(tables)
 
 
 def row(case: dict) -> tuple[str, ...]:
@@ -57,4 +44,4 @@ def row(case: dict) -> tuple[str, ...]:
     return (*names, f"{case['ratio']['median']:.2f}x", *times, errors, same)
 
 
-TABLES = (peers_chart, peers_quantizers, peers_products, peers_decoding)
+TABLES = (peers_quantizers, peers_products, peers_decoding)

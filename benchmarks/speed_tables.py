@@ -178,6 +178,11 @@ def policy_study() -> str:
     return _gaps(result, f"{result['cost']:.0%} of the multiply-adds in bf16, but for nvfp4")
 
 
+def saved_study() -> str:
+    """The same of what an MLP keeps of its hidden layer."""
+    return _gaps(load("saved_study"), "no block in bf16")
+
+
 def _gaps(result: dict, kept: str) -> str:
     """A study's gaps. `kept`: what stays in bf16."""
     rows = [("steps", "run", "loss gap, mean", "by seed", "validation gap, mean", "by seed")]

@@ -16,7 +16,7 @@ import mesh_tables
 import peer_tables
 import recipe_table
 import speed_tables
-from charts import CHARTS, peers
+from charts import CHARTS
 from recorded import ROOT
 
 DOCUMENTS = ROOT / "docs"
@@ -27,8 +27,8 @@ TABLES = {
     for f in (
         *(speed_tables.speed, speed_tables.formats, speed_tables.int4, speed_tables.weight_only, speed_tables.grouped),
         *(speed_tables.convert, speed_tables.weight_sync, speed_tables.best_speed, speed_tables.train_step),
-        *(speed_tables.telemetry, speed_tables.scaling, speed_tables.study, speed_tables.policy_study),
-        speed_tables.gpu,
+        *(speed_tables.telemetry, speed_tables.scaling, speed_tables.gpu),
+        *(speed_tables.study, speed_tables.policy_study, speed_tables.saved_study),
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
         *peer_tables.TABLES,
         *(recipe_table.recipes, memory_tables.block, memory_tables.checkpoint_policies),
@@ -43,8 +43,7 @@ def wanted() -> dict[pathlib.Path, str]:
     Raises:
         ValueError: a table stands in no document.
     """
-    drawn = CHARTS | ({"peers": peers.peers} if peer_tables.files() else {})
-    files = {PICTURES / f"{name}.svg": chart().drawn() for name, chart in drawn.items()}
+    files = {PICTURES / f"{name}.svg": chart().drawn() for name, chart in CHARTS.items()}
     placed = set()
     for path in sorted(DOCUMENTS.rglob("*.md")):
         text = path.read_text()

@@ -1,9 +1,10 @@
 """Charts of the results as SVG files: the same bytes from the same results, whatever is installed."""
 
-from charts import growth, kept, kernels, overview, programs, training
+from charts import growth, kept, kernels, overview, peers, programs, training
 
 CHARTS = {
     "speed": overview.overview,
+    "peers": peers.peers,
     "quantizers": kernels.quantizers,
     "matmuls": kernels.matmuls,
     "weight_only": kernels.weight_only,
