@@ -55,7 +55,7 @@ JLP_RULE F32 expand_blocks(const float* per_block, int j) {
 /// kRows rows of kColumns elements, copied so that they lie together (rows of a matrix whose stride is a power of two fall
 /// into the same few cache sets) and padded with zeros where the matrix ends.
 ///
-/// kFetchesAhead: rows of the next slab are fetched into the cache; not for a matrix that is there already.
+/// kFetchesAhead: elements further on are fetched into the cache; not for a matrix that is there already.
 template <class E, int kRows, int kColumns, bool kFetchesAhead = true>
 struct Staged {
   using Storage = typename E::Storage;
@@ -63,7 +63,12 @@ struct Staged {
   int rows, columns;  // that exist
   alignas(64) Storage x[kRows][kColumns];
 
-  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column) {
+  /// Fetches the next slab.
+  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column)
+      : Staged(matrix, matrix_rows, matrix_columns, row, column, kBlock * matrix_columns) {}
+
+  /// Fetches what is `ahead` elements further on.
+  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column, int64_t ahead) {
     rows = static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row));
     columns = static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column));
     const Storage* source = matrix + row * matrix_columns + column;
@@ -71,7 +76,7 @@ struct Staged {
       for (int r = 0; r < kRows; ++r) {
         const Storage* from = source + r * matrix_columns;
         for (size_t line = 0; kFetchesAhead && line < sizeof x[r]; line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(from + kBlock * matrix_columns) + line);
+          __builtin_prefetch(reinterpret_cast<const char*>(from + ahead) + line);
         for (int i = 0; i < kColumns; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof(Storage)))
           store(&x[r][i], load<U32>(from + i));
       }

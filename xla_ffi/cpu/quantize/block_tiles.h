@@ -157,21 +157,13 @@ template <class E, class Element, bool kStochastic>
 constexpr BlockEncoder<E> kBlockEncoder = {Element::kPacked, kStochastic, encode_span<E, Element, kStochastic>,
                                            encode_columns_of_granule<E, Element, kStochastic>};
 
-/// A piece of a line of the result: past the caches where it is whole cache lines.
-JLP_RULE void store_codes(uint8_t* to, const uint8_t* codes, int64_t bytes) {
-  if (bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
-    for (int64_t line = 0; line < bytes; line += 64) stream_line(to + line, codes + line);
-  else
-    memcpy(to, codes, bytes);
-}
-
 /// Transposes rows of codes [lines][kUnit] into the K-major result: `bytes` per column, columns `stride` bytes apart.
 __attribute__((noinline)) static void store_transposed(const uint8_t (*codes)[kUnit], int lines, int columns, uint8_t* data,
                                                        int64_t bytes, int64_t stride) {
   alignas(64) uint8_t out[16][kColumnTileRows];
   for (int column = 0; column < columns; column += 16) {
     for (int line = 0; line < lines; line += 16) transpose_bytes(&codes[line][column], kUnit, &out[0][line], sizeof out[0]);
-    for (int c = 0; c < std::min(16, columns - column); ++c) store_codes(data + (column + c) * stride, out[c], bytes);
+    for (int c = 0; c < std::min(16, columns - column); ++c) store_line(data + (column + c) * stride, out[c], bytes);
   }
 }
 

@@ -126,7 +126,7 @@ struct QuantizeBlocks {
                  const BlockSpan& span, int row_of_span) const {
     const int64_t line = t.batch * p.rows + t.row + row;
     uint8_t* data = p.rowwise.data + line * p.format.row_bytes(p.columns) + encoder.code_bytes(t.column);
-    store_codes(data, codes, p.format.row_bytes(t.input.columns));
+    store_line(data, codes, p.format.row_bytes(t.input.columns));
     if (context.is_shared()) return;
     constexpr int kScaleBytes = kUnit / 32;  // 4 bytes for 128 elements, or 1 for 32
     uint8_t* scales = row_scales(p, line, t.column);
