@@ -52,10 +52,28 @@ JLP_RULE F32 expand_blocks(const float* per_block, int j) {
   return factors;
 }
 
+/// Elements that will be read soon and that the processor does not fetch ahead by itself: kPackets packets every `stride`.
+/// Fetching them a packet at a time, while others are worked on, leaves room for other loads.
+template <class E, int kPackets = 1>
+struct Ahead {
+  const typename E::Storage* x;
+  int64_t stride;
+
+  /// The elements `rows` rows further down.
+  Ahead down(int rows) const { return {x + rows * stride, stride}; }
+
+  /// The g-th packet of them.
+  void fetch(int g) const {
+    const auto* packet = reinterpret_cast<const char*>(x + g / kPackets * stride + g % kPackets * kPacket);
+    for (size_t line = 0; line < kPacket * sizeof *x; line += 64) __builtin_prefetch(packet + line);
+  }
+};
+
 /// kRows rows of kColumns elements, copied so that they lie together (rows of a matrix whose stride is a power of two fall
 /// into the same few cache sets) and padded with zeros where the matrix ends.
 ///
-/// kFetchesAhead: elements further on are fetched into the cache; not for a matrix that is there already.
+/// kFetchesAhead: rows of the next slab are fetched into the cache; not for a matrix that is there
+/// already, or that the caller fetches.
 template <class E, int kRows, int kColumns, bool kFetchesAhead = true>
 struct Staged {
   using Storage = typename E::Storage;
@@ -63,12 +81,7 @@ struct Staged {
   int rows, columns;  // that exist
   alignas(64) Storage x[kRows][kColumns];
 
-  /// Fetches the next slab.
-  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column)
-      : Staged(matrix, matrix_rows, matrix_columns, row, column, kBlock * matrix_columns) {}
-
-  /// Fetches what is `ahead` elements further on.
-  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column, int64_t ahead) {
+  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column) {
     rows = static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row));
     columns = static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column));
     const Storage* source = matrix + row * matrix_columns + column;
@@ -76,7 +89,7 @@ struct Staged {
       for (int r = 0; r < kRows; ++r) {
         const Storage* from = source + r * matrix_columns;
         for (size_t line = 0; kFetchesAhead && line < sizeof x[r]; line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(from + ahead) + line);
+          __builtin_prefetch(reinterpret_cast<const char*>(from + kBlock * matrix_columns) + line);
         for (int i = 0; i < kColumns; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof(Storage)))
           store(&x[r][i], load<U32>(from + i));
       }

@@ -14,7 +14,7 @@ constexpr int kTileBlocks = kColumnTileRows / 32;  // most blocks down a tile
 template <class E>
 struct BlockTile {
   int64_t batch, row, column;  // its place
-  Ahead<E> ahead;              // the tile to its right, if the same chunk has one, to be fetched while codes are made
+  UnitsAhead<E> ahead;         // the tile to its right, if the same chunk has one, to be fetched while codes are made
   Staged<E, kColumnTileRows, kUnit> input;
   alignas(64) uint8_t codes[kColumnTileRows][kUnit];
   alignas(64) uint32_t amax[kTileBlocks][kUnit];  // of columns, a block of rows each
@@ -26,7 +26,8 @@ struct BlockTile {
       : batch(batch),
         row(row),
         column(column),
-        ahead(more ? Ahead<E>{matrix(p, batch) + row * p.columns + column + kUnit, p.columns} : Ahead<E>{input.x[0], kUnit}),
+        ahead(more ? UnitsAhead<E>{matrix(p, batch) + row * p.columns + column + kUnit, p.columns}
+                   : UnitsAhead<E>{input.x[0], kUnit}),
         input(matrix(p, batch), p.rows, p.columns, row, column) {}
   static const typename E::Storage* matrix(const QuantizeProblem& p, int64_t batch) {
     return static_cast<const typename E::Storage*>(p.x) + batch * p.rows * p.columns;
@@ -116,7 +117,7 @@ __attribute__((noinline)) static void random_words(const Random& random, const u
 /// 16 rows of a tile, each column with its own factor. `random` has four words a column: byte r of them is row r's.
 template <class E, class Element, bool kStochastic, bool kExponents>
 void encode_columns_of_granule_by(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kUnit],
-                                  int columns, const Ahead<E>& ahead, uint8_t* codes) {
+                                  int columns, const UnitsAhead<E>& ahead, uint8_t* codes) {
   const auto byte = [&](int row, int column) {
     return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
   };
@@ -147,7 +148,7 @@ void encode_columns_of_granule_by(const typename E::Storage* x, const float* enc
 
 template <class E, class Element, bool kStochastic>
 void encode_columns_of_granule(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kUnit],
-                               int columns, const BlockContext& context, const Ahead<E>& ahead, uint8_t* codes) {
+                               int columns, const BlockContext& context, const UnitsAhead<E>& ahead, uint8_t* codes) {
   with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
     encode_columns_of_granule_by<E, Element, kStochastic, exponents>(x, encode, random, columns, ahead, codes);
   });

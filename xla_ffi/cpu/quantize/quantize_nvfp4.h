@@ -67,18 +67,14 @@ struct Span {
   }
 };
 
-/// The codes of packets that lie together, each by factors of its own or all by the same (kShared).
-/// `ahead`, where given, is fetched for the next span: it may lie in a page that the processor does not fetch ahead by
-/// itself.
+/// The codes of packets that lie together, each by factors of its own or all by the same (kShared). Meanwhile as many of
+/// `ahead` are fetched.
 template <class E, bool kStochastic, bool kShared>
 __attribute__((noinline)) void encode_packets(const typename E::Storage* x, int packets, const float* __restrict encode,
-                                              bool ordinary, const RandomSpan& random, const typename E::Storage* ahead,
+                                              bool ordinary, const RandomSpan& random, const Ahead<E>& ahead,
                                               uint8_t* __restrict data) {
   for (int g = 0; g < packets; ++g, data += kPacketBytes) {
-    if (ahead) {
-      const char* next = reinterpret_cast<const char*>(ahead + g * kPacket);
-      for (size_t line = 0; line < kPacket * sizeof *x; line += 64) __builtin_prefetch(next + line);
-    }
+    ahead.fetch(g);
     quantize_row_packet<E, kStochastic>(x + g * kPacket, encode + (kShared ? 0 : g * kLanes), ordinary, random.bytes[g],
                                         data);
   }
@@ -96,7 +92,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
     const int packets = static_cast<int>(std::min<int64_t>(kSpan, elements / kPacket));
     span.compute<E>(x, packets, context.tensor);
     if (stochastic) random.compute(context.random, &row, 1, blocks, packets), blocks += packets * kLanes;
-    encode(x, packets, span.encode[0], span.ordinary, random, x + kSpan * kPacket, data);
+    encode(x, packets, span.encode[0], span.ordinary, random, {x + kSpan * kPacket, kPacket}, data);
     memcpy(scale, span.scale, packets * kLanes);
     x += packets * kPacket, elements -= packets * kPacket, data += packets * kPacketBytes, scale += packets * kLanes;
   }
@@ -109,7 +105,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
   if (stochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
   span.compute<E>(padded, 1, context.tensor);
   if (stochastic) random.compute(context.random, &row, 1, padded_blocks, 1);
-  encode(padded, 1, span.encode[0], span.ordinary, random, nullptr, codes);
+  encode(padded, 1, span.encode[0], span.ordinary, random, {padded, 0}, codes);
   memcpy(data, codes, count * 8);
   memcpy(scale, span.scale, count);
 }
@@ -118,7 +114,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
 
 /// A slab's columns rotated and rounded to the element type.
 template <class E>
-__attribute__((noinline)) void rotate_columns(const Slab<E>& slab, const uint32_t* signs,
+__attribute__((noinline)) void rotate_columns(const CachedSlab<E>& slab, const uint32_t* signs,
                                               typename E::Storage (*rotated)[kPacket]) {
   for (int j = 0; j < kPacket && j < slab.columns; j += 2 * kLanes) {
     F32 even[kBlock], odd[kBlock];
@@ -188,12 +184,14 @@ __attribute__((noinline)) static void random_pairs(const Random& random, const u
   }
 }
 
-/// The codes of a slab's columns. `encode` is what each column is multiplied by; of `random` byte r is row r's.
+/// The codes of a slab's columns. `encode` is what each column is multiplied by; of `random` byte r is row r's. Meanwhile 16
+/// rows of `ahead` are fetched.
 template <class E, bool kStochastic, bool kSaturate>
 __attribute__((noinline)) void encode_slab_columns(const typename E::Storage* x, const float* encode,
-                                                   const U32 (*random)[2][4], int pairs,
+                                                   const U32 (*random)[2][4], int pairs, const Ahead<E>& ahead,
                                                    uint64_t (&codes)[2][kPacket / 2]) {
   for (int j = 0; j < pairs; ++j, x += 2 * kLanes, encode += 2 * kLanes) {
+    for (int r = 2 * j; r < 2 * j + kBlock / kPairs; ++r) ahead.fetch(r);
     const F32 low = load<F32>(encode), high = load<F32>(encode + kLanes);
     const auto& words = random[kStochastic ? j : 0];
     U32 even[2], odd[2];
@@ -207,14 +205,15 @@ __attribute__((noinline)) void encode_slab_columns(const typename E::Storage* x,
 /// The K-major half of one slab, by the factors in `encode`.
 template <class E, bool kStochastic>
 void quantize_slab_columns(const typename E::Storage* x, int columns, const DirectionContext& context, const float* encode,
-                           bool ordinary, const uint32_t* rows, uint32_t block, uint64_t (&codes)[2][kPacket / 2]) {
+                           bool ordinary, const uint32_t* rows, uint32_t block, const Ahead<E>& ahead,
+                           uint64_t (&codes)[2][kPacket / 2]) {
   const int pairs = static_cast<int>(divide_up(columns, 2 * kLanes));
   U32 random[kStochastic ? kPairs : 1][2][4];
   if constexpr (kStochastic) random_pairs(context.random, rows, block, pairs, random);
   if (__builtin_expect(ordinary, 1))
-    encode_slab_columns<E, kStochastic, false>(x, encode, random, pairs, codes);
+    encode_slab_columns<E, kStochastic, false>(x, encode, random, pairs, ahead, codes);
   else
-    encode_slab_columns<E, kStochastic, true>(x, encode, random, pairs, codes);
+    encode_slab_columns<E, kStochastic, true>(x, encode, random, pairs, ahead, codes);
 }
 
 /// Codes of `slabs` slabs to their lines, `stride` bytes apart.
@@ -262,7 +261,7 @@ __attribute__((noinline)) static void store_column_scales(const ColumnTile& tile
 
 /// Scales of a slab's 16x16 tiles from the maxima of its rows' blocks.
 template <class E>
-JLP_RULE bool tile_scales(const Slab<E>& slab, const Nvfp4TensorScale& tensor, float* encode, uint8_t* scale) {
+JLP_RULE bool tile_scales(const CachedSlab<E>& slab, const Nvfp4TensorScale& tensor, float* encode, uint8_t* scale) {
   U32 amax = U32{};
   for (int r = 0; r < kBlock; ++r) amax = max_magnitude(amax, E::block_amax(slab.x[r]));
   U32 scales;
@@ -292,8 +291,8 @@ struct QuantizeNvfp4 {
   static int64_t column_blocks(const QuantizeProblem& p) { return divide_up(p.rows, kBlock); }
 
   /// The rowwise half of one slab.
-  void slab_rows(const QuantizeProblem& p, int64_t batch, const Slab<E>& slab, const DirectionContext& context,
-                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column) const {
+  void slab_rows(const QuantizeProblem& p, int64_t batch, const CachedSlab<E>& slab, const DirectionContext& context,
+                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column, const Ahead<E>& ahead) const {
     const int64_t blocks = row_blocks(p), block = column / kBlock;
     const int count = static_cast<int>(divide_up(slab.columns, kBlock));
     Span span;
@@ -306,11 +305,10 @@ struct QuantizeNvfp4 {
     alignas(64) uint8_t codes[kBlock][kPacketBytes];
     if (p.format.tiles)
       (stochastic ? encode_packets<E, true, true> : encode_packets<E, false, true>)(slab.x[0], slab.rows, tile_encode,
-                                                                                    tiles_ordinary, random, nullptr,
-                                                                                    codes[0]);
+                                                                                    tiles_ordinary, random, ahead, codes[0]);
     else
       (stochastic ? encode_packets<E, true, false> : encode_packets<E, false, false>)(slab.x[0], slab.rows, span.encode[0],
-                                                                                      span.ordinary, random, nullptr,
+                                                                                      span.ordinary, random, ahead,
                                                                                       codes[0]);
     for (int r = 0; r < slab.rows; ++r) {
       const int64_t at = first + r * blocks;
@@ -330,8 +328,9 @@ struct QuantizeNvfp4 {
   }
 
   /// The columnwise half of one slab, the s-th of a tile. `tile_encode` is what its 16x16 tiles are multiplied by.
-  void slab_columns(const QuantizeProblem& p, const Slab<E>& slab, const DirectionContext& context, const float* tile_encode,
-                    bool ordinary, const uint32_t* rows, uint32_t block, int s, ColumnTile& tile) const {
+  void slab_columns(const QuantizeProblem& p, const CachedSlab<E>& slab, const DirectionContext& context,
+                    const float* tile_encode, bool ordinary, const uint32_t* rows, uint32_t block, const Ahead<E>& ahead,
+                    int s, ColumnTile& tile) const {
     alignas(64) Storage rotated[kBlock][kPacket];
     alignas(64) float encode[kPacket];
     const Storage* x = slab.x[0];
@@ -344,7 +343,8 @@ struct QuantizeNvfp4 {
     else
       ordinary = column_scales<E>(x, context.tensor, encode, tile.scale[s]);
     (stochastic ? quantize_slab_columns<E, true> : quantize_slab_columns<E, false>)(x, slab.columns, context, encode,
-                                                                                   ordinary, rows, block, tile.codes[s]);
+                                                                                    ordinary, rows, block, ahead,
+                                                                                    tile.codes[s]);
   }
 
   /// A tile of up to 128 rows by a packet of columns, in the wanted directions. `more`: the one to its right comes next.
@@ -361,19 +361,21 @@ struct QuantizeNvfp4 {
     bool ordinary = true;
     int slabs = 0, width = 0;
     for (int64_t row = first_row; row < last_row; row += kBlock, ++slabs) {
-      const bool last = row + kBlock >= last_row;
-      const int64_t ahead = !last ? kBlock * p.columns : more ? kPacket - (row - first_row) * p.columns : 0;
-      const Slab<E> slab(x, p.rows, p.columns, row, column, ahead);
+      const CachedSlab<E> slab(x, p.rows, p.columns, row, column);
+      const bool to_the_right = row + kBlock >= last_row && more;
+      const Storage* next =
+          x + (to_the_right ? first_row * p.columns + column + kPacket : (row + kBlock) * p.columns + column);
+      const Ahead<E> ahead{next, p.columns}, nothing{slab.x[0], 0};
       width = slab.columns;
       if (p.format.tiles) {
         ordinary = tile_scales(slab, row_context.tensor, encode, scale);
         store_tile_scales(p, batch, row / kBlock, column / kBlock, scale, static_cast<int>(divide_up(width, kBlock)));
       }
-      if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column);
+      if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column, columnwise ? nothing : ahead);
       if (!columnwise) continue;
       if (stochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
       const uint32_t id = stochastic ? column_context.random.sixteens[row / kBlock] : 0;
-      slab_columns(p, slab, column_context, encode, ordinary, ids, id, slabs, columns);
+      slab_columns(p, slab, column_context, encode, ordinary, ids, id, ahead, slabs, columns);
     }
     if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
   }
