@@ -196,6 +196,16 @@ JLP_RULE V shuffle(V a, V b) {
   return shuffle_lanes<Pattern>(a, b, std::make_integer_sequence<int, kLanes>());
 }
 
+template <class Pattern, int... I>
+JLP_RULE U8 shuffle_bytes(U8 a, U8 b, std::integer_sequence<int, I...>) {
+  return JLP_SHUFFLE(U8, a, b, Pattern::at(I)...);
+}
+/// The same of bytes.
+template <class Pattern>
+JLP_RULE U8 shuffle_bytes(U8 a, U8 b) {
+  return shuffle_bytes<Pattern>(a, b, std::make_integer_sequence<int, JLP_VECTOR_BYTES>());
+}
+
 struct EvenLanes {
   static constexpr int at(int i) { return 2 * i; }
 };

@@ -4,6 +4,7 @@
 
 #include "amax.h"
 #include "block_rows.h"
+#include "lines.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -157,16 +158,6 @@ void encode_columns_of_granule(const typename E::Storage* x, const float* encode
 template <class E, class Element, bool kStochastic>
 constexpr BlockEncoder<E> kBlockEncoder = {Element::kPacked, kStochastic, encode_span<E, Element, kStochastic>,
                                            encode_columns_of_granule<E, Element, kStochastic>};
-
-/// Transposes rows of codes [lines][kUnit] into the K-major result: `bytes` per column, columns `stride` bytes apart.
-__attribute__((noinline)) static void store_transposed(const uint8_t (*codes)[kUnit], int lines, int columns, uint8_t* data,
-                                                       int64_t bytes, int64_t stride) {
-  alignas(64) uint8_t out[16][kColumnTileRows];
-  for (int column = 0; column < columns; column += 16) {
-    for (int line = 0; line < lines; line += 16) transpose_bytes(&codes[line][column], kUnit, &out[0][line], sizeof out[0]);
-    for (int c = 0; c < std::min(16, columns - column); ++c) store_line(data + (column + c) * stride, out[c], bytes);
-  }
-}
 
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

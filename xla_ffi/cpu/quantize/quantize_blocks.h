@@ -92,7 +92,7 @@ struct QuantizeBlocks {
     const int lines = static_cast<int>(encoder.code_bytes(divide_up(t.input.rows, 32) * 32));
     const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
     uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + encoder.code_bytes(row);
-    store_transposed(t.codes, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
+    store_transposed(t.codes[0], kUnit, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
     if (!context.is_shared()) t.store_column_scales(p, context);
   }
 
