@@ -89,8 +89,8 @@ struct Int4Columns {
     return j / kStep * kStep + j % 2 * kLanes + j % kStep / 2;
   }
 
-  /// kStrip columns of whole groups. They are read from a copy, in which rows lie together (rows of a matrix whose stride is a
-  /// power of two fall into the same few cache sets), while those of the next tile are fetched.
+  /// kStrip columns of whole groups. They are read from a copy, in which rows lie together (rows of a matrix whose stride is
+  /// a power of two fall into the same few cache sets), while those of the next tile are fetched.
   static void quantize_whole(const Storage* x, const Int4QuantizeProblem& p, const Int4Tile& tile, uint8_t* data,
                              uint16_t* scale, uint8_t* zero) {
     constexpr int kMost = 64;  // bytes of a line at a time
@@ -115,8 +115,7 @@ struct Int4Columns {
   }
 
   JLP_RULE void fetch_row(const Storage* x) {
-    for (size_t line = 0; line < kStrip * sizeof *x; line += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(x) + line);
+    for (size_t line = 0; line < kStrip * sizeof *x; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(x) + line);
   }
 
   JLP_RULE void copy_row(const Storage* x, int64_t ahead, Storage* to) {

@@ -5,6 +5,7 @@
 #include "../../problems.h"
 #include "../tiles.h"
 #include "codes.h"
+#include "lines.h"
 #include "random.h"
 #include "scales.h"
 
@@ -155,8 +156,8 @@ struct BlockEncoder {
   void (*span)(const Storage* x, int packets, const BlockSpan& span, const RandomSpan& random, const BlockContext& context,
                const UnitsAhead<E>& ahead, uint8_t* data);
   /// encode_columns_of_granule
-  void (*columns)(const Storage* x, const float* encode, const uint32_t (*random)[kUnit], int columns,
-                  const BlockContext& context, const UnitsAhead<E>& ahead, uint8_t* codes);
+  void (*columns)(const Storage* x, const float* encode, const uint32_t (*random)[kSquare], const BlockContext& context,
+                  uint8_t* codes);
 
   /// How many bytes `elements` codes take.
   int64_t code_bytes(int64_t elements) const { return packed ? elements / 2 : elements; }

@@ -4,7 +4,6 @@
 
 #include "amax.h"
 #include "block_rows.h"
-#include "lines.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -80,13 +79,18 @@ struct BlockTile {
     const int64_t bytes = context.scales.bytes(), first = row / p.format.block;
     const int64_t stride = p.columnwise.scale_stride ? p.columnwise.scale_stride : p.format.blocks(p.rows) * bytes;
     const int blocks = blocks_down(context);
-    for (int c = 0; c < input.columns; ++c) {
-      uint8_t* to = p.columnwise.scale + (batch * p.columns + column + c) * stride + first * bytes;
-      if (context.scales.e8m0)
-        for (int b = 0; b < blocks; ++b) to[b] = static_cast<uint8_t>(scale[b][c]);
-      else
-        memcpy(to, &scale[0][c], 4);
+    const int count = static_cast<int>(context.scales.e8m0 ? blocks : bytes);
+    alignas(64) uint32_t words[kUnit];  // of a column: its bytes one after another, or the one float32
+    for (int i = 0; i < kUnit; i += kLanes) {
+      U32 word = load<U32>(&scale[0][i]);
+      for (int b = 1; b < blocks; ++b) word |= load<U32>(&scale[b][i]) << (8 * b);
+      store(words + i, word);
     }
+    uint8_t* to = p.columnwise.scale + (batch * p.columns + column) * stride + first * bytes;
+    if (count == 4)
+      for (int c = 0; c < input.columns; ++c) memcpy(to + c * stride, words + c, 4);
+    else
+      for (int c = 0; c < input.columns; ++c) memcpy(to + c * stride, words + c, count);
   }
 
   /// Scales of square blocks: the columnwise ones are the transposed.
@@ -104,54 +108,48 @@ struct BlockTile {
   }
 };
 
-/// Random words of 16 rows of columns. Not inlined: all formats and types of elements share it.
-__attribute__((noinline)) static void random_words(const Random& random, const uint32_t* columns, uint32_t block, int count,
-                                                   uint32_t (*words)[kUnit]) {
+/// Random words of 16 rows of kSquare columns. Not inlined: all formats and types of elements share it.
+__attribute__((noinline)) static void random_words(const Random& random, const uint32_t* columns, uint32_t block,
+                                                   uint32_t (*words)[kSquare]) {
   const RandomKey key(random);
-  for (int i = 0; i < count; i += kLanes) {
+  for (int i = 0; i < kSquare; i += kLanes) {
     U32 four[4];
     random_columns(key, load<U32>(columns + i), block, four);
     for (int w = 0; w < 4; ++w) store(&words[w][i], four[w]);
   }
 }
 
-/// 16 rows of a tile, each column with its own factor. `random` has four words a column: byte r of them is row r's.
+/// 16 rows of kSquare columns of a tile, each with its own factor. `random` has four words a column: byte r of them is row
+/// r's.
 template <class E, class Element, bool kStochastic, bool kExponents>
-void encode_columns_of_granule_by(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kUnit],
-                                  int columns, const UnitsAhead<E>& ahead, uint8_t* codes) {
+void encode_columns_of_granule_by(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kSquare],
+                                  uint8_t* codes) {
   const auto byte = [&](int row, int column) {
     return kStochastic ? (load<U32>(&random[row / 4][column]) >> (8 * (row % 4))) & 0xFFu : U32{};
   };
   constexpr int kStep = Element::kPacked ? 2 : 1;
-  alignas(64) int16_t offsets[kUnit];
-  for (int i = 0; kExponents && i < kUnit; ++i) offsets[i] = exponent_offset<Element>(encode[i]);
+  alignas(64) int16_t offsets[kSquare];
+  for (int i = 0; kExponents && i < kSquare; ++i) offsets[i] = exponent_offset<Element>(encode[i]);
   for (int r = 0; r < kBlock; r += kStep, codes += kUnit) {
-    for (int g = r * kUnitPackets; g < (r + kStep) * kUnitPackets; ++g) ahead.fetch(g);
-    for (int i = 0; i < columns; i += 4 * kLanes) {
-      const typename E::Storage *row = x + r * kUnit + i, *next = row + kUnit;
-      if constexpr (kStep == 2 && kExponents) {
-        encode_row_pair_by_exponent(row, next, offsets + i, codes + i);
-      } else if constexpr (kStep == 2) {
-        encode_row_pair<E, kStochastic>(
-            row, next, encode + i, [&](int half, int k) { return byte(r + half, i + k * kLanes); }, codes + i);
-      } else {
-        if constexpr (kExponents)
-          if (encode_float8_by_exponent<Element>(row, load<I16>(offsets + i), load<I16>(offsets + i + 2 * kLanes),
-                                                 codes + i))
-            continue;
-        encode_float8<E, Element, kStochastic>(
-            row, [&](int k) { return load<F32>(encode + i + k * kLanes); }, [&](int k) { return byte(r, i + k * kLanes); },
-            codes + i);
-      }
+    const typename E::Storage *row = x + r * kUnit, *next = row + kUnit;
+    if constexpr (kStep == 2 && kExponents) {
+      encode_row_pair_by_exponent(row, next, offsets, codes);
+    } else if constexpr (kStep == 2) {
+      encode_row_pair<E, kStochastic>(row, next, encode, [&](int half, int k) { return byte(r + half, k * kLanes); }, codes);
+    } else {
+      if constexpr (kExponents)
+        if (encode_float8_by_exponent<Element>(row, load<I16>(offsets), load<I16>(offsets + 2 * kLanes), codes)) continue;
+      encode_float8<E, Element, kStochastic>(
+          row, [&](int k) { return load<F32>(encode + k * kLanes); }, [&](int k) { return byte(r, k * kLanes); }, codes);
     }
   }
 }
 
 template <class E, class Element, bool kStochastic>
-void encode_columns_of_granule(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kUnit],
-                               int columns, const BlockContext& context, const UnitsAhead<E>& ahead, uint8_t* codes) {
+void encode_columns_of_granule(const typename E::Storage* x, const float* encode, const uint32_t (*random)[kSquare],
+                               const BlockContext& context, uint8_t* codes) {
   with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
-    encode_columns_of_granule_by<E, Element, kStochastic, exponents>(x, encode, random, columns, ahead, codes);
+    encode_columns_of_granule_by<E, Element, kStochastic, exponents>(x, encode, random, codes);
   });
 }
 

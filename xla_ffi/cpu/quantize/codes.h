@@ -151,15 +151,45 @@ JLP_RULE I16 codes_by_exponent(I16 x, I16 offset, I16& unknown) {
   return (code | ((x >> kSignShift) & kSign)) & not_zero;
 }
 
+#if defined(JLP_ISA_AVX512)
+/// Codes of 8-bit floats as codes_by_exponent, without their signs; those of zeros are 0.
+template <class Element>
+JLP_RULE __m512i magnitudes_by_exponent(__m512i x, __m512i offset, __mmask32& unknown) {
+  constexpr int kShift = 7 - Element::kMantissaBits;
+  const auto all = [](int value) { return _mm512_set1_epi16(static_cast<int16_t>(value)); };
+  const __m512i magnitude = _mm512_and_si512(x, all(0x7FFF));
+  const __mmask32 not_zero = _mm512_cmpgt_epi16_mask(magnitude, all(0x7F));
+  const __m512i product = _mm512_sub_epi16(magnitude, offset);
+  unknown |= _mm512_mask_cmplt_epi16_mask(not_zero, product, all(1 << 7));
+  const __m512i kept = _mm512_min_epi16(product, all(Element::kLargestCode << kShift));
+  const __mmask32 odd = _mm512_test_epi16_mask(kept, all(1 << kShift));  // ties go to even codes
+  const __m512i half_less = _mm512_add_epi16(kept, all((1 << (kShift - 1)) - 1));
+  const __m512i rounded = _mm512_mask_add_epi16(half_less, odd, kept, all(1 << (kShift - 1)));
+  return _mm512_maskz_srli_epi16(not_zero, rounded, kShift);
+}
+#endif
+
 /// 4 * kLanes elements of a row by their offsets. Returns false and stores nothing if a product is below the least
 /// normal code.
 template <class Element>
 JLP_RULE bool encode_float8_by_exponent(const uint16_t* x, I16 low_offset, I16 high_offset, uint8_t* data) {
+#if defined(JLP_ISA_AVX512)
+  __mmask32 unknown = 0;
+  const __m512i first = load<__m512i>(x), second = load<__m512i>(x + 2 * kLanes);
+  const __m512i codes = _mm512_packus_epi16(magnitudes_by_exponent<Element>(first, (__m512i)low_offset, unknown),
+                                            magnitudes_by_exponent<Element>(second, (__m512i)high_offset, unknown));
+  if (__builtin_expect(unknown != 0, 0)) return false;
+  const __mmask64 not_zero = _mm512_test_epi8_mask(codes, codes);  // only zeros have code 0 here, and no sign
+  const __m512i signs = _mm512_maskz_packs_epi16(not_zero, first, second);
+  const __m512i signed_codes = _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(-0x80), 0xF8);  // a | (b & c)
+  store(data, in_order_of_pairs((U8)signed_codes));
+#else
   I16 unknown = I16{};
   const I16 low = codes_by_exponent<Element>(load<I16>(x), low_offset, unknown);
   const I16 high = codes_by_exponent<Element>(load<I16>(x + 2 * kLanes), high_offset, unknown);
   if (__builtin_expect(any_negative(unknown), 0)) return false;
   store(data, bytes_of(low, high));
+#endif
   return true;
 }
 

@@ -88,10 +88,10 @@ struct QuantizeBlocks {
     if (!columnwise) return;
     // To nearest, a block that both directions share has the same codes in both.
     const bool made = !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, batch);
-    if (!made) encode_tile_columns(context, t);
     const int lines = static_cast<int>(encoder.code_bytes(divide_up(t.input.rows, 32) * 32));
     const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
     uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + encoder.code_bytes(row);
+    if (!made) encode_tile_columns(context, t, rowwise);
     store_transposed(t.codes[0], kUnit, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
     if (!context.is_shared()) t.store_column_scales(p, context);
   }
@@ -102,7 +102,7 @@ struct QuantizeBlocks {
 
   /// The rowwise half of a tile.
   void tile_rows(const QuantizeProblem& p, Tile& t) const {
-    constexpr int kSpanRows = kSpan / kUnitPackets;
+    constexpr int kSpanRows = kSpan / 2 / kUnitPackets;
     const BlockContext context(p, p.rowwise, t.batch);
     alignas(64) uint32_t ids[kUnitGranules] = {};
     if (encoder.stochastic)
@@ -136,17 +136,17 @@ struct QuantizeBlocks {
       memcpy(scales, span.scale + row_of_span * kScaleBytes, p.format.blocks(t.input.columns) * context.scales.bytes());
   }
 
-  /// The codes of a tile for the columnwise direction.
-  void encode_tile_columns(const BlockContext& context, Tile& t) const {
+  /// The codes of a tile for the columnwise direction. The next tile is fetched unless it is already.
+  void encode_tile_columns(const BlockContext& context, Tile& t, bool fetched) const {
     const int block = Tile::block_rows(context);
-    alignas(64) uint32_t ids[kUnit] = {}, words[4][kUnit];
+    alignas(64) uint32_t ids[kUnit] = {}, words[4][kSquare];
     if (encoder.stochastic) memcpy(ids, context.random.rows + t.column, t.input.columns * sizeof *ids);
-    for (int r = 0; r < t.input.rows; r += kBlock) {
-      if (encoder.stochastic)
-        random_words(context.random, ids, context.random.sixteens[(t.row + r) / kBlock], t.input.columns, words);
-      encoder.columns(t.input.x[r], t.encode[r / block], words, t.input.columns, context, t.ahead.down(r),
-                      t.codes[encoder.code_bytes(r)]);
-    }
+    for (int r = 0; r < t.input.rows; r += kBlock)
+      for (int i = 0; i < t.input.columns; i += kSquare) {
+        if (encoder.stochastic) random_words(context.random, ids + i, context.random.sixteens[(t.row + r) / kBlock], words);
+        for (int row = r; !fetched && row < r + kBlock; ++row) t.ahead.fetch_part(row, i, kSquare);
+        encoder.columns(&t.input.x[r][i], &t.encode[r / block][i], words, context, &t.codes[encoder.code_bytes(r)][i]);
+      }
     const int rest = t.input.rows % 32;  // packed codes fill their last block
     if (encoder.packed && rest > 0 && rest <= kBlock) memset(t.codes[(t.input.rows - rest + kBlock) / 2], 0, 8 * kUnit);
     if (__builtin_expect(t.finite, 1)) return;
