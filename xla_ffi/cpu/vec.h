@@ -510,8 +510,12 @@ JLP_RULE U8 in_order(U8 packed) {
 
 /// Stores the low bytes of one vector: kLanes bytes.
 JLP_RULE void store_low_bytes(uint8_t* out, U32 v) {
+#if defined(JLP_ISA_AVX512) && !defined(JLP_EMULATE_AVX512)
+  store(out, _mm512_cvtepi32_epi8(raw(v)));
+#else
   const U8 bytes = in_order(pack_bytes(v, v, v, v));
   memcpy(out, &bytes, kLanes);
+#endif
 }
 
 /// Of each byte the entry of the table that its value, 0 to 15, counts to.
@@ -525,24 +529,13 @@ JLP_RULE Bytes16 look_up(Bytes16 table, Bytes16 index) {
 #endif
 }
 
-/// Undoes the order that packing two vectors to one of bytes leaves.
-JLP_RULE U8 in_order_of_pairs(U8 packed) {
-#if defined(JLP_ISA_AVX512)
-  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15),
-                                      (__m512i)packed);
-#elif defined(JLP_ISA_AVX2)
-  return (U8)_mm256_permute4x64_epi64((__m256i)packed, 0b11011000);
-#else
-  return packed;
-#endif
-}
-
 /// 16-bit numbers below 256 as bytes, in order.
 JLP_RULE U8 bytes_of(I16 low, I16 high) {
 #if defined(JLP_ISA_AVX512)
-  return in_order_of_pairs((U8)_mm512_packus_epi16((__m512i)low, (__m512i)high));
+  return (U8)_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15),
+                                      _mm512_packus_epi16((__m512i)low, (__m512i)high));
 #elif defined(JLP_ISA_AVX2)
-  return in_order_of_pairs((U8)_mm256_packus_epi16((__m256i)low, (__m256i)high));
+  return (U8)_mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)low, (__m256i)high), 0b11011000);
 #elif defined(__SSE2__)
   return (U8)_mm_packus_epi16((__m128i)low, (__m128i)high);
 #else

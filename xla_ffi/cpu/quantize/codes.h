@@ -15,10 +15,25 @@ constexpr int kPacketBytes = kPacket / 2;  // of 4-bit codes
 
 // --- E2M1
 
-/// An element's code without its sign, plus kCodeOffset.
-template <bool kStochastic, bool kSaturate>
-JLP_RULE U32 code_bits(F32 y, U32 byte) {
-  if (kStochastic) return e2m1_magnitude_stochastic(absolute(y), byte);
+/// e2m1_magnitude_stochastic by the byte at kShift in the lanes of `random`.
+template <int kShift>
+JLP_RULE U32 stochastic_code_bits(F32 a, U32 random) {
+#if defined(JLP_ISA_AVX512) && !defined(JLP_EMULATE_AVX512)
+  // Adding 1, rounded towards zero, turns a < 1 into fixed point; from 1 on, a's own bits grow twice as fast.
+  const __m512 kept = _mm512_min_ps(raw(a), _mm512_set1_ps(kE2M1Max));
+  const U32 fixed = (U32)_mm512_add_round_ps(kept, _mm512_set1_ps(1.0f), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  const U32 position = max_magnitude(fixed - (2u << 22), (U32)kept);
+  const U32 byte = kShift > 14 ? random >> (kShift - 14) : random << (14 - kShift);
+  return (position + ((byte & (0xFFu << 14)) | ((1u << 13) - (252u << 22)))) >> 22;
+#else
+  return e2m1_magnitude_stochastic(a, (random >> kShift) & 0xFFu);
+#endif
+}
+
+/// An element's code without its sign, plus kCodeOffset. Its random byte is at kShift in the lanes of `random`.
+template <bool kStochastic, bool kSaturate, int kShift>
+JLP_RULE U32 code_bits(F32 y, U32 random) {
+  if constexpr (kStochastic) return stochastic_code_bits<kShift>(absolute(y), random);
   return e2m1_magnitude_bits(kSaturate ? L::min(absolute(y), L::splat(kE2M1Max)) : absolute(y));
 }
 template <bool kStochastic>
@@ -47,8 +62,8 @@ JLP_RULE void encode_row_packet(const typename E::Storage* x, const float* encod
       const U32 bytes = kStochastic ? load_u16(random + 2 * kLanes * j) : U32{};
       even[k] = L::scaled(pair.even, factor);
       odd[k] = L::scaled(pair.odd, factor);
-      code[k] = code_bits<kStochastic, kSaturate>(even[k], bytes & 0xFFu) +
-                (code_bits<kStochastic, kSaturate>(odd[k], bytes >> 8) << 4);
+      code[k] =
+          code_bits<kStochastic, kSaturate, 0>(even[k], bytes) + (code_bits<kStochastic, kSaturate, 8>(odd[k], bytes) << 4);
     }
     store_nibbles(code, even, odd, data + 4 * kLanes * half);
   }
@@ -85,8 +100,8 @@ JLP_RULE void encode_row_pair(const typename E::Storage* first, const typename E
     const F32 factor = load<F32>(encode + kLanes * k);
     low[k] = L::scaled(E::load_lanes(first + kLanes * k), factor);
     high[k] = L::scaled(E::load_lanes(second + kLanes * k), factor);
-    code[k] =
-        code_bits<kStochastic, true>(low[k], random(0, k)) + (code_bits<kStochastic, true>(high[k], random(1, k)) << 4);
+    code[k] = code_bits<kStochastic, true, 0>(low[k], random(0, k)) +
+              (code_bits<kStochastic, true, 0>(high[k], random(1, k)) << 4);
   }
   store_nibbles(code, low, high, data);
 }
@@ -151,45 +166,15 @@ JLP_RULE I16 codes_by_exponent(I16 x, I16 offset, I16& unknown) {
   return (code | ((x >> kSignShift) & kSign)) & not_zero;
 }
 
-#if defined(JLP_ISA_AVX512)
-/// Codes of 8-bit floats as codes_by_exponent, without their signs; those of zeros are 0.
-template <class Element>
-JLP_RULE __m512i magnitudes_by_exponent(__m512i x, __m512i offset, __mmask32& unknown) {
-  constexpr int kShift = 7 - Element::kMantissaBits;
-  const auto all = [](int value) { return _mm512_set1_epi16(static_cast<int16_t>(value)); };
-  const __m512i magnitude = _mm512_and_si512(x, all(0x7FFF));
-  const __mmask32 not_zero = _mm512_cmpgt_epi16_mask(magnitude, all(0x7F));
-  const __m512i product = _mm512_sub_epi16(magnitude, offset);
-  unknown |= _mm512_mask_cmplt_epi16_mask(not_zero, product, all(1 << 7));
-  const __m512i kept = _mm512_min_epi16(product, all(Element::kLargestCode << kShift));
-  const __mmask32 odd = _mm512_test_epi16_mask(kept, all(1 << kShift));  // ties go to even codes
-  const __m512i half_less = _mm512_add_epi16(kept, all((1 << (kShift - 1)) - 1));
-  const __m512i rounded = _mm512_mask_add_epi16(half_less, odd, kept, all(1 << (kShift - 1)));
-  return _mm512_maskz_srli_epi16(not_zero, rounded, kShift);
-}
-#endif
-
 /// 4 * kLanes elements of a row by their offsets. Returns false and stores nothing if a product is below the least
 /// normal code.
 template <class Element>
 JLP_RULE bool encode_float8_by_exponent(const uint16_t* x, I16 low_offset, I16 high_offset, uint8_t* data) {
-#if defined(JLP_ISA_AVX512)
-  __mmask32 unknown = 0;
-  const __m512i first = load<__m512i>(x), second = load<__m512i>(x + 2 * kLanes);
-  const __m512i codes = _mm512_packus_epi16(magnitudes_by_exponent<Element>(first, (__m512i)low_offset, unknown),
-                                            magnitudes_by_exponent<Element>(second, (__m512i)high_offset, unknown));
-  if (__builtin_expect(unknown != 0, 0)) return false;
-  const __mmask64 not_zero = _mm512_test_epi8_mask(codes, codes);  // only zeros have code 0 here, and no sign
-  const __m512i signs = _mm512_maskz_packs_epi16(not_zero, first, second);
-  const __m512i signed_codes = _mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(-0x80), 0xF8);  // a | (b & c)
-  store(data, in_order_of_pairs((U8)signed_codes));
-#else
   I16 unknown = I16{};
   const I16 low = codes_by_exponent<Element>(load<I16>(x), low_offset, unknown);
   const I16 high = codes_by_exponent<Element>(load<I16>(x + 2 * kLanes), high_offset, unknown);
   if (__builtin_expect(any_negative(unknown), 0)) return false;
   store(data, bytes_of(low, high));
-#endif
   return true;
 }
 

@@ -36,8 +36,9 @@ struct DirectionContext {
 /// saturate (the scale underflowed, or the given amax was too small), or it is poisoned: it holds NaN or infinity though the
 /// given amax was finite. A poisoned block's scale and inverse scale are NaN and its codes 0.
 JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale, F32& encode) {
-  scale = nvfp4_block_scale(L::from_bits(amax), tensor.multiplier);
-  encode = nvfp4_block_encode<F32>(scale, tensor.decode);
+  F32 decoded;
+  scale = nvfp4_block_scale(L::from_bits(amax), tensor.multiplier, decoded);
+  encode = nvfp4_block_encode_by_value(decoded, tensor.decode);
   const bool ordinary = all_below(L::from_bits(amax) * encode, 7.0f);
   if (__builtin_expect(!ordinary, 0)) {
     scale = amax >= kInfinityBits ? fill<F32>(kFloat8NaN) : scale;
@@ -152,6 +153,11 @@ struct ColumnTile {
   alignas(64) uint8_t scale[kSlabs][kPacket];
 };
 
+template <class Visit, int... I>
+JLP_RULE void for_each_place(Visit visit, std::integer_sequence<int, I...>) {
+  (visit(std::integral_constant<int, I>{}), ...);
+}
+
 /// The 16 codes of each of kLanes columns: rows 0 to 7 in codes[0], 8 to 15 in codes[1].
 template <class E, bool kStochastic, bool kSaturate, bool kOdd>
 JLP_RULE void encode_columns(const typename E::Storage* x, F32 factor, const U32 (&random)[4], U32 (&codes)[2]) {
@@ -159,15 +165,15 @@ JLP_RULE void encode_columns(const typename E::Storage* x, F32 factor, const U32
   JLP_UNROLL(2)
   for (int half = 0; half < 2; ++half) {
     U32 sum = fill<F32>(0u - kOffsets), signs = U32{};
-    JLP_UNROLL(8)
-    for (int i = 0; i < 8; ++i) {
+    const auto add = [&](auto place) {
+      constexpr int i = decltype(place)::value;
       const int r = 8 * half + i;
       const Pair pair = E::load_pair(x + r * kPacket);
       const F32 y = L::scaled(kOdd ? pair.odd : pair.even, factor);
-      const U32 byte = kStochastic ? (random[r / 4] >> (8 * (r % 4))) & 0xFFu : U32{};
-      sum += code_bits<kStochastic, kSaturate>(y, byte) << (4 * i);
+      sum += code_bits<kStochastic, kSaturate, 8 * (i % 4)>(y, random[r / 4]) << (4 * i);
       signs |= (L::bits(y) & kSignBit) >> (28 - 4 * i);
-    }
+    };
+    for_each_place(add, std::make_integer_sequence<int, 8>());
     codes[half] = sum | signs;
     if (kSaturate) codes[half] = factor != factor ? U32{} : codes[half];  // poisoned
   }
