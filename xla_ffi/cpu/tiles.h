@@ -91,23 +91,37 @@ struct Staged {
   int rows, columns;  // that exist
   alignas(64) Storage x[kRows][kColumns];
 
-  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column) {
+  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column)
+      : Staged(matrix, matrix_rows, matrix_columns, row, column, kRows) {}
+
+  /// The first `count` rows; `take` has to take the others.
+  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column, int count)
+      : source_(matrix + row * matrix_columns + column), stride_(matrix_columns) {
     rows = static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row));
     columns = static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column));
-    const Storage* source = matrix + row * matrix_columns + column;
+    if (rows < kRows || columns < kColumns) memset(x, 0, sizeof x);
+    take(0, count);
+  }
+
+  /// Rows from `first` on.
+  void take(int first, int count) {
     if (rows == kRows && columns == kColumns) {
-      for (int r = 0; r < kRows; ++r) {
-        const Storage* from = source + r * matrix_columns;
+      for (int r = first; r < first + count; ++r) {
+        const Storage* from = source_ + r * stride_;
         for (size_t line = 0; kFetchesAhead && line < sizeof x[r]; line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(from + kBlock * matrix_columns) + line);
+          __builtin_prefetch(reinterpret_cast<const char*>(from + kBlock * stride_) + line);
         for (int i = 0; i < kColumns; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof(Storage)))
           store(&x[r][i], load<U32>(from + i));
       }
     } else {
-      memset(x, 0, sizeof x);
-      for (int r = 0; r < rows; ++r) memcpy(x[r], source + r * matrix_columns, columns * sizeof(Storage));
+      for (int r = first; r < std::min(first + count, rows); ++r)
+        memcpy(x[r], source_ + r * stride_, columns * sizeof(Storage));
     }
   }
+
+ private:
+  const Storage* source_;
+  int64_t stride_;
 };
 
 template <class E>

@@ -20,7 +20,7 @@ struct BlockTile {
   alignas(64) uint32_t amax[kTileBlocks][kUnit];  // of columns, a block of rows each
   alignas(64) uint32_t scale[kTileBlocks][kUnit];
   alignas(64) float encode[kTileBlocks][kUnit];
-  bool finite;
+  bool finite = true;
 
   BlockTile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, bool more)
       : batch(batch),
@@ -28,7 +28,7 @@ struct BlockTile {
         column(column),
         ahead(more ? UnitsAhead<E>{matrix(p, batch) + row * p.columns + column + kUnit, p.columns}
                    : UnitsAhead<E>{input.x[0], kUnit}),
-        input(matrix(p, batch), p.rows, p.columns, row, column) {}
+        input(matrix(p, batch), p.rows, p.columns, row, column, 0) {}
   static const typename E::Storage* matrix(const QuantizeProblem& p, int64_t batch) {
     return static_cast<const typename E::Storage*>(p.x) + batch * p.rows * p.columns;
   }
@@ -37,28 +37,26 @@ struct BlockTile {
   static int block_rows(const BlockContext& context) { return context.is_tensor() ? kColumnTileRows : context.format.block; }
   int blocks_down(const BlockContext& context) const { return static_cast<int>(divide_up(input.rows, block_rows(context))); }
 
-  /// Scales and factors of all columns: of their own blocks, of square tiles, or the tensor's.
-  __attribute__((noinline)) void compute(const BlockContext& context) {
-    finite = true;
-    if (context.is_tensor()) {
-      finite = amax_of<E>(input.x[0], kColumnTileRows * kUnit) < kInfinityBits;
-      std::fill_n(encode[0], kUnit, context.tensor_encode);
-      return;
-    }
+  /// Factors of all columns where they are the tensor's.
+  void take_tensor_factors(const BlockContext& context) {
+    finite = amax_of<E>(input.x[0], kColumnTileRows * kUnit) < kInfinityBits;
+    std::fill_n(encode[0], kUnit, context.tensor_encode);
+  }
+
+  /// Scales and factors of all columns for the b-th block of rows: of their own blocks, or of square tiles.
+  __attribute__((noinline)) void compute(const BlockContext& context, int b) {
     const int block = context.format.block;
-    for (int b = 0; b < blocks_down(context); ++b) {
-      for (int i = 0; i < kUnit; i += 2 * kLanes) E::column_amax(&input.x[b * block][i], block, kUnit, &amax[b][i]);
-      for (int i = 0; context.format.tiles && i < kUnit; i += block) {
-        U32 most = U32{};
-        for (int k = 0; k < block; k += kLanes) most = max_magnitude(most, load<U32>(&amax[b][i + k]));
-        std::fill_n(&amax[b][i], block, max_lane(most));
-      }
-      for (int i = 0; i < kUnit; i += kLanes) {
-        U32 stored;
-        F32 factor;
-        finite &= context.scales.compute(load<U32>(&amax[b][i]), stored, factor);
-        store(&scale[b][i], stored), store(&encode[b][i], factor);
-      }
+    for (int i = 0; i < kUnit; i += 2 * kLanes) E::column_amax(&input.x[b * block][i], block, kUnit, &amax[b][i]);
+    for (int i = 0; context.format.tiles && i < kUnit; i += block) {
+      U32 most = U32{};
+      for (int k = 0; k < block; k += kLanes) most = max_magnitude(most, load<U32>(&amax[b][i + k]));
+      std::fill_n(&amax[b][i], block, max_lane(most));
+    }
+    for (int i = 0; i < kUnit; i += kLanes) {
+      U32 stored;
+      F32 factor;
+      finite &= context.scales.compute(load<U32>(&amax[b][i]), stored, factor);
+      store(&scale[b][i], stored), store(&encode[b][i], factor);
     }
   }
 

@@ -35,6 +35,7 @@ struct QuantizeBlocks {
   using Tile = BlockTile<E>;
   const BlockEncoder<E>& encoder;
   static constexpr int64_t kStripColumns = 4 * kUnit;
+  static constexpr int kPart = 32;  // rows of a tile at a time
 
   // Chunks: strips of tiles where columns or square blocks are wanted, runs of rows otherwise.
 
@@ -82,12 +83,20 @@ struct QuantizeBlocks {
     const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
     const BlockContext context(p, columnwise ? p.columnwise : p.rowwise, batch);
     Tile& t = *new (thread_scratch(sizeof(Tile))) Tile(p, batch, row, column, more);
-    if (columnwise || p.format.tiles) t.compute(context);
-    if (p.format.tiles) t.store_tile_scales(p, context);
-    if (rowwise) tile_rows(p, t);
-    if (!columnwise) return;
     // To nearest, a block that both directions share has the same codes in both.
-    const bool made = !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, batch);
+    const bool made =
+        columnwise && !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, batch);
+    for (int first = 0; first < t.input.rows; first += kPart) {  // while they are in the nearest cache
+      t.input.take(first, kPart);
+      if (rowwise && !p.format.tiles) tile_rows(p, t, first, std::min(kPart, t.input.rows - first), made);
+      const int block = Tile::block_rows(context), last = std::min(first + kPart, t.input.rows);
+      if ((columnwise || p.format.tiles) && !context.is_tensor() && (last % block == 0 || last == t.input.rows))
+        t.compute(context, (last - 1) / block);
+    }
+    if (columnwise && context.is_tensor()) t.take_tensor_factors(context);
+    if (p.format.tiles) t.store_tile_scales(p, context);
+    if (rowwise && p.format.tiles) tile_rows(p, t, 0, t.input.rows, made);
+    if (!columnwise) return;
     const int lines = static_cast<int>(encoder.code_bytes(divide_up(t.input.rows, 32) * 32));
     const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
     uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + encoder.code_bytes(row);
@@ -100,8 +109,8 @@ struct QuantizeBlocks {
     return p.format.tiles || p.rowwise.tensor[batch] == p.columnwise.tensor[batch];
   }
 
-  /// The rowwise half of a tile.
-  void tile_rows(const QuantizeProblem& p, Tile& t) const {
+  /// The rowwise half of `rows` rows of a tile. `keep`: their codes are left in the tile.
+  void tile_rows(const QuantizeProblem& p, Tile& t, int from, int rows, bool keep) const {
     constexpr int kSpanRows = kSpan / 2 / kUnitPackets;
     const BlockContext context(p, p.rowwise, t.batch);
     alignas(64) uint32_t ids[kUnitGranules] = {};
@@ -109,14 +118,14 @@ struct QuantizeBlocks {
       memcpy(ids, context.random.sixteens + t.column / kBlock, divide_up(t.input.columns, kBlock) * sizeof *ids);
     BlockSpan span;
     RandomSpan random;
-    for (int first = 0; first < t.input.rows; first += kSpanRows) {
-      const int count = std::min(kSpanRows, t.input.rows - first), packets = count * kUnitPackets;
+    for (int first = from; first < from + rows; first += kSpanRows) {
+      const int count = std::min(kSpanRows, from + rows - first), packets = count * kUnitPackets;
       if (p.format.tiles)
         t.take_tile_factors(context, first, count, span);
       else
         span.template compute<E>(t.input.x[first], packets, context);
       if (encoder.stochastic) random.compute(context.random, context.random.rows + t.row + first, count, ids, kUnitPackets);
-      uint8_t* codes = t.codes[0] + encoder.code_bytes(first * kUnit);
+      uint8_t* codes = t.codes[0] + (keep ? encoder.code_bytes(first * kUnit) : 0);
       encoder.span(t.input.x[first], packets, span, random, context, t.ahead.down(first), codes);
       for (int r = 0; r < count; ++r) store_row(p, context, t, first + r, codes + encoder.code_bytes(r * kUnit), span, r);
     }
