@@ -62,12 +62,12 @@ JLP_RULE F32 expand_blocks(const float* per_block, int j) {
 /// Elements that will be read soon and that the processor does not fetch ahead by itself: kPackets packets every `stride`.
 /// Fetching them a packet at a time, while others are worked on, leaves room for other loads.
 template <class E, int kPackets = 1>
-struct Ahead {
+struct PacketsAhead {
   const typename E::Storage* x;
   int64_t stride;
 
   /// The elements `rows` rows further down.
-  Ahead down(int rows) const { return {x + rows * stride, stride}; }
+  PacketsAhead down(int rows) const { return {x + rows * stride, stride}; }
 
   /// The g-th packet of them.
   void fetch(int g) const { fetch_part(g / kPackets, g % kPackets * kPacket, kPacket); }

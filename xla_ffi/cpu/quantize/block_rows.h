@@ -121,7 +121,7 @@ JLP_RULE void encode_float8_packet(const typename E::Storage* x, const float* en
 }
 
 template <class E>
-using UnitsAhead = Ahead<E, kUnitPackets>;
+using UnitsAhead = PacketsAhead<E, kUnitPackets>;
 
 /// The codes of a span.
 template <class E, class Element, bool kStochastic>

@@ -72,7 +72,7 @@ struct Span {
 /// `ahead` are fetched.
 template <class E, bool kStochastic, bool kShared>
 __attribute__((noinline)) void encode_packets(const typename E::Storage* x, int packets, const float* __restrict encode,
-                                              bool ordinary, const RandomSpan& random, const Ahead<E>& ahead,
+                                              bool ordinary, const RandomSpan& random, const PacketsAhead<E>& ahead,
                                               uint8_t* __restrict data) {
   for (int g = 0; g < packets; ++g, data += kPacketBytes) {
     ahead.fetch(g);
@@ -194,7 +194,7 @@ __attribute__((noinline)) static void random_pairs(const Random& random, const u
 /// rows of `ahead` are fetched.
 template <class E, bool kStochastic, bool kSaturate>
 __attribute__((noinline)) void encode_slab_columns(const typename E::Storage* x, const float* encode,
-                                                   const U32 (*random)[2][4], int pairs, const Ahead<E>& ahead,
+                                                   const U32 (*random)[2][4], int pairs, const PacketsAhead<E>& ahead,
                                                    uint64_t (&codes)[2][kPacket / 2]) {
   for (int j = 0; j < pairs; ++j, x += 2 * kLanes, encode += 2 * kLanes) {
     for (int r = 2 * j; r < 2 * j + kBlock / kPairs; ++r) ahead.fetch(r);
@@ -211,7 +211,7 @@ __attribute__((noinline)) void encode_slab_columns(const typename E::Storage* x,
 /// The K-major half of one slab, by the factors in `encode`.
 template <class E, bool kStochastic>
 void quantize_slab_columns(const typename E::Storage* x, int columns, const DirectionContext& context, const float* encode,
-                           bool ordinary, const uint32_t* rows, uint32_t block, const Ahead<E>& ahead,
+                           bool ordinary, const uint32_t* rows, uint32_t block, const PacketsAhead<E>& ahead,
                            uint64_t (&codes)[2][kPacket / 2]) {
   const int pairs = static_cast<int>(divide_up(columns, 2 * kLanes));
   U32 random[kStochastic ? kPairs : 1][2][4];
@@ -298,7 +298,8 @@ struct QuantizeNvfp4 {
 
   /// The rowwise half of one slab.
   void slab_rows(const QuantizeProblem& p, int64_t batch, const CachedSlab<E>& slab, const DirectionContext& context,
-                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column, const Ahead<E>& ahead) const {
+                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column,
+                 const PacketsAhead<E>& ahead) const {
     const int64_t blocks = row_blocks(p), block = column / kBlock;
     const int count = static_cast<int>(divide_up(slab.columns, kBlock));
     Span span;
@@ -335,8 +336,8 @@ struct QuantizeNvfp4 {
 
   /// The columnwise half of one slab, the s-th of a tile. `tile_encode` is what its 16x16 tiles are multiplied by.
   void slab_columns(const QuantizeProblem& p, const CachedSlab<E>& slab, const DirectionContext& context,
-                    const float* tile_encode, bool ordinary, const uint32_t* rows, uint32_t block, const Ahead<E>& ahead,
-                    int s, ColumnTile& tile) const {
+                    const float* tile_encode, bool ordinary, const uint32_t* rows, uint32_t block,
+                    const PacketsAhead<E>& ahead, int s, ColumnTile& tile) const {
     alignas(64) Storage rotated[kBlock][kPacket];
     alignas(64) float encode[kPacket];
     const Storage* x = slab.x[0];
@@ -371,7 +372,7 @@ struct QuantizeNvfp4 {
       const bool to_the_right = row + kBlock >= last_row && more;
       const Storage* next =
           x + (to_the_right ? first_row * p.columns + column + kPacket : (row + kBlock) * p.columns + column);
-      const Ahead<E> ahead{next, p.columns}, nothing{slab.x[0], 0};
+      const PacketsAhead<E> ahead{next, p.columns}, nothing{slab.x[0], 0};
       width = slab.columns;
       if (p.format.tiles) {
         ordinary = tile_scales(slab, row_context.tensor, encode, scale);
