@@ -117,7 +117,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
 template <class E>
 __attribute__((noinline)) void rotate_columns(const CachedSlab<E>& slab, const uint32_t* signs,
                                               typename E::Storage (*rotated)[kPacket]) {
-  for (int j = 0; j < kPacket && j < slab.columns; j += 2 * kLanes) {
+  for (int j = 0; j < kPacket; j += 2 * kLanes) {
     F32 even[kBlock], odd[kBlock];
     JLP_UNROLL(16)
     for (int r = 0; r < kBlock; ++r) even[r] = L::from_bits(L::bits(E::load_pair(&slab.x[r][j]).even) ^ signs[r]);
