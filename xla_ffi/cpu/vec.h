@@ -162,11 +162,21 @@ JLP_RULE void store(T* p, V v) {
 
 /// 64 bytes past the caches, to a 64-byte aligned place that will not be read soon.
 JLP_RULE void stream_line(uint8_t* to, const uint8_t* from) {
-#if defined(__SSE2__)
+#if defined(JLP_ISA_AVX512) && !defined(JLP_EMULATE_AVX512)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), load<__m512i>(from));
+#elif defined(__SSE2__)
   for (int i = 0; i < 64; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), load<__m128i>(from + i));
 #else
   memcpy(to, from, 64);
 #endif
+}
+
+/// A piece of a line of the result: past the caches where it is whole cache lines.
+JLP_RULE void store_line(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  if (bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
+    for (int64_t at = 0; at < bytes; at += 64) stream_line(to + at, from + at);
+  else
+    memcpy(to, from, bytes);
 }
 
 // --- shuffles: lane i of the result is lane Pattern::at(i) of a, or of b counted on from a's end
@@ -186,6 +196,16 @@ JLP_RULE V shuffle(V a, V b) {
   return shuffle_lanes<Pattern>(a, b, std::make_integer_sequence<int, kLanes>());
 }
 
+template <class Pattern, int... I>
+JLP_RULE U8 shuffle_bytes(U8 a, U8 b, std::integer_sequence<int, I...>) {
+  return JLP_SHUFFLE(U8, a, b, Pattern::at(I)...);
+}
+/// The same of bytes.
+template <class Pattern>
+JLP_RULE U8 shuffle_bytes(U8 a, U8 b) {
+  return shuffle_bytes<Pattern>(a, b, std::make_integer_sequence<int, JLP_VECTOR_BYTES>());
+}
+
 struct EvenLanes {
   static constexpr int at(int i) { return 2 * i; }
 };
@@ -197,6 +217,14 @@ struct InterleaveLow {
 };
 struct InterleaveHigh {
   static constexpr int at(int i) { return kLanes / 2 + InterleaveLow::at(i); }
+};
+// The same of 64-bit words.
+constexpr int kWords = kLanes / 2;
+struct InterleaveLowWords {
+  static constexpr int at(int i) { return 2 * (i / 4 + (i / 2) % 2 * kWords) + i % 2; }
+};
+struct InterleaveHighWords {
+  static constexpr int at(int i) { return kLanes / 2 + InterleaveLowWords::at(i); }
 };
 template <int Distance>
 struct SwapLanes {
@@ -263,6 +291,13 @@ JLP_RULE void transpose(U32 (&v)[kLanes]) {
       v, [](U32 a, U32 b) { return shuffle<InterleaveLow>(a, b); },
       [](U32 a, U32 b) { return shuffle<InterleaveHigh>(a, b); });
 #endif
+}
+
+/// 64-bit words [i][j] -> [j][i].
+JLP_RULE void transpose_words(U32 (&v)[kWords]) {
+  transpose_by_interleaving(
+      v, [](U32 a, U32 b) { return shuffle<InterleaveLowWords>(a, b); },
+      [](U32 a, U32 b) { return shuffle<InterleaveHighWords>(a, b); });
 }
 
 /// Bytes of kCount rows of 16: element k of row r to place k * kCount + r.
@@ -475,8 +510,12 @@ JLP_RULE U8 in_order(U8 packed) {
 
 /// Stores the low bytes of one vector: kLanes bytes.
 JLP_RULE void store_low_bytes(uint8_t* out, U32 v) {
+#if defined(JLP_ISA_AVX512) && !defined(JLP_EMULATE_AVX512)
+  store(out, _mm512_cvtepi32_epi8(raw(v)));
+#else
   const U8 bytes = in_order(pack_bytes(v, v, v, v));
   memcpy(out, &bytes, kLanes);
+#endif
 }
 
 /// Of each byte the entry of the table that its value, 0 to 15, counts to.

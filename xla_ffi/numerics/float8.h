@@ -9,16 +9,25 @@ namespace jaxlowprec {
 constexpr uint32_t kFloat8NaN = 0x7Fu;  // of every type, and with its sign 0xFF
 constexpr uint32_t kE8M0NaN = 0xFFu;
 
+namespace detail {
+
+/// The power of two whose last place is a's step: adding it rounds a, and leaves a's steps in the low bits. Its own exponent
+/// counts the binades below, of which subnormal codes have none.
+template <class Element, class F>
+JLP_RULE Uint<F> float8_anchor(F a) {
+  using L = Lanes<F>;
+  constexpr uint32_t kSteps = static_cast<uint32_t>(23 - Element::kMantissaBits) << 23;
+  return (L::bits(L::max(a, L::splat(Element::kMinNormal))) & kInfinityBits) + kSteps;
+}
+
+}  // namespace detail
+
 /// The magnitude code nearest to 0 <= a <= Element::kMax, ties to the even code, plus kFloat8Offset.
-///
-/// The anchor is the power of two whose last place is a's step: adding it rounds a, and leaves a's steps in the low bits.
-/// Its own exponent counts the binades below, of which subnormal codes have none.
 template <class Element, class F>
 JLP_RULE Uint<F> float8_magnitude_bits(F a) {
   using L = Lanes<F>;
   constexpr int kShift = 23 - Element::kMantissaBits;
-  const Uint<F> anchor =
-      (L::bits(L::max(a, L::splat(Element::kMinNormal))) & kInfinityBits) + (static_cast<uint32_t>(kShift) << 23);
+  const Uint<F> anchor = detail::float8_anchor<Element>(a);
   return (L::bits(a + L::from_bits(anchor)) - anchor) + (anchor >> kShift);
 }
 template <class Element>
@@ -65,6 +74,18 @@ JLP_RULE Uint<F> float8_signed(F x, Uint<F> finite) {
 template <class Element, class F>
 JLP_RULE Uint<F> float8_encode_magnitude(F a) {
   return float8_magnitude_bits<Element>(Lanes<F>::min(a, Lanes<F>::splat(Element::kMax))) - kFloat8Offset<Element>;
+}
+
+/// The same, and what they decode to: adding the anchor rounds a, and taking it away leaves that.
+template <class Element, class F>
+JLP_RULE Uint<F> float8_encode_magnitude(F a, F& decoded) {
+  using L = Lanes<F>;
+  constexpr int kShift = 23 - Element::kMantissaBits;
+  a = L::min(a, L::splat(Element::kMax));
+  const Uint<F> anchor = detail::float8_anchor<Element>(a);
+  const F rounded = a + L::from_bits(anchor);
+  decoded = rounded - L::from_bits(anchor);
+  return (L::bits(rounded) - anchor) + (anchor >> kShift) - kFloat8Offset<Element>;
 }
 
 /// Bits of x, nearest even, saturating; anything not finite becomes NaN, never a finite number.

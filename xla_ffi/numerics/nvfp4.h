@@ -34,12 +34,23 @@ JLP_RULE Uint<F> nvfp4_block_scale(F block_amax, float multiplier) {
   return float8_encode_magnitude<E4M3>(L::min(block_amax * multiplier, L::splat(kMaxFinite)));
 }
 
-/// enc: what the block's elements are multiplied by. S_b = 0 gives the largest finite number.
+/// The same, and what it decodes to.
+template <class F>
+JLP_RULE Uint<F> nvfp4_block_scale(F block_amax, float multiplier, F& decoded) {
+  using L = Lanes<F>;
+  return float8_encode_magnitude<E4M3>(L::min(block_amax * multiplier, L::splat(kMaxFinite)), decoded);
+}
+
+/// enc: what the elements of a block are multiplied by whose scale decodes to `decoded`. S_b = 0 gives the largest finite
+/// number.
+template <class F>
+JLP_RULE F nvfp4_block_encode_by_value(F decoded, float tensor_decode) {
+  using L = Lanes<F>;
+  return L::min(1.0f / L::flush(decoded * tensor_decode), L::splat(kMaxFinite));
+}
 template <class F>
 JLP_RULE F nvfp4_block_encode(Uint<F> block_scale, float tensor_decode) {
-  using L = Lanes<F>;
-  const F product = L::flush(float8_decode<E4M3, F>(block_scale) * tensor_decode);
-  return L::min(1.0f / product, L::splat(kMaxFinite));
+  return nvfp4_block_encode_by_value(float8_decode<E4M3, F>(block_scale), tensor_decode);
 }
 
 /// What a number of the tensor's units, E2M1(code) * S_b, is worth: times amax / 2688, left to right, subnormals flushed.

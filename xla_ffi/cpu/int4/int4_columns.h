@@ -66,29 +66,19 @@ struct Int4Columns {
       memcpy(result + r * p.columns, copy + r * kStrip, tile.columns * sizeof(Storage));
   }
 
-  static void quantize_tile(const Int4QuantizeProblem& p, int64_t batch, const Int4Tile& tile) {
-    const int64_t group = p.format.group, groups_of_line = p.groups(), line_bytes = p.line_bytes();
-    const int64_t line = batch * p.columns + tile.column, first = line * groups_of_line + tile.row / group;
-    const Storage* x = static_cast<const Storage*>(p.x) + (batch * p.rows + tile.row) * p.columns + tile.column;
-    uint8_t* data = p.data + line * line_bytes + tile.row / 2;
-    uint16_t* scale = p.scale + first;
-    uint8_t* zero = kSymmetric ? nullptr : p.zero + first;
-    if (!tile.whole(p)) return quantize_transposed(x, p, tile, data, scale, zero);
-    Groups groups;
-    for (int64_t row = 0; row < tile.rows; row += group, x += group * p.columns, data += group / 2, ++scale) {
-      scales_of(x, p.columns, group, groups);
-      for (int64_t r = 0; r < group; r += 32) encode_32_rows(x + r * p.columns, p.columns, groups, data + r / 2, line_bytes);
-      uint16_t bits[kStrip];
-      groups.template scale_bits<Deploy>(bits);
-      for (int j = 0; j < kStrip; ++j) scale[j * groups_of_line] = bits[place(j)];
-      if (!kSymmetric) {
-        for (int j = 0; j < kStrip; ++j) zero[j * groups_of_line] = static_cast<uint8_t>(groups.zero[place(j)]);
-        ++zero;
-      }
-      if (groups.finite) continue;
-      for (int j = 0; j < kStrip; ++j)
-        if (const int i = place(j); groups.scale[i] != groups.scale[i])
-          memset(data + j * line_bytes, static_cast<int>(groups.zero[i] * 17), group / 2);
+  /// Tiles side by side.
+  static void quantize_tiles(const Int4QuantizeProblem& p, int64_t batch, const Int4Tile& all) {
+    const int64_t end = all.column + all.columns;
+    for (Int4Tile tile = all; tile.column < end; tile.column += kStrip) {
+      tile.columns = std::min<int64_t>(kStrip, end - tile.column);
+      const int64_t line = batch * p.columns + tile.column, first = line * p.groups() + tile.row / p.format.group;
+      const Storage* x = static_cast<const Storage*>(p.x) + (batch * p.rows + tile.row) * p.columns + tile.column;
+      uint8_t* data = p.data + line * p.line_bytes() + tile.row / 2;
+      uint8_t* zero = kSymmetric ? nullptr : p.zero + first;
+      if (tile.whole(p))
+        quantize_whole(x, p, tile, data, p.scale + first, zero);
+      else
+        quantize_transposed(x, p, tile, data, p.scale + first, zero);
     }
   }
 
@@ -99,20 +89,70 @@ struct Int4Columns {
     return j / kStep * kStep + j % 2 * kLanes + j % kStep / 2;
   }
 
-  /// The codes of 32 rows: 16 bytes of each column's line.
-  static void encode_32_rows(const Storage* x, int64_t stride, const Groups& groups, uint8_t* data, int64_t line_bytes) {
-    alignas(64) uint8_t codes[16][kStrip];
-    for (int r = 0; r < 16; ++r, x += 2 * stride)
+  /// kStrip columns of whole groups. They are read from a copy, in which rows lie together (rows of a matrix whose stride is
+  /// a power of two fall into the same few cache sets), while those of the next tile are fetched.
+  static void quantize_whole(const Storage* x, const Int4QuantizeProblem& p, const Int4Tile& tile, uint8_t* data,
+                             uint16_t* scale, uint8_t* zero) {
+    constexpr int kMost = 64;  // bytes of a line at a time
+    const int64_t group = p.format.group, stride = p.columns;
+    Storage* copy = reinterpret_cast<Storage*>(thread_scratch(tile.rows * kStrip * sizeof(Storage)));
+    for (int64_t r = 0; r < tile.rows; ++r) copy_row(x + r * stride, kBlock * stride, copy + r * kStrip);
+    alignas(64) uint8_t codes[kMost][kStrip];
+    int bytes = 0;  // of a line that are in `codes`
+    Groups groups;
+    for (int64_t row = 0; row < tile.rows; row += group) {
+      scales_of(copy + row * kStrip, kStrip, group, groups);
+      for (int64_t r = row; r < row + group; r += 32, bytes += 16) {
+        if (bytes == kMost) {
+          store_transposed(codes[0], kStrip, bytes, kStrip, data, bytes, p.line_bytes());
+          data += bytes, bytes = 0;
+        }
+        encode_32_rows(copy + r * kStrip, groups, x + r * stride + kStrip, stride, &codes[bytes]);
+      }
+      store_scales(groups, p.groups(), scale++, kSymmetric ? nullptr : zero++);
+    }
+    store_transposed(codes[0], kStrip, bytes, kStrip, data, bytes, p.line_bytes());
+  }
+
+  JLP_RULE void fetch_row(const Storage* x) {
+    for (size_t line = 0; line < kStrip * sizeof *x; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(x) + line);
+  }
+
+  JLP_RULE void copy_row(const Storage* x, int64_t ahead, Storage* to) {
+    fetch_row(x + ahead);
+    JLP_UNROLL(8)
+    for (int i = 0; i < kStrip; i += static_cast<int>(JLP_VECTOR_BYTES / sizeof *x)) store(to + i, load<U32>(x + i));
+  }
+
+  /// The scales and zero points of a strip's columns, `stride` groups apart.
+  static void store_scales(const Groups& groups, int64_t stride, uint16_t* scale, uint8_t* zero) {
+    uint16_t bits[kStrip];
+    groups.template scale_bits<Deploy>(bits);
+    for (int j = 0; j < kStrip; ++j) scale[j * stride] = bits[place(j)];
+    if (kSymmetric) return;
+    for (int j = 0; j < kStrip; ++j) zero[j * stride] = static_cast<uint8_t>(groups.zero[place(j)]);
+  }
+
+  /// The codes of 32 rows, a byte for two of them; `ahead` is fetched meanwhile.
+  static void encode_32_rows(const Storage* x, const Groups& groups, const Storage* ahead, int64_t ahead_stride,
+                             uint8_t (*codes)[kStrip]) {
+    for (int r = 0; r < 16; ++r, x += 2 * kStrip, ahead += 2 * ahead_stride) {
+      fetch_row(ahead), fetch_row(ahead + ahead_stride);
+      JLP_UNROLL(4)
       for (int j = 0; j < kStrip; j += kStep) {
         const Int4Group<F32> ga = groups.lanes(j), gb = groups.lanes(j + kLanes);
         const auto code = [&](F32 v, const Int4Group<F32>& g) {
           return int4_encode<F32, kSymmetric>(deployed<E, Deploy>(v), g) & 15u;
         };
-        const Pair one = I::load_two(x + j), next = I::load_two(x + stride + j);
+        const Pair one = I::load_two(x + j), next = I::load_two(x + kStrip + j);
         I::store_two_bytes(&codes[r][j], code(one.even, ga) | (code(next.even, ga) << 4),
                            code(one.odd, gb) | (code(next.odd, gb) << 4));
       }
-    codes_to_lines(codes, data, line_bytes);
+    }
+    if (groups.finite) return;
+    for (int j = 0; j < kStrip; ++j)  // a group that holds NaN or infinity has the code of zero everywhere
+      if (const int i = place(j); groups.scale[i] != groups.scale[i])
+        for (int r = 0; r < 16; ++r) codes[r][j] = static_cast<uint8_t>(groups.zero[i] * 17);
   }
 
   /// Column by column as rows. Not fast.

@@ -16,12 +16,11 @@ struct Int4Runs {
   int64_t lines, length, lines_each, length_each;
 
   explicit Int4Runs(const Int4Matrices& m) : lines(m.lines()), length(m.length()) {
-    constexpr int64_t kElements = 32 * 1024;
-    const int64_t group = m.format.group;
+    const int64_t group = m.format.group, elements = elements_of_chunk(m.size());
     if (length % group == 0 && group % 2 == 0) length *= lines, lines = length > 0 ? 1 : 0;
     const bool one = lines == 1;
-    length_each = one ? std::max<int64_t>(1, kElements / group) * group : length;
-    lines_each = one ? 1 : std::max<int64_t>(1, kElements / std::max<int64_t>(length, 1));
+    length_each = one ? std::max<int64_t>(1, elements / group) * group : length;
+    lines_each = one ? 1 : std::max<int64_t>(1, elements / std::max<int64_t>(length, 1));
   }
   int64_t chunks() const { return divide_up(lines, lines_each) * divide_up(length, std::max<int64_t>(length_each, 1)); }
 

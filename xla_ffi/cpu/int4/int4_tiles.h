@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../quantize/codes.h"
+#include "../quantize/lines.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -13,11 +14,12 @@ constexpr int kStrip = 128;  // columns of a tile
 struct Int4Tiles {
   int64_t rows_each, strips, tiles;
 
-  Int4Tiles(const Int4Matrices& m, bool packed) {
+  /// `strip`: columns of a tile.
+  Int4Tiles(const Int4Matrices& m, bool packed, int64_t strip = kStrip) {
     const int64_t group = m.format.group;
     const bool shared = packed && group % 2;
     rows_each = shared ? std::max<int64_t>(m.groups(), 1) * group : std::max<int64_t>(1, (packed ? 128 : 1) / group) * group;
-    strips = divide_up(m.columns, kStrip);
+    strips = divide_up(m.columns, strip);
     tiles = strips * divide_up(m.rows, rows_each);
   }
 };
@@ -26,20 +28,16 @@ struct Int4Tiles {
 struct Int4Tile {
   int64_t row, column, rows, columns;
 
-  Int4Tile(const Int4Matrices& m, const Int4Tiles& tiles, int64_t chunk) {
-    row = chunk / tiles.strips * tiles.rows_each, column = chunk % tiles.strips * kStrip;
-    rows = std::min(tiles.rows_each, m.rows - row), columns = std::min<int64_t>(kStrip, m.columns - column);
+  Int4Tile(const Int4Matrices& m, const Int4Tiles& tiles, int64_t chunk, int64_t strip = kStrip) {
+    row = chunk / tiles.strips * tiles.rows_each, column = chunk % tiles.strips * strip;
+    rows = std::min(tiles.rows_each, m.rows - row), columns = std::min<int64_t>(strip, m.columns - column);
   }
   bool whole(const Int4Matrices& m) const {
     return columns == kStrip && rows % m.format.group == 0 && m.format.group % 32 == 0;
   }
 };
 
-/// The bytes of 16 pairs of rows of a strip to as many bytes of each column's line, and back. Not inlined: every type of
-/// elements shares them.
-__attribute__((noinline)) static void codes_to_lines(const uint8_t (*codes)[kStrip], uint8_t* lines, int64_t line_bytes) {
-  for (int j = 0; j < kStrip; j += 16) transpose_bytes(&codes[0][j], kStrip, lines + j * line_bytes, line_bytes);
-}
+/// 16 bytes of each line of a strip to as many rows of codes. Not inlined: every type of elements shares it.
 __attribute__((noinline)) static void lines_to_codes(const uint8_t* lines, int64_t line_bytes, uint8_t (*codes)[kStrip]) {
   for (int j = 0; j < kStrip; j += 16) transpose_bytes(lines + j * line_bytes, line_bytes, &codes[0][j], kStrip);
 }

@@ -33,13 +33,15 @@ struct FakeQuantize {
 
 template <class E, class Deploy, bool kSymmetric>
 struct Quantize {
+  static constexpr int64_t kColumns = 4 * kStrip;  // of a chunk
+
   static int64_t chunks_per_matrix(const Int4QuantizeProblem& p) {
-    return p.columnwise ? Int4Tiles(p, true).tiles : Int4Runs(p).chunks();
+    return p.columnwise ? Int4Tiles(p, true, kColumns).tiles : Int4Runs(p).chunks();
   }
   static void chunk(const Int4QuantizeProblem& p, int64_t batch, int64_t chunk) {
     if (p.columnwise) {
-      const Int4Tile tile(p, Int4Tiles(p, true), chunk);
-      return Int4Columns<E, Deploy, kSymmetric>::quantize_tile(p, batch, tile);
+      const Int4Tile tiles(p, Int4Tiles(p, true, kColumns), chunk, kColumns);
+      return Int4Columns<E, Deploy, kSymmetric>::quantize_tiles(p, batch, tiles);
     }
     const Int4Runs runs(p);
     runs.visit(chunk, [&](int64_t line, int64_t first, int64_t count) {

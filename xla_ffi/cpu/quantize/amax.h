@@ -7,21 +7,20 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-constexpr int64_t kAmaxChunk = 32 * 1024;  // elements
-
 template <class E>
 struct Amax {
   using Storage = typename E::Storage;
 
   static int64_t chunks_per_matrix(const AmaxProblem& p) {
     if (p.rotated) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kPacket);
-    return divide_up(p.rows * p.columns, kAmaxChunk);
+    return divide_up(p.rows * p.columns, elements_of_chunk(p.rows * p.columns));
   }
 
   static void chunk(const AmaxProblem& p, int64_t batch, int64_t chunk) {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     if (!p.rotated) {
-      const int64_t first = chunk * kAmaxChunk, count = std::min(kAmaxChunk, p.rows * p.columns - first);
+      const int64_t size = p.rows * p.columns, each = elements_of_chunk(size);
+      const int64_t first = chunk * each, count = std::min(each, size - first);
       return raise(&p.plain[batch], canonical_amax(amax_of<E>(x + first, count)));
     }
     GatheredAmaxes<E> amaxes(ResultAmaxes{p.plain, p.rotated, p.sign_mask});

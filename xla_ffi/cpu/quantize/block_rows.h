@@ -5,6 +5,7 @@
 #include "../../problems.h"
 #include "../tiles.h"
 #include "codes.h"
+#include "lines.h"
 #include "random.h"
 #include "scales.h"
 
@@ -119,26 +120,13 @@ JLP_RULE void encode_float8_packet(const typename E::Storage* x, const float* en
   }
 }
 
-/// Elements that will be read soon and that the processor does not fetch ahead by itself: kUnit of them every `stride`.
 template <class E>
-struct Ahead {
-  const typename E::Storage* x;
-  int64_t stride;
-
-  /// The elements `rows` rows further down.
-  Ahead down(int rows) const { return {x + rows * stride, stride}; }
-
-  /// The g-th packet of them.
-  void fetch(int g) const {
-    const auto* packet = reinterpret_cast<const char*>(x + g / kUnitPackets * stride + g % kUnitPackets * kPacket);
-    for (size_t line = 0; line < kPacket * sizeof *x; line += 64) __builtin_prefetch(packet + line);
-  }
-};
+using UnitsAhead = PacketsAhead<E, kUnitPackets>;
 
 /// The codes of a span.
 template <class E, class Element, bool kStochastic>
 __attribute__((noinline)) void encode_span(const typename E::Storage* x, int packets, const BlockSpan& span,
-                                           const RandomSpan& random, const BlockContext& context, const Ahead<E>& ahead,
+                                           const RandomSpan& random, const BlockContext& context, const UnitsAhead<E>& ahead,
                                            uint8_t* data) {
   const bool ordinary = span.finite && context.scales.up;  // of E2M1
   with_exponents<E, kStochastic>(context.powers_of_two(), [&](auto exponents) {
@@ -166,10 +154,10 @@ struct BlockEncoder {
   bool packed, stochastic;
   /// encode_span
   void (*span)(const Storage* x, int packets, const BlockSpan& span, const RandomSpan& random, const BlockContext& context,
-               const Ahead<E>& ahead, uint8_t* data);
+               const UnitsAhead<E>& ahead, uint8_t* data);
   /// encode_columns_of_granule
-  void (*columns)(const Storage* x, const float* encode, const uint32_t (*random)[kUnit], int columns,
-                  const BlockContext& context, const Ahead<E>& ahead, uint8_t* codes);
+  void (*columns)(const Storage* x, const float* encode, const uint32_t (*random)[kSquare], const BlockContext& context,
+                  uint8_t* codes);
 
   /// How many bytes `elements` codes take.
   int64_t code_bytes(int64_t elements) const { return packed ? elements / 2 : elements; }

@@ -15,10 +15,25 @@ constexpr int kPacketBytes = kPacket / 2;  // of 4-bit codes
 
 // --- E2M1
 
-/// An element's code without its sign, plus kCodeOffset.
-template <bool kStochastic, bool kSaturate>
-JLP_RULE U32 code_bits(F32 y, U32 byte) {
-  if (kStochastic) return e2m1_magnitude_stochastic(absolute(y), byte);
+/// e2m1_magnitude_stochastic by the byte at kShift in the lanes of `random`.
+template <int kShift>
+JLP_RULE U32 stochastic_code_bits(F32 a, U32 random) {
+#if defined(JLP_ISA_AVX512) && !defined(JLP_EMULATE_AVX512)
+  // Adding 1, rounded towards zero, turns a < 1 into fixed point; from 1 on, a's own bits grow twice as fast.
+  const __m512 kept = _mm512_min_ps(raw(a), _mm512_set1_ps(kE2M1Max));
+  const U32 fixed = (U32)_mm512_add_round_ps(kept, _mm512_set1_ps(1.0f), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  const U32 position = max_magnitude(fixed - (2u << 22), (U32)kept);
+  const U32 byte = kShift > 14 ? random >> (kShift - 14) : random << (14 - kShift);
+  return (position + ((byte & (0xFFu << 14)) | ((1u << 13) - (252u << 22)))) >> 22;
+#else
+  return e2m1_magnitude_stochastic(a, (random >> kShift) & 0xFFu);
+#endif
+}
+
+/// An element's code without its sign, plus kCodeOffset. Its random byte is at kShift in the lanes of `random`.
+template <bool kStochastic, bool kSaturate, int kShift>
+JLP_RULE U32 code_bits(F32 y, U32 random) {
+  if constexpr (kStochastic) return stochastic_code_bits<kShift>(absolute(y), random);
   return e2m1_magnitude_bits(kSaturate ? L::min(absolute(y), L::splat(kE2M1Max)) : absolute(y));
 }
 template <bool kStochastic>
@@ -47,8 +62,8 @@ JLP_RULE void encode_row_packet(const typename E::Storage* x, const float* encod
       const U32 bytes = kStochastic ? load_u16(random + 2 * kLanes * j) : U32{};
       even[k] = L::scaled(pair.even, factor);
       odd[k] = L::scaled(pair.odd, factor);
-      code[k] = code_bits<kStochastic, kSaturate>(even[k], bytes & 0xFFu) +
-                (code_bits<kStochastic, kSaturate>(odd[k], bytes >> 8) << 4);
+      code[k] =
+          code_bits<kStochastic, kSaturate, 0>(even[k], bytes) + (code_bits<kStochastic, kSaturate, 8>(odd[k], bytes) << 4);
     }
     store_nibbles(code, even, odd, data + 4 * kLanes * half);
   }
@@ -85,8 +100,8 @@ JLP_RULE void encode_row_pair(const typename E::Storage* first, const typename E
     const F32 factor = load<F32>(encode + kLanes * k);
     low[k] = L::scaled(E::load_lanes(first + kLanes * k), factor);
     high[k] = L::scaled(E::load_lanes(second + kLanes * k), factor);
-    code[k] =
-        code_bits<kStochastic, true>(low[k], random(0, k)) + (code_bits<kStochastic, true>(high[k], random(1, k)) << 4);
+    code[k] = code_bits<kStochastic, true, 0>(low[k], random(0, k)) +
+              (code_bits<kStochastic, true, 0>(high[k], random(1, k)) << 4);
   }
   store_nibbles(code, low, high, data);
 }

@@ -35,6 +35,7 @@ struct QuantizeBlocks {
   using Tile = BlockTile<E>;
   const BlockEncoder<E>& encoder;
   static constexpr int64_t kStripColumns = 4 * kUnit;
+  static constexpr int kPart = 32;  // rows of a tile at a time
 
   // Chunks: strips of tiles where columns or square blocks are wanted, runs of rows otherwise.
 
@@ -82,17 +83,25 @@ struct QuantizeBlocks {
     const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
     const BlockContext context(p, columnwise ? p.columnwise : p.rowwise, batch);
     Tile& t = *new (thread_scratch(sizeof(Tile))) Tile(p, batch, row, column, more);
-    if (columnwise || p.format.tiles) t.compute(context);
-    if (p.format.tiles) t.store_tile_scales(p, context);
-    if (rowwise) tile_rows(p, t);
-    if (!columnwise) return;
     // To nearest, a block that both directions share has the same codes in both.
-    const bool made = !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, batch);
-    if (!made) encode_tile_columns(context, t);
+    const bool made =
+        columnwise && !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, batch);
+    for (int first = 0; first < t.input.rows; first += kPart) {  // while they are in the nearest cache
+      t.input.take(first, kPart);
+      if (rowwise && !p.format.tiles) tile_rows(p, t, first, std::min(kPart, t.input.rows - first), made);
+      const int block = Tile::block_rows(context), last = std::min(first + kPart, t.input.rows);
+      if ((columnwise || p.format.tiles) && !context.is_tensor() && (last % block == 0 || last == t.input.rows))
+        t.compute(context, (last - 1) / block);
+    }
+    if (columnwise && context.is_tensor()) t.take_tensor_factors(context);
+    if (p.format.tiles) t.store_tile_scales(p, context);
+    if (rowwise && p.format.tiles) tile_rows(p, t, 0, t.input.rows, made);
+    if (!columnwise) return;
     const int lines = static_cast<int>(encoder.code_bytes(divide_up(t.input.rows, 32) * 32));
     const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
     uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + encoder.code_bytes(row);
-    store_transposed(t.codes, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
+    if (!made) encode_tile_columns(context, t, rowwise);
+    store_transposed(t.codes[0], kUnit, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
     if (!context.is_shared()) t.store_column_scales(p, context);
   }
 
@@ -100,23 +109,23 @@ struct QuantizeBlocks {
     return p.format.tiles || p.rowwise.tensor[batch] == p.columnwise.tensor[batch];
   }
 
-  /// The rowwise half of a tile.
-  void tile_rows(const QuantizeProblem& p, Tile& t) const {
-    constexpr int kSpanRows = kSpan / kUnitPackets;
+  /// The rowwise half of `rows` rows of a tile. `keep`: their codes are left in the tile.
+  void tile_rows(const QuantizeProblem& p, Tile& t, int from, int rows, bool keep) const {
+    constexpr int kSpanRows = kSpan / 2 / kUnitPackets;
     const BlockContext context(p, p.rowwise, t.batch);
     alignas(64) uint32_t ids[kUnitGranules] = {};
     if (encoder.stochastic)
       memcpy(ids, context.random.sixteens + t.column / kBlock, divide_up(t.input.columns, kBlock) * sizeof *ids);
     BlockSpan span;
     RandomSpan random;
-    for (int first = 0; first < t.input.rows; first += kSpanRows) {
-      const int count = std::min(kSpanRows, t.input.rows - first), packets = count * kUnitPackets;
+    for (int first = from; first < from + rows; first += kSpanRows) {
+      const int count = std::min(kSpanRows, from + rows - first), packets = count * kUnitPackets;
       if (p.format.tiles)
         t.take_tile_factors(context, first, count, span);
       else
         span.template compute<E>(t.input.x[first], packets, context);
       if (encoder.stochastic) random.compute(context.random, context.random.rows + t.row + first, count, ids, kUnitPackets);
-      uint8_t* codes = t.codes[0] + encoder.code_bytes(first * kUnit);
+      uint8_t* codes = t.codes[0] + (keep ? encoder.code_bytes(first * kUnit) : 0);
       encoder.span(t.input.x[first], packets, span, random, context, t.ahead.down(first), codes);
       for (int r = 0; r < count; ++r) store_row(p, context, t, first + r, codes + encoder.code_bytes(r * kUnit), span, r);
     }
@@ -126,7 +135,7 @@ struct QuantizeBlocks {
                  const BlockSpan& span, int row_of_span) const {
     const int64_t line = t.batch * p.rows + t.row + row;
     uint8_t* data = p.rowwise.data + line * p.format.row_bytes(p.columns) + encoder.code_bytes(t.column);
-    store_codes(data, codes, p.format.row_bytes(t.input.columns));
+    store_line(data, codes, p.format.row_bytes(t.input.columns));
     if (context.is_shared()) return;
     constexpr int kScaleBytes = kUnit / 32;  // 4 bytes for 128 elements, or 1 for 32
     uint8_t* scales = row_scales(p, line, t.column);
@@ -136,17 +145,17 @@ struct QuantizeBlocks {
       memcpy(scales, span.scale + row_of_span * kScaleBytes, p.format.blocks(t.input.columns) * context.scales.bytes());
   }
 
-  /// The codes of a tile for the columnwise direction.
-  void encode_tile_columns(const BlockContext& context, Tile& t) const {
+  /// The codes of a tile for the columnwise direction. The next tile is fetched unless it is already.
+  void encode_tile_columns(const BlockContext& context, Tile& t, bool fetched) const {
     const int block = Tile::block_rows(context);
-    alignas(64) uint32_t ids[kUnit] = {}, words[4][kUnit];
+    alignas(64) uint32_t ids[kUnit] = {}, words[4][kSquare];
     if (encoder.stochastic) memcpy(ids, context.random.rows + t.column, t.input.columns * sizeof *ids);
-    for (int r = 0; r < t.input.rows; r += kBlock) {
-      if (encoder.stochastic)
-        random_words(context.random, ids, context.random.sixteens[(t.row + r) / kBlock], t.input.columns, words);
-      encoder.columns(t.input.x[r], t.encode[r / block], words, t.input.columns, context, t.ahead.down(r),
-                      t.codes[encoder.code_bytes(r)]);
-    }
+    for (int r = 0; r < t.input.rows; r += kBlock)
+      for (int i = 0; i < t.input.columns; i += kSquare) {
+        if (encoder.stochastic) random_words(context.random, ids + i, context.random.sixteens[(t.row + r) / kBlock], words);
+        for (int row = r; !fetched && row < r + kBlock; ++row) t.ahead.fetch_part(row, i, kSquare);
+        encoder.columns(&t.input.x[r][i], &t.encode[r / block][i], words, context, &t.codes[encoder.code_bytes(r)][i]);
+      }
     const int rest = t.input.rows % 32;  // packed codes fill their last block
     if (encoder.packed && rest > 0 && rest <= kBlock) memset(t.codes[(t.input.rows - rest + kBlock) / 2], 0, 8 * kUnit);
     if (__builtin_expect(t.finite, 1)) return;

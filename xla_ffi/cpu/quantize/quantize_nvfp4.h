@@ -36,8 +36,9 @@ struct DirectionContext {
 /// saturate (the scale underflowed, or the given amax was too small), or it is poisoned: it holds NaN or infinity though the
 /// given amax was finite. A poisoned block's scale and inverse scale are NaN and its codes 0.
 JLP_RULE bool block_scales(U32 amax, const Nvfp4TensorScale& tensor, U32& scale, F32& encode) {
-  scale = nvfp4_block_scale(L::from_bits(amax), tensor.multiplier);
-  encode = nvfp4_block_encode<F32>(scale, tensor.decode);
+  F32 decoded;
+  scale = nvfp4_block_scale(L::from_bits(amax), tensor.multiplier, decoded);
+  encode = nvfp4_block_encode_by_value(decoded, tensor.decode);
   const bool ordinary = all_below(L::from_bits(amax) * encode, 7.0f);
   if (__builtin_expect(!ordinary, 0)) {
     scale = amax >= kInfinityBits ? fill<F32>(kFloat8NaN) : scale;
@@ -67,18 +68,14 @@ struct Span {
   }
 };
 
-/// The codes of packets that lie together, each by factors of its own or all by the same (kShared), `data_step` bytes apart.
-/// `ahead`, where given, is fetched for the next span: it may lie in a page that the processor does not fetch ahead by
-/// itself.
+/// The codes of packets that lie together, each by factors of its own or all by the same (kShared). Meanwhile as many of
+/// `ahead` are fetched.
 template <class E, bool kStochastic, bool kShared>
 __attribute__((noinline)) void encode_packets(const typename E::Storage* x, int packets, const float* __restrict encode,
-                                              bool ordinary, const RandomSpan& random, const typename E::Storage* ahead,
-                                              uint8_t* __restrict data, int64_t data_step) {
-  for (int g = 0; g < packets; ++g, data += data_step) {
-    if (ahead) {
-      const char* next = reinterpret_cast<const char*>(ahead + g * kPacket);
-      for (size_t line = 0; line < kPacket * sizeof *x; line += 64) __builtin_prefetch(next + line);
-    }
+                                              bool ordinary, const RandomSpan& random, const PacketsAhead<E>& ahead,
+                                              uint8_t* __restrict data) {
+  for (int g = 0; g < packets; ++g, data += kPacketBytes) {
+    ahead.fetch(g);
     quantize_row_packet<E, kStochastic>(x + g * kPacket, encode + (kShared ? 0 : g * kLanes), ordinary, random.bytes[g],
                                         data);
   }
@@ -96,7 +93,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
     const int packets = static_cast<int>(std::min<int64_t>(kSpan, elements / kPacket));
     span.compute<E>(x, packets, context.tensor);
     if (stochastic) random.compute(context.random, &row, 1, blocks, packets), blocks += packets * kLanes;
-    encode(x, packets, span.encode[0], span.ordinary, random, x + kSpan * kPacket, data, kPacketBytes);
+    encode(x, packets, span.encode[0], span.ordinary, random, {x + kSpan * kPacket, kPacket}, data);
     memcpy(scale, span.scale, packets * kLanes);
     x += packets * kPacket, elements -= packets * kPacket, data += packets * kPacketBytes, scale += packets * kLanes;
   }
@@ -109,87 +106,77 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
   if (stochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
   span.compute<E>(padded, 1, context.tensor);
   if (stochastic) random.compute(context.random, &row, 1, padded_blocks, 1);
-  encode(padded, 1, span.encode[0], span.ordinary, random, nullptr, codes, kPacketBytes);
+  encode(padded, 1, span.encode[0], span.ordinary, random, {padded, 0}, codes);
   memcpy(data, codes, count * 8);
   memcpy(scale, span.scale, count);
 }
 
 // --- columns
 
-/// 16 rows of the even or the odd columns of a pair, rotated and rounded to the element type where asked.
-template <class E, bool kRotate, bool kOdd>
-JLP_RULE void load_columns(const typename E::Storage* x, const uint32_t* signs, F32 (&v)[kBlock]) {
-  JLP_UNROLL(16)
-  for (int r = 0; r < kBlock; ++r) {
-    const Pair pair = E::load_pair(x + r * kPacket);
-    v[r] = kOdd ? pair.odd : pair.even;
-    if (kRotate) v[r] = L::from_bits(L::bits(v[r]) ^ signs[r]);
+/// A slab's columns rotated and rounded to the element type.
+template <class E>
+__attribute__((noinline)) void rotate_columns(const CachedSlab<E>& slab, const uint32_t* signs,
+                                              typename E::Storage (*rotated)[kPacket]) {
+  for (int j = 0; j < kPacket; j += 2 * kLanes) {
+    F32 even[kBlock], odd[kBlock];
+    JLP_UNROLL(16)
+    for (int r = 0; r < kBlock; ++r) even[r] = L::from_bits(L::bits(E::load_pair(&slab.x[r][j]).even) ^ signs[r]);
+    hadamard_butterfly<kBlock>(even);
+    JLP_UNROLL(16)
+    for (int r = 0; r < kBlock; ++r) odd[r] = L::from_bits(L::bits(E::load_pair(&slab.x[r][j]).odd) ^ signs[r]);
+    hadamard_butterfly<kBlock>(odd);
+    JLP_UNROLL(16)
+    for (int r = 0; r < kBlock; ++r) E::store_pair_finite(&rotated[r][j], {even[r] * 0.25f, odd[r] * 0.25f});
   }
-  if (!kRotate) return;
-  hadamard_butterfly<kBlock>(v);
-  JLP_UNROLL(16)
-  for (int r = 0; r < kBlock; ++r) v[r] = E::round_finite(v[r] * 0.25f);
 }
 
-JLP_RULE U32 column_amax(const F32 (&v)[kBlock]) {
-  U32 most = magnitude(v[0]);
-  JLP_UNROLL(16)
-  for (int r = 1; r < kBlock; ++r) most = max_magnitude(most, magnitude(v[r]));
-  return most;
+/// Scale bytes of the blocks of a slab's columns, and what their elements are multiplied by. False as block_scales.
+template <class E>
+__attribute__((noinline)) bool column_scales(const typename E::Storage* x, const Nvfp4TensorScale& tensor, float* encode,
+                                             uint8_t* scale) {
+  alignas(64) uint32_t amax[kPacket];
+  for (int i = 0; i < kPacket; i += 2 * kLanes) E::column_amax(x + i, kBlock, kPacket, amax + i);
+  bool ordinary = true;
+  for (int i = 0; i < kPacket; i += kLanes) {
+    U32 scales;
+    F32 factors;
+    ordinary &= block_scales(load<U32>(amax + i), tensor, scales, factors);
+    store(encode + i, factors), store_low_bytes(scale + i, scales);
+  }
+  return ordinary;
 }
 
-/// The 16 codes of each lane's column: rows 0 to 7 in codes[0], 8 to 15 in codes[1].
-template <bool kStochastic, bool kSaturate>
-JLP_RULE void encode_columns(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4], U32 (&codes)[2]) {
+/// A K-major tile under construction: of each slab 8 bytes of codes a column, those of the even columns first, and a scale a
+/// column.
+struct ColumnTile {
+  alignas(64) uint64_t codes[kSlabs][2][kPacket / 2];
+  alignas(64) uint8_t scale[kSlabs][kPacket];
+};
+
+template <class Visit, int... I>
+JLP_RULE void for_each_place(Visit visit, std::integer_sequence<int, I...>) {
+  (visit(std::integral_constant<int, I>{}), ...);
+}
+
+/// The 16 codes of each of kLanes columns: rows 0 to 7 in codes[0], 8 to 15 in codes[1].
+template <class E, bool kStochastic, bool kSaturate, bool kOdd>
+JLP_RULE void encode_columns(const typename E::Storage* x, F32 factor, const U32 (&random)[4], U32 (&codes)[2]) {
   constexpr uint32_t kOffsets = kCodeOffset<kStochastic> * 0x11111111u;  // of 8 codes, a nibble apart, modulo 2^32
   JLP_UNROLL(2)
   for (int half = 0; half < 2; ++half) {
     U32 sum = fill<F32>(0u - kOffsets), signs = U32{};
-    JLP_UNROLL(8)
-    for (int i = 0; i < 8; ++i) {
+    const auto add = [&](auto place) {
+      constexpr int i = decltype(place)::value;
       const int r = 8 * half + i;
-      const F32 y = L::scaled(v[r], factor);
-      const U32 byte = kStochastic ? (random[r / 4] >> (8 * (r % 4))) & 0xFFu : U32{};
-      sum += code_bits<kStochastic, kSaturate>(y, byte) << (4 * i);
+      const Pair pair = E::load_pair(x + r * kPacket);
+      const F32 y = L::scaled(kOdd ? pair.odd : pair.even, factor);
+      sum += code_bits<kStochastic, kSaturate, 8 * (i % 4)>(y, random[r / 4]) << (4 * i);
       signs |= (L::bits(y) & kSignBit) >> (28 - 4 * i);
-    }
+    };
+    for_each_place(add, std::make_integer_sequence<int, 8>());
     codes[half] = sum | signs;
+    if (kSaturate) codes[half] = factor != factor ? U32{} : codes[half];  // poisoned
   }
-}
-
-/// Columns whose elements may exceed the largest code; those whose factor is NaN get codes 0.
-template <bool kStochastic>
-__attribute__((noinline)) void encode_columns_saturating(const F32 (&v)[kBlock], F32 factor, const U32 (&random)[4],
-                                                         U32 (&codes)[2]) {
-  encode_columns<kStochastic, true>(v, factor, random, codes);
-  for (U32& code : codes) code = factor != factor ? U32{} : code;
-}
-
-/// A K-major tile under construction: 8 bytes of codes and one scale a slab for each column.
-struct ColumnTile {
-  alignas(64) uint8_t data[kPacket][8 * kSlabs];
-  alignas(64) uint8_t scale[kPacket][kSlabs];
-};
-
-/// The even or odd columns of a pair: codes, and the scales unless those are the 16x16 tiles' (then `factor` is theirs).
-template <class E, bool kRotate, bool kStochastic, bool kTiles, bool kOdd>
-JLP_RULE U32 quantize_columns(const typename E::Storage* x, const DirectionContext& context, F32 factor, bool ordinary,
-                              const U32 (&random)[4], U32 (&codes)[2]) {
-  F32 v[kBlock];
-  load_columns<E, kRotate, kOdd>(x, context.signs, v);
-  U32 scale = U32{};
-  if (!kTiles) ordinary = block_scales(column_amax(v), context.tensor, scale, factor);
-  if (__builtin_expect(ordinary, 1)) {
-    encode_columns<kStochastic, false>(v, factor, random, codes);
-  } else {
-    F32 copy[kBlock];  // only copies are in memory: v and codes stay in registers
-    U32 saturated[2];
-    JLP_UNROLL(16)
-    for (int r = 0; r < kBlock; ++r) copy[r] = v[r];
-    encode_columns_saturating<kStochastic>(copy, factor, random, saturated);
-    codes[0] = saturated[0], codes[1] = saturated[1];
-  }
-  return scale;
 }
 
 /// Random words of the even and the odd columns of `pairs` pairs. Not inlined: every kind of slab shares it.
@@ -203,37 +190,75 @@ __attribute__((noinline)) static void random_pairs(const Random& random, const u
   }
 }
 
-/// The K-major half of one slab: the s-th 8 bytes of every column of the tile.
-template <class E, bool kRotate, bool kStochastic, bool kTiles>
-__attribute__((noinline)) void quantize_slab_columns(const Slab<E>& slab, const DirectionContext& context,
-                                                     const float* tile_encode, bool tiles_ordinary, const uint32_t* rows,
-                                                     uint32_t block, int s, ColumnTile& tile) {
-  const int pairs = std::min<int>(kPairs, static_cast<int>(divide_up(slab.columns, 2 * kLanes)));
-  U32 random[kStochastic ? kPairs : 1][2][4];  // words of the even and the odd columns: byte r for row r
-  if constexpr (kStochastic) random_pairs(context.random, rows, block, pairs, random);
-  for (int j = 0; j < pairs; ++j) {
-    const auto* x = slab.x[0] + 2 * kLanes * j;
-    const F32 factor = kTiles ? expand_blocks(tile_encode, j) : F32{};
+/// The codes of a slab's columns. `encode` is what each column is multiplied by; of `random` byte r is row r's. Meanwhile 16
+/// rows of `ahead` are fetched.
+template <class E, bool kStochastic, bool kSaturate>
+__attribute__((noinline)) void encode_slab_columns(const typename E::Storage* x, const float* encode,
+                                                   const U32 (*random)[2][4], int pairs, const PacketsAhead<E>& ahead,
+                                                   uint64_t (&codes)[2][kPacket / 2]) {
+  for (int j = 0; j < pairs; ++j, x += 2 * kLanes, encode += 2 * kLanes) {
+    for (int r = 2 * j; r < 2 * j + kBlock / kPairs; ++r) ahead.fetch(r);
+    const F32 low = load<F32>(encode), high = load<F32>(encode + kLanes);
     const auto& words = random[kStochastic ? j : 0];
     U32 even[2], odd[2];
-    const U32 even_scale =
-        quantize_columns<E, kRotate, kStochastic, kTiles, false>(x, context, factor, tiles_ordinary, words[0], even);
-    const U32 odd_scale =
-        quantize_columns<E, kRotate, kStochastic, kTiles, true>(x, context, factor, tiles_ordinary, words[1], odd);
-    alignas(64) uint64_t codes[2][kLanes];
-    alignas(64) uint32_t scales[kLanes];
-    store(&codes[0][0], shuffle<InterleaveLow>(even[0], even[1]));
-    store(&codes[0][kLanes / 2], shuffle<InterleaveHigh>(even[0], even[1]));
-    store(&codes[1][0], shuffle<InterleaveLow>(odd[0], odd[1]));
-    store(&codes[1][kLanes / 2], shuffle<InterleaveHigh>(odd[0], odd[1]));
-    store(scales, even_scale | (odd_scale << 8));
-    for (int i = 0; i < kLanes; ++i) {
-      const int column = 2 * (kLanes * j + i);
-      memcpy(&tile.data[column][8 * s], &codes[0][i], 8);
-      memcpy(&tile.data[column + 1][8 * s], &codes[1][i], 8);
-      if (kTiles) continue;
-      tile.scale[column][s] = static_cast<uint8_t>(scales[i]);
-      tile.scale[column + 1][s] = static_cast<uint8_t>(scales[i] >> 8);
+    encode_columns<E, kStochastic, kSaturate, false>(x, shuffle<EvenLanes>(low, high), words[0], even);
+    encode_columns<E, kStochastic, kSaturate, true>(x, shuffle<OddLanes>(low, high), words[1], odd);
+    store_interleaved(&codes[0][kLanes * j], even[0], even[1]);
+    store_interleaved(&codes[1][kLanes * j], odd[0], odd[1]);
+  }
+}
+
+/// The K-major half of one slab, by the factors in `encode`.
+template <class E, bool kStochastic>
+void quantize_slab_columns(const typename E::Storage* x, int columns, const DirectionContext& context, const float* encode,
+                           bool ordinary, const uint32_t* rows, uint32_t block, const PacketsAhead<E>& ahead,
+                           uint64_t (&codes)[2][kPacket / 2]) {
+  const int pairs = static_cast<int>(divide_up(columns, 2 * kLanes));
+  U32 random[kStochastic ? kPairs : 1][2][4];
+  if constexpr (kStochastic) random_pairs(context.random, rows, block, pairs, random);
+  if (__builtin_expect(ordinary, 1))
+    encode_slab_columns<E, kStochastic, false>(x, encode, random, pairs, ahead, codes);
+  else
+    encode_slab_columns<E, kStochastic, true>(x, encode, random, pairs, ahead, codes);
+}
+
+/// Codes of `slabs` slabs to their lines, `stride` bytes apart.
+__attribute__((noinline)) static void store_column_codes(const ColumnTile& tile, int slabs, int columns, uint8_t* data,
+                                                         int64_t stride) {
+  for (int odd = 0; odd < 2; ++odd)
+    for (int i = 0; 2 * i + odd < columns; i += kWords) {
+      alignas(64) uint8_t lines[kWords][8 * kSlabs];
+      for (int s = 0; s < kSlabs; s += kWords) {
+        U32 v[kWords];
+        JLP_UNROLL(8)
+        for (int k = 0; k < kWords; ++k) v[k] = load<U32>(&tile.codes[s + k][odd][i]);
+        transpose_words(v);
+        JLP_UNROLL(8)
+        for (int k = 0; k < kWords; ++k) store(&lines[k][8 * s], v[k]);
+      }
+      for (int k = 0; k < kWords; ++k) {
+        const int column = 2 * (i + k) + odd;
+        if (column < columns) store_line(data + column * stride, lines[k], 8 * slabs);
+      }
+    }
+}
+
+/// Scales of `slabs` slabs to their lines, `stride` bytes apart.
+__attribute__((noinline)) static void store_column_scales(const ColumnTile& tile, int slabs, int columns, uint8_t* scale,
+                                                          int64_t stride) {
+  for (int column = 0; column < columns; column += 16) {
+    Bytes16 v[kSlabs];
+    JLP_UNROLL(8)
+    for (int s = 0; s < kSlabs; ++s) v[s] = load<Bytes16>(&tile.scale[s][column]);
+    transpose(v);
+    uint8_t bytes[16][kSlabs];
+    memcpy(bytes, v, sizeof bytes);
+    for (int i = 0; i < std::min(16, columns - column); ++i) {
+      uint8_t* to = scale + (column + i) * stride;
+      if (slabs == kSlabs)
+        memcpy(to, bytes[i], kSlabs);
+      else
+        memcpy(to, bytes[i], slabs);
     }
   }
 }
@@ -242,7 +267,7 @@ __attribute__((noinline)) void quantize_slab_columns(const Slab<E>& slab, const 
 
 /// Scales of a slab's 16x16 tiles from the maxima of its rows' blocks.
 template <class E>
-JLP_RULE bool tile_scales(const Slab<E>& slab, const Nvfp4TensorScale& tensor, float* encode, uint8_t* scale) {
+JLP_RULE bool tile_scales(const CachedSlab<E>& slab, const Nvfp4TensorScale& tensor, float* encode, uint8_t* scale) {
   U32 amax = U32{};
   for (int r = 0; r < kBlock; ++r) amax = max_magnitude(amax, E::block_amax(slab.x[r]));
   U32 scales;
@@ -272,8 +297,9 @@ struct QuantizeNvfp4 {
   static int64_t column_blocks(const QuantizeProblem& p) { return divide_up(p.rows, kBlock); }
 
   /// The rowwise half of one slab.
-  void slab_rows(const QuantizeProblem& p, int64_t batch, const Slab<E>& slab, const DirectionContext& context,
-                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column) const {
+  void slab_rows(const QuantizeProblem& p, int64_t batch, const CachedSlab<E>& slab, const DirectionContext& context,
+                 const float* tile_encode, bool tiles_ordinary, int64_t row, int64_t column,
+                 const PacketsAhead<E>& ahead) const {
     const int64_t blocks = row_blocks(p), block = column / kBlock;
     const int count = static_cast<int>(divide_up(slab.columns, kBlock));
     Span span;
@@ -282,22 +308,18 @@ struct QuantizeNvfp4 {
     if (stochastic) memcpy(ids, context.random.sixteens + block, count * sizeof *ids);
     RandomSpan random;
     if (stochastic) random.compute(context.random, context.random.rows + row, slab.rows, ids, 1);
-    const bool whole = count == kLanes;
     const int64_t first = (batch * p.rows + row) * blocks + block;
     alignas(64) uint8_t codes[kBlock][kPacketBytes];
-    uint8_t* data = whole ? p.rowwise.data + first * 8 : codes[0];
-    const int64_t step = whole ? blocks * 8 : kPacketBytes;
     if (p.format.tiles)
       (stochastic ? encode_packets<E, true, true> : encode_packets<E, false, true>)(slab.x[0], slab.rows, tile_encode,
-                                                                                    tiles_ordinary, random, nullptr, data,
-                                                                                    step);
+                                                                                    tiles_ordinary, random, ahead, codes[0]);
     else
       (stochastic ? encode_packets<E, true, false> : encode_packets<E, false, false>)(slab.x[0], slab.rows, span.encode[0],
-                                                                                      span.ordinary, random, nullptr, data,
-                                                                                      step);
+                                                                                      span.ordinary, random, ahead,
+                                                                                      codes[0]);
     for (int r = 0; r < slab.rows; ++r) {
       const int64_t at = first + r * blocks;
-      if (!whole) memcpy(p.rowwise.data + at * 8, codes[r], count * 8);
+      store_line(p.rowwise.data + at * 8, codes[r], count * 8);
       if (!p.format.tiles) memcpy(p.rowwise.scale + at, span.scale[r], count);
     }
   }
@@ -305,36 +327,40 @@ struct QuantizeNvfp4 {
   /// The finished K-major tile of slabs [0, slabs) to its place.
   static void store_columns(const QuantizeProblem& p, int64_t batch, const ColumnTile& tile, int64_t row, int slabs,
                             int64_t column, int columns) {
-    const int64_t block = row / kBlock;
+    const int64_t block = row / kBlock, line = batch * p.columns + column;
     const LineStrides strides(p.columnwise, column_blocks(p));
-    for (int c = 0; c < columns; ++c) {
-      const int64_t line = batch * p.columns + column + c;
-      uint8_t* data = p.columnwise.data + line * strides.data + block * 8;
-      if (slabs == kSlabs && reinterpret_cast<uintptr_t>(data) % 64 == 0)
-        stream_line(data, tile.data[c]);
-      else
-        memcpy(data, tile.data[c], slabs * 8);
-      if (!p.format.tiles) memcpy(p.columnwise.scale + line * strides.scale + block, tile.scale[c], slabs);
+    store_column_codes(tile, slabs, columns, p.columnwise.data + line * strides.data + block * 8, strides.data);
+    if (p.format.tiles) return;
+    store_column_scales(tile, slabs, columns, p.columnwise.scale + line * strides.scale + block, strides.scale);
+  }
+
+  /// The columnwise half of one slab, the s-th of a tile. `tile_encode` is what its 16x16 tiles are multiplied by.
+  void slab_columns(const QuantizeProblem& p, const CachedSlab<E>& slab, const DirectionContext& context,
+                    const float* tile_encode, bool ordinary, const uint32_t* rows, uint32_t block,
+                    const PacketsAhead<E>& ahead, int s, ColumnTile& tile) const {
+    alignas(64) Storage rotated[kBlock][kPacket];
+    alignas(64) float encode[kPacket];
+    const Storage* x = slab.x[0];
+    if (p.rotate_columns && !p.format.tiles) {
+      rotate_columns(slab, context.signs, rotated);
+      x = rotated[0];
     }
-  }
-
-  /// The columnwise half of a slab, as the problem wants it: 16x16 tiles are not rotated.
-  auto slab_columns(const QuantizeProblem& p) const {
     if (p.format.tiles)
-      return stochastic ? quantize_slab_columns<E, false, true, true> : quantize_slab_columns<E, false, false, true>;
-    if (p.rotate_columns)
-      return stochastic ? quantize_slab_columns<E, true, true, false> : quantize_slab_columns<E, true, false, false>;
-    return stochastic ? quantize_slab_columns<E, false, true, false> : quantize_slab_columns<E, false, false, false>;
+      for (int i = 0; i < kPacket; ++i) encode[i] = tile_encode[i / kBlock];
+    else
+      ordinary = column_scales<E>(x, context.tensor, encode, tile.scale[s]);
+    (stochastic ? quantize_slab_columns<E, true> : quantize_slab_columns<E, false>)(x, slab.columns, context, encode,
+                                                                                    ordinary, rows, block, ahead,
+                                                                                    tile.codes[s]);
   }
 
-  /// A tile of up to 128 rows by a packet of columns, in the wanted directions.
-  void tile(const QuantizeProblem& p, int64_t batch, int64_t first_row, int64_t column) const {
+  /// A tile of up to 128 rows by a packet of columns, in the wanted directions. `more`: the one to its right comes next.
+  void tile(const QuantizeProblem& p, int64_t batch, int64_t first_row, int64_t column, bool more) const {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
     const DirectionContext row_context(rowwise ? p.rowwise : p.columnwise, batch, 0);
     const DirectionContext column_context(columnwise ? p.columnwise : p.rowwise, batch, p.sign_mask);
     const int64_t last_row = std::min(first_row + kColumnTileRows, p.rows);
-    const auto quantize_slab = slab_columns(p);
     ColumnTile columns;
     alignas(64) float encode[kLanes];
     alignas(64) uint8_t scale[kLanes];
@@ -342,17 +368,21 @@ struct QuantizeNvfp4 {
     bool ordinary = true;
     int slabs = 0, width = 0;
     for (int64_t row = first_row; row < last_row; row += kBlock, ++slabs) {
-      const Slab<E> slab(x, p.rows, p.columns, row, column);
+      const CachedSlab<E> slab(x, p.rows, p.columns, row, column);
+      const bool to_the_right = row + kBlock >= last_row && more;
+      const Storage* next =
+          x + (to_the_right ? first_row * p.columns + column + kPacket : (row + kBlock) * p.columns + column);
+      const PacketsAhead<E> ahead{next, p.columns}, nothing{slab.x[0], 0};
       width = slab.columns;
       if (p.format.tiles) {
         ordinary = tile_scales(slab, row_context.tensor, encode, scale);
         store_tile_scales(p, batch, row / kBlock, column / kBlock, scale, static_cast<int>(divide_up(width, kBlock)));
       }
-      if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column);
+      if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column, columnwise ? nothing : ahead);
       if (!columnwise) continue;
       if (stochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
       const uint32_t id = stochastic ? column_context.random.sixteens[row / kBlock] : 0;
-      quantize_slab(slab, column_context, encode, ordinary, ids, id, slabs, columns);
+      slab_columns(p, slab, column_context, encode, ordinary, ids, id, ahead, slabs, columns);
     }
     if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
   }
@@ -366,12 +396,13 @@ struct QuantizeNvfp4 {
     for (int i = 0; i < count; ++i) p.columnwise.scale[(batch * across + tile_column + i) * down + tile_row] = scale[i];
   }
 
-  // Chunks: tiles where columns or 16x16 blocks are wanted, runs of rows otherwise.
+  // Chunks: strips of tiles where columns or 16x16 blocks are wanted, runs of rows otherwise.
 
+  static constexpr int64_t kStripColumns = 4 * kPacket;
   static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
 
   int64_t chunks_per_matrix(const QuantizeProblem& p) const {
-    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kPacket);
+    if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kStripColumns);
     return RowRuns(p, stochastic).count();
   }
 
@@ -383,9 +414,10 @@ struct QuantizeNvfp4 {
     poison_if_not_finite(wanted.columnwise, batch, chunk, p.columns, columns_out, column_blocks(p));
     if (!wanted.rowwise.data && !wanted.columnwise.data) return;
     if (!by_tiles(p)) return run(wanted, batch, chunk);
-    const int64_t across = divide_up(p.columns, kPacket);
-    const int64_t row = chunk / across * kColumnTileRows, column = chunk % across * kPacket;
-    return tile(wanted, batch, row, column);
+    const int64_t across = divide_up(p.columns, kStripColumns), first = chunk % across * kStripColumns;
+    const int64_t last = std::min(first + kStripColumns, p.columns);
+    for (int64_t column = first; column < last; column += kPacket)
+      tile(wanted, batch, chunk / across * kColumnTileRows, column, column + kPacket < last);
   }
 
  private:
