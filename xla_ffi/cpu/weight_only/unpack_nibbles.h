@@ -11,12 +11,10 @@
 #include "../../numerics/e2m1.h"
 #include "../../numerics/float8.h"
 #include "../../numerics/int4.h"
-#include "sixteen_lanes.h"
+#include "operands.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
-
-constexpr int kUnpacked = 32;  // codes that are unpacked together
 
 #if defined(JLP_ISA_AVX2)
 /// 16 bytes, in either half.
@@ -119,9 +117,18 @@ JLP_RULE void count_codes(F32 (&numbers)[kParts]) {
   }
 }
 
+/// An E2M1 code times a scale of one byte, exact in bfloat16.
+template <class Decode>
+float scaled_e2m1(uint32_t code, uint32_t scale, Decode decode) {
+  using L1 = Lanes<float>;
+  return L1::flush(e2m1_decode<float>(code) * L1::flush(decode(scale)));
+}
+
 /// Tables of E2M1 codes times any scale of one byte, made once.
 class E2M1Tables {
  public:
+  using Operands = Numbers;
+
   /// Of E4M3 scales or of E8M0, powers of two.
   static const E2M1Tables& e4m3() {
     static const E2M1Tables tables([](uint32_t scale) { return float8_decode<E4M3, float>(scale); });
@@ -132,6 +139,15 @@ class E2M1Tables {
     return tables;
   }
 
+  /// 16 bytes of codes, the latter 8 with scale `second`.
+  __attribute__((always_inline)) void unpack(uint8_t first, uint8_t second, const uint8_t* codes, Sixteen (&w)[2]) const {
+    (*this)[first].unpack((*this)[second], codes, w);
+  }
+  __attribute__((always_inline)) void unpack(uint8_t scale, const uint8_t* codes, Sixteen (&w)[2]) const {
+    (*this)[scale].unpack(codes, w);
+  }
+
+ private:
   NibbleTable<BF16> operator[](uint8_t scale) const {
 #if defined(JLP_ISA_AVX2)
     return {load_twice(bytes_[scale][0]), load_twice(bytes_[scale][1])};
@@ -140,13 +156,11 @@ class E2M1Tables {
 #endif
   }
 
- private:
   template <class Decode>
   explicit E2M1Tables(Decode decode) {
-    using L1 = Lanes<float>;
     for (uint32_t scale = 0; scale < 256; ++scale)
       for (uint32_t code = 0; code < 16; ++code) {
-        const float number = L1::flush(e2m1_decode<float>(code) * L1::flush(decode(scale)));
+        const float number = scaled_e2m1(code, scale, decode);
 #if defined(JLP_ISA_AVX2)
         const uint32_t half = bf16_encode(number);  // exact
         bytes_[scale][0][code] = half & 0xFF, bytes_[scale][1][code] = half >> 8;
@@ -166,13 +180,13 @@ template <class E>
 using Int4DeployOf = std::conditional_t<std::is_same_v<E, BF16>, Int4BF16, Int4F16>;
 
 /// Of Int4 codes in a group: steps from `zero` by `scale`, rounded once to E. A scale that is not finite gives NaN.
-template <class E>
-JLP_RULE NibbleTable<E> int4_table(uint16_t scale_bits, uint8_t zero) {
+template <class E, class Table = NibbleTable<E>>
+JLP_RULE Table int4_table(uint16_t scale_bits, uint8_t zero) {
   const F32 scale = L::splat(int4_decode_scale<float, Int4DeployOf<E>>(scale_bits)), middle = L::splat(zero);
   F32 numbers[kParts];
   count_codes(numbers);
   for (F32& part : numbers) part = L::flush((part - middle) * scale);
-  return NibbleTable<E>(numbers);
+  return Table(numbers);
 }
 
 #if defined(JLP_ISA_AVX2)
