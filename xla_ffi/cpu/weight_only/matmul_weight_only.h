@@ -146,7 +146,7 @@ struct WeightOnlyTiles {
   /// Calls visit(row, column), unrolled, so that what it indexes can stay in registers.
   template <int kHigh, int kWide, class Visit>
   JLP_RULE void for_each(Visit visit) {
-    JLP_UNROLL(4)
+    JLP_UNROLL(8)
     for (int r = 0; r < kHigh; ++r) {
       JLP_UNROLL(8)
       for (int c = 0; c < kWide; ++c) visit(r, c);
@@ -176,9 +176,15 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
 
   // --- how the result is cut
 
-  static constexpr int kFewRows = 4;
-  static constexpr int kChains = kLanes == 16 ? 8 : 4;    // of multiply-adds, as many as registers hold beside the tables
-  static constexpr int64_t kMostRows = kPairs ? 96 : 64;  // of a chunk: what it unpacks stays in the second cache, and
+  static constexpr int kFewRows = kPairs ? 8 : 4;
+  static constexpr int64_t kLine = 64 / Row::byte_of(kUnpacked) * kUnpacked;  // numbers in a cache line
+
+  /// Chains of multiply-adds, as many as registers hold beside the tables.
+  static constexpr int chains(int rows) {
+    if (kPairs) return rows > 4 ? 24 : 16;
+    return kLanes == 16 ? 8 : 4;
+  }
+  static constexpr int64_t kMostRows = kPairs ? 96 : 64;      // of a chunk: what it unpacks stays in the second cache, and
   static constexpr int64_t kMostColumns = kPairs ? 384 : 48;  // so do sums that wait for another span, if they often do
 
   static bool few_rows(const WeightOnlyProblem& p) { return Row::kInRegisters && p.rows <= kFewRows; }
@@ -208,7 +214,7 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     const Totals totals = {reinterpret_cast<float*>(x + row * p.rows), stride};
     arrange_rows(p, batch, 0, p.rows, 0, depth, kSums, [&](int64_t r) { return x + r * row; });
     Tiles::template with_rows<kFewRows>(p.rows, [&](auto rows) {
-      constexpr int kTogether = std::max(1, kChains / (rows * kParts));  // columns
+      constexpr int kTogether = std::clamp(chains(rows) / (rows * kParts), 1, Row::kMostTogether);  // columns
       int64_t c = 0;
       for (; c + kTogether <= range.columns; c += kTogether)
         multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
@@ -241,14 +247,17 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     for (int64_t run = 0, k = 0; k < depth; ++run) {
       const int64_t end = k + std::min(length, depth - k);
       const auto runs = runs_of(rows, run, std::make_integer_sequence<int, kCount>());
-      for (; k < end; k += kUnpacked) {
+      while (k < end) {
         JLP_UNROLL(8)
-        for (int c = 0; c < kCount; ++c) {
-          __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
-          typename Operands::Unpacked w;
-          runs[c].unpack(k, w);
-          JLP_UNROLL(4)
-          for (int r = 0; r < kWide; ++r) Operands::add_unpacked(sums[r][c], x + units(r * depth + k), w);
+        for (int c = 0; c < kCount; ++c) __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
+        for (const int64_t line_end = std::min(k + kLine, end); k < line_end; k += kUnpacked) {
+          JLP_UNROLL(8)
+          for (int c = 0; c < kCount; ++c) {
+            typename Operands::Unpacked w;
+            runs[c].unpack(k, w);
+            JLP_UNROLL(8)
+            for (int r = 0; r < kWide; ++r) Operands::add_unpacked(sums[r][c], x + units(r * depth + k), w);
+          }
         }
       }
     }
@@ -275,8 +284,8 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
   static void multiply_step(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range, const Part& part,
                             int64_t column, int64_t k, int64_t step, int64_t end) {
     const int64_t columns = std::min<int64_t>(kColumns, range.columns - column), step_end = std::min(step + kStep, end);
-    for (int64_t c = 0; c < columns; ++c)
-      unpack_column(p, batch, range.first_column + column + c, step, step_end, part.w + c * kSums);
+    Tiles::template with_rows<kColumns>(
+        columns, [&](auto count) { unpack_columns<count>(p, batch, range.first_column + column, step, step_end, part.w); });
     const NextColumns next =
         step_end < end ? columns_at(p, batch, range, column, step_end) : columns_at(p, batch, range, column + kColumns, k);
     Tiles::multiply_columns_of_step(range, part, column, columns,
@@ -303,17 +312,22 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
             divide_up(range.rows, kRows)};
   }
 
-  __attribute__((noinline)) static void unpack_column(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
-                                                      int64_t end, Unit* out) {
-    const Row row(p, batch, column);
-    const int64_t length = row.run_length();
+  /// Columns from `column` on, of K [k, end), all together: their chains of instructions overlap.
+  template <int kCount>
+  __attribute__((noinline)) static void unpack_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
+                                                       int64_t end, Unit* out) {
+    const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
+    const int64_t length = rows[0].run_length();
     for (int64_t index = k / length; k < end; ++index) {
-      const auto run = row.run(index);
+      const auto runs = runs_of(rows, index, std::make_integer_sequence<int, kCount>());
       const int64_t run_end = std::min((index + 1) * length, end);
       for (; k < run_end; k += kUnpacked, out += units(kUnpacked) * kColumns) {
-        typename Operands::Unpacked w;
-        run.unpack(k, w);
-        Operands::store_unpacked(out, kColumns * kSums, w);
+        JLP_UNROLL(8)
+        for (int c = 0; c < kCount; ++c) {
+          typename Operands::Unpacked w;
+          runs[c].unpack(k, w);
+          Operands::store_unpacked(out + c * kSums, kColumns * kSums, w);
+        }
       }
     }
   }

@@ -69,6 +69,7 @@ struct Numbers {
 /// Where the halves of pairs come from, upper halves being of the first step: 16-bit places in memory order, the lower half
 /// of a lane first.
 struct PairOrder {
+  alignas(64) uint8_t code[2 * kUnpacked] = {};  // of 32 8-bit codes: a half's, twice
   alignas(64) uint16_t number[kUnpacked] = {};   // of 32 in order of k
   alignas(64) uint8_t byte[2 * kUnpacked] = {};  // of 16 bytes of 4-bit codes: the two bytes that hold a half's code,
   alignas(64) uint16_t shift[kUnpacked] = {};    // and how many bits below it
@@ -76,7 +77,7 @@ struct PairOrder {
   constexpr PairOrder() {
     for (int half = 0; half < kUnpacked; ++half) {
       const int k = lane_at(half / 2) + (half % 2 ? 0 : kSums);
-      number[half] = k, shift[half] = k % 4 * 4;
+      code[2 * half] = code[2 * half + 1] = k, number[half] = k, shift[half] = k % 4 * 4;
       byte[2 * half] = k / 4 * 2, byte[2 * half + 1] = k / 4 * 2 + 1;
     }
   }

@@ -21,10 +21,29 @@ namespace JLP_ISA {
 JLP_RULE __m256i load_twice(const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); }
 #endif
 
+/// 0 to 15, each where a table takes its number from: in order, or for AVX2 as its packing puts them in order.
+JLP_RULE void count_codes(F32 (&numbers)[kParts]) {
+  for (int i = 0; i < kSums; ++i) {
+    const int code = kLanes == 8 ? i % 4 + i / 4 % 2 * 8 + i / 8 * 4 : i;
+    numbers[i / kLanes][i % kLanes] = static_cast<float>(code);
+  }
+}
+
+template <class E>
+using Int4DeployOf = std::conditional_t<std::is_same_v<E, BF16>, Int4BF16, Int4F16>;
+
 /// What the codes 0 to 15 stand for: numbers of a 16-bit float type E.
 template <class E>
 class NibbleTable {
  public:
+  /// Of Int4 codes in a group: steps from `zero` by `scale`, rounded once to E. A scale that is not finite gives NaN.
+  JLP_RULE NibbleTable of_int4(uint16_t scale_bits, uint8_t zero) {
+    const F32 scale = L::splat(int4_decode_scale<float, Int4DeployOf<E>>(scale_bits)), middle = L::splat(zero);
+    F32 numbers[kParts];
+    count_codes(numbers);
+    for (F32& part : numbers) part = L::flush((part - middle) * scale);
+    return NibbleTable(numbers);
+  }
   /// From numbers in the order of count_codes, rounded here.
   explicit NibbleTable(const F32 (&numbers)[kParts]) {
 #if defined(JLP_ISA_AVX512)
@@ -109,14 +128,6 @@ class NibbleTable {
 #endif
 };
 
-/// 0 to 15, each where a table takes its number from: in order, or for AVX2 as its packing puts them in order.
-JLP_RULE void count_codes(F32 (&numbers)[kParts]) {
-  for (int i = 0; i < kSums; ++i) {
-    const int code = kLanes == 8 ? i % 4 + i / 4 % 2 * 8 + i / 8 * 4 : i;
-    numbers[i / kLanes][i % kLanes] = static_cast<float>(code);
-  }
-}
-
 /// An E2M1 code times a scale of one byte, exact in bfloat16.
 template <class Decode>
 float scaled_e2m1(uint32_t code, uint32_t scale, Decode decode) {
@@ -176,19 +187,6 @@ class E2M1Tables {
 #endif
 };
 
-template <class E>
-using Int4DeployOf = std::conditional_t<std::is_same_v<E, BF16>, Int4BF16, Int4F16>;
-
-/// Of Int4 codes in a group: steps from `zero` by `scale`, rounded once to E. A scale that is not finite gives NaN.
-template <class E, class Table = NibbleTable<E>>
-JLP_RULE Table int4_table(uint16_t scale_bits, uint8_t zero) {
-  const F32 scale = L::splat(int4_decode_scale<float, Int4DeployOf<E>>(scale_bits)), middle = L::splat(zero);
-  F32 numbers[kParts];
-  count_codes(numbers);
-  for (F32& part : numbers) part = L::flush((part - middle) * scale);
-  return Table(numbers);
-}
-
 #if defined(JLP_ISA_AVX2)
 /// Tables of Int4 codes times bfloat16 scales, made once: steps times a scale round alike whatever the scale's sign and the
 /// upper bits of its exponent, so they are kept for each lower byte of a scale and its upper byte is added to theirs.
@@ -214,7 +212,7 @@ class Int4Tables {
  private:
   /// Through memory: returned as a table, it would have g++ keep the callers' tables there.
   __attribute__((noinline, cold)) static void compute(uint16_t scale, uint8_t zero, uint8_t (&bytes)[2][16]) {
-    int4_table<BF16>(scale, zero).store_bytes(bytes);
+    NibbleTable<BF16>::of_int4(scale, zero).store_bytes(bytes);
   }
 
   // Scales that are normal numbers, and so small that 15 steps are finite.

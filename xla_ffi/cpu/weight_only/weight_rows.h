@@ -18,6 +18,7 @@ namespace JLP_ISA {
 /// they are a noticeable part of the time.
 struct WeightRow {
   using Operands = Numbers;
+  static constexpr int kMostTogether = 8;  // rows that few registers are short of pointers for
 
   const uint8_t* codes;
   int64_t bytes;  // of codes
@@ -30,7 +31,7 @@ struct WeightRow {
         block(p.weight.format.block) {
     codes = p.weight.data + (batch * p.columns + row) * bytes;
   }
-  JLP_RULE int64_t byte_of(int64_t k) { return k >> 1; }
+  JLP_RULE constexpr int64_t byte_of(int64_t k) { return k >> 1; }
 };
 
 /// Int4 with groups of whole 32s and scales of type E: one table of 16 numbers a group.
@@ -59,7 +60,7 @@ struct Int4Row : WeightRow {
 #if defined(JLP_ISA_AVX2)
     if constexpr (std::is_same_v<E, BF16>) return {tables.table(scale, zero), codes};
 #endif
-    return {int4_table<E, Table>(scale, zero), codes};
+    return {Table::of_int4(scale, zero), codes};
   }
 
 #if defined(JLP_ISA_AVX2)
@@ -100,6 +101,7 @@ struct Int4AnyGroupRow : Int4Row<E> {
 template <int kCodes, class Tables = E2M1Tables>
 struct E2M1Row : WeightRow {
   using Operands = typename Tables::Operands;
+  static constexpr int kMostTogether = kCodes == kSums ? 4 : 8;
   static constexpr bool kInRegisters = true;
   static constexpr int64_t kRun = 512;
   const Tables& tables = kCodes == kSums ? Tables::e4m3() : Tables::e8m0();
@@ -145,7 +147,7 @@ struct Float8Row : WeightRow {
 
   __attribute__((always_inline)) Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
-  JLP_RULE int64_t byte_of(int64_t k) { return k; }
+  JLP_RULE constexpr int64_t byte_of(int64_t k) { return k; }
   int64_t run_length() const { return scaling == Scaling::kTensor ? INT64_MAX : block; }
 
   struct Run {
@@ -185,7 +187,7 @@ struct Float8Row : WeightRow {
 
 #if defined(JLP_ISA_AVX512_BF16)
 /// Int4 with groups of whole 32s and bfloat16 scales.
-struct Int4PairRow : Int4Row<BF16, PairTable> {
+struct Int4PairRow : Int4Row<BF16, NibblePairTable> {
   using Operands = Pairs;
   using Int4Row::Int4Row;
 };
@@ -205,6 +207,50 @@ struct PairsOf : Row {
     }
   };
   __attribute__((always_inline)) Run run(int64_t index) const { return {Row::run(index)}; }
+};
+
+/// 8-bit codes of tensors, or with an E8M0 scale for 32 of them.
+template <class Element>
+struct Float8PairRow : Float8Row<Element> {
+  using Operands = Pairs;
+  static constexpr int kMostTogether = 4;
+  const PairTable<Element>& table = PairTable<Element>::get();
+  const uint8_t* scale_bytes;
+  int64_t last_scale;
+
+  __attribute__((always_inline)) Float8PairRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : Float8Row<Element>(p, batch, row) {
+    const bool tensor = this->scaling == Scaling::kTensor;
+    scale_bytes = tensor ? &kNoScale : this->scales, last_scale = tensor ? 0 : INT64_MAX;
+  }
+  int64_t run_length() const { return INT64_MAX; }
+
+  struct Run {
+    const Float8PairRow& row;
+
+    __attribute__((always_inline)) void unpack(int64_t k, U32& pairs) const {
+      const int32_t exponent = row.scale_bytes[std::min(k / kUnpacked, row.last_scale)] - kNoScale;
+      const bool moderate = exponent >= -kMost && exponent <= kMost;
+      if (__builtin_expect(!moderate || k + kUnpacked > row.bytes, false)) {
+        uint32_t stored[kSums];  // through memory, so that g++ keeps the callers' vectors in registers
+        row.unpack_any(k, stored);
+        pairs = load<U32>(stored);
+        return;
+      }
+      pairs = scale_pairs(decode_pairs(row.codes + k, row.table), exponent);
+    }
+  };
+  __attribute__((always_inline)) Run run(int64_t) const { return {*this}; }
+
+ private:
+  static constexpr uint8_t kNoScale = 127;  // 2^0
+  static constexpr int32_t kMost = 100;     // of an exponent, with which no number of 8 bits leaves bfloat16's range
+
+  __attribute__((noinline, cold)) void unpack_any(int64_t k, uint32_t* out) const {
+    Sixteen w[2];
+    Float8Row<Element>::run(k / Float8Row<Element>::run_length()).unpack(k, w);
+    store(out, pair(w[0].part[0], w[1].part[0]));
+  }
 };
 #endif
 
@@ -228,8 +274,7 @@ auto with_weight_pairs(const Format& format, Visit visit) {
     case CodeType::kE2M1:
       return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16, E2M1PairTables>>{})
                                                   : visit(Kind<E2M1Row<32, E2M1PairTables>>{});
-    default:
-      return with_float8(format.code, [&](auto element) { return visit(Kind<PairsOf<Float8Row<decltype(element)>>>{}); });
+    default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8PairRow<decltype(element)>>{}); });
   }
 }
 #endif
