@@ -19,7 +19,7 @@ from timing import Cases, environment, keep_memory, save
 import jaxlowprec as jlp
 from jaxlowprec.wiring import native
 
-SIZE, ROWS = 4096, 1024
+SIZE, ROWS, BATCHES = 4096, 1024, (2, 4, 8, 16, 32, 64)
 WEIGHTS = 16  # 128 MiB of 4-bit codes
 FORMATS = (  # format, least speed against XLA's matvec and against reading
     (jlp.Int4(128), 6, 0.6),
@@ -82,20 +82,34 @@ def prefill(cases: Cases, rounds: int) -> None:
     cases.add(name, "XLA's float32 dot", None, lambda: multiply(a, q), lambda: plain(x, w), rounds)
 
 
+def batches(cases: Cases, rounds: int) -> None:
+    """The rows of a few sequences that are decoded together."""
+    w = weight(1).astype(jnp.bfloat16)
+    q = jlp.quantize(w, jlp.Int4(128))
+    multiply = jax.jit(jlp.scaled_matmul)
+    for rows in BATCHES:
+        a = jax.random.normal(jax.random.key(0), (rows, SIZE), jnp.bfloat16)
+        against, dot = fastest_dot(a, w, rounds)
+        name = f"scaled_matmul {rows}x{SIZE}x{SIZE}, bfloat16 by {q.format}"
+        cases.add(name, against, None, lambda a=a: multiply(a, q), dot, rounds)
+
+
 def main() -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=("decoding", "prefill"))
+    parser.add_argument("--only", choices=("decoding", "batches", "prefill"))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
     keep_memory()
     few, many = (3, 5) if options.quick else (5, 15)
     one, isa = PerProduct(), native.isa()
     whole = Cases()
-    if options.only != "prefill":
+    if options.only in (None, "decoding"):
         decoding(one, Copies(environment()["cores"]), many)
-    if options.only != "decoding":
+    if options.only in (None, "batches"):
+        batches(whole, many)
+    if options.only in (None, "prefill"):
         prefill(whole, few)
     if options.save:
         print(save(f"weight_only_matmul_{isa}", {"cases": {isa: one.found + whole.found}}))

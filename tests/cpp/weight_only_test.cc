@@ -33,6 +33,7 @@ const Kind kKinds[] = {
     {"MXFP4", mx(CodeType::kE2M1)},
     {"MXFP4 32x32", mx(CodeType::kE2M1, true)},
     {"MXFP8", mx(CodeType::kE4M3)},
+    {"MXFP8 E5M2", mx(CodeType::kE5M2)},
     {"MXFP8 E5M2 32x32", mx(CodeType::kE5M2, true)},
     {"FP8 blocks", float8_block(CodeType::kE4M3, false, false)},
     {"FP8 tiles", float8_block(CodeType::kE5M2, true)},
@@ -131,7 +132,9 @@ TEST(weight_only_bytes_are_the_rules) {
   std::mt19937 random(1);
   std::vector<Shape> shapes = {{1, 1, 37, 520}, {2, 5, 19, 77}};
   const Shape largest = kSanitized ? Shape{1, 70, 37, 520} : Shape{1, 70, 100, 1100};
-  if (!kReduced) shapes.insert(shapes.end(), {{1, 2, 70, 1000}, {2, 4, 33, 64}, largest, {1, 3, 5, 1}});
+  const Shape widest = {1, 6, 2500, 40},
+              deepest = {1, 6, 13, 4096 + 2048 + 100};  // more than a chunk's columns and a span of K
+  if (!kReduced) shapes.insert(shapes.end(), {{1, 2, 70, 1000}, {2, 4, 33, 64}, largest, {1, 3, 5, 1}, widest, deepest});
   for (const Kind& kind : kKinds)
     for (const Shape& shape : shapes)
       for (const ElementType type : kTypes) {
@@ -146,22 +149,24 @@ TEST(weight_only_bytes_are_the_rules) {
 TEST(weight_only_every_code_by_every_scale) {
   std::mt19937 random(3);
   const uint32_t step = kReduced ? 37 : 1;
+  const std::vector<uint32_t> powers = {0, 1, 9, 26, 27, 28, 126, 127, 128, 226, 227, 228, 246, 254, 255};  // of 8-bit codes
   std::vector<uint32_t> bytes, words;  // words: of upper bytes about the ends of the range and in its middle
   for (uint32_t i = 0; i < 256; i += step) bytes.push_back(i);
   for (const uint32_t upper : {0x00, 0x04, 0x3C, 0x3F, 0x40, 0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0x80, 0xBF, 0xFD, 0xFF})
     for (uint32_t lower = 0; lower < 256; lower += upper == 0x3F ? step : 5 * step) words.push_back(upper << 8 | lower);
   for (const Kind& kind : kKinds) {
     const Format& f = kind.format;
-    if (!f.packed() || f.tiles) continue;
+    if (f.tiles || (!f.packed() && f.scaling != Scaling::kE8M0)) continue;
     const check::Given given(kind.name);
-    const auto& scales = f.scale_bytes() == 2 ? words : bytes;
-    const int64_t columns = 16 * static_cast<int64_t>(scales.size()), depth = f.block;  // a code and a scale per column
-    for (const int64_t rows : {1, 5}) {
-      const Case c(kind, {1, rows, columns, depth}, ElementType::kF32, random);
-      std::fill_n(c.x.as<float>(), rows * depth, 1.0f);
+    const auto& scales = !f.packed() ? powers : f.scale_bytes() == 2 ? words : bytes;
+    const int64_t codes = f.packed() ? 16 : 256, columns = codes * static_cast<int64_t>(scales.size()),
+                  depth = f.block;  // a code and a scale per column
+    for (const auto& [rows, type] : {std::pair(1, ElementType::kF32), {5, ElementType::kF32}, {1, ElementType::kBF16}}) {
+      const Case c(kind, {1, rows, columns, depth}, type, random);
+      for (int64_t i = 0; i < rows * depth; ++i) reference::put(c.x.as(), type, i, 1.0f);
       for (int64_t n = 0; n < columns; ++n) {
-        memset(c.data.as() + n * f.row_bytes(depth), 0x11 * (n % 16), f.row_bytes(depth));
-        memcpy(c.scale.as() + n * f.scale_bytes(), &scales[n / 16], f.scale_bytes());
+        memset(c.data.as() + n * f.row_bytes(depth), (f.packed() ? 0x11 : 1) * (n % codes), f.row_bytes(depth));
+        memcpy(c.scale.as() + n * f.scale_bytes(), &scales[n / codes], f.scale_bytes());
       }
       check_bytes(c);
     }
@@ -171,19 +176,21 @@ TEST(weight_only_every_code_by_every_scale) {
 TEST(weight_only_row_does_not_depend_on_the_other_rows_nor_on_the_threads) {
   std::mt19937 random(2);
   const int64_t rows = kReduced ? 9 : 80, columns = 70, depth = 600;
-  for (const Kind& kind : kKinds) {
-    const check::Given given(kind.name);
-    const Case c(kind, {1, rows, columns, depth}, ElementType::kF32, random);
-    for (const Kernels* k : kernels_under_test()) {
-      run_chunks(*k, c.p, false);
-      for (const int64_t count : {1, 2, 3, 4, 5, 8}) {
-        const int64_t first = random() % (rows - count + 1);
-        const Buffer some(4 * count * columns);
-        WeightOnlyProblem p = c.p;
-        p.rows = count, p.threads = count, p.x = c.x.as<float>() + first * depth, p.result = some.as();
-        run_chunks(*k, p, true);
-        CHECK_EQ(memcmp(some.as(), c.result.as<float>() + first * columns, some.size()), 0);
+  for (const Kind& kind : kKinds)
+    for (const ElementType type : {ElementType::kF32, ElementType::kBF16}) {
+      const check::Given given(kind.name + ", " + name(type));
+      const Case c(kind, {1, rows, columns, depth}, type, random);
+      for (const Kernels* k : kernels_under_test()) {
+        run_chunks(*k, c.p, false);
+        for (const int64_t count : {1, 2, 3, 4, 5, 8}) {
+          const int64_t first = random() % (rows - count + 1);
+          const Buffer some(4 * count * columns);
+          WeightOnlyProblem p = c.p;
+          p.rows = count, p.threads = count, p.result = some.as();
+          p.x = c.x.as() + first * depth * reference::element_size(type);
+          run_chunks(*k, p, true);
+          CHECK_EQ(memcmp(some.as(), c.result.as<float>() + first * columns, some.size()), 0);
+        }
       }
     }
-  }
 }

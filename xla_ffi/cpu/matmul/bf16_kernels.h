@@ -1,5 +1,6 @@
-// AVX-512's kernels with a GEMM of 8-bit codes by AVX512_BF16's dot product. Neither function may be called before the
-// processor is known to have that, AVX-512 as dispatch.cc asks for it, and AVX512_VBMI.
+// AVX-512's kernels with GEMMs by AVX512_BF16's dot product: of 8-bit codes, and of bfloat16 activations with a quantised
+// weight. Neither function may be called before the processor is known to have that, AVX-512 as dispatch.cc asks for it, and
+// AVX512_VBMI.
 #pragma once
 
 #include "../kernels.h"

@@ -1,9 +1,8 @@
 // The operands of matmul_float8.h as bfloat16 numbers, which hold every one of them exactly, two neighbours along K to a
 // unit: how codes become them and how AVX512_BF16's dot product multiplies them.
 //
-// That instruction is two fused multiply-adds in turn, each rounded to nearest even, subnormals being zero: the upper half's
-// first. So the first neighbour goes into the upper half, and a chain of dot products is the chain of fused multiply-adds
-// along K of the other instruction sets, byte for byte. bf16_dot_check.h holds the processor to it.
+// The first neighbour goes into the upper half, so that a chain of dot products is the chain of fused multiply-adds along K
+// of the other instruction sets (bf16_pair.h).
 #pragma once
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include "../../numerics/float8.h"
 #include "../../problems.h"
 #include "../vec.h"
+#include "bf16_pair.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -22,12 +22,9 @@ constexpr int kPerUnit = 2;
 
 JLP_RULE U32 splat_unit(uint32_t unit) { return U32{} + unit; }
 
-JLP_RULE U32 pair(F32 first, F32 second) { return L::bits(first) | (L::bits(second) >> 16); }
-
-/// sums + first * first + second * second, rounded after each product. (Not the masked forms: g++ drops half the mask.)
 template <bool kMayUnderflow>
 JLP_RULE F32 add_products_of(U32 a, U32 b, F32 sums) {
-  return (F32)_mm512_dpbf16_ps(raw(sums), (__m512bh)raw(a), (__m512bh)raw(b));
+  return add_products_of_pairs(a, b, sums);
 }
 
 /// Both numbers through `scaled(numbers, k)`, which is exact, or zero or infinity.

@@ -8,7 +8,7 @@ namespace {
 
 template <class Visit>
 auto resolve(const WeightOnlyProblem& p, Visit visit) {
-  return with_weight_rows(p.weight.format, [&](auto kind) { return visit(WeightOnly<typename decltype(kind)::type>{}); });
+  return with_weight_rows(p, [&](auto kind) { return visit(WeightOnly<typename decltype(kind)::type>{}); });
 }
 
 }  // namespace

@@ -5,9 +5,10 @@
 // chains of multiply-adds overlap. x, as float32 in the lanes' order, stays in the first cache.
 // Bytes moved per element of w: its code.
 //
-// More rows: bound by multiplying. K is walked in steps: x's rows of a chunk are unpacked for one step, then w's columns;
-// tiles of results keep their sums in registers for a step while the tile's columns stay in the first cache and the rest in
-// the second. Sums wait for the next step in scratch memory.
+// More rows: bound by multiplying. K is walked in spans, for which x's rows of a chunk are unpacked, and these in steps. The
+// columns of a tile are unpacked for a step and multiplied by all rows: tiles of results keep their sums in registers for a
+// step while the columns stay in the first cache and x's rows in the second. Sums wait for the next step in scratch memory.
+// Meanwhile the codes that come next are prefetched.
 #pragma once
 
 #include <algorithm>
@@ -18,38 +19,6 @@
 
 namespace jaxlowprec {
 namespace JLP_ISA {
-
-/// Rows of x as float32 in the lanes' order: K from `k` on, zeros beyond its end up to k + count.
-template <class E>
-__attribute__((noinline)) void arrange_row(const WeightOnlyProblem& p, int64_t row, int64_t k, int64_t count, float* out) {
-  const auto* x = static_cast<const typename E::Storage*>(p.x) + row * p.depth;
-  for (int64_t at = 0; at < count; at += kSums) {
-#if defined(JLP_ISA_AVX2)
-    if constexpr (std::is_same_v<E, BF16>) {
-      if (k + at + kSums <= p.depth) {
-        store_sixteen(out + at, arrange(load<__m256i>(x + k + at)));
-        continue;
-      }
-    }
-#endif
-    F32 numbers[kParts];
-    for (int i = 0; i < kParts; ++i) {
-      const int64_t from = k + at + i * kLanes, left = std::clamp<int64_t>(p.depth - from, 0, kLanes);
-      numbers[i] = L::flush(
-          left == kLanes ? E::load_lanes(x + from)
-                         : load_elements(p.x, p.x_type, row * p.depth + std::min(from, p.depth), static_cast<int>(left)));
-    }
-    store_sixteen(out + at, arrange(numbers));
-  }
-}
-
-JLP_RULE void arrange_rows(const WeightOnlyProblem& p, int64_t batch, int64_t first, int64_t rows, int64_t k, int64_t count,
-                           int64_t stride, float* out) {
-  with_element(p.x_type, [&](auto element) {
-    for (int64_t r = 0; r < rows; ++r)
-      arrange_row<decltype(element)>(p, batch * p.rows + first + r, k, count, out + r * stride);
-  });
-}
 
 /// The totals of a chunk, which its epilogue starts from.
 struct Totals {
@@ -62,8 +31,12 @@ struct Totals {
     float alpha = 1;
     if (p.weight.format.scaling == Scaling::kTwoLevel) alpha = Lanes<float>::flush(p.weight.amax[batch] * kNvfp4WeightScale);
     if (p.weight.format.scaling == Scaling::kTensor) memcpy(&alpha, p.weight.scale + 4 * batch, 4);
-    finish_range(p, batch, range,
-                 [&](int64_t r, int64_t v) { return L::flush(load<F32>(y + r * stride + v * kLanes) * alpha); });
+    for (int64_t column = 0; column < range.columns; column += kMostFinished) {
+      const MatmulRange part = {range.first_row, range.rows, range.first_column + column,
+                                std::min(kMostFinished, range.columns - column)};
+      finish_range(p, batch, part,
+                   [&](int64_t r, int64_t v) { return L::flush(load<F32>(y + r * stride + column + v * kLanes) * alpha); });
+    }
   }
 
  private:
@@ -71,7 +44,10 @@ struct Totals {
 };
 
 /// Tiles of many rows of x by unpacked columns of w: the same for every kind of weight.
+template <class Operands>
 struct WeightOnlyTiles {
+  using Unit = typename Operands::Unit;
+
 #if defined(JLP_ISA_AVX512)
   static constexpr int kRows = 4, kColumns = 6;
 #elif defined(JLP_ISA_AVX2)
@@ -79,7 +55,13 @@ struct WeightOnlyTiles {
 #else
   static constexpr int kRows = 1, kColumns = 3;
 #endif
-  static constexpr int64_t kStep = 512;  // of K, that a tile's sums stay in registers for; whole runs of E2M1
+  static constexpr bool kPairs = Operands::kPerUnit == 2;
+  static constexpr int64_t kStep = kPairs ? 2048 : 512;         // of K, that sums stay in registers for; whole runs of E2M1
+  static constexpr int64_t kSpan = kPairs ? 2 * kStep : kStep;  // of K, that x's rows are unpacked for
+  static constexpr int64_t kTile = kRows * kColumns * kSums;
+  using NextColumns = Ahead<4>;
+
+  JLP_RULE int64_t units(int64_t numbers) { return numbers / Operands::kPerUnit; }
 
   /// Calls visit with `rows`, 1 to kMost, as a constant.
   template <int kMost, class Visit>
@@ -91,64 +73,70 @@ struct WeightOnlyTiles {
 
   /// A chunk's scratch memory.
   struct Part {
-    float* x;     // [rows][kStep]
-    float* w;     // [columns][kStep]
-    float* sums;  // [tiles][kRows][kColumns][kSums]
+    Unit* x;      // [row tiles][units(kSpan) / kSums][kRows][kSums]
+    Unit* w;      // [units(kStep) / kSums][kColumns][kSums]
+    float* sums;  // [column tiles, or 1 if none waits for another span][row tiles][kRows][kColumns][kSums]
     Totals totals;
+    int64_t x_stride, sums_stride;  // of tiles
 
-    explicit Part(const MatmulRange& range) {
+    Part(const MatmulRange& range, int64_t depth) : x_stride(kRows * units(std::min(depth, kSpan))) {
       const int64_t row_tiles = divide_up(range.rows, kRows), column_tiles = divide_up(range.columns, kColumns);
-      const int64_t x_size = range.rows * kStep, w_size = range.columns * kStep,
-                    sums_size = row_tiles * column_tiles * kTile, stride = Totals::stride_of(range);
-      x = reinterpret_cast<float*>(thread_scratch((x_size + w_size + sums_size + range.rows * stride) * sizeof(float)));
-      w = x + x_size, sums = w + w_size, totals = {sums + sums_size, stride};
+      sums_stride = depth > kSpan ? row_tiles * kTile : 0;
+      const int64_t x_size = row_tiles * x_stride, w_size = kColumns * units(kStep),
+                    sums_size = row_tiles * kTile + (column_tiles - 1) * sums_stride, stride = Totals::stride_of(range);
+      static_assert(sizeof(Unit) == sizeof(float));
+      x = reinterpret_cast<Unit*>(thread_scratch((x_size + w_size + sums_size + range.rows * stride) * sizeof(float)));
+      w = x + x_size, sums = reinterpret_cast<float*>(w + w_size), totals = {sums + sums_size, stride};
     }
   };
-  static constexpr int64_t kTile = kRows * kColumns * kSums;
 
-  /// The products of one step, `count` of K: added to the sums that wait, or the first, and if it is the last their totals.
-  __attribute__((noinline)) static void multiply_step(const MatmulRange& range, const Part& part, int64_t count, bool first,
-                                                      bool last) {
-    float* sums = part.sums;
-    for (int64_t c = 0; c < range.columns; c += kColumns)
-      for (int64_t r = 0; r < range.rows; r += kRows, sums += kTile)
-        multiply_tile_of(range, part, r, c, count, sums, first, last);
-  }
+  /// Which sums a step begins with and what it leaves.
+  struct Step {
+    int64_t at, units;  // in the span
+    bool first, last;   // of the sums: not waiting yet, or to be added up
+  };
 
-  /// A tile of 1 to kRows rows and 1 to kColumns columns.
-  static void multiply_tile_of(const MatmulRange& range, const Part& part, int64_t row, int64_t column, int64_t count,
-                               float* sums, bool first, bool last) {
-    with_rows<kRows>(std::min<int64_t>(kRows, range.rows - row), [&](auto rows) {
-      with_rows<kColumns>(std::min<int64_t>(kColumns, range.columns - column), [&](auto columns) {
-        multiply_tile<rows, columns>(part.x + row * kStep, part.w + column * kStep, count, sums, first,
-                                     last ? part.totals.y + row * part.totals.stride + column : nullptr, part.totals.stride);
+  /// All rows by the unpacked columns, `columns` from the range's `column` on, for one step.
+  __attribute__((noinline)) static void multiply_columns_of_step(const MatmulRange& range, const Part& part, int64_t column,
+                                                                 int64_t columns, Step step, NextColumns next) {
+    float* sums = part.sums + column / kColumns * part.sums_stride;
+    const Unit* x = part.x + step.at * kRows;
+    for (int64_t row = 0; row < range.rows; row += kRows, sums += kTile, x += part.x_stride) {
+      with_rows<kRows>(std::min<int64_t>(kRows, range.rows - row), [&](auto rows) {
+        with_rows<kColumns>(columns, [&](auto wide) {
+          multiply_tile<rows, wide>(x, part.w, sums, step, part.totals.y + row * part.totals.stride + column,
+                                    part.totals.stride);
+        });
       });
-    });
+      next.fetch();
+    }
   }
 
   template <int kHigh, int kWide>
-  __attribute__((noinline)) static void multiply_tile(const float* x, const float* w, int64_t count, float* waiting,
-                                                      bool first, float* totals, int64_t stride) {
+  __attribute__((noinline)) static void multiply_tile(const Unit* x, const Unit* w, float* waiting, Step step, float* totals,
+                                                      int64_t stride) {
+    using Vector = typename Operands::Vector;
     Sixteen sums[kHigh][kWide];
     for_each<kHigh, kWide>(
-        [&](int r, int c) { sums[r][c] = first ? Sixteen{} : load_sixteen(waiting + (r * kWide + c) * kSums); });
-    for (int64_t k = 0; k < count; k += kSums) {
+        [&](int r, int c) { sums[r][c] = step.first ? Sixteen{} : load_sixteen(waiting + (r * kWide + c) * kSums); });
+    for (int64_t at = 0; at < step.units; at += kSums) {
       JLP_UNROLL(4)
       for (int i = 0; i < kParts; ++i) {
-        F32 numbers[kHigh];
+        Vector numbers[kHigh];
         JLP_UNROLL(4)
-        for (int r = 0; r < kHigh; ++r) numbers[r] = load<F32>(x + r * kStep + k + i * kLanes);
+        for (int r = 0; r < kHigh; ++r) numbers[r] = load<Vector>(x + (at * kRows + r * kSums) + i * kLanes);
         JLP_UNROLL(8)
         for (int c = 0; c < kWide; ++c) {
-          F32 weight = load<F32>(w + c * kStep + k + i * kLanes);
+          Vector weight = load<Vector>(w + (at * kColumns + c * kSums) + i * kLanes);
           keep_in_register(weight);
           JLP_UNROLL(4)
-          for (int r = 0; r < kHigh; ++r) sums[r][c].part[i] = L::fused_multiply_add(numbers[r], weight, sums[r][c].part[i]);
+          for (int r = 0; r < kHigh; ++r)
+            sums[r][c].part[i] = Operands::multiply_add(numbers[r], weight, sums[r][c].part[i]);
         }
       }
     }
     for_each<kHigh, kWide>([&](int r, int c) {
-      if (totals)
+      if (step.last)
         totals[r * stride + c] = total(sums[r][c]);
       else
         store_sixteen(waiting + (r * kWide + c) * kSums, sums[r][c]);
@@ -158,7 +146,7 @@ struct WeightOnlyTiles {
   /// Calls visit(row, column), unrolled, so that what it indexes can stay in registers.
   template <int kHigh, int kWide, class Visit>
   JLP_RULE void for_each(Visit visit) {
-    JLP_UNROLL(4)
+    JLP_UNROLL(8)
     for (int r = 0; r < kHigh; ++r) {
       JLP_UNROLL(8)
       for (int c = 0; c < kWide; ++c) visit(r, c);
@@ -167,7 +155,7 @@ struct WeightOnlyTiles {
 };
 
 template <class Row>
-struct WeightOnly : WeightOnlyTiles {
+struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
   static int64_t chunks_per_matrix(const WeightOnlyProblem& p) { return cut(p).per_matrix(); }
 
   static void chunk(const WeightOnlyProblem& p, int64_t batch, int64_t chunk) {
@@ -179,31 +167,54 @@ struct WeightOnly : WeightOnlyTiles {
   }
 
  private:
+  using Operands = typename Row::Operands;
+  using Tiles = WeightOnlyTiles<Operands>;
+  using Tiles::kColumns, Tiles::kPairs, Tiles::kRows, Tiles::kSpan, Tiles::kStep, Tiles::units;
+  using typename Tiles::NextColumns;
+  using typename Tiles::Part;
+  using typename Tiles::Unit;
+
   // --- how the result is cut
 
-  static constexpr int kFewRows = 4;
-  static constexpr int kChains = kLanes == 16 ? 8 : 4;  // of multiply-adds, as many as registers hold beside the tables
-  static constexpr int64_t kMostRows = 64,
-                           kMostColumns = 48;  // of a chunk: what it unpacks and its sums stay in the second cache
+  static constexpr int kFewRows = kPairs ? 8 : 4;
+  static constexpr int64_t kLine = 64 / Row::byte_of(kUnpacked) * kUnpacked;  // numbers in a cache line
+
+  /// Chains of multiply-adds, as many as registers hold beside the tables.
+  static constexpr int chains(int rows) {
+    if (kPairs) return rows > 4 ? 24 : 16;
+    return kLanes == 16 ? 8 : 4;
+  }
+  static constexpr int64_t kMostRows = kPairs ? 96 : 64;      // of a chunk: what it unpacks stays in the second cache, and
+  static constexpr int64_t kMostColumns = kPairs ? 384 : 48;  // so do sums that wait for another span, if they often do
 
   static bool few_rows(const WeightOnlyProblem& p) { return Row::kInRegisters && p.rows <= kFewRows; }
 
   static MatmulChunks cut(const WeightOnlyProblem& p) {
     if (few_rows(p)) return {p, {kFewRows, 128}, {kFewRows, kSums}, {1, kSums}};
-    return {p, {kMostRows, kMostColumns}, {8 * kRows, kMostColumns}, {kRows, kMostColumns}};
+    return {p, {kMostRows, kMostColumns}, {8 * kRows, 48}, {kRows, 48}};
   }
 
   static int64_t padded_depth(const WeightOnlyProblem& p) { return divide_up(p.depth, kUnpacked) * kUnpacked; }
 
+  /// Rows of x, row r at place(r), their vectors `apart`.
+  template <class Place>
+  JLP_RULE void arrange_rows(const WeightOnlyProblem& p, int64_t batch, int64_t first, int64_t rows, int64_t k,
+                             int64_t count, int64_t apart, Place place) {
+    Operands::with_element(p.x_type, [&](auto element) {
+      for (int64_t r = 0; r < rows; ++r)
+        Operands::template arrange_row<decltype(element)>(p, batch * p.rows + first + r, k, count, apart, place(r));
+    });
+  }
+
   // --- a few rows
 
   static void multiply_few_rows(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range) {
-    const int64_t depth = padded_depth(p), stride = Totals::stride_of(range);
-    float* x = reinterpret_cast<float*>(thread_scratch((depth + stride) * p.rows * sizeof(float)));
-    const Totals totals = {x + depth * p.rows, stride};
-    arrange_rows(p, batch, 0, p.rows, 0, depth, depth, x);
-    with_rows<kFewRows>(p.rows, [&](auto rows) {
-      constexpr int kTogether = std::max(1, kChains / (rows * kParts));  // columns
+    const int64_t depth = padded_depth(p), row = units(depth), stride = Totals::stride_of(range);
+    Unit* x = reinterpret_cast<Unit*>(thread_scratch((row + stride) * p.rows * sizeof(float)));
+    const Totals totals = {reinterpret_cast<float*>(x + row * p.rows), stride};
+    arrange_rows(p, batch, 0, p.rows, 0, depth, kSums, [&](int64_t r) { return x + r * row; });
+    Tiles::template with_rows<kFewRows>(p.rows, [&](auto rows) {
+      constexpr int kTogether = std::clamp(chains(rows) / (rows * kParts), 1, Row::kMostTogether);  // columns
       int64_t c = 0;
       for (; c + kTogether <= range.columns; c += kTogether)
         multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
@@ -227,59 +238,96 @@ struct WeightOnly : WeightOnlyTiles {
   /// All rows by kCount columns from `column` on.
   template <int kWide, int kCount>
   __attribute__((noinline)) static void multiply_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column,
-                                                         const float* x, int64_t depth, const Totals& totals, int64_t at) {
+                                                         const Unit* x, int64_t depth, const Totals& totals, int64_t at) {
     const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
     Sixteen sums[kWide][kCount];
-    for_each<kWide, kCount>([&](int r, int c) { sums[r][c] = {}; });
+    Tiles::template for_each<kWide, kCount>([&](int r, int c) { sums[r][c] = {}; });
     const int64_t next = kCount * rows[0].bytes;  // the processor does not prefetch so many short streams by itself
     const int64_t length = rows[0].run_length();
     for (int64_t run = 0, k = 0; k < depth; ++run) {
       const int64_t end = k + std::min(length, depth - k);
       const auto runs = runs_of(rows, run, std::make_integer_sequence<int, kCount>());
-      for (; k < end; k += kUnpacked) {
+      while (k < end) {
         JLP_UNROLL(8)
-        for (int c = 0; c < kCount; ++c) {
-          __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
-          Sixteen w[2];
-          runs[c].unpack(k, w);
-          JLP_UNROLL(4)
-          for (int r = 0; r < kWide; ++r) {
-            add_products(sums[r][c], load_sixteen(x + r * depth + k), w[0]);
-            add_products(sums[r][c], load_sixteen(x + r * depth + k + kSums), w[1]);
+        for (int c = 0; c < kCount; ++c) __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
+        for (const int64_t line_end = std::min(k + kLine, end); k < line_end; k += kUnpacked) {
+          JLP_UNROLL(8)
+          for (int c = 0; c < kCount; ++c) {
+            typename Operands::Unpacked w;
+            runs[c].unpack(k, w);
+            JLP_UNROLL(8)
+            for (int r = 0; r < kWide; ++r) Operands::add_unpacked(sums[r][c], x + units(r * depth + k), w);
           }
         }
       }
     }
-    for_each<kWide, kCount>([&](int r, int c) { totals.y[r * totals.stride + at + c] = total(sums[r][c]); });
+    Tiles::template for_each<kWide, kCount>([&](int r, int c) { totals.y[r * totals.stride + at + c] = total(sums[r][c]); });
   }
 
   // --- many rows
 
   static void multiply_steps(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range) {
-    const Part part(range);
     const int64_t depth = padded_depth(p);
-    for (int64_t k = 0; k < depth || k == 0; k += kStep) {
-      const int64_t count = std::min(kStep, depth - k);
-      arrange_rows(p, batch, range.first_row, range.rows, k, count, kStep, part.x);
-      for (int64_t c = 0; c < range.columns; ++c)
-        unpack_column(p, batch, range.first_column + c, k, k + count, part.w + c * kStep);
-      multiply_step(range, part, count, k == 0, k + kStep >= depth);
+    const Part part(range, depth);
+    for (int64_t k = 0; k < depth || k == 0; k += kSpan) {
+      const int64_t end = std::min(k + kSpan, depth);
+      arrange_rows(p, batch, range.first_row, range.rows, k, end - k, kRows * kSums,
+                   [&](int64_t r) { return part.x + r / kRows * part.x_stride + r % kRows * kSums; });
+      for (int64_t column = 0; column < range.columns; column += kColumns)
+        for (int64_t step = k; step < end || step == 0; step += kStep)
+          multiply_step(p, batch, range, part, column, k, step, end);
     }
     part.totals.finish(p, batch, range);
   }
 
-  __attribute__((noinline)) static void unpack_column(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
-                                                      int64_t end, float* out) {
-    const Row row(p, batch, column);
-    __builtin_prefetch(row.codes + 4 * row.bytes + Row::byte_of(k));
-    const int64_t length = row.run_length();
+  /// All rows by the columns of a tile from the range's `column` on: the step of a span [k, end) that begins at `step`.
+  static void multiply_step(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range, const Part& part,
+                            int64_t column, int64_t k, int64_t step, int64_t end) {
+    const int64_t columns = std::min<int64_t>(kColumns, range.columns - column), step_end = std::min(step + kStep, end);
+    Tiles::template with_rows<kColumns>(
+        columns, [&](auto count) { unpack_columns<count>(p, batch, range.first_column + column, step, step_end, part.w); });
+    const NextColumns next =
+        step_end < end ? columns_at(p, batch, range, column, step_end) : columns_at(p, batch, range, column + kColumns, k);
+    Tiles::multiply_columns_of_step(range, part, column, columns,
+                                    {units(step - k), units(step_end - step), step == 0, step_end >= padded_depth(p)}, next);
+  }
+
+  /// The codes of the columns from the range's `column` on at the step of k, or where that ends the first ones of the next
+  /// span.
+  static NextColumns columns_at(const WeightOnlyProblem& p, int64_t batch, const MatmulRange& range, int64_t column,
+                                int64_t k) {
+    if (column >= range.columns) column = 0, k += kSpan;
+    if (k >= p.depth) return {};
+    const Row row(p, batch, range.first_column + column);
+    const Format& format = p.weight.format;
+    const bool scaled = format.scaling != Scaling::kTensor && !format.tiles;
+    const uint8_t* scales = scaled ? row.scales + k / format.block * format.scale_bytes() : nullptr;
+    const int64_t bytes = std::min(Row::byte_of(kStep), row.bytes - Row::byte_of(k));
+    return {row.codes + Row::byte_of(k),
+            row.bytes,
+            bytes,
+            scales,
+            p.weight.scale_stride(),
+            std::min<int64_t>(kColumns, range.columns - column),
+            divide_up(range.rows, kRows)};
+  }
+
+  /// Columns from `column` on, of K [k, end), all together: their chains of instructions overlap.
+  template <int kCount>
+  __attribute__((noinline)) static void unpack_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column, int64_t k,
+                                                       int64_t end, Unit* out) {
+    const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
+    const int64_t length = rows[0].run_length();
     for (int64_t index = k / length; k < end; ++index) {
-      const auto run = row.run(index);
+      const auto runs = runs_of(rows, index, std::make_integer_sequence<int, kCount>());
       const int64_t run_end = std::min((index + 1) * length, end);
-      for (; k < run_end; k += kUnpacked, out += kUnpacked) {
-        Sixteen w[2];
-        run.unpack(k, w);
-        store_sixteen(out, w[0]), store_sixteen(out + kSums, w[1]);
+      for (; k < run_end; k += kUnpacked, out += units(kUnpacked) * kColumns) {
+        JLP_UNROLL(8)
+        for (int c = 0; c < kCount; ++c) {
+          typename Operands::Unpacked w;
+          runs[c].unpack(k, w);
+          Operands::store_unpacked(out + c * kSums, kColumns * kSums, w);
+        }
       }
     }
   }

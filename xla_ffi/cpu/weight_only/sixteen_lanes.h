@@ -9,6 +9,7 @@ namespace jaxlowprec {
 namespace JLP_ISA {
 
 constexpr int kSums = 16;
+constexpr int kUnpacked = 2 * kSums;    // numbers that are unpacked together
 constexpr int kParts = kSums / kLanes;  // vectors that hold them
 
 struct Sixteen {
@@ -69,7 +70,8 @@ JLP_RULE void store_sixteen(float* p, const Sixteen& v) {
 }
 
 /// g++ otherwise makes a load of every use as an operand: more than the processor has ports for.
-JLP_RULE void keep_in_register([[maybe_unused]] F32& v) {
+template <class V>
+JLP_RULE void keep_in_register([[maybe_unused]] V& v) {
 #if (defined(JLP_ISA_AVX512) || defined(JLP_ISA_AVX2)) && !defined(JLP_EMULATE_AVX512)
   asm("" : "+v"(v));
 #endif

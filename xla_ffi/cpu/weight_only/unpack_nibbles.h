@@ -11,22 +11,39 @@
 #include "../../numerics/e2m1.h"
 #include "../../numerics/float8.h"
 #include "../../numerics/int4.h"
-#include "sixteen_lanes.h"
+#include "operands.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
-
-constexpr int kUnpacked = 32;  // codes that are unpacked together
 
 #if defined(JLP_ISA_AVX2)
 /// 16 bytes, in either half.
 JLP_RULE __m256i load_twice(const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); }
 #endif
 
+/// 0 to 15, each where a table takes its number from: in order, or for AVX2 as its packing puts them in order.
+JLP_RULE void count_codes(F32 (&numbers)[kParts]) {
+  for (int i = 0; i < kSums; ++i) {
+    const int code = kLanes == 8 ? i % 4 + i / 4 % 2 * 8 + i / 8 * 4 : i;
+    numbers[i / kLanes][i % kLanes] = static_cast<float>(code);
+  }
+}
+
+template <class E>
+using Int4DeployOf = std::conditional_t<std::is_same_v<E, BF16>, Int4BF16, Int4F16>;
+
 /// What the codes 0 to 15 stand for: numbers of a 16-bit float type E.
 template <class E>
 class NibbleTable {
  public:
+  /// Of Int4 codes in a group: steps from `zero` by `scale`, rounded once to E. A scale that is not finite gives NaN.
+  JLP_RULE NibbleTable of_int4(uint16_t scale_bits, uint8_t zero) {
+    const F32 scale = L::splat(int4_decode_scale<float, Int4DeployOf<E>>(scale_bits)), middle = L::splat(zero);
+    F32 numbers[kParts];
+    count_codes(numbers);
+    for (F32& part : numbers) part = L::flush((part - middle) * scale);
+    return NibbleTable(numbers);
+  }
   /// From numbers in the order of count_codes, rounded here.
   explicit NibbleTable(const F32 (&numbers)[kParts]) {
 #if defined(JLP_ISA_AVX512)
@@ -111,17 +128,18 @@ class NibbleTable {
 #endif
 };
 
-/// 0 to 15, each where a table takes its number from: in order, or for AVX2 as its packing puts them in order.
-JLP_RULE void count_codes(F32 (&numbers)[kParts]) {
-  for (int i = 0; i < kSums; ++i) {
-    const int code = kLanes == 8 ? i % 4 + i / 4 % 2 * 8 + i / 8 * 4 : i;
-    numbers[i / kLanes][i % kLanes] = static_cast<float>(code);
-  }
+/// An E2M1 code times a scale of one byte, exact in bfloat16.
+template <class Decode>
+float scaled_e2m1(uint32_t code, uint32_t scale, Decode decode) {
+  using L1 = Lanes<float>;
+  return L1::flush(e2m1_decode<float>(code) * L1::flush(decode(scale)));
 }
 
 /// Tables of E2M1 codes times any scale of one byte, made once.
 class E2M1Tables {
  public:
+  using Operands = Numbers;
+
   /// Of E4M3 scales or of E8M0, powers of two.
   static const E2M1Tables& e4m3() {
     static const E2M1Tables tables([](uint32_t scale) { return float8_decode<E4M3, float>(scale); });
@@ -132,6 +150,15 @@ class E2M1Tables {
     return tables;
   }
 
+  /// 16 bytes of codes, the latter 8 with scale `second`.
+  __attribute__((always_inline)) void unpack(uint8_t first, uint8_t second, const uint8_t* codes, Sixteen (&w)[2]) const {
+    (*this)[first].unpack((*this)[second], codes, w);
+  }
+  __attribute__((always_inline)) void unpack(uint8_t scale, const uint8_t* codes, Sixteen (&w)[2]) const {
+    (*this)[scale].unpack(codes, w);
+  }
+
+ private:
   NibbleTable<BF16> operator[](uint8_t scale) const {
 #if defined(JLP_ISA_AVX2)
     return {load_twice(bytes_[scale][0]), load_twice(bytes_[scale][1])};
@@ -140,13 +167,11 @@ class E2M1Tables {
 #endif
   }
 
- private:
   template <class Decode>
   explicit E2M1Tables(Decode decode) {
-    using L1 = Lanes<float>;
     for (uint32_t scale = 0; scale < 256; ++scale)
       for (uint32_t code = 0; code < 16; ++code) {
-        const float number = L1::flush(e2m1_decode<float>(code) * L1::flush(decode(scale)));
+        const float number = scaled_e2m1(code, scale, decode);
 #if defined(JLP_ISA_AVX2)
         const uint32_t half = bf16_encode(number);  // exact
         bytes_[scale][0][code] = half & 0xFF, bytes_[scale][1][code] = half >> 8;
@@ -161,19 +186,6 @@ class E2M1Tables {
   alignas(64) float numbers_[256][16];
 #endif
 };
-
-template <class E>
-using Int4DeployOf = std::conditional_t<std::is_same_v<E, BF16>, Int4BF16, Int4F16>;
-
-/// Of Int4 codes in a group: steps from `zero` by `scale`, rounded once to E. A scale that is not finite gives NaN.
-template <class E>
-JLP_RULE NibbleTable<E> int4_table(uint16_t scale_bits, uint8_t zero) {
-  const F32 scale = L::splat(int4_decode_scale<float, Int4DeployOf<E>>(scale_bits)), middle = L::splat(zero);
-  F32 numbers[kParts];
-  count_codes(numbers);
-  for (F32& part : numbers) part = L::flush((part - middle) * scale);
-  return NibbleTable<E>(numbers);
-}
 
 #if defined(JLP_ISA_AVX2)
 /// Tables of Int4 codes times bfloat16 scales, made once: steps times a scale round alike whatever the scale's sign and the
@@ -200,7 +212,7 @@ class Int4Tables {
  private:
   /// Through memory: returned as a table, it would have g++ keep the callers' tables there.
   __attribute__((noinline, cold)) static void compute(uint16_t scale, uint8_t zero, uint8_t (&bytes)[2][16]) {
-    int4_table<BF16>(scale, zero).store_bytes(bytes);
+    NibbleTable<BF16>::of_int4(scale, zero).store_bytes(bytes);
   }
 
   // Scales that are normal numbers, and so small that 15 steps are finite.

@@ -1,6 +1,5 @@
-// Rows of a quantised weight as float32, 32 numbers at a time in the order of sixteen_lanes.h: codes times block scales,
-// exact (of Int4 as its scale's type rounds it, of Float8Block as float32 does). The tensor scale, where there is one, is
-// not in.
+// Rows of a quantised weight, 32 numbers at a time as one of the `Operands` (operands.h): codes times block scales, exact
+// (of Int4 as its scale's type rounds it, of Float8Block as float32 does). The tensor scale, where there is one, is not in.
 //
 // run_length() is how many numbers share a prepared table or factor. run(i) prepares the i-th run; its unpack() gives 32
 // numbers.
@@ -8,6 +7,9 @@
 
 #include "../matmul/matmul_chunks.h"
 #include "unpack_nibbles.h"
+#if defined(JLP_ISA_AVX512_BF16)
+#include "unpack_pairs.h"
+#endif
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -15,6 +17,9 @@ namespace JLP_ISA {
 /// The base of every kind of row. Constructors are always inlined: with few rows of x
 /// they are a noticeable part of the time.
 struct WeightRow {
+  using Operands = Numbers;
+  static constexpr int kMostTogether = 8;  // rows that few registers are short of pointers for
+
   const uint8_t* codes;
   int64_t bytes;  // of codes
   const uint8_t* scales;
@@ -26,11 +31,11 @@ struct WeightRow {
         block(p.weight.format.block) {
     codes = p.weight.data + (batch * p.columns + row) * bytes;
   }
-  JLP_RULE int64_t byte_of(int64_t k) { return k >> 1; }
+  JLP_RULE constexpr int64_t byte_of(int64_t k) { return k >> 1; }
 };
 
 /// Int4 with groups of whole 32s and scales of type E: one table of 16 numbers a group.
-template <class E>
+template <class E, class Table = NibbleTable<E>>
 struct Int4Row : WeightRow {
   static constexpr bool kInRegisters = true;
   const uint8_t* zeros;
@@ -42,9 +47,12 @@ struct Int4Row : WeightRow {
   int64_t run_length() const { return block; }
 
   struct Run {
-    NibbleTable<E> table;
+    Table table;
     const uint8_t* codes;
-    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const { table.unpack(codes + (k >> 1), w); }
+    template <class Unpacked>
+    __attribute__((always_inline)) void unpack(int64_t k, Unpacked& w) const {
+      table.unpack(codes + (k >> 1), w);
+    }
   };
   __attribute__((always_inline)) Run run(int64_t group) const {
     const uint16_t scale = load<uint16_t>(scales + 2 * group);
@@ -52,7 +60,7 @@ struct Int4Row : WeightRow {
 #if defined(JLP_ISA_AVX2)
     if constexpr (std::is_same_v<E, BF16>) return {tables.table(scale, zero), codes};
 #endif
-    return {int4_table<E>(scale, zero), codes};
+    return {Table::of_int4(scale, zero), codes};
   }
 
 #if defined(JLP_ISA_AVX2)
@@ -90,17 +98,19 @@ struct Int4AnyGroupRow : Int4Row<E> {
 };
 
 /// E2M1 with an E4M3 scale for 16 codes or a power of two for 32: a ready-made table for each.
-template <int kCodes>
+template <int kCodes, class Tables = E2M1Tables>
 struct E2M1Row : WeightRow {
+  using Operands = typename Tables::Operands;
+  static constexpr int kMostTogether = kCodes == kSums ? 4 : 8;
   static constexpr bool kInRegisters = true;
   static constexpr int64_t kRun = 512;
-  const E2M1Tables& tables = kCodes == kSums ? E2M1Tables::e4m3() : E2M1Tables::e8m0();
+  const Tables& tables = kCodes == kSums ? Tables::e4m3() : Tables::e8m0();
   __attribute__((always_inline)) E2M1Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row) {}
   int64_t run_length() const { return kRun; }
 
   struct Run {
-    const E2M1Tables& tables;
+    const Tables& tables;
     const uint8_t *codes, *scales;
     uint8_t padded[kCodes == kSums ? kRun / 2 + kRun / kCodes : 1];
 
@@ -116,10 +126,14 @@ struct E2M1Row : WeightRow {
     }
     Run(const Run&) = delete;  // it may point into itself
 
-    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
+    template <class Unpacked>
+    __attribute__((always_inline)) void unpack(int64_t k, Unpacked& w) const {
       const uint64_t at = static_cast<uint64_t>(k) % kRun;
       const uint8_t* scale = scales + at / kCodes;
-      tables[scale[0]].unpack(tables[scale[kCodes == kSums]], codes + at / 2, w);
+      if constexpr (kCodes == kSums)
+        tables.unpack(scale[0], scale[1], codes + at / 2, w);
+      else
+        tables.unpack(scale[0], codes + at / 2, w);
     }
   };
   __attribute__((always_inline)) Run run(int64_t index) const { return Run(*this, index * kRun); }
@@ -133,7 +147,7 @@ struct Float8Row : WeightRow {
 
   __attribute__((always_inline)) Float8Row(const WeightOnlyProblem& p, int64_t batch, int64_t row)
       : WeightRow(p, batch, row), scaling(p.weight.format.scaling) {}
-  JLP_RULE int64_t byte_of(int64_t k) { return k; }
+  JLP_RULE constexpr int64_t byte_of(int64_t k) { return k; }
   int64_t run_length() const { return scaling == Scaling::kTensor ? INT64_MAX : block; }
 
   struct Run {
@@ -171,14 +185,103 @@ struct Float8Row : WeightRow {
   }
 };
 
+#if defined(JLP_ISA_AVX512_BF16)
+/// Int4 with groups of whole 32s and bfloat16 scales.
+struct Int4PairRow : Int4Row<BF16, NibblePairTable> {
+  using Operands = Pairs;
+  using Int4Row::Int4Row;
+};
+
+/// Another kind of row, whose numbers bfloat16 holds exactly.
+template <class Row>
+struct PairsOf : Row {
+  using Operands = Pairs;
+  using Row::Row;
+
+  struct Run {
+    typename Row::Run run;
+    __attribute__((always_inline)) void unpack(int64_t k, U32& pairs) const {
+      Sixteen w[2];
+      run.unpack(k, w);
+      pairs = pair(w[0].part[0], w[1].part[0]);
+    }
+  };
+  __attribute__((always_inline)) Run run(int64_t index) const { return {Row::run(index)}; }
+};
+
+/// 8-bit codes of tensors, or with an E8M0 scale for 32 of them.
+template <class Element>
+struct Float8PairRow : Float8Row<Element> {
+  using Operands = Pairs;
+  static constexpr int kMostTogether = 4;
+  const PairTable<Element>& table = PairTable<Element>::get();
+  const uint8_t* scale_bytes;
+  int64_t last_scale;
+
+  __attribute__((always_inline)) Float8PairRow(const WeightOnlyProblem& p, int64_t batch, int64_t row)
+      : Float8Row<Element>(p, batch, row) {
+    const bool tensor = this->scaling == Scaling::kTensor;
+    scale_bytes = tensor ? &kNoScale : this->scales, last_scale = tensor ? 0 : INT64_MAX;
+  }
+  int64_t run_length() const { return INT64_MAX; }
+
+  struct Run {
+    const Float8PairRow& row;
+
+    __attribute__((always_inline)) void unpack(int64_t k, U32& pairs) const {
+      const int32_t exponent = row.scale_bytes[std::min(k / kUnpacked, row.last_scale)] - kNoScale;
+      const bool moderate = exponent >= -kMost && exponent <= kMost;
+      if (__builtin_expect(!moderate || k + kUnpacked > row.bytes, false)) {
+        uint32_t stored[kSums];  // through memory, so that g++ keeps the callers' vectors in registers
+        row.unpack_any(k, stored);
+        pairs = load<U32>(stored);
+        return;
+      }
+      pairs = scale_pairs(decode_pairs(row.codes + k, row.table), exponent);
+    }
+  };
+  __attribute__((always_inline)) Run run(int64_t) const { return {*this}; }
+
+ private:
+  static constexpr uint8_t kNoScale = 127;  // 2^0
+  static constexpr int32_t kMost = 100;     // of an exponent, with which no number of 8 bits leaves bfloat16's range
+
+  __attribute__((noinline, cold)) void unpack_any(int64_t k, uint32_t* out) const {
+    Sixteen w[2];
+    Float8Row<Element>::run(k / Float8Row<Element>::run_length()).unpack(k, w);
+    store(out, pair(w[0].part[0], w[1].part[0]));
+  }
+};
+#endif
+
 template <class Row>
 struct Kind {
   using type = Row;
 };
 
-/// Calls visit with the kind of a weight's rows.
+#if defined(JLP_ISA_AVX512_BF16)
+/// Whether all numbers of a weight are bfloat16.
+inline bool is_bf16(const Format& format) {
+  return format.code == CodeType::kInt4 ? format.scale_type == ElementType::kBF16 : format.scaling != Scaling::kFloat32;
+}
+
+/// Calls visit with the kind of such a weight's rows as pairs.
 template <class Visit>
-auto with_weight_rows(const Format& format, Visit visit) {
+auto with_weight_pairs(const Format& format, Visit visit) {
+  switch (format.code) {
+    case CodeType::kInt4:
+      return format.block % kUnpacked == 0 ? visit(Kind<Int4PairRow>{}) : visit(Kind<PairsOf<Int4AnyGroupRow<BF16>>>{});
+    case CodeType::kE2M1:
+      return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16, E2M1PairTables>>{})
+                                                  : visit(Kind<E2M1Row<32, E2M1PairTables>>{});
+    default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8PairRow<decltype(element)>>{}); });
+  }
+}
+#endif
+
+/// Calls visit with the kind of a weight's rows as float32.
+template <class Visit>
+auto with_weight_numbers(const Format& format, Visit visit) {
   const auto int4 = [&](auto element) {
     using E = decltype(element);
     return format.block % kUnpacked == 0 ? visit(Kind<Int4Row<E>>{}) : visit(Kind<Int4AnyGroupRow<E>>{});
@@ -189,6 +292,15 @@ auto with_weight_rows(const Format& format, Visit visit) {
       return format.scaling == Scaling::kTwoLevel ? visit(Kind<E2M1Row<16>>{}) : visit(Kind<E2M1Row<32>>{});
     default: return with_float8(format.code, [&](auto element) { return visit(Kind<Float8Row<decltype(element)>>{}); });
   }
+}
+
+/// Calls visit with the kind of the weight's rows that is multiplied fastest.
+template <class Visit>
+auto with_weight_rows(const WeightOnlyProblem& p, Visit visit) {
+#if defined(JLP_ISA_AVX512_BF16)
+  if (p.x_type == ElementType::kBF16 && is_bf16(p.weight.format)) return with_weight_pairs(p.weight.format, visit);
+#endif
+  return with_weight_numbers(p.weight.format, visit);
 }
 
 }  // namespace JLP_ISA

@@ -1,0 +1,125 @@
+// The operands of weight-only GEMMs in the lanes' order (sixteen_lanes.h): float32 for all of them, or, where both operands
+// are bfloat16 numbers and the processor multiplies pairs of those, pairs.
+//
+// Operands are handled 32 numbers at a time, two steps of the lanes.
+#pragma once
+
+#include <algorithm>
+
+#include "../../problems.h"
+#include "sixteen_lanes.h"
+#if defined(JLP_ISA_AVX512_BF16)
+#include "../matmul/bf16_pair.h"
+#endif
+
+namespace jaxlowprec {
+namespace JLP_ISA {
+
+/// Operands as float32.
+struct Numbers {
+  using Unit = float;
+  using Vector = F32;
+  using Unpacked = Sixteen[2];
+  static constexpr int64_t kPerUnit = 1;
+
+  JLP_RULE F32 multiply_add(F32 x, F32 w, F32 sums) { return L::fused_multiply_add(x, w, sums); }
+
+  /// sums += x * w for 32 numbers, x in scratch memory.
+  JLP_RULE void add_unpacked(Sixteen& sums, const float* x, const Unpacked& w) {
+    JLP_UNROLL(2)
+    for (int i = 0; i < 2; ++i) add_products(sums, load_sixteen(x + i * kSums), w[i]);
+  }
+  JLP_RULE void store_unpacked(float* out, int64_t apart, const Unpacked& w) {
+    store_sixteen(out, w[0]), store_sixteen(out + apart, w[1]);
+  }
+
+  /// Calls visit with the traits of a type of x.
+  template <class Visit>
+  JLP_RULE void with_element(ElementType type, Visit visit) {
+    JLP_ISA::with_element(type, visit);
+  }
+
+  /// A row of x from `k` on, zeros beyond its end up to k + count; every kSums units of it begin `apart` units on.
+  template <class E>
+  __attribute__((noinline)) static void arrange_row(const WeightOnlyProblem& p, int64_t row, int64_t k, int64_t count,
+                                                    int64_t apart, float* out) {
+    const auto* x = static_cast<const typename E::Storage*>(p.x) + row * p.depth;
+    for (int64_t at = 0; at < count; at += kSums, out += apart) {
+#if defined(JLP_ISA_AVX2)
+      if constexpr (std::is_same_v<E, BF16>) {
+        if (k + at + kSums <= p.depth) {
+          store_sixteen(out, arrange(load<__m256i>(x + k + at)));
+          continue;
+        }
+      }
+#endif
+      F32 numbers[kParts];
+      for (int i = 0; i < kParts; ++i) {
+        const int64_t from = k + at + i * kLanes, left = std::clamp<int64_t>(p.depth - from, 0, kLanes);
+        numbers[i] = L::flush(
+            left == kLanes ? E::load_lanes(x + from)
+                           : load_elements(p.x, p.x_type, row * p.depth + std::min(from, p.depth), static_cast<int>(left)));
+      }
+      store_sixteen(out, arrange(numbers));
+    }
+  }
+};
+
+#if defined(JLP_ISA_AVX512_BF16)
+/// Where the halves of pairs come from, upper halves being of the first step: 16-bit places in memory order, the lower half
+/// of a lane first.
+struct PairOrder {
+  alignas(64) uint8_t code[2 * kUnpacked] = {};  // of 32 8-bit codes: a half's, twice
+  alignas(64) uint16_t number[kUnpacked] = {};   // of 32 in order of k
+  alignas(64) uint8_t byte[2 * kUnpacked] = {};  // of 16 bytes of 4-bit codes: the two bytes that hold a half's code,
+  alignas(64) uint16_t shift[kUnpacked] = {};    // and how many bits below it
+
+  constexpr PairOrder() {
+    for (int half = 0; half < kUnpacked; ++half) {
+      const int k = lane_at(half / 2) + (half % 2 ? 0 : kSums);
+      code[2 * half] = code[2 * half + 1] = k, number[half] = k, shift[half] = k % 4 * 4;
+      byte[2 * half] = k / 4 * 2, byte[2 * half + 1] = k / 4 * 2 + 1;
+    }
+  }
+};
+constexpr PairOrder kPairOrder;
+
+/// Operands as pairs of bfloat16: a lane's number of the first step in the upper half, that of the second in the lower one.
+struct Pairs {
+  using Unit = uint32_t;
+  using Vector = U32;
+  using Unpacked = U32;
+  static constexpr int64_t kPerUnit = 2;
+
+  JLP_RULE F32 multiply_add(U32 x, U32 w, F32 sums) { return add_products_of_pairs(x, w, sums); }
+
+  JLP_RULE void add_unpacked(Sixteen& sums, const uint32_t* x, U32 w) {
+    sums.part[0] = multiply_add(load<U32>(x), w, sums.part[0]);
+  }
+  JLP_RULE void store_unpacked(uint32_t* out, int64_t, U32 w) { store(out, w); }
+
+  template <class Visit>
+  JLP_RULE void with_element(ElementType, Visit visit) {
+    visit(BF16{});
+  }
+
+  /// As Numbers::arrange_row.
+  template <class E>
+  __attribute__((noinline)) static void arrange_row(const WeightOnlyProblem& p, int64_t row, int64_t k, int64_t count,
+                                                    int64_t apart, uint32_t* out) {
+    static_assert(std::is_same_v<E, BF16>);
+    const __m512i order = _mm512_load_si512(kPairOrder.number);
+    const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.depth + k;
+    const int64_t exist = std::min(count, p.depth - k), whole = exist / kUnpacked * kUnpacked;
+    for (int64_t at = 0; at < whole; at += kUnpacked, out += apart)
+      store(out, (U32)_mm512_permutexvar_epi16(order, load<__m512i>(x + at)));
+    if (whole == count) return;
+    uint16_t last[kUnpacked] = {};
+    memcpy(last, x + whole, (exist - whole) * sizeof *x);
+    store(out, (U32)_mm512_permutexvar_epi16(order, load<__m512i>(last)));
+  }
+};
+#endif
+
+}  // namespace JLP_ISA
+}  // namespace jaxlowprec
