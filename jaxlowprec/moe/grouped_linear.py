@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.layers.grouped import grouped_matmul, integer_sizes
+from jaxlowprec.layers.grouped.matmul import grouped_matmul, integer_sizes
 from jaxlowprec.recipes.roles import Recipe
 
 MODULE_TYPE = "grouped_linear"
