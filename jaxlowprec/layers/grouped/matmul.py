@@ -168,14 +168,21 @@ def _shardings(x: Any, kernels: Any, bias: Any) -> tuple[Any, Any, Any]:
 
 
 def prepared_groups(
-    call: LayerCall, x: Any, kernels: jax.Array, bias: jax.Array | None, sizes: jax.Array, dtype: Any
+    call: LayerCall,
+    x: Any,
+    kernels: jax.Array,
+    bias: jax.Array | None,
+    sizes: jax.Array,
+    dtype: Any,
+    out_sharding: Any = None,
 ) -> Prepared:
     """A product in which rows and weights are quantised. x may be abstract."""
     roles = checked_roles(call)
     recipe: Any = call.recipe
     randomness = randomness_of(call.who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), call.name)
     shardings = _shardings(x, kernels, bias)
-    spec = ProductSpec(roles, recipe.backward_override, None, jnp.dtype(dtype), shardings, None, False, call.precision)
+    result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
+    spec = ProductSpec(roles, recipe.backward_override, None, *result)
     product = call.accumulated(Product(kernels, bias, randomness, None, sizes=sizes))
     return Prepared(spec, product, (None, _probe(call.who, call.name)), None)
 
