@@ -51,7 +51,9 @@ class Experts(nn.Module):
         layers = [layer(self.hidden, self.inits[0], name) for name in names]
         layers.append(layer(x.shape[-1], self.inits[1], "down_proj"))
         if group_sizes and not self.is_initializing():
-            inputs = common_inputs(x, [functools.partial(promoted_inputs, layer) for layer in layers], self.activation)
+            inputs = common_inputs(
+                x, [functools.partial(promoted_inputs, layer) for layer in layers], self.activation, self.hidden
+            )
             if inputs is not None:
                 sizes = [x.shape[-1]] * len(names) + [self.hidden]
                 given = [layer.arguments(inputs, size)[1] for layer, size in zip(layers, sizes, strict=True)]

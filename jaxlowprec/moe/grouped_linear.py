@@ -56,8 +56,8 @@ def fused_experts(
     return grouped_mlp_of(who, x, group_sizes, layers, activation=function, saved=saved, out_dtype=x.dtype)
 
 
-def is_plain(activation: Any, dtype: Any) -> bool:
-    """Whether an activation of this dtype can be computed again in the backward pass.
+def is_plain(activation: Any, features: int, dtype: Any) -> bool:
+    """Whether an activation of rows of these features can be computed again in the backward pass.
 
     It cannot if it has arrays of its own, which would get no gradient, or gives another shape or dtype.
     """
@@ -65,18 +65,22 @@ def is_plain(activation: Any, dtype: Any) -> bool:
         hash(activation)
     except TypeError:
         return False
-    like = jax.ShapeDtypeStruct((8, 8), dtype)
+    like = jax.ShapeDtypeStruct((8, features), dtype)
     traced = jax.make_jaxpr(activation)(like)
     results = [(result.shape, result.dtype) for result in traced.out_avals]
     return not traced.consts and results == [(like.shape, like.dtype)]
 
 
-def common_inputs(inputs: Array, promoted: Sequence[Callable[[Array], Array | None]], activation: Any) -> Array | None:
+def common_inputs(
+    inputs: Array, promoted: Sequence[Callable[[Array], Array | None]], activation: Any, hidden: int
+) -> Array | None:
     """The inputs as all layers of an expert take them, if one function can compute for them; else None.
 
-    `promoted`: of each layer, down's last, gives inputs in the dtype in which it takes them, or None.
+    Arguments:
+        promoted: of each layer, down's last, gives inputs in the dtype in which it takes them, or None.
+        hidden: the features of the activation.
     """
     x = common(promote(inputs) for promote in promoted[:-1])
     if x is None or common(promote(x) for promote in promoted) is None:
         return None
-    return x if is_plain(activation, x.dtype) else None
+    return x if is_plain(activation, hidden, x.dtype) else None

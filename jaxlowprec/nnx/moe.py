@@ -38,7 +38,7 @@ class Experts(nnx.Module):
         """Rows [..., features] to rows [..., features]."""
         layers = [layer for layer in (self.gate_proj, self.up_proj, self.down_proj) if layer is not None]
         if group_sizes and all(type(layer) is grouped.GroupedLinear for layer in layers):
-            inputs = common_inputs(x, [layer.promoted for layer in layers], self.activation)
+            inputs = common_inputs(x, [layer.promoted for layer in layers], self.activation, self.down_proj.in_features)
             if inputs is not None:
                 given = [layer.arguments(inputs) for layer in layers]
                 return fused_experts("MoE", inputs, group_sizes[0], given, self.activation, self.saved)
