@@ -231,7 +231,7 @@ def test_an_mlp_without_a_gate(activation):
         assert_same_bytes(mlp(X), mlp.down_proj(function(mlp.up_proj(X))))
 
 
-def test_explain_and_quantize_params_see_the_layers_of_linen_blocks():
+def test_explain_sees_the_layers_of_linen_blocks():
     recipe = jlp.Int4QAT(group_size=16)
     for model, names in (
         (jlp.linen.MLP(F, normalization="rms"), {"gate_proj", "up_proj", "down_proj"}),
