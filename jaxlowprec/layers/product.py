@@ -31,6 +31,7 @@ from jaxlowprec.layers.residuals import (
     dtype_marker,
     in_profiles,
     named,
+    read,
 )
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.layers.watching.measured import measured_backward, measured_forward
@@ -267,6 +268,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         amaxes: those of `amaxes_of_gradient`, if they are known.
     """
     w, (like_w, like_bias), _, total, sizes, state, found = kept
+    x, w = read((x, w))
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = rows_of(spec, sizes)
     dy_row: Any = None

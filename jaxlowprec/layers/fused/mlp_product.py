@@ -44,6 +44,7 @@ from jaxlowprec.layers.residuals import (
     in_profiles,
     named,
     product,
+    read,
 )
 from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.activations import api as ops
@@ -188,6 +189,7 @@ def _backward(spec: MlpSpec, residuals, dy):
 
 def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
     """The operands of the activation in the backward pass."""
+    of_hidden = read(of_hidden)
     if spec.saved == "8bit":
         return [h.dequantize() for h in of_hidden]
     if spec.saved == "quantized":
@@ -217,7 +219,7 @@ def _forward_8bit(activation: Activation, operands):
 
 def _backward_8bit(activation: Activation, residuals, dy):
     kept, like = residuals
-    operands = [x.dequantize(marker.dtype) for x, marker in zip(kept, like, strict=True)]
+    operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), like, strict=True)]
     gradients, _ = _activation_gradients(activation, operands, differentiated_once(dy))
     return (tuple(gradients),)
 

@@ -19,6 +19,7 @@ from jaxlowprec.layers.residuals import (
     in_profiles,
     named,
     product,
+    read,
 )
 from jaxlowprec.layers.rows import RowsInGroups
 from jaxlowprec.layers.watching.measured import measured_weight
@@ -72,7 +73,7 @@ def _weight_only_backward(spec: WeightOnlyGroupsSpec, residuals, dy):
     rows = RowsInGroups(sizes, spec.precision)
     dy = differentiated_once(dy)
     with in_profiles("dgrad"):
-        dx = rows.plain_by_weight(dy, jnp.swapaxes(q.dequantize(dy.dtype), -1, -2), like_x.dtype, x_sharding)
+        dx = rows.plain_by_weight(dy, jnp.swapaxes(read(q).dequantize(dy.dtype), -1, -2), like_x.dtype, x_sharding)
     dw: Any = None
     if like_w is not None:
         with in_profiles("wgrad"):
