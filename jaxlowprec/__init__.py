@@ -14,7 +14,8 @@ from jaxlowprec.layers.collectives import all_gather_quantized
 from jaxlowprec.layers.dot_general import dot_general, einsum
 from jaxlowprec.layers.fused.mlp import mlp
 from jaxlowprec.layers.fused.shared_input import linears
-from jaxlowprec.layers.grouped import grouped_matmul, ragged_dot
+from jaxlowprec.layers.grouped.matmul import grouped_matmul, ragged_dot
+from jaxlowprec.layers.grouped.mlp import grouped_mlp
 from jaxlowprec.layers.linear import linear, quantize_kernel
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
@@ -97,6 +98,7 @@ __all__ = [
     "geglu",
     "gelu",
     "grouped_matmul",
+    "grouped_mlp",
     "hadamard_transform",
     "layer_norm",
     "layouts",

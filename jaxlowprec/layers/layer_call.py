@@ -65,6 +65,7 @@ class LayerCall:
         state: the state of delayed scaling, or None.
         precision: precision of the three GEMMs.
         total: what the kernel's gradient is added to, see `watching.accumulating`; or None.
+        kind: of the layer, for recipes: "linear", or "grouped_linear" for a weight per group of rows.
     """
 
     who: str
@@ -75,11 +76,12 @@ class LayerCall:
     state: delayed_scaling.State | None
     precision: Any
     total: Sum | None = None
+    kind: str = "linear"
 
     @functools.cached_property
     def roles(self) -> Roles | None:
         """The recipe's roles for the layer; the recipe is asked once per call."""
-        return None if self.recipe is None else self.recipe.roles("linear", self.name)
+        return None if self.recipe is None else self.recipe.roles(self.kind, self.name)
 
     @property
     def calibrates(self) -> bool:
@@ -164,11 +166,14 @@ class LayerCall:
         if recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
         states = used, probes.probe(self.who, self.name)
-        product = Product(w, bias, randomness, self.quantized)
-        if self.total is not None and self.quantized is None:
-            self.total.calls.append(self)
-            product = product._replace(quantized=self.total.quantized, total=self.total.array)
-        return Prepared(spec, product, states, state)
+        return Prepared(spec, self.accumulated(Product(w, bias, randomness, self.quantized)), states, state)
+
+    def accumulated(self, product: Product) -> Product:
+        """The call's product, with the sum that its kernel's gradient is added to, if there is one."""
+        if self.total is None or self.quantized is not None:
+            return product
+        self.total.calls.append(self)
+        return product._replace(quantized=self.total.quantized, total=self.total.array)
 
     def _out_sharding(self, x: Any, w: jax.Array | None, given: Any) -> Any:
         """The sharding of the product in explicit mode: the same type, whatever is kept for the backward pass."""

@@ -1,5 +1,7 @@
 """A product of quantised operands and its gradients: the parts of which `quantized_matmul` and the MLP are made.
 
+Of all rows by one weight, or of rows in groups by a weight for each; see `rows`.
+
     fprop   y  = x row-quantised            @ w            contracted over K
     dgrad   dx = dy row-quantised           @ w transposed contracted over N
     wgrad   dw = x column-quantised, transposed @ dy column-quantised   contracted over tokens
@@ -20,24 +22,22 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
-from jaxlowprec.layers.operands import Gemms, amaxes_both_ways, amaxes_of, both_ways, role_of
+from jaxlowprec.layers.operands import Gemms, amaxes_of, both_ways, role_of
 from jaxlowprec.layers.residuals import (
     QUANTIZED_INPUT,
     QUANTIZED_WEIGHT,
-    bias_gradient,
     decoded,
     differentiated_once,
     dtype_marker,
     in_profiles,
     named,
-    plain_matmul,
-    plain_wgrad,
+    read,
 )
+from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.layers.watching.measured import measured_backward, measured_forward
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.quantize.keys import Randomness
-from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -89,10 +89,9 @@ class ProductSpec(Gemms):
     precision: Any = None
 
 
-def _multiply(spec: ProductSpec, a: QuantizedArray, b: QuantizedArray, bias, out_dtype, out_sharding, total=None):
-    multiply = scaled_matmul_of_split_rows if spec.rows_split else scaled_matmul
-    options: Any = {"out_dtype": out_dtype, "out_sharding": out_sharding, "precision": spec.precision}
-    return multiply(a, b, bias, accumulate=total, **options)
+def rows_of(spec: ProductSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
+    """How a product's rows meet its weight. `sizes`: see `Product`."""
+    return AllRows(spec.rows_split, spec.precision) if sizes is None else RowsInGroups(sizes, spec.precision)
 
 
 def _encode_scale(spec: ProductSpec, state, tensor: str):
@@ -121,11 +120,12 @@ class Product(NamedTuple):
 
     Attributes:
         w: the kernel [..., K, N].
-        bias: [N].
+        bias: [N]; of rows in groups [..., E, N].
         randomness: the source of the random bits of its gradient.
         quantized: the kernel, quantised before.
         total: float32 [..., K, N]: the kernel's gradient is added to it, and the sum is its own gradient. The kernel
             itself gets none.
+        sizes: int32 [..., E], if the input's rows lie in groups, each for its own matrix of the kernel [..., E, K, N].
     """
 
     w: Any
@@ -133,6 +133,7 @@ class Product(NamedTuple):
     randomness: Randomness | None
     quantized: QuantizedKernel | None
     total: Any = None
+    sizes: Any = None
 
 
 States = tuple[Any, Any]
@@ -153,7 +154,7 @@ class KeptProduct(NamedTuple):
     Attributes:
         w: the kernel as dgrad reads it.
         like: markers of the dtypes of the kernel and of the bias.
-        randomness, total: see `Product`.
+        randomness, total, sizes: see `Product`.
         state, found: of delayed scaling and of telemetry, with what the forward pass knows.
     """
 
@@ -161,20 +162,22 @@ class KeptProduct(NamedTuple):
     like: tuple[Any, Any]
     randomness: Randomness | None
     total: Any
+    sizes: Any
     state: Any
     found: Any
 
 
-def quantized_input(spec: ProductSpec, x, state, *, forward=True, backward=False, amaxes=None) -> Input:
+def quantized_input(spec: ProductSpec, x, state, *, sizes=None, forward=True, backward=False, amaxes=None) -> Input:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
-    Products that share it have equal specs as far as it is concerned. `amaxes`: of x rowwise and columnwise.
+    Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `amaxes`: of x
+    rowwise and columnwise.
     """
     row = role_of(spec.fprop, 0, forward or (backward and spec.decodes("wgrad")))
     column = role_of(spec.wgrad, 0, backward)
     with in_profiles("quantize input"):
         encode = _encode_scale(spec, state, "input")
-        return Input(x, *both_ways(x, row, column, encode=encode, amax=amaxes, rows_split=spec.rows_split))
+        return Input(x, *rows_of(spec, sizes).both_ways(x, row, column, encode=encode, amax=amaxes))
 
 
 def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:
@@ -192,6 +195,7 @@ def products_differentiated_once(products: Sequence[Product]) -> tuple[Product, 
 
 def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: bool = False):
     """The result, and the kernel quantised row- and columnwise as far as that is needed now or has to be kept."""
+    rows = rows_of(spec, product.sizes)
     w: Any = product.w
     w_row: Any = None
     w_column: Any = None
@@ -203,11 +207,11 @@ def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: boo
             w_row, w_column = both_ways(w, role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1), encode=encode)
     with in_profiles("fprop"):
         if spec.fprop:
-            y = _multiply(spec, given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding)
+            y = rows.by_weight(given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding)
         else:
             w = (w if w is not None else w_column.dequantize()).astype(given.x.dtype)
-            y = plain_matmul(given.x, w, jnp.float32, spec.out_sharding, spec.precision)
-            y = (y if product.bias is None else y + product.bias.astype(jnp.float32)).astype(spec.out_dtype)
+            y = rows.plain_by_weight(given.x, w, jnp.float32, spec.out_sharding)
+            y = rows.biased(y, product.bias).astype(spec.out_dtype)
     return y, QuantizedKernel(w_row, w_column)
 
 
@@ -222,10 +226,11 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
         state = state if w is None else recorded(spec.delayed, state, "kernel", w)
     found = None
     if probe is not None:
-        found = measured_forward(probe, given.x, w, given[1:], (kernel.rowwise, kernel.columnwise), spec.rows_split)
+        forms = given[1:], (kernel.rowwise, kernel.columnwise)
+        found = measured_forward(probe, given.x, w, *forms, spec.rows_split, product.sizes)
     like = dtype_marker(w), dtype_marker(product.bias)
     kept_w = named(kept_w, QUANTIZED_WEIGHT)
-    return y, KeptProduct(kept_w, like, product.randomness, product.total, state, found), kernel
+    return y, KeptProduct(kept_w, like, product.randomness, product.total, product.sizes, state, found), kernel
 
 
 def amaxes_of_input(spec: ProductSpec) -> Amaxes | None:
@@ -242,16 +247,16 @@ def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
     return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
 
 
-def _quantized_gradient(spec: ProductSpec, dy, weight_learns: bool, randomness, state, amaxes):
+def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, dy, amaxes):
     """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+    rows, weight_learns = rows_of(spec, kept.sizes), kept.like[0] is not None
     row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
-    amaxes = amaxes or amaxes_both_ways(dy, amaxes_of_gradient(spec))
+    amaxes = amaxes or rows.amaxes(dy, amaxes_of_gradient(spec))
     words = None
-    if randomness is not None:
-        words = randomness.words_for(lambda: (amaxes or tensor_amax(dy, True, None, rows_split=spec.rows_split))[0])
-    encode = _encode_scale(spec, state, "output_grad")
-    options = {"words": words, "amax": amaxes, "encode": encode, "rows_split": spec.rows_split}
-    return both_ways(dy, row, column if weight_learns else None, **options)
+    if kept.randomness is not None:
+        words = kept.randomness.words_for(lambda: rows.amax(dy) if amaxes is None else amaxes[0])
+    encode = _encode_scale(spec, kept.state, "output_grad")
+    return rows.both_ways(dy, row, column if weight_learns else None, words=words, amax=amaxes, encode=encode)
 
 
 def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None):
@@ -262,33 +267,34 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         dx_dtype: the dtype of the input's gradient.
         amaxes: those of `amaxes_of_gradient`, if they are known.
     """
-    w, (like_w, like_bias), randomness, total, state, found = kept
+    w, (like_w, like_bias), _, total, sizes, state, found = kept
+    x, w = read((x, w))
     x_sharding, w_sharding, bias_sharding = spec.shardings
+    rows = rows_of(spec, sizes)
     dy_row: Any = None
     dy_column: Any = None
     if spec.dgrad or spec.wgrad:
         with in_profiles("quantize gradient"):
-            dy_row, dy_column = _quantized_gradient(spec, dy, like_w is not None, randomness, state, amaxes)
+            dy_row, dy_column = _quantized_gradient(spec, kept, dy, amaxes)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:
-            dx = _multiply(spec, dy_row, w, None, dx_dtype, x_sharding)
+            dx = rows.by_weight(dy_row, w, None, dx_dtype, x_sharding)
         else:
-            transposed = jnp.swapaxes(decoded(w, dy.dtype), -1, -2)
-            dx = plain_matmul(dy, transposed, dx_dtype, x_sharding, spec.precision)
+            dx = rows.plain_by_weight(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), dx_dtype, x_sharding)
     dw = None
     with in_profiles("wgrad"):
         dtype = None if like_w is None else like_w.dtype if total is None else jnp.float32
         if like_w is not None and spec.wgrad:
-            dw = _multiply(spec, x.mT, dy_column.mT, None, dtype, w_sharding, total)
+            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total)
         elif like_w is not None:
-            dw = plain_wgrad(decoded(x, dy.dtype), dy, spec.rows_split, dtype, w_sharding, spec.precision)
+            dw = rows.plain_wgrad(x, dy, dtype, w_sharding)
             dw = dw if total is None else total + dw
     if spec.delayed is not None:
         state = recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
     if found is not None:
-        found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split)
-    dbias = bias_gradient(dy, like_bias, bias_sharding)
+        found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split, sizes)
+    dbias = rows.bias_gradient(dy, like_bias, bias_sharding)
     gradients = Product(dw, dbias, None, None) if total is None else Product(None, dbias, None, None, dw)
     return dx, gradients, (state, found)
 

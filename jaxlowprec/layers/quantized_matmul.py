@@ -1,4 +1,7 @@
-"""Products of quantised operands with their custom_vjp: the core of `linear`. See `product` for their three GEMMs."""
+"""Products of quantised operands with their custom_vjp: the core of `linear` and `grouped_matmul`.
+
+See `product` for their three GEMMs.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(specs: Specs, x, products: tuple[Product, ...], states: tuple[States, ...]):
-    inputs = for_each(specs, quantized_inputs(specs, x, states))
+    inputs = for_each(specs, quantized_inputs(specs, x, states, sizes=products[0].sizes))
     of_scaling = [state for state, _ in states]
     return tuple(fprop(*each)[0] for each in zip(specs, inputs, products, of_scaling, strict=True))
 
 
 def _forward(specs: Specs, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
-    inputs = quantized_inputs(specs, x, states, backward=True)
+    inputs = quantized_inputs(specs, x, states, sizes=products[0].sizes, backward=True)
     ys, kept, _, kept_inputs = forward_of_all(specs, inputs, products, states)
     return tuple(map(product, ys)), (kept_inputs, dtype_marker(x), kept)
 

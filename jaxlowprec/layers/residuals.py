@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import wider_dtype
 from jaxlowprec.ops.no_derivative import no_derivative
@@ -36,11 +39,46 @@ def in_profiles(layer: str, part: str = "") -> contextlib.AbstractContextManager
     return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("dtypes", "structure"))
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A quantised residual, whose 8-bit floats are kept as bytes; see `read`.
+
+    XLA's CPU compiler writes to a stack of 8-bit floats by converting all of it to a wider type and back. A stack is
+    what `jax.lax.scan` over layers keeps, so each layer would take the time of all.
+
+    Attributes:
+        arrays: the leaves of the residual.
+        dtypes, structure: theirs, and of the tree that they come from.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    dtypes: tuple[Any, ...]
+    structure: Any
+
+
 def named(residual: Any, name: str) -> Any:
-    """A residual whose arrays get a checkpoint name if it is quantised; otherwise the residual itself."""
+    """A residual whose arrays get a checkpoint name if it is quantised, for `read`; otherwise the residual itself."""
     if residual is None or isinstance(residual, jax.Array):
         return residual
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), residual)
+    leaves, structure = jax.tree.flatten(residual)
+    arrays = tuple(checkpoint_name(wiring.as_bytes(leaf), name) for leaf in leaves)
+    return Kept(arrays, tuple(leaf.dtype for leaf in leaves), structure)
+
+
+def _is_kept(residual: Any) -> bool:
+    return isinstance(residual, Kept)
+
+
+def read(residuals: Any) -> Any:
+    """A tree of residuals, with what `named` was given in the place of what it gave."""
+
+    def one(residual: Any) -> Any:
+        if not _is_kept(residual):
+            return residual
+        return jax.tree.unflatten(residual.structure, wiring.from_bytes(residual.arrays, residual.dtypes))
+
+    return jax.tree.map(one, residuals, is_leaf=_is_kept)
 
 
 def product(y: jax.Array) -> jax.Array:

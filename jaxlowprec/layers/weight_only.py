@@ -31,6 +31,7 @@ from jaxlowprec.layers.residuals import (
     named,
     plain_wgrad,
     product,
+    read,
 )
 from jaxlowprec.layers.watching.measured import measured_weight
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
@@ -175,9 +176,9 @@ def _fprop(spec: _ProductSpec, x, w, bias, q):
     if q is None:
         with in_profiles("quantize weight"):
             q = quantize_weight(w, spec.served.format, spec.served.served_dtype)
-    q = named(q, CHECKPOINT_NAMES[1])  # before fprop reads it, so that nothing quantises it again if it is kept
+    kept = named(q, CHECKPOINT_NAMES[1])  # before fprop reads it, so that nothing quantises it again if it is kept
     with in_profiles("fprop"):
-        return scaled_matmul(x, q.mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), q
+        return scaled_matmul(x, read(kept).mT, bias, out_dtype=spec.out_dtype, out_sharding=spec.out_sharding), kept
 
 
 def _forward(spec: _ProductSpec, x, w, bias, q, probe):
@@ -186,7 +187,7 @@ def _forward(spec: _ProductSpec, x, w, bias, q, probe):
     like = tuple(dtype_marker(a) for a in (x, w, bias))
     found = None
     if probe is not None:
-        found = probe.gradient(probe.state) if w is None else measured_weight(probe, x, w, q, spec.rows_split)
+        found = probe.gradient(probe.state) if w is None else measured_weight(probe, x, w, read(q), spec.rows_split)
     return product(y), (
         None if w is None else x,
         q,
@@ -197,12 +198,12 @@ def _forward(spec: _ProductSpec, x, w, bias, q, probe):
 
 
 def _backward(spec: _ProductSpec, residuals, dy):
-    x, q, clipped, (like_x, like_w, like_bias), found = residuals
+    x, kept, clipped, (like_x, like_w, like_bias), found = residuals
     x_sharding, w_sharding, bias_sharding = spec.shardings
     dy = differentiated_once(dy)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
-        dx = weight_only_dgrad(dy, q.mT, like_x.dtype, x_sharding, spec.precision)
+        dx = weight_only_dgrad(dy, read(kept).mT, like_x.dtype, x_sharding, spec.precision)
     dw: Any = None
     if like_w is not None:
         with in_profiles("wgrad"):

@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import rounds_stochastically
 from jaxlowprec.linen.layers import _loaded, _operands, base_call
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
@@ -41,7 +42,8 @@ class HighPrecisionGroupedDense(nn.Module):
         if self.use_bias:
             self.param("bias", self.bias_init, (self.num_experts, self.features), self.param_dtype)
         inputs, kernel, bias = _operands(self, inputs, shape)
-        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, precision=self.precision)
+        layer = Layer(kernel, bias, None, None, None, "", None, self.precision)
+        return grouped_linear(type(self).__name__, inputs, group_sizes, layer)
 
 
 class GroupedDense(HighPrecisionGroupedDense):
@@ -77,8 +79,17 @@ class GroupedDense(HighPrecisionGroupedDense):
         if self.is_initializing() or recipe is None and _loaded(self) is None:
             return base_call(GroupedDense, self)(inputs, group_sizes)
         inputs = layer_inputs(type(self).__name__, inputs)
-        inputs, kernel, bias = _operands(self, inputs, (self.num_experts, inputs.shape[-1], self.features))
+        inputs, layer = self.arguments(inputs, inputs.shape[-1])
+        return grouped_linear(type(self).__name__, inputs, group_sizes, layer)
+
+    def arguments(self, inputs: Array, size: int) -> tuple[Array, Layer]:
+        """The promoted inputs, and the other arguments of a function that computes for this layer.
+
+        The layer's kernel is [experts, size, features], whatever inputs it is promoted with.
+        """
+        name = "/".join(self.path)
+        recipe = resolve(type(self).__name__, self.recipe, name)
+        inputs, kernel, bias = _operands(self, inputs, (self.num_experts, size, self.features))
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))
         key = self.make_rng("sr") if wanted and self.has_rng("sr") and _loaded(self) is None else None
-        options: dict[str, Any] = {"recipe": recipe, "key": key, "name": name, "precision": self.precision}
-        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, **options)
+        return inputs, Layer(kernel, bias, None, recipe, key, name, None, self.precision)

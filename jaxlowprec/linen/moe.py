@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.linen import grouped
-from jaxlowprec.linen.layers import Dense
+from jaxlowprec.linen.layers import Dense, promoted_inputs
+from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
 from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router import Scoring
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -22,6 +25,7 @@ class Experts(nn.Module):
     Attributes:
         hidden: the hidden size.
         inits: initialisers of the kernels of gate_proj and up_proj, and of down_proj.
+        saved: see `MoE`.
         num_experts: for `GroupedDense` layers over rows sorted by expert; None: `Dense` layers over tokens.
         options: options of each layer.
     """
@@ -31,6 +35,7 @@ class Experts(nn.Module):
     gated: bool
     inits: tuple[Any, Any]
     options: Any
+    saved: Saved
     num_experts: int | None = None
 
     @nn.compact
@@ -42,10 +47,20 @@ class Experts(nn.Module):
                 return Dense(features, kernel_init=init, name=name, **self.options)
             return grouped.GroupedDense(self.num_experts, features, kernel_init=init, name=name, **self.options)
 
-        gate = layer(self.hidden, self.inits[0], "gate_proj")(x, *group_sizes) if self.gated else None
-        up = layer(self.hidden, self.inits[0], "up_proj")(x, *group_sizes)
-        hidden = self.activation(up) if gate is None else self.activation(gate) * up
-        return layer(x.shape[-1], self.inits[1], "down_proj")(hidden, *group_sizes)
+        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        layers = [layer(self.hidden, self.inits[0], name) for name in names]
+        layers.append(layer(x.shape[-1], self.inits[1], "down_proj"))
+        if group_sizes and not self.is_initializing():
+            inputs = common_inputs(
+                x, [functools.partial(promoted_inputs, layer) for layer in layers], self.activation, self.hidden
+            )
+            if inputs is not None:
+                sizes = [x.shape[-1]] * len(names) + [self.hidden]
+                given = [layer.arguments(inputs, size)[1] for layer, size in zip(layers, sizes, strict=True)]
+                return fused_experts("MoE", inputs, group_sizes[0], given, self.activation, self.saved)
+        *gate, up = (layer(x, *group_sizes) for layer in layers[:-1])
+        hidden = self.activation(gate[0]) * up if gate else self.activation(up)
+        return layers[-1](hidden, *group_sizes)
 
 
 class MoE(nn.Module):
@@ -73,6 +88,7 @@ class MoE(nn.Module):
     scoring: Scoring = "softmax"
     load_balance_coef: float = 0.01
     expert_axis: str | None = None
+    saved: Saved = "quantized"
     dtype: Any = None
     param_dtype: Any = jnp.float32
     precision: Any = None
@@ -95,7 +111,7 @@ class MoE(nn.Module):
         """
         routing = (self.normalize, self.scoring, self.load_balance_coef, self.expert_axis)
         settings = Settings(self.num_experts, self.top_k, *routing)
-        check_block(type(self).__name__, settings, self.gated)
+        check_block(type(self).__name__, settings, self.gated, self.saved)
         options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
         options |= {"precision": self.precision, "recipe": self.recipe}
         router = Dense(
@@ -112,9 +128,9 @@ class MoE(nn.Module):
         if self.expert_axis is not None and not self.is_initializing():
             own //= jax.lax.axis_size(self.expert_axis)
         common = (self.activation, self.gated)
-        experts = Experts(self.hidden_features, *common, inits, options, own, name="experts")
+        experts = Experts(self.hidden_features, *common, inits, options, self.saved, own, name="experts")
         shared = None
         if self.shared_hidden_features:
             inits = self.shared_kernel_init, self.shared_down_kernel_init or self.shared_kernel_init
-            shared = Experts(self.shared_hidden_features, *common, inits, options, name="shared_experts")
+            shared = Experts(self.shared_hidden_features, *common, inits, options, self.saved, name="shared_experts")
         return mixture(type(self).__name__, x, tape, settings, router, experts, shared)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import a_flag, shown, whole_number
 from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, add_gradients, is_state
-from jaxlowprec.layers.linear import quantize_kernel
+from jaxlowprec.layers.operands import both_ways
+from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.layers.watching.accumulating import Accumulation, Sum, accumulating
 
 _WHO = "accumulate_gradients"
@@ -24,13 +26,13 @@ def accumulate_gradients(
     """A function like `jax.value_and_grad(loss)` that takes a large batch in parts, one after the other.
 
     The loss and the gradient are the means of those of the parts; gradients are added up in float32. The kernel of a
-    linear layer under a recipe is quantised once for all parts, and each part's wgrad is added to the sum in the GEMM
-    that computes it, so that there is one tree of gradients, not two.
+    linear layer under a recipe, and the kernels of a layer of experts, are quantised once for all parts, and each
+    part's wgrad is added to the sum in the GEMM that computes it, so that there is one tree of gradients, not two.
 
     That is so for a kernel that one layer reads as it is in `params`. Others are quantised in each part, and their
     gradients are added afterwards: those that are cast before, that several layers read, that a `jax.lax.scan` over
-    layers slices, or that layers read within `jax.jit` or `jax.checkpoint` as an argument. So are experts', those of
-    `Int4QAT` and of layers in high precision. New values of delayed scaling's states are combined by max.
+    layers slices, or that layers read within `jax.jit` or `jax.checkpoint` as an argument. So are those of `Int4QAT`
+    and of layers in high precision. New values of delayed scaling's states are combined by max.
 
     Arguments:
         loss: of (params, batch), a mean over the batch; a scalar, or with `has_aux` a pair of it and a tree.
@@ -136,7 +138,7 @@ def _accumulated(loss: Callable[..., Any], params: Any, parts: Any, count: int) 
 
 
 def _kernels(loss: Callable[..., Any], tree: Any, leaves: list[jax.Array], part: Any) -> dict[int, Any]:
-    """By number of a leaf that one linear layer reads, and nothing else: the layer's call."""
+    """By number of a leaf that one layer reads, of linears or experts, and nothing else: the layer's call."""
     sums = [Sum() for _ in leaves]
 
     def traced(arrays: list[jax.Array], part: Any) -> Any:
@@ -160,4 +162,5 @@ def _quantized_once(kernel: jax.Array, call: Any) -> Any:
     """The kernel quantised for all parts; None if its scale is a layer's state, which the loss knows."""
     if call.recipe.delayed is not None or not call.roles.quantizes_weight:
         return None
-    return quantize_kernel(kernel, call.recipe, name=call.name)
+    with in_profiles(call.name, "quantize weight"):
+        return QuantizedKernel(*both_ways(kernel, *call.roles.forms("weight")))

@@ -22,6 +22,7 @@ from jaxlowprec.layers.dot_general import contracts_second_last
 from jaxlowprec.layers.layer_call import own_product
 from jaxlowprec.layers.linear import kernel_matrices
 from jaxlowprec.layers.low_rank import LoRAKernel, without_adapter
+from jaxlowprec.layers.watching.seeing import seeing_calls
 from jaxlowprec.layers.weight_only import check_whole_blocks, quantize_weight
 from jaxlowprec.linen.converting import rules_of
 from jaxlowprec.models.quantize_matmuls import QuantizedMatmuls, TracedFunction
@@ -360,7 +361,7 @@ def _linen_layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -
         variables, args, kwargs = jax.tree.unflatten(structure, traced)
         return model.apply(variables, *args, **kwargs)
 
-    with nn.intercept_methods(look):
+    with nn.intercept_methods(look), seeing_calls():
         jax.eval_shape(apply, arrays)
     return found
 

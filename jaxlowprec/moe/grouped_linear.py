@@ -2,35 +2,85 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.layers.grouped import grouped_matmul, integer_sizes
-from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.layers.fused.blocks import common
+from jaxlowprec.layers.fused.mlp_product import Saved
+from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.layers.grouped.matmul import grouped_matmul, integer_sizes
+from jaxlowprec.layers.grouped.mlp import grouped_mlp_of
 
 MODULE_TYPE = "grouped_linear"
 """The kind of these layers for recipes, see `QuantizerRole`."""
 
 
 def grouped_linear(
-    who: str,
-    x: Float[Array, "T K"],
-    kernel: Any,
-    bias: Float[Array, "E N"] | None,
-    group_sizes: Int32[Array, "E"],
-    *,
-    recipe: Recipe | None = None,
-    key: jax.Array | None = None,
-    name: str = "",
-    precision: Any,
+    who: str, x: Float[Array, "T K"], group_sizes: Int32[Array, "E"], layer: Layer
 ) -> Float[Array, "T N"]:
     """Rows sorted by expert times each expert's kernel [E, K, N], plus its bias; rows past the groups' sum are zero."""
+    kernel, bias = layer.kernel, layer.bias
     group_sizes = integer_sizes(who, group_sizes)
     if x.ndim != 2 or group_sizes.shape != kernel.shape[:1] or x.shape[1] != kernel.shape[1]:
         raise ValueError(
             f"{who}: x {x.shape}, kernel {kernel.shape} and group_sizes {group_sizes.shape}: needs x [T, K] sorted by "
             "expert, a kernel [E, K, N] and group_sizes [E]"
         )
-    return grouped_matmul(x, kernel, group_sizes, bias, recipe, key, name=name, precision=precision)
+    options = {"name": layer.name, "precision": layer.precision}
+    return grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, layer.key, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """activation(gate) * up as one function, equal to others of the same activation: equal blocks are traced once."""
+
+    activation: Callable[..., jax.Array]
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """The hidden layer of a gated expert."""
+        return self.activation(gate) * up
+
+
+def fused_experts(
+    who: str, x: Float[Array, "T K"], group_sizes: Any, layers: Sequence[Layer], activation: Any, saved: Saved
+) -> Float[Array, "T N"]:
+    """The layers of an expert, down's last, as one function; see `grouped_mlp`. x: rows as all of the layers take them.
+
+    `activation`: of gate, and then times up, or of up alone.
+    """
+    function = activation if len(layers) == 2 else Gated(activation)
+    return grouped_mlp_of(who, x, group_sizes, layers, activation=function, saved=saved, out_dtype=x.dtype)
+
+
+def is_plain(activation: Any, features: int, dtype: Any) -> bool:
+    """Whether an activation of rows of these features can be computed again in the backward pass.
+
+    It cannot if it has arrays of its own, which would get no gradient, or gives another shape or dtype.
+    """
+    try:
+        hash(activation)
+    except TypeError:
+        return False
+    like = jax.ShapeDtypeStruct((8, features), dtype)
+    traced = jax.make_jaxpr(activation)(like)
+    results = [(result.shape, result.dtype) for result in traced.out_avals]
+    return not traced.consts and results == [(like.shape, like.dtype)]
+
+
+def common_inputs(
+    inputs: Array, promoted: Sequence[Callable[[Array], Array | None]], activation: Any, hidden: int
+) -> Array | None:
+    """The inputs as all layers of an expert take them, if one function can compute for them; else None.
+
+    Arguments:
+        promoted: of each layer, down's last, gives inputs in the dtype in which it takes them, or None.
+        hidden: the features of the activation.
+    """
+    x = common(promote(inputs) for promote in promoted[:-1])
+    if x is None or common(promote(x) for promote in promoted) is None:
+        return None
+    return x if is_plain(activation, hidden, x.dtype) else None

@@ -116,7 +116,7 @@ def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -
     return jax.lax.psum(combine(rows, routing.weights, where), axis), rows.dtype
 
 
-def check_block(who: str, settings: Settings, gated: Any) -> None:
+def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
     """Raises TypeError or ValueError if a block with these arguments cannot be made."""
     experts, k = settings.num_experts, settings.top_k
     for name, size in (("num_experts", experts), ("top_k", k)):
@@ -124,6 +124,7 @@ def check_block(who: str, settings: Settings, gated: Any) -> None:
     if experts < 1 or not 1 <= k <= experts:
         raise ValueError(f"{who}: top_k={k} of num_experts={experts}; needs 1 <= top_k <= num_experts")
     one_of(who, "scoring", settings.scoring, "softmax", "sigmoid")
+    one_of(who, "saved", saved, "quantized", "8bit", "recompute")
     a_flag(who, gated=gated, **({} if settings.normalize is None else {"normalize": settings.normalize}))
     coefficient = settings.load_balance_coef
     number = isinstance(coefficient, int | float | np.number) and not isinstance(coefficient, bool)

@@ -11,10 +11,11 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import rounds_stochastically
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.nnx.layers import _Quantizing
-from jaxlowprec.ops.checks import layer_inputs
+from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
@@ -76,13 +77,22 @@ class GroupedLinear(_Quantizing, nnx.Module):
 
         Rows past the sum of the group sizes are zeros.
         """
-        recipe = self._recipe()
         inputs = layer_inputs(type(self).__name__, inputs)
-        inputs, kernel, bias = self._operands(inputs)
+        inputs, *_ = self._operands(inputs)
+        return grouped_linear(type(self).__name__, inputs, group_sizes, self.arguments(inputs))
+
+    def promoted(self, inputs: Array) -> Array | None:
+        """The inputs in the dtype in which a function takes them that computes for this layer; None if none can."""
+        operands = self._operands(inputs)
+        return operands[0] if all(a is None or a.dtype in FLOATS for a in operands) else None
+
+    def arguments(self, inputs: Array) -> Layer:
+        """The arguments of a function that computes for this layer, beside the promoted inputs and the group sizes."""
+        recipe = self._recipe()
+        _, kernel, bias = self._operands(inputs)
         wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, self.name))
         key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
-        options: dict[str, Any] = {"recipe": recipe, "key": key, "name": self.name, "precision": self.precision}
-        return grouped_linear(type(self).__name__, inputs, kernel, bias, group_sizes, **options)
+        return Layer(kernel, bias, None, recipe, key, self.name, None, self.precision)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
         super()._add_state(None)  # each group is a tensor of its own, so the layer has no delayed-scaling state

@@ -10,6 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.arguments import a_text
+from jaxlowprec.layers.fused.mlp_product import Saved
+from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
 from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router import Scoring
 from jaxlowprec.nnx import grouped
@@ -25,14 +27,21 @@ class Experts(nnx.Module):
     Its layers are `Linear`s (shared experts, over tokens) or `GroupedLinear`s (over rows sorted by expert).
     """
 
-    def __init__(self, make: Any, features: int, hidden: int, activation: Any, gated: bool, inits: tuple[Any, Any]):
-        self.activation = activation
+    def __init__(self, make: Any, sizes: tuple[int, int], activation: Any, gated: bool, saved: Saved, inits: Any):
+        features, hidden = sizes
+        self.activation, self.saved = activation, saved
         self.gate_proj = nnx.data(make(features, hidden, inits[0], "gate_proj") if gated else None)
         self.up_proj = make(features, hidden, inits[0], "up_proj")
         self.down_proj = make(hidden, features, inits[1], "down_proj")
 
     def __call__(self, x: Array, *group_sizes: Array) -> Array:
         """Rows [..., features] to rows [..., features]."""
+        layers = [layer for layer in (self.gate_proj, self.up_proj, self.down_proj) if layer is not None]
+        if group_sizes and all(type(layer) is grouped.GroupedLinear for layer in layers):
+            inputs = common_inputs(x, [layer.promoted for layer in layers], self.activation, self.down_proj.in_features)
+            if inputs is not None:
+                given = [layer.arguments(inputs) for layer in layers]
+                return fused_experts("MoE", inputs, group_sizes[0], given, self.activation, self.saved)
         up = self.up_proj(x, *group_sizes)
         if self.gate_proj is None:
             return self.down_proj(self.activation(up), *group_sizes)
@@ -54,6 +63,8 @@ class MoE(nnx.Module):
         scoring: "softmax" or "sigmoid", see `jaxlowprec.moe.route`.
         load_balance_coef: what the load-balance loss is multiplied by.
         expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
+        saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see
+            `jaxlowprec.grouped_mlp`. An activation with arrays of its own, or that gives another dtype, keeps it all.
         dtype, param_dtype, precision, kernel_init: see `GroupedLinear`; no layer has a bias.
         down_kernel_init, router_kernel_init: initialisers of these kernels. `shared_kernel_init` and
             `shared_down_kernel_init` are for the shared experts' kernels, which have no axis of experts.
@@ -83,6 +94,7 @@ class MoE(nnx.Module):
         scoring: Scoring = "softmax",
         load_balance_coef: float = 0.01,
         expert_axis: str | None = None,
+        saved: Saved = "quantized",
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
@@ -96,7 +108,7 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.settings = Settings(num_experts, top_k, normalize, scoring, load_balance_coef, expert_axis)
-        check_block(type(self).__name__, self.settings, gated)
+        check_block(type(self).__name__, self.settings, gated, saved)
         a_text(type(self).__name__, name=name)
         common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}
         common |= {"recipe": recipe, "rngs": rngs}
@@ -123,11 +135,12 @@ class MoE(nnx.Module):
             rngs=rngs,
         )
         inits = kernel_init, down_kernel_init or kernel_init
-        self.experts = Experts(expert, in_features, hidden_features, activation, gated, inits)
+        self.experts = Experts(expert, (in_features, hidden_features), activation, gated, saved, inits)
         self.shared_experts = nnx.data(None)
         if shared_hidden_features:
             inits = shared_kernel_init, shared_down_kernel_init or shared_kernel_init
-            self.shared_experts = Experts(shared, in_features, shared_hidden_features, activation, gated, inits)
+            sizes = in_features, shared_hidden_features
+            self.shared_experts = Experts(shared, sizes, activation, gated, saved, inits)
 
     def __call__(
         self, x: Float[Array, "*T D"], tape: Int32[Array, "*T k"] | None = None

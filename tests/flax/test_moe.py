@@ -1,18 +1,22 @@
 """The block of experts of Linen and NNX: its numbers, its router, what recipes make of it."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.flax.experts import EXPERTS, HIDDEN, WIDTH, K, X, block, compiled, made, total
 from tests.flax.libraries import LIBRARIES, weighted
 from tests.helpers import assert_same_bytes, often
+from tests.layers.fused.layers import EXACT
 from tests.moe.stack import RECIPES
+from tests.products import kept
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -155,6 +159,76 @@ class TestRouter:
         assert 1 < loss(1.0) < EXPERTS
 
 
+def separate_silu(x):
+    """SiLU in float32: a block does not compute such an activation again, and calls its layers one by one."""
+    return jax.nn.silu(x).astype(jnp.float32)
+
+
+def step_of(model):
+    """Output, aux and gradients, each operation rounded."""
+
+    @functools.partial(jax.jit, compiler_options=EXACT)
+    def run(tree, x):
+        def loss(tree, x):
+            output = model.apply(tree, x)
+            return total(output), output
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(tree, x)
+
+    return run(model.tree, X)
+
+
+class TestSaved:
+    """What is kept of the experts' hidden layer."""
+
+    @pytest.mark.parametrize("saved", ["quantized", "recompute"])
+    @pytest.mark.parametrize("gated", [True, False])
+    @near_recipes
+    def test_changes_no_bits_of_outputs_and_parameters_gradients(self, library, name, gated, saved):
+        options = {"recipe": RECIPES[name], "gated": gated, "shared_hidden_features": 32}
+        made_with = functools.partial(made, LIBRARIES[library], **options)
+        (_, output), (tree, x) = step_of(made_with(saved=saved))
+        one = jnp.ones((), jnp.bfloat16)
+        with_array = lambda x: jax.nn.silu(x) * one  # noqa: E731
+        (_, separate_output), (separate_tree, separate_x) = step_of(made_with(activation=with_array))
+        assert_same_bytes(output, separate_output)
+        assert_same_bytes(tree["experts"], separate_tree["experts"])
+        difference = jnp.linalg.norm((x - separate_x).astype(jnp.float32))
+        assert difference <= 0.01 * jnp.linalg.norm(separate_x.astype(jnp.float32))
+
+    @pytest.mark.parametrize("name", ["nvfp4", "bf16"])
+    def test_keeps_less_and_less(self, library, name):
+        """Of the rows of tokens: x's codes in "recompute" are the only ones left that have the hidden layer's shape."""
+
+        def kept_by(saved):
+            model = made(library, recipe=RECIPES[name], saved=saved)
+            rows = X.size // WIDTH * K
+            arrays = kept(lambda tree: model.apply(tree, X)[0], model.tree)
+            return sum(a.size * a.dtype.itemsize for a in arrays if a.shape == (rows, HIDDEN))
+
+        found = [kept_by(saved) for saved in ("quantized", "8bit", "recompute")]
+        elements = X.size // WIDTH * K * HIDDEN
+        assert found == ([4 * elements, 2 * elements, elements] if name == "nvfp4" else [4 * elements] * 2 + [0])
+
+    def test_an_activation_with_parameters_still_learns(self):
+        class Scaled(nnx.Module):
+            def __init__(self):
+                self.scale = nnx.Param(jnp.ones(()))
+
+            def __call__(self, x):
+                return jax.nn.silu(x) * self.scale[...].astype(x.dtype)
+
+        moe = jlp.nnx.MoE(4, WIDTH, HIDDEN, top_k=2, activation=Scaled(), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        with jlp.autocast(RECIPES["nvfp4"]):
+            found = nnx.grad(lambda moe: total(moe(X)))(moe)
+        assert float(found["experts"]["activation"]["scale"][...]) != 0
+
+    @pytest.mark.parametrize("activation", [separate_silu, lambda x: x @ jnp.ones((HIDDEN, HIDDEN), x.dtype)])
+    def test_other_activations_are_computed_between_the_layers(self, library, activation):
+        model = made(library, activation=activation, recipe=RECIPES["nvfp4"])
+        assert bool(jnp.isfinite(compiled(model)(model.tree, X)[0]).all())
+
+
 PARTS = [f"{where}/{part}" for where in ("experts", "shared_experts") for part in ("down_proj", "gate_proj", "up_proj")]
 
 
@@ -212,6 +286,7 @@ class TestPolicy:
         ({"k": 0}, ValueError, "top_k=0"),
         ({"scoring": "max"}, ValueError, "MoE: scoring='max'"),
         ({"gated": "silu"}, TypeError, "gated='silu'"),
+        ({"saved": "all"}, ValueError, "MoE: saved='all'"),
         ({"recipe": "nvfp4"}, TypeError, "recipe='nvfp4'"),
     ],
 )

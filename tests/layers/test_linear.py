@@ -209,7 +209,7 @@ class TestResiduals:
     def test_nothing_is_kept_unquantised(self):
         x, w, _ = operands((512, 256, 64))
         big = [leaf for leaf in kept(functools.partial(jlp.linear, recipe=FULL), x, w) if leaf.size > 1024]
-        assert {leaf.dtype.name for leaf in big} <= {"uint8", "float8_e4m3fn"}
+        assert {leaf.dtype.name for leaf in big} == {"uint8"}
 
     def network(self, x, weights):
         for w in weights:

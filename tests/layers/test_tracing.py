@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.layers import grouped_products, product, weight_only
+from jaxlowprec.layers import product, weight_only
 from tests.low_precision import recipes
 
 RECIPES = recipes("nvfp4", "mxfp8", "int4_qat")
@@ -54,7 +54,7 @@ def test_equal_linears_of_different_names_are_traced_once(recipe, module):
 
 def test_equal_layers_of_experts_are_traced_once():
     with jlp.autocast(jlp.NVFP4BlockScaling()):
-        assert traces(grouped_products, experts, 6) == traces(grouped_products, experts, 2) <= 3
+        assert traces(product, experts, 6) == traces(product, experts, 2) <= 3
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (2, 16, 32)], ids=["matrix", "rows split"])

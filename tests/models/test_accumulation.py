@@ -181,6 +181,73 @@ class TestCalls:
         assert not {(K, F), (F, K)} & set(added)
 
 
+EXPERTS, HIDDEN = 4, 32
+OF_EXPERTS = {
+    "gate": random_array((EXPERTS, K, HIDDEN), "float32", 6) / 8,
+    "up": random_array((EXPERTS, K, HIDDEN), "float32", 7) / 8,
+    "down": random_array((EXPERTS, HIDDEN, K), "float32", 8) / 8,
+}
+
+
+def sizes_for(x):
+    """Of 64 rows, different for each part; one group may be empty, and some rows are in none."""
+    first = jnp.int32(jnp.abs(x[0, 0, 0].astype(jnp.float32)) * 16) % 32
+    return jnp.stack([first, jnp.int32(0), 40 - first, jnp.int32(20)])
+
+
+def experts(params, x, **options):
+    kernels = [params["gate"], params["up"], params["down"]]
+    return squared(jlp.grouped_mlp(x.reshape(-1, K), kernels, sizes_for(x), **options))
+
+
+def grouped(params, x):
+    x, sizes = x.reshape(-1, K), sizes_for(x)
+    gate, up = (jlp.grouped_matmul(x, params[name], sizes, name=name) for name in ("gate", "up"))
+    return squared(jlp.grouped_matmul(jlp.swiglu(gate, up), params["down"], sizes, name="down"))
+
+
+class TestExperts:
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @pytest.mark.parametrize("loss", [experts, grouped])
+    def test_bits_are_those_of_the_mean_of_separate_steps(self, loss, recipe):
+        with under(recipe):
+            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(OF_EXPERTS, X), by_hand(loss, OF_EXPERTS, X))
+
+    @pytest.mark.parametrize("saved", ["8bit", "recompute"])
+    def test_whatever_the_mlp_keeps(self, saved):
+        loss = functools.partial(experts, saved=saved)
+        functools.update_wrapper(loss, experts)
+        with jlp.autocast(NVFP4):
+            assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(OF_EXPERTS, X), by_hand(loss, OF_EXPERTS, X))
+
+    @pytest.mark.parametrize("loss", [experts, grouped])
+    def test_kernels_are_quantised_before_the_loop(self, loss):
+        with jlp.autocast(NVFP4):
+            assert calls(loss, OF_EXPERTS, X, "jaxlowprec_quantize") == (0, 3)
+
+    def test_sums_are_made_in_the_gemms(self):
+        with jlp.autocast(NVFP4):
+            jaxpr = jax.make_jaxpr(jlp.accumulate_gradients(experts, PARTS))(OF_EXPERTS, X).jaxpr
+        (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+        added = [e.outvars[0].aval.shape for e in primitives(loop.params["jaxpr"].jaxpr) if "add" in e.primitive.name]
+        assert not {w.shape for w in OF_EXPERTS.values()} & set(added)
+
+    def test_of_a_block_of_nnx(self):
+        model = jlp.nnx.MoE(EXPERTS, K, HIDDEN, top_k=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(model)
+
+        def loss(state, x):
+            y, aux = nnx.merge(graph, state)(x)
+            return squared(y) + aux.load_balance_loss
+
+        with jlp.autocast(NVFP4):
+            assert calls(loss, state, X, "jaxlowprec_quantize") == (0, 3)
+            found = jax.jit(jlp.accumulate_gradients(loss, PARTS))(state, X)
+            wanted = by_hand(loss, state, X)
+        assert_trees(found[1]["experts"], wanted[1]["experts"])
+        assert_trees(found, wanted, exact=False)
+
+
 def test_delayed_scaling_keeps_the_largest_amax():
     recipe = jlp.DelayedScaling(amax_history_len=4)
     params = {"kernel": PARAMS["up"], delayed_scaling.OVERWRITE_WITH_GRADIENT: delayed_scaling.init_state(recipe)}

@@ -11,7 +11,7 @@ from tests.low_precision import recipes
 LAYERS, EXPERTS, K, WIDTH, HIDDEN, TOKENS = 2, 8, 2, 64, 64, (8, 16)
 
 RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat", "nvfp4_qat")
-# Experts do the same around the products of every recipe, all of which tests/layers/test_grouped.py has.
+# Experts do the same around the products of every recipe, all of which tests/layers/grouped has.
 OFTEN, SLOWLY = ("bf16", "nvfp4"), ("fp8_current", "int4_qat")
 each_recipe = pytest.mark.parametrize(
     "recipe",

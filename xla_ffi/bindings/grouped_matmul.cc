@@ -78,12 +78,13 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyB
   return ffi::Error::Success();
 }
 
-/// a [..., M, rows] and b [..., N, rows], quantised columnwise in groups, sizes [..., groups]; then the amaxes of two-level
-/// formats [..., groups] -> [..., groups, M, N], contracted over the rows of each group.
+/// a [..., M, rows] and b [..., N, rows], quantised columnwise in groups, sizes [..., groups]; then, where given, the amaxes
+/// of two-level formats [..., groups] and what to accumulate onto [..., groups, M, N], of the result's type and maybe its
+/// memory -> [..., groups, M, N], contracted over the rows of each group.
 ffi::Error grouped_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBuffer a_scale, ffi::AnyBuffer b_data,
                          ffi::AnyBuffer b_scale, ffi::AnyBuffer sizes, ffi::RemainingArgs args,
                          ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary a_attributes, ffi::Dictionary b_attributes,
-                         int64_t rows) {
+                         int64_t rows, bool accumulate) {
   const auto type = element_type(result->element_type());
   const auto a_format = decode_format(a_attributes), b_format = decode_format(b_attributes);
   JLP_REQUIRE(type.has_value() && a_format.has_value() && b_format.has_value() && Groups::fits(sizes));
@@ -101,10 +102,14 @@ ffi::Error grouped_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
            static_cast<int64_t>(scale.size_bytes()) == scales;
   };
   JLP_REQUIRE(fits(*a_format, a, a_scale) && fits(*b_format, b, b_scale));
-  JLP_REQUIRE(args.size() == 2u * two_level);
+  JLP_REQUIRE(args.size() == 2u * two_level + accumulate);
   const float* a_amax = two_level ? floats(args, 0, count) : nullptr;
   const float* b_amax = two_level ? floats(args, 1, count) : nullptr;
   JLP_REQUIRE(!two_level || (a_amax && b_amax));
+  ElementType total_type{};
+  const auto* total =
+      accumulate ? static_cast<const uint8_t*>(like_result(args, 2 * two_level, *result, total_type)) : nullptr;
+  JLP_REQUIRE(!accumulate || ((total || result->element_count() == 0) && total_type == *type));
 
   const auto operand = [&](const Group& group, const Format& format, const Matrices& data, const ffi::AnyBuffer& codes,
                            const ffi::AnyBuffer& scale, const float* amax) {
@@ -120,10 +125,15 @@ ffi::Error grouped_wgrad(ffi::ThreadPool pool, ffi::AnyBuffer a_data, ffi::AnyBu
   std::vector<MatmulProblem> problems;
   for (const Group& group : groups.all()) {
     uint8_t* to = static_cast<uint8_t*>(result->untyped_data()) + group.index * matrix_bytes;
-    if (group.rows == 0) std::memset(to, 0, matrix_bytes);
+    const uint8_t* before = total ? total + group.index * matrix_bytes : nullptr;
+    if (group.rows == 0) {
+      if (!before) std::memset(to, 0, matrix_bytes);
+      if (before && before != to) std::memcpy(to, before, matrix_bytes);
+    }
     if (group.rows * matrix_bytes == 0) continue;
     MatmulProblem p{};
     p.batch = 1, p.rows = y.rows, p.columns = y.columns, p.result = to, p.type = *type;
+    p.accumulate = before, p.accumulate_type = total_type;
     p.threads = groups.threads(group, pool.num_threads());
     p.a = operand(group, *a_format, a, a_data, a_scale, a_amax);
     p.b = operand(group, *b_format, b, b_data, b_scale, b_amax);
@@ -211,7 +221,8 @@ JLP_DEFINE_CPU_HANDLER(grouped_wgrad, grouped_wgrad,
                            .Ret<ffi::AnyBuffer>()
                            .Attr<ffi::Dictionary>("a_format")
                            .Attr<ffi::Dictionary>("b_format")
-                           .Attr<int64_t>("rows"));
+                           .Attr<int64_t>("rows")
+                           .Attr<bool>("accumulate"));
 
 JLP_DEFINE_CPU_HANDLER(grouped_weight_only, grouped_weight_only,
                        .Arg<ffi::AnyBuffer>()

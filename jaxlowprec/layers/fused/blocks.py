@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import one_of, shown
+from jaxlowprec.layers.watching.seeing import calls_are_seen
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 
@@ -56,8 +57,10 @@ def common(promoted: Iterable[jax.Array | None]) -> jax.Array | None:
     """The inputs as all of several layers take them, so that one function can compute for them.
 
     `promoted`: the inputs in the dtype in which each layer takes them, or None for one that has to be called. None if
-    there is such a layer, or the dtypes differ.
+    there is such a layer, the dtypes differ, or each layer's call is to be seen.
     """
+    if calls_are_seen():
+        return None
     found = list(promoted)
     alike = all(x is not None for x in found) and len({x.dtype for x in found if x is not None}) == 1
     return found[0] if alike else None

@@ -155,11 +155,16 @@ def _checked(who: str, x: jax.Array, layers: Sequence[Layer]) -> list[_Checked]:
     """The layers' kernels, biases and calls, whose shapes fit each other."""
     *hidden, down = layers
     checked = [layer.checked(who, x) for layer in hidden]
-    sizes = [features_of(call, kernel) for kernel, _, call in checked]
-    if len(set(sizes)) > 1:
-        raise ValueError(f"{who}: gate has {sizes[0]} features and up {sizes[1]}; needs the same number")
-    like: Any = jax.ShapeDtypeStruct((*x.shape[:-1], sizes[0]), x.dtype)
+    features = check_hidden(who, [features_of(call, kernel) for kernel, _, call in checked])
+    like: Any = jax.ShapeDtypeStruct((*x.shape[:-1], features), x.dtype)
     return [*checked, down.checked(who, like)]
+
+
+def check_hidden(who: str, features: Sequence[int]) -> int:
+    """The features of the hidden layer. Raises ValueError unless gate and up have the same number."""
+    if len(set(features)) > 1:
+        raise ValueError(f"{who}: gate has {features[0]} features and up {features[1]}; needs the same number")
+    return features[0]
 
 
 def _is_quantized(checked: Sequence[_Checked]) -> bool:
@@ -208,21 +213,37 @@ def separate_mlp(x: jax.Array, hidden: Sequence[Any], down: Any, activation: Act
 
 
 def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) -> tuple[Any, Any]:
-    """The MLP from separate layers; what JAX's checkpointing does not keep is computed again."""
+    """The MLP from separate layers."""
     layers, activation, saved = arguments
     *hidden, down = layers
+
+    def multiply(x: jax.Array) -> tuple[Any, Any]:
+        return linears_of(who, x, hidden)
+
+    def finish(a: jax.Array) -> tuple[jax.Array, Any]:
+        return down.alone(a, out_sharding)
+
+    return composed(x, multiply, finish, activation, saved)
+
+
+def composed(
+    x: jax.Array, multiply: Callable[..., Any], finish: Callable[..., Any], activation: Activation, saved: Saved
+) -> tuple[Any, Any]:
+    """An MLP from separate products; what JAX's checkpointing does not keep is computed again.
+
+    Arguments:
+        multiply: of x, gives the operands of the activation, and the states of their layers.
+        finish: of the activation, gives the result, and the state of its layer.
+    """
     function: Any = functools.partial(called, activation) if callable(activation) else ACTIVATIONS[activation]
     if saved == "8bit":
         function = functools.partial(_activated_from_8bit, activation)
 
-    def multiplied(x: jax.Array) -> tuple[Any, Any]:
-        return linears_of(who, x, hidden)
-
     def finished(operands: Any) -> tuple[jax.Array, Any]:
-        return down.alone(function(*operands), out_sharding)
+        return finish(function(*operands))
 
     def whole(x: jax.Array) -> tuple[jax.Array, Any]:
-        operands, new_states = multiplied(x)
+        operands, new_states = multiply(x)
         y, new_state = finished(operands)
         return y, (*new_states, new_state)
 

@@ -1,4 +1,7 @@
-"""The quantised MLP with its custom_vjp: one for all of its products, so that it decides what is kept between them."""
+"""The quantised MLP with its custom_vjp: one for all of its products, so that it decides what is kept between them.
+
+Of all rows, or of rows in groups, each with kernels of its own; see `Product.sizes`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import jax
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
-from jaxlowprec.layers.operands import amaxes_both_ways, for_both_ways
+from jaxlowprec.layers.operands import for_both_ways
 from jaxlowprec.layers.product import (
     Input,
     Product,
@@ -31,6 +34,7 @@ from jaxlowprec.layers.product import (
     quantized_input,
     quantized_inputs,
     read_by_wgrad,
+    rows_of,
 )
 from jaxlowprec.layers.residuals import (
     QUANTIZED_INPUT,
@@ -40,7 +44,9 @@ from jaxlowprec.layers.residuals import (
     in_profiles,
     named,
     product,
+    read,
 )
+from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.ops.activations import api as ops
 from jaxlowprec.ops.activations.reference import RULES
 from jaxlowprec.ops.amax.wanted import Amaxes
@@ -52,6 +58,9 @@ Saved = Literal["quantized", "8bit", "recompute"]
 
 Activation = str | Callable[..., jax.Array]
 """The name of an activation with defined bits, or a function of the hidden layer's operands."""
+
+
+_ALL = AllRows(split=False, precision=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +81,18 @@ class MlpSpec:
 
 
 def activated(
-    activation: Activation, operands: Sequence[jax.Array], wanted: Amaxes | None = None
+    activation: Activation,
+    operands: Sequence[jax.Array],
+    wanted: Amaxes | None = None,
+    rows: AllRows | RowsInGroups = _ALL,
 ) -> tuple[jax.Array, Any]:
     """The hidden layer [..., T, F] from its operands of that shape, and its amaxes as `both_ways` takes them."""
     with in_profiles("activation"):
-        if callable(activation):
-            a = called(activation, *operands)
-            return a, amaxes_both_ways(a, wanted)
-        a, found = ops.activated(activation, operands, wanted)
-        return a, for_both_ways(found)
+        if not callable(activation) and isinstance(rows, AllRows):
+            a, found = ops.activated(activation, operands, wanted)
+            return a, for_both_ways(found)
+        a = called(activation, *operands) if callable(activation) else ops.activated(activation, operands, None)[0]
+        return a, rows.amaxes(a, wanted)
 
 
 def called(activation: Callable[..., Any], *operands: jax.Array) -> jax.Array:
@@ -114,22 +126,23 @@ def operands_of(activation: str) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
-    inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states[:-1]))
+    sizes = products[-1].sizes
+    inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states[:-1], sizes=sizes))
     of_scaling = [state for state, _ in states]
     hidden = [fprop(*each)[0] for each in zip(spec.hidden, inputs, products, of_scaling, strict=False)]
-    given = quantized_input(spec.down, activated(spec.activation, hidden)[0], of_scaling[-1])
+    given = quantized_input(spec.down, activated(spec.activation, hidden)[0], of_scaling[-1], sizes=sizes)
     return fprop(spec.down, given, products[-1], of_scaling[-1])[0]
 
 
 def _forward(spec: MlpSpec, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
-    state, probe = states[-1]
-    inputs = quantized_inputs(spec.hidden, x, states[:-1], backward=True)
+    (state, probe), sizes = states[-1], products[-1].sizes
+    inputs = quantized_inputs(spec.hidden, x, states[:-1], sizes=sizes, backward=True)
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
     hidden = tuple(map(product, hidden))
 
-    a, amaxes = activated(spec.activation, hidden, amaxes_of_input(spec.down))
-    given = quantized_input(spec.down, a, state, backward=probe is not None, amaxes=amaxes)
+    a, amaxes = activated(spec.activation, hidden, amaxes_of_input(spec.down), rows_of(spec.down, sizes))
+    given = quantized_input(spec.down, a, state, sizes=sizes, backward=probe is not None, amaxes=amaxes)
     y, kept_down, _ = forward(spec.down, given, products[-1], states[-1])
 
     of_hidden: Any = hidden
@@ -150,9 +163,9 @@ def _recomputable(
     of_input = zip(spec.hidden, inputs, strict=False)
     read = [Input(None, each.rowwise, None) if own.fprop else Input(each.x, None, None) for own, each in of_input]
     of_kernels = [
-        Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)))
+        Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)), sizes=p.sizes)
         if own.fprop
-        else Product(p.w, p.bias, None, p.quantized)
+        else Product(p.w, p.bias, None, p.quantized, sizes=p.sizes)
         for own, p, kernel in zip(spec.hidden, products[:-1], kernels, strict=True)
     ]
     return [named(each, QUANTIZED_INPUT) for each in read], of_kernels
@@ -164,16 +177,19 @@ def _backward(spec: MlpSpec, residuals, dy):
     of_hidden, dy = jax.lax.optimization_barrier((of_hidden, differentiated_once(dy)))
     hidden = _hidden_again(spec, of_hidden)
     a, _ = activated(spec.activation, hidden)
-    given = quantized_input(spec.down, a, state, forward=False, backward=True, amaxes=amaxes)
+    sizes = kept_down.sizes
+    given = quantized_input(spec.down, a, state, sizes=sizes, forward=False, backward=True, amaxes=amaxes)
     read = read_by_wgrad(spec.down, given)
     da, of_down, down_states = backward(spec.down, read, kept_down, dy, hidden[0].dtype)
-    dhidden, found = _activation_gradients(spec.activation, hidden, da, amaxes_of_gradient(spec.hidden[0]))
+    wanted = amaxes_of_gradient(spec.hidden[0]) if sizes is None else None  # `backward` finds those of each group
+    dhidden, found = _activation_gradients(spec.activation, hidden, da, wanted)
     dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like_x, found)
     return dx, (*of_products, of_down), (*new_states, down_states)
 
 
 def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
     """The operands of the activation in the backward pass."""
+    of_hidden = read(of_hidden)
     if spec.saved == "8bit":
         return [h.dequantize() for h in of_hidden]
     if spec.saved == "quantized":
@@ -203,7 +219,7 @@ def _forward_8bit(activation: Activation, operands):
 
 def _backward_8bit(activation: Activation, residuals, dy):
     kept, like = residuals
-    operands = [x.dequantize(marker.dtype) for x, marker in zip(kept, like, strict=True)]
+    operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), like, strict=True)]
     gradients, _ = _activation_gradients(activation, operands, differentiated_once(dy))
     return (tuple(gradients),)
 

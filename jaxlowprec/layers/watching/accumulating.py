@@ -1,7 +1,7 @@
 """Kernels whose gradients are added to arrays that are there already, in the GEMM that computes them.
 
-`models.accumulate_gradients` enters such a block while it traces a loss. Within it a linear layer that is given one of
-the kernels adds its wgrad to the kernel's sum: the gradient of the sum is its new value.
+`models.accumulate_gradients` enters such a block while it traces a loss. Within it a linear layer, or one of experts,
+that is given one of the kernels adds its wgrad to the kernel's sum: the gradient of the sum is its new value.
 """
 
 from __future__ import annotations

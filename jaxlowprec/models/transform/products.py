@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlowprec.layers.dot_general import dot_general
-from jaxlowprec.layers.grouped import grouped_matmul
+from jaxlowprec.layers.grouped.matmul import grouped_matmul
 from jaxlowprec.layers.low_rank import is_quantized, without_adapter
 from jaxlowprec.models.transform.weights import Weight
 from jaxlowprec.ops.checks import FLOATS

@@ -153,11 +153,18 @@ def multiply_within_groups(
     out_dtype: Any,
     implementation: Implementation = None,
     precision: Any = None,
+    accumulate: Float[Array, "*B E M N"] | None = None,
 ) -> Float[Array, "*B E M N"]:
-    """a columnwise, of [..., T, M], transposed @ b columnwise, of [..., T, N], within each group."""
+    """a columnwise, of [..., T, M], transposed @ b columnwise, of [..., T, N], within each group.
+
+    `accumulate`: of `out_dtype`; it is added in float32, before the one rounding. A group without rows gives it as it
+    is, or else zeros.
+    """
     check_pair("grouped_matmul", a.format, b.format)
     check_rotations("grouped_matmul", a.hadamard, b.hadamard)
     exact = wants_float32_sums(checked_precision("grouped_matmul", precision))
-    spec = GroupedMatmulSpec(a.format, b.format, False, False, False, jnp.dtype(out_dtype), exact)
+    given = () if accumulate is None else (accumulate,)
+    spec = GroupedMatmulSpec(a.format, b.format, False, False, False, jnp.dtype(out_dtype), exact, bool(given))
     amaxes = (a.amax, b.amax) if spec.two_level else ()
-    return grouped_wgrad_op(spec, a.rows, implementation)(a.data, a.scale, b.data, b.scale, a.sizes, *amaxes)[0]
+    operands = (a.data, a.scale, b.data, b.scale, a.sizes, *amaxes, *given)
+    return grouped_wgrad_op(spec, a.rows, implementation)(*operands)[0]

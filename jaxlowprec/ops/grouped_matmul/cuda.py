@@ -64,7 +64,8 @@ def weight_only(spec: Any, implementation: Implementation, x, sizes, *weight_and
 
 def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, *operands):
     """`grouped_wgrad_op`, sizes second."""
-    a_scale, b_data, b_scale, *amaxes = operands
+    a_scale, b_data, b_scale, *rest = operands
+    amaxes = rest[: 2 * spec.two_level]
     experts, shape = sizes.shape[0], (a_data.shape[0], b_data.shape[0])
     epilogue = Epilogue(False, True, None, False, jnp.dtype("float32"))
     dense = MatmulSpec(spec.a_format, spec.b_format, True, True, True, epilogue, None, spec.float32_sums)
@@ -80,9 +81,9 @@ def wgrad(spec: Any, implementation: Implementation, rows: int, a_data, sizes, *
         (total,) = matmul_op(dense, implementation)(*a_of(*slot), *b_of(*slot), *of_group, dw[group])
         return dw.at[group].set(total), None
 
-    zero = jnp.zeros((experts, *shape), jnp.float32)
+    before = rest[-1].astype(jnp.float32) if spec.accumulate else jnp.zeros((experts, *shape), jnp.float32)
     xs = (slots.group, slots.within, slots.row, slots.valid)
-    return jax.lax.scan(add, zero, xs)[0].astype(spec.out_dtype)
+    return jax.lax.scan(add, before, xs)[0].astype(spec.out_dtype)
 
 
 def _chunk_of_codes(x: jax.Array, chunk: int):

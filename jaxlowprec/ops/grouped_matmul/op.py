@@ -29,6 +29,7 @@ class GroupedMatmulSpec:
         bias: whether there is one.
         out_dtype: of the result.
         float32_sums: see `MatmulSpec`.
+        accumulate: whether there is something to add the result to; only of wgrad.
     """
 
     a_format: Any
@@ -38,6 +39,7 @@ class GroupedMatmulSpec:
     bias: bool
     out_dtype: Any
     float32_sums: bool = False
+    accumulate: bool = False
 
     @property
     def two_level(self) -> bool:
@@ -143,39 +145,45 @@ def bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
 @functools.cache
 def grouped_wgrad_op(spec: GroupedMatmulSpec, rows: int, implementation: Implementation):
     """a [..., M, T] and b [..., N, T] columnwise in groups of T = `rows`, each as data and scale; sizes [..., E]; both
-    amaxes [..., E] where there are -> [..., E, M, N], contracted over the rows of each group."""
+    amaxes [..., E] where there are, and what to accumulate onto [..., E, M, N] -> [..., E, M, N], contracted over the
+    rows of each group."""
     formats = spec.a_format, spec.b_format
     codes = ["tcodes" if fmt.packed else "t" for fmt in formats]
     scale = "... e" if spec.per_group else "... {} tblocks"
     operands = [f"... m {codes[0]}", scale.format("m"), f"... n {codes[1]}", scale.format("n"), "... e"]
-    text = f"{', '.join(operands + ['... e'] * 2 * spec.two_level)} -> ... e m n"
+    operands += ["... e"] * 2 * spec.two_level + ["... e m n"] * spec.accumulate
+    text = f"{', '.join(operands)} -> ... e m n"
     whole = [f for f in ("t", "tcodes", "tblocks", "e") if f" {f}" in text]
 
     def outputs(a_data, a_scale, b_data, b_scale, sizes, *_):
         return [((*sizes.shape, a_data.shape[-2], b_data.shape[-2]), spec.out_dtype)]
 
-    def one_batch(a_data, sizes, a_scale, b_data, b_scale, *amaxes):
+    def one_batch(a_data, sizes, a_scale, b_data, b_scale, *rest):
         a = reference.Columns(a_data, a_scale, formats[0])
         b = reference.Columns(b_data, b_scale, formats[1])
         y = reference.wgrad_terms(a, b, sizes, rows)
         if spec.per_group:
             y = rounded(rounded(y * a_scale[:, None, None]) * b_scale[:, None, None])
         if spec.two_level:
-            y = rounded(y * alpha(*amaxes)[:, None, None])
+            y = rounded(y * alpha(*rest[:2])[:, None, None])
         empty = (Groups.of(sizes, rows).count == 0)[:, None, None]  # whatever its amaxes and scales are
-        return jnp.where(empty, 0.0, y).astype(spec.out_dtype)
+        before = rest[-1].astype(jnp.float32) if spec.accumulate else jnp.zeros_like(y)
+        return jnp.where(empty, before, y + before if spec.accumulate else y).astype(spec.out_dtype)
 
-    def run_reference(a_data, a_scale, b_data, b_scale, sizes, *amaxes):
-        return [over_batches(one_batch)(a_data, sizes, a_scale, b_data, b_scale, *amaxes)]
+    def run_reference(a_data, a_scale, b_data, b_scale, sizes, *rest):
+        return [over_batches(one_batch)(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     def run_native(*operands):
         ((shape, dtype),) = outputs(*operands)
-        call = jax.ffi.ffi_call("jaxlowprec_grouped_wgrad", jax.ShapeDtypeStruct(shape, dtype))
-        return [call(*operands, a_format=formats[0].attributes, b_format=formats[1].attributes, rows=rows)]
+        aliases = {len(operands) - 1: 0} if spec.accumulate else {}
+        result = jax.ShapeDtypeStruct(shape, dtype)
+        call = jax.ffi.ffi_call("jaxlowprec_grouped_wgrad", result, input_output_aliases=aliases)
+        attributes = {"a_format": formats[0].attributes, "b_format": formats[1].attributes, "rows": rows}
+        return [call(*operands, **attributes, accumulate=spec.accumulate)]
 
-    def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *amaxes):
+    def run_on_gpu(a_data, a_scale, b_data, b_scale, sizes, *rest):
         multiply = over_batches(functools.partial(cuda.wgrad, spec, implementation, rows))
-        return [multiply(a_data, sizes, a_scale, b_data, b_scale, *amaxes)]
+        return [multiply(a_data, sizes, a_scale, b_data, b_scale, *rest)]
 
     return wiring.define(
         "jaxlowprec_grouped_wgrad",

@@ -231,6 +231,18 @@ def test_an_mlp_without_a_gate(activation):
         assert_same_bytes(mlp(X), mlp.down_proj(function(mlp.up_proj(X))))
 
 
+def test_explain_sees_the_layers_of_linen_blocks():
+    recipe = jlp.Int4QAT(group_size=16)
+    for model, names in (
+        (jlp.linen.MLP(F, normalization="rms"), {"gate_proj", "up_proj", "down_proj"}),
+        (jlp.linen.NormLinear({"query": F, "key": 32}, use_bias=False), {"query", "key"}),
+    ):
+        variables = model.init(jax.random.key(0), X)
+        assert set(jlp.explain(model, recipe, variables, X).formats) == names
+        quantized = jlp.quantize_params(model, recipe, variables, X)["params"]
+        assert all(isinstance(quantized[name]["kernel"], jlp.QuantizedArray) for name in names)
+
+
 def test_rules_that_name_one_layer():
     mlp = jlp.nnx.MLP(K, F, rngs=nnx.Rngs(0), **BF16)
     jlp.nnx.name_layers(mlp)

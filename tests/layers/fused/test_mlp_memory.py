@@ -75,7 +75,7 @@ class TestBytesKept:
         assert found == {
             "separate": ["bfloat16"] * 3,
             "quantized": ["bfloat16"] * 2,
-            "8bit": ["bfloat16", "float8_e4m3fn", "float8_e4m3fn"],
+            "8bit": ["bfloat16", "uint8", "uint8"],
             "recompute": [],
         }
 

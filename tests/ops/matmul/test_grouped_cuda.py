@@ -1,5 +1,6 @@
 """What rows in groups become on NVIDIA GPUs, run on the CPU: the same XLA code around the CPU's kernels."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -147,6 +148,10 @@ class TestProducts:
         y = cuda.wgrad(spec, None, a.rows, a.data, a.sizes, a.scale, b.data, b.scale, *amaxes)
         np.testing.assert_allclose(y, multiply_within_groups(a, b, jnp.float32), rtol=1e-5, atol=1e-4)
         assert not y[np.asarray(a.sizes) <= 0].any()
+        before = random_array(y.shape, "float32", 6)
+        added = dataclasses.replace(spec, accumulate=True)
+        total = cuda.wgrad(added, None, a.rows, a.data, a.sizes, a.scale, b.data, b.scale, *amaxes, before)
+        np.testing.assert_allclose(total, before + y, rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
     def test_chunks_of_more_rows_than_most_groups(self, fmt, monkeypatch):

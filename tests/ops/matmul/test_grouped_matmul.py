@@ -266,6 +266,36 @@ class TestProducts:
             assert_same_bytes(by_reference, expected)
         np.testing.assert_allclose(by_reference, expected, rtol=1e-5, atol=1e-4)
 
+    @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.element != "e5m2"], ids=format_name)
+    @pytest.mark.parametrize("case", often(["uneven"], WITH_ROWS))
+    @by_implementation
+    def test_wgrad_is_added_to_what_is_given(self, fmt, case, implementation):
+        """A group without rows leaves it as it is, a zero's sign included."""
+        sizes, rows, columns = SIZES[case]
+        _, (_, column) = quantized(fmt, case, False, implementation)
+        shape = len(sizes), columns, columns
+        for dtype in ("float32", "bfloat16"):
+            before = random_array(shape, dtype, 6)  # zeros of both signs among them
+
+            def added(before, dtype=dtype):
+                options = {"implementation": implementation, "accumulate": before}
+                return multiply_within_groups(column, column, dtype, **options)
+
+            y = multiply_within_groups(column, column, jnp.float32, implementation)
+            expected = (y + before.astype(jnp.float32)).astype(dtype)
+            empty = np.setdiff1d(np.arange(len(sizes)), [index for index, _, _ in groups_of(sizes, rows)])
+            expected = expected.at[empty].set(before[empty])
+            assert_same_bytes(jax.jit(added)(before), expected)
+            assert_same_bytes(jax.jit(added, donate_argnums=0)(jnp.array(before)), expected)
+
+    def test_what_wgrad_is_added_to_gives_its_memory(self):
+        _, (_, column) = quantized(jlp.NVFP4(), "uneven", False, "ffi")
+        before = jnp.zeros((7, 160, 160))
+        compiled = jax.jit(
+            lambda before: multiply_within_groups(column, column, jnp.float32, accumulate=before), donate_argnums=0
+        )
+        assert "copy(" not in compiled.lower(before).compile().as_text()
+
     @pytest.mark.parametrize(
         "fmt",
         [jlp.Int4(16), jlp.Int4(16, symmetric=False), jlp.NVFP4((16, 16)), jlp.MXFP8(), jlp.Float8Tensor()],
@@ -308,7 +338,8 @@ class TestProducts:
                 x, sizes, jlp.NVFP4(), rowwise=True, columnwise=True, implementation=implementation
             )
             y = multiply_groups(row, w, None, jnp.bfloat16, implementation)
-            return y, multiply_within_groups(column, column, jnp.float32, implementation)
+            dw = multiply_within_groups(column, column, jnp.float32, implementation)
+            return y, dw, multiply_within_groups(column, column, jnp.float32, implementation, accumulate=dw)
 
         one_by_one = [layer(x[i], sizes[i], jax.tree.map(lambda leaf, i=i: leaf[i], w)) for i in range(2)]
         assert_same_bytes(jax.vmap(layer)(x, sizes, w), jax.tree.map(lambda *a: jnp.stack(a), *one_by_one))

@@ -18,16 +18,13 @@ from jaxlowprec.arguments import a_text, shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import weight_only
-from jaxlowprec.layers.grouped_products import (
-    GroupedProductSpec,
-    GroupedWeightOnlyProductSpec,
-    biased,
-    quantized_groups,
-    weight_only_groups,
-)
-from jaxlowprec.layers.layer_call import LayerCall, randomness_of
-from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.grouped.weight_only import WeightOnlyGroupsSpec, weight_only_groups
+from jaxlowprec.layers.layer_call import LayerCall, Prepared, randomness_of
+from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel
+from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import in_profiles, product
+from jaxlowprec.layers.rows import RowsInGroups
+from jaxlowprec.layers.watching.accumulating import sum_for
 from jaxlowprec.layers.watching.watched import watched
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
@@ -88,11 +85,25 @@ def grouped_matmul(
     ((5, 16), dtype(bfloat16), 32.0)
     """
     who = "grouped_matmul"
+    x = float_array(who, "x", x)
+    sizes = checked_sizes(who, group_sizes, x)
+    settings = {"recipe": recipe, "key": key, "name": name, "precision": precision}
+    weights, bias, call = checked_groups(who, x, sizes, kernels, bias, settings)
+    dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
+    return groups_product(call, x, weights, bias, sizes, dtype)
+
+
+def checked_groups(
+    who: str, x: Any, sizes: jax.Array, kernels: Any, bias: Any, settings: dict[str, Any]
+) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
+    """The kernels in high precision and the bias of rows in groups, if they have them, and the call.
+
+    `x`: its shape and dtype are what matters. `settings`: recipe, key, name and precision of `grouped_matmul`.
+    """
+    recipe, key, name = settings["recipe"], settings["key"], settings["name"]
     a_text(who, name=name)
     check_key(who, key)
-    x = float_array(who, "x", x)
     kernels = kernels if isinstance(kernels, QuantizedArray) else float_array(who, "kernels", kernels)
-    sizes = _checked_sizes(who, group_sizes, x.shape[0] if x.ndim == 2 else 0)
     experts = sizes.shape[0]
     if x.ndim != 2 or kernels.ndim != 3 or kernels.shape[:2] != (experts, x.shape[1]) or experts == 0:
         raise ValueError(
@@ -102,17 +113,23 @@ def grouped_matmul(
     features = kernels.shape[2]
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(experts, features)}")
-    dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
-    precision = checked_precision(who, precision)
-
+    precision = checked_precision(who, settings["precision"])
     recipe, given = resolve(who, recipe, name), resolve(who, recipe)
-    compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
-    watch = functools.partial(watched, compute=compute, macs=lambda: x.size * features, sizes=sizes)
+    kind: Any = {"kind": "grouped_linear"}
     if isinstance(kernels, QuantizedArray):
         weight_only.check_loaded(who, name, kernels, given)
         loaded = QuantizedKernel(None, kernels, weight_only=True)
-        return watch(LayerCall(who, name, None, key, loaded, None, precision), x, None)[0]
-    return watch(LayerCall(who, name, recipe, key, None, None, precision), x, kernels)[0]
+        return None, bias, LayerCall(who, name, None, key, loaded, None, precision, **kind)
+    return kernels, bias, LayerCall(who, name, recipe, key, None, None, precision, sum_for(kernels), **kind)
+
+
+def groups_product(
+    call: LayerCall, x: jax.Array, kernels: jax.Array | None, bias: Any, sizes: jax.Array, dtype: Any
+) -> jax.Array:
+    """The product [T, N] of a checked call."""
+    compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
+    weight: Any = call.quantized if kernels is None else kernels
+    return watched(call, x, kernels, compute, lambda: x.size * weight.shape[-1], sizes)[0]
 
 
 def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:
@@ -122,30 +139,52 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
         quantized: Any = call.quantized.columnwise
         loaded = (sharding_of(x), None, sharding_of(bias))
         served = weight_only.Served(quantized.format, "identity", None)
-        spec = GroupedWeightOnlyProductSpec(served, dtype, loaded, precision)
-        operands = _aligned(x, None, bias, quantized, sizes)
+        spec = WeightOnlyGroupsSpec(served, dtype, loaded, precision)
+        operands = wiring.align_varying(x, None, bias, quantized, sizes)
         with in_profiles(name):
             return weight_only_groups(spec, *operands, None), None
     if recipe is None:
-        x, kernels, bias, sizes = _aligned(x, kernels, bias, sizes)
+        x, kernels, bias, sizes = wiring.align_varying(x, kernels, bias, sizes)
         wide = dtype if bias is None else jnp.dtype("float32")
         with in_profiles(name):
             y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
-            return product(biased(y, bias, sizes).astype(dtype)), None
-    roles = _checked_roles(who, recipe, name)
-    shardings = sharding_of(x), sharding_of(kernels), sharding_of(bias)
+            return product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype)), None
+    roles = checked_roles(call)
     if roles.ste is not None and roles.weight is not None:
         weight_only.check_whole_blocks(who, name, kernels, roles.weight.format)
         served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
-        spec = GroupedWeightOnlyProductSpec(served, dtype, shardings, precision)
-        operands = _aligned(x, kernels, bias, None, sizes)
+        spec = WeightOnlyGroupsSpec(served, dtype, _shardings(x, kernels, bias), precision)
+        operands = wiring.align_varying(x, kernels, bias, None, sizes)
         with in_profiles(name):
             return weight_only_groups(spec, *operands, _probe(who, name)), None
-    randomness = randomness_of(who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), name)
-    quantized_spec = GroupedProductSpec(roles, recipe.backward_override, dtype, shardings, precision)
-    operands = _aligned(x, kernels, bias, randomness, sizes)
+    prepared = prepared_groups(call, x, kernels, bias, sizes, dtype)
+    x, of_groups = wiring.align_varying(x, prepared.product)
     with in_profiles(name):
-        return quantized_groups(quantized_spec, *operands, _probe(who, name)), None
+        return quantized_matmuls((prepared.spec,), x, (of_groups,), (prepared.states,))[0], None
+
+
+def _shardings(x: Any, kernels: Any, bias: Any) -> tuple[Any, Any, Any]:
+    return sharding_of(x), sharding_of(kernels), sharding_of(bias)
+
+
+def prepared_groups(
+    call: LayerCall,
+    x: Any,
+    kernels: jax.Array,
+    bias: jax.Array | None,
+    sizes: jax.Array,
+    dtype: Any,
+    out_sharding: Any = None,
+) -> Prepared:
+    """A product in which rows and weights are quantised. x may be abstract."""
+    roles = checked_roles(call)
+    recipe: Any = call.recipe
+    randomness = randomness_of(call.who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), call.name)
+    shardings = _shardings(x, kernels, bias)
+    result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
+    spec = ProductSpec(roles, recipe.backward_override, None, *result)
+    product = call.accumulated(Product(kernels, bias, randomness, None, sizes=sizes))
+    return Prepared(spec, product, (None, _probe(call.who, call.name)), None)
 
 
 def ragged_dot(
@@ -196,10 +235,6 @@ def _probe(who: str, name: str) -> probes.Probe | None:
     return probe
 
 
-def _aligned(*operands: Any) -> tuple[Any, ...]:
-    return wiring.align_varying(*operands)
-
-
 def integer_sizes(who: str, group_sizes: Any) -> Any:
     """The sizes as an array of integers, a NumPy array if they are known."""
     try:
@@ -213,9 +248,9 @@ def integer_sizes(who: str, group_sizes: Any) -> Any:
     return sizes
 
 
-def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
-    """Sizes as int32 [E], limited to the rows. Known sizes are checked as a whole, before JAX narrows them."""
-    sizes = integer_sizes(who, group_sizes)
+def checked_sizes(who: str, group_sizes: Any, x: jax.Array) -> jax.Array:
+    """Sizes as int32 [E], limited to x's rows. Known sizes are checked as a whole, before JAX narrows them."""
+    rows, sizes = x.shape[0] if x.ndim == 2 else 0, integer_sizes(who, group_sizes)
     if rows >= LEAST_TOO_LARGE:
         raise ValueError(f"{who}: x has {rows} rows; needs fewer than 2^31: split them into several calls")
     if isinstance(sizes, np.ndarray):
@@ -225,15 +260,16 @@ def _checked_sizes(who: str, group_sizes: Any, rows: int) -> jax.Array:
     return cut_to_rows(sizes, rows)
 
 
-def _checked_roles(who: str, recipe: Recipe, name: str) -> Roles:
-    """The recipe's roles for the layer, if grouped rows can have them."""
+def checked_roles(call: LayerCall) -> Roles:
+    """The roles of a call with a recipe, if rows in groups can have them."""
+    recipe: Any = call.recipe
     if recipe.delayed is not None or isinstance(recipe, Calibrating):
         raise ValueError(
-            f"{who}: {recipe} has a state for each layer, but groups are tensors of their own; use current scaling "
-            "(Float8CurrentScaling) for layers of experts, or leave them out by exclude= or a policy"
+            f"{call.who}: {recipe} has a state for each layer, but groups are tensors of their own; use current "
+            "scaling (Float8CurrentScaling) for layers of experts, or leave them out by exclude= or a policy"
         )
-    roles = recipe.roles("grouped_linear", name)
-    _check_rows(who, roles)
+    roles: Any = call.roles
+    _check_rows(call.who, roles)
     return roles
 
 

@@ -1,0 +1,1 @@
+"""Rows in groups times a weight per group: the products of a mixture of experts, and its fused MLP."""

@@ -1,0 +1,155 @@
+"""How rows meet weights: all rows times one weight, or each group of rows times its own.
+
+`product` computes both alike. What depends on it is here, with the same methods: quantisation of rows, and GEMMs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.layers import residuals
+from jaxlowprec.layers.operands import amaxes_both_ways, both_ways, for_both_ways, groups_both_ways
+from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.dequantize.reference import dequantize_rows
+from jaxlowprec.ops.grouped_matmul import plain
+from jaxlowprec.ops.grouped_matmul.api import (
+    GroupedQuantizedArray,
+    group_amaxes,
+    multiply_groups,
+    multiply_within_groups,
+)
+from jaxlowprec.ops.grouped_matmul.groups import Groups
+from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
+from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
+from jaxlowprec.wiring.out_sharding import resharded
+
+
+@dataclasses.dataclass(frozen=True)
+class AllRows:
+    """Rows [..., T, K], all times a weight [..., K, N].
+
+    Attributes:
+        split: rows are [..., S, T, K] for a weight without S.
+        precision: precision of the GEMMs, checked.
+    """
+
+    split: bool
+    precision: Any
+
+    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None) -> tuple[Any, Any]:
+        """See `operands.both_ways`."""
+        return both_ways(x, row, column, words=words, amax=amax, encode=encode, rows_split=self.split)
+
+    def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
+        """The amaxes of x rowwise and columnwise, as `both_ways` takes them; None if none are wanted."""
+        return amaxes_both_ways(x, wanted)
+
+    def amax(self, x: jax.Array) -> jax.Array:
+        """The amax from which the random bits of a gradient are derived."""
+        return tensor_amax(x, True, None, rows_split=self.split)[0]
+
+    def by_weight(self, a, b, bias, out_dtype, sharding) -> jax.Array:
+        """a, quantised rowwise, times b, quantised along the same axis."""
+        return self._multiply(a, b, bias, out_dtype, sharding, None)
+
+    def wgrad(self, x, dy, out_dtype, sharding, total=None) -> jax.Array:
+        """x transposed times dy, both quantised columnwise; plus `total`, in the GEMM."""
+        return self._multiply(x.mT, dy.mT, None, out_dtype, sharding, total)
+
+    def _multiply(self, a, b, bias, out_dtype, sharding, total) -> Any:
+        multiply = scaled_matmul_of_split_rows if self.split else scaled_matmul
+        options: Any = {"out_dtype": out_dtype, "out_sharding": sharding, "precision": self.precision}
+        return multiply(a, b, bias, accumulate=total, **options)
+
+    def plain_by_weight(self, x, w, out_dtype, sharding) -> jax.Array:
+        """x times w in high precision, accumulated in float32."""
+        return residuals.plain_matmul(x, w, out_dtype, sharding, self.precision)
+
+    def plain_wgrad(self, x, dy, out_dtype, sharding) -> jax.Array:
+        """x transposed times dy, likewise; x may be quantised."""
+        x = residuals.decoded(x, dy.dtype)
+        return residuals.plain_wgrad(x, dy, self.split, out_dtype, sharding, self.precision)
+
+    def biased(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """y in float32 plus the bias [N]."""
+        return y if bias is None else y + bias.astype(jnp.float32)
+
+    def bias_gradient(self, dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
+        """See `residuals.bias_gradient`."""
+        return residuals.bias_gradient(dy, like, sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsInGroups:
+    """Rows [..., T, K] in E groups, each times its own weight of [..., E, K, N]. Rows in no group give zeros.
+
+    Attributes:
+        sizes: int32 [..., E], of the groups.
+        precision: precision of the GEMMs, checked.
+    """
+
+    sizes: jax.Array
+    precision: Any
+
+    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None) -> tuple[Any, Any]:
+        """See `operands.groups_both_ways`."""
+        del encode  # groups have no state of delayed scaling
+        return groups_both_ways(x, self.sizes, row, column, words=words, amaxes=amax)
+
+    def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
+        """See `AllRows.amaxes`: [..., E]."""
+        return None if wanted is None else for_both_ways(group_amaxes(x, self.sizes, wanted.plain, wanted.hadamard))
+
+    def amax(self, x: jax.Array) -> jax.Array:
+        """See `AllRows.amax`: [..., E]."""
+        return group_amaxes(x, self.sizes, True, None)[0]
+
+    def by_weight(self, a, b, bias, out_dtype, sharding) -> jax.Array:
+        """See `AllRows.by_weight`."""
+        return resharded(multiply_groups(a, b, bias, out_dtype, precision=self.precision), sharding)
+
+    def wgrad(self, x, dy, out_dtype, sharding, total=None) -> jax.Array:
+        """See `AllRows.wgrad`: [..., E, K, N]."""
+        return resharded(multiply_within_groups(x, dy, out_dtype, precision=self.precision, accumulate=total), sharding)
+
+    def plain_by_weight(self, x, w, out_dtype, sharding) -> jax.Array:
+        """See `AllRows.plain_by_weight`."""
+        return resharded(plain.plain_rows(x, w, self.sizes, out_dtype, self.precision), sharding)
+
+    def plain_wgrad(self, x, dy, out_dtype, sharding) -> jax.Array:
+        """See `AllRows.plain_wgrad`: [..., E, K, N]."""
+        x = dequantize_groups(x, dy.dtype) if isinstance(x, GroupedQuantizedArray) else x.astype(dy.dtype)
+        return resharded(plain.plain_wgrad(x, dy, self.sizes, out_dtype, self.precision), sharding)
+
+    def biased(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """y [..., T, N] in float32 plus, for each row, the bias [..., E, N] of its group."""
+        return y if bias is None else y + bias_of_rows(bias.astype(jnp.float32), self.sizes, y.shape[-2])
+
+    def bias_gradient(self, dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
+        """The sum over each group's rows in float32, [..., E, N]."""
+        if like is None:
+            return None
+
+        def one_batch(dy, sizes):
+            group = Groups.of(sizes, dy.shape[0]).of_rows()
+            return jax.ops.segment_sum(dy.astype(jnp.float32), group, sizes.shape[0] + 1)[: sizes.shape[0]]
+
+        return resharded(over_batches(one_batch)(dy, self.sizes).astype(like.dtype), sharding)
+
+
+def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:
+    """A rowwise array [..., T, C] decoded to `dtype`; rows outside the groups are zeros."""
+
+    def one_batch(data, sizes, scale, amax):
+        group = jnp.minimum(Groups.of(sizes, x.rows).of_rows(), sizes.shape[0] - 1)
+        scales = scale[group] if x.format.scaling == "tensor" else scale[:, None]
+        amaxes = None if amax is None else amax[group]
+        return dequantize_rows(data[:, None], scales, amaxes, x.format, x.columns, None, dtype)[:, 0]
+
+    return over_batches(one_batch)(x.data, x.sizes, x.scale, x.amax)
