@@ -1,9 +1,11 @@
 // Activations and norms.
 #include <string_view>
+#include <vector>
 
 #include "buffers.h"
 #include "engine.h"
 #include "handlers.h"
+#include "memory_of_parts.h"
 
 namespace jaxlowprec {
 namespace {
@@ -152,10 +154,30 @@ ffi::Error norm(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::R
   return run_on(engine, "norm", p);
 }
 
-/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx.
+/// The CPU's kernel sums over parts of the rows, which are added up here.
+ffi::Error run_gradient(ffi::ThreadPool& pool, NormGradientProblem p, const std::vector<float*>& sums) {
+  p.has_beta = sums.size() > 1;
+  p.sums = sums.empty() ? nullptr : memory_of_parts<float>(p.batch * p.parts() * p.sums_each());
+  run(pool, p);
+  std::vector<AddPartsProblem> all;
+  for (size_t i = 0; i < sums.size(); ++i)
+    all.push_back({p.sums + static_cast<int64_t>(i) * p.columns, p.sums_each(), p.batch, p.parts(), p.columns, sums[i]});
+  run_all(pool, all);
+  return ffi::Error::Success();
+}
+
+#if defined(JLP_CUDA)
+ffi::Error run_gradient(cudaStream_t stream, const NormGradientProblem& p, const std::vector<float*>& sums) {
+  JLP_REQUIRE(sums.empty());  // XLA has them there
+  return run_on(stream, "norm_gradient", p);
+}
+#endif
+
+/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx; on the CPU the
+/// gradients of the weight and, if there are three results, of beta.
 template <class Engine>
 ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
-                         bool layer, bool residual) {
+                         ffi::RemainingRets results, bool layer, bool residual) {
   const auto type = element_type(dy.element_type());
   JLP_REQUIRE(type.has_value() && alike(dy, *dx) && args.size() == size_t{3} + residual + layer);
   const Matrices m(dy);
@@ -168,7 +190,13 @@ ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs ar
   p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
   p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
   JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
-  return run_on(engine, "norm_gradient", p);
+  JLP_REQUIRE(results.size() <= 2 && p.columns > 0);
+  std::vector<float*> sums;
+  for (size_t i = 0; i < results.size(); ++i) {
+    sums.push_back(floats(results, i, m.batch * m.columns));
+    JLP_REQUIRE(sums.back() != nullptr);
+  }
+  return run_gradient(engine, p, sums);
 }
 
 }  // namespace
@@ -192,7 +220,8 @@ JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>()
                               .Attr<bool>("residual")
                               .Attr<bool>("beta")
                               .Attr<float>("epsilon") JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_HANDLERS(norm_gradient,
-                    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
+JLP_DEFINE_HANDLERS(
+    norm_gradient,
+    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<bool>("layer").Attr<bool>("residual"));
 
 }  // namespace jaxlowprec

@@ -26,6 +26,7 @@ namespace jaxlowprec {
   each(activation_gradient, ActivationGradientProblem) \
   each(norm, NormProblem)                           \
   each(norm_gradient, NormGradientProblem)          \
+  each(add_parts, AddPartsProblem)                  \
   each(moments, MomentsProblem)                     \
   each(outliers, OutliersProblem)                   \
   each(sums, SumsProblem)

@@ -33,6 +33,7 @@ inline int64_t cost(const ActivationGradientProblem& p) {
 }
 inline int64_t cost(const NormProblem& p) { return p.batch * p.rows * p.columns * 300; }
 inline int64_t cost(const NormGradientProblem& p) { return p.batch * p.rows * p.columns * 500; }
+inline int64_t cost(const AddPartsProblem& p) { return p.batch * p.parts * p.columns * 100; }
 inline int64_t cost(const MomentsProblem& p) { return p.batch * p.size * 100; }
 inline int64_t cost(const OutliersProblem& p) { return p.batch * p.rows * p.columns * 100; }
 inline int64_t cost(const SumsProblem& p) { return p.batch * p.rows * p.columns * 2000; }

@@ -78,3 +78,11 @@ def layer_norm_gradient(
     scaled = rounded(dy * weight[..., None, :])
     slope = rounded(normed * row_means(rounded(scaled * normed)))
     return ((scaled - row_means(scaled)) - slope) * inverse
+
+
+def parameter_gradients(dy: jax.Array, rows: jax.Array, *saved: jax.Array) -> list[jax.Array]:
+    """dy and rows, float32 [..., R, C], and what a norm has saved -> the gradients of weight and beta, float32
+    [..., C]."""
+    *mean, inverse = saved
+    normed = (rows - mean[0][..., None] if mean else rows) * inverse[..., None]
+    return [(dy * normed).sum(axis=-2), dy.sum(axis=-2)]

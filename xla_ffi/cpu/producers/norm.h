@@ -1,71 +1,29 @@
-// Norms of rows and their gradients (numerics.md 12.2). A row is read two or three times, from memory once: it is fetched
-// into the cache while the row before is written. With amaxes, 16 rows are then read again from there. Bytes moved: the
-// operands once, the results once.
+// Norms of rows (numerics.md 12.2). A row is read two or three times, from memory once: it is fetched into the cache while
+// the row before is written. With amaxes, 16 rows are then read again from there. Bytes moved: the operands once, the
+// results once.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
 #include "../quantize/gather_amaxes.h"
-#include "runs.h"
+#include "row_sums.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-/// The sum of a row: 256 sums by place, added up by halves. value(place): the vector there; its lanes beyond the row are
-/// zero.
-template <class E, class Value>
-JLP_RULE float sum_of_row(int64_t columns, ElementType type, Value value) {
-  constexpr int kPlaces = 256, kVectors = kPlaces / kLanes;
-  constexpr int kAtOnce = kLanes == 8 ? 8 : 16;  // sums that the processor's registers hold
-  F32 sums[kVectors];
-  for (int j = 0; j < kVectors; j += kAtOnce) {
-    const auto at = [&](int64_t k) {
-      if (k + kLanes <= columns) return value(WholeVector<E>{k});
-      return k < columns ? value(PartOfVector<E>{k, type, static_cast<int>(columns - k)}) : F32{};
-    };
-    const int64_t start = j * kLanes;
-    F32 part[kAtOnce];
-    for (int i = 0; i < kAtOnce; ++i) part[i] = at(start + i * kLanes) + 0.0f;  // -0 becomes 0
-    int64_t first = kPlaces;
-    for (; first + kPlaces <= columns; first += kPlaces) {
-      JLP_UNROLL(16)
-      for (int i = 0; i < kAtOnce; ++i) part[i] += value(WholeVector<E>{first + start + i * kLanes});
-    }
-    if (first < columns)
-      for (int i = 0; i < kAtOnce; ++i) part[i] += at(first + start + i * kLanes);
-    for (int i = 0; i < kAtOnce; ++i) sums[j + i] = part[i];
-  }
-  for (int half = kVectors / 2; half >= 1; half /= 2)
-    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
-  alignas(64) float lanes[kLanes];
-  store(lanes, sums[0]);
-  for (int half = kLanes / 2; half >= 1; half /= 2)
-    for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
-  return lanes[0];
-}
-
 constexpr int64_t kNormElements = 16 * 1024;  // of a chunk: whole rows
 
-template <class Problem>
-int64_t rows_of_chunk(const Problem& p) {
-  return std::max<int64_t>(1, kNormElements / p.columns);
-}
 inline int64_t rows_of_chunk(const NormProblem& p) {
   const int64_t rows = std::max<int64_t>(1, kNormElements / p.columns);
   return p.amaxes.wanted() ? divide_up(rows, kBlock) * kBlock : rows;
-}
-
-template <class Problem>
-int64_t chunks_of_rows(const Problem& p) {
-  return divide_up(p.rows, rows_of_chunk(p));
 }
 
 template <class E>
 struct NormKernel {
   using Storage = typename E::Storage;
 
-  static int64_t chunks_per_matrix(const NormProblem& p) { return chunks_of_rows(p); }
+  static int64_t chunks_per_matrix(const NormProblem& p) { return divide_up(p.rows, rows_of_chunk(p)); }
 
   static void chunk(const NormProblem& p, int64_t batch, int64_t chunk) {
     const int64_t first = chunk * rows_of_chunk(p), last = std::min(first + rows_of_chunk(p), p.rows);
@@ -127,49 +85,6 @@ struct NormKernel {
     const Storage* y = from<E>(p.result, batch * p.rows * p.columns);
     for (int64_t column = 0; column < p.columns; column += kPacket)
       amaxes.add(CachedSlab<E>(y, p.rows, p.columns, row, column));
-  }
-};
-
-template <class E>
-struct NormGradientKernel {
-  using Storage = typename E::Storage;
-
-  static int64_t chunks_per_matrix(const NormGradientProblem& p) { return chunks_of_rows(p); }
-
-  static void chunk(const NormGradientProblem& p, int64_t batch, int64_t chunk) {
-    const int64_t first = chunk * rows_of_chunk(p), last = std::min(first + rows_of_chunk(p), p.rows);
-    for (int64_t r = first; r < last; ++r) {
-      if (p.mean) {
-        row<true>(p, batch, batch * p.rows + r);
-      } else {
-        row<false>(p, batch, batch * p.rows + r);
-      }
-    }
-  }
-
- private:
-  template <bool kLayer>
-  static void row(const NormGradientProblem& p, int64_t batch, int64_t line) {
-    const int64_t columns = p.columns, index = line * columns;
-    const float* weight = p.weight + batch * columns;
-    const Storage *x = from<E>(p.x, index), *dy = from<E>(p.dy, index), *of_total = from<E>(p.of_total, index);
-    Storage* dx = from<E>(p.dx, index);
-    const float each = static_cast<float>(1.0 / columns), inverse = p.inverse[line];
-    const float center = kLayer ? p.mean[line] : 0.0f;
-    const auto normed = [&](auto at) {
-      const F32 v = L::flush(at.load(x));
-      return (kLayer ? v - center : v) * inverse;
-    };
-    const auto scaled = [&](auto at) { return L::flush(at.load(dy)) * at.load_floats(weight); };
-    const auto product = [&](auto at) { return at.only(scaled(at) * normed(at)); };
-    const float slope = sum_of_row<E>(columns, p.type, product) * each;
-    const float mean = kLayer ? sum_of_row<E>(columns, p.type, scaled) * each : 0.0f;
-    along_run<E>(columns, p.type, [&](auto at) {
-      __builtin_prefetch(x + columns + at.k), __builtin_prefetch(dy + columns + at.k);  // of the next row
-      const F32 g = kLayer ? scaled(at) - mean : scaled(at);
-      const F32 d = (g - normed(at) * slope) * inverse;
-      at.store(dx, of_total ? d + at.load(of_total) : d);
-    });
   }
 };
 
