@@ -81,6 +81,8 @@ struct QuantizeProblem {
   QuantizeDirection rowwise, columnwise;
   bool rotate_columns;  // kTwoLevel: random Hadamard transform along the columns, for the columnwise direction
   uint32_t sign_mask;
+
+  bool stochastic() const { return rowwise.random.key || columnwise.random.key; }
 };
 
 struct AmaxProblem {
@@ -267,6 +269,11 @@ struct NormProblem {
   void *result, *total;        // [batch, rows, columns]; total: x + residual, null without
   float *mean, *inverse;       // [batch, rows]; mean of kLayer only, else null
   ResultAmaxes amaxes = {};    // of `result`
+};
+
+/// A norm that is quantised and not stored; on the CPU.
+struct NormQuantizeProblem : NormProblem {
+  QuantizeProblem quantize;  // of the norm, which is no array; of a format without a tensor scale
 };
 
 constexpr int64_t kGradientParts = 512;  // at most, of a matrix

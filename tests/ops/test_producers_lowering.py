@@ -7,6 +7,8 @@ import pytest
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.norms.api import NormSpec
+from jaxlowprec.ops.norms.quantized import quantized_norm
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 
 ROWS, ROW, NUMBERS = "2x40x96xbf16", "2x96xf32", "2x40xf32"
@@ -65,6 +67,14 @@ def test_norms(layer, residual):
     for call in (forward, backward):
         assert f"layer = {str(layer).lower()}" in call.attributes
         assert f"residual = {str(residual).lower()}" in call.attributes
+
+
+def test_a_quantised_norm_is_a_norm_and_a_quantisation():
+    """GPUs have no kernel for both in one."""
+    spec = NormSpec("rms", 1e-6, False, False)
+    with claiming_cuda(9.0):
+        calls = custom_calls(lambda x: quantized_norm(spec, jlp.MXFP8(), x, jnp.ones(96))[:2], array())
+    assert [call.target for call in calls] == ["jaxlowprec_norm", "jaxlowprec_quantize"]
 
 
 @pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)

@@ -25,6 +25,7 @@ namespace jaxlowprec {
   each(activation, ActivationProblem)               \
   each(activation_gradient, ActivationGradientProblem) \
   each(norm, NormProblem)                           \
+  each(norm_quantize, NormQuantizeProblem)          \
   each(norm_gradient, NormGradientProblem)          \
   each(add_parts, AddPartsProblem)                  \
   each(moments, MomentsProblem)                     \

@@ -63,9 +63,15 @@ struct Staged {
   int rows, columns;  // that exist
   alignas(64) Storage x[kRows][kColumns];
 
-  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column) {
-    rows = static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row));
-    columns = static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column));
+  /// Whose elements are still to be stored; those beyond the matrix are zero.
+  Staged(int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column)
+      : rows(static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row))),
+        columns(static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column))) {
+    if (rows < kRows || columns < kColumns) memset(x, 0, sizeof x);
+  }
+
+  Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column)
+      : Staged(matrix_rows, matrix_columns, row, column) {
     const Storage* source = matrix + row * matrix_columns + column;
     if (rows == kRows && columns == kColumns) {
       for (int r = 0; r < kRows; ++r) {
@@ -76,7 +82,6 @@ struct Staged {
           store(&x[r][i], load<U32>(from + i));
       }
     } else {
-      memset(x, 0, sizeof x);
       for (int r = 0; r < rows; ++r) memcpy(x[r], source + r * matrix_columns, columns * sizeof(Storage));
     }
   }

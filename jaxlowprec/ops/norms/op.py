@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,38 @@ class NormSpec:
 
     @property
     def attributes(self) -> dict[str, bool]:
-        """The norm for a native call."""
+        """For a native call of the norm or its gradient."""
         return {"layer": self.kind == "layer", "residual": self.residual}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Further ones of the norm."""
+        return {"beta": self.beta, "epsilon": np.float32(self.epsilon)}
+
+
+def shapes(spec: NormSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of the normed rows x, the sum if there is one, and the saved numbers."""
+    return [(x.shape, x.dtype)] * (1 + spec.residual) + [(x.shape[:-1], jnp.float32)] * spec.saved
+
+
+def reference_call(spec: NormSpec, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """Arrays of these shapes, in pure JAX. `rest`: the residual, weight and beta, where they are."""
+    residual, (weight, *beta) = rest[: spec.residual], rest[spec.residual :]
+    rows = widened(x)
+    if residual:
+        rows = narrowed(rows + widened(residual[0]), x.dtype)
+    if spec.kind == "rms":
+        y, *saved = reference.rms_norm(rows, weight, spec.epsilon)
+    else:
+        y, *saved = reference.layer_norm(rows, weight, beta[0] if beta else None, spec.epsilon)
+    return [y.astype(x.dtype), *[rows.astype(x.dtype)] * spec.residual, *saved]
+
+
+def native_call(spec: NormSpec, amaxes: Amaxes, x: jax.Array, *rest: jax.Array) -> Sequence[Any]:
+    """The same by the kernel, and the amaxes of the normed rows."""
+    results = [jax.ShapeDtypeStruct(*result) for result in shapes(spec, x) + amaxes.outputs(x)]
+    attributes = {**spec.attributes, **spec.parameters, **amaxes.attributes}
+    return jax.ffi.ffi_call("jaxlowprec_norm", results)(x, *rest, **attributes)
 
 
 @functools.cache
@@ -59,9 +90,8 @@ def norm_op(spec: NormSpec):
     operands = [f"{wanted.lines} c"] * count + ["... c"] * (1 + spec.beta)
     results = [f"{wanted.lines} c"] * count + [wanted.lines] * spec.saved + ["..."] * wanted.count
 
-    def outputs(x, *_, amaxes=wanted):
-        saved = [(x.shape[:-1], jnp.float32)] * spec.saved
-        return [(x.shape, x.dtype)] * count + saved + amaxes.outputs(x)
+    def outputs(x, *_):
+        return shapes(spec, x) + wanted.outputs(x)
 
     def on_matrices(body):
         """The body, which takes one matrix [R, C] for each weight, on tensors whose rows may be split."""
@@ -74,21 +104,11 @@ def norm_op(spec: NormSpec):
         return run
 
     def run_reference(x, *rest):
-        residual, (weight, *beta) = rest[: spec.residual], rest[spec.residual :]
-        rows = widened(x)
-        if residual:
-            rows = narrowed(rows + widened(residual[0]), x.dtype)
-        if spec.kind == "rms":
-            y, *saved = reference.rms_norm(rows, weight, spec.epsilon)
-        else:
-            y, *saved = reference.layer_norm(rows, weight, *beta or [None], spec.epsilon)
-        y = y.astype(x.dtype)
-        return [y, *[rows.astype(x.dtype)] * spec.residual, *saved, *of_matrix.reference(y)]
+        y, *others = reference_call(spec, x, *rest)
+        return [y, *others, *of_matrix.reference(y)]
 
     def run_native(x, *rest):
-        results = [jax.ShapeDtypeStruct(*result) for result in outputs(x, amaxes=of_matrix)]
-        attributes = {**spec.attributes, **wanted.attributes, "beta": spec.beta, "epsilon": np.float32(spec.epsilon)}
-        return jax.ffi.ffi_call("jaxlowprec_norm", results)(x, *rest, **attributes)
+        return native_call(spec, of_matrix, x, *rest)
 
     return wiring.define(
         f"jaxlowprec_{spec.kind}_norm",

@@ -15,7 +15,8 @@ def row_sums(x: jax.Array) -> jax.Array:
     """float32 [..., C] -> [..., 1]: each element is added to the sum of its place modulo 256, in ascending order, then
     halves of these sums are added."""
     columns = x.shape[-1]
-    parts = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % LANES)]).reshape(*x.shape[:-1], -1, LANES)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % LANES)])
+    parts = padded.reshape(*x.shape[:-1], -(-columns // LANES), LANES)
     first = parts[..., 0, :]
     total = jnp.where(first == 0, 0.0, first)  # 0 + first, which XLA takes for `first`, though -0 becomes 0
     for place in range(1, parts.shape[-2]):
