@@ -144,7 +144,7 @@ def test_the_norm_itself_is_not_stored():
     assert dict(calls) == {"jaxlowprec_norm_quantize": 1}
 
 
-def test_formats_with_a_tensor_scale_take_the_norm_and_its_amaxes():
+def test_formats_with_a_tensor_scale_take_the_norm():
     assert not any(can_quantize(fmt) for fmt in (jlp.NVFP4(), jlp.Float8Tensor(), jlp.Int4()))
     assert all(map(can_quantize, FORMATS.values()))
 

@@ -41,7 +41,7 @@ def can_quantize(fmt: Any) -> bool:
     """Whether norms are quantised to the format without being stored.
 
     Not where it has a tensor scale. The amax then takes a pass of its own over x, which finds what the second one finds
-    again, and that takes longer on CPUs than to store the norm and to read it (docs/how-to/block.md).
+    again, and on CPUs that takes as long as to store the norm and to read it (docs/benchmarks/speed.md).
     """
     return not fmt.has_tensor_scale and not fmt.weight_only
 
