@@ -2,23 +2,30 @@
 
     python benchmarks/producers.py [--save] [--rounds 15] [--isa avx2] [--only swiglu]
 
-Ours gives the amaxes of its result in the same pass, so that NVFP4 is quantised without a pass over it for them.
+Ours gives the amaxes of its result in the same pass, so that NVFP4 is quantised without a pass over it for them. Norms
+are quantised to MXFP8 without being stored. With --isa avx2 XLA, too, compiles for AVX2.
+
+The parts of ours are measured beside it: the producer alone, and the quantisation of an array in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from timing import Cases, keep_memory, save
+from timing import Cases, alternate, keep_memory, save
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.api import NormSpec, normed
+from jaxlowprec.ops.norms.quantized import can_quantize, quantized_norm
 from jaxlowprec.wiring import native
 
 SHAPES = [(4096, 4096), (2048, 3584)]
@@ -33,12 +40,14 @@ class Producer(NamedTuple):
         ours: (wanted amaxes, arrays) -> results, and the amaxes of each.
         operands: how many arrays [R, C] it takes.
         gamma: whether one of [C] comes after them.
+        quantized: (format, arrays) -> the result quantised both ways, without being stored, where there is a kernel.
     """
 
     plain: Callable[..., list[jax.Array]]
     ours: Callable[..., tuple[list[jax.Array], list[list[jax.Array]]]]
     operands: int
     gamma: bool = False
+    quantized: Callable[..., Any] | None = None
 
     def arrays(self, rows: int, columns: int) -> list[jax.Array]:
         """Normal numbers."""
@@ -53,9 +62,16 @@ def _plain_norm(x: jax.Array, gamma: jax.Array) -> list[jax.Array]:
     return [(wide * jax.lax.rsqrt(variance + EPSILON)).astype(x.dtype) * gamma]
 
 
+_SPEC = NormSpec("rms", EPSILON, residual=False, beta=False)
+
+
 def _norm(amaxes: Amaxes | None, x: jax.Array, gamma: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    found = normed(NormSpec("rms", EPSILON, False, False, None, amaxes), x, gamma.astype(jnp.float32))
+    found = normed(dataclasses.replace(_SPEC, amaxes=amaxes), x, gamma.astype(jnp.float32))
     return [found.y], [found.amaxes]
+
+
+def _quantized_norm(fmt: Any, x: jax.Array, gamma: jax.Array) -> Any:
+    return quantized_norm(_SPEC, fmt, x, gamma.astype(jnp.float32))[:2]
 
 
 def _plain_swiglu(gate: jax.Array, up: jax.Array) -> list[jax.Array]:
@@ -76,7 +92,7 @@ def _backward(amaxes: Amaxes | None, dy: jax.Array, *operands: jax.Array) -> Any
 
 
 PRODUCERS = {
-    "rms_norm": Producer(_plain_norm, _norm, 1, gamma=True),
+    "rms_norm": Producer(_plain_norm, _norm, 1, gamma=True, quantized=_quantized_norm),
     "swiglu": Producer(_plain_swiglu, _swiglu, 2),
     "swiglu backward": Producer(_plain_backward, _backward, 3),
 }
@@ -93,6 +109,8 @@ def sides(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None) -> tuple[
     columnwise = rotation or False
 
     def ours(*arrays: jax.Array) -> Any:
+        if producer.quantized is not None and can_quantize(fmt):
+            return producer.quantized(fmt, *arrays)
         results, amaxes = producer.ours(wanted, *arrays)
         given = [tuple(found) if found else None for found in amaxes]
         pairs = zip(results, given, strict=True)
@@ -104,6 +122,31 @@ def sides(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None) -> tuple[
     return jax.jit(ours), jax.jit(theirs)
 
 
+def parts(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None, arrays: list[jax.Array]) -> dict[str, Any]:
+    """Seconds of ours, of the producer alone, and of quantising its results by amaxes that are known."""
+    wanted = Amaxes(True, rotation) if fmt.has_tensor_scale else None
+    alone = jax.jit(lambda *arrays: producer.ours(wanted, *arrays))
+    results, amaxes = alone(*arrays)
+    given = [tuple(found) if found else None for found in amaxes]
+
+    @jax.jit
+    def quantization(results: Any, given: Any) -> Any:
+        pairs = zip(results, given, strict=True)
+        return [jlp.quantize_both(y, fmt, rotation or False, amax=found) for y, found in pairs]
+
+    ours, _ = sides(producer, fmt, rotation)
+    calls = {"ours": lambda: ours(*arrays), "producer": lambda: alone(*arrays)}
+    return alternate({**calls, "quantisation": lambda: quantization(results, given)}, rounds=9)
+
+
+def hold_xla_to(isa: str) -> None:
+    """Starts the program again so that XLA compiles for that instruction set."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if isa == "avx2" and "xla_cpu_max_isa" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX2".strip()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ)
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,6 +155,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PRODUCERS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
+    hold_xla_to(options.isa)
     keep_memory()
     native.use_isa(options.isa)
     cases = Cases()
@@ -122,6 +166,9 @@ def main() -> None:
                 ours, theirs = (lambda f=f, a=arrays: f(*a) for f in sides(producer, fmt, rotation))
                 case = f"{name} to {of}, {rows}x{columns}"
                 cases.add(case, "plain JAX and quantize_both", target, ours, theirs, options.rounds)
+                seconds = parts(producer, fmt, rotation, arrays)
+                print("   ", ", ".join(f"{part} {1e3 * s['median']:.2f} ms" for part, s in seconds.items()))
+                cases.found[-1]["parts"] = seconds
     if options.save:
         print(save(f"producers_{options.isa}", {"cases": cases.found}))
 

@@ -81,6 +81,8 @@ struct QuantizeProblem {
   QuantizeDirection rowwise, columnwise;
   bool rotate_columns;  // kTwoLevel: random Hadamard transform along the columns, for the columnwise direction
   uint32_t sign_mask;
+
+  bool stochastic() const { return rowwise.random.key || columnwise.random.key; }
 };
 
 struct AmaxProblem {
@@ -269,6 +271,13 @@ struct NormProblem {
   ResultAmaxes amaxes = {};    // of `result`
 };
 
+/// A norm that is quantised and not stored; on the CPU.
+struct NormQuantizeProblem : NormProblem {
+  QuantizeProblem quantize;  // of the norm, which is no array; of a format without a tensor scale
+};
+
+constexpr int64_t kGradientParts = 512;  // at most, of a matrix
+
 struct NormGradientProblem {
   NormKind kind;
   ElementType type;  // of dy, x, the sum's gradient and the result
@@ -277,6 +286,25 @@ struct NormGradientProblem {
   const float* weight;            // [batch, columns]
   const float *mean, *inverse;    // [batch, rows]
   void* dx;                       // [batch, rows, columns]
+  bool has_beta = false;          // whether dy is summed, too
+  float* sums = nullptr;  // on the CPU: [batch, parts(), sums_each()]: of dy * n, then of dy, over a part's rows; null: none
+
+  int64_t sums_each() const { return (1 + has_beta) * columns; }
+  /// Rows of a part: enough that the sums are few bytes beside them, and that adding them up is little work.
+  int64_t rows_each() const {
+    constexpr int64_t kElements = 16 * 1024, kRows = 32;
+    const int64_t parts = (rows + kGradientParts - 1) / kGradientParts, elements = kElements / columns;
+    const int64_t most = parts > elements ? parts : elements;
+    return most > kRows ? most : kRows;
+  }
+  int64_t parts() const { return (rows + rows_each() - 1) / rows_each(); }
+};
+
+/// Parts' sums, added up in the parts' order.
+struct AddPartsProblem {
+  const float* found;  // [batch, parts, step], of which the first `columns`
+  int64_t step, batch, parts, columns;
+  float* result;  // [batch, columns]
 };
 
 // --- what quantisation did to an array (jaxlowprec/ops/statistics); parts are counted one by one, in any order, then added

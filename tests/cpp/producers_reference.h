@@ -119,6 +119,14 @@ struct Norms {
     for (int64_t line = 0; line < c.lines(); ++line) find_line(line);
   }
 
+  /// The terms of row r that the gradient of the weight, or of beta, at k of a matrix is the sum of.
+  float term(bool of_beta, int64_t b, int64_t r, int64_t k) const {
+    const int64_t line = b * c.rows + r;
+    const float d = get(dy.as(), c.type, line * c.columns + k), x = get(total.as(), c.type, line * c.columns + k);
+    if (of_beta) return d;
+    return multiply(d, multiply(c.layer() ? add(x, -mean.as<float>()[line]) : x, inverse.as<float>()[line]));
+  }
+
   /// The problem without pointers.
   NormProblem problem() const {
     NormProblem p{};

@@ -1,6 +1,7 @@
 // Activations and norms: the kernels of every instruction set have the bits of scalar code that follows numerics.md 12.
 #include "kernel_runs.h"
 #include "producers_reference.h"
+#include "quantize_cases.h"
 
 namespace jaxlowprec {
 namespace {
@@ -118,6 +119,20 @@ TEST(every_bfloat16_follows_the_rule) {
   }
 }
 
+/// Sums over rows are those in double precision, within a rounding of the terms' magnitudes for each row.
+void check_sums(const Norms& n, const float* found, bool of_beta) {
+  const NormCase& c = n.c;
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t k = 0; k < c.columns; ++k) {
+      double exact = 0, magnitudes = 0;
+      for (int64_t r = 0; r < c.rows; ++r)
+        exact += n.term(of_beta, b, r, k), magnitudes += std::abs(n.term(of_beta, b, r, k));
+      const double difference = found[b * c.columns + k] - exact, rounding = std::ldexp(1.0, -24);
+      if (std::isnan(exact)) CHECK(std::isnan(difference));
+      if (magnitudes < 1e38) CHECK(std::abs(difference) <= c.rows * (rounding * magnitudes + std::ldexp(1.0, -126)));
+    }
+}
+
 void check_norm(const Norms& n, bool has_amaxes = false) {
   const NormCase& c = n.c;
   for_all_runs([&](const Kernels& k, bool scrambled) {
@@ -141,6 +156,17 @@ void check_norm(const Norms& n, bool has_amaxes = false) {
     if (c.layer()) g.mean = n.mean.as<float>();
     run_chunks(k, g, scrambled);
     CHECK_EQ(first_difference(dx, n.dx, c.type), -1);
+    g.has_beta = c.has_beta;
+    const Buffer parts(4 * c.batch * g.parts() * g.sums_each()), sums(4 * c.batch * c.columns);
+    g.sums = parts.as<float>();
+    run_chunks(k, g, scrambled);
+    CHECK_EQ(first_difference(dx, n.dx, c.type), -1);
+    for (const bool of_beta : {false, true}) {
+      if (of_beta && !c.has_beta) continue;
+      const float* found = g.sums + (of_beta ? c.columns : 0);
+      run_chunks(k, AddPartsProblem{found, g.sums_each(), c.batch, g.parts(), c.columns, sums.as<float>()}, scrambled);
+      check_sums(n, sums.as<float>(), of_beta);
+    }
   });
 }
 
@@ -157,6 +183,52 @@ TEST(norms_follow_the_rule) {
             const check::Given given(c.text() + (has_amaxes ? " amaxes" : ""));
             check_norm(Norms(c, random), has_amaxes);
           }
+}
+
+/// A quantised norm has the bytes of the norm's rule and then the quantisation's.
+void check_quantized_norm(const Norms& n, const NamedFormat& format, const Mode& mode, bool stochastic,
+                          std::mt19937& random) {
+  const NormCase& c = n.c;
+  const Numbers* const numbers[2] = {&kNumbers[0], &kNumbers[0]};  // no amax is given
+  const QuantizeCase q(n.y, {c.rows, c.columns}, c.type, format, mode, stochastic, numbers, random);
+  for_all_runs([&](const Kernels& k, bool scrambled) {
+    const Buffer total(n.y.size()), mean(n.mean.size()), inverse(n.inverse.size());
+    const Buffer data(q.rowwise.data.size()), scale(q.rowwise.scale.size());
+    const Buffer columns_data(q.columnwise.data.size()), columns_scale(q.columnwise.scale.size());
+    NormQuantizeProblem p{};
+    static_cast<NormProblem&>(p) = n.problem();
+    p.x = n.x.as(), p.weight = n.weight.as<float>(), p.inverse = inverse.as<float>();
+    if (c.has_residual) p.residual = n.residual.as(), p.total = total.as();
+    if (c.has_beta) p.beta = n.beta.as<float>();
+    if (c.layer()) p.mean = mean.as<float>();
+    p.quantize = q.problem, p.quantize.x = nullptr;
+    if (mode.rowwise) p.quantize.rowwise.data = data.as(), p.quantize.rowwise.scale = scale.as();
+    if (mode.columnwise) p.quantize.columnwise.data = columns_data.as(), p.quantize.columnwise.scale = columns_scale.as();
+    run_chunks(k, p, scrambled);
+    q.rowwise.check(data, scale), q.columnwise.check(columns_data, columns_scale);
+    CHECK_EQ(first_difference(inverse, n.inverse, ElementType::kF32), -1);
+    if (c.has_residual) CHECK_EQ(first_difference(total, n.total, c.type), -1);
+    if (c.layer()) CHECK_EQ(first_difference(mean, n.mean, ElementType::kF32), -1);
+  });
+}
+
+TEST(quantized_norms_have_the_bytes_of_both_rules) {
+  std::mt19937 random(6);
+  for (const NamedFormat& format : kOtherFormats) {
+    if (format.format.scaling == Scaling::kTensor) continue;
+    for (const Mode& mode : kModes) {
+      if (mode.rotate) continue;
+      for (const ElementType type : kTypes)
+        for (const Shape shape : {Shape{1, 1}, {33, 40}, {130, 300}, {200, 512}}) {
+          if (kReduced && shape.columns > 300) continue;
+          const NormKind kind = random() % 2 ? NormKind::kLayer : NormKind::kRms;
+          const bool has_beta = kind == NormKind::kLayer && random() % 2, stochastic = random() % 3 == 0;
+          const NormCase c{kind, type, 2, shape.rows, shape.columns, random() % 2 == 0, has_beta, kAnyData[random() % 6]};
+          const check::Given given(c.text() + " " + format.name + " " + mode.name + (stochastic ? " stochastic" : ""));
+          check_quantized_norm(Norms(c, random), format, mode, stochastic, random);
+        }
+    }
+  }
 }
 
 /// Sums begin at 0, so that none is -0.

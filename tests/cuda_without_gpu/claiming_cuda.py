@@ -16,6 +16,7 @@ from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only_op
 from jaxlowprec.ops.hadamard.op import hadamard_op
 from jaxlowprec.ops.int4 import op as int4
 from jaxlowprec.ops.norms.op import norm_gradient_op, norm_op
+from jaxlowprec.ops.norms.quantized import norm_quantize_op
 from jaxlowprec.ops.quantize.op import quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
@@ -24,7 +25,7 @@ from jaxlowprec.wiring import native
 
 OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op, weight_only_op)
 GROUPED_OPS = (grouped_amax_op, grouped_quantize_op, grouped_matmul_op, grouped_wgrad_op, grouped_weight_only_op)
-PRODUCER_OPS = (activation_op, activation_gradient_op, norm_op, norm_gradient_op)
+PRODUCER_OPS = (activation_op, activation_gradient_op, norm_op, norm_gradient_op, norm_quantize_op)
 STATISTICS_OPS = (moments_op, outliers_op, sums_op, statistics_op)
 INT4_OPS = (int4.fake_quantize_op, int4.quantize_op, int4.dequantize_op)
 

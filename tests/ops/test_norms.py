@@ -86,12 +86,51 @@ class BitsCases:
         assert_same_bytes(y, oracle(norm, total, total, *given)[0])
 
 
-class TestReference(ByReference, BitsCases):
+class SumsCases:
+    """The gradients of gamma and beta: sums over rows in float32."""
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("shape", [(1, 40), (3, 5, 255), (300, 256), (2, 1, 70, 64), (1100, 48)], ids=str)
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_are_those_of_float64(self, norm, shape, dtype):
+        """Within half a rounding of the terms' magnitudes for each row, and two for each term."""
+        x, dy, given = random_array(shape, dtype, 1), random_array(shape, dtype, 2), parameters(norm, shape[-1])
+        function = functools.partial(normed, norm, x, implementation=self.implementation)
+        found = jax.jit(lambda dy, *given: jax.vjp(function, *given)[1](dy))(dy, *given)
+        rows, dy = (np.float64(a).reshape(-1, shape[-1]) for a in (x, dy))
+        rows = rows - (0 if norm == "rms" else rows.mean(-1, keepdims=True))
+        terms = [dy * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPSILON), dy]
+        for gradient, of in zip(found, terms, strict=False):
+            bound = (8 + len(dy)) * 2.0**-24 * np.abs(of).sum(0) + 1e-6 * np.abs(dy).sum(0)
+            assert (np.abs(gradient - of.sum(0)) <= bound).all()
+
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_under_vmap_are_of_each_slice(self, norm):
+        x, dy = random_array((3, 40, 96), seed=1), random_array((3, 40, 96), seed=2)
+        function = functools.partial(normed, norm, implementation=self.implementation)
+
+        def gradients(x, dy, *given):
+            return jax.vjp(lambda *given: function(x, *given), *given)[1](dy)
+
+        given = [jnp.stack([p, p / 2, -p]) for p in parameters(norm, 96)]
+        found = jax.jit(jax.vmap(gradients))(x, dy, *given)
+        for i in range(3):
+            for a, b in zip(found, gradients(x[i], dy[i], *(p[i] for p in given)), strict=True):
+                np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
+
+
+class TestReference(ByReference, BitsCases, SumsCases):
     pass
 
 
-class TestKernels(ByKernels, BitsCases):
-    pass
+class TestKernels(ByKernels, BitsCases, SumsCases):
+    def test_sums_have_the_same_bits_again(self):
+        """On any number of threads: parts are added up in their order."""
+        x, dy, given = random_array((1000, 512), seed=1), random_array((1000, 512), seed=2), parameters("layer", 512)
+        gradients = jax.jit(lambda dy, *given: jax.vjp(lambda *g: normed("layer", x, *g), *given)[1](dy))
+        expected = gradients(dy, *given)
+        for _ in range(20):
+            assert_same_bytes(gradients(dy, *given), expected)
 
 
 class TestBits:

@@ -7,6 +7,8 @@ import pytest
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
+from jaxlowprec.ops.norms.api import NormSpec
+from jaxlowprec.ops.norms.quantized import quantized_norm
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 
 ROWS, ROW, NUMBERS = "2x40x96xbf16", "2x96xf32", "2x40xf32"
@@ -48,7 +50,10 @@ def test_gated_activations(name, kind):
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 def test_norms(layer, residual):
-    """With a residual the sum goes in and out, too, and its gradient in; layer norms save two numbers of a row."""
+    """With a residual the sum goes in and out, too, and its gradient in; layer norms save two numbers of a row.
+
+    The gradients of weight and beta are XLA's sums there, over the rows of both matrices, which are merged.
+    """
     norm, gamma = (jlp.layer_norm if layer else jlp.rms_norm), jnp.ones(96)
     options = {"residual": array()} if residual else {}
     forward, backward = forward_and_backward(lambda x: norm(x, gamma, **options), array())
@@ -56,11 +61,20 @@ def test_norms(layer, residual):
     assert forward.target == "jaxlowprec_norm" and backward.target == "jaxlowprec_norm_gradient"
     assert forward.operands == [ROWS] * more + [ROW]
     assert forward.results == [ROWS] * more + [NUMBERS] * (1 + layer)
-    assert backward.operands == [ROWS] * (2 + residual) + [ROW] + [NUMBERS] * (1 + layer)
-    assert backward.results == [ROWS]
+    merged, numbers = "80x96xbf16", "80xf32"
+    assert backward.operands == [merged] * (2 + residual) + ["96xf32"] + [numbers] * (1 + layer)
+    assert backward.results == [merged]
     for call in (forward, backward):
         assert f"layer = {str(layer).lower()}" in call.attributes
         assert f"residual = {str(residual).lower()}" in call.attributes
+
+
+def test_a_quantised_norm_is_a_norm_and_a_quantisation():
+    """GPUs have no kernel for both in one."""
+    spec = NormSpec("rms", 1e-6, False, False)
+    with claiming_cuda(9.0):
+        calls = custom_calls(lambda x: quantized_norm(spec, jlp.MXFP8(), x, jnp.ones(96))[:2], array())
+    assert [call.target for call in calls] == ["jaxlowprec_norm", "jaxlowprec_quantize"]
 
 
 @pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)

@@ -25,6 +25,7 @@
   each(sums)                \
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
+  each(norm_quantize)          \
   each(grouped_amax)           \
   each(grouped_quantize)       \
   each(grouped_matmul)         \

@@ -1,9 +1,12 @@
 // Activations and norms.
 #include <string_view>
+#include <vector>
 
 #include "buffers.h"
 #include "engine.h"
 #include "handlers.h"
+#include "memory_of_parts.h"
+#include "quantize_operands.h"
 
 namespace jaxlowprec {
 namespace {
@@ -123,39 +126,93 @@ ffi::Error activation_gradient(Engine engine, ffi::AnyBuffer dy, ffi::AnyBuffer 
   return run_on(engine, "activation_gradient", p);
 }
 
-/// x, the residual if there is one, the weight and beta if there is one -> the norm, the sum with a residual, the mean of
-/// layer norms, the inverse root, and the amaxes of the norm.
+/// A norm as attributes describe it. Operands after x: the residual if there is one, the weight, and beta if there is one.
+/// Results beside the norm: the sum with a residual, the mean of layer norms, and the inverse root.
+struct NormOperands {
+  bool layer, residual, beta;
+  float epsilon;
+
+  size_t operands() const { return size_t{1} + residual + beta; }
+  size_t results() const { return size_t{1} + residual + layer; }
+
+  /// Sets what they are. False if they do not fit.
+  bool read(const ffi::AnyBuffer& x, const ffi::RemainingArgs& args, const ffi::RemainingRets& results,
+            NormProblem& p) const {
+    const auto type = element_type(x.element_type());
+    const Matrices m(x);
+    if (!type.has_value() || args.size() < operands() || results.size() < this->results()) return false;
+    p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
+    p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data();
+    p.residual = residual ? like(args, 0, x) : nullptr;
+    p.total = residual ? like(results, 0, x) : nullptr;
+    p.weight = floats(args, residual, m.batch * m.columns);
+    p.beta = beta ? floats(args, residual + 1, m.batch * m.columns) : nullptr;
+    p.mean = layer ? floats(results, residual, m.batch * m.rows) : nullptr;
+    p.inverse = floats(results, residual + layer, m.batch * m.rows);
+    return ((p.residual && p.total) || !residual) && p.weight && p.inverse && (p.beta || !beta) && (p.mean || !layer);
+  }
+};
+
+/// The norm, the other results of NormOperands, and the amaxes of the norm.
 template <class Engine>
 ffi::Error norm(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result,
                 ffi::RemainingRets results, bool layer, bool residual, bool beta, float epsilon, bool plain, bool rotated,
                 int32_t sign_mask) {
-  const auto type = element_type(x.element_type());
-  JLP_REQUIRE(type.has_value() && alike(x, *result));
+  const NormOperands given{layer, residual, beta, epsilon};
   const WantedAmaxes wanted{plain, rotated, sign_mask};
-  const size_t others = size_t{1} + residual + layer;
-  JLP_REQUIRE(args.size() == size_t{1} + residual + beta && results.size() == others + wanted.count());
-  const Matrices m(x);
-  const auto amaxes = wanted.at(engine, results, others, m.batch);
-  JLP_REQUIRE(amaxes.has_value());
   NormProblem p{};
-  p.kind = layer ? NormKind::kLayer : NormKind::kRms, p.type = *type, p.batch = m.batch, p.rows = m.rows;
-  p.columns = m.columns, p.epsilon = epsilon, p.x = x.untyped_data(), p.result = written(engine, *result);
-  p.amaxes = *amaxes;
-  p.residual = residual ? like(args, 0, x) : nullptr;
-  p.total = residual ? like(results, 0, x) : nullptr;
-  p.weight = floats(args, residual, m.batch * m.columns);
-  p.beta = beta ? floats(args, residual + 1, m.batch * m.columns) : nullptr;
-  p.mean = layer ? floats(results, residual, m.batch * m.rows) : nullptr;
-  p.inverse = floats(results, residual + layer, m.batch * m.rows);
-  JLP_REQUIRE((p.residual && p.total) || !residual);
-  JLP_REQUIRE(p.weight && p.inverse && (p.beta || !beta) && (p.mean || !layer));
+  JLP_REQUIRE(given.read(x, args, results, p) && alike(x, *result));
+  JLP_REQUIRE(args.size() == given.operands() && results.size() == given.results() + wanted.count());
+  const auto amaxes = wanted.at(engine, results, given.results(), p.batch);
+  JLP_REQUIRE(amaxes.has_value());
+  p.result = written(engine, *result), p.amaxes = *amaxes;
   return run_on(engine, "norm", p);
 }
 
-/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx.
+/// The operands and results of NormOperands but the norm, and then those of `read_directions` for it.
+ffi::Error norm_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
+                         bool layer, bool residual, bool beta, float epsilon, ffi::Dictionary format_attributes,
+                         bool rowwise, bool columnwise, bool rotate_columns, bool stochastic, bool encode_scale_given,
+                         int32_t sign_mask) {
+  const NormOperands given{layer, residual, beta, epsilon};
+  const auto format = decode_format(format_attributes);
+  NormQuantizeProblem p{};
+  JLP_REQUIRE(given.read(x, args, results, p) && format.has_value() && p.rows > 0 && p.columns > 0);
+  JLP_REQUIRE(format->scaling == Scaling::kE8M0 || format->scaling == Scaling::kFloat32);
+  QuantizeProblem& q = p.quantize;
+  q.type = p.type, q.batch = p.batch, q.rows = p.rows, q.columns = p.columns, q.format = *format;
+  q.encode_scale_given = encode_scale_given, q.rotate_columns = rotate_columns;
+  q.sign_mask = static_cast<uint32_t>(sign_mask);
+  const QuantizeOperands directions{rowwise, columnwise, stochastic, given.operands(), given.results()};
+  const ffi::Error error = read_directions(pool, directions, args, results, q);
+  if (error.failure()) return error;
+  return run_on(pool, "norm_quantize", p);
+}
+
+/// The CPU's kernel sums over parts of the rows, which are added up here.
+ffi::Error run_gradient(ffi::ThreadPool& pool, NormGradientProblem p, const std::vector<float*>& sums) {
+  p.has_beta = sums.size() > 1;
+  p.sums = sums.empty() ? nullptr : memory_of_parts<float>(p.batch * p.parts() * p.sums_each());
+  run(pool, p);
+  std::vector<AddPartsProblem> all;
+  for (size_t i = 0; i < sums.size(); ++i)
+    all.push_back({p.sums + static_cast<int64_t>(i) * p.columns, p.sums_each(), p.batch, p.parts(), p.columns, sums[i]});
+  run_all(pool, all);
+  return ffi::Error::Success();
+}
+
+#if defined(JLP_CUDA)
+ffi::Error run_gradient(cudaStream_t stream, const NormGradientProblem& p, const std::vector<float*>& sums) {
+  JLP_REQUIRE(sums.empty());  // XLA has them there
+  return run_on(stream, "norm_gradient", p);
+}
+#endif
+
+/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx; on the CPU the
+/// gradients of the weight and, if there are three results, of beta.
 template <class Engine>
 ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
-                         bool layer, bool residual) {
+                         ffi::RemainingRets results, bool layer, bool residual) {
   const auto type = element_type(dy.element_type());
   JLP_REQUIRE(type.has_value() && alike(dy, *dx) && args.size() == size_t{3} + residual + layer);
   const Matrices m(dy);
@@ -168,7 +225,13 @@ ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs ar
   p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
   p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
   JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
-  return run_on(engine, "norm_gradient", p);
+  JLP_REQUIRE(results.size() <= 2 && p.columns > 0);
+  std::vector<float*> sums;
+  for (size_t i = 0; i < results.size(); ++i) {
+    sums.push_back(floats(results, i, m.batch * m.columns));
+    JLP_REQUIRE(sums.back() != nullptr);
+  }
+  return run_gradient(engine, p, sums);
 }
 
 }  // namespace
@@ -184,15 +247,14 @@ JLP_DEFINE_HANDLERS(activation_gradient, .Arg<ffi::AnyBuffer>()
                                              .Ret<ffi::AnyBuffer>()
                                              .RemainingRets()
                                              .Attr<std::string_view>("kind") JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>()
-                              .RemainingArgs()
-                              .Ret<ffi::AnyBuffer>()
-                              .RemainingRets()
-                              .Attr<bool>("layer")
-                              .Attr<bool>("residual")
-                              .Attr<bool>("beta")
-                              .Attr<float>("epsilon") JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_HANDLERS(norm_gradient,
-                    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("layer").Attr<bool>("residual"));
+#define JLP_NORM_ATTRIBUTES .Attr<bool>("layer").Attr<bool>("residual").Attr<bool>("beta").Attr<float>("epsilon")
+
+JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets()
+                              JLP_NORM_ATTRIBUTES JLP_AMAX_ATTRIBUTES);
+JLP_DEFINE_CPU_HANDLER(norm_quantize, norm_quantize,
+                       .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets() JLP_NORM_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(
+    norm_gradient,
+    .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<bool>("layer").Attr<bool>("residual"));
 
 }  // namespace jaxlowprec

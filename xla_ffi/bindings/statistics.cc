@@ -7,6 +7,7 @@
 #include "engine.h"
 #include "format.h"
 #include "handlers.h"
+#include "memory_of_parts.h"
 
 #if defined(JLP_CUDA)
 #include "../cuda/statistics/statistics.h"
@@ -16,15 +17,6 @@ namespace jaxlowprec {
 namespace {
 
 // --- the CPU: parts, added up here
-
-/// Memory for what parts find, kept per thread: in a large heap, allocating it takes as long as counting a small array. No
-/// handler runs within another.
-template <class T>
-T* memory_of_parts(int64_t count) {
-  static thread_local std::vector<T> memory;
-  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
-  return memory.data();
-}
 
 /// Runs a problem whose results are `each` numbers for each part, and adds up those of a matrix's parts.
 template <class Problem, class T>

@@ -79,16 +79,19 @@ struct BF16 {
     return {L::from_bits(words << 16), L::from_bits(words & 0xFFFF0000u)};
   }
   JLP_RULE void store_pair(uint16_t* p, Pair v) { store(p, bf16_encode(v.even) | (bf16_encode(v.odd) << 16)); }
-  /// The same for finite numbers.
-  JLP_RULE void store_pair_finite(uint16_t* p, Pair v) {
-    store(p, L::bits(round_finite(v.odd)) | (L::bits(round_finite(v.even)) >> 16));
+  /// The same where neither is NaN.
+  JLP_RULE void store_numbers(uint16_t* p, Pair v) {
+    store(p, (rounded_bits(v.even) >> 16) | (rounded_bits(v.odd) & 0xFFFF0000u));
   }
   /// x rounded to the element type, as float32.
   JLP_RULE F32 round(F32 x) { return bf16_decode<F32>(bf16_encode(x)); }
   /// The same for a finite x.
-  JLP_RULE F32 round_finite(F32 x) {
+  JLP_RULE F32 round_finite(F32 x) { return L::from_bits(rounded_bits(x) & 0xFFFF0000u); }
+
+ private:
+  JLP_RULE U32 rounded_bits(F32 x) {
     const U32 u = L::bits(x);
-    return L::from_bits((u + 0x7FFFu + ((u >> 16) & 1u)) & 0xFFFF0000u);
+    return u + 0x7FFFu + ((u >> 16) & 1u);
   }
 };
 
@@ -110,7 +113,7 @@ struct F16 {
     return {f16_decode<F32>(words & 0xFFFFu), f16_decode<F32>(words >> 16)};
   }
   JLP_RULE void store_pair(uint16_t* p, Pair v) { store(p, f16_encode(v.even) | (f16_encode(v.odd) << 16)); }
-  JLP_RULE void store_pair_finite(uint16_t* p, Pair v) { store_pair(p, v); }
+  JLP_RULE void store_numbers(uint16_t* p, Pair v) { store_pair(p, v); }
   JLP_RULE F32 round(F32 x) { return f16_decode<F32>(f16_encode(x)); }
   JLP_RULE F32 round_finite(F32 x) { return round(x); }
 };
@@ -149,7 +152,7 @@ struct Float {
   JLP_RULE F32 load_lanes(const float* p) { return load<F32>(p); }
   JLP_RULE void store_lanes(float* p, F32 v) { store(p, v); }
   JLP_RULE void store_pair(float* p, Pair v) { store_interleaved(p, v.even, v.odd); }
-  JLP_RULE void store_pair_finite(float* p, Pair v) { store_pair(p, v); }
+  JLP_RULE void store_numbers(float* p, Pair v) { store_pair(p, v); }
   JLP_RULE F32 round(F32 x) { return x; }
   JLP_RULE F32 round_finite(F32 x) { return x; }
 };

@@ -25,7 +25,9 @@ namespace jaxlowprec {
   each(activation, ActivationProblem)               \
   each(activation_gradient, ActivationGradientProblem) \
   each(norm, NormProblem)                           \
+  each(norm_quantize, NormQuantizeProblem)          \
   each(norm_gradient, NormGradientProblem)          \
+  each(add_parts, AddPartsProblem)                  \
   each(moments, MomentsProblem)                     \
   each(outliers, OutliersProblem)                   \
   each(sums, SumsProblem)

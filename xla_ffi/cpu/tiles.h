@@ -91,15 +91,20 @@ struct Staged {
   int rows, columns;  // that exist
   alignas(64) Storage x[kRows][kColumns];
 
+  /// Whose elements are still to be stored; those beyond the matrix are zero.
+  Staged(int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column)
+      : rows(static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row))),
+        columns(static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column))) {
+    if (rows < kRows || columns < kColumns) memset(x, 0, sizeof x);
+  }
+
   Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column)
       : Staged(matrix, matrix_rows, matrix_columns, row, column, kRows) {}
 
   /// The first `count` rows; `take` has to take the others.
   Staged(const Storage* matrix, int64_t matrix_rows, int64_t matrix_columns, int64_t row, int64_t column, int count)
-      : source_(matrix + row * matrix_columns + column), stride_(matrix_columns) {
-    rows = static_cast<int>(std::min<int64_t>(kRows, matrix_rows - row));
-    columns = static_cast<int>(std::min<int64_t>(kColumns, matrix_columns - column));
-    if (rows < kRows || columns < kColumns) memset(x, 0, sizeof x);
+      : Staged(matrix_rows, matrix_columns, row, column) {
+    source_ = matrix + row * matrix_columns + column, stride_ = matrix_columns;
     take(0, count);
   }
 
@@ -120,8 +125,8 @@ struct Staged {
   }
 
  private:
-  const Storage* source_;
-  int64_t stride_;
+  const Storage* source_ = nullptr;
+  int64_t stride_ = 0;
 };
 
 template <class E>

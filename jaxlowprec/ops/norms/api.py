@@ -17,7 +17,7 @@ from jaxlowprec.ops.amax.wanted import NO_AMAXES
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.no_derivative import no_derivative
-from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op, norm_op, parameter_gradients
+from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op, norm_op
 from jaxlowprec.ops.norms.reference import weights
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
@@ -140,10 +140,6 @@ def _results(spec: NormSpec, x, residual, weight, beta) -> tuple[tuple[jax.Array
     return (found.y,) if found.total is None else (found.y, found.total), found.saved
 
 
-def _for_each_matrix(parameter: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(parameter, (*x.shape[:-2], *parameter.shape))
-
-
 def _forward(spec: NormSpec, shardings, x, residual, weight, beta):
     x, residual, weight, beta = _differentiated_once((x, residual, weight, beta))
     results, saved = _results(spec, x, residual, weight, beta)
@@ -153,8 +149,12 @@ def _forward(spec: NormSpec, shardings, x, residual, weight, beta):
 def _backward(spec: NormSpec, shardings, kept, gradients):
     x, weight, saved = kept
     dy, *of_sum = _differentiated_once(gradients)
-    (dx,) = norm_gradient_op(spec)(dy, *of_sum, x, _for_each_matrix(weight, x), *saved)
-    found = dx, dx if spec.residual else None, *parameter_gradients(spec, dy, x, saved)
+    rows_split = x.ndim > 2
+    batch = x.shape[: -3 if rows_split else -2]
+    each = jnp.broadcast_to(weight, (*batch, *weight.shape))
+    dx, *sums = norm_gradient_op(spec, rows_split)(dy, *of_sum, x, each, *saved)
+    dweight, dbeta = (*(of.sum(axis=tuple(range(len(batch)))) for of in sums), None)[:2]
+    found = dx, dx if spec.residual else None, dweight, dbeta
     return tuple(None if g is None else resharded(g, s) for g, s in zip(found, shardings, strict=True))
 
 

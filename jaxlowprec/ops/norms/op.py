@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,7 @@ from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes, largest_over
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.norms import reference
 from jaxlowprec.ops.rounding import narrowed, rounded, widened
+from jaxlowprec.ops.split_rows import merged_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +46,38 @@ class NormSpec:
 
     @property
     def attributes(self) -> dict[str, bool]:
-        """The norm for a native call."""
+        """For a native call of the norm or its gradient."""
         return {"layer": self.kind == "layer", "residual": self.residual}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Further ones of the norm."""
+        return {"beta": self.beta, "epsilon": np.float32(self.epsilon)}
+
+
+def shapes(spec: NormSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of the normed rows x, the sum if there is one, and the saved numbers."""
+    return [(x.shape, x.dtype)] * (1 + spec.residual) + [(x.shape[:-1], jnp.float32)] * spec.saved
+
+
+def reference_call(spec: NormSpec, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """Arrays of these shapes, in pure JAX. `rest`: the residual, weight and beta, where they are."""
+    residual, (weight, *beta) = rest[: spec.residual], rest[spec.residual :]
+    rows = widened(x)
+    if residual:
+        rows = narrowed(rows + widened(residual[0]), x.dtype)
+    if spec.kind == "rms":
+        y, *saved = reference.rms_norm(rows, weight, spec.epsilon)
+    else:
+        y, *saved = reference.layer_norm(rows, weight, beta[0] if beta else None, spec.epsilon)
+    return [y.astype(x.dtype), *[rows.astype(x.dtype)] * spec.residual, *saved]
+
+
+def native_call(spec: NormSpec, amaxes: Amaxes, x: jax.Array, *rest: jax.Array) -> Sequence[Any]:
+    """The same by the kernel, and the amaxes of the normed rows."""
+    results = [jax.ShapeDtypeStruct(*result) for result in shapes(spec, x) + amaxes.outputs(x)]
+    attributes = {**spec.attributes, **spec.parameters, **amaxes.attributes}
+    return jax.ffi.ffi_call("jaxlowprec_norm", results)(x, *rest, **attributes)
 
 
 @functools.cache
@@ -58,9 +90,8 @@ def norm_op(spec: NormSpec):
     operands = [f"{wanted.lines} c"] * count + ["... c"] * (1 + spec.beta)
     results = [f"{wanted.lines} c"] * count + [wanted.lines] * spec.saved + ["..."] * wanted.count
 
-    def outputs(x, *_, amaxes=wanted):
-        saved = [(x.shape[:-1], jnp.float32)] * spec.saved
-        return [(x.shape, x.dtype)] * count + saved + amaxes.outputs(x)
+    def outputs(x, *_):
+        return shapes(spec, x) + wanted.outputs(x)
 
     def on_matrices(body):
         """The body, which takes one matrix [R, C] for each weight, on tensors whose rows may be split."""
@@ -73,21 +104,11 @@ def norm_op(spec: NormSpec):
         return run
 
     def run_reference(x, *rest):
-        residual, (weight, *beta) = rest[: spec.residual], rest[spec.residual :]
-        rows = widened(x)
-        if residual:
-            rows = narrowed(rows + widened(residual[0]), x.dtype)
-        if spec.kind == "rms":
-            y, *saved = reference.rms_norm(rows, weight, spec.epsilon)
-        else:
-            y, *saved = reference.layer_norm(rows, weight, *beta or [None], spec.epsilon)
-        y = y.astype(x.dtype)
-        return [y, *[rows.astype(x.dtype)] * spec.residual, *saved, *of_matrix.reference(y)]
+        y, *others = reference_call(spec, x, *rest)
+        return [y, *others, *of_matrix.reference(y)]
 
     def run_native(x, *rest):
-        results = [jax.ShapeDtypeStruct(*result) for result in outputs(x, amaxes=of_matrix)]
-        attributes = {**spec.attributes, **wanted.attributes, "beta": spec.beta, "epsilon": np.float32(spec.epsilon)}
-        return jax.ffi.ffi_call("jaxlowprec_norm", results)(x, *rest, **attributes)
+        return native_call(spec, of_matrix, x, *rest)
 
     return wiring.define(
         f"jaxlowprec_{spec.kind}_norm",
@@ -101,30 +122,65 @@ def norm_op(spec: NormSpec):
 
 
 @functools.cache
-def norm_gradient_op(spec: NormSpec):
+def norm_gradient_op(spec: NormSpec, rows_split: bool):
     """dy, the sum's gradient if there is a residual, x [..., R, C], weight [..., C] and the saved numbers [..., R] ->
-    the gradient of x [..., R, C], in x's dtype."""
-    operands = ["... r c"] * (2 + spec.residual) + ["... c"] + ["... r"] * spec.saved
+    the gradients of x [..., R, C], in x's dtype, of the weight and, if there is one, of beta, float32 [..., C].
 
-    def outputs(dy, *_):
-        return [(dy.shape, dy.dtype)]
+    Those of weight and beta are sums over rows, in float32, in an order that depends on shapes and on the mesh only.
 
-    def run_reference(dy, *rest):
+    Arguments:
+        rows_split: arrays are [..., S, R, C], and the sums are taken over S and R.
+    """
+    lines = "... s r" if rows_split else "... r"
+    operands = [f"{lines} c"] * (2 + spec.residual) + ["... c"] + [lines] * spec.saved
+    sums, before = 1 + spec.beta, 2 + spec.residual
+
+    def outputs(dy, *rest):
+        return [(dy.shape, dy.dtype)] + [(rest[before - 1].shape, jnp.float32)] * sums
+
+    def of_matrix(dy, rest):
+        """The operands [..., R, C], with split rows merged."""
+        if not rows_split:
+            return [dy, *rest]
+        rows, (weight, *saved) = [dy, *rest[: before - 1]], rest[before - 1 :]
+        numbers = [number.reshape(*number.shape[:-2], -1) for number in saved]
+        return [*map(merged_rows, rows), weight, *numbers]
+
+    def gradient_of(dy, *rest):
         of_sum, (x, weight, *saved) = rest[: spec.residual], rest[spec.residual :]
         gradient = reference.rms_norm_gradient if spec.kind == "rms" else reference.layer_norm_gradient
         dx = gradient(widened(dy), widened(x), weight, *saved)
-        return [(rounded(dx) + widened(of_sum[0]) if of_sum else dx).astype(x.dtype)]
+        return (rounded(dx) + widened(of_sum[0]) if of_sum else dx).astype(x.dtype)
+
+    def sums_of(dy, *rest):
+        x, _, *saved = rest[spec.residual :]
+        return reference.parameter_gradients(widened(dy), widened(x), *saved)[:sums]
+
+    def run_reference(dy, *rest):
+        given = of_matrix(dy, rest)
+        return [gradient_of(*given).reshape(dy.shape), *sums_of(*given)]
+
+    def call(results, given):
+        results = [jax.ShapeDtypeStruct(*result) for result in results]
+        return jax.ffi.ffi_call("jaxlowprec_norm_gradient", results)(*given, **spec.attributes)
 
     def run_native(dy, *rest):
-        call = jax.ffi.ffi_call("jaxlowprec_norm_gradient", [jax.ShapeDtypeStruct(*result) for result in outputs(dy)])
-        return call(dy, *rest, **spec.attributes)
+        given = of_matrix(dy, rest)
+        dx, *found = call([(given[0].shape, dy.dtype), *outputs(dy, *rest)[1:]], given)
+        return [dx.reshape(dy.shape), *found]
 
+    def run_cuda(dy, *rest):  # the sums by XLA
+        given = of_matrix(dy, rest)
+        (dx,) = call([(given[0].shape, dy.dtype)], given)
+        return [dx.reshape(dy.shape), *sums_of(*given)]
+
+    rule = f"{', '.join(operands)} -> {', '.join([f'{lines} c', *['... c'] * sums])}"
     return wiring.define(
         f"jaxlowprec_{spec.kind}_norm_gradient",
-        rule=_rule(operands, ["... r c"]),
+        rule=wiring.ShardingRule(rule, ("s", "r") if rows_split else ("r",), ("c",)),
         outputs=outputs,
         reference=run_reference,
-        native=run_native,
+        native={"cpu": run_native, "cuda": run_cuda},
         **choose("norm", spec.implementation),
     )
 
@@ -133,12 +189,3 @@ def _rule(operands: list[str], results: list[str], amaxes: Amaxes = NO_AMAXES) -
     reductions = [axis for axis in amaxes.reductions if axis != "c"]
     text = f"{', '.join(operands)} -> {', '.join(results)}"
     return wiring.ShardingRule(text, reductions, ("c", *amaxes.whole), **amaxes.sizes)
-
-
-def parameter_gradients(spec: NormSpec, dy: jax.Array, x: jax.Array, saved: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of weight and beta [C], float32: sums over all rows, in XLA's order."""
-    *mean, inverse = saved
-    rows, dy = widened(x), widened(dy)
-    normed = (rows - mean[0][..., None] if mean else rows) * inverse[..., None]
-    axes = tuple(range(dy.ndim - 1))
-    return (dy * normed).sum(axis=axes), dy.sum(axis=axes) if spec.beta else None

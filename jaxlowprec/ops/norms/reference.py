@@ -15,7 +15,8 @@ def row_sums(x: jax.Array) -> jax.Array:
     """float32 [..., C] -> [..., 1]: each element is added to the sum of its place modulo 256, in ascending order, then
     halves of these sums are added."""
     columns = x.shape[-1]
-    parts = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % LANES)]).reshape(*x.shape[:-1], -1, LANES)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % LANES)])
+    parts = padded.reshape(*x.shape[:-1], -(-columns // LANES), LANES)
     first = parts[..., 0, :]
     total = jnp.where(first == 0, 0.0, first)  # 0 + first, which XLA takes for `first`, though -0 becomes 0
     for place in range(1, parts.shape[-2]):
@@ -78,3 +79,11 @@ def layer_norm_gradient(
     scaled = rounded(dy * weight[..., None, :])
     slope = rounded(normed * row_means(rounded(scaled * normed)))
     return ((scaled - row_means(scaled)) - slope) * inverse
+
+
+def parameter_gradients(dy: jax.Array, rows: jax.Array, *saved: jax.Array) -> list[jax.Array]:
+    """dy and rows, float32 [..., R, C], and what a norm has saved -> the gradients of weight and beta, float32
+    [..., C]."""
+    *mean, inverse = saved
+    normed = (rows - mean[0][..., None] if mean else rows) * inverse[..., None]
+    return [(dy * normed).sum(axis=-2), dy.sum(axis=-2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.arrays.formats import BLOCK, Format
+from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
@@ -31,7 +30,14 @@ from jaxlowprec.ops.quantize.checks import (
     tensor_batch,
 )
 from jaxlowprec.ops.quantize.keys import random_words
-from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op, unit
+from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op
+from jaxlowprec.ops.quantize.variants import (
+    quantized_array,
+    quantized_arrays,
+    random_operands,
+    rotates_in_pass,
+    spec_of,
+)
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -176,7 +182,7 @@ def quantize_both(
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
     batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)
-    if fmt.scaling == "float16" or (rotation and not _rotates_in_pass(fmt, rotation)):
+    if fmt.scaling == "float16" or (rotation and not rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,
@@ -216,14 +222,11 @@ class _Call(NamedTuple):
         return found if self.axis_name is None else [largest_over(amax, self.axis_name) for amax in found]
 
     def spec(
-        self, x: jax.Array, rowwise: bool, columnwise: bool, hadamard: Hadamard | None, stochastic: bool
+        self, x: jax.Array, directions: tuple[bool, bool], hadamard: Hadamard | None, stochastic: bool
     ) -> QuantizeSpec:
         """The variant of the op that quantises x. `hadamard`: the rotation that the op applies, or None."""
-        fmt, (rows, columns) = self.format, x.shape[-2:]
-        ragged_rows = rows % unit(fmt, columnwise, stochastic) != 0
-        ragged_columns = columns % unit(fmt, rowwise, stochastic) != 0
-        given, ragged = self.encode_scale_given, (ragged_rows, ragged_columns)
-        return QuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, given, *ragged, self.rows_split)
+        options = {"encode_scale_given": self.encode_scale_given, "rows_split": self.rows_split}
+        return spec_of(x, self.format, directions, hadamard, stochastic, **options)
 
 
 # Jitted, so that an eager call is one dispatch.
@@ -234,15 +237,16 @@ def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArra
     fmt, rotation = call.format, call.rotation
     x, shape, columnwise = jax.lax.stop_gradient(x), x.shape, axis == -2
     fused = rotation
-    if rotation and not (columnwise and _rotates_in_pass(fmt, rotation)):
+    if rotation and not (columnwise and rotates_in_pass(fmt, rotation)):
         x, fused = _rotate_padded(x, axis, rotation, call.implementation), None
         if tensor is not None and fmt.scaling == "tensor":  # only these codes keep the sign of a NaN (numerics.md 1)
             x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
         (tensor,) = call.amaxes(x, fused is None, fused)
-    spec = call.spec(x, not columnwise, columnwise, fused, words is not None)
-    (row,) = _run(spec, x, [] if tensor is None else [tensor], words, offset, call.implementation)
-    return _quantized(row, tensor, spec, shape, x.dtype, axis, rotation)
+    spec = call.spec(x, (not columnwise, columnwise), fused, words is not None)
+    tensors = [] if tensor is None else [tensor]
+    found = quantize_op(spec, call.implementation)(x, *tensors, *random_operands(spec, x, words, offset))
+    return quantized_array(found, tensor, spec, like=(shape, x.dtype), along=(axis, rotation))
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -251,32 +255,10 @@ def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArr
     if tensors[0] is None:
         tensors = call.amaxes(x, True, call.rotation) if call.format.has_tensor_scale else []
     tensors = [*tensors[:1], *tensors[-1:]]
-    spec = call.spec(x, True, True, call.rotation, words is not None)
-    row, column = _run(spec, x, tensors, words, offset, call.implementation)
-    row_tensor, column_tensor = tensors or (None, None)
-    return (
-        _quantized(row, row_tensor, spec, x.shape, x.dtype, -1, None),
-        _quantized(column, column_tensor, spec, x.shape, x.dtype, -2, call.rotation),
-    )
-
-
-def _quantized(
-    codes_and_scale, tensor, spec: QuantizeSpec, shape: tuple[int, ...], dtype, axis: int, rotation
-) -> QuantizedArray:
-    """From the op's results; per-tensor numbers are broadcast to every slice."""
-    (data, scale), fmt = codes_and_scale, spec.format
-
-    def with_each(number):
-        return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
-
-    scale = with_each(scale) if fmt.scaling == "tensor" else scale
-    amax = with_each(tensor) if fmt.scaling == "two_level" else None
-    return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, axis, rotation)
-
-
-def _rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
-    """Whether the kernel rotates columns itself."""
-    return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
+    spec = call.spec(x, (True, True), call.rotation, words is not None)
+    found = quantize_op(spec, call.implementation)(x, *tensors, *random_operands(spec, x, words, offset))
+    row, column = quantized_arrays(found, tensors, spec, like=x)
+    return row, column
 
 
 def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: Implementation) -> jax.Array:
@@ -284,30 +266,3 @@ def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: 
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % hadamard.size)
     return hadamard_transform(jnp.pad(x, padding), axis, hadamard.size, hadamard.signs, implementation=implementation)
-
-
-def _run(
-    spec: QuantizeSpec,
-    x: jax.Array,
-    tensors: list[jax.Array],
-    words: jax.Array | None,
-    offset: tuple[jax.Array, jax.Array],
-    implementation: Implementation,
-) -> list[tuple[jax.Array, jax.Array]]:
-    """Codes and scales for each direction of the spec."""
-    operands = [x, *tensors]
-    if words is not None:
-        row, column = offset
-        rows, columns = x.shape[-2:]
-        parts = x.shape[-3:-2] if spec.rows_split else ()
-
-        def indices(first, count, *lead):  # made beside the op, so that they are split as x is
-            return jnp.arange(math.prod((*lead, count)), dtype=jnp.uint32).reshape(*lead, count) + first
-
-        operands.append(words)
-        if spec.rowwise:
-            operands += [indices(row, rows, *parts), indices(column // BLOCK, -(-columns // BLOCK))]
-        if spec.columnwise:
-            operands += [indices(column, columns), indices(row // BLOCK, -(-rows // BLOCK), *parts)]
-    out = quantize_op(spec, implementation)(*operands)
-    return list(zip(out[0::2], out[1::2], strict=True))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,19 @@ class QuantizeSpec:
         return self.rowwise + self.columnwise
 
     @property
+    def attributes(self) -> dict[str, Any]:
+        """For a native call."""
+        return {
+            "format": self.format.attributes,
+            "rowwise": self.rowwise,
+            "columnwise": self.columnwise,
+            "rotate_columns": self.hadamard is not None,
+            "stochastic": self.stochastic,
+            "encode_scale_given": self.encode_scale_given,
+            "sign_mask": np.uint32(self.hadamard.mask if self.hadamard else 0).view(np.int32),
+        }
+
+    @property
     def tensors(self) -> int:
         """The number of operands with a number per tensor: one per direction if the format has a tensor scale."""
         return self.directions if self.format.has_tensor_scale else 0
@@ -66,7 +79,32 @@ def unit(fmt: Format, quantized: bool, stochastic: bool) -> int:
     return max(fmt.length if quantized or fmt.tiles else 1, BLOCK if quantized and stochastic else 1)
 
 
-def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
+class Rule(NamedTuple):
+    """How a quantisation shards: the parts of its `wiring.ShardingRule`.
+
+    Attributes:
+        lines, columns: how x's axes [S,] R and C are named.
+        operands, results: those of the op beside x.
+        whole, sizes: see `wiring.ShardingRule`; among them may be factors that no array has.
+    """
+
+    lines: str
+    columns: str
+    operands: list[str]
+    results: list[str]
+    whole: list[str]
+    sizes: dict[str, int]
+
+    def of_op(self, operands: list[str], results: list[str], whole: Sequence[str] = ()) -> wiring.ShardingRule:
+        """That of an op which has those operands and results before the quantisation's, and further whole factors."""
+        text = f"{', '.join([*operands, *self.operands])} -> {', '.join([*results, *self.results])}"
+        used = re.findall(r"\w+", text)
+        sizes: dict[str, Any] = {f: n for f, n in self.sizes.items() if f in used}
+        factors = dict.fromkeys([*self.whole, *whole])
+        return wiring.ShardingRule(text, whole=[f for f in factors if f in used], **sizes)
+
+
+def rule_of(spec: QuantizeSpec) -> Rule:
     """x is [..., R, C]. An axis that blocks run along splits into whole blocks, or not at all where it is ragged."""
     fmt = spec.format
     whole: list[str] = []
@@ -92,8 +130,7 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
         names["c"],
     )
     s = "s " if spec.rows_split else ""
-    operands, results = [f"... {s}{row} {column}"], []
-    operands += ["..."] * spec.tensors + ["... w"] * spec.stochastic
+    operands, results = ["..."] * spec.tensors + ["... w"] * spec.stochastic, []
 
     def scales(line, line_blocks, blocks):
         return "..." if fmt.scaling == "tensor" else f"... {s}{line_blocks if fmt.tiles else line} {blocks}"
@@ -104,35 +141,41 @@ def _rule(spec: QuantizeSpec) -> wiring.ShardingRule:
     if spec.columnwise:
         operands += [column, f"{s}{row_sixteens}"] * spec.stochastic
         results += [f"... {s}{column} {row_codes}", scales(column, column_blocks, row_blocks)]
-    text = f"{', '.join(operands)} -> {', '.join(results)}"
-    used = re.findall(r"\w+", text)
-    sizes = {f: n for f, n in (sizes | {"w": 2}).items() if f in used}
-    return wiring.ShardingRule(text, whole=[f for f in dict.fromkeys(whole) if f in used], **sizes)
+    return Rule(f"... {s}{row}", column, operands, results, whole, sizes | {"w": 2})
 
 
 @functools.cache
 def quantize_op(spec: QuantizeSpec, implementation: Implementation):
     """x, an amax [...] (or encode scale) per direction for formats with a tensor scale, then if stochastic key words
     [..., 2] and indices of lines and sixteens per direction -> codes and scales per direction."""
-    outputs, run_reference, run_native = _bodies(spec)
+    rule = rule_of(spec)
+
+    def on_matrix(body):
+        return lambda x, *operands: in_parts(spec, x, body(*merged(spec, x, *operands)))
+
+    run_reference, run_native = (functools.partial(body, spec) for body in (reference_call, native_call))
     if spec.rows_split:
-        outputs, run_reference, run_native = _of_split_rows(spec)
+        run_reference, run_native = on_matrix(run_reference), on_matrix(run_native)
     return wiring.define(
         "jaxlowprec_quantize",
-        rule=_rule(spec),
-        outputs=outputs,
+        rule=rule.of_op([f"{rule.lines} {rule.columns}"], []),
+        outputs=lambda x, *_: shapes(spec, x),
         reference=run_reference,
         native=run_native,
         **choose("quantize", implementation),
     )
 
 
-def _shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
+def shapes(spec: QuantizeSpec, x: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of the results; x [..., R, C] has a matrix per index of its batch axes."""
     *batch, rows, columns = x.shape
+    if spec.rows_split:
+        batch, parts = batch[:-1], batch[-1:]
+    else:
+        parts = []
     lines = [(rows, columns)] * spec.rowwise + [(columns, rows)] * spec.columnwise
-    shapes = [array for line in lines for array in arrays_of_lines(spec.format, *line)]
-    return [((*batch, *shape), dtype) for shape, dtype in shapes]
+    arrays = [array for line in lines for array in arrays_of_lines(spec.format, *line)]
+    return [((*batch, *(parts if shape else ()), *shape), dtype) for shape, dtype in arrays]
 
 
 def native_call(
@@ -142,65 +185,41 @@ def native_call(
 
     `vmap_method`: of `jax.ffi.ffi_call`.
     """
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _shapes(spec, x)]
-    return jax.ffi.ffi_call("jaxlowprec_quantize", results, vmap_method=vmap_method)(
-        x,
-        *operands,
-        format=spec.format.attributes,
-        rowwise=spec.rowwise,
-        columnwise=spec.columnwise,
-        rotate_columns=spec.hadamard is not None,
-        stochastic=spec.stochastic,
-        encode_scale_given=spec.encode_scale_given,
-        sign_mask=np.uint32(spec.hadamard.mask if spec.hadamard else 0).view(np.int32),
-    )
+    results = [jax.ShapeDtypeStruct(*result) for result in shapes(dataclasses.replace(spec, rows_split=False), x)]
+    call = jax.ffi.ffi_call("jaxlowprec_quantize", results, vmap_method=vmap_method)
+    return call(x, *operands, **spec.attributes)
 
 
-def _bodies(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
-    """Result shapes, the reference and the native call, for x [..., R, C]."""
-    fmt = spec.format
-
-    def run_reference(x, *operands):
-        tensors, random = operands[: spec.tensors], operands[spec.tensors :]
-        out = []
-        for i in range(spec.directions):
-            columnwise = i == 1 or not spec.rowwise
-            values = jnp.swapaxes(x, -1, -2) if columnwise else x
-            if columnwise and spec.hadamard:
-                values = rotate_padded(values, spec.hadamard)
-            tensor = tensors[i] if tensors else None
-            draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], int(columnwise)) if random else None
-            out += reference.quantize_rows(values, fmt, tensor, spec.encode_scale_given, draws)
-        return out
-
-    return lambda x, *_: _shapes(spec, x), run_reference, functools.partial(native_call, spec)
+def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """As `native_call`, in pure JAX."""
+    tensors, random = operands[: spec.tensors], operands[spec.tensors :]
+    out: list[jax.Array] = []
+    for i in range(spec.directions):
+        columnwise = i == 1 or not spec.rowwise
+        values = jnp.swapaxes(x, -1, -2) if columnwise else x
+        if columnwise and spec.hadamard:
+            values = rotate_padded(values, spec.hadamard)
+        tensor = tensors[i] if tensors else None
+        draws = Draws(random[0], random[1 + 2 * i], random[2 + 2 * i], int(columnwise)) if random else None
+        out += reference.quantize_rows(values, spec.format, tensor, spec.encode_scale_given, draws)
+    return out
 
 
-def _of_split_rows(spec: QuantizeSpec) -> tuple[Callable, Callable, Callable]:
-    """As `_bodies`, for x [..., S, R, C] with split rows: on the matrix of the merged rows."""
-    outputs, *bodies = _bodies(dataclasses.replace(spec, rows_split=False))
+# --- x [..., S, R, C] with split rows, quantised as the matrix of the merged rows
+
+
+def merged(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """The op's operands for that matrix."""
+    indices = len(operands) - 2 * spec.directions * spec.stochastic
+    return [merged_rows(x), *operands[:indices], *(ids.reshape(-1) for ids in operands[indices:])]
+
+
+def in_parts(spec: QuantizeSpec, x: Any, results: Sequence[jax.Array]) -> list[jax.Array]:
+    """Results for that matrix as those for x."""
     per_tensor = spec.format.scaling == "tensor"
-
-    def outputs_of_parts(x, *_):
-        *batch, s, rows, columns = x.shape
-        shapes = outputs(jax.ShapeDtypeStruct((*batch, rows, columns), x.dtype))
-        return [
-            (shape if per_tensor and i % 2 else (*batch, s, *shape[-2:]), dtype)
-            for i, (shape, dtype) in enumerate(shapes)
-        ]
-
     cuts = [(split_rows, -2)] * spec.rowwise + [(split_columns, -1)] * spec.columnwise  # along which of its axes
-
-    def of_parts(body):
-        def run(x, *operands):
-            parts, indices = x.shape[-3], len(operands) - 2 * spec.directions * spec.stochastic
-            merged = body(merged_rows(x), *operands[:indices], *(ids.reshape(-1) for ids in operands[indices:]))
-            shapes, out = outputs_of_parts(x), []
-            for i, value in enumerate(merged):
-                (cut, axis), (shape, _) = cuts[i // 2], shapes[i]
-                out.append(value if per_tensor and i % 2 else cut(value, parts, shape[axis]))
-            return out
-
-        return run
-
-    return outputs_of_parts, *map(of_parts, bodies)
+    out = []
+    for i, (value, (shape, _)) in enumerate(zip(results, shapes(spec, x), strict=True)):
+        cut, axis = cuts[i // 2]
+        out.append(value if per_tensor and i % 2 else cut(value, x.shape[-3], shape[axis]))
+    return out

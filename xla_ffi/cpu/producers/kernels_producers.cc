@@ -2,6 +2,7 @@
 #include "../entry.h"
 #include "activation.h"
 #include "norm.h"
+#include "norm_gradient.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
@@ -33,6 +34,7 @@ constexpr ByActivation<ActivationKernel> resolve_activation;
 constexpr ByActivation<ActivationGradientKernel> resolve_activation_gradient;
 constexpr ByElement<NormKernel> resolve_norm;
 constexpr ByElement<NormGradientKernel> resolve_norm_gradient;
+constexpr auto resolve_add_parts = [](const AddPartsProblem&, auto visit) { return visit(AddPartsKernel{}); };
 
 }  // namespace
 
@@ -40,6 +42,7 @@ JLP_DEFINE_ENTRY(activation, ActivationProblem, resolve_activation)
 JLP_DEFINE_ENTRY(activation_gradient, ActivationGradientProblem, resolve_activation_gradient)
 JLP_DEFINE_ENTRY(norm, NormProblem, resolve_norm)
 JLP_DEFINE_ENTRY(norm_gradient, NormGradientProblem, resolve_norm_gradient)
+JLP_DEFINE_ENTRY(add_parts, AddPartsProblem, resolve_add_parts)
 
 }  // namespace JLP_ISA
 }  // namespace jaxlowprec

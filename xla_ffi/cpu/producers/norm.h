@@ -1,175 +1,51 @@
-// Norms of rows and their gradients (numerics.md 12.2). A row is read two or three times, from memory once: it is fetched
-// into the cache while the row before is written. With amaxes, 16 rows are then read again from there. Bytes moved: the
-// operands once, the results once.
+// Norms of rows (numerics.md 12.2). A row is read two or three times, from memory once: it is fetched into the cache while
+// the row before is written. With amaxes, 16 rows are then read again from there. Bytes moved: the operands once, the
+// results once.
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
 #include "../quantize/gather_amaxes.h"
-#include "runs.h"
+#include "norm_rows.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-/// The sum of a row: 256 sums by place, added up by halves. value(place): the vector there; its lanes beyond the row are
-/// zero.
-template <class E, class Value>
-JLP_RULE float sum_of_row(int64_t columns, ElementType type, Value value) {
-  constexpr int kPlaces = 256, kVectors = kPlaces / kLanes;
-  constexpr int kAtOnce = kLanes == 8 ? 8 : 16;  // sums that the processor's registers hold
-  F32 sums[kVectors];
-  for (int j = 0; j < kVectors; j += kAtOnce) {
-    const auto at = [&](int64_t k) {
-      if (k + kLanes <= columns) return value(WholeVector<E>{k});
-      return k < columns ? value(PartOfVector<E>{k, type, static_cast<int>(columns - k)}) : F32{};
-    };
-    const int64_t start = j * kLanes;
-    F32 part[kAtOnce];
-    for (int i = 0; i < kAtOnce; ++i) part[i] = at(start + i * kLanes) + 0.0f;  // -0 becomes 0
-    int64_t first = kPlaces;
-    for (; first + kPlaces <= columns; first += kPlaces) {
-      JLP_UNROLL(16)
-      for (int i = 0; i < kAtOnce; ++i) part[i] += value(WholeVector<E>{first + start + i * kLanes});
-    }
-    if (first < columns)
-      for (int i = 0; i < kAtOnce; ++i) part[i] += at(first + start + i * kLanes);
-    for (int i = 0; i < kAtOnce; ++i) sums[j + i] = part[i];
-  }
-  for (int half = kVectors / 2; half >= 1; half /= 2)
-    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
-  alignas(64) float lanes[kLanes];
-  store(lanes, sums[0]);
-  for (int half = kLanes / 2; half >= 1; half /= 2)
-    for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
-  return lanes[0];
-}
-
-constexpr int64_t kNormElements = 16 * 1024;  // of a chunk: whole rows
-
-template <class Problem>
-int64_t rows_of_chunk(const Problem& p) {
-  return std::max<int64_t>(1, kNormElements / p.columns);
-}
-inline int64_t rows_of_chunk(const NormProblem& p) {
-  const int64_t rows = std::max<int64_t>(1, kNormElements / p.columns);
-  return p.amaxes.wanted() ? divide_up(rows, kBlock) * kBlock : rows;
-}
-
-template <class Problem>
-int64_t chunks_of_rows(const Problem& p) {
-  return divide_up(p.rows, rows_of_chunk(p));
-}
+constexpr int64_t kNormElements = 64 * 1024;  // of a chunk: whole rows
 
 template <class E>
 struct NormKernel {
   using Storage = typename E::Storage;
 
-  static int64_t chunks_per_matrix(const NormProblem& p) { return chunks_of_rows(p); }
+  static int64_t rows_of_chunk(const NormProblem& p) {
+    const int64_t rows = std::max<int64_t>(1, kNormElements / p.columns);
+    return p.amaxes.wanted() ? divide_up(rows, kBlock) * kBlock : rows;
+  }
+  static int64_t chunks_per_matrix(const NormProblem& p) { return divide_up(p.rows, rows_of_chunk(p)); }
 
   static void chunk(const NormProblem& p, int64_t batch, int64_t chunk) {
     const int64_t first = chunk * rows_of_chunk(p), last = std::min(first + rows_of_chunk(p), p.rows);
+    const NormParameters parameters(p, batch, thread_scratch(NormParameters::bytes(p)));
     GatheredAmaxes<E> amaxes(p.amaxes);
-    for (int64_t r = first; r < last; ++r) {
-      if (p.kind == NormKind::kLayer) {
-        row<true>(p, batch, batch * p.rows + r);
-      } else {
-        row<false>(p, batch, batch * p.rows + r);
+    for (int64_t r = first; r < last; r += kBlock) {
+      const int64_t rows = std::min<int64_t>(kBlock, last - r), line = batch * p.rows + r;
+      Storage* y = from<E>(p.result, line * p.columns);
+      for (int64_t i = 0; i < rows; ++i) {
+        Storage* to = y + i * p.columns;
+        p.kind == NormKind::kLayer ? row<true>(p, parameters, line + i, to) : row<false>(p, parameters, line + i, to);
       }
-      if (p.amaxes.wanted() && (r + 1 == last || (r + 1) % kBlock == 0)) add_band(p, batch, r / kBlock * kBlock, amaxes);
+      for (int64_t column = 0; p.amaxes.wanted() && column < p.columns; column += kPacket)
+        amaxes.add(CachedSlab<E>(y, rows, p.columns, 0, column));
     }
     if (p.amaxes.wanted()) amaxes.raise(batch);
   }
 
  private:
   template <bool kLayer>
-  static void row(const NormProblem& p, int64_t batch, int64_t line) {
-    const int64_t columns = p.columns, index = line * columns;
-    const float *weight = p.weight + batch * columns, *beta = p.beta ? p.beta + batch * columns : nullptr;
-    const float each = static_cast<float>(1.0 / columns);
-    const Storage* x = from<E>(p.x, index);
-    if (p.residual) x = total(p, index);
-    float mean = 0.0f;
-    if (kLayer) p.mean[line] = mean = sum_of_row<E>(columns, p.type, [&](auto at) { return widened(at, x); }) * each;
-    const auto centered = [&](auto at) { return kLayer ? widened(at, x) - mean : widened(at, x); };
-    const float square = sum_of_row<E>(columns, p.type,
-                                       [&](auto at) {
-                                         const F32 v = centered(at);
-                                         return at.only(v * v);
-                                       }) *
-                         each;
-    const float inverse = 1.0f / std::sqrt(square + p.epsilon);
-    p.inverse[line] = inverse;
-    Storage* y = from<E>(p.result, index);
-    const Storage* next = from<E>(p.x, index + columns);
-    along_run<E>(columns, p.type, [&](auto at) {
-      __builtin_prefetch(next + at.k);  // of the next row: its sum would wait for it
-      const F32 v = (centered(at) * inverse) * at.load_floats(weight);
-      at.store(y, kLayer && beta ? v + at.load_floats(beta) : v);
-    });
-  }
-
-  /// x + residual, rounded to the element type, at p.total.
-  static const Storage* total(const NormProblem& p, int64_t index) {
-    const Storage *x = from<E>(p.x, index), *residual = from<E>(p.residual, index);
-    Storage* sum = from<E>(p.total, index);
-    along_run<E>(p.columns, p.type, [&](auto at) { at.store(sum, widened(at, x) + at.load(residual)); });
-    return sum;
-  }
-
-  template <class Place>
-  JLP_RULE F32 widened(Place at, const Storage* x) {
-    return L::flush(at.load(x));
-  }
-
-  /// The amaxes of the rows from `row` on, up to kBlock of them, which were just written.
-  static void add_band(const NormProblem& p, int64_t batch, int64_t row, GatheredAmaxes<E>& amaxes) {
-    const Storage* y = from<E>(p.result, batch * p.rows * p.columns);
-    for (int64_t column = 0; column < p.columns; column += kPacket)
-      amaxes.add(CachedSlab<E>(y, p.rows, p.columns, row, column));
-  }
-};
-
-template <class E>
-struct NormGradientKernel {
-  using Storage = typename E::Storage;
-
-  static int64_t chunks_per_matrix(const NormGradientProblem& p) { return chunks_of_rows(p); }
-
-  static void chunk(const NormGradientProblem& p, int64_t batch, int64_t chunk) {
-    const int64_t first = chunk * rows_of_chunk(p), last = std::min(first + rows_of_chunk(p), p.rows);
-    for (int64_t r = first; r < last; ++r) {
-      if (p.mean) {
-        row<true>(p, batch, batch * p.rows + r);
-      } else {
-        row<false>(p, batch, batch * p.rows + r);
-      }
-    }
-  }
-
- private:
-  template <bool kLayer>
-  static void row(const NormGradientProblem& p, int64_t batch, int64_t line) {
-    const int64_t columns = p.columns, index = line * columns;
-    const float* weight = p.weight + batch * columns;
-    const Storage *x = from<E>(p.x, index), *dy = from<E>(p.dy, index), *of_total = from<E>(p.of_total, index);
-    Storage* dx = from<E>(p.dx, index);
-    const float each = static_cast<float>(1.0 / columns), inverse = p.inverse[line];
-    const float center = kLayer ? p.mean[line] : 0.0f;
-    const auto normed = [&](auto at) {
-      const F32 v = L::flush(at.load(x));
-      return (kLayer ? v - center : v) * inverse;
-    };
-    const auto scaled = [&](auto at) { return L::flush(at.load(dy)) * at.load_floats(weight); };
-    const auto product = [&](auto at) { return at.only(scaled(at) * normed(at)); };
-    const float slope = sum_of_row<E>(columns, p.type, product) * each;
-    const float mean = kLayer ? sum_of_row<E>(columns, p.type, scaled) * each : 0.0f;
-    along_run<E>(columns, p.type, [&](auto at) {
-      __builtin_prefetch(x + columns + at.k), __builtin_prefetch(dy + columns + at.k);  // of the next row
-      const F32 g = kLayer ? scaled(at) - mean : scaled(at);
-      const F32 d = (g - normed(at) * slope) * inverse;
-      at.store(dx, of_total ? d + at.load(of_total) : d);
-    });
+  static void row(const NormProblem& p, const NormParameters& parameters, int64_t line, Storage* y) {
+    const auto row = NormedRow<E, kLayer>::template found<false>(p, line);
+    const Storage* next = from<E>(p.x, (line + 1) * p.columns);  // its sum would wait for it
+    row.write(parameters, 0, p.columns, y, [&](int64_t k) { __builtin_prefetch(next + k); });
   }
 };
 

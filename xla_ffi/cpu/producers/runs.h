@@ -25,6 +25,7 @@ struct WholeVector {
   F32 load(const Storage* p) const { return E::load_lanes(p + k); }
   F32 load_floats(const float* p) const { return JLP_ISA::load<F32>(p + k); }
   void store(Storage* p, F32 v) const { E::store_lanes(p + k, v); }
+  void add_floats(float* p, F32 v) const { JLP_ISA::store(p + k, load_floats(p) + v); }
   F32 only(F32 v) const { return v; }
 };
 
@@ -39,6 +40,7 @@ struct PartOfVector {
   F32 load(const Storage* p) const { return load_elements(p, type, k, count); }
   F32 load_floats(const float* p) const { return load_elements(p, ElementType::kF32, k, count); }
   void store(Storage* p, F32 v) const { store_elements(p, type, k, count, v); }
+  void add_floats(float* p, F32 v) const { store_elements(p, ElementType::kF32, k, count, load_floats(p) + v); }
   /// v, with zeros in the lanes beyond.
   F32 only(F32 v) const {
     float lanes[kLanes];

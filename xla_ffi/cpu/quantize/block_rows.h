@@ -163,6 +163,10 @@ struct BlockEncoder {
   int64_t code_bytes(int64_t elements) const { return packed ? elements / 2 : elements; }
 };
 
+/// That of a format's codes and rounding. Compiled in kernels_quantize_blocks.cc.
+template <class E>
+const BlockEncoder<E>& block_encoder(CodeType code, bool stochastic);
+
 /// A run of elements of one row, quantised with blocks along it.
 template <class E>
 void quantize_blocks_of_row(const BlockEncoder<E>& encoder, const typename E::Storage* x, int64_t elements,

@@ -26,9 +26,19 @@ struct BlockTile {
       : batch(batch),
         row(row),
         column(column),
-        ahead(more ? UnitsAhead<E>{matrix(p, batch) + row * p.columns + column + kUnit, p.columns}
-                   : UnitsAhead<E>{input.x[0], kUnit}),
+        ahead(next(matrix(p, batch), p, more)),
         input(matrix(p, batch), p.rows, p.columns, row, column, 0) {}
+  /// Whose elements are still to be stored. `source`: the matrix that they are made of.
+  BlockTile(const typename E::Storage* source, const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column)
+      : batch(batch),
+        row(row),
+        column(column),
+        ahead(next(source, p, column + kUnit < p.columns)),
+        input(p.rows, p.columns, row, column) {}
+
+  UnitsAhead<E> next(const typename E::Storage* matrix, const QuantizeProblem& p, bool more) const {
+    return more ? UnitsAhead<E>{matrix + row * p.columns + column + kUnit, p.columns} : UnitsAhead<E>{input.x[0], kUnit};
+  }
   static const typename E::Storage* matrix(const QuantizeProblem& p, int64_t batch) {
     return static_cast<const typename E::Storage*>(p.x) + batch * p.rows * p.columns;
   }

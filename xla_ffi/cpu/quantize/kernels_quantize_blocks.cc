@@ -4,19 +4,25 @@
 
 namespace jaxlowprec {
 namespace JLP_ISA {
-namespace {
 
-template <class E, bool kStochastic>
-const BlockEncoder<E>& encoder_of(CodeType code) {
-  return *with_float(code, [](auto element) { return &kBlockEncoder<E, decltype(element), kStochastic>; });
+template <class E>
+const BlockEncoder<E>& block_encoder(CodeType code, bool stochastic) {
+  return *with_float(code, [&](auto element) {
+    using Element = decltype(element);
+    return stochastic ? &kBlockEncoder<E, Element, true> : &kBlockEncoder<E, Element, false>;
+  });
 }
+template const BlockEncoder<BF16>& block_encoder<BF16>(CodeType, bool);
+template const BlockEncoder<F16>& block_encoder<F16>(CodeType, bool);
+template const BlockEncoder<Float>& block_encoder<Float>(CodeType, bool);
+
+namespace {
 
 template <class Visit>
 auto resolve(const QuantizeProblem& p, Visit visit) {
   return with_element(p.type, [&](auto e) {
     using E = decltype(e);
-    const bool stochastic = p.rowwise.random.key || p.columnwise.random.key;
-    return visit(QuantizeBlocks<E>{stochastic ? encoder_of<E, true>(p.format.code) : encoder_of<E, false>(p.format.code)});
+    return visit(QuantizeBlocks<E>{block_encoder<E>(p.format.code, p.stochastic())});
   });
 }
 

@@ -55,8 +55,51 @@ struct QuantizeBlocks {
     if (!wanted.rowwise.data && !wanted.columnwise.data) return;
     if (!by_tiles(p)) return run(wanted, batch, chunk);
     const int64_t across = divide_up(p.columns, kStripColumns), first = chunk % across * kStripColumns;
-    for (int64_t column = first; column < std::min(first + kStripColumns, p.columns); column += kUnit)
-      tile(wanted, batch, chunk / across * kColumnTileRows, column, column + kUnit < first + kStripColumns);
+    const int64_t row = chunk / across * kColumnTileRows;
+    for (int64_t column = first; column < std::min(first + kStripColumns, p.columns); column += kUnit) {
+      auto& t = *new (scratch()) Tile(wanted, batch, row, column, column + kUnit < first + kStripColumns);
+      finish(wanted, t, [&](int first_row, int rows) { t.input.take(first_row, rows); });
+    }
+  }
+
+  // For kernels that make the elements themselves.
+
+  /// The thread's memory for a tile, and `more` bytes after it.
+  static uint8_t* scratch(int64_t more = 0) { return thread_scratch(kTileBytes + more); }
+  static constexpr int64_t kTileBytes = (sizeof(Tile) + 63) / 64 * 64;
+
+  /// Where the scales of a line from a column on are stored, if they are its own.
+  static uint8_t* row_scales(const QuantizeProblem& p, int64_t line, int64_t column) {
+    if (p.format.scaling == Scaling::kTensor) return nullptr;
+    return p.rowwise.scale + (line * p.format.scale_columns(p.columns) + column / p.format.block) * p.format.scale_bytes();
+  }
+
+  /// A tile of up to 128 rows by kUnit columns, in the wanted directions. fill(first, count) stores so many of its rows.
+  template <class Fill>
+  void finish(const QuantizeProblem& p, Tile& t, Fill fill) const {
+    const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
+    const BlockContext context(p, columnwise ? p.columnwise : p.rowwise, t.batch);
+    // To nearest, a block that both directions share has the same codes in both.
+    const bool made =
+        columnwise && !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, t.batch);
+    for (int first = 0; first < t.input.rows; first += kPart) {  // while they are in the nearest cache
+      const int rows = std::min(kPart, t.input.rows - first);
+      fill(first, rows);
+      if (rowwise && !p.format.tiles) tile_rows(p, t, first, rows, made);
+      const int block = Tile::block_rows(context), last = first + rows;
+      if ((columnwise || p.format.tiles) && !context.is_tensor() && (last % block == 0 || last == t.input.rows))
+        t.compute(context, (last - 1) / block);
+    }
+    if (columnwise && context.is_tensor()) t.take_tensor_factors(context);
+    if (p.format.tiles) t.store_tile_scales(p, context);
+    if (rowwise && p.format.tiles) tile_rows(p, t, 0, t.input.rows, made);
+    if (!columnwise) return;
+    const int lines = static_cast<int>(encoder.code_bytes(divide_up(t.input.rows, 32) * 32));
+    const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
+    uint8_t* data = p.columnwise.data + (t.batch * p.columns + t.column) * stride + encoder.code_bytes(t.row);
+    if (!made) encode_tile_columns(context, t, rowwise);
+    store_transposed(t.codes[0], kUnit, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
+    if (!context.is_shared()) t.store_column_scales(p, context);
   }
 
  private:
@@ -71,38 +114,6 @@ struct QuantizeBlocks {
                                 data + row * row_bytes + encoder.code_bytes(column),
                                 row_scales(p, batch * p.rows + row, column));
     });
-  }
-  /// Where the scales of a line from a column on are stored, if they are its own.
-  static uint8_t* row_scales(const QuantizeProblem& p, int64_t line, int64_t column) {
-    if (p.format.scaling == Scaling::kTensor) return nullptr;
-    return p.rowwise.scale + (line * p.format.scale_columns(p.columns) + column / p.format.block) * p.format.scale_bytes();
-  }
-
-  /// A tile of up to 128 rows by kUnit columns, in the wanted directions.
-  void tile(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, bool more) const {
-    const bool rowwise = p.rowwise.data, columnwise = p.columnwise.data;
-    const BlockContext context(p, columnwise ? p.columnwise : p.rowwise, batch);
-    Tile& t = *new (thread_scratch(sizeof(Tile))) Tile(p, batch, row, column, more);
-    // To nearest, a block that both directions share has the same codes in both.
-    const bool made =
-        columnwise && !encoder.packed && !encoder.stochastic && rowwise && context.is_shared() && same_tensor(p, batch);
-    for (int first = 0; first < t.input.rows; first += kPart) {  // while they are in the nearest cache
-      t.input.take(first, kPart);
-      if (rowwise && !p.format.tiles) tile_rows(p, t, first, std::min(kPart, t.input.rows - first), made);
-      const int block = Tile::block_rows(context), last = std::min(first + kPart, t.input.rows);
-      if ((columnwise || p.format.tiles) && !context.is_tensor() && (last % block == 0 || last == t.input.rows))
-        t.compute(context, (last - 1) / block);
-    }
-    if (columnwise && context.is_tensor()) t.take_tensor_factors(context);
-    if (p.format.tiles) t.store_tile_scales(p, context);
-    if (rowwise && p.format.tiles) tile_rows(p, t, 0, t.input.rows, made);
-    if (!columnwise) return;
-    const int lines = static_cast<int>(encoder.code_bytes(divide_up(t.input.rows, 32) * 32));
-    const int64_t stride = p.columnwise.data_stride ? p.columnwise.data_stride : p.format.row_bytes(p.rows);
-    uint8_t* data = p.columnwise.data + (batch * p.columns + column) * stride + encoder.code_bytes(row);
-    if (!made) encode_tile_columns(context, t, rowwise);
-    store_transposed(t.codes[0], kUnit, lines, t.input.columns, data, p.format.row_bytes(t.input.rows), stride);
-    if (!context.is_shared()) t.store_column_scales(p, context);
   }
 
   static bool same_tensor(const QuantizeProblem& p, int64_t batch) {

@@ -126,7 +126,7 @@ __attribute__((noinline)) void rotate_columns(const CachedSlab<E>& slab, const u
     for (int r = 0; r < kBlock; ++r) odd[r] = L::from_bits(L::bits(E::load_pair(&slab.x[r][j]).odd) ^ signs[r]);
     hadamard_butterfly<kBlock>(odd);
     JLP_UNROLL(16)
-    for (int r = 0; r < kBlock; ++r) E::store_pair_finite(&rotated[r][j], {even[r] * 0.25f, odd[r] * 0.25f});
+    for (int r = 0; r < kBlock; ++r) E::store_numbers(&rotated[r][j], {even[r] * 0.25f, odd[r] * 0.25f});
   }
 }
 

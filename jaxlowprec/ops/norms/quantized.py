@@ -1,0 +1,155 @@
+"""Norms that are quantised and not stored: for linears, which call this inside of their own derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec import wiring
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.amax.wanted import NO_AMAXES
+from jaxlowprec.ops.implementation import choose
+from jaxlowprec.ops.norms import op as norm
+from jaxlowprec.ops.norms.op import NormSpec
+from jaxlowprec.ops.quantize import op as quantize
+from jaxlowprec.ops.quantize.op import QuantizeSpec
+from jaxlowprec.ops.quantize.variants import quantized_arrays, random_operands, spec_of
+from jaxlowprec.ops.split_rows import merged_rows
+
+
+class QuantizedNorm(NamedTuple):
+    """What `quantized_norm` returns.
+
+    Attributes:
+        rowwise, columnwise: the norm, quantised; None where it is not wanted.
+        total: the sum of x and the residual, or None.
+        saved: numbers of each row for `norm_gradient_op`, float32 [..., R] each.
+    """
+
+    rowwise: QuantizedArray | None
+    columnwise: QuantizedArray | None
+    total: jax.Array | None
+    saved: tuple[jax.Array, ...]
+
+
+def can_quantize(fmt: Any) -> bool:
+    """Whether norms are quantised to the format without being stored.
+
+    Not where it has a tensor scale. The amax then takes a pass of its own over x, which finds what the second one finds
+    again, and on CPUs that takes as long as to store the norm and to read it (docs/benchmarks/speed.md).
+    """
+    return not fmt.has_tensor_scale and not fmt.weight_only
+
+
+def quantized_norm(
+    spec: NormSpec,
+    fmt: Any,
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    words: jax.Array | None = None,
+    rows_split: bool = False,
+) -> QuantizedNorm:
+    """The norm, quantised in one pass over x; bytes are those of `normed` and then `quantize` or `quantize_both`.
+
+    On CPUs the normed rows stay in the cache. A pass moves, of each element in 16 bits, 2 bytes of x, what it writes,
+    and 4 more with a residual; `normed` and `quantize_both` move 4 more.
+
+    Arguments:
+        spec: without amaxes.
+        fmt: of which `can_quantize` is true.
+        x, weight, residual, beta: see `normed`; x is [..., S, R, C] with `rows_split`.
+        rowwise, columnwise: the wanted directions, one at least.
+        words: for stochastic rounding: of the key, uint32 [..., 2], with x's batch axes.
+        rows_split: see `quantize`.
+    """
+    batch = x.shape[: -3 if rows_split else -2]
+    x, residual, weight, beta = wiring.align_varying(x, residual, weight, beta)
+    parameters = [jnp.broadcast_to(p, (*batch, *p.shape)) for p in (weight, beta) if p is not None]
+    rows = [x] if residual is None else [x, residual]
+    quantized = spec_of(x, fmt, (rowwise, columnwise), None, words is not None, rows_split=rows_split)
+    op = norm_quantize_op(spec, quantized)
+    results = op(*rows, *parameters, *random_operands(quantized, x, words))
+    total, saved, codes = _parts(spec, results)
+    found = quantized_arrays(codes, [], quantized, like=x)
+    return QuantizedNorm(
+        found[0] if rowwise else None, found[-1] if columnwise else None, total[0] if total else None, tuple(saved)
+    )
+
+
+def _parts(spec: NormSpec, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The sum, the saved numbers, and codes and scales, of the op's results."""
+    first, second = int(spec.residual), spec.residual + spec.saved
+    return results[:first], results[first:second], results[second:]
+
+
+@functools.cache
+def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
+    """The operands of `norm_op`, and those of `quantize_op` beside its x -> the results of `norm_op` but the norm, and
+    those of `quantize_op` for it. Without amaxes; `quantized` is of a format without a tensor scale."""
+    operands = 1 + spec.residual + 1 + spec.beta
+    split = quantized.rows_split
+    rule = quantize.rule_of(quantized)
+    rows = f"{rule.lines} {rule.columns}"
+    of_norm = [rows] * (1 + spec.residual), [f"... {rule.columns}"] * (1 + spec.beta)
+
+    def outputs(x, *_):
+        return norm.shapes(spec, x)[1:] + quantize.shapes(quantized, x)
+
+    def on_matrix(body):
+        """The body, which takes one matrix for each weight, on tensors whose rows may be split."""
+
+        def run(*args):
+            if not split:
+                return body(*args)
+            x, rest = args[0], args[operands:]
+            _, *random = quantize.merged(quantized, x, *rest)
+            arrays = map(merged_rows, args[: 1 + spec.residual])
+            results = body(*arrays, *args[1 + spec.residual : operands], *random)
+            total, saved, codes = _parts(spec, results)
+            others = [r.reshape(s) for r, (s, _) in zip([*total, *saved], norm.shapes(spec, x)[1:], strict=True)]
+            return [*others, *quantize.in_parts(quantized, x, codes)]
+
+        return run
+
+    def run_separately(of_norm, of_quantize):
+        def run(*args):
+            y, *others = of_norm(spec, *args[:operands])
+            return [*others, *of_quantize(quantized, y, *args[operands:])]
+
+        return run
+
+    def run_native(x, *rest):
+        shapes = norm.shapes(spec, x)[1:] + quantize.shapes(dataclasses.replace(quantized, rows_split=False), x)
+        results = [jax.ShapeDtypeStruct(*result) for result in shapes]
+        attributes = {**spec.attributes, **spec.parameters, **quantized.attributes}
+        return jax.ffi.ffi_call("jaxlowprec_norm_quantize", results)(x, *rest, **attributes)
+
+    def norm_alone(spec, *args):
+        return norm.native_call(spec, NO_AMAXES, *args)
+
+    native = {"cpu": run_native, "cuda": run_separately(norm_alone, quantize.native_call)}
+    return wiring.define(
+        f"jaxlowprec_{spec.kind}_norm_quantize",
+        rule=rule.of_op(
+            [*of_norm[0], *of_norm[1]], [rows] * spec.residual + [rule.lines] * spec.saved, whole=_axis(rule)
+        ),
+        outputs=outputs,
+        reference=on_matrix(run_separately(norm.reference_call, quantize.reference_call)),
+        native={platform: on_matrix(body) for platform, body in native.items()},
+        **choose("norm", spec.implementation),
+    )
+
+
+def _axis(rule: quantize.Rule) -> list[str]:
+    """The features: rows stay whole on one device."""
+    return [rule.columns.strip("()").split()[0]]
