@@ -16,7 +16,7 @@ import jaxlowprec as jlp
 from tests.cuda_without_gpu.described_gpu import GPUS, compiled, described
 from tests.gpu.test_training import RECIPES, SIZES, LanguageModel, Schedule, make_steps, optimizer, recipe_context
 from tests.helpers import ONE_OF_EACH
-from tests.layers.test_grouped import RECIPES as GROUPED_RECIPES
+from tests.layers.grouped.test_grouped import RECIPES as GROUPED_RECIPES
 from tests.sharding.meshes import mesh_of
 
 NOT_RUN_ON_THE_SIDE = ("copy", "transpose")  # of whole arrays, between the custom calls

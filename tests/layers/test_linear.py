@@ -243,10 +243,10 @@ class TestResiduals:
             leaves = kept(self.checkpointed(policy), *network_operands)
             return sorted(leaf.shape for leaf in leaves if leaf.dtype == jnp.uint8)
 
-        x_column, w_row = (64, 16), (64, 32)
+        x_column, w_row = [(64, 16), (64, 2)], [(64, 32), (4, 4)]  # codes and scales
         assert codes("nothing") == []
-        assert codes("input") == [x_column] * 2
-        assert codes("names") == sorted([x_column, w_row] * 2)
+        assert codes("input") == sorted(x_column * 2)
+        assert codes("names") == sorted((x_column + w_row) * 2)
 
     def test_what_the_checkpoint_names_keep_is_not_computed_again(self):
         x, weights = random_array((32, 64)), random_array((3, 64, 64), "float32", 1)

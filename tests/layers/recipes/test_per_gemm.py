@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, often, random_array
-from tests.layers.test_grouped import loop_of_linear
-from tests.layers.test_grouped import results as grouped_results
+from tests.layers.grouped.test_grouped import loop_of_linear
+from tests.layers.grouped.test_grouped import results as grouped_results
 from tests.products import assert_is_product, kept, native_calls, quantizations_and_gradients
 from tests.sharding.meshes import mesh_of, place
 
