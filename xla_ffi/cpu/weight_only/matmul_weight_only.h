@@ -2,7 +2,7 @@
 // computes it, so that a row's bytes are the same in training, prefill and decoding.
 //
 // A few rows of x: bound by reading w. Its codes become numbers in registers, for several columns in turn, so that their
-// chains of multiply-adds overlap. x, as float32 in the lanes' order, stays in the first cache.
+// chains of multiply-adds overlap. x, in the lanes' order, stays in the first cache.
 // Bytes moved per element of w: its code.
 //
 // More rows: bound by multiplying. K is walked in spans, for which x's rows of a chunk are unpacked, and these in steps. The
@@ -184,8 +184,9 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     if (kPairs) return rows > 4 ? 24 : 16;
     return kLanes == 16 ? 8 : 4;
   }
-  static constexpr int64_t kMostRows = kPairs ? 96 : 64;      // of a chunk: what it unpacks stays in the second cache, and
-  static constexpr int64_t kMostColumns = kPairs ? 384 : 48;  // so do sums that wait for another span, if they often do
+
+  // Of a chunk. Its unpacked rows stay in the second cache; so do the sums that wait, if they wait for every step.
+  static constexpr int64_t kMostRows = kPairs ? 96 : 64, kMostColumns = kPairs ? 384 : 48;
 
   static bool few_rows(const WeightOnlyProblem& p) { return Row::kInRegisters && p.rows <= kFewRows; }
 

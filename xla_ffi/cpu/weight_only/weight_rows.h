@@ -18,7 +18,7 @@ namespace JLP_ISA {
 /// they are a noticeable part of the time.
 struct WeightRow {
   using Operands = Numbers;
-  static constexpr int kMostTogether = 8;  // rows that few registers are short of pointers for
+  static constexpr int kMostTogether = 8;  // rows that are unpacked together; fewer where each takes more registers
 
   const uint8_t* codes;
   int64_t bytes;  // of codes
