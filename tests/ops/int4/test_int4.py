@@ -21,6 +21,7 @@ pytestmark = pytest.mark.sampled(7)
 
 DTYPES = ("bfloat16", "float16")
 SHAPES = [((3, 256), 128), ((64, 96), 32), ((5, 33), 7), ((9, 40), 5), ((4, 13), 32), ((4, 21), 1), ((40, 200), 96)]
+SHAPES += [((512, 136), 256)]  # along columns: a whole tile of two cache lines a column, and a ragged one
 over_symmetric = pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
