@@ -141,7 +141,7 @@ class LayerCall:
         prepared = self.prepared(x, w, bias, result)
         x, product = wiring.align_varying(x, prepared.product)
         with in_profiles(self.name):
-            (y,) = quantized_matmuls((prepared.spec,), x, (product,), (prepared.states,))
+            (y,), _ = quantized_matmuls((prepared.spec,), x, (product,), (prepared.states,))
         return y, prepared.state
 
     def prepared(self, x: Any, w: jax.Array | None, bias: jax.Array | None, result: tuple[Any, Any, bool]) -> Prepared:

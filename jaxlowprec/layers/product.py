@@ -233,11 +233,12 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
     return y, KeptProduct(kept_w, like, product.randomness, product.total, product.sizes, state, found), kernel
 
 
-def amaxes_of_input(spec: ProductSpec) -> Amaxes | None:
-    """The amaxes by which the input is quantised in the forward and the backward pass; None: none, or another way."""
+def amaxes_of_input(spec: ProductSpec, backward: bool = True) -> Amaxes | None:
+    """The amaxes by which the input is quantised in the forward pass, and in the backward pass if it follows; None:
+    none, or another way."""
     if spec.delayed is not None:
         return None
-    return amaxes_of(role_of(spec.fprop, 0), role_of(spec.wgrad, 0), spec.rows_split)
+    return amaxes_of(role_of(spec.fprop, 0), role_of(spec.wgrad, 0, backward), spec.rows_split)
 
 
 def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:

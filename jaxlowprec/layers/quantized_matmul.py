@@ -9,6 +9,7 @@ import functools
 
 import jax
 
+from jaxlowprec.layers.normed_input import input_gradients, inputs_of, like_input
 from jaxlowprec.layers.product import (
     Product,
     Specs,
@@ -18,35 +19,40 @@ from jaxlowprec.layers.product import (
     forward_of_all,
     fprop,
     products_differentiated_once,
-    quantized_inputs,
     recorded,
 )
-from jaxlowprec.layers.residuals import differentiated_once, dtype_marker, product
+from jaxlowprec.layers.residuals import differentiated_once, product
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(specs: Specs, x, products: tuple[Product, ...], states: tuple[States, ...]):
-    inputs = for_each(specs, quantized_inputs(specs, x, states, sizes=products[0].sizes))
+    inputs, further, _ = inputs_of(specs, x, states, sizes=products[0].sizes)
     of_scaling = [state for state, _ in states]
-    return tuple(fprop(*each)[0] for each in zip(specs, inputs, products, of_scaling, strict=True))
+    each = zip(specs, for_each(specs, inputs), products, of_scaling, strict=True)
+    return tuple(fprop(*arguments)[0] for arguments in each), further
 
 
 def _forward(specs: Specs, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
-    inputs = quantized_inputs(specs, x, states, sizes=products[0].sizes, backward=True)
+    inputs, further, made_from = inputs_of(specs, x, states, sizes=products[0].sizes, backward=True)
     ys, kept, _, kept_inputs = forward_of_all(specs, inputs, products, states)
-    return tuple(map(product, ys)), (kept_inputs, dtype_marker(x), kept)
+    return (tuple(map(product, ys)), further), (kept_inputs, made_from, kept)
 
 
-def _backward(specs: Specs, residuals, dys):
-    xs, like_x, kept = residuals
-    return backward_of_all(specs, xs, kept, differentiated_once(dys), like_x)
+def _backward(specs: Specs, residuals, gradients):
+    xs, made_from, kept = residuals
+    dys, of_further = differentiated_once(gradients)
+    dx, *others = backward_of_all(specs, xs, kept, dys, like_input(made_from))
+    return input_gradients(made_from, dx, of_further), *others
 
 
 _matmul.defvjp(_forward, _backward)
 quantized_matmuls = jax.jit(_matmul, static_argnums=0)  # layers with equal specs are traced once, whatever their names
-"""ProductSpecs, x [..., T, K], as many Products and States -> as many [..., T, N]: x is quantised once for all."""
+"""ProductSpecs, x [..., T, K], as many Products and States -> as many [..., T, N]: x is quantised once for all.
+
+x may be a NormedInput. A list of further results comes second, see `normed_input.inputs_of`.
+"""
 
 
 # --- calibrating

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxlowprec.layers.fused.blocks import check_features, common, normed
+from jaxlowprec.layers.fused.blocks import alone, array_of, check_features, common, norm_of
 from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
-from jaxlowprec.layers.fused.shared_input import Layer, linears_of
+from jaxlowprec.layers.fused.shared_input import Layer, linears_after_norm, linears_of
 from jaxlowprec.linen.layers import Dense, function_arguments, handed_on, promoted_inputs
 from jaxlowprec.ops.checks import layer_inputs
+from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
@@ -40,12 +41,16 @@ class RMSNorm(nn.Module):
     use_scale: bool = True
     scale_init: Any = nn.initializers.ones
 
-    @nn.compact
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
         """[..., C] -> [..., C]; with `residual` a pair, see `jaxlowprec.rms_norm`."""
+        return alone(self.prepared(inputs, residual))
+
+    @nn.compact
+    def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
+        """The norm for a function that computes it with what reads it."""
         shape = layer_inputs(type(self).__name__, inputs).shape[-1:]
         scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
-        return normed("rms", type(self).__name__, inputs, residual, (scale, None), self.epsilon, self.dtype)
+        return norm_of("rms", type(self).__name__, inputs, residual, (scale, None), self.epsilon, self.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -70,20 +75,36 @@ class LayerNorm(nn.Module):
     bias_init: Any = nn.initializers.zeros
     scale_init: Any = nn.initializers.ones
 
-    @nn.compact
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
         """[..., C] -> [..., C]; with `residual` a pair, see `jaxlowprec.layer_norm`."""
+        return alone(self.prepared(inputs, residual))
+
+    @nn.compact
+    def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
+        """The norm for a function that computes it with what reads it."""
         shape = layer_inputs(type(self).__name__, inputs).shape[-1:]
         scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
         bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
-        return normed("layer", type(self).__name__, inputs, residual, (scale, bias), self.epsilon, self.dtype)
+        return norm_of("layer", type(self).__name__, inputs, residual, (scale, bias), self.epsilon, self.dtype)
 
 
 _NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
-def _common(inputs: jax.Array, layers: Sequence[Dense]) -> jax.Array | None:
-    return common(promoted_inputs(layer, inputs) for layer in layers)
+def _common(inputs: Any, layers: Sequence[Dense]) -> Any:
+    array = array_of(inputs)
+    return common(inputs, (promoted_inputs(layer, array) for layer in layers))
+
+
+def _linears(who: str, h: jax.Array, layers: Sequence[Dense], initializing: bool) -> Sequence[jax.Array]:
+    """The results of several layers of one input, which are called to make their parameters."""
+    x = None if initializing else _common(h, layers)
+    if x is None:
+        return [layer(h) for layer in layers]
+    given = [function_arguments(layer, x) for layer in layers]
+    ys, states = linears_of(who, x, given)
+    _hand_on(layers, given, states)
+    return ys
 
 
 class NormLinear(nn.Module):
@@ -134,17 +155,19 @@ class NormLinear(nn.Module):
         who = type(self).__name__
         features = check_features(who, self.normalization, self.features)
         options = {"epsilon": self.epsilon, "dtype": self.dtype} | dict(self.norm_options or {})
-        h, total = _NORMS[self.normalization](name="norm", **options)(inputs, residual), None
-        if residual is not None:
-            h, total = h
+        norm, total = _NORMS[self.normalization](name="norm", **options), None
         layers = [Dense(size, name=name, **dense_options(self)) for name, size in features.items()]
-        x = None if self.is_initializing() else _common(h, layers)
-        if x is None:
-            ys: Any = [layer(h) for layer in layers]
-        else:
-            given = [function_arguments(layer, x) for layer in layers]
-            ys, states = linears_of(who, x, given)
+        x = None if self.is_initializing() else _common(norm.prepared(inputs, residual), layers)
+        if x is not None:
+            given = [function_arguments(layer, x.x) for layer in layers]
+            ys: Any
+            ys, total, states = linears_after_norm(who, x, given)
             _hand_on(layers, given, states)
+        else:
+            h = norm(inputs, residual)
+            if residual is not None:
+                h, total = h
+            ys = _linears(who, h, layers, self.is_initializing())
         found = ys[0] if isinstance(self.features, int) else dict(zip(features, ys, strict=True))
         return found if residual is None else (found, total)
 
@@ -199,20 +222,25 @@ class MLP(nn.Module):
         names = hidden_layers(who, self.activation, self.gated)
         check_mlp(who, self.activation, self.saved, 1 + len(names))
         features = inputs.shape[-1] if self.features is None else self.features
+        norm = None
         if self.normalization is not None:
             check_features(who, self.normalization, features)
-            options = {"epsilon": self.epsilon, "dtype": self.dtype} | dict(self.norm_options or {})
-            inputs = _NORMS[self.normalization](name="norm", **options)(inputs)
+            norm_options = {"epsilon": self.epsilon, "dtype": self.dtype} | dict(self.norm_options or {})
+            norm = _NORMS[self.normalization](name="norm", **norm_options)
         options = dense_options(self)
         hidden = [Dense(self.hidden_features, name=name, **options) for name in names]
         options |= {} if self.down_kernel_init is None else {"kernel_init": self.down_kernel_init}
         down = Dense(features, name="down_proj", **options)
-        x = None if self.is_initializing() else _common(inputs, hidden)
-        if x is None or _common(x, [down, *hidden]) is None:
-            return separate_mlp(inputs, hidden, down, self.activation)
-        layers = [*hidden, down]
-        sizes = [x.shape[-1]] * len(hidden) + [self.hidden_features]
-        given = [function_arguments(layer, x, size) for layer, size in zip(layers, sizes, strict=True)]
+        layers, x = [*hidden, down], None
+        if not self.is_initializing():
+            x = _common(inputs if norm is None else norm.prepared(inputs), layers)
+        if x is None:
+            inputs = inputs if norm is None else norm(inputs)
+            x = None if self.is_initializing() else _common(inputs, hidden)
+            if x is None or _common(x, [down, *hidden]) is None:
+                return separate_mlp(inputs, hidden, down, self.activation)
+        sizes = [array_of(x).shape[-1]] * len(hidden) + [self.hidden_features]
+        given = [function_arguments(layer, array_of(x), size) for layer, size in zip(layers, sizes, strict=True)]
         y, states = mlp_of(who, x, given, self.activation, self.saved)
         _hand_on(layers, given, states)
         return y

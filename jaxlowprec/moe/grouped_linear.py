@@ -80,7 +80,7 @@ def common_inputs(
         promoted: of each layer, down's last, gives inputs in the dtype in which it takes them, or None.
         hidden: the features of the activation.
     """
-    x = common(promote(inputs) for promote in promoted[:-1])
-    if x is None or common(promote(x) for promote in promoted) is None:
+    x = common(inputs, (promote(inputs) for promote in promoted[:-1]))
+    if x is None or common(x, (promote(x) for promote in promoted)) is None:
         return None
     return x if is_plain(activation, hidden, x.dtype) else None

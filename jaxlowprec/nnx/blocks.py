@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlowprec.arguments import a_text
-from jaxlowprec.layers.fused.blocks import check_features, common, normed
+from jaxlowprec.layers.fused.blocks import alone, array_of, check_features, common, norm_of
 from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
-from jaxlowprec.layers.fused.shared_input import Layer, linears_of
+from jaxlowprec.layers.fused.shared_input import Layer, linears_after_norm, linears_of
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.ops.checks import layer_inputs
+from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
@@ -52,8 +53,12 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
         """[..., num_features] -> [..., num_features]; with `residual` a pair, see `jaxlowprec.rms_norm`."""
+        return alone(self.prepared(inputs, residual))
+
+    def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
+        """The norm for a function that computes it with what reads it."""
         scale = None if self.scale is None else self.scale[...]
-        return normed("rms", type(self).__name__, inputs, residual, (scale, None), self.epsilon, self.dtype)
+        return norm_of("rms", type(self).__name__, inputs, residual, (scale, None), self.epsilon, self.dtype)
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -87,8 +92,12 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:  # type: ignore[override]
         """[..., num_features] -> [..., num_features]; with `residual` a pair, see `jaxlowprec.layer_norm`."""
+        return alone(self.prepared(inputs, residual))
+
+    def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
+        """The norm for a function that computes it with what reads it."""
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
-        return normed("layer", type(self).__name__, inputs, residual, (scale, bias), self.epsilon, self.dtype)
+        return norm_of("layer", type(self).__name__, inputs, residual, (scale, bias), self.epsilon, self.dtype)
 
 
 _NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
@@ -141,11 +150,19 @@ def mlp(
     """
     inputs = layer_inputs("mlp", inputs)
     check_mlp("mlp", activation, saved, len(layers))
+    return _mlp(inputs, layers, activation, saved)
+
+
+def _mlp(inputs: jax.Array | Norm, layers: Sequence[Any], activation: Activation, saved: Saved) -> jax.Array:
+    """`mlp` of inputs, or of a norm of them."""
     *hidden, down = layers
-    x = _common(inputs, hidden)
-    if x is None or _common(x, [down, *hidden]) is None:
-        return separate_mlp(inputs, hidden, down, activation)
-    given = [layer.arguments(x) for layer in layers]
+    x = _common(inputs, layers)
+    if x is None:
+        inputs = inputs.alone()[0] if isinstance(inputs, Norm) else inputs
+        x = _common(inputs, hidden)
+        if x is None or _common(x, [down, *hidden]) is None:
+            return separate_mlp(inputs, hidden, down, activation)
+    given = [layer.arguments(array_of(x)) for layer in layers]
     y, states = mlp_of("mlp", x, given, activation, saved)
     _hand_on(layers, given, states)
     return y
@@ -157,8 +174,14 @@ def _hand_on(layers: Sequence[Linear], given: Sequence[Layer], states: Sequence[
         layer._handed_on((None, state), arguments.state)
 
 
-def _common(inputs: jax.Array, layers: Sequence[Any]) -> jax.Array | None:
-    return common(layer.promoted(inputs) if type(layer) is Linear else None for layer in layers)
+def _common(inputs: Any, layers: Sequence[Any]) -> Any:
+    array = array_of(inputs)
+    return common(inputs, (layer.promoted(array) if type(layer) is Linear else None for layer in layers))
+
+
+def _normed(norm: Any, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
+    """A norm of this library that is still to be computed; None if the layer is another one."""
+    return norm.prepared(inputs, residual) if type(norm) in (RMSNorm, LayerNorm) else None
 
 
 class NormLinear(nnx.Module):
@@ -219,11 +242,17 @@ class NormLinear(nnx.Module):
         Returns:
             [..., out_features], or a dict of the names. With `residual` a pair of that and the sum, for the next one.
         """
-        total = None
-        h = self.norm(inputs, residual)
-        if residual is not None:
-            h, total = h
-        ys = linears(h, [getattr(self, name) for name in self.names])
+        layers = [getattr(self, name) for name in self.names]
+        norm, total = _normed(self.norm, inputs, residual), None
+        if norm is not None and _common(norm, layers) is norm:
+            given = [layer.arguments(norm.x) for layer in layers]
+            ys, total, states = linears_after_norm(type(self).__name__, norm, given)
+            _hand_on(layers, given, states)
+        else:
+            h = self.norm(inputs, residual)
+            if residual is not None:
+                h, total = h
+            ys = linears(h, layers)
         found: Any = dict(zip(self.names, ys, strict=True)) if self.several else ys[0]
         return found if residual is None else (found, total)
 
@@ -295,7 +324,9 @@ class MLP(nnx.Module):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in_features] -> [..., out_features]."""
-        if self.norm is not None:
-            inputs = self.norm(inputs)
         layers = [getattr(self, name) for name in (*self.names, "down_proj")]
+        norm = None if self.norm is None else _normed(self.norm, inputs)
+        if norm is not None:
+            return _mlp(norm, layers, self.activation, self.saved)
+        inputs = inputs if self.norm is None else self.norm(inputs)
         return mlp(inputs, layers, activation=self.activation, saved=self.saved)

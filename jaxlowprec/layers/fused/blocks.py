@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxlowprec.arguments import one_of, shown
 from jaxlowprec.layers.watching.seeing import calls_are_seen
 from jaxlowprec.ops.checks import layer_inputs
-from jaxlowprec.ops.norms.api import layer_norm, rms_norm
+from jaxlowprec.ops.norms.api import Norm, checked_norm
 
 
-def normed(
+def norm_of(
     kind: str,
     who: str,
     inputs: Any,
@@ -22,7 +22,7 @@ def normed(
     parameters: tuple[jax.Array | None, jax.Array | None],
     epsilon: float,
     dtype: Any,
-) -> Any:
+) -> Norm:
     """The norm of kind "rms" or "layer" of a layer's inputs in its dtype, or in their own.
 
     `parameters`: scale and bias [C], or None.
@@ -31,9 +31,13 @@ def normed(
     inputs, residual = (None if x is None else jnp.asarray(x, dtype or inputs.dtype) for x in (inputs, residual))
     scale, bias = parameters
     scale = jnp.ones(inputs.shape[-1:], jnp.float32) if scale is None else scale
-    if kind == "rms":
-        return rms_norm(inputs, scale, residual, epsilon=epsilon)
-    return layer_norm(inputs, scale, bias, residual, epsilon=epsilon)
+    return checked_norm(kind, (inputs, residual, scale, bias), epsilon)
+
+
+def alone(norm: Norm) -> Any:
+    """What a norm's layer gives: the normed inputs; with a residual a pair of them and the sum."""
+    y, total = norm.alone()
+    return y if total is None else (y, total)
 
 
 def check_features(who: str, normalization: str, out_features: int | Mapping[str, int]) -> Mapping[str, int]:
@@ -53,14 +57,26 @@ def check_features(who: str, normalization: str, out_features: int | Mapping[str
     return out_features
 
 
-def common(promoted: Iterable[jax.Array | None]) -> jax.Array | None:
+def array_of(inputs: jax.Array | Norm) -> jax.Array:
+    """The inputs, or an array with the shape and the dtype of the norm's result."""
+    return inputs.x if isinstance(inputs, Norm) else inputs
+
+
+def common(inputs: Any, promoted: Iterable[jax.Array | None]) -> Any:
     """The inputs as all of several layers take them, so that one function can compute for them.
 
-    `promoted`: the inputs in the dtype in which each layer takes them, or None for one that has to be called. None if
-    there is such a layer, the dtypes differ, or each layer's call is to be seen.
+    Arguments:
+        inputs: an array, or a norm that is still to be computed, which is taken as it is or not at all.
+        promoted: the inputs, or `array_of` them, in the dtype in which each layer takes them, or None for one that has
+            to be called.
+
+    Returns:
+        None if a layer has to be called, the dtypes differ, or each layer's call is to be seen.
     """
     if calls_are_seen():
         return None
     found = list(promoted)
     alike = all(x is not None for x in found) and len({x.dtype for x in found if x is not None}) == 1
-    return found[0] if alike else None
+    if not alike or not isinstance(inputs, Norm):
+        return found[0] if alike else None
+    return inputs if found[0].dtype == inputs.x.dtype else None  # type: ignore[union-attr]

@@ -37,11 +37,13 @@ from jaxlowprec.layers.fused.shared_input import (
 from jaxlowprec.layers.layer_call import LayerCall
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.normed_input import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import QUANTIZED_WEIGHT, in_profiles
 from jaxlowprec.layers.watching.watched import is_watched
 from jaxlowprec.ops.activations.api import ACTIVATIONS
 from jaxlowprec.ops.checks import a_sharding, float_array
+from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.wiring.out_sharding import resharded
@@ -120,14 +122,23 @@ def mlp(
 
 
 def mlp_of(
-    who: str, x: jax.Array, layers: Sequence[Layer], activation: Activation, saved: Saved, out_sharding: Any = None
+    who: str,
+    x: jax.Array | Norm,
+    layers: Sequence[Layer],
+    activation: Activation,
+    saved: Saved,
+    out_sharding: Any = None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """The MLP of these layers, down's last, and their states for the next call."""
+    """The MLP of these layers, down's last, and their states for the next call.
+
+    Of a norm without a residual, too: see `linears_after_norm`.
+    """
     arguments = layers, activation, saved
-    checked = None if alone_in_any_case(layers) else _checked(who, x, layers)
+    like = x.x if isinstance(x, Norm) else x
+    checked = None if alone_in_any_case(layers) else _checked(who, like, layers)
     if checked is not None and _is_quantized(checked):
-        return _fused(x, checked, arguments, out_sharding)
-    return _composed(who, x, arguments, out_sharding)
+        return _fused(x, like, checked, arguments, out_sharding)
+    return _composed(who, x.alone()[0] if isinstance(x, Norm) else x, arguments, out_sharding)
 
 
 _Checked = tuple[Any, Any, LayerCall]
@@ -173,22 +184,25 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
     return all(share_their_input([call for *_, call in part], [w for w, *_ in part]) for part in (hidden, [down]))
 
 
-def _fused(x: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out_sharding: Any) -> tuple[Any, Any]:
+def _fused(
+    x: jax.Array | Norm, like: jax.Array, checked: Sequence[_Checked], arguments: _Arguments, out_sharding: Any
+) -> tuple[Any, Any]:
     layers, activation, saved = arguments
     *hidden, (down, down_bias, down_call) = checked
-    tokens, rows_split = tokens_of(x, [(call, kernel) for kernel, _, call in checked])
-    prepared = [call.prepared(tokens, w, bias, (x.dtype, None, rows_split)) for w, bias, call in hidden]
+    tokens, rows_split = tokens_of(like, [(call, kernel) for kernel, _, call in checked])
+    prepared = [call.prepared(tokens, w, bias, (like.dtype, None, rows_split)) for w, bias, call in hidden]
     features = features_of(hidden[0][2], hidden[0][0])
     sharding = prepared[0].spec.out_sharding
-    like: Any = jax.ShapeDtypeStruct((*tokens.shape[:-1], features), x.dtype, sharding=sharding)
-    fits = out_sharding if x.ndim == tokens.ndim else None
-    prepared.append(down_call.prepared(like, down, down_bias, (x.dtype, fits, rows_split)))
+    between: Any = jax.ShapeDtypeStruct((*tokens.shape[:-1], features), like.dtype, sharding=sharding)
+    fits = out_sharding if like.ndim == tokens.ndim else None
+    prepared.append(down_call.prepared(between, down, down_bias, (like.dtype, fits, rows_split)))
     *specs, down_spec = (p.spec for p in prepared)
     spec = MlpSpec(activation, tuple(specs), down_spec, saved)
-    tokens, products = wiring.align_varying(tokens, tuple(p.product for p in prepared))
+    given = NormedInput.of(x, tokens) if isinstance(x, Norm) else tokens
+    given, products = wiring.align_varying(given, tuple(p.product for p in prepared))
     with in_profiles(joined([layer.name for layer in layers])):
-        y = quantized_mlp(spec, tokens, products, tuple(p.states for p in prepared))
-    return resharded(y.reshape(*x.shape[:-1], y.shape[-1]), out_sharding), tuple(p.state for p in prepared)
+        y, _ = quantized_mlp(spec, given, products, tuple(p.states for p in prepared))
+    return resharded(y.reshape(*like.shape[:-1], y.shape[-1]), out_sharding), tuple(p.state for p in prepared)
 
 
 def hidden_layers(who: str, activation: Activation, gated: bool | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import jax
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
+from jaxlowprec.layers.normed_input import input_gradients, inputs_of, like_input
 from jaxlowprec.layers.operands import for_both_ways
 from jaxlowprec.layers.product import (
     Input,
@@ -32,7 +33,6 @@ from jaxlowprec.layers.product import (
     fprop,
     products_differentiated_once,
     quantized_input,
-    quantized_inputs,
     read_by_wgrad,
     rows_of,
 )
@@ -127,17 +127,20 @@ def operands_of(activation: str) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
     sizes = products[-1].sizes
-    inputs = for_each(spec.hidden, quantized_inputs(spec.hidden, x, states[:-1], sizes=sizes))
+    inputs, further, _ = inputs_of(spec.hidden, x, states[:-1], sizes=sizes)
     of_scaling = [state for state, _ in states]
-    hidden = [fprop(*each)[0] for each in zip(spec.hidden, inputs, products, of_scaling, strict=False)]
-    given = quantized_input(spec.down, activated(spec.activation, hidden)[0], of_scaling[-1], sizes=sizes)
-    return fprop(spec.down, given, products[-1], of_scaling[-1])[0]
+    each = zip(spec.hidden, for_each(spec.hidden, inputs), products, of_scaling, strict=False)
+    hidden = [fprop(*arguments)[0] for arguments in each]
+    wanted = amaxes_of_input(spec.down, backward=False)
+    a, amaxes = activated(spec.activation, hidden, wanted, rows_of(spec.down, sizes))
+    given = quantized_input(spec.down, a, of_scaling[-1], sizes=sizes, amaxes=amaxes)
+    return fprop(spec.down, given, products[-1], of_scaling[-1])[0], further
 
 
 def _forward(spec: MlpSpec, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
     (state, probe), sizes = states[-1], products[-1].sizes
-    inputs = quantized_inputs(spec.hidden, x, states[:-1], sizes=sizes, backward=True)
+    inputs, further, made_from = inputs_of(spec.hidden, x, states[:-1], sizes=sizes, backward=True)
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
     hidden = tuple(map(product, hidden))
 
@@ -152,8 +155,8 @@ def _forward(spec: MlpSpec, x, products, states):
         of_hidden = tuple(named(quantize(h, MXFP8()), QUANTIZED_INPUT) for h in hidden)
     # Eight bits give another hidden layer in the backward pass, and so another amax.
     amaxes = None if spec.saved == "8bit" else amaxes
-    residuals = kept_inputs, dtype_marker(x), kept, of_hidden, (amaxes, state, kept_down)
-    return product(y), residuals
+    residuals = kept_inputs, made_from, kept, of_hidden, (amaxes, state, kept_down)
+    return (product(y), further), residuals
 
 
 def _recomputable(
@@ -171,10 +174,11 @@ def _recomputable(
     return [named(each, QUANTIZED_INPUT) for each in read], of_kernels
 
 
-def _backward(spec: MlpSpec, residuals, dy):
-    kept_inputs, like_x, kept, of_hidden, (amaxes, state, kept_down) = residuals
+def _backward(spec: MlpSpec, residuals, gradients):
+    kept_inputs, made_from, kept, of_hidden, (amaxes, state, kept_down) = residuals
+    dy, of_further = differentiated_once(gradients)
     # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
-    of_hidden, dy = jax.lax.optimization_barrier((of_hidden, differentiated_once(dy)))
+    of_hidden, dy = jax.lax.optimization_barrier((of_hidden, dy))
     hidden = _hidden_again(spec, of_hidden)
     a, _ = activated(spec.activation, hidden)
     sizes = kept_down.sizes
@@ -183,8 +187,9 @@ def _backward(spec: MlpSpec, residuals, dy):
     da, of_down, down_states = backward(spec.down, read, kept_down, dy, hidden[0].dtype)
     wanted = amaxes_of_gradient(spec.hidden[0]) if sizes is None else None  # `backward` finds those of each group
     dhidden, found = _activation_gradients(spec.activation, hidden, da, wanted)
-    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like_x, found)
-    return dx, (*of_products, of_down), (*new_states, down_states)
+    like = like_input(made_from)
+    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like, found)
+    return input_gradients(made_from, dx, of_further), (*of_products, of_down), (*new_states, down_states)
 
 
 def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
@@ -202,7 +207,10 @@ def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
 
 _mlp.defvjp(_forward, _backward)
 quantized_mlp = jax.jit(_mlp, static_argnums=0)  # MLPs with equal specs are traced once, whatever their names
-"""MlpSpec, x [..., T, K], a Product and States for each kernel, that of `down` last -> [..., T, N]."""
+"""MlpSpec, x [..., T, K], a Product and States for each kernel, that of `down` last -> [..., T, N].
+
+x may be a NormedInput. A list of further results comes second, see `normed_input.inputs_of`.
+"""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

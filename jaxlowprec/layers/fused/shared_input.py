@@ -17,11 +17,13 @@ from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.layer_call import LayerCall, must_merge
 from jaxlowprec.layers.linear import checked_call, linear
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.normed_input import NormedInput
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.layers.watching.watched import is_watched
 from jaxlowprec.ops.checks import a_sharding, float_array
+from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.ops.split_rows import merged_rows
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -113,26 +115,49 @@ def linears_of(
     who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: Any = None
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
     """The products of x by each layer's kernel, and the states for the next call."""
-    if not alone_in_any_case(layers):
-        checked = [layer.checked(who, x) for layer in layers]
-        if share_their_input([call for *_, call in checked], [kernel for kernel, *_ in checked]):
-            return _shared(x, checked, [layer.name for layer in layers], out_sharding)
+    found = _shared(who, x, layers, out_sharding)
+    if found is not None:
+        return found[0], found[2]
     ys, states = zip(*[layer.alone(x, out_sharding) for layer in layers], strict=True)
     return ys, states
 
 
+def linears_after_norm(
+    who: str, norm: Norm, layers: Sequence[Layer]
+) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[Any, ...]]:
+    """The products of a norm's result, the sum of its x and the residual, or None, and the states for the next call.
+
+    Where one quantised input serves all products, nothing else reads the norm's result: then it is quantised, or its
+    amaxes are found, in the pass that makes it.
+    """
+    found = _shared(who, norm, layers, None)
+    if found is not None:
+        return found
+    x, total = norm.alone()
+    ys, states = linears_of(who, x, layers)
+    return ys, total, states
+
+
 def _shared(
-    x: jax.Array, checked: Sequence[tuple[Any, Any, LayerCall]], names: Sequence[str], out_sharding: Any
-) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    tokens, rows_split = tokens_of(x, [(call, kernel) for kernel, _, call in checked])
-    result = x.dtype, out_sharding if x.ndim == tokens.ndim else None, rows_split
+    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: Any
+) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[Any, ...]] | None:
+    """The products, the norm's sum, and states; None if layers cannot share their input."""
+    if alone_in_any_case(layers):
+        return None
+    like = x.x if isinstance(x, Norm) else x
+    checked = [layer.checked(who, like) for layer in layers]
+    if not share_their_input([call for *_, call in checked], [kernel for kernel, *_ in checked]):
+        return None
+    tokens, rows_split = tokens_of(like, [(call, kernel) for kernel, _, call in checked])
+    result = like.dtype, out_sharding if like.ndim == tokens.ndim else None, rows_split
     prepared = [call.prepared(tokens, kernel, bias, result) for kernel, bias, call in checked]
-    aligned, products = wiring.align_varying(tokens, tuple(p.product for p in prepared))
-    with in_profiles(joined(names)):
+    given = NormedInput.of(x, tokens) if isinstance(x, Norm) else tokens
+    aligned, products = wiring.align_varying(given, tuple(p.product for p in prepared))
+    with in_profiles(joined([layer.name for layer in layers])):
         specs, states = tuple(p.spec for p in prepared), tuple(p.states for p in prepared)
-        ys = quantized_matmuls(specs, aligned, products, states)
-    ys = tuple(resharded(y.reshape(*x.shape[:-1], y.shape[-1]), out_sharding) for y in ys)
-    return ys, tuple(p.state for p in prepared)
+        ys, further = quantized_matmuls(specs, aligned, products, states)
+    ys = tuple(resharded(y.reshape(*like.shape[:-1], y.shape[-1]), out_sharding) for y in ys)
+    return ys, further[0].reshape(like.shape) if further else None, tuple(p.state for p in prepared)
 
 
 def layers_of(

@@ -160,7 +160,8 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
     prepared = prepared_groups(call, x, kernels, bias, sizes, dtype)
     x, of_groups = wiring.align_varying(x, prepared.product)
     with in_profiles(name):
-        return quantized_matmuls((prepared.spec,), x, (of_groups,), (prepared.states,))[0], None
+        (y,), _ = quantized_matmuls((prepared.spec,), x, (of_groups,), (prepared.states,))
+        return y, None
 
 
 def _shardings(x: Any, kernels: Any, bias: Any) -> tuple[Any, Any, Any]:

@@ -101,7 +101,7 @@ def grouped_mlp_of(
         return _composed(x, checked, sizes, activation, saved, out_dtype)
     tokens, spec, products, states = _prepared(x, checked, sizes, activation, saved, out_dtype)
     with in_profiles(joined([layer.name for layer in layers])):
-        return quantized_mlp(spec, tokens, products, states)
+        return quantized_mlp(spec, tokens, products, states)[0]
 
 
 def _checked(who: str, x: jax.Array, sizes: jax.Array, layers: Sequence[Layer]) -> list[_Checked]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,8 +97,39 @@ def layer_norm(
     return _norm("layer", (x, residual, gamma, beta), epsilon, zero_centered_gamma, implementation)
 
 
+class Norm(NamedTuple):
+    """A norm whose operands are checked.
+
+    Attributes:
+        spec: without amaxes.
+        x, residual: [..., C], of one dtype; residual may be None.
+        weight, beta: float32 [C], see `reference.weights`; beta may be None.
+    """
+
+    spec: NormSpec
+    x: jax.Array
+    residual: jax.Array | None
+    weight: jax.Array
+    beta: jax.Array | None
+
+    def alone(self) -> tuple[jax.Array, jax.Array | None]:
+        """The normed rows, and the sum of x and the residual, or None."""
+        rows = jnp.atleast_2d(self.x), None if self.residual is None else jnp.atleast_2d(self.residual)
+        aligned = wiring.align_varying(*rows, self.weight, self.beta)
+        y, *total = _normed(self.spec, tuple(map(sharding_of, aligned)), *aligned)
+        return y.reshape(self.x.shape), total[0].reshape(self.x.shape) if total else None
+
+
 def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool, implementation: Any) -> Any:
-    """The norm of operands that are checked here: x, residual, gamma and beta."""
+    """The norm of operands: x, residual, gamma and beta."""
+    y, total = checked_norm(kind, operands, epsilon, zero_centered, implementation).alone()
+    return y if total is None else (y, total)
+
+
+def checked_norm(
+    kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool = False, implementation: Any = None
+) -> Norm:
+    """A norm of operands that are checked here: x, residual, gamma and beta; see `rms_norm`."""
     who, (x, residual, gamma, beta) = f"{kind}_norm", operands
     check_implementation(who, implementation)
     x, gamma = float_array(who, "x", x), float_array(who, "gamma", gamma)
@@ -117,12 +149,7 @@ def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: boo
         if residual.dtype != x.dtype:
             raise TypeError(f"{who}: residual has dtype {residual.dtype}; needs that of x, {x.dtype}: cast one of them")
     spec = NormSpec(kind, float(epsilon), residual is not None, beta is not None, implementation)
-    rows = jnp.atleast_2d(x), None if residual is None else jnp.atleast_2d(residual)
-    weight = weights(gamma, zero_centered)
-    aligned = wiring.align_varying(*rows, weight, None if beta is None else beta.astype(jnp.float32))
-    results = _normed(spec, tuple(map(sharding_of, aligned)), *aligned)
-    y, *total = (y.reshape(x.shape) for y in results)
-    return (y, *total) if total else y
+    return Norm(spec, x, residual, weights(gamma, zero_centered), None if beta is None else beta.astype(jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -147,8 +174,21 @@ def _forward(spec: NormSpec, shardings, x, residual, weight, beta):
 
 
 def _backward(spec: NormSpec, shardings, kept, gradients):
-    x, weight, saved = kept
     dy, *of_sum = _differentiated_once(gradients)
+    return norm_gradients(spec, shardings, kept, dy, of_sum)
+
+
+def norm_gradients(
+    spec: NormSpec, shardings: tuple[Any, ...], kept: Any, dy: jax.Array, of_sum: Sequence[jax.Array]
+) -> tuple[Any, ...]:
+    """The gradients of x, residual, weight and beta; None for those that are not there.
+
+    Arguments:
+        shardings: those of the operands.
+        kept: what was normed, the weight, and the saved numbers.
+        of_sum: the gradient of the sum of x and the residual, if there is one.
+    """
+    x, weight, saved = kept
     rows_split = x.ndim > 2
     batch = x.shape[: -3 if rows_split else -2]
     each = jnp.broadcast_to(weight, (*batch, *weight.shape))

@@ -207,8 +207,9 @@ def test_policies_keep_what_the_mlp_keeps_quantised():
 
 
 def test_without_a_gradient_it_calls_what_linears_call():
-    """Without a gradient an MLP quantises five tensors and multiplies three times, as linears and linear do."""
+    """Without a gradient an MLP quantises five tensors and multiplies three times, as linears and linear do; its
+    activation brings its own amax."""
     x, kernels, _, _ = mlp_operands((T, K), F, N)
-    for function in (jlp.mlp, composed_mlp):
+    for function, amaxes in ((jlp.mlp, 4), (composed_mlp, 5)):
         calls = traced_calls(functools.partial(function, recipe=NVFP4), x, kernels)
-        assert (calls[QUANTIZE], calls[MULTIPLY]) == (5, 3)
+        assert (calls[QUANTIZE], calls[MULTIPLY], calls["jaxlowprec_amax"]) == (5, 3, amaxes)
