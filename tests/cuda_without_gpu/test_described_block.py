@@ -104,7 +104,7 @@ def readers(text, producer):
 class TestTrainingStep:
     @pytest.mark.parametrize("saved", ["quantized", "recompute"])
     def test_which_kernels_are_called(self, gpu, name, saved):
-        """Under NVFP4 46 of this library's kernels for 49 of separate layers, with "recompute" 48; under MXFP8 37 and 39
+        """Under NVFP4 46 of our kernels for 49 of separate layers, with "recompute" 48; under MXFP8 37 and 39
         for 35, because the activation is computed and quantised again."""
         separate = ours(training_step(gpu, RECIPES[name], Separate))
         amaxes = OPERANDS if name == "nvfp4" else 0
