@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jaxlowprec.layers.fused.blocks import alone, array_of, check_features, comm
 from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
 from jaxlowprec.layers.fused.shared_input import Layer, linears_after_norm, linears_of
-from jaxlowprec.linen.layers import Dense, function_arguments, handed_on, promoted_inputs
+from jaxlowprec.linen.layers import Dense, function_arguments, handed_on, parameter_of, promoted_inputs
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import Norm
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -41,16 +41,10 @@ class RMSNorm(nn.Module):
     use_scale: bool = True
     scale_init: Any = nn.initializers.ones
 
+    @nn.compact
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
         """[..., C] -> [..., C]; with `residual` a pair, see `jaxlowprec.rms_norm`."""
-        return alone(self.prepared(inputs, residual))
-
-    @nn.compact
-    def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
-        """The norm for a function that computes it with what reads it."""
-        shape = layer_inputs(type(self).__name__, inputs).shape[-1:]
-        scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
-        return norm_of("rms", type(self).__name__, inputs, residual, (scale, None), self.epsilon, self.dtype)
+        return _called(self, inputs, residual)
 
 
 class LayerNorm(nn.Module):
@@ -75,20 +69,38 @@ class LayerNorm(nn.Module):
     bias_init: Any = nn.initializers.zeros
     scale_init: Any = nn.initializers.ones
 
+    @nn.compact
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
         """[..., C] -> [..., C]; with `residual` a pair, see `jaxlowprec.layer_norm`."""
-        return alone(self.prepared(inputs, residual))
-
-    @nn.compact
-    def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
-        """The norm for a function that computes it with what reads it."""
-        shape = layer_inputs(type(self).__name__, inputs).shape[-1:]
-        scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
-        bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
-        return norm_of("layer", type(self).__name__, inputs, residual, (scale, bias), self.epsilon, self.dtype)
+        return _called(self, inputs, residual)
 
 
 _NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+def _norm_of(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: Any, parameter: Callable[..., Any]) -> Norm:
+    """A layer's norm. `parameter`: of a name and an initialiser, gives the parameter."""
+    scale, bias = parameter("scale", layer.scale_init) if layer.use_scale else None, None
+    kind = "layer" if isinstance(layer, LayerNorm) else "rms"
+    if isinstance(layer, LayerNorm) and layer.use_bias:
+        bias = parameter("bias", layer.bias_init)
+    return norm_of(kind, type(layer).__name__, inputs, residual, (scale, bias), layer.epsilon, layer.dtype)
+
+
+def _called(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: jax.Array | None) -> Any:
+    """What a norm's layer gives."""
+    shape = layer_inputs(type(layer).__name__, inputs).shape[-1:]
+    return alone(
+        _norm_of(layer, inputs, residual, lambda name, init: layer.param(name, init, shape, layer.param_dtype))
+    )
+
+
+def _prepared(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
+    """The norm of a layer with parameters, for a function that computes it with what reads it.
+
+    It is not a method of the layer, because Flax would see a call of it.
+    """
+    return _norm_of(layer, inputs, residual, lambda name, _: parameter_of(layer, name))
 
 
 def _common(inputs: Any, layers: Sequence[Dense]) -> Any:
@@ -157,7 +169,7 @@ class NormLinear(nn.Module):
         options = {"epsilon": self.epsilon, "dtype": self.dtype} | dict(self.norm_options or {})
         norm, total = _NORMS[self.normalization](name="norm", **options), None
         layers = [Dense(size, name=name, **dense_options(self)) for name, size in features.items()]
-        x = None if self.is_initializing() else _common(norm.prepared(inputs, residual), layers)
+        x = None if self.is_initializing() else _common(_prepared(norm, inputs, residual), layers)
         if x is not None:
             given = [function_arguments(layer, x.x) for layer in layers]
             ys: Any
@@ -233,7 +245,7 @@ class MLP(nn.Module):
         down = Dense(features, name="down_proj", **options)
         layers, x = [*hidden, down], None
         if not self.is_initializing():
-            x = _common(inputs if norm is None else norm.prepared(inputs), layers)
+            x = _common(inputs if norm is None else _prepared(norm, inputs), layers)
         if x is None:
             inputs = inputs if norm is None else norm(inputs)
             x = None if self.is_initializing() else _common(inputs, hidden)

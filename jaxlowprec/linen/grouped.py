@@ -79,17 +79,19 @@ class GroupedDense(HighPrecisionGroupedDense):
         if self.is_initializing() or recipe is None and _loaded(self) is None:
             return base_call(GroupedDense, self)(inputs, group_sizes)
         inputs = layer_inputs(type(self).__name__, inputs)
-        inputs, layer = self.arguments(inputs, inputs.shape[-1])
+        inputs, layer = grouped_arguments(self, inputs, inputs.shape[-1])
         return grouped_linear(type(self).__name__, inputs, group_sizes, layer)
 
-    def arguments(self, inputs: Array, size: int) -> tuple[Array, Layer]:
-        """The promoted inputs, and the other arguments of a function that computes for this layer.
 
-        The layer's kernel is [experts, size, features], whatever inputs it is promoted with.
-        """
-        name = "/".join(self.path)
-        recipe = resolve(type(self).__name__, self.recipe, name)
-        inputs, kernel, bias = _operands(self, inputs, (self.num_experts, size, self.features))
-        wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))
-        key = self.make_rng("sr") if wanted and self.has_rng("sr") and _loaded(self) is None else None
-        return inputs, Layer(kernel, bias, None, recipe, key, name, None, self.precision)
+def grouped_arguments(layer: GroupedDense, inputs: Array, size: int) -> tuple[Array, Layer]:
+    """The promoted inputs, and the other arguments of a function that computes for this layer.
+
+    The layer's kernel is [experts, size, features], whatever inputs it is promoted with. Not a method: Flax would see a
+    call of it.
+    """
+    name = "/".join(layer.path)
+    recipe = resolve(type(layer).__name__, layer.recipe, name)
+    inputs, kernel, bias = _operands(layer, inputs, (layer.num_experts, size, layer.features))
+    wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, name))
+    key = layer.make_rng("sr") if wanted and layer.has_rng("sr") and _loaded(layer) is None else None
+    return inputs, Layer(kernel, bias, None, recipe, key, name, None, layer.precision)

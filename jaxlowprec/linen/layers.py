@@ -93,8 +93,8 @@ def _operands(layer: nn.Module, inputs: jax.Array, kernel_shape: tuple[int, ...]
     The kernel may be missing if one was quantised earlier. A loaded kernel counts with the dtype that it was quantised
     from.
     """
-    kernel: Any = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
-    bias = _parameter(layer, "bias") if layer.use_bias else None
+    kernel: Any = parameter_of(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
+    bias = parameter_of(layer, "bias") if layer.use_bias else None
     loaded = isinstance(kernel, QuantizedArray | LoRAKernel)
     sizes_alone = loaded and is_quantized(kernel)  # it stands for matrices
     fits = kernel is None or (kernel.size == math.prod(kernel_shape) if sizes_alone else kernel.shape == kernel_shape)
@@ -105,7 +105,8 @@ def _operands(layer: nn.Module, inputs: jax.Array, kernel_shape: tuple[int, ...]
     return inputs, kernel if loaded else promoted, bias
 
 
-def _parameter(layer: nn.Module, name: str, optional: bool = False) -> Any:
+def parameter_of(layer: nn.Module, name: str, optional: bool = False) -> Any:
+    """A parameter that the layer has. Raises Flax's error if it has none, unless that is allowed."""
     if layer.has_variable("params", name):
         return nn.meta.unbox(layer.get_variable("params", name))
     if optional:
@@ -184,8 +185,8 @@ def promoted_inputs(layer: Dense, inputs: jax.Array) -> jax.Array | None:
     """The inputs in the dtype in which a function takes them that computes for this layer; None if none can."""
     if own_product(layer):
         return None
-    kernel: Any = _parameter(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
-    bias = _parameter(layer, "bias") if layer.use_bias else None
+    kernel: Any = parameter_of(layer, "kernel", optional=layer.has_variable("quantized", "kernel"))
+    bias = parameter_of(layer, "bias") if layer.use_bias else None
     promote = keep_kernel_dtype if layer.promote_dtype is promote_dtype else layer.promote_dtype
     as_array = None if kernel is None else jnp.zeros((), kernel.dtype)
     operands = promote(inputs, as_array, bias, dtype=layer.dtype)

@@ -56,7 +56,9 @@ class Experts(nn.Module):
             )
             if inputs is not None:
                 sizes = [x.shape[-1]] * len(names) + [self.hidden]
-                given = [layer.arguments(inputs, size)[1] for layer, size in zip(layers, sizes, strict=True)]
+                given = [
+                    grouped.grouped_arguments(layer, inputs, size)[1] for layer, size in zip(layers, sizes, strict=True)
+                ]
                 return fused_experts("MoE", inputs, group_sizes[0], given, self.activation, self.saved)
         *gate, up = (layer(x, *group_sizes) for layer in layers[:-1])
         hidden = self.activation(gate[0]) * up if gate else self.activation(up)

@@ -100,7 +100,7 @@ class TestOps:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name]])
 def test_a_training_step_of_the_demo(name):
-    """All three GEMMs of a block's 4 linears are the library's."""
+    """All three GEMMs of a block's 4 linears are the library's. The MLP's activation is quantised again for wgrad."""
     config = dataclasses.replace(SIZES["demo"], layers=1, high_precision_last=0)
     transformation = optimizer(Schedule(20, 1e-3, 8, 0, 20))
     with described("H100") as devices, recipe_context(RECIPES[name]):
@@ -109,7 +109,7 @@ def test_a_training_step_of_the_demo(name):
         tokens = jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32)
         step, _ = make_steps(graph, transformation)
         found = compiled(step, parameters, state, tokens, devices=devices)
-    assert found.calls["jaxlowprec_scaled_matmul"] == found.calls["jaxlowprec_quantize"] == 3 * 4
+    assert found.calls["jaxlowprec_scaled_matmul"] == found.calls["jaxlowprec_quantize"] - 1 == 3 * 4
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("x", None), PartitionSpec(None, "x")], ids=["tokens", "contraction"])
