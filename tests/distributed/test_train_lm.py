@@ -7,6 +7,7 @@ XLA adds within a process or gloo between processes. Longer sums meet in other o
 import functools
 import json
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -106,7 +107,8 @@ def test_the_losses_are_those_of_one_process_bit_for_bit(text, in_one_process, t
     assert_same_run(processes.report(), in_one_process(mesh))
     assert "report:" in processes.output(0)
     for i in range(1, count):  # the first process speaks for all
-        said = [line for line in processes.output(i).splitlines() if "Gloo" not in line]
+        # Threads may write gloo's message at once, and tear it.
+        said = [line for line in processes.output(i).splitlines() if not re.search("Gloo|connected peer ranks", line)]
         assert said == []
 
 
