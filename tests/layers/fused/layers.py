@@ -4,10 +4,11 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 import jaxlowprec as jlp
-from tests.helpers import random_array
+from tests.helpers import assert_same_bytes, random_array
 from tests.low_precision import RECIPES, state_for
 
 QUANTIZE, MULTIPLY = "jaxlowprec_quantize", "jaxlowprec_scaled_matmul"
@@ -155,3 +156,45 @@ def traced_calls(function, *args):
 def nbytes(leaves):
     """Of arrays, but for single numbers."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.size > 1)
+
+
+def loss_of_layers(function, policy=None):
+    """Of a stack of layers, each added to its input."""
+
+    def layer(x, kernels):
+        return x + function(x, kernels), None
+
+    layer = layer if policy is None else jax.checkpoint(layer, policy=policy)
+    return lambda kernels, x: jnp.square(jax.lax.scan(layer, x, kernels)[0].astype(jnp.float32)).mean()
+
+
+def assert_checkpointed_alike(function, policy, x, kernels):
+    """Gradients have the same bytes under a policy, ours or JAX's, for what jax.checkpoint keeps."""
+    ours, jaxs = jlp.checkpoint_policies, jax.checkpoint_policies
+    found = ours.offload() if policy == "offload" else getattr(ours, policy, None) or getattr(jaxs, policy)
+    expected = jax.jit(jax.grad(loss_of_layers(function), (0, 1)))(kernels, x)
+    assert_same_bytes(jax.jit(jax.grad(loss_of_layers(function, found), (0, 1)))(kernels, x), expected)
+
+
+def measured(loss, kernels, x):
+    """The results of a loss and its gradient, and telemetry's statistics."""
+    results, found = jax.jit(lambda kernels, x: jlp.telemetry.value_and_grad(loss)(kernels, x))(kernels, x)
+    return results, jlp.telemetry.read(found)
+
+
+def assert_same_telemetry(found, expected, names):
+    """Both have the same layers, tensors and statistics."""
+    assert list(found) == list(expected) == sorted(names)
+    for layer, tensors in expected.items():
+        assert list(found[layer]) == list(tensors)
+        for tensor, statistics in tensors.items():
+            np.testing.assert_allclose(
+                found[layer][tensor].values, statistics.values, rtol=1e-5, atol=1e-6, err_msg=f"{layer} {tensor}"
+            )
+
+
+def assert_same_traces(found, expected, names, *, values=True):
+    """Both have the same layers, with the same numbers if `values`."""
+    assert list(found.layers) == list(expected.layers) == list(names)
+    for name, numbers in expected.layers.items() if values else ():
+        np.testing.assert_allclose(found.layers[name], numbers, rtol=1e-5, atol=1e-5)

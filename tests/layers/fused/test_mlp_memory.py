@@ -3,17 +3,18 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
-from tests.helpers import assert_same_bytes, random_array
+from tests.helpers import random_array
 from tests.layers.fused.layers import (
     KEEP_BARRIERS,
     MULTIPLY,
     QUANTIZE,
     SAVED,
+    assert_checkpointed_alike,
     composed_mlp,
+    loss_of_layers,
     mlp_operands,
     nbytes,
     separate_mlp,
@@ -149,16 +150,6 @@ class TestWhatRunsAgain:
         assert (calls[MULTIPLY], calls[QUANTIZE], calls[ACTIVATE]) == self.wanted[way]
 
 
-def loss_of_layers(function, policy=None):
-    """Of a stack of MLPs, each added to its input."""
-
-    def layer(x, kernels):
-        return x + function(x, kernels), None
-
-    layer = layer if policy is None else jax.checkpoint(layer, policy=policy)
-    return lambda kernels, x: jnp.square(jax.lax.scan(layer, x, kernels)[0].astype(jnp.float32)).mean()
-
-
 def stacked(layers, t=T, k=K, f=F):
     x, kernels, _, _ = mlp_operands((t, k), f, k)
     return x, [random_array((layers, *w.shape), "float32", 7 + i) / 8 for i, w in enumerate(kernels)]
@@ -184,12 +175,7 @@ def test_a_training_step_holds_less_and_less(recipe):
 @pytest.mark.parametrize("policy", ["nothing_saveable", "save_quantized", "save_products", "offload"])
 @pytest.mark.parametrize("saved", SAVED)
 def test_checkpointed_mlps_have_the_same_bits(policy, saved):
-    policies = {"offload": OURS.offload()}
-    found = policies.get(policy) or getattr(OURS, policy, None) or getattr(JAXS, policy)
-    x, kernels = stacked(2)
-    function = functools.partial(jlp.mlp, recipe=NVFP4, saved=saved)
-    expected = jax.jit(jax.grad(loss_of_layers(function), (0, 1)))(kernels, x)
-    assert_same_bytes(jax.jit(jax.grad(loss_of_layers(function, found), (0, 1)))(kernels, x), expected)
+    assert_checkpointed_alike(functools.partial(jlp.mlp, recipe=NVFP4, saved=saved), policy, *stacked(2))
 
 
 def test_policies_keep_what_the_mlp_keeps_quantised():

@@ -6,13 +6,22 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.layers import product
 from tests.helpers import assert_same_bytes, often, random_array
-from tests.layers.fused.layers import EXACT, KEEP_BARRIERS, MLP, SAVED, mlp_operands, separate_mlp
+from tests.layers.fused.layers import (
+    EXACT,
+    KEEP_BARRIERS,
+    MLP,
+    SAVED,
+    assert_same_telemetry,
+    assert_same_traces,
+    measured,
+    mlp_operands,
+    separate_mlp,
+)
 
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 K, F = 64, 96
@@ -132,24 +141,14 @@ class TestWatching:
     """The layers within an MLP are seen under their names, with the numbers of separate ones."""
 
     def measured(self, function, **options):
-        def step(kernels, x):
-            return jlp.telemetry.value_and_grad(functools.partial(loss, function, **options))(kernels, x)
-
-        results, found = jax.jit(step)(KERNELS, X)
-        return results, jlp.telemetry.read(found)
+        return measured(functools.partial(loss, function, **options), KERNELS, X)
 
     @pytest.mark.parametrize("saved", ["quantized", "recompute"])
     def test_telemetry(self, saved):
         results, found = self.measured(jlp.mlp, saved=saved)
         expected_results, expected = self.measured(separate_mlp)
         assert_same_bytes(results, expected_results)
-        assert list(found) == list(expected) == sorted(MLP)
-        for layer, tensors in expected.items():
-            assert list(found[layer]) == list(tensors)
-            for tensor, statistics in tensors.items():
-                np.testing.assert_allclose(
-                    found[layer][tensor].values, statistics.values, rtol=1e-5, atol=1e-6, err_msg=f"{layer} {tensor}"
-                )
+        assert_same_telemetry(found, expected, MLP)
 
     def test_telemetry_changes_no_bits_in_8_bits(self):
         results, found = self.measured(jlp.mlp, saved="8bit")
@@ -163,10 +162,7 @@ class TestWatching:
             jlp.debug.trace(functools.partial(loss, f, **options), KERNELS)
             for f, options in ((jlp.mlp, {"saved": saved}), (separate_mlp, {}))
         )
-        assert list(found.layers) == list(expected.layers) == list(MLP)
-        if saved != "8bit":
-            for name, values in expected.layers.items():
-                np.testing.assert_allclose(found.layers[name], values, rtol=1e-5, atol=1e-5)
+        assert_same_traces(found, expected, MLP, values=saved != "8bit")
 
     def test_the_first_bad_layer(self):
         spoiled = [KERNELS[0], KERNELS[1].at[3, 5].set(jnp.nan), KERNELS[2]]

@@ -8,13 +8,19 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
-from tests.helpers import assert_same_bytes, random_array
-from tests.layers.fused.layers import KEEP_BARRIERS, SAVED, nbytes, traced_calls
+from tests.helpers import random_array
+from tests.layers.fused.layers import (
+    KEEP_BARRIERS,
+    SAVED,
+    assert_checkpointed_alike,
+    loss_of_layers,
+    nbytes,
+    traced_calls,
+)
 from tests.layers.grouped.experts import SIZES, E, F, K, N, mlp_operands, separate_mlp
 from tests.products import calls_of, kept
 
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
-OURS, JAXS = jlp.checkpoint_policies, jax.checkpoint_policies
 MULTIPLY, WGRAD = "jaxlowprec_grouped_matmul", "jaxlowprec_grouped_wgrad"
 OF_ROWS, OF_WEIGHTS, ACTIVATE = "jaxlowprec_grouped_quantize", "jaxlowprec_quantize", "jaxlowprec_activation"
 T = 128
@@ -113,26 +119,11 @@ def stacked(layers):
     return x, [jnp.stack([w, *[w * (1 + i / 8) for i in range(1, layers)]]) for w in kernels]
 
 
-def loss_of_layers(function, policy=None):
-    """Of a stack of experts, each added to its input."""
-
-    def layer(x, kernels):
-        return x + function(x, kernels), None
-
-    layer = layer if policy is None else jax.checkpoint(layer, policy=policy)
-    return lambda kernels, x: jnp.square(jax.lax.scan(layer, x, kernels)[0].astype(jnp.float32)).mean()
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", ["nothing_saveable", "save_quantized", "save_products", "offload"])
 @pytest.mark.parametrize("saved", SAVED)
 def test_checkpointed_ones_have_the_same_bits(policy, saved):
-    policies = {"offload": OURS.offload()}
-    found = policies.get(policy) or getattr(OURS, policy, None) or getattr(JAXS, policy)
-    x, kernels = stacked(2)
-    function = ways(NVFP4)[saved]
-    expected = jax.jit(jax.grad(loss_of_layers(function), (0, 1)))(kernels, x)
-    assert_same_bytes(jax.jit(jax.grad(loss_of_layers(function, found), (0, 1)))(kernels, x), expected)
+    assert_checkpointed_alike(ways(NVFP4)[saved], policy, *stacked(2))
 
 
 @pytest.mark.parametrize("case", SIZES)

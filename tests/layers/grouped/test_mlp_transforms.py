@@ -13,7 +13,15 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from jaxlowprec.layers import product
 from tests.helpers import assert_same_bytes, often, random_array
-from tests.layers.fused.layers import EXACT, KEEP_BARRIERS, KEY, SAVED
+from tests.layers.fused.layers import (
+    EXACT,
+    KEEP_BARRIERS,
+    KEY,
+    SAVED,
+    assert_same_telemetry,
+    assert_same_traces,
+    measured,
+)
 from tests.layers.grouped.experts import NAMES, ROWS, SIZES, K, mlp_operands, separate_mlp
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
@@ -167,24 +175,14 @@ class TestWatching:
     """The layers within the MLP are seen under their names, with the numbers of separate ones."""
 
     def measured(self, function, **options):
-        def step(kernels, x):
-            return jlp.telemetry.value_and_grad(functools.partial(loss, function, **options))(kernels, x)
-
-        results, found = jax.jit(step)(KERNELS, X)
-        return results, jlp.telemetry.read(found)
+        return measured(functools.partial(loss, function, **options), KERNELS, X)
 
     @pytest.mark.parametrize("saved", ["quantized", "recompute"])
     def test_telemetry(self, saved):
         results, found = self.measured(jlp.grouped_mlp, saved=saved)
         expected_results, expected = self.measured(separate_mlp)
         assert_same_bytes(results, expected_results)
-        assert list(found) == list(expected) == sorted(NAMES)
-        for layer, tensors in expected.items():
-            assert list(found[layer]) == list(tensors)
-            for tensor, statistics in tensors.items():
-                np.testing.assert_allclose(
-                    found[layer][tensor].values, statistics.values, rtol=1e-5, atol=1e-6, err_msg=f"{layer} {tensor}"
-                )
+        assert_same_telemetry(found, expected, NAMES)
 
     @each_way
     def test_traces(self, saved):
@@ -192,10 +190,7 @@ class TestWatching:
             jlp.debug.trace(functools.partial(loss, f, **options), KERNELS)
             for f, options in ((jlp.grouped_mlp, {"saved": saved}), (separate_mlp, {}))
         )
-        assert list(found.layers) == list(expected.layers) == list(NAMES)
-        if saved != "8bit":
-            for name, values in expected.layers.items():
-                np.testing.assert_allclose(found.layers[name], values, rtol=1e-5, atol=1e-5)
+        assert_same_traces(found, expected, NAMES, values=saved != "8bit")
 
     def test_find_policy(self):
         batches = random_array((2, ROWS, K), seed=70)
