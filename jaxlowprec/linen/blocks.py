@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxlowprec.layers.fused.blocks import alone, array_of, check_features, common, norm_of
-from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
+from jaxlowprec.layers.fused.blocks import LayersOf, check_features, norm_of
+from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, separate_mlp
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
-from jaxlowprec.layers.fused.shared_input import Layer, linears_after_norm, linears_of
 from jaxlowprec.linen.layers import Dense, function_arguments, handed_on, parameter_of, promoted_inputs
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import Norm
@@ -90,9 +89,8 @@ def _norm_of(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: Any, param
 def _called(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: jax.Array | None) -> Any:
     """What a norm's layer gives."""
     shape = layer_inputs(type(layer).__name__, inputs).shape[-1:]
-    return alone(
-        _norm_of(layer, inputs, residual, lambda name, init: layer.param(name, init, shape, layer.param_dtype))
-    )
+    norm = _norm_of(layer, inputs, residual, lambda name, init: layer.param(name, init, shape, layer.param_dtype))
+    return norm.result()
 
 
 def _prepared(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
@@ -103,20 +101,12 @@ def _prepared(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: jax.Array
     return _norm_of(layer, inputs, residual, lambda name, _: parameter_of(layer, name))
 
 
-def _common(inputs: Any, layers: Sequence[Dense]) -> Any:
-    array = array_of(inputs)
-    return common(inputs, (promoted_inputs(layer, array) for layer in layers))
-
-
-def _linears(who: str, h: jax.Array, layers: Sequence[Dense], initializing: bool) -> Sequence[jax.Array]:
-    """The results of several layers of one input, which are called to make their parameters."""
-    x = None if initializing else _common(h, layers)
-    if x is None:
-        return [layer(h) for layer in layers]
-    given = [function_arguments(layer, x) for layer in layers]
-    ys, states = linears_of(who, x, given)
-    _hand_on(layers, given, states)
-    return ys
+_LAYERS = LayersOf(
+    promoted=promoted_inputs,
+    features=lambda layer: layer.features,
+    arguments=function_arguments,
+    hand_on=handed_on,
+)
 
 
 class NormLinear(nn.Module):
@@ -167,19 +157,13 @@ class NormLinear(nn.Module):
         who = type(self).__name__
         features = check_features(who, self.normalization, self.features)
         options = {"epsilon": self.epsilon, "dtype": self.dtype} | dict(self.norm_options or {})
-        norm, total = _NORMS[self.normalization](name="norm", **options), None
+        norm = _NORMS[self.normalization](name="norm", **options)
         layers = [Dense(size, name=name, **dense_options(self)) for name, size in features.items()]
-        x = None if self.is_initializing() else _common(_prepared(norm, inputs, residual), layers)
-        if x is not None:
-            given = [function_arguments(layer, x.x) for layer in layers]
-            ys: Any
-            ys, total, states = linears_after_norm(who, x, given)
-            _hand_on(layers, given, states)
+        if self.is_initializing():  # calls make the parameters
+            h, total = (norm(inputs), None) if residual is None else norm(inputs, residual)
+            ys: Any = [layer(h) for layer in layers]
         else:
-            h = norm(inputs, residual)
-            if residual is not None:
-                h, total = h
-            ys = _linears(who, h, layers, self.is_initializing())
+            ys, total = _LAYERS.linears(who, _prepared(norm, inputs, residual), layers)
         found = ys[0] if isinstance(self.features, int) else dict(zip(features, ys, strict=True))
         return found if residual is None else (found, total)
 
@@ -243,25 +227,10 @@ class MLP(nn.Module):
         hidden = [Dense(self.hidden_features, name=name, **options) for name in names]
         options |= {} if self.down_kernel_init is None else {"kernel_init": self.down_kernel_init}
         down = Dense(features, name="down_proj", **options)
-        layers, x = [*hidden, down], None
-        if not self.is_initializing():
-            x = _common(inputs if norm is None else _prepared(norm, inputs), layers)
-        if x is None:
-            inputs = inputs if norm is None else norm(inputs)
-            x = None if self.is_initializing() else _common(inputs, hidden)
-            if x is None or _common(x, [down, *hidden]) is None:
-                return separate_mlp(inputs, hidden, down, self.activation)
-        sizes = [array_of(x).shape[-1]] * len(hidden) + [self.hidden_features]
-        given = [function_arguments(layer, array_of(x), size) for layer, size in zip(layers, sizes, strict=True)]
-        y, states = mlp_of(who, x, given, self.activation, self.saved)
-        _hand_on(layers, given, states)
-        return y
-
-
-def _hand_on(layers: Sequence[Dense], given: Sequence[Layer], states: Sequence[Any]) -> None:
-    """Gives each layer the state of delayed scaling for its next call."""
-    for layer, arguments, state in zip(layers, given, states, strict=True):
-        handed_on(layer, (None, state), arguments.state)
+        if self.is_initializing():  # calls make the parameters
+            return separate_mlp(inputs if norm is None else norm(inputs), hidden, down, self.activation)
+        h = inputs if norm is None else _prepared(norm, inputs)
+        return _LAYERS.mlp(who, h, [*hidden, down], self.activation, self.saved)
 
 
 def dense_options(layer: Any) -> dict[str, Any]:

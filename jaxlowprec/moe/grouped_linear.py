@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.layers.fused.blocks import common
+from jaxlowprec.layers.fused.blocks import common_of_all
 from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.grouped.matmul import grouped_matmul, integer_sizes
@@ -80,7 +80,5 @@ def common_inputs(
         promoted: of each layer, down's last, gives inputs in the dtype in which it takes them, or None.
         hidden: the features of the activation.
     """
-    x = common(inputs, (promote(inputs) for promote in promoted[:-1]))
-    if x is None or common(x, (promote(x) for promote in promoted)) is None:
-        return None
-    return x if is_plain(activation, hidden, x.dtype) else None
+    x = common_of_all(inputs, promoted)
+    return x if x is not None and is_plain(activation, hidden, x.dtype) else None

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlowprec.arguments import a_text
-from jaxlowprec.layers.fused.blocks import alone, array_of, check_features, common, norm_of
-from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers, mlp_of, separate_mlp
+from jaxlowprec.layers.fused.blocks import LayersOf, check_features, norm_of
+from jaxlowprec.layers.fused.mlp import check_mlp, hidden_layers
 from jaxlowprec.layers.fused.mlp_product import Activation, Saved
-from jaxlowprec.layers.fused.shared_input import Layer, linears_after_norm, linears_of
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.ops.norms.api import Norm
@@ -53,7 +52,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
         """[..., num_features] -> [..., num_features]; with `residual` a pair, see `jaxlowprec.rms_norm`."""
-        return alone(self.prepared(inputs, residual))
+        return self.prepared(inputs, residual).result()
 
     def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
         """The norm for a function that computes it with what reads it."""
@@ -92,7 +91,7 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:  # type: ignore[override]
         """[..., num_features] -> [..., num_features]; with `residual` a pair, see `jaxlowprec.layer_norm`."""
-        return alone(self.prepared(inputs, residual))
+        return self.prepared(inputs, residual).result()
 
     def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
         """The norm for a function that computes it with what reads it."""
@@ -120,13 +119,7 @@ def linears(inputs: jax.Array, layers: Sequence[Any]) -> tuple[jax.Array, ...]:
     [(8, 64), (8, 32)]
     """
     inputs = layer_inputs("linears", inputs)
-    x = _common(inputs, layers)
-    if x is None:
-        return tuple(layer(inputs) for layer in layers)
-    given = [layer.arguments(x) for layer in layers]
-    ys, states = linears_of("linears", x, given)
-    _hand_on(layers, given, states)
-    return ys
+    return tuple(_LAYERS.linears("linears", inputs, layers)[0])
 
 
 def mlp(
@@ -150,38 +143,22 @@ def mlp(
     """
     inputs = layer_inputs("mlp", inputs)
     check_mlp("mlp", activation, saved, len(layers))
-    return _mlp(inputs, layers, activation, saved)
+    return _LAYERS.mlp("mlp", inputs, layers, activation, saved)
 
 
-def _mlp(inputs: jax.Array | Norm, layers: Sequence[Any], activation: Activation, saved: Saved) -> jax.Array:
-    """`mlp` of inputs, or of a norm of them."""
-    *hidden, down = layers
-    x = _common(inputs, layers)
-    if x is None:
-        inputs = inputs.alone()[0] if isinstance(inputs, Norm) else inputs
-        x = _common(inputs, hidden)
-        if x is None or _common(x, [down, *hidden]) is None:
-            return separate_mlp(inputs, hidden, down, activation)
-    given = [layer.arguments(array_of(x)) for layer in layers]
-    y, states = mlp_of("mlp", x, given, activation, saved)
-    _hand_on(layers, given, states)
-    return y
+_LAYERS = LayersOf(
+    promoted=lambda layer, inputs: layer.promoted(inputs) if type(layer) is Linear else None,
+    features=lambda layer: layer.out_features,
+    arguments=lambda layer, inputs, _: layer.arguments(inputs),
+    hand_on=lambda layer, result, before: layer._handed_on(result, before),
+)
 
 
-def _hand_on(layers: Sequence[Linear], given: Sequence[Layer], states: Sequence[Any]) -> None:
-    """Gives each layer the state of delayed scaling for its next call."""
-    for layer, arguments, state in zip(layers, given, states, strict=True):
-        layer._handed_on((None, state), arguments.state)
-
-
-def _common(inputs: Any, layers: Sequence[Any]) -> Any:
-    array = array_of(inputs)
-    return common(inputs, (layer.promoted(array) if type(layer) is Linear else None for layer in layers))
-
-
-def _normed(norm: Any, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
-    """A norm of this library that is still to be computed; None if the layer is another one."""
-    return norm.prepared(inputs, residual) if type(norm) in (RMSNorm, LayerNorm) else None
+def _normed(norm: Any, inputs: jax.Array, residual: jax.Array | None = None) -> tuple[Any, jax.Array | None]:
+    """What a norm's layer gives, and the sum of inputs and residual; a norm of this library is still to be computed."""
+    if type(norm) in (RMSNorm, LayerNorm):
+        return norm.prepared(inputs, residual), None
+    return (norm(inputs), None) if residual is None else norm(inputs, residual)
 
 
 class NormLinear(nnx.Module):
@@ -243,16 +220,9 @@ class NormLinear(nnx.Module):
             [..., out_features], or a dict of the names. With `residual` a pair of that and the sum, for the next one.
         """
         layers = [getattr(self, name) for name in self.names]
-        norm, total = _normed(self.norm, inputs, residual), None
-        if norm is not None and _common(norm, layers) is norm:
-            given = [layer.arguments(norm.x) for layer in layers]
-            ys, total, states = linears_after_norm(type(self).__name__, norm, given)
-            _hand_on(layers, given, states)
-        else:
-            h = self.norm(inputs, residual)
-            if residual is not None:
-                h, total = h
-            ys = linears(h, layers)
+        h, total = _normed(self.norm, inputs, residual)
+        ys, of_norm = _LAYERS.linears(type(self).__name__, h, layers)
+        total = of_norm if total is None else total
         found: Any = dict(zip(self.names, ys, strict=True)) if self.several else ys[0]
         return found if residual is None else (found, total)
 
@@ -325,8 +295,6 @@ class MLP(nnx.Module):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., in_features] -> [..., out_features]."""
         layers = [getattr(self, name) for name in (*self.names, "down_proj")]
-        norm = None if self.norm is None else _normed(self.norm, inputs)
-        if norm is not None:
-            return _mlp(norm, layers, self.activation, self.saved)
-        inputs = inputs if self.norm is None else self.norm(inputs)
-        return mlp(inputs, layers, activation=self.activation, saved=self.saved)
+        who = type(self).__name__
+        h = layer_inputs(who, inputs) if self.norm is None else _normed(self.norm, inputs)[0]
+        return _LAYERS.mlp(who, h, layers, self.activation, self.saved)

@@ -131,7 +131,7 @@ def mlp_of(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP of these layers, down's last, and their states for the next call.
 
-    Of a norm without a residual, too: see `linears_after_norm`.
+    Of a norm without a residual, too: see `linears_of`.
     """
     arguments = layers, activation, saved
     like = x.x if isinstance(x, Norm) else x
@@ -232,7 +232,8 @@ def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) 
     *hidden, down = layers
 
     def multiply(x: jax.Array) -> tuple[Any, Any]:
-        return linears_of(who, x, hidden)
+        operands, _, new_states = linears_of(who, x, hidden)
+        return operands, new_states
 
     def finish(a: jax.Array) -> tuple[jax.Array, Any]:
         return down.alone(a, out_sharding)

@@ -107,34 +107,23 @@ def linears(
     x = float_array(who, "x", x)
     of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": states}
     layers = layers_of(who, kernels, recipe, key, precision, of_each)
-    ys, new_states = linears_of(who, x, layers, out_sharding)
+    ys, _, new_states = linears_of(who, x, layers, out_sharding)
     return ys if states is None else (ys, new_states)
 
 
 def linears_of(
-    who: str, x: jax.Array, layers: Sequence[Layer], out_sharding: Any = None
-) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    """The products of x by each layer's kernel, and the states for the next call."""
-    found = _shared(who, x, layers, out_sharding)
-    if found is not None:
-        return found[0], found[2]
-    ys, states = zip(*[layer.alone(x, out_sharding) for layer in layers], strict=True)
-    return ys, states
-
-
-def linears_after_norm(
-    who: str, norm: Norm, layers: Sequence[Layer]
+    who: str, x: jax.Array | Norm, layers: Sequence[Layer], out_sharding: Any = None
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[Any, ...]]:
-    """The products of a norm's result, the sum of its x and the residual, or None, and the states for the next call.
+    """The products of x by each layer's kernel, the sum of a norm with a residual, and the states for the next call.
 
-    Where one quantised input serves all products, nothing else reads the norm's result: then it is quantised, or its
+    Where one quantised input serves all products, nothing else reads a norm's result: then it is quantised, or its
     amaxes are found, in the pass that makes it.
     """
-    found = _shared(who, norm, layers, None)
+    found = _shared(who, x, layers, out_sharding)
     if found is not None:
         return found
-    x, total = norm.alone()
-    ys, states = linears_of(who, x, layers)
+    x, total = x.alone() if isinstance(x, Norm) else (x, None)
+    ys, states = zip(*[layer.alone(x, out_sharding) for layer in layers], strict=True)
     return ys, total, states
 
 

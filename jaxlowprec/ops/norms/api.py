@@ -119,11 +119,15 @@ class Norm(NamedTuple):
         y, *total = _normed(self.spec, tuple(map(sharding_of, aligned)), *aligned)
         return y.reshape(self.x.shape), total[0].reshape(self.x.shape) if total else None
 
+    def result(self) -> Any:
+        """What `rms_norm` and `layer_norm` return: the normed rows; with a residual a pair of them and the sum."""
+        y, total = self.alone()
+        return y if total is None else (y, total)
+
 
 def _norm(kind: Any, operands: tuple[Any, ...], epsilon: Any, zero_centered: bool, implementation: Any) -> Any:
     """The norm of operands: x, residual, gamma and beta."""
-    y, total = checked_norm(kind, operands, epsilon, zero_centered, implementation).alone()
-    return y if total is None else (y, total)
+    return checked_norm(kind, operands, epsilon, zero_centered, implementation).result()
 
 
 def checked_norm(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.layers.fused.mlp import mlp_of
-from jaxlowprec.layers.fused.shared_input import layers_of, linears_after_norm
+from jaxlowprec.layers.fused.shared_input import layers_of, linears_of
 from jaxlowprec.ops.norms.api import checked_norm
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.layers.fused.layers import EVERY, EXACT, SAVED, traced_calls
@@ -43,7 +43,7 @@ def norm_of(kind, operands):
 def fused_linears(recipe, kind, operands):
     """The products, and the norm's sum."""
     layers = layers_of("test", operands["first"], EVERY[recipe], None, None, none_of({}))
-    ys, total, _ = linears_after_norm("test", norm_of(kind, operands), layers)
+    ys, total, _ = linears_of("test", norm_of(kind, operands), layers)
     return ys, total
 
 
