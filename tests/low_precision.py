@@ -48,6 +48,7 @@ def of_gradients(role):
 RECIPES = {
     "bf16": None,
     "nvfp4": jlp.NVFP4BlockScaling(),
+    "nvfp4 row-scaled": jlp.NVFP4BlockScaling(row_scaled_activation=True),
     **ALL,
     "mxfp8 hybrid": jlp.MXFP8BlockScaling(fp8_format="HYBRID"),
     "int4_qat": jlp.Int4QAT(group_size=16),

@@ -97,6 +97,7 @@ class Format:
             block, bfloat16 or float16).
         scale_dtype: of the scales.
         block, scale_rule, power_of_two, amax_epsilon: fields of the formats that have them, else these defaults.
+        row_scaled: whether each line along the quantised axis is a tensor with an amax of its own.
         pad: whether zeros fill a last block that the array does not fill; else such an array is an error.
         weight_only: whether it is for weights only, which are rounded to nearest and not rotated.
     """
@@ -108,6 +109,7 @@ class Format:
     scale_rule: ScaleRule = "up"
     power_of_two: bool = False
     amax_epsilon: float = 0.0
+    row_scaled: bool = False
     pad: bool = True
     weight_only: bool = False
 
@@ -124,7 +126,7 @@ class Format:
     @property
     def has_tensor_scale(self) -> bool:
         """Whether a tensor's own amax is needed before its elements can be cast."""
-        return self.scaling in ("two_level", "tensor")
+        return self.scaling in ("two_level", "tensor") and not self.row_scaled
 
     @property
     def has_zero_point(self) -> bool:
@@ -181,6 +183,7 @@ class Format:
         words = [type(self).__name__]
         words += [self.element.upper()] if self.element != "e2m1" else []
         words += [f"{self.block[0]}x{self.block[1]}"] if self.scaling != "tensor" else []
+        words += ["row-scaled"] if self.row_scaled else []
         return " ".join(words)
 
 
@@ -193,11 +196,14 @@ class NVFP4(Format):
     Arguments:
         block: `(1, 16)`: 16 consecutive elements of the quantised axis share a scale (activations, gradients).
             `(16, 16)`: square tiles, so that an array and its transpose are quantised alike (weights).
+        row_scaled: each line along the quantised axis has an amax of its own instead of the tensor's. So a token's
+            codes do not depend on the tokens beside it. Only for blocks of `(1, 16)`, rounded to nearest, not rotated.
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B.
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B; numerics.md 2.1.
     """
 
     block: tuple[int, int] = (1, BLOCK)
+    row_scaled: bool = False
 
     element = "e2m1"
     scaling = "two_level"
@@ -205,6 +211,9 @@ class NVFP4(Format):
 
     def __post_init__(self):
         self._check("block", ((1, BLOCK), (BLOCK, BLOCK)))
+        a_flag("NVFP4", row_scaled=self.row_scaled)
+        if self.row_scaled and self.tiles:
+            raise ValueError("NVFP4: row_scaled=True and block=(16, 16); a tile lies in several lines: use (1, 16)")
 
 
 @dataclasses.dataclass(frozen=True)

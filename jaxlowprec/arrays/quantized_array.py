@@ -34,7 +34,7 @@ class QuantizedArray:
                        Int4: [..., M, ceil(ceil(K/b) * b / 2)], code + 8 where symmetric, a last odd nibble decodes to 0
         scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]; for Float8Tensor [...]
         zero_point     uint8 [..., M, ceil(K/b)], 0 to 15, for asymmetric Int4; else None
-        amax           float32 [...], after the rotation, or None
+        amax           float32 [...], after the rotation, or None; of row-scaled formats [..., M]
         axis == -2     data and scale are those of the transposed array, [..., K, ...]: blocks run along M
 
     For Int4 four bytes of data, read as a little-endian int32, are one word of a compressed-tensors checkpoint.
@@ -174,7 +174,8 @@ def _arrays(
     codes, scales = arrays_of_lines(fmt, lines, length)
     if len(matrix) == 1:
         codes, scales = ((shape[1:], dtype) for shape, dtype in (codes, scales))
-    amax = ((), jnp.float32) if fmt.scaling == "two_level" else None
+    per_line = (lines,) if fmt.row_scaled and len(matrix) == 2 else ()
+    amax = (per_line, jnp.float32) if fmt.scaling == "two_level" else None
     zero_point = (scales[0], jnp.uint8) if fmt.has_zero_point else None
     fields = (codes, scales, amax, zero_point)
     return tuple(None if f is None else ((*batch, *f[0]), jnp.dtype(f[1])) for f in fields)

@@ -149,7 +149,7 @@ def dequantize_groups(x: GroupedQuantizedArray, dtype: Any) -> jax.Array:
     def one_batch(data, sizes, scale, amax):
         group = jnp.minimum(Groups.of(sizes, x.rows).of_rows(), sizes.shape[0] - 1)
         scales = scale[group] if x.format.scaling == "tensor" else scale[:, None]
-        amaxes = None if amax is None else amax[group]
+        amaxes = amax if amax is None or x.format.row_scaled else amax[group]
         return dequantize_rows(data[:, None], scales, amaxes, x.format, x.columns, None, dtype)[:, 0]
 
     return over_batches(one_batch)(x.data, x.sizes, x.scale, x.amax)

@@ -105,8 +105,20 @@ class Roles:
                 )
             if own is not None and self.ste is not None:
                 raise ValueError(f"Roles: {gemm} and ste are given; quantisation-aware training has its own GEMMs")
+        self._check_row_scaled()
         one_of("Roles", "ste", self.ste, "identity", "clipped", None)
         one_of("Roles", "served_dtype", self.served_dtype, "bfloat16", "float16", None)
+
+    def _check_row_scaled(self) -> None:
+        """Raises ValueError if another operand than fprop's input is row-scaled."""
+        for gemm, pair in GEMMS.items():
+            for tensor in pair:
+                role = self.operand(tensor, gemm)
+                if role is not None and role.format.row_scaled and (gemm, tensor) != ("fprop", "input"):
+                    raise ValueError(
+                        f"Roles: {tensor} is {role.format} in {gemm}; only fprop's input can be row-scaled: "
+                        "fprop=(Role(NVFP4(row_scaled=True)), the weight's role)"
+                    )
 
     def operands(
         self, gemm: str, backward_override: BackwardOverride = None

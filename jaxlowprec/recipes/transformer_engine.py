@@ -68,11 +68,14 @@ class NVFP4BlockScaling(Recipe):
         disable_rht: no random Hadamard transform of the wgrad operands.
         disable_stochastic_rounding: gradients round to nearest.
         disable_2d_quantization: weights have 1x16 blocks, and are quantised separately for fprop and dgrad.
+        row_scaled_activation: fprop's input has an amax for each row ("per-token") instead of one for the tensor. So
+            tokens do not couple: a token's result does not depend on the tokens beside it. wgrad's input stays as in
+            the table.
         backward_override: see `Recipe`.
 
     The default of a flag is 0, unless the environment sets it when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
     JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION,
-    JAXLOWPREC_BACKWARD_OVERRIDE.
+    JAXLOWPREC_NVFP4_ROW_SCALED_ACTIVATION, JAXLOWPREC_BACKWARD_OVERRIDE.
 
     Raises:
         TypeError: a field that is not listed here, or is not a bool.
@@ -84,20 +87,23 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = flag("NVFP4_DISABLE_RHT")
     disable_stochastic_rounding: bool = flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
     disable_2d_quantization: bool = flag("NVFP4_DISABLE_2D_QUANTIZATION")
+    row_scaled_activation: bool = flag("NVFP4_ROW_SCALED_ACTIVATION")
     backward_override: BackwardOverride = backward_override()
 
     def __post_init__(self):
         check_common(self)
-        for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
+        for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"):
             check_field(self, field, (True, False))
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
         rotation = None if self.disable_rht else Hadamard()
+        weight = Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16)))
         return Roles(
             Role(NVFP4(), hadamard=rotation),
-            Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16))),
+            weight,
             Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", rotation),
+            fprop=(Role(NVFP4(row_scaled=True)), weight) if self.row_scaled_activation else None,
         )
 
 

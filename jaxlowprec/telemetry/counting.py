@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.row_scaled import as_matrices, lines_of
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.grouped_matmul.api import GroupedQuantizedArray
 from jaxlowprec.ops.grouped_matmul.groups import Groups
@@ -177,9 +178,9 @@ def _without(sums: jax.Array, zeros: jax.Array) -> jax.Array:
 
 
 def _as_matrices(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
-    """A vector as a matrix of one row."""
+    """A vector, or each line of a row-scaled array, as a matrix of one row."""
     if len(q.matrix_shape) == 2:
-        return x, q
+        return (lines_of(x, q.axis), as_matrices(q)) if q.format.row_scaled else (x, q)
     scale = q.scale if q.format.scaling == "tensor" else q.scale[..., None, :]
     zero_point = None if q.zero_point is None else q.zero_point[..., None, :]
     shape = (1, *q.matrix_shape)

@@ -59,11 +59,10 @@ class Operand:
         blocks = taken // fmt.length if fmt.tiles else taken
         scale = replicated(q.scale) if fmt.scaling == "tensor" else _taken(q.scale, blocks)
         zero_point = None if q.zero_point is None else _taken(q.zero_point, blocks)
+        amax = _taken(q.amax[..., None], taken)[..., 0] if fmt.row_scaled else replicated(q.amax)
         rows = dataclasses.replace(fmt, block=(1, fmt.length)) if fmt.tiles else fmt
         shape = len(taken), q.shape[-1]
-        made = QuantizedArray(
-            _taken(q.data, taken), scale, replicated(q.amax), zero_point, rows, shape, q.dtype, -1, q.hadamard
-        )
+        made = QuantizedArray(_taken(q.data, taken), scale, amax, zero_point, rows, shape, q.dtype, -1, q.hadamard)
         return dequantize(made, jnp.float32)
 
 

@@ -25,7 +25,7 @@ from tests.sharding.meshes import by_axis_type, lengthened, mesh_of, place
 
 pytestmark = pytest.mark.sampled(5)
 
-RECIPES = recipes("nvfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
+RECIPES = recipes("nvfp4", "nvfp4 row-scaled", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 BATCH, TIME = 4, 512
 WIDEN, NARROW = (512, 1024), (1024, 512)  # [K, N] of a kernel
 

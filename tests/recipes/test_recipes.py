@@ -10,6 +10,7 @@ FIELDS = {
     "disable_rht": "JAXLOWPREC_NVFP4_DISABLE_RHT",
     "disable_stochastic_rounding": "JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
     "disable_2d_quantization": "JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION",
+    "row_scaled_activation": "JAXLOWPREC_NVFP4_ROW_SCALED_ACTIVATION",
 }
 
 

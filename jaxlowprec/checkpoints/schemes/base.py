@@ -192,7 +192,7 @@ class Scheme(abc.ABC):
 
     def _holds(self, fmt: Format) -> bool:
         """Whether codes and scales of the given format have this scheme's layout, however they were chosen."""
-        layout = operator.attrgetter("element", "block", "scale_dtype", "has_zero_point")
+        layout = operator.attrgetter("element", "block", "scale_dtype", "has_zero_point", "row_scaled")
         return type(fmt) is type(self.format) and layout(fmt) == layout(self.format)
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:

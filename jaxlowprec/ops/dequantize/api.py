@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.arrays.row_scaled import as_matrices
 from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.hadamard.api import hadamard_transform
@@ -45,6 +46,9 @@ def dequantize(q: QuantizedArray, dtype: Any = None, *, implementation: Implemen
     dtype = float_dtype(who, "dtype", q.dtype if dtype is None else dtype)
     if q.format.scaling == "float16":
         return dequantize_int4(q, dtype, implementation)
+    if q.format.row_scaled and len(q.matrix_shape) == 2:
+        values = _dequantize(as_matrices(q), dtype, implementation)[..., 0, :]
+        return jnp.swapaxes(values, -1, -2) if q.axis == -2 else values
     return _dequantize(q, dtype, implementation)
 
 

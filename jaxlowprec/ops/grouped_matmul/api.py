@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, grouped_matmul_op, grouped_wgrad_op
+from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, bias_of_rows, grouped_matmul_op, grouped_wgrad_op
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
+from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.api import check_pair, check_rotations
 
 
@@ -32,7 +34,7 @@ class GroupedQuantizedArray:
         rowwise      data and scale as in a QuantizedArray, row by row
         columnwise   blocks run along the rows of a group, and begin with it; in slots (`groups.Slots`):
                      data [..., C, slots * block / 2], or [..., C, T] for 8-bit codes; scale [..., C, slots]
-        amax         float32 [..., E], or None; the scale of Float8Tensor [..., E]
+        amax         float32 [..., E], or None; the scale of Float8Tensor [..., E]; of row-scaled formats [..., T]
 
     Rows in no group are zero bytes.
 
@@ -86,7 +88,7 @@ def quantize_groups(
     Arguments:
         x: bfloat16, float16 or float32.
         sizes: of the groups, which lie one after the other.
-        fmt: without square tiles.
+        fmt: without square tiles. A row-scaled one only rowwise.
         rowwise, columnwise: the wanted directions.
         hadamard: the rotation of the columnwise array: NVFP4's, of size 16; or None.
         words: for stochastic rounding, the words of a key for each group.
@@ -97,6 +99,13 @@ def quantize_groups(
         The rowwise and the columnwise array, None where not wanted.
     """
     x, columns = jax.lax.stop_gradient(x), x.shape[-1]
+    if fmt.row_scaled:
+        if columnwise:
+            raise NotImplementedError(
+                f"grouped_matmul: {fmt} along the rows of groups; only fprop's input can be row-scaled: give wgrad "
+                "roles of its own"
+            )
+        return _quantize_rows(x, sizes, fmt, implementation), None
     hadamard = hadamard if columnwise else None
     stochastic, unit = words is not None, max(fmt.length, BLOCK if words is not None else 1)
     spec = GroupedQuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, columns % unit != 0)
@@ -122,6 +131,16 @@ def quantize_groups(
     return row, array(int(rowwise), True) if columnwise else None
 
 
+def _quantize_rows(
+    x: jax.Array, sizes: jax.Array, fmt: Format, implementation: Implementation
+) -> GroupedQuantizedArray:
+    """x [..., T, C] with an amax for each row, whatever its group."""
+    rows, columns = x.shape[-2:]
+    in_groups = bias_of_rows(jnp.ones((*sizes.shape, 1), bool), sizes, rows)
+    q = quantize(jnp.where(in_groups, x, jnp.zeros((), x.dtype)), fmt, implementation=implementation)
+    return GroupedQuantizedArray(q.data, q.scale, q.amax, sizes, fmt, rows, columns, False, None)
+
+
 def multiply_groups(
     a: GroupedQuantizedArray,
     b: QuantizedArray,
@@ -136,6 +155,8 @@ def multiply_groups(
     `scaled_matmul`.
     """
     check_pair("grouped_matmul", a.format, b.format)
+    if a.format.row_scaled:
+        return _multiply_rows(a, b, bias, out_dtype, implementation, precision)
     columns, depth = b.matrix_shape
     fmt = b.format
     ragged_depth = depth % fmt.length != 0
@@ -145,6 +166,24 @@ def multiply_groups(
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     extras = () if bias is None else (bias.astype(jnp.float32),)
     return grouped_matmul_op(spec, implementation)(a.data, a.scale, b.data, b.scale, a.sizes, *amaxes, *extras)[0]
+
+
+def _multiply_rows(
+    a: GroupedQuantizedArray, b: QuantizedArray, bias: Any, out_dtype: Any, implementation: Any, precision: Any
+) -> jax.Array:
+    """`multiply_groups` of rows with amaxes of their own, which multiply the sums before the bias is added."""
+    of_rows, of_groups = a.amax, b.amax
+    assert of_rows is not None and of_groups is not None
+    plain = dataclasses.replace(
+        a, format=dataclasses.replace(a.format, row_scaled=False), amax=jnp.ones_like(of_groups)
+    )
+    b = dataclasses.replace(b, amax=jnp.ones_like(of_groups))
+    sums = multiply_groups(plain, b, None, jnp.float32, implementation, precision)
+    factor = flush(of_rows[..., None] * bias_of_rows(of_groups[..., None], a.sizes, a.rows))
+    y = rounded(sums * factor)
+    if bias is not None:
+        y = y + bias_of_rows(bias.astype(jnp.float32), a.sizes, a.rows)
+    return y.astype(out_dtype)
 
 
 def multiply_within_groups(

@@ -48,7 +48,9 @@ def in_slots(q: GroupedQuantizedArray, tensor_block: int = BLOCK) -> InSlots:
     if q.columnwise:
         block = tensor_block if fmt.scaling == "tensor" else fmt.length
     slots = Slots.of(groups, block)
-    amax = None if q.amax is None else q.amax[slots.group]
+    amax = q.amax
+    if amax is not None:
+        amax = _take(slots, amax[:, None], block)[..., 0] if fmt.row_scaled else amax[slots.group]
     if not q.columnwise:
         data = _take(slots, q.data, block)
         scale = q.scale[slots.group] if fmt.scaling == "tensor" else _take(slots, q.scale, block)
@@ -67,7 +69,7 @@ def taken_rows(q: GroupedQuantizedArray, rows: jax.Array) -> QuantizedArray:
     """Some rows of a rowwise array without batch axes: batch [n] of [1, C]. Rows in no group decode to zeros."""
     group = jnp.minimum(Groups.of(q.sizes, q.rows).of_rows()[rows], q.sizes.shape[0] - 1)
     scale = q.scale[group] if q.format.scaling == "tensor" else q.scale[rows][:, None]
-    amax = None if q.amax is None else q.amax[group]
+    amax = None if q.amax is None else q.amax[rows][:, None] if q.format.row_scaled else q.amax[group]
     shape = (1, q.columns)
     return QuantizedArray(q.data[rows][:, None], scale, amax, None, q.format, shape, jnp.dtype("float32"), -1, None)
 

@@ -43,7 +43,7 @@ def can_quantize(fmt: Any) -> bool:
     Not where it has a tensor scale. The amax then takes a pass of its own over x, which finds what the second one finds
     again, and on CPUs that takes as long as to store the norm and to read it (docs/benchmarks/speed.md).
     """
-    return not fmt.has_tensor_scale and not fmt.weight_only
+    return fmt.scaling in ("e8m0", "float32")
 
 
 def quantized_norm(

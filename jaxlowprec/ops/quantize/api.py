@@ -15,6 +15,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.row_scaled import from_matrices, lines_of
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import last_axis, mesh_axes
@@ -100,7 +101,8 @@ def quantize(
         ValueError: an axis, rounding, key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
-    Int4 rounds to nearest, without rotation or amax; x is rounded to its scale_dtype first.
+    Int4 rounds to nearest, without rotation or amax; x is rounded to its scale_dtype first. Row-scaled NVFP4 rounds to
+    nearest, without rotation or a given amax.
 
     Source: numerics.md 1 to 7; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
 
@@ -123,11 +125,14 @@ def quantize(
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
-        return dataclasses.replace(row, data=row.data[0], scale=scale, matrix_shape=x.shape)
+        amax = row.amax[0] if fmt.row_scaled else row.amax
+        return dataclasses.replace(row, data=row.data[0], scale=scale, amax=amax, matrix_shape=x.shape)
     words = random_words(who, rounding, key, batch)
     tensor = given_tensor(who, fmt, amax, encode_scale, batch)
     if fmt.scaling == "float16":
         return quantize_int4(x, fmt, axis, implementation)
+    if fmt.row_scaled:
+        return _quantize_lines(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
     call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
@@ -182,7 +187,7 @@ def quantize_both(
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
     batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)
-    if fmt.scaling == "float16" or (rotation and not rotates_in_pass(fmt, rotation)):
+    if fmt.scaling == "float16" or fmt.row_scaled or (rotation and not rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,
@@ -259,6 +264,14 @@ def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArr
     found = quantize_op(spec, call.implementation)(x, *tensors, *random_operands(spec, x, words, offset))
     row, column = quantized_arrays(found, tensors, spec, like=x)
     return row, column
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
+def _quantize_lines(x, fmt: Any, axis: int, implementation: Implementation) -> QuantizedArray:
+    """x with an amax for each line: its lines as matrices of one."""
+    plain = dataclasses.replace(fmt, row_scaled=False)
+    lines = quantize(lines_of(x, axis), plain, implementation=implementation)
+    return from_matrices(lines, fmt, x.shape[-2:], axis)
 
 
 def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: Implementation) -> jax.Array:

@@ -106,11 +106,11 @@ def check_holds(who: str, x: jax.Array, fmt: Format) -> None:
 
 
 def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) -> None:
-    """Raises ValueError for options that a weight-only format does not have."""
-    if not fmt.weight_only:
+    """Raises ValueError for options that a weight-only or row-scaled format does not have."""
+    if not (fmt.weight_only or fmt.row_scaled):
         return
     if rotation:
-        raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} weights are not rotated; leave it out")
+        raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} arrays are not rotated; leave it out")
     if rounding == "stochastic":
         raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} only rounds to nearest; leave it out')
 

@@ -18,6 +18,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
+from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
 from jaxlowprec.wiring.out_sharding import resharded
@@ -46,7 +47,7 @@ def scaled_matmul(
 
     | a x b | blocks |
     |---|---|
-    | NVFP4 x NVFP4 | 1x16 and 16x16 on either side |
+    | NVFP4 x NVFP4 | 1x16 and 16x16 on either side, either one row-scaled |
     | MXFP8 x MXFP8, MXFP4 x MXFP4, and one of each | 1x32 and 32x32 on either side |
     | Float8Block x Float8Block | 1x128 and 128x128, not 128x128 on both |
     | Float8Tensor x Float8Tensor | |
@@ -168,6 +169,8 @@ def _run(
     precision: Any,
     implementation: Any,
 ) -> list[jax.Array]:
+    if a.format.row_scaled or b.format.row_scaled:
+        return _run_lines(a, b, epilogue, extras, rows_split, precision, implementation)
     unpacked = next((q for q in (a, b) if not q.format.packed), None)
     spec = MatmulSpec(
         a.format,
@@ -181,6 +184,54 @@ def _run(
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
     return _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)
+
+
+def _run_lines(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    epilogue: Epilogue,
+    extras: list[jax.Array],
+    rows_split: Any,
+    precision: Any,
+    implementation: Any,
+) -> list[jax.Array]:
+    """`_run` where lines of an operand have amaxes of their own, which multiply the sums before the epilogue."""
+    if rows_split == "both":
+        raise NotImplementedError(
+            "scaled_matmul: the contracted rows are split, and each part of a row-scaled operand has amaxes of its "
+            "own; multiply the parts and add the products up, or quantise the whole array"
+        )
+    (sums,) = _run(_without_amax(a), _without_amax(b), epilogue.sums_only, [], rows_split, precision, implementation)
+    amaxes = tuple(_amax_of_lines(q) for q in (a, b))
+    both = a.format.row_scaled and b.format.row_scaled
+    return _finished(sums, amaxes, extras, epilogue, both, rows_split == "a")
+
+
+def _without_amax(q: QuantizedArray) -> QuantizedArray:
+    """The array with an amax of 1 for each tensor."""
+    fmt = dataclasses.replace(q.format, row_scaled=False)
+    return dataclasses.replace(q, format=fmt, amax=jnp.ones(q.shape[:-2], jnp.float32))
+
+
+def _amax_of_lines(q: QuantizedArray) -> jax.Array:
+    """[..., M] of a row-scaled array, else [..., 1]."""
+    amax: Any = q.amax
+    return amax if q.format.row_scaled else amax[..., None]
+
+
+@functools.partial(jax.jit, static_argnames=("epilogue", "both", "split"))
+def _finished(sums, amaxes, extras, epilogue: Epilogue, both: bool, split: bool) -> list[jax.Array]:
+    """The epilogue of sums [..., M, N] that lack the amaxes of a, [..., M or 1], and of b, [..., N or 1].
+
+    `both`: both operands are row-scaled. `split`: a and the sums have split rows, [..., S, M, N].
+    """
+    of_a, of_b = jax.lax.stop_gradient(amaxes)
+    of_a, of_b = of_a[..., :, None], of_b[..., None, None, :] if split else of_b[..., None, :]
+    for factor in (of_a, of_b) if both else (flush(of_a * of_b),):
+        sums = rounded(sums * factor)
+    if split and epilogue.bias:
+        extras = [extras[0][..., None, :], *extras[1:]]
+    return epilogue.finish(sums, extras)
 
 
 def _results(out: list[jax.Array], out_sharding: Any) -> Any:

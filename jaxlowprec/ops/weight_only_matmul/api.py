@@ -63,6 +63,11 @@ def _check_operands(who: str, x: jax.Array, q: QuantizedArray) -> None:
             f"{who}: b of shape {q.shape} is quantised along axis {q.axis}, but the last axis is contracted: "
             f"quantise it with axis=-1, or pass b.mT to contract over its axis of {q.matrix_shape[-2]}"
         )
+    if q.format.row_scaled:
+        raise NotImplementedError(
+            f"{who}: b is {q.format} and a is not quantised; there is no weight-only GEMM of row-scaled weights: "
+            "quantise b without row_scaled="
+        )
     if q.hadamard is not None:
         raise ValueError(
             f"{who}: b has hadamard={q.hadamard} and a is not quantised; a rotation cancels only if both operands have "

@@ -1,0 +1,30 @@
+"""Row-scaled arrays, seen as a batch of matrices of one line: the same bytes, with an amax for each matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+
+
+def lines_of(x: jax.Array, axis: int) -> jax.Array:
+    """The lines of x [..., M, K] along `axis` as matrices [..., L, 1, C]."""
+    return (jnp.swapaxes(x, -1, -2) if axis == -2 else x)[..., None, :]
+
+
+def as_matrices(q: QuantizedArray) -> QuantizedArray:
+    """q [..., M, K] with an amax per line as its L lines [..., L, 1, C], along axis -1, with an amax per matrix."""
+    fmt = dataclasses.replace(q.format, row_scaled=False)
+    columns = q.matrix_shape[q.axis]
+    data, scale = q.data[..., None, :], q.scale[..., None, :]
+    return dataclasses.replace(q, data=data, scale=scale, format=fmt, matrix_shape=(1, columns), axis=-1)
+
+
+def from_matrices(q: QuantizedArray, fmt: Any, shape: tuple[int, ...], axis: int) -> QuantizedArray:
+    """The inverse of `as_matrices`: the row-scaled array of this format, matrix shape and axis."""
+    data, scale = q.data[..., 0, :], q.scale[..., 0, :]
+    return dataclasses.replace(q, data=data, scale=scale, format=fmt, matrix_shape=shape, axis=axis)

@@ -1,0 +1,127 @@
+"""`NVFP4BlockScaling(row_scaled_activation=True)`: a token's result does not depend on the tokens beside it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxlowprec as jlp
+from tests.helpers import assert_same_bytes, random_array
+
+ROW_SCALED = jlp.NVFP4BlockScaling(row_scaled_activation=True)
+DEFAULT = jlp.NVFP4BlockScaling()
+ROWS = jlp.NVFP4(row_scaled=True)
+
+
+def tokens(count=24, features=64):
+    """Tokens of very different sizes: by the tensor's one amax the small ones would lose their bits."""
+    scale = jnp.exp2(jnp.arange(count, dtype=jnp.float32) * 5 % 22 - 11)[:, None]
+    return (random_array((count, features), "float32") * scale).astype(jnp.bfloat16)
+
+
+def kernel(sizes=(64, 48), seed=1):
+    return random_array(sizes, "float32", seed)
+
+
+def layers():
+    """Functions of tokens [T, 64]."""
+    rngs = nnx.Rngs(0)
+    hidden = [kernel((64, 96), 2), kernel((64, 96), 3), kernel((96, 64), 4)]
+    linear, mlp = jlp.nnx.NormLinear(64, 48, rngs=rngs), jlp.nnx.MLP(64, 96, normalization="rms", rngs=rngs)
+    return {
+        "linear": lambda x: jlp.linear(x, kernel()),
+        "batched": lambda x: jlp.linear(x[:, None], kernel())[:, 0],
+        "linears": lambda x: jnp.concatenate(jlp.linears(x, [kernel(), kernel((64, 32), 5)]), -1),
+        "mlp": lambda x: jlp.mlp(x, hidden),
+        "NormLinear": linear,
+        "MLP": mlp,
+        "experts": lambda x: jlp.grouped_matmul(x, kernel((1, 64, 48)), jnp.array([x.shape[0]])),
+    }
+
+
+@pytest.mark.parametrize("name", layers())
+def test_tokens_do_not_couple(name):
+    x, layer = tokens(), layers()[name]
+
+    def result(x, recipe):
+        with jlp.autocast(recipe):
+            return layer(x)
+
+    y = result(x, ROW_SCALED)
+    for part in (slice(0, 1), slice(5, 13)):
+        assert_same_bytes(result(x[part], ROW_SCALED), y[part])
+    if "orm" not in name and name != "MLP":  # a norm makes tokens alike
+        assert jnp.any(result(x[:1], DEFAULT) != result(x, DEFAULT)[:1])
+
+
+def test_the_forward_pass_is_the_product_of_row_scaled_input():
+    x, w = tokens(), kernel()
+    expected = jlp.scaled_matmul(jlp.quantize(x, ROWS), jlp.quantize(w, jlp.NVFP4((16, 16)), -2).mT, out_dtype=x.dtype)
+    assert_same_bytes(jlp.linear(x, w, recipe=ROW_SCALED), expected)
+
+
+def test_the_backward_pass_is_that_of_the_default_recipe():
+    x, w, dy, key = tokens(), kernel(), random_array((24, 48), seed=7), jax.random.key(3)
+
+    def gradients(recipe):
+        return jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe, key=key), x, w)[1](dy)
+
+    assert_same_bytes(gradients(ROW_SCALED), gradients(DEFAULT))
+
+
+def test_experts_have_the_bits_of_separate_products():
+    x, w, sizes, bias = tokens(30), kernel((3, 64, 48)), jnp.array([10, 0, 15]), random_array((3, 48), "float32", 9)
+    y = jlp.grouped_matmul(x, w, sizes, bias, recipe=ROW_SCALED)
+    for group, rows in ((0, slice(0, 10)), (2, slice(10, 25))):
+        assert_same_bytes(y[rows], jlp.linear(x[rows], w[group], bias[group], recipe=ROW_SCALED))
+    assert not y[25:].any()
+
+
+def test_rows_in_no_group_may_hold_nan():
+    x, w, sizes = tokens(12).at[9:].set(jnp.nan), kernel((2, 64, 48)), jnp.array([4, 5])
+    assert_same_bytes(
+        jlp.grouped_matmul(x, w, sizes, recipe=ROW_SCALED),
+        jlp.grouped_matmul(x.at[9:].set(0), w, sizes, recipe=ROW_SCALED),
+    )
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_gradients_of_overridden_backward_passes(override):
+    recipe = jlp.NVFP4BlockScaling(row_scaled_activation=True, backward_override=override)
+    x, w, dy = tokens(), kernel(), random_array((24, 48), seed=7)
+    dx, dw = jax.vjp(lambda x, w: jlp.linear(x, w, recipe=recipe), x, w)[1](dy)
+    read = jlp.quantize(x, ROWS).dequantize() if override == "dequantized" else x
+    expected = jnp.einsum("tk,tn->kn", read, dy, preferred_element_type=jnp.float32)
+    assert jnp.allclose(dw, expected, rtol=2e-2, atol=1e-2 * jnp.abs(expected).max())
+    assert dx.shape == x.shape
+
+
+@pytest.mark.parametrize("tensor", ["input", "weight", "gradient"])
+def test_only_the_input_of_fprop_can_be_row_scaled(tensor):
+    plain = {name: jlp.Role(jlp.NVFP4()) for name in ("input", "weight", "gradient")}
+    with pytest.raises(ValueError, match=f"{tensor} is NVFP4 1x16 row-scaled in .*only fprop's input"):
+        jlp.Roles(**plain | {tensor: jlp.Role(ROWS)})
+    jlp.Roles(**plain, fprop=(jlp.Role(ROWS), plain["weight"]))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_telemetry_measures_what_it_did_to_each_row(experts):
+    x, w = tokens(), kernel()
+
+    def loss(w, x):
+        if experts:
+            y = jlp.grouped_matmul(x, jnp.stack([w, w]), jnp.array([10, 14]), recipe=ROW_SCALED, name="up")
+        else:
+            y = jlp.linear(x, w, recipe=ROW_SCALED, name="up")
+        return y.astype(jnp.float32).sum()
+
+    expected = jax.value_and_grad(loss)(w, x)
+    actual, found = jlp.telemetry.value_and_grad(loss)(w, x)
+    assert_same_bytes(actual, expected)
+    found = jlp.telemetry.read(found)["up"]
+    exact, decoded = (x.astype(jnp.float32) for x in (x, jlp.quantize(x, ROWS).dequantize(jnp.float32)))
+    error = jnp.sqrt(((decoded - exact) ** 2).sum() / (exact**2).sum())
+    assert found["input rowwise"].relative_error == pytest.approx(float(error), rel=1e-3)
+    y, y_exact = (jlp.linear(x, w, recipe=recipe).astype(jnp.float32) for recipe in (ROW_SCALED, None))
+    error = float(jnp.linalg.norm(y - y_exact) / jnp.linalg.norm(y_exact))
+    assert error / 2 < found["fprop"].relative_error < error * 2  # of a sample of the rows

@@ -1,0 +1,152 @@
+"""Row-scaled NVFP4: each line is a tensor of its own, so its bytes are those of the line alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxlowprec as jlp
+from tests.helpers import assert_same_bytes, random_array
+from tests.sharding.meshes import mesh_of
+
+ROWS = jlp.NVFP4(row_scaled=True)
+SHAPES = [(1, 16), (5, 1), (7, 40), (33, 200), (3, 9, 48), (0, 32), (4, 0)]
+
+
+def array(shape, dtype="bfloat16", seed=0):
+    """Rows of very different sizes."""
+    scale = jnp.exp2(jnp.arange(shape[-2], dtype=jnp.float32) * 3 % 40 - 20)[:, None]
+    return (random_array(shape, "float32", seed) * scale).astype(dtype)
+
+
+def alone(x):
+    """Each row of x [..., M, K] quantised as a matrix of its own."""
+    return jlp.quantize(x[..., None, :], jlp.NVFP4())
+
+
+def test_its_repr_and_size_say_that_it_has_amaxes():
+    q = jlp.quantize(array((64, 64)), ROWS)
+    assert "row-scaled" in repr(q)
+    assert q.amax.shape == (64,)
+    assert q.nbytes == 64 * (32 + 4 + 4)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_are_those_of_each_row_alone(shape, dtype, implementation):
+    x = array(shape, dtype)
+    q, each = jlp.quantize(x, ROWS, implementation=implementation), alone(x)
+    assert_same_bytes((q.data, q.scale, q.amax), (each.data[..., 0, :], each.scale[..., 0, :], each.amax))
+    assert_same_bytes(q.dequantize(), each.dequantize()[..., 0, :])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_columnwise_it_is_the_transposed_array(shape):
+    x = array(shape)
+    q, transposed = jlp.quantize(x, ROWS, axis=-2), jlp.quantize(jnp.swapaxes(x, -1, -2), ROWS)
+    assert_same_bytes((q.data, q.scale, q.amax), (transposed.data, transposed.scale, transposed.amax))
+    assert_same_bytes(q.dequantize(), jnp.swapaxes(transposed.dequantize(), -1, -2))
+    row, column = jlp.quantize_both(x, ROWS)
+    assert_same_bytes(jax.tree.leaves((row, column)), jax.tree.leaves((jlp.quantize(x, ROWS), q)))
+
+
+def test_a_vector_is_one_row():
+    x = array((1, 40))[0]
+    q, row = jlp.quantize(x, ROWS), jlp.quantize(x, jlp.NVFP4())
+    assert_same_bytes((q.data, q.scale, q.amax), (row.data, row.scale, row.amax))
+    assert_same_bytes(q.dequantize(), row.dequantize())
+    assert_same_bytes(jax.vmap(lambda x: jlp.quantize(x, ROWS).dequantize())(x[None]), row.dequantize()[None])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 1e-40])
+def test_a_hostile_row_leaves_the_others_alone(value):
+    x = array((6, 48), "float32").at[2, 7].set(value)
+    q, clean = jlp.quantize(x, ROWS), jlp.quantize(x.at[2].set(0), ROWS)
+    others = jnp.arange(6) != 2
+    assert_same_bytes(q.dequantize()[others], clean.dequantize()[others])
+    assert np.isfinite(value) or bool(jnp.isnan(q.dequantize()[2]).any())
+
+
+def test_transformations():
+    x = array((3, 9, 48))
+    expected = jax.tree.leaves(jlp.quantize(x, ROWS))
+    assert_same_bytes(jax.tree.leaves(jax.vmap(lambda x: jlp.quantize(x, ROWS))(x)), expected)
+    assert_same_bytes(jax.tree.leaves(jax.jit(lambda x: jlp.quantize(x, ROWS))(x)), expected)
+    _, scanned = jax.lax.scan(lambda _, x: (None, jlp.quantize(x, ROWS)), None, x)
+    assert_same_bytes(jax.tree.leaves(scanned), expected)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b")], ids=str)
+def test_bytes_do_not_depend_on_the_mesh(spec):
+    mesh, x = mesh_of((2, 2)), array((8, 64))
+    q = jax.jit(lambda x: jlp.quantize(x, ROWS))(jax.device_put(x, NamedSharding(mesh, spec)))
+    assert_same_bytes(jax.tree.leaves(q), jax.tree.leaves(jlp.quantize(x, ROWS)))
+
+
+class TestGemm:
+    def operands(self, rows=(True, False)):
+        a, b = array((9, 80)), array((24, 80), seed=1)
+        quantized = (jlp.quantize(x, jlp.NVFP4(row_scaled=of_rows)) for x, of_rows in zip((a, b), rows, strict=True))
+        return tuple(quantized)
+
+    @staticmethod
+    def by_rule(a, b):
+        """The sums with an amax of 1, times both amaxes (numerics.md 9.1)."""
+
+        def with_one(q):
+            return jlp.QuantizedArray(
+                q.data, q.scale, jnp.float32(1), None, jlp.NVFP4(), q.matrix_shape, q.dtype, q.axis, None
+            )
+
+        y = np.asarray(jlp.scaled_matmul(with_one(a), with_one(b), out_dtype=jnp.float32))
+        amaxes = [np.asarray(q.amax)[:, None] if q.format.row_scaled else np.asarray(q.amax)[None] for q in (a, b)]
+        if a.format.row_scaled and b.format.row_scaled:
+            return y * amaxes[0] * amaxes[1].T
+        return y * (amaxes[0] * amaxes[1].T)
+
+    @pytest.mark.parametrize("implementation", [None, "reference"])
+    @pytest.mark.parametrize("rows", [(True, False), (False, True), (True, True)], ids=str)
+    def test_bytes_are_those_of_the_rule(self, rows, implementation):
+        a, b = self.operands(rows)
+        y = jlp.scaled_matmul(a, b, out_dtype=jnp.float32, implementation=implementation)
+        assert_same_bytes(y, self.by_rule(a, b))
+
+    def test_a_row_depends_on_no_other(self):
+        x, b = array((9, 80)), self.operands()[1]
+        y = jlp.scaled_matmul(jlp.quantize(x, ROWS), b)
+        for part in (slice(0, 1), slice(3, 7)):
+            assert_same_bytes(jlp.scaled_matmul(jlp.quantize(x[part], ROWS), b), y[part])
+
+    def test_the_epilogue_follows(self):
+        a, b = self.operands()
+        bias, total = random_array((24,), "float32", 2), random_array((9, 24), "float32", 3)
+        y = self.by_rule(a, b) + np.asarray(bias)
+        found = jlp.scaled_matmul(a, b, bias, accumulate=total, out_dtype=jnp.float32)
+        assert_same_bytes(found, y + np.asarray(total))
+        _, before = jlp.scaled_matmul(a, b, bias, "gelu", out_dtype=jnp.float32, return_pre_activation=True)
+        assert_same_bytes(before, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounding": "stochastic", "key": jax.random.key(0)}, "only rounds to nearest"),
+        ({"hadamard": True}, "are not rotated"),
+        ({"amax": jnp.float32(1)}, "by its own amax"),
+    ],
+)
+def test_what_it_does_not_have_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        jlp.quantize(array((4, 32)), ROWS, **options)
+
+
+def test_formats_and_products_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"a tile lies in several lines: use \(1, 16\)"):
+        jlp.NVFP4((16, 16), row_scaled=True)
+    with pytest.raises(TypeError, match="row_scaled"):
+        jlp.NVFP4(row_scaled="yes")
+    with pytest.raises(NotImplementedError, match="no weight-only GEMM of row-scaled weights"):
+        jlp.scaled_matmul(array((4, 32)), jlp.quantize(array((8, 32)), ROWS))
