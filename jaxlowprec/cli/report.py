@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     count = sum(len(of_run) for _, of_run in found)
     emit(f"{run.path}: {finding.text}" for run, of_run in found for finding in of_run)
-    emit([f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {count} findings, {len(text) / 2**20:.1f} MiB"])
+    counts = f"{len(runs)} run{'s' * (len(runs) > 1)}, {count} finding{'s' * (count != 1)}"
+    emit([f"{out}: {counts}, {len(text) / 2**20:.1f} MiB"])
     return 0
 
 
