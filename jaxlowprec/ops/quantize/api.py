@@ -125,8 +125,9 @@ def quantize(
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
-        amax = row.amax[0] if fmt.row_scaled else row.amax
-        return dataclasses.replace(row, data=row.data[0], scale=scale, amax=amax, matrix_shape=x.shape)
+        own: Any = row.amax
+        own = own[0] if fmt.row_scaled else own
+        return dataclasses.replace(row, data=row.data[0], scale=scale, amax=own, matrix_shape=x.shape)
     words = random_words(who, rounding, key, batch)
     tensor = given_tensor(who, fmt, amax, encode_scale, batch)
     if fmt.scaling == "float16":

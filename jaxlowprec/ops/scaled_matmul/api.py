@@ -155,7 +155,9 @@ def scaled_matmul_of_split_rows(
 
 
 def _of_one_tensor(q: QuantizedArray) -> QuantizedArray:
-    """Slices with what they share once."""
+    """Slices with what they share once; rows with amaxes of their own share none."""
+    if q.format.row_scaled:
+        return q
     scale = q.scale[..., 0] if q.format.scaling == "tensor" else q.scale
     return dataclasses.replace(q, scale=scale, amax=None if q.amax is None else q.amax[..., 0])
 
@@ -201,16 +203,17 @@ def _run_lines(
             "scaled_matmul: the contracted rows are split, and each part of a row-scaled operand has amaxes of its "
             "own; multiply the parts and add the products up, or quantise the whole array"
         )
-    (sums,) = _run(_without_amax(a), _without_amax(b), epilogue.sums_only, [], rows_split, precision, implementation)
+    plain = _without_amax(a, rows_split == "a"), _without_amax(b)
+    (sums,) = _run(*plain, epilogue.sums_only, [], rows_split, precision, implementation)
     amaxes = tuple(_amax_of_lines(q) for q in (a, b))
     both = a.format.row_scaled and b.format.row_scaled
     return _finished(sums, amaxes, extras, epilogue, both, rows_split == "a")
 
 
-def _without_amax(q: QuantizedArray) -> QuantizedArray:
-    """The array with an amax of 1 for each tensor."""
-    fmt = dataclasses.replace(q.format, row_scaled=False)
-    return dataclasses.replace(q, format=fmt, amax=jnp.ones(q.shape[:-2], jnp.float32))
+def _without_amax(q: QuantizedArray, split: bool = False) -> QuantizedArray:
+    """The array with an amax of 1 for each tensor. `split`: its rows are split."""
+    fmt, batch = dataclasses.replace(q.format, row_scaled=False), q.shape[: -3 if split else -2]
+    return dataclasses.replace(q, format=fmt, amax=jnp.ones(batch, jnp.float32))
 
 
 def _amax_of_lines(q: QuantizedArray) -> jax.Array:
