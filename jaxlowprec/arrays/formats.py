@@ -199,7 +199,7 @@ class NVFP4(Format):
         row_scaled: each line along the quantised axis has an amax of its own instead of the tensor's. So a token's
             codes do not depend on the tokens beside it. Only for blocks of `(1, 16)`, rounded to nearest, not rotated.
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B; numerics.md 2.1.
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B; numerics.md 2.
     """
 
     block: tuple[int, int] = (1, BLOCK)
@@ -211,7 +211,7 @@ class NVFP4(Format):
 
     def __post_init__(self):
         self._check("block", ((1, BLOCK), (BLOCK, BLOCK)))
-        a_flag("NVFP4", row_scaled=self.row_scaled)
+        a_flag(type(self).__name__, row_scaled=self.row_scaled)
         if self.row_scaled and self.tiles:
             raise ValueError("NVFP4: row_scaled=True and block=(16, 16); a tile lies in several lines: use (1, 16)")
 
