@@ -109,7 +109,7 @@ class TestWhatRuns:
     def test_without_a_gradient(self):
         assert calls(gradient=False) == (0, 1, 0, 0, 4)
 
-    def test_the_gradient_of_a_bias_is_a_sum_of_numbers_in_high_precision(self):
+    def test_the_gradient_of_a_bias_is_a_sum_in_high_precision(self):
         of_hidden = random_array((96,), "float32")
         assert calls(biases=[of_hidden, None, None]) == (0, 2, 1, 0, 7)
         assert calls(biases=[None, None, random_array((64,), "float32")]) == (0, 2, 0, 1, 5)
