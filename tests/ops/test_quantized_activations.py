@@ -51,16 +51,16 @@ class BytesCases:
     def run(self, *given, **options):
         return jax.jit(functools.partial(in_one_pass, *given, implementation=self.implementation, **options))
 
-    @pytest.mark.sampled(37)
-    @pytest.mark.parametrize("words", [None, WORDS], ids=["nearest", "stochastic"])
-    @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
+    @pytest.mark.sampled(13)
+    @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+    @pytest.mark.parametrize("directions", [(True, True), (True, False)], ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    @pytest.mark.parametrize("kind", ["swiglu", "gelu", "relu_squared"])
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (3, 40, 130), (200, 300)], ids=str)
-    def test_are_those_of_the_separate_ops(self, shape, fmt, kind, dtype, directions, words):
+    def test_are_those_of_the_separate_ops(self, shape, fmt, kind, dtype, directions, rounding):
         arrays, fmt = arrays_of(kind, shape, dtype), FORMATS[fmt]
-        words = words if words is None else jnp.broadcast_to(words, (*shape[:-2], 2))
+        words = jnp.broadcast_to(WORDS, (*shape[:-2], 2)) if rounding == "stochastic" else None
         found = self.run(kind, fmt, directions=directions, words=words)(arrays)
         assert_same_bytes(found, separately(kind, fmt, arrays, directions, words))
 
