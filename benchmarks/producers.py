@@ -2,10 +2,11 @@
 
     python benchmarks/producers.py [--save] [--rounds 15] [--isa avx2] [--only swiglu]
 
-Ours gives the amaxes of its result in the same pass, so that NVFP4 is quantised without a pass over it for them. Norms
-are quantised to MXFP8 without being stored. With --isa avx2 XLA, too, compiles for AVX2.
+Ours gives the amaxes of its result in the same pass, so that NVFP4 is quantised without a pass over it for them. To
+MXFP8 it quantises without storing the result. With --isa avx2 XLA, too, compiles for AVX2.
 
-The parts of ours are measured beside it: the producer alone, and the quantisation of an array in memory.
+The parts of ours are measured beside it: the producer alone, and the quantisation of an array in memory. Their sum is
+what two passes take.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from timing import Cases, alternate, keep_memory, save
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.api import NormSpec, normed
 from jaxlowprec.ops.norms.quantized import can_quantize, quantized_norm
@@ -39,15 +41,15 @@ class Producer(NamedTuple):
         plain: arrays -> results in bfloat16, as a user writes it.
         ours: (wanted amaxes, arrays) -> results, and the amaxes of each.
         operands: how many arrays [R, C] it takes.
+        quantized: (format, arrays) -> the results quantised both ways, without being stored.
         gamma: whether one of [C] comes after them.
-        quantized: (format, arrays) -> the result quantised both ways, without being stored, where there is a kernel.
     """
 
     plain: Callable[..., list[jax.Array]]
     ours: Callable[..., tuple[list[jax.Array], list[list[jax.Array]]]]
     operands: int
+    quantized: Callable[..., Any]
     gamma: bool = False
-    quantized: Callable[..., Any] | None = None
 
     def arrays(self, rows: int, columns: int) -> list[jax.Array]:
         """Normal numbers."""
@@ -83,6 +85,10 @@ def _swiglu(amaxes: Amaxes | None, gate: jax.Array, up: jax.Array) -> tuple[list
     return [y], [found]
 
 
+def _quantized_swiglu(fmt: Any, gate: jax.Array, up: jax.Array) -> Any:
+    return quantized_activation("swiglu", fmt, (gate, up))
+
+
 def _plain_backward(dy: jax.Array, gate: jax.Array, up: jax.Array) -> list[jax.Array]:
     return list(jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)[1](dy))
 
@@ -91,10 +97,14 @@ def _backward(amaxes: Amaxes | None, dy: jax.Array, *operands: jax.Array) -> Any
     return activation_gradients("swiglu", dy, operands, amaxes)
 
 
+def _quantized_backward(fmt: Any, dy: jax.Array, *operands: jax.Array) -> Any:
+    return quantized_activation_gradients("swiglu", fmt, dy, operands)
+
+
 PRODUCERS = {
-    "rms_norm": Producer(_plain_norm, _norm, 1, gamma=True, quantized=_quantized_norm),
-    "swiglu": Producer(_plain_swiglu, _swiglu, 2),
-    "swiglu backward": Producer(_plain_backward, _backward, 3),
+    "rms_norm": Producer(_plain_norm, _norm, 1, _quantized_norm, gamma=True),
+    "swiglu": Producer(_plain_swiglu, _swiglu, 2, _quantized_swiglu),
+    "swiglu backward": Producer(_plain_backward, _backward, 3, _quantized_backward),
 }
 
 FORMATS = {  # the format, its rotation columnwise, and the target: the least ratio of speeds
@@ -109,7 +119,7 @@ def sides(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None) -> tuple[
     columnwise = rotation or False
 
     def ours(*arrays: jax.Array) -> Any:
-        if producer.quantized is not None and can_quantize(fmt):
+        if can_quantize(fmt):
             return producer.quantized(fmt, *arrays)
         results, amaxes = producer.ours(wanted, *arrays)
         given = [tuple(found) if found else None for found in amaxes]

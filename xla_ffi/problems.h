@@ -257,6 +257,16 @@ struct ActivationGradientProblem {
   ResultAmaxes of_dx = {}, of_dup = {};
 };
 
+/// An activation that is quantised and not stored; on the CPU.
+struct ActivationQuantizeProblem : ActivationProblem {
+  QuantizeProblem quantize;  // of the activation, which is no array; of a format without a tensor scale
+};
+
+/// Gradients that are quantised, to nearest, and not stored; on the CPU.
+struct ActivationGradientQuantizeProblem : ActivationGradientProblem {
+  QuantizeProblem quantize[2];  // of the gradients of x and of up, alike
+};
+
 enum class NormKind : int32_t { kRms, kLayer };
 
 struct NormProblem {

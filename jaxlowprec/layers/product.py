@@ -38,6 +38,7 @@ from jaxlowprec.layers.watching.measured import measured_backward, measured_forw
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.quantize.keys import Randomness
+from jaxlowprec.recipes.roles import Role
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -167,14 +168,19 @@ class KeptProduct(NamedTuple):
     found: Any
 
 
+def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
+    """The roles of the input rowwise and columnwise; see `quantized_input`."""
+    rowwise = forward or (backward and spec.decodes("wgrad"))
+    return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
+
+
 def quantized_input(spec: ProductSpec, x, state, *, sizes=None, forward=True, backward=False, amaxes=None) -> Input:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
     Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `amaxes`: of x
     rowwise and columnwise.
     """
-    row = role_of(spec.fprop, 0, forward or (backward and spec.decodes("wgrad")))
-    column = role_of(spec.wgrad, 0, backward)
+    row, column = roles_of_input(spec, forward=forward, backward=backward)
     with in_profiles("quantize input"):
         encode = _encode_scale(spec, state, "input")
         return Input(x, *rows_of(spec, sizes).both_ways(x, row, column, encode=encode, amax=amaxes))
@@ -260,13 +266,14 @@ def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, dy, amaxes):
     return rows.both_ways(dy, row, column if weight_learns else None, words=words, amax=amaxes, encode=encode)
 
 
-def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None):
+def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None, quantized=None):
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
         x: what `read_by_wgrad` gave in the forward pass.
         dx_dtype: the dtype of the input's gradient.
         amaxes: those of `amaxes_of_gradient`, if they are known.
+        quantized: dy row- and columnwise, if nothing else is read of it; dy then is None.
     """
     w, (like_w, like_bias), _, total, sizes, state, found = kept
     x, w = read((x, w))
@@ -276,7 +283,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
     dy_column: Any = None
     if spec.dgrad or spec.wgrad:
         with in_profiles("quantize gradient"):
-            dy_row, dy_column = _quantized_gradient(spec, kept, dy, amaxes)
+            dy_row, dy_column = quantized or _quantized_gradient(spec, kept, dy, amaxes)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:
@@ -321,15 +328,23 @@ def forward_of_all(specs: Specs, inputs: Sequence[Input], products: Sequence[Pro
 
 
 def backward_of_all(
-    specs: Specs, xs: Sequence[Any], kept: Sequence[KeptProduct], dys: Sequence[jax.Array], like_x: Any, amaxes=None
+    specs: Specs,
+    xs: Sequence[Any],
+    kept: Sequence[KeptProduct],
+    dys: Sequence[jax.Array | None],
+    like_x: Any,
+    *,
+    amaxes=None,
+    quantized=None,
 ):
     """`backward` of products that share their input, of which `xs` was kept.
 
-    The gradient of the input is summed in float32 and rounded once. `amaxes`: those of each of `dys`, if known.
+    The gradient of the input is summed in float32 and rounded once. `amaxes`, `quantized`: see `backward`, for each.
     """
     dtype = like_x.dtype if len(specs) == 1 else jnp.float32
-    each = zip(specs, for_each(specs, xs), kept, dys, amaxes or [None] * len(specs), strict=True)
-    found = [backward(spec, x, k, dy, dtype, amaxes=own) for spec, x, k, dy, own in each]
+    nothing = [None] * len(specs)
+    each = zip(specs, for_each(specs, xs), kept, dys, amaxes or nothing, quantized or nothing, strict=True)
+    found = [backward(spec, x, k, dy, dtype, amaxes=own, quantized=codes) for spec, x, k, dy, own, codes in each]
     dx, *further = (dx for dx, _, _ in found)
     for other in further:
         dx = dx + other

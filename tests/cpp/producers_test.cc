@@ -185,27 +185,56 @@ TEST(norms_follow_the_rule) {
           }
 }
 
+/// Room for what is written of an array that is quantised and not stored.
+struct Codes {
+  const QuantizeCase& q;
+  Buffer data, scale, columns_data, columns_scale;
+
+  explicit Codes(const QuantizeCase& q)
+      : q(q),
+        data(q.rowwise.data.size()),
+        scale(q.rowwise.scale.size()),
+        columns_data(q.columnwise.data.size()),
+        columns_scale(q.columnwise.scale.size()) {}
+
+  QuantizeProblem wanted() const {
+    QuantizeProblem p = q.problem;
+    p.x = nullptr;
+    if (q.rowwise.wanted) p.rowwise.data = data.as(), p.rowwise.scale = scale.as();
+    if (q.columnwise.wanted) p.columnwise.data = columns_data.as(), p.columnwise.scale = columns_scale.as();
+    return p;
+  }
+
+  void check() const { q.rowwise.check(data, scale), q.columnwise.check(columns_data, columns_scale); }
+};
+
+const Numbers* const kAnyNumbers[2] = {&kNumbers[0], &kNumbers[0]};  // no amax is given
+
+/// Calls visit(format, mode) for the formats without a tensor scale, and the directions.
+template <class Visit>
+void for_all_block_formats(Visit visit) {
+  for (const NamedFormat& format : kOtherFormats)
+    for (const Mode& mode : kModes)
+      if (format.format.scaling != Scaling::kTensor && !mode.rotate) visit(format, mode);
+}
+
 /// A quantised norm has the bytes of the norm's rule and then the quantisation's.
 void check_quantized_norm(const Norms& n, const NamedFormat& format, const Mode& mode, bool stochastic,
                           std::mt19937& random) {
   const NormCase& c = n.c;
-  const Numbers* const numbers[2] = {&kNumbers[0], &kNumbers[0]};  // no amax is given
-  const QuantizeCase q(n.y, {c.rows, c.columns}, c.type, format, mode, stochastic, numbers, random);
+  const QuantizeCase q(n.y, {c.rows, c.columns}, c.type, format, mode, stochastic, kAnyNumbers, random);
   for_all_runs([&](const Kernels& k, bool scrambled) {
     const Buffer total(n.y.size()), mean(n.mean.size()), inverse(n.inverse.size());
-    const Buffer data(q.rowwise.data.size()), scale(q.rowwise.scale.size());
-    const Buffer columns_data(q.columnwise.data.size()), columns_scale(q.columnwise.scale.size());
+    const Codes codes(q);
     NormQuantizeProblem p{};
     static_cast<NormProblem&>(p) = n.problem();
     p.x = n.x.as(), p.weight = n.weight.as<float>(), p.inverse = inverse.as<float>();
     if (c.has_residual) p.residual = n.residual.as(), p.total = total.as();
     if (c.has_beta) p.beta = n.beta.as<float>();
     if (c.layer()) p.mean = mean.as<float>();
-    p.quantize = q.problem, p.quantize.x = nullptr;
-    if (mode.rowwise) p.quantize.rowwise.data = data.as(), p.quantize.rowwise.scale = scale.as();
-    if (mode.columnwise) p.quantize.columnwise.data = columns_data.as(), p.quantize.columnwise.scale = columns_scale.as();
+    p.quantize = codes.wanted();
     run_chunks(k, p, scrambled);
-    q.rowwise.check(data, scale), q.columnwise.check(columns_data, columns_scale);
+    codes.check();
     CHECK_EQ(first_difference(inverse, n.inverse, ElementType::kF32), -1);
     if (c.has_residual) CHECK_EQ(first_difference(total, n.total, c.type), -1);
     if (c.layer()) CHECK_EQ(first_difference(mean, n.mean, ElementType::kF32), -1);
@@ -214,21 +243,51 @@ void check_quantized_norm(const Norms& n, const NamedFormat& format, const Mode&
 
 TEST(quantized_norms_have_the_bytes_of_both_rules) {
   std::mt19937 random(6);
-  for (const NamedFormat& format : kOtherFormats) {
-    if (format.format.scaling == Scaling::kTensor) continue;
-    for (const Mode& mode : kModes) {
-      if (mode.rotate) continue;
-      for (const ElementType type : kTypes)
-        for (const Shape shape : {Shape{1, 1}, {33, 40}, {130, 300}, {200, 512}}) {
-          if (kReduced && shape.columns > 300) continue;
-          const NormKind kind = random() % 2 ? NormKind::kLayer : NormKind::kRms;
-          const bool has_beta = kind == NormKind::kLayer && random() % 2, stochastic = random() % 3 == 0;
-          const NormCase c{kind, type, 2, shape.rows, shape.columns, random() % 2 == 0, has_beta, kAnyData[random() % 6]};
-          const check::Given given(c.text() + " " + format.name + " " + mode.name + (stochastic ? " stochastic" : ""));
-          check_quantized_norm(Norms(c, random), format, mode, stochastic, random);
-        }
-    }
-  }
+  for_all_block_formats([&](const NamedFormat& format, const Mode& mode) {
+    for (const ElementType type : kTypes)
+      for (const Shape shape : {Shape{1, 1}, {33, 40}, {130, 300}, {200, 512}}) {
+        if (kReduced && shape.columns > 300) continue;
+        const NormKind kind = random() % 2 ? NormKind::kLayer : NormKind::kRms;
+        const bool has_beta = kind == NormKind::kLayer && random() % 2, stochastic = random() % 3 == 0;
+        const NormCase c{kind, type, 2, shape.rows, shape.columns, random() % 2 == 0, has_beta, kAnyData[random() % 6]};
+        const check::Given given(c.text() + " " + format.name + " " + mode.name + (stochastic ? " stochastic" : ""));
+        check_quantized_norm(Norms(c, random), format, mode, stochastic, random);
+      }
+  });
+}
+
+TEST(quantized_activations_have_the_bytes_of_both_rules) {
+  std::mt19937 random(7);
+  for_all_block_formats([&](const NamedFormat& format, const Mode& mode) {
+    for (const ElementType type : kTypes)
+      for (const Shape shape : {Shape{1, 1}, {33, 40}, {130, 300}, {150, 1600}, {3, 9000}}) {
+        if (kReduced && shape.columns > 300) continue;
+        const bool gated = random() % 2, stochastic = random() % 3 == 0;
+        const int64_t size = shape.rows * shape.columns;
+        const ActivationCase c{kActivations[random() % 3], type, 2 * size, gated, kAnyData[random() % 6]};
+        const check::Given given(name(shape) + " " + c.text() + " " + format.name + " " + mode.name +
+                                 (stochastic ? " stochastic" : ""));
+        const Activations a(c, random);
+        const auto quantized = [&](const Buffer& x, bool stochastic) {
+          return QuantizeCase(x, shape, type, format, mode, stochastic, kAnyNumbers, random);
+        };
+        const QuantizeCase of_y = quantized(a.y, stochastic), of_dx = quantized(a.dx, false),
+                           of_dup = quantized(a.dup, false);
+        const void* const up = gated ? a.up.as() : nullptr;
+        for_all_runs([&](const Kernels& k, bool scrambled) {
+          const Codes y(of_y), dx(of_dx), dup(of_dup);
+          ActivationQuantizeProblem p{{a.x.as(), up, type, 2, size, c.kind, nullptr, shape.columns}, y.wanted()};
+          run_chunks(k, p, scrambled);
+          y.check();
+          ActivationGradientQuantizeProblem g{
+              {a.dy.as(), a.x.as(), up, type, 2, size, c.kind, nullptr, nullptr, shape.columns}, {dx.wanted()}};
+          if (gated) g.quantize[1] = dup.wanted();
+          run_chunks(k, g, scrambled);
+          dx.check();
+          if (gated) dup.check();
+        });
+      }
+  });
 }
 
 /// Sums begin at 0, so that none is -0.

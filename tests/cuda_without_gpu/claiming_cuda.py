@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 
 from jaxlowprec.ops.activations.op import activation_gradient_op, activation_op
+from jaxlowprec.ops.activations.quantized import activation_gradient_quantize_op, activation_quantize_op
 from jaxlowprec.ops.amax.op import amax_op
 from jaxlowprec.ops.dequantize.op import dequantize_op
 from jaxlowprec.ops.grouped_matmul.op import grouped_matmul_op, grouped_wgrad_op
@@ -25,7 +26,8 @@ from jaxlowprec.wiring import native
 
 OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op, weight_only_op)
 GROUPED_OPS = (grouped_amax_op, grouped_quantize_op, grouped_matmul_op, grouped_wgrad_op, grouped_weight_only_op)
-PRODUCER_OPS = (activation_op, activation_gradient_op, norm_op, norm_gradient_op, norm_quantize_op)
+ACTIVATION_OPS = (activation_op, activation_gradient_op, activation_quantize_op, activation_gradient_quantize_op)
+PRODUCER_OPS = (*ACTIVATION_OPS, norm_op, norm_gradient_op, norm_quantize_op)
 STATISTICS_OPS = (moments_op, outliers_op, sums_op, statistics_op)
 INT4_OPS = (int4.fake_quantize_op, int4.quantize_op, int4.dequantize_op)
 

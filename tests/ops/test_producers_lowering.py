@@ -6,6 +6,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.api import NormSpec
 from jaxlowprec.ops.norms.quantized import quantized_norm
@@ -75,6 +76,20 @@ def test_a_quantised_norm_is_a_norm_and_a_quantisation():
     with claiming_cuda(9.0):
         calls = custom_calls(lambda x: quantized_norm(spec, jlp.MXFP8(), x, jnp.ones(96))[:2], array())
     assert [call.target for call in calls] == ["jaxlowprec_norm", "jaxlowprec_quantize"]
+
+
+def test_a_quantised_activation_is_separate_calls():
+    """GPUs have no kernel for both in one."""
+
+    def run(x):
+        value = quantized_activation("swiglu", jlp.MXFP8(), [x, x])
+        return value, quantized_activation_gradients("swiglu", jlp.MXFP8(), x, [x, x])
+
+    with claiming_cuda(9.0):
+        calls = custom_calls(run, array())
+    quantised = "jaxlowprec_quantize"
+    expected = ["jaxlowprec_activation", quantised, "jaxlowprec_activation_gradient", quantised, quantised]
+    assert [call.target for call in calls] == expected
 
 
 @pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)

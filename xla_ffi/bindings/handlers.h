@@ -25,6 +25,8 @@
   each(sums)                \
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
+  each(activation_quantize)    \
+  each(activation_gradient_quantize) \
   each(norm_quantize)          \
   each(grouped_amax)           \
   each(grouped_quantize)       \

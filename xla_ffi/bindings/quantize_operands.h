@@ -19,7 +19,7 @@ namespace jaxlowprec {
 /// A quantisation as attributes describe it, and where its operands and results begin among a handler's.
 struct QuantizeOperands {
   bool rowwise, columnwise, stochastic;
-  size_t first_operand = 0, first_result = 0;
+  size_t first_operand = 0, first_result = 0, further_results = 0;  // further: after its own
 
   size_t directions() const { return size_t{rowwise} + columnwise; }
   size_t tensors(const Format& format) const {
@@ -41,7 +41,7 @@ ffi::Error read_directions(Engine& engine, const QuantizeOperands& given, const 
   JLP_REQUIRE(!p.rotate_columns || (format.scaling == Scaling::kTwoLevel && !format.tiles));
   JLP_REQUIRE(!p.encode_scale_given || format.scaling == Scaling::kTensor);
   JLP_REQUIRE(args.size() == given.first_operand + given.operands(format));
-  JLP_REQUIRE(results.size() == given.first_result + given.results());
+  JLP_REQUIRE(results.size() == given.first_result + given.results() + given.further_results);
   for (size_t i = 0; i < given.directions(); ++i) {
     const bool is_row = given.rowwise && i == 0;
     QuantizeDirection& direction = is_row ? p.rowwise : p.columnwise;

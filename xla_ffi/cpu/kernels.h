@@ -24,6 +24,8 @@ namespace jaxlowprec {
   each(weight_only, WeightOnlyProblem)              \
   each(activation, ActivationProblem)               \
   each(activation_gradient, ActivationGradientProblem) \
+  each(activation_quantize, ActivationQuantizeProblem) \
+  each(activation_gradient_quantize, ActivationGradientQuantizeProblem) \
   each(norm, NormProblem)                           \
   each(norm_quantize, NormQuantizeProblem)          \
   each(norm_gradient, NormGradientProblem)          \

@@ -31,6 +31,12 @@ inline int64_t cost(const ActivationProblem& p) { return p.batch * p.size * (p.t
 inline int64_t cost(const ActivationGradientProblem& p) {
   return p.batch * p.size * (p.type == ElementType::kBF16 ? 700 : 2000);
 }
+inline int64_t cost(const ActivationQuantizeProblem& p) {
+  return cost(static_cast<const ActivationProblem&>(p)) + cost(p.quantize);
+}
+inline int64_t cost(const ActivationGradientQuantizeProblem& p) {
+  return cost(static_cast<const ActivationGradientProblem&>(p)) + cost(p.quantize[0]) * (p.up ? 2 : 1);
+}
 inline int64_t cost(const NormProblem& p) { return p.batch * p.rows * p.columns * 300; }
 inline int64_t cost(const NormQuantizeProblem& p) { return p.batch * p.rows * p.columns * 300 + cost(p.quantize); }
 inline int64_t cost(const NormGradientProblem& p) { return p.batch * p.rows * p.columns * 500; }

@@ -14,10 +14,12 @@ import jax
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
+from jaxlowprec.layers.fused.quantized_activation import quantized_gradients, quantized_hidden
 from jaxlowprec.layers.normed_input import input_gradients, inputs_of, like_input
 from jaxlowprec.layers.operands import for_both_ways
 from jaxlowprec.layers.product import (
     Input,
+    KeptProduct,
     Product,
     ProductSpec,
     QuantizedKernel,
@@ -91,17 +93,20 @@ def activated(
         if not callable(activation) and isinstance(rows, AllRows):
             a, found = ops.activated(activation, operands, wanted)
             return a, for_both_ways(found)
-        a = called(activation, *operands) if callable(activation) else ops.activated(activation, operands, None)[0]
+        if not callable(activation):
+            a, _ = ops.activated(activation, operands, None)
+        else:
+            a = called(activation, *operands, who="mlp" if isinstance(rows, AllRows) else "grouped_mlp")
         return a, rows.amaxes(a, wanted)
 
 
-def called(activation: Callable[..., Any], *operands: jax.Array) -> jax.Array:
+def called(activation: Callable[..., Any], *operands: jax.Array, who: str = "mlp") -> jax.Array:
     """What a function of the caller gives. Raises ValueError unless it has the operands' shape and dtype."""
     a = activation(*operands)
     found, needed = jax.typeof(a), jax.typeof(operands[0])
     if (found.shape, found.dtype) != (needed.shape, needed.dtype):
         raise ValueError(
-            f"mlp: activation={shown(activation)} gives {found.dtype} {found.shape}; needs {needed.dtype} "
+            f"{who}: activation={shown(activation)} gives {found.dtype} {found.shape}; needs {needed.dtype} "
             f"{needed.shape}, as its operands: cast the result, or compute it elementwise"
         )
     return a
@@ -131,10 +136,23 @@ def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, 
     of_scaling = [state for state, _ in states]
     each = zip(spec.hidden, for_each(spec.hidden, inputs), products, of_scaling, strict=False)
     hidden = [fprop(*arguments)[0] for arguments in each]
-    wanted = amaxes_of_input(spec.down, backward=False)
-    a, amaxes = activated(spec.activation, hidden, wanted, rows_of(spec.down, sizes))
-    given = quantized_input(spec.down, a, of_scaling[-1], sizes=sizes, amaxes=amaxes)
+    given, _ = _input_of_down(spec, hidden, states[-1], sizes, amaxes_of_input(spec.down, backward=False))
     return fprop(spec.down, given, products[-1], of_scaling[-1])[0], further
+
+
+def _input_of_down(
+    spec: MlpSpec, hidden: Sequence[jax.Array], states: States, sizes: Any, find=None, amaxes=None, **wanted: bool
+) -> tuple[Input, Any]:
+    """The activation as the GEMMs of `down` read it, and its amaxes: those that are given, or those to `find`.
+
+    `wanted`: see `quantized_input`.
+    """
+    given = quantized_hidden(spec.activation, spec.down, hidden, states, sizes, **wanted)
+    if given is not None:
+        return given, None
+    a, found = activated(spec.activation, hidden, find, rows_of(spec.down, sizes))
+    amaxes = amaxes or found
+    return quantized_input(spec.down, a, states[0], sizes=sizes, amaxes=amaxes, **wanted), amaxes
 
 
 def _forward(spec: MlpSpec, x, products, states):
@@ -144,8 +162,8 @@ def _forward(spec: MlpSpec, x, products, states):
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
     hidden = tuple(map(product, hidden))
 
-    a, amaxes = activated(spec.activation, hidden, amaxes_of_input(spec.down), rows_of(spec.down, sizes))
-    given = quantized_input(spec.down, a, state, sizes=sizes, backward=probe is not None, amaxes=amaxes)
+    find, watched = amaxes_of_input(spec.down), probe is not None
+    given, amaxes = _input_of_down(spec, hidden, states[-1], sizes, find, backward=watched)
     y, kept_down, _ = forward(spec.down, given, products[-1], states[-1])
 
     of_hidden: Any = hidden
@@ -164,14 +182,14 @@ def _recomputable(
 ) -> tuple[list[Input], list[Product]]:
     """What the forward GEMMs of the hidden layer read, without what they do not read."""
     of_input = zip(spec.hidden, inputs, strict=False)
-    read = [Input(None, each.rowwise, None) if own.fprop else Input(each.x, None, None) for own, each in of_input]
+    inputs = [Input(None, each.rowwise, None) if own.fprop else Input(each.x, None, None) for own, each in of_input]
     of_kernels = [
         Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)), sizes=p.sizes)
         if own.fprop
         else Product(p.w, p.bias, None, p.quantized, sizes=p.sizes)
         for own, p, kernel in zip(spec.hidden, products[:-1], kernels, strict=True)
     ]
-    return [named(each, QUANTIZED_INPUT) for each in read], of_kernels
+    return [named(each, QUANTIZED_INPUT) for each in inputs], of_kernels
 
 
 def _backward(spec: MlpSpec, residuals, gradients):
@@ -180,16 +198,27 @@ def _backward(spec: MlpSpec, residuals, gradients):
     # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
     of_hidden, dy = jax.lax.optimization_barrier((of_hidden, dy))
     hidden = _hidden_again(spec, of_hidden)
-    a, _ = activated(spec.activation, hidden)
-    sizes = kept_down.sizes
-    given = quantized_input(spec.down, a, state, sizes=sizes, forward=False, backward=True, amaxes=amaxes)
-    read = read_by_wgrad(spec.down, given)
-    da, of_down, down_states = backward(spec.down, read, kept_down, dy, hidden[0].dtype)
-    wanted = amaxes_of_gradient(spec.hidden[0]) if sizes is None else None  # `backward` finds those of each group
-    dhidden, found = _activation_gradients(spec.activation, hidden, da, wanted)
+    sizes, states = kept_down.sizes, (state, kept_down.found)
+    given, _ = _input_of_down(spec, hidden, states, sizes, amaxes=amaxes, forward=False, backward=True)
+    a = read_by_wgrad(spec.down, given)
+    da, of_down, down_states = backward(spec.down, a, kept_down, dy, hidden[0].dtype)
+    of_each = _gradients_of_hidden(spec, kept, hidden, da)
     like = like_input(made_from)
-    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, dhidden, like, found)
+    dx, of_products, new_states = backward_of_all(spec.hidden, kept_inputs, kept, like_x=like, **of_each)
     return input_gradients(made_from, dx, of_further), (*of_products, of_down), (*new_states, down_states)
+
+
+def _gradients_of_hidden(
+    spec: MlpSpec, kept: Sequence[KeptProduct], hidden: Sequence[jax.Array], da: jax.Array
+) -> dict[str, Any]:
+    """What `backward_of_all` takes of the gradients of the hidden layer."""
+    found = quantized_gradients(spec.activation, spec.hidden, kept, hidden, da)
+    if found is not None:
+        return {"dys": [None] * len(found), "quantized": found}
+    in_groups = kept[0].sizes is not None  # `backward` finds the amaxes of each
+    wanted = None if in_groups else amaxes_of_gradient(spec.hidden[0])
+    dys, amaxes = _activation_gradients(spec.activation, hidden, da, wanted)
+    return {"dys": dys, "amaxes": amaxes}
 
 
 def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:

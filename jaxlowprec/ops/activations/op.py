@@ -20,6 +20,24 @@ def _rule(operands: int, results: int, amaxes: Amaxes) -> wiring.ShardingRule:
     return wiring.ShardingRule(text, amaxes.reductions, amaxes.whole, **amaxes.sizes)
 
 
+def native_call(kind: str, wanted: Amaxes, x: jax.Array, *up: jax.Array) -> list[jax.Array]:
+    """The activation of matrices by the kernel, and the wanted amaxes of it."""
+    outputs = [(x.shape, x.dtype), *wanted.outputs(x)]
+    return _matrices_call("jaxlowprec_activation", wanted, outputs, x, *up, kind=reference.RULES[kind].name)
+
+
+def native_gradient_call(kind: str, wanted: Amaxes, dy: jax.Array, x: jax.Array, *up: jax.Array) -> list[jax.Array]:
+    """The gradients of the operands by the kernel, and the wanted amaxes of each."""
+    outputs, name = _gradients(wanted, x, *up), "jaxlowprec_activation_gradient"
+    return _matrices_call(name, wanted, outputs, dy, x, *up, kind=reference.RULES[kind].name)
+
+
+def _gradients(wanted: Amaxes, *operands: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of the gradients of operands, and of their amaxes."""
+    x, *_ = operands
+    return [(x.shape, x.dtype)] * len(operands) + wanted.outputs(x) * len(operands)
+
+
 @functools.cache
 def activation_op(kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None):
     """x [..., R, C] and, if it is gated, up -> [..., R, C] in x's dtype, see `reference.activation`; and the amaxes of
@@ -33,15 +51,12 @@ def activation_op(kind: str, implementation: Implementation = None, amaxes: Amax
         y = reference.activation(kind, x, *up)
         return [y, *wanted.reference(y)]
 
-    def run_native(x, *up):
-        return _matrices_call("jaxlowprec_activation", wanted, outputs(x), x, *up, kind=rule.name)
-
     return wiring.define(
         "jaxlowprec_activation",
         rule=_rule(1 + rule.gated, 1, wanted),
         outputs=outputs,
         reference=run_reference,
-        native=run_native,
+        native=functools.partial(native_call, kind, wanted),
         collective=largest_over,
         **choose("activation", implementation),
     )
@@ -53,23 +68,16 @@ def activation_gradient_op(kind: str, implementation: Implementation = None, ama
     the amaxes of the one and of the other, float32 [...] each."""
     rule, wanted = reference.RULES[kind], amaxes or NO_AMAXES
 
-    def outputs(_, x, *up):
-        return [(x.shape, x.dtype)] * (1 + len(up)) + wanted.outputs(x) * (1 + len(up))
-
     def run_reference(dy, x, *up):
         gradients = reference.activation_gradient(kind, dy, x, *up)
         return gradients + [amax for gradient in gradients for amax in wanted.reference(gradient)]
 
-    def run_native(dy, x, *up):
-        name = "jaxlowprec_activation_gradient"
-        return _matrices_call(name, wanted, outputs(dy, x, *up), dy, x, *up, kind=rule.name)
-
     return wiring.define(
         "jaxlowprec_activation_gradient",
         rule=_rule(2 + rule.gated, 1 + rule.gated, wanted),
-        outputs=outputs,
+        outputs=lambda dy, *operands: _gradients(wanted, *operands),
         reference=run_reference,
-        native=run_native,
+        native=functools.partial(native_gradient_call, kind, wanted),
         collective=largest_over,
         **choose("activation", implementation),
     )

@@ -168,6 +168,11 @@ X, KERNELS, BIASES, _ = mlp_operands()
     [
         ({"activation": "relu"}, ValueError, "activation='relu'; needs one of 'geglu'"),
         ({"activation": "gelu"}, ValueError, "3 kernels; activation='gelu' needs 2: up and down"),
+        (
+            {"activation": lambda gate, up: gate[:, :48]},
+            ValueError,
+            r"gives bfloat16 \(150, 48\); needs bfloat16 \(150, 96\)",
+        ),
         ({"saved": "all"}, ValueError, "saved='all'; needs"),
         ({"kernels": KERNELS[0]}, TypeError, "kernels=.*; needs a list or tuple"),
         ({"biases": BIASES[:2]}, ValueError, "biases has 2 elements for 3 kernels"),

@@ -40,19 +40,42 @@ void visit_band(const Problem& p, int64_t batch, int64_t chunk, Run run, Slab sl
   for (int64_t column = first; column < last; column += kPacket) slab(row, column);
 }
 
+/// An activation of some elements from the one at `index` on.
+template <class E, class Rule, bool kGated>
+void activate(const ActivationProblem& p, int64_t index, int64_t count, typename E::Storage* result) {
+  const Values<E, Rule> values;
+  const auto *x = from<E>(p.x, index), *up = from<E>(p.up, index);
+  along_run<E>(count, p.type, [&](auto at) {
+    const F32 value = values.of(at, x);
+    at.store(result, kGated ? value * at.load(up) : value);
+  });
+}
+
+/// Its gradients there; dup is not written without up.
+template <class E, class Rule, bool kGated>
+void activation_gradients(const ActivationGradientProblem& p, int64_t index, int64_t count, typename E::Storage* dx,
+                          typename E::Storage* dup) {
+  const ValuesAndSlopes<E, Rule> values;
+  const auto *dy = from<E>(p.dy, index), *x = from<E>(p.x, index), *up = from<E>(p.up, index);
+  along_run<E>(count, p.type, [&](auto at) {
+    const auto found = values.of(at, x);
+    const F32 d = at.load(dy);
+    if constexpr (kGated) {
+      at.store(dx, (d * at.load(up)) * found.slope);
+      at.store(dup, d * found.value);
+    } else {
+      at.store(dx, d * found.slope);
+    }
+  });
+}
+
 template <class E, class Rule, bool kGated>
 struct ActivationKernel {
   static int64_t chunks_per_matrix(const ActivationProblem& p) { return activation_chunks(p, p.amaxes.wanted()); }
 
   static void chunk(const ActivationProblem& p, int64_t batch, int64_t chunk) {
-    const Values<E, Rule> values;
     const auto run = [&](int64_t index, int64_t count) {
-      const auto *x = from<E>(p.x, index), *up = from<E>(p.up, index);
-      auto* result = from<E>(p.result, index);
-      along_run<E>(count, p.type, [&](auto at) {
-        const F32 value = values.of(at, x);
-        at.store(result, kGated ? value * at.load(up) : value);
-      });
+      activate<E, Rule, kGated>(p, index, count, from<E>(p.result, index));
     };
     if (!p.amaxes.wanted()) return visit_run(p, batch, chunk, run);
     GatheredAmaxes<E> amaxes(p.amaxes);
@@ -68,20 +91,8 @@ struct ActivationGradientKernel {
   static int64_t chunks_per_matrix(const ActivationGradientProblem& p) { return activation_chunks(p, p.of_dx.wanted()); }
 
   static void chunk(const ActivationGradientProblem& p, int64_t batch, int64_t chunk) {
-    const ValuesAndSlopes<E, Rule> values;
     const auto run = [&](int64_t index, int64_t count) {
-      const auto *dy = from<E>(p.dy, index), *x = from<E>(p.x, index), *up = from<E>(p.up, index);
-      auto *dx = from<E>(p.dx, index), *dup = from<E>(p.dup, index);
-      along_run<E>(count, p.type, [&](auto at) {
-        const auto found = values.of(at, x);
-        const F32 d = at.load(dy);
-        if constexpr (kGated) {
-          at.store(dx, (d * at.load(up)) * found.slope);
-          at.store(dup, d * found.value);
-        } else {
-          at.store(dx, d * found.slope);
-        }
-      });
+      activation_gradients<E, Rule, kGated>(p, index, count, from<E>(p.dx, index), from<E>(p.dup, index));
     };
     if (!p.of_dx.wanted()) return visit_run(p, batch, chunk, run);
     GatheredAmaxes<E> of_dx(p.of_dx), of_dup(p.of_dup);

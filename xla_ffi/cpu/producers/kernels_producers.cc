@@ -1,26 +1,13 @@
 // What makes the operands of GEMMs: activations and norms.
 #include "../entry.h"
 #include "activation.h"
+#include "by_activation.h"
 #include "norm.h"
 #include "norm_gradient.h"
 
 namespace jaxlowprec {
 namespace JLP_ISA {
 namespace {
-
-template <template <class, class, bool> class Kernel>
-struct ByActivation {
-  template <class Problem, class Visit>
-  auto operator()(const Problem& p, Visit visit) const {
-    return with_element(p.type, [&](auto element) {
-      return with_rule(p.kind, [&](auto rule) {
-        return with_bool(p.up != nullptr, [&](auto gated) {
-          return visit(Kernel<decltype(element), decltype(rule), decltype(gated)::value>{});
-        });
-      });
-    });
-  }
-};
 
 template <template <class> class Kernel>
 struct ByElement {

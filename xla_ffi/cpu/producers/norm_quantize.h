@@ -52,17 +52,12 @@ struct NormQuantize {
   }
 
   static void rows(const NormQuantizeProblem& p, const Blocks& blocks, const Strip& strip) {
-    const QuantizeProblem& q = p.quantize;
-    const BlockContext context(q, q.rowwise, strip.batch);
     uint8_t* memory = thread_scratch(NormParameters::bytes(p) + p.columns * sizeof(Storage));
     const NormParameters parameters(p, strip.batch, memory);
     Storage* y = reinterpret_cast<Storage*>(memory + NormParameters::bytes(p));
     for (int64_t r = strip.row; r < strip.row + strip.rows; ++r) {
-      const int64_t line = strip.batch * p.rows + r;
-      Row::template found<true>(p, line).write(parameters, 0, p.columns, y);
-      quantize_blocks_of_row<E>(blocks.encoder, y, p.columns, context, q.stochastic() ? context.random.rows[r] : 0,
-                                context.random.sixteens, q.rowwise.data + line * q.format.row_bytes(p.columns),
-                                Blocks::row_scales(q, line, 0));
+      Row::template found<true>(p, strip.batch * p.rows + r).write(parameters, 0, p.columns, y);
+      blocks.along_row(p.quantize, strip.batch, r, 0, p.columns, y);
     }
   }
 };

@@ -28,12 +28,12 @@ struct BlockTile {
         column(column),
         ahead(next(matrix(p, batch), p, more)),
         input(matrix(p, batch), p.rows, p.columns, row, column, 0) {}
-  /// Whose elements are still to be stored. `source`: the matrix that they are made of.
+  /// Whose elements are still to be stored. `source`: the matrix that they are made of; null: others fetch what they need.
   BlockTile(const typename E::Storage* source, const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column)
       : batch(batch),
         row(row),
         column(column),
-        ahead(next(source, p, column + kUnit < p.columns)),
+        ahead(next(source, p, source && column + kUnit < p.columns)),
         input(p.rows, p.columns, row, column) {}
 
   UnitsAhead<E> next(const typename E::Storage* matrix, const QuantizeProblem& p, bool more) const {

@@ -53,12 +53,16 @@ struct QuantizeBlocks {
       start_tensor(wanted, wanted.columnwise, batch, chunk);
     }
     if (!wanted.rowwise.data && !wanted.columnwise.data) return;
-    if (!by_tiles(p)) return run(wanted, batch, chunk);
-    const int64_t across = divide_up(p.columns, kStripColumns), first = chunk % across * kStripColumns;
-    const int64_t row = chunk / across * kColumnTileRows;
-    for (int64_t column = first; column < std::min(first + kStripColumns, p.columns); column += kUnit) {
-      auto& t = *new (scratch()) Tile(wanted, batch, row, column, column + kUnit < first + kStripColumns);
-      finish(wanted, t, [&](int first_row, int rows) { t.input.take(first_row, rows); });
+    if (by_tiles(p)) {
+      visit_tiles(p, chunk, [&](int64_t row, int64_t column, bool more) {
+        auto& t = *new (scratch()) Tile(wanted, batch, row, column, more);
+        finish(wanted, t, [&](int first_row, int rows) { t.input.take(first_row, rows); });
+      });
+    } else {
+      const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
+      RowRuns(p, encoder.stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+        along_row(wanted, batch, row, column, columns, x + row * p.columns + column);
+      });
     }
   }
 
@@ -72,6 +76,26 @@ struct QuantizeBlocks {
   static uint8_t* row_scales(const QuantizeProblem& p, int64_t line, int64_t column) {
     if (p.format.scaling == Scaling::kTensor) return nullptr;
     return p.rowwise.scale + (line * p.format.scale_columns(p.columns) + column / p.format.block) * p.format.scale_bytes();
+  }
+
+  /// Calls visit(row, column, whether the tile to its right follows) for the tiles of a chunk.
+  template <class Visit>
+  static void visit_tiles(const QuantizeProblem& p, int64_t chunk, Visit visit) {
+    const int64_t across = divide_up(p.columns, kStripColumns), first = chunk % across * kStripColumns;
+    const int64_t row = chunk / across * kColumnTileRows, last = std::min(first + kStripColumns, p.columns);
+    for (int64_t column = first; column < last; column += kUnit) visit(row, column, column + kUnit < last);
+  }
+
+  /// `columns` elements of a row from `column` on, whole sixteens before them, quantised rowwise.
+  void along_row(const QuantizeProblem& p, int64_t batch, int64_t row, int64_t column, int64_t columns,
+                 const Storage* x) const {
+    const BlockContext context(p, p.rowwise, batch);
+    const int64_t line = batch * p.rows + row;
+    const bool random = encoder.stochastic;
+    quantize_blocks_of_row<E>(encoder, x, columns, context, random ? context.random.rows[row] : 0,
+                              random ? context.random.sixteens + column / kBlock : nullptr,
+                              p.rowwise.data + line * p.format.row_bytes(p.columns) + encoder.code_bytes(column),
+                              row_scales(p, line, column));
   }
 
   /// A tile of up to 128 rows by kUnit columns, in the wanted directions. fill(first, count) stores so many of its rows.
@@ -103,19 +127,6 @@ struct QuantizeBlocks {
   }
 
  private:
-  void run(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
-    const BlockContext context(p, p.rowwise, batch);
-    const int64_t row_bytes = p.format.row_bytes(p.columns);
-    const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
-    uint8_t* data = p.rowwise.data + batch * p.rows * row_bytes;
-    RowRuns(p, encoder.stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
-      quantize_blocks_of_row<E>(encoder, x + row * p.columns + column, columns, context,
-                                encoder.stochastic ? context.random.rows[row] : 0, context.random.sixteens,
-                                data + row * row_bytes + encoder.code_bytes(column),
-                                row_scales(p, batch * p.rows + row, column));
-    });
-  }
-
   static bool same_tensor(const QuantizeProblem& p, int64_t batch) {
     return p.format.tiles || p.rowwise.tensor[batch] == p.columnwise.tensor[batch];
   }

@@ -1,0 +1,177 @@
+"""Activations and their gradients that are quantised and not stored: for linears, which call this inside of their own
+derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxlowprec import wiring
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.ops.activations import op as activation
+from jaxlowprec.ops.activations import reference
+from jaxlowprec.ops.activations.reference import RULES
+from jaxlowprec.ops.amax.wanted import NO_AMAXES
+from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.quantize import op as quantize
+from jaxlowprec.ops.quantize.op import QuantizeSpec
+from jaxlowprec.ops.quantize.variants import quantized_arrays, random_operands, spec_of
+from jaxlowprec.ops.split_rows import merged_rows
+
+BothWays = tuple[QuantizedArray | None, QuantizedArray | None]
+"""An array quantised rowwise and columnwise; None where it is not wanted."""
+
+
+def can_quantize(fmt: Any) -> bool:
+    """Whether activations and their gradients are quantised to the format without being stored.
+
+    Not where it has a tensor scale: the amax would take a pass of its own.
+    """
+    return not fmt.has_tensor_scale and not fmt.weight_only
+
+
+def quantized_activation(
+    kind: str,
+    fmt: Any,
+    operands: Sequence[jax.Array],
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    words: jax.Array | None = None,
+    rows_split: bool = False,
+    implementation: Implementation = None,
+) -> BothWays:
+    """The activation, quantised in one pass; bytes are those of `activated` and then `quantize` or `quantize_both`.
+
+    On CPUs a pass moves, of each element in 16 bits, 2 bytes of each operand and what it writes; `activated` and
+    `quantize_both` move 4 more.
+
+    Arguments:
+        kind, operands: see `activated`; arrays are [..., S, R, C] with `rows_split`.
+        fmt: of which `can_quantize` is true.
+        rowwise, columnwise: the wanted directions, one at least.
+        words: for stochastic rounding: of the key, uint32 [..., 2], with the operands' batch axes.
+        rows_split: see `quantize`.
+    """
+    first, *_ = operands = wiring.align_varying(*operands)
+    quantized = spec_of(first, fmt, (rowwise, columnwise), None, words is not None, rows_split=rows_split)
+    op = activation_quantize_op(kind, quantized, implementation)
+    return _both_ways(op(*operands, *random_operands(quantized, first, words)), quantized, first)
+
+
+def quantized_activation_gradients(
+    kind: str,
+    fmt: Any,
+    dy: jax.Array,
+    operands: Sequence[jax.Array],
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    rows_split: bool = False,
+    implementation: Implementation = None,
+) -> list[BothWays]:
+    """The gradient of each operand, quantised to nearest in one pass; bytes are those of `activation_gradients` and
+    then `quantize` or `quantize_both`.
+
+    On CPUs a pass moves, of each element in 16 bits, 2 bytes of dy and of each operand, and what it writes; separate
+    ones move 4 more for each operand.
+
+    Arguments:
+        dy: the activation's gradient.
+        kind, fmt, operands, rowwise, columnwise, rows_split: see `quantized_activation`.
+    """
+    dy, *operands = wiring.align_varying(dy, *operands)
+    quantized = spec_of(dy, fmt, (rowwise, columnwise), None, False, rows_split=rows_split)
+    results = activation_gradient_quantize_op(kind, quantized, implementation)(dy, *operands)
+    each = 2 * quantized.directions
+    return [_both_ways(results[i * each : (i + 1) * each], quantized, x) for i, x in enumerate(operands)]
+
+
+def _both_ways(results: Sequence[jax.Array], quantized: QuantizeSpec, like: jax.Array) -> BothWays:
+    found = quantized_arrays(results, [], quantized, like=like)
+    return found[0] if quantized.rowwise else None, found[-1] if quantized.columnwise else None
+
+
+@functools.cache
+def activation_quantize_op(kind: str, quantized: QuantizeSpec, implementation: Implementation = None):
+    """The operands of `activation_op`, and those of `quantize_op` beside its x -> the results of `quantize_op` for the
+    activation. `quantized` is of a format without a tensor scale."""
+
+    def run_reference(*operands):
+        return [reference.activation(kind, *operands)]
+
+    native = functools.partial(activation.native_call, kind, NO_AMAXES)
+    counts = 1 + RULES[kind].gated, 1
+    return _define("jaxlowprec_activation_quantize", kind, quantized, counts, run_reference, native, implementation)
+
+
+@functools.cache
+def activation_gradient_quantize_op(kind: str, quantized: QuantizeSpec, implementation: Implementation = None):
+    """The operands of `activation_gradient_op` -> the results of `quantize_op` for the gradient of x and, if it is
+    gated, for that of up. `quantized` is of a format without a tensor scale, and to nearest."""
+    run_reference = functools.partial(reference.activation_gradient, kind)
+    native = functools.partial(activation.native_gradient_call, kind, NO_AMAXES)
+    counts = 2 + RULES[kind].gated, 1 + RULES[kind].gated
+    name = "jaxlowprec_activation_gradient_quantize"
+    return _define(name, kind, quantized, counts, run_reference, native, implementation)
+
+
+def _define(
+    name: str,
+    kind: str,
+    quantized: QuantizeSpec,
+    counts: tuple[int, int],
+    make: Callable[..., Sequence[jax.Array]],
+    native: Callable[..., Sequence[jax.Array]],
+    implementation: Implementation,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The op that makes arrays and quantises each.
+
+    Arguments:
+        counts: of the arrays that they are made of, and of those that are made.
+        make, native: make them, in pure JAX and by a kernel that stores them.
+    """
+    operands, results = counts
+    rule = quantize.rule_of(quantized)
+    rows = f"{rule.lines} {rule.columns}"
+    of_matrix = dataclasses.replace(quantized, rows_split=False)
+
+    def on_matrices(body):
+        """The body, which takes matrices, on tensors whose rows may be split."""
+
+        def run(x, *rest):
+            if not quantized.rows_split:
+                return body(x, *rest)
+            merged, *random = quantize.merged(quantized, x, *rest[operands - 1 :])
+            found = body(merged, *map(merged_rows, rest[: operands - 1]), *random)
+            each = len(found) // results
+            parts = [quantize.in_parts(quantized, x, found[i * each : (i + 1) * each]) for i in range(results)]
+            return [array for part in parts for array in part]
+
+        return run
+
+    def run_separately(make, quantize_one):
+        def run(*args):
+            made = make(*args[:operands])
+            return [array for y in made for array in quantize_one(of_matrix, y, *args[operands:])]
+
+        return run
+
+    def run_native(x, *rest):
+        found = [jax.ShapeDtypeStruct(*result) for result in quantize.shapes(of_matrix, x)] * results
+        attributes = {"kind": RULES[kind].name, "gated": RULES[kind].gated, **quantized.attributes}
+        return jax.ffi.ffi_call(name, found)(x, *rest, **attributes)
+
+    bodies = {"cpu": run_native, "cuda": run_separately(native, quantize.native_call)}
+    return wiring.define(
+        name,
+        rule=rule.of_op([rows] * operands, rule.results * (results - 1)),
+        outputs=lambda x, *_: quantize.shapes(quantized, x) * results,
+        reference=on_matrices(run_separately(make, quantize.reference_call)),
+        native={platform: on_matrices(body) for platform, body in bodies.items()},
+        **choose("activation", implementation),
+    )
