@@ -9,7 +9,7 @@ from jaxlowprec.arguments import is_one_of, shown
 from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.recipes.fields import backward_override, check_field, flag
-from jaxlowprec.recipes.roles import BackwardOverride, MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, MMParams, QParams, Recipe, Role, Roles
 
 Fp8Format = Literal["E4M3", "HYBRID"]
 
@@ -69,6 +69,9 @@ class NVFP4BlockScaling(Recipe):
         disable_stochastic_rounding: gradients round to nearest.
         disable_2d_quantization: weights have 1x16 blocks, and are quantised separately for fprop and dgrad.
         backward_override: see `Recipe`.
+        forward_override: "high_precision": fprop reads the original operands, in the input's dtype; dgrad and wgrad are
+            quantised as ever. For the last steps of a run, see `recipe_schedule`. For other recipes, give
+            `PerGemm` no recipe for fprop: `PerGemm(dgrad=recipe, wgrad=recipe)`.
 
     The default of a flag is 0, unless the environment sets it when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
     JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION,
@@ -76,7 +79,8 @@ class NVFP4BlockScaling(Recipe):
 
     Raises:
         TypeError: a field that is not listed here, or is not a bool.
-        ValueError: an environment variable that is neither 0 nor 1.
+        ValueError: an environment variable that is neither 0 nor 1; an override that does not exist; or both overrides,
+            so that nothing would be quantised.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
     """
@@ -85,11 +89,19 @@ class NVFP4BlockScaling(Recipe):
     disable_stochastic_rounding: bool = flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
     disable_2d_quantization: bool = flag("NVFP4_DISABLE_2D_QUANTIZATION")
     backward_override: BackwardOverride = backward_override()
+    forward_override: ForwardOverride = None
 
     def __post_init__(self):
         check_common(self)
         for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
             check_field(self, field, (True, False))
+        check_field(self, "forward_override", (None, "high_precision"))
+        if self.forward_override is not None and self.backward_override is not None:
+            raise ValueError(
+                f"NVFP4BlockScaling: forward_override={self.forward_override!r} and backward_override="
+                f"{self.backward_override!r}, so nothing would be quantised; give one of them, or no recipe "
+                "(recipe=None, autocast(enabled=False))"
+            )
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
@@ -98,6 +110,7 @@ class NVFP4BlockScaling(Recipe):
             Role(NVFP4(), hadamard=rotation),
             Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16))),
             Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", rotation),
+            fprop=self.forward_override,
         )
 
 
