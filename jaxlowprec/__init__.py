@@ -36,6 +36,7 @@ from jaxlowprec.recipes.per_gemm import PerGemm
 from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.recipes.roles import MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.schedules import RecipeSchedule, recipe_schedule
 from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
     Float8BlockScaling,
@@ -76,6 +77,7 @@ __all__ = [
     "QuantizedKernel",
     "QuantizerRole",
     "Recipe",
+    "RecipeSchedule",
     "Role",
     "Roles",
     "Supported",
@@ -115,6 +117,7 @@ __all__ = [
     "quantize_matmuls",
     "quantize_params",
     "ragged_dot",
+    "recipe_schedule",
     "relu_squared",
     "rms_norm",
     "scaled_matmul",

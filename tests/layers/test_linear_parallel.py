@@ -200,7 +200,7 @@ def test_explicit_mode(parallelism):
 
 @by_axis_type
 @pytest.mark.parametrize("name", often(["fsdp"], ["fsdp", "column", "row", "data, fsdp, tensor"]))
-def test_fprop_in_high_precision_leaves_the_bytes_of_the_other_gemms(name, axis_type):
+def test_fprop_in_high_precision_leaves_the_other_gemms_bytes(name, axis_type):
     p, recipe = PARALLELISMS[name], jlp.NVFP4BlockScaling(forward_override="high_precision")
     (y, *gradients), _ = on_mesh(recipe, p, axis_type)
     expected = on_one_device(recipe, p.kernel)

@@ -79,7 +79,7 @@ class TestLayers:
         found = measured(functools.partial(loss, recipe=recipe), PARAMS, X)
         assert list(found["up"]) == ["input rowwise", "weight columnwise", "fprop"]
 
-    def test_of_a_forward_pass_in_high_precision_there_are_the_other_gemms(self):
+    def test_of_fprop_in_high_precision_the_other_gemms_are_there(self):
         recipe = jlp.NVFP4BlockScaling(forward_override="high_precision")
         found = measured(functools.partial(loss, recipe=recipe), PARAMS, X)["up"]
         assert list(found) == [name for name in ALL if name not in ("input rowwise", "weight columnwise", "fprop")]

@@ -155,6 +155,7 @@ STATIC = {
     "Role": jlp.Role(jlp.NVFP4()),
     "Roles": jlp.Roles(None, jlp.Role(jlp.MXFP8()), None),
     "Custom": jlp.Custom(lambda role: jlp.MXFP8()),
+    "phases": {0: jlp.NVFP4BlockScaling(), 16: None},
     "PerGemm": jlp.PerGemm(jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()),
 }
 FRESH = {"count()": itertools.count, "a generator": lambda: (n for n in (1, 16)), "an iterator": lambda: iter((1, -1))}

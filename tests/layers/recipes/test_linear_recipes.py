@@ -170,14 +170,14 @@ class TestForwardOverride:
     recipe = jlp.NVFP4BlockScaling(forward_override="high_precision")
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    def test_fprop_is_in_high_precision_and_gradients_are_the_recipes(self, dtype):
+    def test_only_fprop_is_in_high_precision(self, dtype):
         x, dy = self.x.astype(dtype), self.dy.astype(dtype)
         y, *gradients = run(self.recipe, x, self.w, dy, key=KEY)
         assert y.dtype == x.dtype
         assert_is_product(y, *(np.asarray(v).astype(np.float64) for v in (x, self.w.astype(dtype))))
         assert_same_bytes(gradients, run(self.plain, x, self.w, dy, key=KEY)[1:])
 
-    def test_two_gemms_are_quantised_and_an_evaluation_calls_no_kernel(self):
+    def test_an_evaluation_calls_no_kernel_and_a_step_two_gemms(self):
         calls = native_calls(functools.partial(run, self.recipe), self.x, self.w, self.dy)
         assert (calls["jaxlowprec_quantize"], calls["jaxlowprec_scaled_matmul"]) == (3, 2)
         assert not native_calls(functools.partial(jlp.linear, recipe=self.recipe), self.x, self.w)
