@@ -22,6 +22,7 @@ from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
 from jaxlowprec.models.accumulation import accumulate_gradients
 from jaxlowprec.models.find_policy import Policy, find_policy
+from jaxlowprec.models.oscillation import OsciReset
 from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
 from jaxlowprec.ops.dequantize.api import dequantize
@@ -69,6 +70,7 @@ __all__ = [
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "OsciReset",
     "PerGemm",
     "PerLayer",
     "Policy",

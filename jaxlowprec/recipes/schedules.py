@@ -117,7 +117,7 @@ def _first_step(given: Any, total: int | None) -> int:
     if step < 0:
         raise ValueError(needs)
     if total is not None and step >= total:
-        raise ValueError(f"{_WHO}: a phase begins at step {shown(step)}, but the run has {total} steps")
+        raise ValueError(f"{_WHO}: a phase begins at step {shown(step)} of {total} steps; needs an earlier step")
     return step
 
 

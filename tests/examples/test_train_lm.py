@@ -101,7 +101,7 @@ def test_a_killed_run_resumes_where_its_checkpoint_was(text, tmp_path):
     [
         (("--recipe", "fp3"), "--recipe fp3: needs one of bf16"),
         (("--recipe", "nvfp4:0.8"), "--recipe nvfp4:0.8: needs one of bf16, .* or several with the steps"),
-        (("--recipe", "nvfp4:9:bf16", "--steps", "9"), "a phase begins at step 9, but the run has 9 steps"),
+        (("--recipe", "nvfp4:9:bf16", "--steps", "9"), "a phase begins at step 9 of 9 steps; needs an earlier step"),
         (("--recipe", "bf16:5:fp8_delayed", "--steps", "9"), "begin with it, or use Float8CurrentScaling"),
         (("--steps", "0"), "need 1 or more"),
         (("--text", "/no/such/folder"), "no such file or folder"),

@@ -94,6 +94,12 @@ def test_the_schedule_of_the_documents_compiles_once_a_phase():
     assert names["schedule"].next_change(0) == 8 and jax.numpy.isfinite(names["w"]).all()
 
 
+def test_the_oscillating_weight_of_the_documents_settles():
+    names = {}
+    exec(programs("docs/how-to/recipes.md")[6], names)
+    assert names["at_the_end_of_the_window"] == 1.5
+
+
 def test_the_recipe_of_the_documents_leaves_out_what_it_says():
     names = {"jlp": jlp}
     exec(programs("docs/how-to/recipes.md")[2], names)

@@ -159,7 +159,7 @@ class TestMistakes:
                 "a phase begins at 1.0; needs a step, or with total_steps a share",
             ),
             ({0: NVFP4, float("nan"): MXFP8}, 10, ValueError, "a phase begins at nan"),
-            ({0: NVFP4, 10: MXFP8}, 10, ValueError, "a phase begins at step 10, but the run has 10 steps"),
+            ({0: NVFP4, 10: MXFP8}, 10, ValueError, "a phase begins at step 10 of 10 steps; needs an earlier"),
             ({0: NVFP4, 0.01: MXFP8}, 10, ValueError, r"phases begin at steps \[0, 0\]"),
         ],
     )

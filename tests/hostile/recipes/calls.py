@@ -102,6 +102,7 @@ def _nnx_moe(x, tape=None, **arguments):
 _MOE = ("top_k", "num_experts", "gated", "normalize", "scoring", "load_balance_coef", "expert_axis", "recipe", "name")
 _DIMENSIONS = "(((1,), (0,)), ((), ()))"
 _DENSE = flax.linen.Dense(4)
+_RESET = jlp.OsciReset(jlp.NVFP4BlockScaling(), every=8, window=4)
 _AFRESH, _ROUTED = moe.RoutingTape.afresh, moe.RoutingTape.from_routed_experts
 
 CALLS = (
@@ -123,6 +124,14 @@ CALLS = (
     ),
     _call(_used(jlp.PerGemm), "linear", others=("fprop", "dgrad", "wgrad"), name="PerGemm"),
     _call(jlp.recipe_schedule, phases="phases"),
+    _made(jlp.OsciReset, recipe="NVFP4BlockScaling()"),
+    _call(
+        lambda params, step: _RESET.update(params, _RESET.init({"up": value("x")}), step),
+        "OsciReset",
+        name="update",
+        params="parameters",
+        step="3",
+    ),
     _call(
         lambda recipe, step, total_steps: jlp.recipe_schedule({0: recipe}, total_steps).at(step),
         "RecipeSchedule",

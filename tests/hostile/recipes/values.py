@@ -131,6 +131,7 @@ def arrays():
     found |= {"as MXFP8": dataclasses.replace(q, format=jlp.MXFP8()), "without data": dataclasses.replace(q, data=3)}
     found |= {"codes": found["in MXFP8 E4M3 1x32"].data, "scales": found["in MXFP8 E4M3 1x32"].scale}
     found["swizzled scales"] = jlp.layouts.gemm_scales(found["in MXFP8 E4M3 1x32"])
+    found["parameters"] = {"up": x}
     found["model"] = jlp.nnx.Linear(32, 8, rngs=nnx.Rngs(0))
     found["kernel"] = jlp.quantize_kernel(x.T, jlp.NVFP4BlockScaling())
     found["dispatch"] = moe.dispatch(jnp.zeros((16, 2), jnp.int32), 4)
