@@ -14,9 +14,9 @@ import dataclasses
 from flax import nnx
 from lm.data import Batches
 from lm.model import SIZES, loss
+from lm.recipes import RECIPES
 from lm.study import BASELINES, arguments, parsed, print_gaps, results_of, settings_of, summarize, write
 from lm.training import ONE_DEVICE, Run, Schedule, initial_parameters, make_steps, optimizer
-from train_lm import RECIPES
 
 import jaxlowprec as jlp
 

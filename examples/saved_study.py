@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 
 from lm.model import SIZES
+from lm.recipes import RECIPES
 from lm.study import BASELINES, arguments, parsed, print_gaps, results_of, settings_of, summarize, write
 from lm.training import Run
-from train_lm import RECIPES
 
 
 def main() -> None:

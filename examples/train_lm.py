@@ -1,6 +1,7 @@
 """Trains a small byte-level language model under one or more recipes and compares them with bf16.
 
     python examples/train_lm.py --recipe bf16,nvfp4 --steps 400 --out runs/demo
+    python examples/train_lm.py --recipe bf16,nvfp4,nvfp4:0.8:nvfp4-bf16-forward    # bf16 forward passes from 80 % on
     python examples/train_lm.py --experts 8 --top-k 2               # a mixture of experts in each block
     python examples/train_lm.py --mesh data=2,fsdp=2,tensor=2      # over eight devices
 
@@ -18,31 +19,17 @@ import jax
 from lm import mesh, processes
 from lm.data import Batches, read_text
 from lm.model import SIZES
+from lm.recipes import NEEDS, recipes_of, run_named
 from lm.report import add_gaps, table, write
 from lm.training import Run, Schedule, train
 
-import jaxlowprec as jlp
-
 TELEMETRY = "record what quantisation does every so many steps (default 10), for jaxlowprec report and watch"
-RECIPES = {
-    "bf16": lambda: None,
-    "nvfp4": jlp.NVFP4BlockScaling,
-    "nvfp4-no-rht": lambda: jlp.NVFP4BlockScaling(disable_rht=True),
-    "nvfp4-no-sr": lambda: jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "nvfp4-no-2d": lambda: jlp.NVFP4BlockScaling(disable_2d_quantization=True),
-    "mxfp8": jlp.MXFP8BlockScaling,
-    "fp8_block": jlp.Float8BlockScaling,
-    "fp8_current": jlp.Float8CurrentScaling,
-    "fp8_delayed": jlp.DelayedScaling,
-    "int4_qat": jlp.Int4QAT,
-    "nvfp4_qat": lambda: jlp.WeightQAT(jlp.NVFP4()),
-}
 
 
 def arguments() -> argparse.Namespace:
     """Parses and checks the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="bf16,nvfp4", help=f"one or more, with commas, of {', '.join(RECIPES)}")
+    parser.add_argument("--recipe", default="bf16,nvfp4", help=f"with commas, each {NEEDS}")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--batch", type=int, default=8, help="windows of the context's length in a step")
@@ -63,8 +50,6 @@ def arguments() -> argparse.Namespace:
     processes.add_arguments(parser)
     options = parser.parse_args()
     names = options.recipe.split(",")
-    if unknown := [n for n in names if n not in RECIPES]:
-        parser.error(f"--recipe {unknown[0]}: needs one or more of {', '.join(RECIPES)}")
     if options.steps < 1 or options.batch < 1 or options.checkpoint_every < 1:
         parser.error("--steps, --batch and --checkpoint-every need 1 or more")
     if options.telemetry < 0:
@@ -73,13 +58,12 @@ def arguments() -> argparse.Namespace:
         parser.error("--bf16-first and --bf16-last need 0 or more")
     if options.experts < 0 or (options.experts and not 1 <= options.top_k <= options.experts):
         parser.error(f"--experts {options.experts} --top-k {options.top_k}: needs 1 <= top-k <= experts")
-    if options.experts and "fp8_delayed" in names:
+    if options.experts and "fp8_delayed" in recipes_of(names):
         parser.error("--recipe fp8_delayed: has no place for experts, whose amaxes differ; fp8_current has")
     if options.sequence_parallel and not options.mesh:
         parser.error("--sequence-parallel needs --mesh with tensor=N")
     if not options.resume and list(options.out.glob("*/checkpoints/[0-9]*")):
         parser.error(f"--out {options.out}: has checkpoints; --resume goes on from them, another --out starts anew")
-    options.names = names
     options.config = dataclasses.replace(
         SIZES[options.size],
         high_precision_first=options.bf16_first,
@@ -87,6 +71,10 @@ def arguments() -> argparse.Namespace:
         experts=options.experts,
         top_k=options.top_k,
     )
+    try:
+        options.runs = [run_named(name, options.steps) for name in names]
+    except ValueError as error:
+        parser.error(f"--recipe {error}")
     try:
         processes.check(options)
         options.layout = layout(options)
@@ -118,16 +106,15 @@ def main() -> None:
         telemetry_every=options.telemetry,
     )
     batches = Batches(read_text(options.text), options.batch, config.context, options.seed, where.rows(options.batch))
-    runs = [Run(name, RECIPES[name]()) for name in options.names]
-    if "bf16" in options.names and len(runs) > 1 and not options.no_noise_floor:
-        runs.insert(options.names.index("bf16") + 1, Run("bf16 perturbed", perturbation=1e-4))
+    runs, names = list(options.runs), [run.name for run in options.runs]
+    if "bf16" in names and len(runs) > 1 and not options.no_noise_floor:
+        runs.insert(names.index("bf16") + 1, Run("bf16 perturbed", perturbation=1e-4))
     first = jax.process_index() == 0
     if first:
         print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
     with processes.naming_the_dead(options):
         results = [
-            train(run, config, schedule, batches, options.out / run.name.replace(" ", "-"), options.resume, where)
-            for run in runs
+            train(run, config, schedule, batches, options.out / run.folder, options.resume, where) for run in runs
         ]
     if not first:
         return
@@ -137,8 +124,8 @@ def main() -> None:
     write(results, settings, options.out)
     print(f"\nreport: {options.out / 'report.json'}   picture: {options.out / 'loss.png'}")
     if options.telemetry:
-        named = [str(options.out / name) for name in options.names]
-        floor = [f"--noise-floor {options.out / run.name.replace(' ', '-')}" for run in runs if run.perturbation]
+        named = [str(options.out / run.folder) for run in options.runs]
+        floor = [f"--noise-floor {options.out / run.folder}" for run in runs if run.perturbation]
         print("telemetry: jaxlowprec report", *named, *floor)
 
 

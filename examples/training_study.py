@@ -10,9 +10,8 @@ whose initial parameters are changed by 1e-4: smaller gaps say nothing.
 from __future__ import annotations
 
 from lm.model import SIZES
+from lm.recipes import NEEDS, RECIPES, TAIL, run_named
 from lm.study import BASELINES, arguments, parsed, print_gaps, results_of, settings_of, summarize, write
-from lm.training import Run
-from train_lm import RECIPES
 
 DEFAULT = "nvfp4"  # the whole recipe, trained at every length; all other recipes only at --ablation-steps
 
@@ -20,15 +19,23 @@ DEFAULT = "nvfp4"  # the whole recipe, trained at every length; all other recipe
 def main() -> None:
     """Trains the missing runs, and prints and writes the summary."""
     parser = arguments(__doc__, "runs/study")
-    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=[n for n in RECIPES if n != "bf16"])
+    every = [*(name for name in RECIPES if name != "bf16"), TAIL]
+    parser.add_argument("--recipe", nargs="+", default=every, help=f"each {NEEDS}")
     parser.add_argument("--steps", nargs="+", type=int, default=[400, 1000])
     parser.add_argument("--ablation-steps", nargs="*", type=int, default=[400, 1000], help="lengths to ablate at")
     options, text = parsed(parser)
     config, runs = SIZES[options.size], []
-    for steps in options.steps:
-        names = [name for name in options.recipe if name == DEFAULT or steps in options.ablation_steps]
-        sides = [*BASELINES, *(Run(name, RECIPES[name]()) for name in names)]
-        runs += results_of(options, text, steps, [(run, config) for run in sides])
+    try:
+        sides = {
+            steps: [
+                run_named(name, steps) for name in options.recipe if name == DEFAULT or steps in options.ablation_steps
+            ]
+            for steps in options.steps
+        }
+    except ValueError as error:
+        parser.error(f"--recipe {error}")
+    for steps, named in sides.items():
+        runs += results_of(options, text, steps, [(run, config) for run in (*BASELINES, *named)])
     summary = summarize(runs)
     print_gaps(summary)
     settings = settings_of(options, config, runs[0]["parameters"], text)

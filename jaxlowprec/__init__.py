@@ -22,6 +22,7 @@ from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
 from jaxlowprec.models.accumulation import accumulate_gradients
 from jaxlowprec.models.find_policy import Policy, find_policy
+from jaxlowprec.models.oscillation import OsciReset
 from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
 from jaxlowprec.ops.dequantize.api import dequantize
@@ -36,6 +37,7 @@ from jaxlowprec.recipes.per_gemm import PerGemm
 from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.recipes.roles import MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.schedules import RecipeSchedule, recipe_schedule
 from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
     Float8BlockScaling,
@@ -68,6 +70,7 @@ __all__ = [
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "OsciReset",
     "PerGemm",
     "PerLayer",
     "Policy",
@@ -76,6 +79,7 @@ __all__ = [
     "QuantizedKernel",
     "QuantizerRole",
     "Recipe",
+    "RecipeSchedule",
     "Role",
     "Roles",
     "Supported",
@@ -115,6 +119,7 @@ __all__ = [
     "quantize_matmuls",
     "quantize_params",
     "ragged_dot",
+    "recipe_schedule",
     "relu_squared",
     "rms_norm",
     "scaled_matmul",

@@ -56,6 +56,7 @@ RECIPES = {
     "nvfp4_qat": jlp.WeightQAT(jlp.NVFP4()),
     "nvfp4_qat 2d": jlp.WeightQAT(jlp.NVFP4((16, 16))),
     "mxfp8_qat clipped": jlp.WeightQAT(jlp.MXFP8(scale_rule="floor"), ste="clipped"),
+    "high precision forward": jlp.NVFP4BlockScaling(forward_override="high_precision"),
     "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),
     "dequantized backward": jlp.MXFP8BlockScaling(backward_override="dequantized"),
     "gradients only": jlp.Custom(of_gradients),

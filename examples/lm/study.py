@@ -53,7 +53,7 @@ def results_of(
         schedule = Schedule(steps, options.learning_rate, options.batch, seed, checkpoint_every=steps)
         results = []
         for run, config in sides:
-            folder = options.out / f"{steps}-{seed}-{run.name.replace(', ', '-').replace(' ', '-')}"
+            folder = options.out / f"{steps}-{seed}-{run.folder}"
             if not (folder / "result.json").exists():
                 batches = Batches(text, options.batch, config.context, seed)
                 result = train(run, config, schedule, batches, folder, resume=False)

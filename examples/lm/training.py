@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 import time
 from typing import Any
@@ -28,14 +29,23 @@ class Run:
     """One run of a comparison.
 
     Attributes:
-        name: the name of its folder and of its row in the report.
-        recipe: the recipe; None is bf16.
+        name: the name of its row in the report.
+        recipe: the recipe, or that of each step; None is bf16.
         perturbation: relative size of a random change of the initial parameters: 0, or 1e-4 for the noise floor.
     """
 
     name: str
-    recipe: jlp.Recipe | None = None
+    recipe: jlp.Recipe | jlp.RecipeSchedule | None = None
     perturbation: float = 0.0
+
+    def at(self, step: int) -> jlp.Recipe | None:
+        """The recipe of a step."""
+        return self.recipe.at(step) if isinstance(self.recipe, jlp.RecipeSchedule) else self.recipe
+
+    @property
+    def folder(self) -> str:
+        """The name as that of a folder."""
+        return re.sub("[, :]+", "-", self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,7 @@ def optimizer(schedule: Schedule) -> optax.GradientTransformation:
 def initial_parameters(config: Config, run: Run, seed: int, layout: Layout) -> tuple[nnx.GraphDef, Any]:
     """The model's structure and its parameters, the same for all runs of a seed except for the perturbation.
 
-    They are made in the recipe's scope, so that delayed scaling's state is made with the parameters.
+    They are made in the scope of the first recipe, so that delayed scaling's state is made with the parameters.
     """
 
     def model():
@@ -85,7 +95,7 @@ def initial_parameters(config: Config, run: Run, seed: int, layout: Layout) -> t
         leaves = [p * (1 + run.perturbation * jax.random.normal(k, p.shape)) for p, k in zip(leaves, keys, strict=True)]
         return jax.tree.unflatten(structure, leaves)
 
-    with recipe_context(run.recipe):
+    with recipe_context(run.at(0)):
         return nnx.split(nnx.eval_shape(model), nnx.Param)[0], layout.create(parameters)
 
 
@@ -213,32 +223,35 @@ def _train(run, config, schedule, batches, folder, resume, layout, recorder) -> 
         parameters, state, losses, loads = checkpoints.restore(parameters, state)
 
     first, tokens_per_step, compile_seconds = len(losses), schedule.batch * config.context, 0.0
-    saved = saved_bytes(graph, parameters, run.recipe, (schedule.batch, config.context + 1))
+    saved = saved_bytes(graph, parameters, run.at(0), (schedule.batch, config.context + 1))
     quiet = {"mininterval": 0.2 if sys.stderr.isatty() else 10.0, "disable": jax.process_index() > 0}
     bar = tqdm(
         range(first, schedule.steps), initial=first, total=schedule.steps, desc=f"{run.name:>14}", unit="step", **quiet
     )
-    with recipe_context(run.recipe):
-        for step in bar:
-            started = time.perf_counter()
-            batch = layout.place(batches.train(step), schedule.batch)
+    compiled_for = set()
+    for step in bar:
+        started, recipe = time.perf_counter(), run.at(step)
+        batch = layout.place(batches.train(step), schedule.batch)
+        with recipe_context(recipe):
             parameters, state, value = step_function(parameters, state, batch, step)
-            value, found = (value, None) if recorder is None else value
-            if config.experts:
-                value, load = value
-                loads.append(float(load))
-            losses.append(float(value))
-            if recorder is not None:
-                recorder.record(step, found, loss=losses[-1])
-            times.append(time.perf_counter() - started)
-            if step == first:
-                compile_seconds = times.pop()
-            elif len(times) % 10 == 0:
-                load = f"largest load {loads[-1]:.2f}, " if loads else ""
-                speed = tokens_per_step / np.median(times[-50:])
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {load}{speed:,.0f} tokens/s")
-            if len(losses) % schedule.checkpoint_every == 0 or len(losses) == schedule.steps:
-                checkpoints.save(parameters, state, losses, loads)
+        value, found = (value, None) if recorder is None else value
+        if config.experts:
+            value, load = value
+            loads.append(float(load))
+        losses.append(float(value))
+        if recorder is not None:
+            recorder.record(step, found, loss=losses[-1])
+        times.append(time.perf_counter() - started)
+        if recipe not in compiled_for:
+            compiled_for.add(recipe)
+            compile_seconds += times.pop()
+        elif len(times) % 10 == 0:
+            load = f"largest load {loads[-1]:.2f}, " if loads else ""
+            speed = tokens_per_step / np.median(times[-50:])
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {load}{speed:,.0f} tokens/s")
+        if len(losses) % schedule.checkpoint_every == 0 or len(losses) == schedule.steps:
+            checkpoints.save(parameters, state, losses, loads)
+    with recipe_context(run.at(schedule.steps - 1)):
         validation = [
             float(evaluate(parameters, layout.place(batch, schedule.batch)))
             for batch in batches.validate(schedule.validation_batches)

@@ -14,23 +14,20 @@ such weights; `quantize_matmuls` makes any function take them. NNX models have `
 from __future__ import annotations
 
 import difflib
-import math
-import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arguments import shown, whole_number
-from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.low_rank import Adapter, LoRAKernel, check_adapter, checked_alpha, new_adapter
+from jaxlowprec.models.kernels import chosen_weights, is_weight, is_whole, listed, matrices, weights
 from jaxlowprec.models.layer_names import layer_name
-from jaxlowprec.models.transform.weights import has_matrices
-from jaxlowprec.ops.checks import FLOATS, float_dtype
+from jaxlowprec.ops.checks import float_dtype
 from jaxlowprec.ops.quantize.keys import check_key
-from jaxlowprec.recipes.fields import check_pattern, check_patterns, is_chosen
+from jaxlowprec.recipes.fields import check_patterns, is_chosen
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE
 
 __all__ = ["Adapter", "LoRAKernel", "apply", "init", "merge"]
@@ -87,20 +84,13 @@ def init(
     alpha = checked_alpha(who, alpha, rank)
     dtype = float_dtype(who, "dtype", dtype)
     chosen = check_patterns(who, "include", include), check_patterns(who, "exclude", exclude)
+    by = f"include={shown(include)} and exclude"
     adapters: dict[str, Adapter] = {}
-    names = []
-    for name, leaf in _weights(params):
-        names.append(name)
-        if not is_chosen(name, *chosen):
-            continue
-        if name in adapters:
-            raise ValueError(f"{who}: two weights have the name {name!r}; rename one, or leave it out with exclude=")
-        batch, k, n = _matrices(who, name, leaf, axes or {})
+    for name, leaf in chosen_weights(who, params, lambda name, _: is_chosen(name, *chosen), by).items():
+        batch, k, n = matrices(who, name, leaf, axes or {})
         adapters[name] = new_adapter(
             jax.random.fold_in(key, zlib.crc32(name.encode())), (*batch, k, n), rank, alpha, dtype
         )
-    if not adapters:
-        raise ValueError(f"{who}: include={shown(include)} and exclude leave none of the weights {_listed(names)}")
     return adapters
 
 
@@ -135,69 +125,22 @@ def merge(params: Any, adapters: Adapters, dtype: Any = None) -> Any:
     return _adapted("lora.merge", params, adapters, lambda kernel: kernel.merged(dtype))
 
 
-def _weights(params: Any) -> Iterator[tuple[str, Any]]:
-    """The names of the layers, and their weights."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_whole):
-        name = layer_name(path)
-        if _is_weight(leaf) and name.rpartition("/")[2] != "bias":
-            yield name, leaf
-
-
-def _is_whole(node: Any) -> bool:
-    return isinstance(node, QuantizedArray | LoRAKernel)
-
-
-def _is_weight(leaf: Any) -> bool:
-    is_matrix = getattr(leaf, "dtype", None) in FLOATS and has_matrices(leaf.shape)
-    return isinstance(leaf, QuantizedArray) or (is_matrix and not isinstance(leaf, LoRAKernel))
-
-
-def _matrices(
-    who: str, name: str, weight: Any, axes: Mapping[str, tuple[int, int]]
-) -> tuple[tuple[int, ...], int, int]:
-    """The sizes of a weight's matrices: the batch shape, K and N."""
-    batch, contracted = weight.ndim - 2, 1
-    for pattern, given in axes.items():
-        check_pattern(f"{who}: axes", pattern)
-        if not isinstance(weight, QuantizedArray) and re.fullmatch(pattern, name):
-            batch, contracted = _numbers(who, pattern, given)
-            break
-    shape = weight.shape
-    if batch < 0 or contracted < 1 or batch + contracted >= len(shape):
-        raise ValueError(
-            f"{who}: axes={(batch, contracted)} for {name!r} of shape {shape}; needs batch axes, contracted axes and "
-            "at least one more"
-        )
-    return shape[:batch], math.prod(shape[batch : batch + contracted]), math.prod(shape[batch + contracted :])
-
-
-def _numbers(who: str, pattern: str, given: Any) -> tuple[int, int]:
-    """How many axes are batch axes, and how many are contracted."""
-    if not isinstance(given, tuple | list) or len(given) != 2 or not all(type(n) is int for n in given):
-        raise TypeError(f"{who}: axes[{pattern!r}]={shown(given)}; needs two whole numbers, such as (0, 1)")
-    return given[0], given[1]
-
-
 def _adapted(who: str, params: Any, adapters: Adapters, made: Any) -> Any:
     if not isinstance(adapters, Mapping):
         raise TypeError(f"{who}: adapters={shown(adapters)}; needs the dict that lora.init makes")
     left = dict(adapters)
 
     def one(path: Any, leaf: Any) -> Any:
-        adapter = left.pop(layer_name(path), None) if _is_weight(leaf) else None
+        adapter = left.pop(layer_name(path), None) if is_weight(leaf) else None
         if adapter is None:
             return leaf
         kernel = LoRAKernel(leaf, adapter)
         check_adapter(f"{who}: {layer_name(path)!r}", kernel)
         return made(kernel)
 
-    result = jax.tree_util.tree_map_with_path(one, params, is_leaf=_is_whole)
+    result = jax.tree_util.tree_map_with_path(one, params, is_leaf=is_whole)
     if left:
-        names = [name for name, _ in _weights(params)]
+        names = [name for name, _ in weights(params)]
         nearest = difflib.get_close_matches(next(iter(left)), names, 3, 0.3) or names
-        raise ValueError(f"{who}: no weight has the name {next(iter(left))!r}; the nearest ones are {_listed(nearest)}")
+        raise ValueError(f"{who}: no weight has the name {next(iter(left))!r}; the nearest ones are {listed(nearest)}")
     return result
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "(none)"

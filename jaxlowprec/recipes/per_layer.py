@@ -63,9 +63,9 @@ class PerLayer(Recipe):
         for pattern, recipe in given:
             if not isinstance(pattern, str):
                 raise TypeError(f"PerLayer: a rule begins with {shown(pattern)}; needs a regular expression as a text")
-            _check_recipe(f"rule {pattern!r}", recipe)
+            check_rule("PerLayer", f"rule {pattern!r}", recipe)
             check_pattern("PerLayer: a rule", pattern)
-        _check_recipe("default", self.default)
+        check_rule("PerLayer", "default", self.default)
         object.__setattr__(self, "rules", tuple((pattern, recipe) for pattern, recipe in given))
         object.__setattr__(self, "exclude", check_patterns("PerLayer", "exclude", self.exclude))
         object.__setattr__(self, "stacks", _checked_stacks(self.stacks))
@@ -183,16 +183,16 @@ class PerLayer(Recipe):
 
     def __str__(self) -> str:
         rows = [("rule", "recipe")]
-        rows += [(f"names with {pattern}", _named(None)) for pattern in self.exclude]
-        rows += [(pattern, _named(recipe)) for pattern, recipe in self.rules]
+        rows += [(f"names with {pattern}", named(None)) for pattern in self.exclude]
+        rows += [(pattern, named(recipe)) for pattern, recipe in self.rules]
         for pattern, first, last in self.stacks:
             rows.append((pattern, f"high precision in the first {first} and last {last} of the stack"))
-        rows.append(("all others", _named(self.default)))
+        rows.append(("all others", named(self.default)))
         width = max(len(pattern) for pattern, _ in rows)
         return "\n".join(f"{pattern:{width}}   {recipe}" for pattern, recipe in rows)
 
 
-def _named(recipe: Recipe | None) -> str:
+def named(recipe: Recipe | None) -> str:
     """A recipe as its class and the fields that differ from their defaults."""
     if recipe is None:
         return "high precision"
@@ -203,7 +203,7 @@ def _named(recipe: Recipe | None) -> str:
     for field in own:
         default: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if (value := getattr(recipe, field.name)) != default:
-            fields.append(f"{field.name}={_named(value) if isinstance(value, Recipe) else shown(value)}")
+            fields.append(f"{field.name}={named(value) if isinstance(value, Recipe) else shown(value)}")
     return f"{name}({', '.join(fields)})" if fields else name
 
 
@@ -218,9 +218,10 @@ def _checked_stacks(given: Any) -> tuple[tuple[str, int, int], ...]:
     return tuple((pattern, first, last) for pattern, first, last in stacks)
 
 
-def _check_recipe(where: str, recipe: object) -> None:
+def check_rule(who: str, where: str, recipe: object) -> None:
+    """Raises TypeError unless this is a recipe, or None."""
     if isinstance(recipe, Calibrating) or (recipe is not None and not isinstance(recipe, Recipe)):
         raise TypeError(
-            f"PerLayer: {where} has {shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or None for high "
+            f"{who}: {where} has {shown(recipe)}; needs a recipe such as NVFP4BlockScaling(), or None for high "
             "precision"
         )

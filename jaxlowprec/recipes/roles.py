@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 BackwardOverride = Literal["high_precision", "dequantized"] | None
+ForwardOverride = Literal["high_precision"] | None
 
 
 StraightThrough = Literal["identity", "clipped"]
@@ -86,7 +87,7 @@ class Roles:
     gradient: Role | None
     ste: StraightThrough | None = None
     served_dtype: str | None = None
-    fprop: tuple[Role, Role] | Literal["high_precision"] | None = None
+    fprop: tuple[Role, Role] | ForwardOverride = None
     dgrad: tuple[Role, Role] | BackwardOverride = None
     wgrad: tuple[Role, Role] | BackwardOverride = None
 

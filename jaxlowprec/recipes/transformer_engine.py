@@ -9,7 +9,7 @@ from jaxlowprec.arguments import is_one_of, shown
 from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.recipes.fields import backward_override, check_field, flag
-from jaxlowprec.recipes.roles import BackwardOverride, MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, MMParams, QParams, Recipe, Role, Roles
 
 Fp8Format = Literal["E4M3", "HYBRID"]
 
@@ -72,6 +72,9 @@ class NVFP4BlockScaling(Recipe):
             tokens do not couple: a token's result does not depend on the tokens beside it. wgrad's input stays as in
             the table.
         backward_override: see `Recipe`.
+        forward_override: "high_precision": fprop reads the original operands, in the input's dtype; dgrad and wgrad are
+            quantised as ever. For the last steps of a run, see `recipe_schedule`. For other recipes, give
+            `PerGemm` no recipe for fprop: `PerGemm(dgrad=recipe, wgrad=recipe)`.
 
     The default of a flag is 0, unless the environment sets it when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
     JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION,
@@ -79,7 +82,8 @@ class NVFP4BlockScaling(Recipe):
 
     Raises:
         TypeError: a field that is not listed here, or is not a bool.
-        ValueError: an environment variable that is neither 0 nor 1.
+        ValueError: an environment variable that is neither 0 nor 1; an override that does not exist; or both overrides,
+            so that nothing would be quantised.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
     """
@@ -89,11 +93,24 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = flag("NVFP4_DISABLE_2D_QUANTIZATION")
     row_scaled_activation: bool = flag("NVFP4_ROW_SCALED_ACTIVATION")
     backward_override: BackwardOverride = backward_override()
+    forward_override: ForwardOverride = None
 
     def __post_init__(self):
         check_common(self)
         for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"):
             check_field(self, field, (True, False))
+        check_field(self, "forward_override", (None, "high_precision"))
+        if self.forward_override is not None and self.backward_override is not None:
+            raise ValueError(
+                f"NVFP4BlockScaling: forward_override={self.forward_override!r} and backward_override="
+                f"{self.backward_override!r}, so nothing would be quantised; give one of them, or no recipe "
+                "(recipe=None, autocast(enabled=False))"
+            )
+        if self.forward_override is not None and self.row_scaled_activation:
+            raise ValueError(
+                f"NVFP4BlockScaling: forward_override={self.forward_override!r} and row_scaled_activation=True, which is of "
+                "the input that fprop then reads as it is; leave one of them out"
+            )
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
@@ -103,7 +120,7 @@ class NVFP4BlockScaling(Recipe):
             Role(NVFP4(), hadamard=rotation),
             weight,
             Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", rotation),
-            fprop=(Role(NVFP4(row_scaled=True)), weight) if self.row_scaled_activation else None,
+            fprop=(Role(NVFP4(row_scaled=True)), weight) if self.row_scaled_activation else self.forward_override,
         )
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from lm import mesh, training
 from lm.data import Batches
 from lm.model import SIZES
-from train_lm import RECIPES
+from lm.recipes import RECIPES
 
 from tests.helpers import often
 

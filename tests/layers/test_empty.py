@@ -13,7 +13,9 @@ from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from tests.helpers import ONE_OF_EACH, assert_same_bytes, format_name, often
 from tests.low_precision import ALL, recipes, state_for, without_state
 
-RECIPES = recipes("nvfp4", *ALL, "nvfp4_qat 2d", "high precision backward", "dequantized backward") | {
+RECIPES = recipes(
+    "nvfp4", *ALL, "nvfp4_qat 2d", "high precision forward", "high precision backward", "dequantized backward"
+) | {
     "int4_qat": jlp.Int4QAT(group_size=4),
     "int4_qat clipped": jlp.Int4QAT(group_size=4, symmetric=False, ste="clipped"),
 }

@@ -201,6 +201,17 @@ def test_explicit_mode(parallelism):
 
 
 @by_axis_type
+@pytest.mark.parametrize("name", often(["fsdp"], ["fsdp", "column", "row", "data, fsdp, tensor"]))
+def test_fprop_in_high_precision_leaves_the_other_gemms_bytes(name, axis_type):
+    p, recipe = PARALLELISMS[name], jlp.NVFP4BlockScaling(forward_override="high_precision")
+    (y, *gradients), _ = on_mesh(recipe, p, axis_type)
+    expected = on_one_device(recipe, p.kernel)
+    check_numbers(p, (expected[0], *gradients), expected)
+    assert_same_bytes(expected[1:], on_one_device(RECIPES["nvfp4"], p.kernel)[1:])
+    np.testing.assert_allclose(np.float32(y), np.float32(expected[0]), rtol=2**-7, atol=1e-4)
+
+
+@by_axis_type
 @pytest.mark.parametrize("recipe", [jlp.Int4QAT(group_size=128), jlp.WeightQAT(jlp.NVFP4())], ids=["int4", "nvfp4"])
 @pytest.mark.parametrize("name", often(["fsdp"], ["fsdp", "column", "row"]))
 def test_quantisation_aware_training_gathers_the_served_weight(recipe, name, axis_type):

@@ -24,7 +24,7 @@ def strict():
 MODES = {"disable_jit": jax.disable_jit, "strict": strict, "tracer leaks": jax.checking_leaks}
 RECIPES = recipes(
     *("nvfp4", *ALL, "int4_qat", "int4_qat clipped", "nvfp4_qat 2d", "mxfp8_qat clipped"),
-    *("high precision backward", "dequantized backward"),
+    *("high precision forward", "high precision backward", "dequantized backward"),
 )
 
 

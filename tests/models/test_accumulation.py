@@ -21,7 +21,10 @@ PARAMS = {
     "up": random_array((K, F), "float32", 2) / 8,
     "down": random_array((F, K), "float32", 3) / 8,
 }
-RECIPES = recipes("bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat", "high precision backward")
+RECIPES = recipes(
+    *("bf16", "nvfp4", "mxfp8", "fp8_block", "fp8_current", "int4_qat"),
+    *("high precision forward", "high precision backward"),
+)
 NVFP4 = jlp.NVFP4BlockScaling()
 
 

@@ -87,6 +87,19 @@ def test_the_program_of_mixed_precision_of_the_documents_runs():
     assert (names["dx"] == dx).all() and names["dw"].dtype == w.dtype
 
 
+def test_the_schedule_of_the_documents_compiles_once_a_phase():
+    names = {}
+    exec(programs("docs/how-to/recipes.md")[5], names)
+    assert names["step"]._cache_size() == 2
+    assert names["schedule"].next_change(0) == 8 and jax.numpy.isfinite(names["w"]).all()
+
+
+def test_the_oscillating_weight_of_the_documents_settles():
+    names = {}
+    exec(programs("docs/how-to/recipes.md")[6], names)
+    assert names["at_the_end_of_the_window"] == 1.5
+
+
 def test_the_recipe_of_the_documents_leaves_out_what_it_says():
     names = {"jlp": jlp}
     exec(programs("docs/how-to/recipes.md")[2], names)

@@ -3,8 +3,10 @@
 import dataclasses
 
 import pytest
+from flax import nnx
 
 import jaxlowprec as jlp
+from jaxlowprec.recipes.roles import GEMMS
 
 FIELDS = {
     "disable_rht": "JAXLOWPREC_NVFP4_DISABLE_RHT",
@@ -21,7 +23,8 @@ def no_environment(monkeypatch):
 
 
 def test_the_fields_and_defaults_are_transformer_engines():
-    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False) | {"backward_override": None}
+    overrides = {"backward_override": None, "forward_override": None}  # the second one is our own
+    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False) | overrides
 
 
 def test_a_recipe_is_frozen():
@@ -75,6 +78,42 @@ class TestRoles:
             blocks = "x".join(map(str, role.format.block))
             row = f"| {name} | {blocks} | {role.rounding} | {'yes' if role.hadamard else 'no'} |"
             assert row in jlp.NVFP4BlockScaling.__doc__
+
+
+class TestForwardOverride:
+    def test_leaves_the_other_gemms_as_they_are(self):
+        plain, roles = jlp.NVFP4BlockScaling(), jlp.NVFP4BlockScaling(forward_override="high_precision").roles()
+        assert roles.operands("fprop") == "high_precision"
+        for gemm in ("dgrad", "wgrad"):
+            assert roles.operands(gemm) == plain.roles().operands(gemm)
+
+    def test_is_what_a_recipe_without_fprop_is(self):
+        """Which any other recipe can be given to, see `PerGemm`."""
+        roles = jlp.NVFP4BlockScaling(forward_override="high_precision").roles()
+        by_gemm = jlp.PerGemm(dgrad=jlp.NVFP4BlockScaling(), wgrad=jlp.NVFP4BlockScaling()).roles()
+        assert [roles.operands(g) for g in GEMMS] == [by_gemm.operands(g) for g in GEMMS]
+
+    def test_says_so_in_explanations(self):
+        recipe = jlp.NVFP4BlockScaling(forward_override="high_precision")
+        explained = jlp.explain(jlp.nnx.Linear(64, 48, rngs=nnx.Rngs(0)), recipe)
+        assert "fprop -, dgrad NVFP4 16x16  fprop -, wgrad NVFP4 1x16  NVFP4 1x16" in str(explained)
+        assert explained.formats == {"": None}
+        assert "fprop in high precision: XLA; dgrad NVFP4 1x16 by NVFP4 16x16" in jlp.supported(recipe, "cpu").reason
+
+    @pytest.mark.parametrize("value", ["dequantized", "bf16", True])
+    def test_has_one_value(self, value):
+        message = f'NVFP4BlockScaling: forward_override={value!r}; needs None or "high_precision"'
+        with pytest.raises(ValueError, match=message):
+            jlp.NVFP4BlockScaling(forward_override=value)
+
+    @pytest.mark.parametrize("backward", ["high_precision", "dequantized"])
+    def test_and_the_other_one_would_quantise_nothing(self, monkeypatch, backward):
+        message = f"forward_override='high_precision' and backward_override='{backward}', so nothing would be quantised"
+        with pytest.raises(ValueError, match=message):
+            jlp.NVFP4BlockScaling(backward_override=backward, forward_override="high_precision")
+        monkeypatch.setenv("JAXLOWPREC_BACKWARD_OVERRIDE", backward)
+        with pytest.raises(ValueError, match=message):
+            jlp.NVFP4BlockScaling(forward_override="high_precision")
 
 
 @pytest.mark.parametrize(("field", "variable"), FIELDS.items())

@@ -143,6 +143,9 @@ class TestTelemetry:
         recipe = jlp.PerGemm(fprop=MXFP8, dgrad=None, wgrad=None)
         found = measured(functools.partial(loss, recipe=recipe), W, X)["experts"]
         assert list(found) == ["input rowwise", "weight columnwise", "fprop"]
+        recipe = jlp.NVFP4BlockScaling(forward_override="high_precision")
+        others = measured(functools.partial(loss, recipe=recipe), W, X)["experts"]
+        assert list(others) == [name for name in ALL if name not in found]
 
 
 class TestTransformations:

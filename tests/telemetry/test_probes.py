@@ -79,6 +79,14 @@ class TestLayers:
         found = measured(functools.partial(loss, recipe=recipe), PARAMS, X)
         assert list(found["up"]) == ["input rowwise", "weight columnwise", "fprop"]
 
+    def test_of_fprop_in_high_precision_the_other_gemms_are_there(self):
+        recipe = jlp.NVFP4BlockScaling(forward_override="high_precision")
+        found = measured(functools.partial(loss, recipe=recipe), PARAMS, X)["up"]
+        assert list(found) == [name for name in ALL if name not in ("input rowwise", "weight columnwise", "fprop")]
+        with_fprop = measured(functools.partial(loss, recipe=NVFP4), PARAMS, X)["up"]
+        for name in ("input columnwise", "weight rowwise"):
+            np.testing.assert_allclose(found[name].values, with_fprop[name].values, rtol=1e-6, atol=1e-7)
+
     def test_layers_without_a_recipe_are_not_there(self):
         recipe = jlp.PerLayer([("up", NVFP4)], None)
         assert list(measured(functools.partial(loss, recipe=recipe), PARAMS, X)) == ["up"]

@@ -102,6 +102,7 @@ def _nnx_moe(x, tape=None, **arguments):
 _MOE = ("top_k", "num_experts", "gated", "normalize", "scoring", "load_balance_coef", "expert_axis", "recipe", "name")
 _DIMENSIONS = "(((1,), (0,)), ((), ()))"
 _DENSE = flax.linen.Dense(4)
+_RESET = jlp.OsciReset(jlp.NVFP4BlockScaling(), every=8, window=4)
 _AFRESH, _ROUTED = moe.RoutingTape.afresh, moe.RoutingTape.from_routed_experts
 
 CALLS = (
@@ -122,6 +123,23 @@ CALLS = (
         gradient="Role",
     ),
     _call(_used(jlp.PerGemm), "linear", others=("fprop", "dgrad", "wgrad"), name="PerGemm"),
+    _call(jlp.recipe_schedule, phases="phases"),
+    _made(jlp.OsciReset, recipe="NVFP4BlockScaling()"),
+    _call(
+        lambda params, step: _RESET.update(params, _RESET.init({"up": value("x")}), step),
+        "OsciReset",
+        name="update",
+        params="parameters",
+        step="3",
+    ),
+    _call(
+        lambda recipe, step, total_steps: jlp.recipe_schedule({0: recipe}, total_steps).at(step),
+        "RecipeSchedule",
+        name="recipe_schedule",
+        recipe="PerGemm",
+        step="3",
+        total_steps="16",
+    ),
     _call(_used(jlp.Custom), "linear", others=("backward_override",), name="Custom", factory="a function"),
     _call(_factory, "Custom", "linear", "scaled_matmul", answer="None"),
     _call(jlp.quantize, "Hadamard", x="x", fmt="NVFP4()"),

@@ -131,6 +131,7 @@ def arrays():
     found |= {"as MXFP8": dataclasses.replace(q, format=jlp.MXFP8()), "without data": dataclasses.replace(q, data=3)}
     found |= {"codes": found["in MXFP8 E4M3 1x32"].data, "scales": found["in MXFP8 E4M3 1x32"].scale}
     found["swizzled scales"] = jlp.layouts.gemm_scales(found["in MXFP8 E4M3 1x32"])
+    found["parameters"] = {"up": x}
     found["model"] = jlp.nnx.Linear(32, 8, rngs=nnx.Rngs(0))
     found["kernel"] = jlp.quantize_kernel(x.T, jlp.NVFP4BlockScaling())
     found["dispatch"] = moe.dispatch(jnp.zeros((16, 2), jnp.int32), 4)
@@ -155,6 +156,7 @@ STATIC = {
     "Role": jlp.Role(jlp.NVFP4()),
     "Roles": jlp.Roles(None, jlp.Role(jlp.MXFP8()), None),
     "Custom": jlp.Custom(lambda role: jlp.MXFP8()),
+    "phases": {0: jlp.NVFP4BlockScaling(), 16: None},
     "PerGemm": jlp.PerGemm(jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()),
 }
 FRESH = {"count()": itertools.count, "a generator": lambda: (n for n in (1, 16)), "an iterator": lambda: iter((1, -1))}

@@ -32,7 +32,6 @@ DECODED = jlp.NVFP4BlockScaling(backward_override="dequantized")
 EVERY = RECIPES | {
     "decoded nvfp4": DECODED,
     "no wgrad": jlp.PerGemm(fprop=RECIPES["nvfp4"], dgrad=RECIPES["nvfp4"], wgrad=None),
-    "no fprop": jlp.PerGemm(fprop=None, dgrad=RECIPES["nvfp4"], wgrad=RECIPES["nvfp4"]),
     "by layer": jlp.PerLayer(((".*/(key|up)", RECIPES["mxfp8"]), (".*/value", None)), RECIPES["nvfp4"]),
     "down by itself": jlp.PerLayer(((".*/down", RECIPES["mxfp8"]),), RECIPES["nvfp4"]),
     "down in high precision": jlp.PerLayer(((".*/down", None),), RECIPES["nvfp4"]),

@@ -37,7 +37,7 @@ COMPOSED = (
     "by layer",
     "down in high precision",
 )
-LAYERED = ("by layer", "down by itself", "down in high precision", "no wgrad", "no fprop")
+LAYERED = ("by layer", "down by itself", "down in high precision", "no wgrad", "high precision forward")
 EXACTLY = ("quantized", "recompute")  # with the bits of separate layers
 each_exact = pytest.mark.parametrize("saved", EXACTLY)
 

@@ -1,6 +1,7 @@
 """grouped_matmul under every recipe: a loop of linear, bit for bit, in one call."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,14 @@ from jax.sharding import PartitionSpec as P
 import jaxlowprec as jlp
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.ops.quantize.keys import key_words, slice_words
+from jaxlowprec.recipes.roles import GEMMS
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.low_precision import recipes
 from tests.sharding.meshes import by_axis_type, mesh_of, place
 
 RECIPES = recipes(
     *("nvfp4", "mxfp8", "mxfp8 hybrid", "fp8_block", "fp8_current", "int4_qat", "int4_qat clipped", "nvfp4_qat 2d"),
-    *("high precision backward", "dequantized backward", "gradients only"),
+    *("high precision forward", "high precision backward", "dequantized backward", "gradients only"),
 )
 by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 SIZES = {
@@ -78,9 +80,10 @@ class TestAgainstALoopOfLinear:
         """XLA adds products in high precision up in an order that depends on their shape."""
         ours, theirs = results(recipe, SIZES[case]), loop_of_linear(recipe, SIZES[case])
         roles = recipe.roles("grouped_linear", "")
-        quantized = recipe.backward_override is None and roles.input is not None and roles.gradient is not None
-        exact = 3 if quantized else 0 if roles.weight is None else 1
-        assert_same_bytes(ours[:exact], theirs[:exact])
+        quantized = [isinstance(roles.operands(gemm, recipe.backward_override), tuple) for gemm in GEMMS]
+        quantized[0] |= roles.ste is not None and roles.weight is not None
+        for a, b in itertools.compress(zip(ours, theirs, strict=True), quantized):
+            assert_same_bytes(a, b)
         for a, b in zip(ours, theirs, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             a, b = np.float32(a), np.float32(b)

@@ -164,6 +164,46 @@ class TestBackwardOverride:
         assert_is_product(pullback(self.dy)[0], np.asarray(self.dy).astype(np.float64), decoded(quantized.columnwise).T)
 
 
+class TestForwardOverride:
+    x, w, dy = operands()
+    plain = jlp.NVFP4BlockScaling()
+    recipe = jlp.NVFP4BlockScaling(forward_override="high_precision")
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_only_fprop_is_in_high_precision(self, dtype):
+        x, dy = self.x.astype(dtype), self.dy.astype(dtype)
+        y, *gradients = run(self.recipe, x, self.w, dy, key=KEY)
+        assert y.dtype == x.dtype
+        assert_is_product(y, *(np.asarray(v).astype(np.float64) for v in (x, self.w.astype(dtype))))
+        assert_same_bytes(gradients, run(self.plain, x, self.w, dy, key=KEY)[1:])
+
+    def test_an_evaluation_calls_no_kernel_and_a_step_two_gemms(self):
+        calls = native_calls(functools.partial(run, self.recipe), self.x, self.w, self.dy)
+        assert (calls["jaxlowprec_quantize"], calls["jaxlowprec_scaled_matmul"]) == (3, 2)
+        assert not native_calls(functools.partial(jlp.linear, recipe=self.recipe), self.x, self.w)
+
+    def test_the_backward_pass_keeps_what_it_keeps_of_the_recipe(self):
+        x, w, _ = operands((512, 256, 384))
+        sizes = [
+            sorted((leaf.size, leaf.dtype.name) for leaf in kept(functools.partial(jlp.linear, recipe=recipe), x, w))
+            for recipe in (self.plain, self.recipe)
+        ]
+        assert sizes[0] == sizes[1]
+
+    def test_is_a_change_of_recipe_that_compiles_once(self):
+        traced = []
+
+        @jax.jit
+        def step(x, w):
+            traced.append(jlp.current_recipe())
+            return jax.grad(lambda w: jlp.linear(x, w).astype(jnp.float32).sum())(w)
+
+        for recipe in (self.plain, self.plain, self.recipe, self.recipe, self.plain):
+            with jlp.autocast(recipe):
+                step(self.x, self.w)
+        assert traced == [self.plain, self.recipe]
+
+
 class TestResiduals:
     x, w, _ = operands((512, 256, 384))
 

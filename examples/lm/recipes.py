@@ -1,0 +1,51 @@
+"""The recipes of the examples by name, and runs that change their recipe on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import jaxlowprec as jlp
+from lm.training import Run
+
+RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
+    "bf16": lambda: None,
+    "nvfp4": jlp.NVFP4BlockScaling,
+    "nvfp4-no-rht": lambda: jlp.NVFP4BlockScaling(disable_rht=True),
+    "nvfp4-no-sr": lambda: jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4-no-2d": lambda: jlp.NVFP4BlockScaling(disable_2d_quantization=True),
+    "nvfp4-bf16-forward": lambda: jlp.NVFP4BlockScaling(forward_override="high_precision"),
+    "mxfp8": jlp.MXFP8BlockScaling,
+    "fp8_block": jlp.Float8BlockScaling,
+    "fp8_current": jlp.Float8CurrentScaling,
+    "fp8_delayed": jlp.DelayedScaling,
+    "int4_qat": jlp.Int4QAT,
+    "nvfp4_qat": lambda: jlp.WeightQAT(jlp.NVFP4()),
+}
+TAIL = "nvfp4:0.8:nvfp4-bf16-forward"
+"""NVFP4 whose forward pass is in bf16 for the last fifth of the steps."""
+NEEDS = f"one of {', '.join(RECIPES)}; or several with the steps, or shares of all steps, at which they change: {TAIL}"
+
+
+def run_named(name: str, steps: int) -> Run:
+    """The run of a recipe, or of recipes that follow each other, of so many steps.
+
+    Raises:
+        ValueError: the name has an unknown recipe, or does not say when they change.
+    """
+    first, *changes = name.split(":")
+    if len(changes) % 2 or not {first, *changes[1::2]} <= set(RECIPES):
+        raise ValueError(f"{name}: needs {NEEDS}")
+    if not changes:
+        return Run(name, RECIPES[name]())
+    phases = {0: RECIPES[first]()}
+    for at, recipe in zip(changes[::2], changes[1::2], strict=True):
+        try:
+            phases[int(at) if at.isdecimal() else float(at)] = RECIPES[recipe]()
+        except ValueError:
+            raise ValueError(f"{name}: {at} is neither a step nor a share of all steps; needs {NEEDS}") from None
+    return Run(name, jlp.recipe_schedule(phases, total_steps=steps))
+
+
+def recipes_of(names: Iterable[str]) -> set[str]:
+    """The names of all recipes of these runs."""
+    return {part for name in names for part in name.split(":")[::2]}
