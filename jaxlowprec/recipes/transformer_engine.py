@@ -108,8 +108,8 @@ class NVFP4BlockScaling(Recipe):
             )
         if self.forward_override is not None and self.row_scaled_activation:
             raise ValueError(
-                f"NVFP4BlockScaling: forward_override={self.forward_override!r} and row_scaled_activation=True, which is of "
-                "the input that fprop then reads as it is; leave one of them out"
+                f"NVFP4BlockScaling: forward_override={self.forward_override!r} and row_scaled_activation=True, which "
+                "says how fprop quantises its input; leave one of them out"
             )
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:

@@ -106,6 +106,10 @@ class TestForwardOverride:
         with pytest.raises(ValueError, match=message):
             jlp.NVFP4BlockScaling(forward_override=value)
 
+    def test_and_rows_with_amaxes_of_their_own_exclude_each_other(self):
+        with pytest.raises(ValueError, match="row_scaled_activation=True, which says how fprop"):
+            jlp.NVFP4BlockScaling(row_scaled_activation=True, forward_override="high_precision")
+
     @pytest.mark.parametrize("backward", ["high_precision", "dequantized"])
     def test_and_the_other_one_would_quantise_nothing(self, monkeypatch, backward):
         message = f"forward_override='high_precision' and backward_override='{backward}', so nothing would be quantised"

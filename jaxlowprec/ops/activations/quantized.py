@@ -31,7 +31,7 @@ def can_quantize(fmt: Any) -> bool:
 
     Not where it has a tensor scale: the amax would take a pass of its own.
     """
-    return not fmt.has_tensor_scale and not fmt.weight_only
+    return fmt.scaling in ("e8m0", "float32")
 
 
 def quantized_activation(
