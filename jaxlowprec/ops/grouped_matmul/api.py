@@ -17,6 +17,7 @@ from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, grouped_matmul_o
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
+from jaxlowprec.ops.quantize.variants import amax_field
 from jaxlowprec.ops.scaled_matmul.api import check_pair, check_rotations
 
 
@@ -112,7 +113,7 @@ def quantize_groups(
     results = grouped_quantize_op(spec, implementation)(x, sizes, *tensors, *random)
 
     def array(i: int, along_rows: bool) -> GroupedQuantizedArray:
-        amax = tensors[i] if fmt.scaling == "two_level" else None
+        amax = amax_field(fmt, tensors[i]) if fmt.scaling == "two_level" else None
         rotation = hadamard if along_rows else None
         data, scale = results[2 * i : 2 * i + 2]
         rows, columns = x.shape[-2:]
