@@ -107,7 +107,8 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
                 scale, multiplier = two_level(a, g if usable else F(0))
             else:
                 numbers = np.where(np.isfinite(blocks), blocks, F(0))
-                scale, code = best_scale(numbers, a, g if usable else F(0), fmt.scale_rule, encode_e2m1)
+                tensor = g if usable else F(0)
+                scale, code = best_scale(numbers, a, tensor, fmt.scale_rule, encode_e2m1, transposed=axis == -2)
                 stored_amax = np.minimum(F(1.75) * flush(g), MAX_FINITE) if np.isfinite(g) else g
             scale = np.where(finite, scale, 0x7F)
         elif fmt.scaling == "e8m0":

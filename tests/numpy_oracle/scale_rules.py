@@ -24,8 +24,12 @@ def candidates(a, s_enc, names):
     return [of[name].astype(np.uint8) for name in names]
 
 
-def error_sum(error):
-    """Of [down, height, across, 16] over the 16 in order, then over the rows of a tile as a tree."""
+def error_sum(error, transposed):
+    """Of [down, height, across, 16] over the 16 in order, then over the rows of a tile as a tree.
+
+    `transposed`: of a tile, what lies along `height` here is a row of the array.
+    """
+    error = np.swapaxes(error, 1, 3) if transposed and error.shape[1] > 1 else error
     total = error[..., 0]
     for i in range(1, 16):
         total = flush(total + error[..., i])
@@ -34,11 +38,12 @@ def error_sum(error):
     return total[:, 0]
 
 
-def best_scale(blocks, a, g, rule, encode, largest=256):
+def best_scale(blocks, a, g, rule, encode, largest=256, transposed=False):
     """Scale bytes [down, across] and codes of blocks [down, height, across, 16] with amaxes a in a tensor of amax g.
 
     Arguments:
         encode: codes from numbers and what to multiply them by.
+        transposed: the blocks are those of the transposed array.
         largest: the scale of the largest block: 256 leaves room above it. Transformer Engine has 448, too.
     """
     names, relative, squared = RULES[rule]
@@ -54,7 +59,7 @@ def best_scale(blocks, a, g, rule, encode, largest=256):
             error = flush(numbers * scale - flush(blocks * s_enc))
         else:
             error = flush(flush(flush(flush(numbers * scale) * F(g)) / room) - blocks)
-        found.append((byte, codes, error_sum(flush(error * error) if squared else np.abs(error))))
+        found.append((byte, codes, error_sum(flush(error * error) if squared else np.abs(error), transposed)))
     best = np.zeros(a.shape, int)
     least = found[0][2]
     for i, (_, _, error) in enumerate(found[1:], 1):

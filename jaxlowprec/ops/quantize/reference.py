@@ -139,18 +139,20 @@ def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array
 
 
 def best_of_scales(
-    magnitude: jax.Array, bits: jax.Array, tensor: jax.Array, fmt: Format
+    magnitude: jax.Array, bits: jax.Array, tensor: jax.Array, fmt: Format, transposed: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scales [..., R/h, C/b], codes without signs and which blocks are poisoned, of NVFP4 whose scales are chosen.
 
     `magnitude` [..., R/h, h, C/b, b] are the elements' magnitudes, `bits` and `tensor` the amaxes as for `two_level`.
+    `transposed`: they are those of the transposed array.
     """
     g = flush(tensor)[..., None, None]
     encode = tensor_encode(g, NVFP4_MAX_WITH_ROOM)
 
     def tried(scale):
         codes = e2m1_nearest(magnitude * block_encode(scale, encode)[..., None, :, None])
-        return scale, codes, block_errors(magnitude, codes, scale, (g, encode), fmt)
+        errors = element_errors(magnitude, codes, scale, (g, encode), fmt)
+        return scale, codes, block_error(jnp.swapaxes(errors, -3, -1) if transposed and fmt.tiles else errors)
 
     first, *others = map(tried, candidate_scales(bits, encode, fmt))
     scale, codes, error = first
@@ -173,10 +175,10 @@ def candidate_scales(bits: jax.Array, encode: jax.Array, fmt: Format) -> list[ja
     return [scale.astype(jnp.float32) for scale in found]
 
 
-def block_errors(
+def element_errors(
     magnitude: jax.Array, codes: jax.Array, scale: jax.Array, tensor: tuple[jax.Array, jax.Array], fmt: Format
 ) -> jax.Array:
-    """A block's sum of errors, in the rule's units and order. `tensor`: its amax g and S_enc."""
+    """The errors of elements that became codes, in the rule's units. `tensor`: its amax g and S_enc."""
     g, encode = (number[..., None, :, None] for number in tensor)
     relative = jnp.asarray(E2M1_VALUES, jnp.float32)[codes] * scale[..., None, :, None]  # exact
     if fmt.scale_rule == "search":
@@ -184,10 +186,14 @@ def block_errors(
     else:
         difference = flush(quotient(flush(relative * g), jnp.float32(NVFP4_MAX_WITH_ROOM))) - magnitude
     difference = flush(difference)
-    error = jnp.abs(difference) if fmt.scale_rule == "four_over_six" else rounded(flush(difference * difference))
-    total = error[..., 0]
-    for i in range(1, fmt.length):
-        total = total + error[..., i]
+    return jnp.abs(difference) if fmt.scale_rule == "four_over_six" else rounded(flush(difference * difference))
+
+
+def block_error(errors: jax.Array) -> jax.Array:
+    """The sum over a block [..., h, :, b]: over the elements of a row in order, then over rows as a tree."""
+    total = errors[..., 0]
+    for i in range(1, errors.shape[-1]):
+        total = total + errors[..., i]
     rows = total.shape[-2]
     while rows > 1:  # of a tile, row r and row r + rows / 2
         rows //= 2
@@ -218,11 +224,12 @@ def quantize_rows(
     tensor: jax.Array | None = None,
     encode_scale_given: bool = False,
     draws: Draws | None = None,
+    transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """x [..., R, C] -> codes and scales, blocks along the last axis.
 
     `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With `draws` codes are rounded
-    stochastically, else to nearest.
+    stochastically, else to nearest. `transposed`: x is the transposed array, which matters for the order of sums only.
     """
     count, columns = x.shape[-2:]
     blocks = blocks_of(x.astype(jnp.float32), fmt)
@@ -234,7 +241,7 @@ def quantize_rows(
         bits = magnitude_bits(blocks).max(axis=(-3, -1), initial=0)  # [..., R/h, C/b]
         bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
         if tensor is not None and fmt.chooses_scales:
-            scale, code, bad = best_of_scales(jnp.abs(canonical), bits, tensor, fmt)
+            scale, code, bad = best_of_scales(jnp.abs(canonical), bits, tensor, fmt, transposed)
         elif tensor is not None:
             scale, encode, bad = two_level(bits, tensor)
         else:

@@ -22,7 +22,7 @@ def rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
 
 
 def amax_field(fmt: Format, tensor: Any) -> Any:
-    """The `amax` of a QuantizedArray whose tensor has that amax: more than it where there is headroom: numerics.md 13."""
+    """The `amax` of a QuantizedArray whose tensor has that amax: more than it where there is room: numerics.md 13."""
     if not fmt.chooses_scales:
         return tensor
     return jnp.where(jnp.isfinite(tensor), jnp.minimum(flush(tensor) * 1.75, MAX_FINITE), tensor)

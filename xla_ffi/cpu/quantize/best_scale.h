@@ -22,9 +22,10 @@ struct RoomScale : Nvfp4RoomScale {
 
 /// 16 elements of each of kLanes blocks.
 struct Sixteens {
-  alignas(64) float magnitude[kBlock][kLanes];
-  U32 signs[2];  // at the places of the signs of 8 codes
-  U32 amax;      // magnitude bits
+  alignas(
+      64) float minus[kBlock][kLanes];  // the elements, made negative: a product is subtracted by adding, and so are they
+  U32 signs[2];                         // at the places of the signs of 8 codes
+  U32 amax;                             // magnitude bits
 
   /// `get(place)` gives the element of all blocks at a place, a std::integral_constant.
   template <class Get>
@@ -35,7 +36,7 @@ struct Sixteens {
       constexpr int i = decltype(place)::value;
       const U32 bits = L::bits(L::scaled(get(place), L::splat(1.0f)));  // zeros, and subnormal numbers, become +0
       const U32 a = bits & kMagnitudeBits;
-      store(magnitude[i], a);
+      store(minus[i], bits | kSignBit);
       (i % 2 ? odd : even) = max_magnitude(i % 2 ? odd : even, a);
       signs[i / 8] |= (bits & kSignBit) >> (28 - 4 * (i % 8));
     };
@@ -85,104 +86,110 @@ constexpr float kPowersOfHalves[8] = {0.0f, 0.5f, 1.0f, -1.0f, 2.0f, -2.0f, 4.0f
 
 /// A scale to try on kLanes blocks.
 struct Trial : TriedScale<F32> {
-  F32 encode;
+  F32 minus_encode;
   F32 one, minus_three_halves;  // A, and -B
 
   __attribute__((always_inline)) void set(const RoomScale& tensor) {
-    encode = nvfp4_block_encode_by_value(value, tensor.decode);
+    minus_encode = -nvfp4_block_encode_by_value(value, tensor.decode);
     one = divided_by_room(value * tensor.amax);
     minus_three_halves = -divided_by_room(value * 1.5f * tensor.amax);
   }
 };
 
-/// The error of elements whose codes are in the low bits of `code`; `kMiddling`: all is far from float32's limits.
+/// The error of elements, made negative, whose codes are in the low bits of `code`; `kMiddling`: all is far from float32's
+/// limits.
 template <ScaleError kError, bool kMiddling>
-JLP_RULE F32 error_of(F32 a, U32 code, const Trial& trial, const RoomScale& tensor) {
+JLP_RULE F32 error_of(F32 minus, U32 code, const Trial& trial, const RoomScale& tensor) {
   F32 d;
   if constexpr (!kMiddling) {
-    return nvfp4_error<kError>(a, of_code(kE2M1Numbers, code), trial.value, tensor);
+    return nvfp4_error<kError>(-minus, of_code(kE2M1Numbers, code), trial.value, tensor);
   } else if constexpr (kError == ScaleError::kRelativeSquared) {
-    d = L::multiply_add_exact(of_code(kE2M1Numbers, code), trial.value, -(a * tensor.encode));
+    d = L::multiply_add_exact(of_code(kE2M1Numbers, code), trial.value, minus * tensor.encode);
   } else {
     const F32 power = of_code(kPowersOfHalves, code);
-    d = L::multiply_add_exact(power, by_sign(power, trial.one, trial.minus_three_halves), -a);
+    d = L::multiply_add_exact(power, by_sign(power, trial.one, trial.minus_three_halves), minus);
   }
   return kError == ScaleError::kAbsolute ? absolute(d) : d * d;
 }
 
-/// What is known of each scale tried, of kLanes blocks: the sum of the errors of 16 elements, and their codes without signs.
+/// The scales to try on kLanes blocks.
 template <ScaleError kError>
 struct Trials {
   static constexpr int kCount = scales_tried(kError);
   Trial trial[kCount];
-  F32 error[kCount];
-  U32 codes[kCount][2];
+  bool middling;  // all is far from float32's limits
 
-  /// The scales to try for blocks with these amaxes. Returns whether all is far from float32's limits.
-  bool set(U32 amax, const RoomScale& tensor) {
+  __attribute__((always_inline)) void set(U32 amax, const RoomScale& tensor) {
     TriedScale<F32> scales[kCount];
+    const F32 minus = -L::from_bits(amax);
     nvfp4_scales(L::from_bits(amax), tensor.encode, scales);
     JLP_UNROLL(3)
     for (int t = 0; t < kCount; ++t) {
       static_cast<TriedScale<F32>&>(trial[t]) = scales[t];
       trial[t].set(tensor);
     }
-    const F32 a = L::from_bits(amax);
-    return tensor.middling && all_below(a * trial[0].encode, 7.0f) && all_below(a * trial[1].encode, 4.5f);
+    middling =
+        tensor.middling && all_below(minus * trial[0].minus_encode, 7.0f) && all_below(minus * trial[1].minus_encode, 4.5f);
   }
+};
+
+/// What came of them: the sums of the errors of 16 elements, and their codes without signs.
+template <ScaleError kError>
+struct Outcome {
+  static constexpr int kCount = scales_tried(kError);
+  F32 error[kCount];
+  U32 codes[kCount][2];
 
   template <bool kMiddling>
-  __attribute__((noinline)) void add_up(const Sixteens& x, const RoomScale& given) {
+  __attribute__((always_inline)) void add_up(const Sixteens& x, const Trials<kError>& trials, const RoomScale& tensor) {
     constexpr uint32_t kOffsets = kE2M1MagicBits * 0x11111111u;  // of 8 codes, a nibble apart, modulo 2^32
-    const RoomScale tensor = given;
-    Trials own = *this;  // in registers
     JLP_UNROLL(3)
-    for (int t = 0; t < kCount; ++t) own.error[t] = F32{}, own.codes[t][0] = own.codes[t][1] = fill<F32>(0u - kOffsets);
+    for (int t = 0; t < kCount; ++t) error[t] = F32{}, codes[t][0] = codes[t][1] = fill<F32>(0u - kOffsets);
     const auto add = [&](auto place) {
       constexpr int i = decltype(place)::value;
-      const F32 a = load<F32>(x.magnitude[i]);
-      own.template add<kMiddling, 0, i>(a, tensor);
-      own.template add<kMiddling, 1, i>(a, tensor);
-      if constexpr (kCount > 2) own.template add<kMiddling, 2, i>(a, tensor);
+      const F32 minus = load<F32>(x.minus[i]);
+      add_by<kMiddling, 0, i>(minus, trials.trial[0], tensor);
+      add_by<kMiddling, 1, i>(minus, trials.trial[1], tensor);
+      if constexpr (kCount > 2) add_by<kMiddling, 2, i>(minus, trials.trial[2], tensor);
     };
     for_each_place(add, std::make_integer_sequence<int, kBlock>());
-    JLP_UNROLL(3)
-    for (int t = 0; t < kCount; ++t) {
-      error[t] = own.error[t];
-      codes[t][0] = own.codes[t][0], codes[t][1] = own.codes[t][1];
-    }
   }
 
-  void add_up(const Sixteens& x, const RoomScale& tensor, bool middling) {
-    if (__builtin_expect(middling, 1))
-      add_up<true>(x, tensor);
+  __attribute__((noinline)) void add_up_extreme(const Sixteens& x, const Trials<kError>& trials, const RoomScale& tensor) {
+    add_up<false>(x, trials, tensor);
+  }
+
+  __attribute__((always_inline)) void add_up(const Sixteens& x, const Trials<kError>& trials, const RoomScale& tensor) {
+    if (__builtin_expect(trials.middling, 1))
+      add_up<true>(x, trials, tensor);
     else
-      add_up<false>(x, tensor);
+      add_up_extreme(x, trials, tensor);
   }
 
-  /// Puts the best trial first; an equal error keeps the earlier one.
-  __attribute__((always_inline)) void choose() {
+  /// Puts the best of the scales first; an equal error keeps the earlier one.
+  __attribute__((always_inline)) void choose(Trials<kError>& trials) {
+    Trial& best = trials.trial[0];
     JLP_UNROLL(2)
     for (int t = 1; t < kCount; ++t) {
       const auto better = error[t] < error[0];
       error[0] = better ? error[t] : error[0];
-      trial[0].byte = better ? trial[t].byte : trial[0].byte;
-      trial[0].encode = better ? trial[t].encode : trial[0].encode;
+      best.byte = better ? trials.trial[t].byte : best.byte;
+      best.minus_encode = better ? trials.trial[t].minus_encode : best.minus_encode;
       for (int half = 0; half < 2; ++half) codes[0][half] = better ? codes[t][half] : codes[0][half];
     }
   }
 
  private:
   template <bool kMiddling, int t, int i>
-  __attribute__((always_inline)) void add(F32 a, const RoomScale& tensor) {
-    const F32 y = a * trial[t].encode;
+  __attribute__((always_inline)) void add_by(F32 minus, const Trial& trial, const RoomScale& tensor) {
+    const F32 y = minus * trial.minus_encode;
     U32 code;
     if constexpr (kMiddling && t == 1)
       code = e2m1_magnitude_bits_to_four(y);
     else
       code = e2m1_magnitude_bits(kMiddling && t == 0 ? y : L::min(y, L::splat(kE2M1Max)));
     codes[t][i / 8] += code << (4 * (i % 8));
-    error[t] += error_of<kError, kMiddling>(a, code, trial[t], tensor);
+    error[t] += error_of<kError, kMiddling>(minus, code, trial, tensor);
   }
 };
 
@@ -191,19 +198,32 @@ struct BestCodes {
   U32 codes[2], scale;
 };
 
+/// Several times kLanes blocks. All their scales come before the first is tried, so that one's long chain of dependent steps
+/// hides behind the others'.
 template <ScaleError kError>
-JLP_RULE BestCodes best_codes(const Sixteens& x, const RoomScale& tensor) {
-  Trials<kError> trials;
-  trials.add_up(x, tensor, trials.set(x.amax, tensor));
-  trials.choose();
-  BestCodes best{{trials.codes[0][0] | x.signs[0], trials.codes[0][1] | x.signs[1]}, trials.trial[0].byte};
-  if (__builtin_expect(!all_below(L::from_bits(x.amax), __builtin_inff()), 0)) {
-    const auto poisoned = x.amax >= kInfinityBits;
-    best.scale = poisoned ? fill<F32>(kFloat8NaN) : best.scale;
-    best.codes[0] = poisoned ? U32{} : best.codes[0], best.codes[1] = poisoned ? U32{} : best.codes[1];
+struct BestSpan {
+  static constexpr int kMost = 8;
+  Sixteens sixteens[kMost];
+  Trials<kError> trials[kMost];
+
+  __attribute__((noinline)) void set(int count, const RoomScale& tensor) {
+    for (int n = 0; n < count; ++n) trials[n].set(sixteens[n].amax, tensor);
   }
-  return best;
-}
+
+  __attribute__((always_inline)) BestCodes choose(int n, const RoomScale& tensor) {
+    const Sixteens& x = sixteens[n];
+    Outcome<kError> outcome;
+    outcome.add_up(x, trials[n], tensor);
+    outcome.choose(trials[n]);
+    BestCodes best{{outcome.codes[0][0] | x.signs[0], outcome.codes[0][1] | x.signs[1]}, trials[n].trial[0].byte};
+    if (__builtin_expect(!all_below(L::from_bits(x.amax), __builtin_inff()), 0)) {
+      const auto poisoned = x.amax >= kInfinityBits;
+      best.scale = poisoned ? fill<F32>(kFloat8NaN) : best.scale;
+      best.codes[0] = poisoned ? U32{} : best.codes[0], best.codes[1] = poisoned ? U32{} : best.codes[1];
+    }
+    return best;
+  }
+};
 
 // --- rows: the elements of kLanes blocks that lie together, a block in each lane
 
@@ -264,25 +284,30 @@ __attribute__((noinline)) void read_row_packet(const typename E::Storage* x, Six
 template <class E, ScaleError kError>
 __attribute__((noinline)) void encode_best_packets(const typename E::Storage* x, int packets, const RoomScale& tensor,
                                                    const PacketsAhead<E>& ahead, uint8_t* data, uint8_t* scale) {
-  Sixteens sixteens;
-  for (int g = 0; g < packets; ++g) {
-    ahead.fetch(g);
-    read_row_packet<E>(x + g * kPacket, sixteens);
-    const BestCodes best = best_codes<kError>(sixteens, tensor);
-    store_interleaved(data + g * kPacketBytes, best.codes[0], best.codes[1]);
-    store_low_bytes(scale + g * kLanes, best.scale);
+  using Span = BestSpan<kError>;
+  Span span;
+  for (int first = 0; first < packets; first += Span::kMost) {
+    const int count = std::min(packets - first, Span::kMost);
+    for (int n = 0; n < count; ++n) {
+      ahead.fetch(first + n);
+      read_row_packet<E>(x + (first + n) * kPacket, span.sixteens[n]);
+    }
+    span.set(count, tensor);
+    for (int n = 0; n < count; ++n, data += kPacketBytes, scale += kLanes) {
+      const BestCodes best = span.choose(n, tensor);
+      store_interleaved(data, best.codes[0], best.codes[1]);
+      store_low_bytes(scale, best.scale);
+    }
   }
 }
 
 // --- columns
 
-/// The even or the odd ones of 2 * kLanes columns of a slab.
-template <class E, bool kOdd>
-JLP_RULE void read_columns(const typename E::Storage* x, Sixteens& sixteens) {
-  sixteens.read([&](auto place) {
-    const Pair pair = E::load_pair(x + decltype(place)::value * kPacket);
-    return kOdd ? pair.odd : pair.even;
-  });
+/// The even and the odd ones of 2 * kLanes columns of a slab.
+template <class E>
+JLP_RULE void read_columns(const typename E::Storage* x, Sixteens& even, Sixteens& odd) {
+  even.read([&](auto place) { return E::load_pair(x + decltype(place)::value * kPacket).even; });
+  odd.read([&](auto place) { return E::load_pair(x + decltype(place)::value * kPacket).odd; });
 }
 
 /// Codes and scales of a slab's columns, as encode_slab_columns and column_scales have them.
@@ -290,17 +315,24 @@ template <class E, ScaleError kError>
 __attribute__((noinline)) void encode_best_slab_columns(const typename E::Storage* x, const RoomScale& tensor, int pairs,
                                                         const PacketsAhead<E>& ahead, uint64_t (&codes)[2][kPacket / 2],
                                                         uint8_t* scale) {
-  Sixteens sixteens;
-  for (int j = 0; j < pairs; ++j, x += 2 * kLanes, scale += 2 * kLanes) {
-    for (int r = 2 * j; r < 2 * j + kBlock / kPairs; ++r) ahead.fetch(r);
-    read_columns<E, false>(x, sixteens);
-    const BestCodes even = best_codes<kError>(sixteens, tensor);
-    read_columns<E, true>(x, sixteens);
-    const BestCodes odd = best_codes<kError>(sixteens, tensor);
-    store_interleaved(&codes[0][kLanes * j], even.codes[0], even.codes[1]);
-    store_interleaved(&codes[1][kLanes * j], odd.codes[0], odd.codes[1]);
-    store_low_bytes(scale, shuffle<InterleaveLow>(even.scale, odd.scale));
-    store_low_bytes(scale + kLanes, shuffle<InterleaveHigh>(even.scale, odd.scale));
+  using Span = BestSpan<kError>;
+  Span span;
+  for (int first = 0; first < pairs; first += Span::kMost / 2) {
+    const int count = std::min(pairs - first, Span::kMost / 2);
+    for (int n = 0; n < count; ++n) {
+      const int j = first + n;
+      for (int r = 2 * j; r < 2 * j + kBlock / kPairs; ++r) ahead.fetch(r);
+      read_columns<E>(x + 2 * kLanes * j, span.sixteens[2 * n], span.sixteens[2 * n + 1]);
+    }
+    span.set(2 * count, tensor);
+    for (int n = 0; n < count; ++n, scale += 2 * kLanes) {
+      const int at = kLanes * (first + n);
+      const BestCodes even = span.choose(2 * n, tensor), odd = span.choose(2 * n + 1, tensor);
+      store_interleaved(&codes[0][at], even.codes[0], even.codes[1]);
+      store_interleaved(&codes[1][at], odd.codes[0], odd.codes[1]);
+      store_low_bytes(scale, shuffle<InterleaveLow>(even.scale, odd.scale));
+      store_low_bytes(scale + kLanes, shuffle<InterleaveHigh>(even.scale, odd.scale));
+    }
   }
 }
 
@@ -311,24 +343,26 @@ __attribute__((noinline)) void encode_best_slab_columns(const typename E::Storag
 template <class E, ScaleError kError>
 __attribute__((noinline)) void best_tile_scales(const typename E::Storage (*x)[kPacket], U32 amax, const RoomScale& tensor,
                                                 U32& scale, F32& encode) {
+  constexpr int kCount = scales_tried(kError);
   Trials<kError> trials;
-  const bool middling = trials.set(amax, tensor);
-  F32 errors[Trials<kError>::kCount][kBlock];
+  trials.set(amax, tensor);
+  Outcome<kError> outcome;
+  F32 errors[kCount][kBlock];
   Sixteens sixteens;
   for (int r = 0; r < kBlock; ++r) {
     read_row_packet<E>(x[r], sixteens);
-    trials.add_up(sixteens, tensor, middling);
-    for (int t = 0; t < Trials<kError>::kCount; ++t) errors[t][r] = trials.error[t];
+    outcome.add_up(sixteens, trials, tensor);
+    for (int t = 0; t < kCount; ++t) errors[t][r] = outcome.error[t];
   }
-  for (int t = 0; t < Trials<kError>::kCount; ++t) {
+  for (int t = 0; t < kCount; ++t) {
     for (int rows = kBlock / 2; rows > 0; rows /= 2)
       for (int r = 0; r < rows; ++r) errors[t][r] += errors[t][r + rows];
-    trials.error[t] = errors[t][0];
+    outcome.error[t] = errors[t][0];
   }
-  trials.choose();
+  outcome.choose(trials);
   const auto poisoned = amax >= kInfinityBits;
   scale = poisoned ? fill<F32>(kFloat8NaN) : trials.trial[0].byte;
-  encode = poisoned ? L::from_bits(fill<F32>(kNaNBits)) : trials.trial[0].encode;
+  encode = poisoned ? L::from_bits(fill<F32>(kNaNBits)) : -trials.trial[0].minus_encode;
 }
 
 /// Calls visit with the error that a rule compares scales by, a std::integral_constant.
