@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlowprec.arguments import is_one_of, shown
-from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor
+from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.recipes.fields import backward_override, check_field, flag
 from jaxlowprec.recipes.roles import BackwardOverride, MMParams, QParams, Recipe, Role, Roles
 
 Fp8Format = Literal["E4M3", "HYBRID"]
+FourOverSix = Literal["none", "weights", "activations", "all"]
 
 
 def check_common(recipe: Any) -> None:
@@ -68,6 +69,9 @@ class NVFP4BlockScaling(Recipe):
         disable_rht: no random Hadamard transform of the wgrad operands.
         disable_stochastic_rounding: gradients round to nearest.
         disable_2d_quantization: weights have 1x16 blocks, and are quantised separately for fprop and dgrad.
+        nvfp4_4over6: which tensors take the better of two scales in each block, see `NVFP4.scale_rule`: "none",
+            "weights", "activations" (the inputs; needs disable_rht=True) or "all". Never gradients.
+        nvfp4_4over6_err_mode: what they are compared by: "MAE", absolute errors, or "MSE", squared ones.
         backward_override: see `Recipe`.
 
     The default of a flag is 0, unless the environment sets it when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
@@ -76,27 +80,41 @@ class NVFP4BlockScaling(Recipe):
 
     Raises:
         TypeError: a field that is not listed here, or is not a bool.
-        ValueError: an environment variable that is neither 0 nor 1.
+        ValueError: a field has another value; an environment variable that is neither 0 nor 1.
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; "Four Over Six", arXiv 2512.02010.
     """
 
     disable_rht: bool = flag("NVFP4_DISABLE_RHT")
     disable_stochastic_rounding: bool = flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
     disable_2d_quantization: bool = flag("NVFP4_DISABLE_2D_QUANTIZATION")
+    nvfp4_4over6: FourOverSix = "none"
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
     backward_override: BackwardOverride = backward_override()
 
     def __post_init__(self):
         check_common(self)
         for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
             check_field(self, field, (True, False))
+        check_field(self, "nvfp4_4over6", ("none", "weights", "activations", "all"))
+        check_field(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise ValueError(
+                f'NVFP4BlockScaling: nvfp4_4over6="{self.nvfp4_4over6}" and disable_rht=False; scales are not chosen for '
+                'inputs that are rotated for wgrad: use nvfp4_4over6="weights", or disable_rht=True'
+            )
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
         rotation = None if self.disable_rht else Hadamard()
+        chosen: ScaleRule = "four_over_six" if self.nvfp4_4over6_err_mode == "MAE" else "four_over_six_mse"
+
+        def rule(tensors: FourOverSix) -> ScaleRule:
+            return chosen if self.nvfp4_4over6 in (tensors, "all") else "six"
+
         return Roles(
-            Role(NVFP4(), hadamard=rotation),
-            Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16))),
+            Role(NVFP4(scale_rule=rule("activations")), hadamard=rotation),
+            Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16), rule("weights"))),
             Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", rotation),
         )
 
