@@ -100,8 +100,8 @@ class NVFP4BlockScaling(Recipe):
         check_field(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
         if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
             raise ValueError(
-                f'NVFP4BlockScaling: nvfp4_4over6="{self.nvfp4_4over6}" and disable_rht=False; scales are not chosen for '
-                'inputs that are rotated for wgrad: use nvfp4_4over6="weights", or disable_rht=True'
+                f'NVFP4BlockScaling: nvfp4_4over6="{self.nvfp4_4over6}" and disable_rht=False; scales are not chosen '
+                'for inputs that are rotated for wgrad: use nvfp4_4over6="weights", or disable_rht=True'
             )
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
+from jaxlowprec.checkpoints import schemes
 from tests import numpy_oracle
 from tests.helpers import CHOSEN_SCALES, FLOATS, as_bytes, assert_same_bytes, format_name, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.quantize.every_way import assert_all_match, by_implementation, by_oracle, ways
+from tests.sharding.meshes import mesh_of, name_of, on_mesh
 
 pytestmark = pytest.mark.sampled(11)
 
@@ -197,6 +201,48 @@ class TestByKernels(ByKernels, ScaleRuleCases):
         q = jlp.quantize(x, fmt)
         assert_same_bytes(jax.vmap(lambda x: jlp.quantize(x, fmt))(x), q)
         assert_same_bytes(jax.lax.scan(lambda _, x: (None, jlp.quantize(x, fmt)), None, x)[1], q)
+
+
+@pytest.mark.parametrize("fmt", often(CHOSEN_SCALES[2::3], CHOSEN_SCALES), ids=format_name)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=name_of)
+def test_bytes_are_equal_on_any_mesh(fmt, axis_type):
+    def both(x):
+        return jlp.quantize_both(x, fmt)
+
+    x = random_array((256, 512), seed=1)
+    result, found = on_mesh(both, [x], [P("a", "b")], mesh_of((2, 4), axis_type))
+    assert_same_bytes(result, both(x))
+    assert {kind for kind, _ in found} <= {"all-reduce"}
+
+
+@pytest.mark.parametrize("fmt", often(CHOSEN_SCALES[2::3], CHOSEN_SCALES), ids=format_name)
+def test_fake_quantize_is_there_and_back(fmt):
+    x = random_array((48, 80), "float32")
+    np.testing.assert_array_equal(jlp.fake_quantize(x, fmt), jlp.quantize(x, fmt).dequantize())
+    assert (jax.grad(lambda x: jlp.fake_quantize(x, fmt, ste="clipped").sum())(x) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4"])
+@pytest.mark.parametrize("rule", RULES)
+def test_checkpoints_hold_them_as_plain_nvfp4(name, rule):
+    """The scale of the file is the amax's, which is 1.75 times the weight's."""
+    weight = random_array((32, 64), "bfloat16")
+    q, scheme = jlp.quantize(weight, jlp.NVFP4(scale_rule=rule)), schemes.by_name(name, nearest_amax=True)
+    stored = scheme.store(q)
+    loaded = scheme.load({key: np.asarray(value) for key, value in stored.items()}, dtype=weight.dtype)
+    assert_same_bytes((loaded.data, loaded.scale), (q.data, q.scale))
+    np.testing.assert_allclose(float(loaded.amax), float(q.amax), rtol=2**-22)
+    assert loaded.format == jlp.NVFP4()
+
+
+@over_formats
+def test_a_row_of_tiles_is_the_transposed_columns(fmt):
+    x = random_array((48, 64))
+    row, column = jlp.quantize_both(x, fmt)
+    if fmt.tiles:
+        np.testing.assert_array_equal(row.dequantize(), column.dequantize())
+        np.testing.assert_array_equal(as_bytes(row.scale).T, as_bytes(column.scale))
+    assert_same_bytes(column, jlp.quantize(x, fmt, -2))
 
 
 @over_formats
