@@ -33,6 +33,9 @@ FLOAT8 = ("e4m3", "e5m2")
 SCALE_RULES = ("up", "floor", "even")
 
 NVFP4S = (jlp.NVFP4(), jlp.NVFP4((16, 16)))
+CHOSEN_SCALES = tuple(
+    jlp.NVFP4(block, rule) for block in ((1, 16), (16, 16)) for rule in ("four_over_six", "four_over_six_mse", "search")
+)
 MXS = tuple(
     make(block, rule)
     for make in (lambda *a: jlp.MXFP8("e4m3", *a), lambda *a: jlp.MXFP8("e5m2", *a), jlp.MXFP4)

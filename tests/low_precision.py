@@ -55,6 +55,8 @@ RECIPES = {
     "int4_qat clipped": jlp.Int4QAT(group_size=16, symmetric=False, ste="clipped"),
     "nvfp4_qat": jlp.WeightQAT(jlp.NVFP4()),
     "nvfp4_qat 2d": jlp.WeightQAT(jlp.NVFP4((16, 16))),
+    "nvfp4 four over six": jlp.NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"),
+    "nvfp4_qat search": jlp.WeightQAT(jlp.NVFP4(scale_rule="search")),
     "mxfp8_qat clipped": jlp.WeightQAT(jlp.MXFP8(scale_rule="floor"), ste="clipped"),
     "high precision forward": jlp.NVFP4BlockScaling(forward_override="high_precision"),
     "high precision backward": jlp.NVFP4BlockScaling(backward_override="high_precision"),

@@ -23,19 +23,24 @@ enum class Scaling : int32_t {
   kFloat16,   // Int4: a bfloat16 or float16 per block, and zero points if it is asymmetric
 };
 
-/// How an amax becomes an E8M0 scale (numerics.md 6).
-enum class ScaleRule : int32_t { kUp, kFloor, kEven };
+/// How an amax becomes an E8M0 scale (numerics.md 6), and a block of NVFP4 gets its scale (2 and 13).
+enum class ScaleRule : int32_t { kUp, kFloor, kEven, kSix, kFourOverSix, kFourOverSixMse, kSearch };
 
 struct Format {
   CodeType code;
   Scaling scaling;
   int32_t block;                                // elements along the quantised axis that share a scale; 1 for kTensor
   bool tiles;                                   // block x block instead of 1 x block
-  ScaleRule scale_rule;                         // of kE8M0
+  ScaleRule scale_rule;                         // of kE8M0 and kTwoLevel
   bool power_of_two;                            // of kFloat32 and kTensor
   float amax_epsilon;                           // of kFloat32 and kTensor
   ElementType scale_type = ElementType::kBF16;  // of kFloat16
 
+  /// Whether a block takes the best of several scales.
+  bool chooses_scales() const {
+    return scale_rule == ScaleRule::kFourOverSix || scale_rule == ScaleRule::kFourOverSixMse ||
+           scale_rule == ScaleRule::kSearch;
+  }
   bool packed() const { return code == CodeType::kE2M1 || code == CodeType::kInt4; }  // two codes per byte
   int64_t blocks(int64_t elements) const { return (elements + block - 1) / block; }
   /// Bytes of codes of `columns` elements: packed ones fill whole blocks.
@@ -140,7 +145,8 @@ struct MatmulProblem : MatmulResult {
 inline bool matmul_supports(const MatmulProblem& p) {
   const Format &a = p.a.format, &b = p.b.format;
   if (a.code == CodeType::kInt4) return false;
-  if (a.scaling != b.scaling || a.scale_rule != b.scale_rule) return false;
+  if (a.scaling != b.scaling) return false;
+  if (a.scale_rule != b.scale_rule && a.scaling != Scaling::kTwoLevel) return false;
   if (a.code == b.code && !meets_itself(a.code)) return false;
   if (a.scaling == Scaling::kFloat32 && a.tiles && b.tiles) return false;
   const bool mixed = a.packed() != b.packed();

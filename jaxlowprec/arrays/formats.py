@@ -20,7 +20,7 @@ BLOCK = 16
 """Elements that share one NVFP4 block scale. Random bytes of stochastic rounding come by as many."""
 
 Float8 = Literal["e4m3", "e5m2"]
-ScaleRule = Literal["up", "floor", "even"]
+ScaleRule = Literal["up", "floor", "even", "six", "four_over_six", "four_over_six_mse", "search"]
 Int4Rule = Literal["deploy", "slime", "compressed-tensors"]
 
 
@@ -129,6 +129,11 @@ class Format:
         return self.scaling in ("two_level", "tensor") and not self.row_scaled
 
     @property
+    def chooses_scales(self) -> bool:
+        """Whether a block takes the best of several scales (numerics.md 13): for codes that round to nearest."""
+        return False
+
+    @property
     def has_zero_point(self) -> bool:
         """Whether each block has a code of its own for zero."""
         return False
@@ -196,13 +201,20 @@ class NVFP4(Format):
     Arguments:
         block: `(1, 16)`: 16 consecutive elements of the quantised axis share a scale (activations, gradients).
             `(16, 16)`: square tiles, so that an array and its transpose are quantised alike (weights).
+        scale_rule: how a block gets its scale. "six": its largest element becomes the code of 6. The others try more
+            than one scale and keep that with the least error; they are for rounding to nearest. "four_over_six": 6 or
+            4, by the sum of absolute errors, as Transformer Engine does. "four_over_six_mse": the same by squared
+            errors. "search": 6, 4, or the scale below that of 6, by squared errors. All are plain NVFP4 data: GEMMs
+            take operands of any two rules.
         row_scaled: each line along the quantised axis has an amax of its own instead of the tensor's. So a token's
             codes do not depend on the tokens beside it. Only for blocks of `(1, 16)`, rounded to nearest, not rotated.
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B; numerics.md 2.
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B; scale rules: "Four Over Six",
+    arXiv 2512.02010; numerics.md 2 and 13.
     """
 
     block: tuple[int, int] = (1, BLOCK)
+    scale_rule: ScaleRule = "six"
     row_scaled: bool = False
 
     element = "e2m1"
@@ -211,9 +223,18 @@ class NVFP4(Format):
 
     def __post_init__(self):
         self._check("block", ((1, BLOCK), (BLOCK, BLOCK)))
+        self._check("scale_rule", ("six", "four_over_six", "four_over_six_mse", "search"))
         a_flag(type(self).__name__, row_scaled=self.row_scaled)
         if self.row_scaled and self.tiles:
             raise ValueError("NVFP4: row_scaled=True and block=(16, 16); a tile lies in several lines: use (1, 16)")
+
+    @property
+    def chooses_scales(self) -> bool:
+        """See `Format`."""
+        return self.scale_rule != "six"
+
+    def __str__(self) -> str:
+        return super().__str__() + (f" {self.scale_rule}" if self.chooses_scales else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,16 @@ class Role:
         one_of("Role", "rounding", self.rounding, "nearest", "stochastic")
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(f"Role: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
+        if self.format.chooses_scales and (self.rounding == "stochastic" or self.hadamard is not None):
+            given, why = (
+                ('rounding="stochastic"', "a choice among random outcomes is biased")
+                if self.rounding == "stochastic"
+                else (f"hadamard={self.hadamard}", "scales of the least error shorten what is rotated")
+            )
+            raise ValueError(
+                f"Role: {given} and format={self.format}; {why}, and so the gradients: leave it out, or use "
+                'scale_rule="six"'
+            )
 
 
 GEMMS = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("input", "gradient")}

@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxlowprec.arguments import is_one_of, shown
-from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor
+from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.recipes.fields import backward_override, check_field, flag
 from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, MMParams, QParams, Recipe, Role, Roles
 
 Fp8Format = Literal["E4M3", "HYBRID"]
+FourOverSix = Literal["none", "weights", "activations", "all"]
 
 
 def check_common(recipe: Any) -> None:
@@ -71,6 +72,9 @@ class NVFP4BlockScaling(Recipe):
         row_scaled_activation: fprop's input has an amax for each row ("per-token") instead of one for the tensor. So
             tokens do not couple: a token's result does not depend on the tokens beside it. wgrad's input stays as in
             the table.
+        nvfp4_4over6: which tensors take the better of two scales in each block, see `NVFP4.scale_rule`: "none",
+            "weights", "activations" (the inputs; needs disable_rht=True) or "all". Never gradients.
+        nvfp4_4over6_err_mode: what they are compared by: "MAE", absolute errors, or "MSE", squared ones.
         backward_override: see `Recipe`.
         forward_override: "high_precision": fprop reads the original operands, in the input's dtype; dgrad and wgrad are
             quantised as ever. For the last steps of a run, see `recipe_schedule`. For other recipes, give
@@ -82,16 +86,18 @@ class NVFP4BlockScaling(Recipe):
 
     Raises:
         TypeError: a field that is not listed here, or is not a bool.
-        ValueError: an environment variable that is neither 0 nor 1; an override that does not exist; or both overrides,
-            so that nothing would be quantised.
+        ValueError: a field has another value; an environment variable that is neither 0 nor 1; or both overrides are
+            given, so that nothing would be quantised.
 
-    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149.
+    Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; "Four Over Six", arXiv 2512.02010.
     """
 
     disable_rht: bool = flag("NVFP4_DISABLE_RHT")
     disable_stochastic_rounding: bool = flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
     disable_2d_quantization: bool = flag("NVFP4_DISABLE_2D_QUANTIZATION")
     row_scaled_activation: bool = flag("NVFP4_ROW_SCALED_ACTIVATION")
+    nvfp4_4over6: FourOverSix = "none"
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
     backward_override: BackwardOverride = backward_override()
     forward_override: ForwardOverride = None
 
@@ -99,6 +105,13 @@ class NVFP4BlockScaling(Recipe):
         check_common(self)
         for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"):
             check_field(self, field, (True, False))
+        check_field(self, "nvfp4_4over6", ("none", "weights", "activations", "all"))
+        check_field(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise ValueError(
+                f'NVFP4BlockScaling: nvfp4_4over6="{self.nvfp4_4over6}" and disable_rht=False; scales are not chosen '
+                'for inputs that are rotated for wgrad: use nvfp4_4over6="weights", or disable_rht=True'
+            )
         check_field(self, "forward_override", (None, "high_precision"))
         if self.forward_override is not None and self.backward_override is not None:
             raise ValueError(
@@ -115,12 +128,18 @@ class NVFP4BlockScaling(Recipe):
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""
         rotation = None if self.disable_rht else Hadamard()
-        weight = Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16)))
+        chosen: ScaleRule = "four_over_six" if self.nvfp4_4over6_err_mode == "MAE" else "four_over_six_mse"
+
+        def rule(tensors: FourOverSix) -> ScaleRule:
+            return chosen if self.nvfp4_4over6 in (tensors, "all") else "six"
+
+        weight = Role(NVFP4((1, 16) if self.disable_2d_quantization else (16, 16), rule("weights")))
+        rows = Role(NVFP4(scale_rule=rule("activations"), row_scaled=True))
         return Roles(
-            Role(NVFP4(), hadamard=rotation),
+            Role(NVFP4(scale_rule=rule("activations")), hadamard=rotation),
             weight,
             Role(NVFP4(), "nearest" if self.disable_stochastic_rounding else "stochastic", rotation),
-            fprop=(Role(NVFP4(row_scaled=True)), weight) if self.row_scaled_activation else self.forward_override,
+            fprop=(rows, weight) if self.row_scaled_activation else self.forward_override,
         )
 
 

@@ -49,6 +49,15 @@ class TestValidation:
             make(scale_rule=rule)
         assert f'{make.__name__}: scale_rule={rule!r}; needs "up", "floor" or "even"' in str(raised.value)
 
+    @pytest.mark.parametrize("rule", ["up", "4over6", "SIX", "", None])
+    def test_scale_rules_of_nvfp4(self, rule):
+        with pytest.raises(ValueError) as raised:
+            jlp.NVFP4(scale_rule=rule)
+        needs = '"six", "four_over_six", "four_over_six_mse" or "search"'
+        assert f"NVFP4: scale_rule={rule!r}; needs {needs}" in str(raised.value)
+        assert jlp.NVFP4() == jlp.NVFP4(scale_rule="six") != jlp.NVFP4(scale_rule="search")
+        assert (str(jlp.NVFP4()), str(jlp.NVFP4(scale_rule="search"))) == ("NVFP4 1x16", "NVFP4 1x16 search")
+
     @pytest.mark.parametrize("make", [jlp.Float8Block, jlp.Float8Tensor])
     def test_float32_scales(self, make):
         for power_of_two in (1, None, "yes"):

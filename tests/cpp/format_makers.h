@@ -5,8 +5,8 @@
 
 namespace jaxlowprec {
 
-constexpr Format nvfp4(bool tiles = false) {
-  return {CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles, ScaleRule::kUp, false, 0};
+constexpr Format nvfp4(bool tiles = false, ScaleRule rule = ScaleRule::kSix) {
+  return {CodeType::kE2M1, Scaling::kTwoLevel, 16, tiles, rule, false, 0};
 }
 constexpr Format mx(CodeType code, bool tiles = false, ScaleRule rule = ScaleRule::kUp) {
   return {code, Scaling::kE8M0, 32, tiles, rule, false, 0};

@@ -21,6 +21,14 @@ struct NamedFormat {
 };
 
 constexpr NamedFormat kNvfp4[] = {{"NVFP4", nvfp4(false)}, {"NVFP4 tiles", nvfp4(true)}};
+constexpr NamedFormat kChosenScales[] = {
+    {"NVFP4 four over six", nvfp4(false, ScaleRule::kFourOverSix)},
+    {"NVFP4 four over six, squared", nvfp4(false, ScaleRule::kFourOverSixMse)},
+    {"NVFP4 search", nvfp4(false, ScaleRule::kSearch)},
+    {"NVFP4 tiles four over six", nvfp4(true, ScaleRule::kFourOverSix)},
+    {"NVFP4 tiles four over six, squared", nvfp4(true, ScaleRule::kFourOverSixMse)},
+    {"NVFP4 tiles search", nvfp4(true, ScaleRule::kSearch)},
+};
 constexpr NamedFormat kOtherFormats[] = {
     {"MXFP8 E4M3 up", mx(CodeType::kE4M3, false, ScaleRule::kUp)},
     {"MXFP8 E4M3 floor", mx(CodeType::kE4M3, false, ScaleRule::kFloor)},

@@ -2,11 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "../../xla_ffi/numerics/float8_block.h"
 #include "../../xla_ffi/numerics/mx.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
 #include "../../xla_ffi/numerics/philox.h"
+#include "../../xla_ffi/numerics/scale_rules.h"
 #include "reference.h"
 
 namespace jaxlowprec {
@@ -70,6 +73,49 @@ inline uint32_t code_of(CodeType code, float x, float encode, const uint32_t* by
   });
 }
 
+/// The sum of the errors of a block's rows by a scale, each row's in order, rows as a tree.
+template <ScaleError kError>
+float error_sum(const std::vector<std::vector<float>>& rows, const TriedScale<float>& scale, const Nvfp4RoomScale& tensor) {
+  const float encode = nvfp4_block_encode<float>(scale.byte, tensor.decode);
+  std::vector<float> sums;
+  for (const std::vector<float>& row : rows) {
+    float sum = 0;
+    for (const float x : row) {
+      const float a = L::flush(std::fabs(x)), number = e2m1_decode<float>(code_of(CodeType::kE2M1, a, encode, nullptr));
+      sum = L::flush(sum + nvfp4_error<kError>(a, number, scale.value, tensor));
+    }
+    sums.push_back(sum);
+  }
+  for (size_t half = sums.size() / 2; half > 0; half /= 2)
+    for (size_t r = 0; r < half; ++r) sums[r] = L::flush(sums[r] + sums[r + half]);
+  return sums[0];
+}
+
+/// The best of several scales (numerics.md 13), in place of `found`.
+template <ScaleError kError>
+BlockScale best_scale(const std::vector<std::vector<float>>& rows, uint32_t amax, float tensor, const BlockScale& found) {
+  if (found.poisoned) return found;
+  const Nvfp4RoomScale room = nvfp4_room_scale(tensor);
+  TriedScale<float> scales[scales_tried(kError)];
+  nvfp4_scales(L::flush(L::from_bits(amax)), room.encode, scales);
+  uint32_t best = scales[0].byte;
+  float least = error_sum<kError>(rows, scales[0], room);
+  for (const TriedScale<float>& scale : scales) {
+    const float error = error_sum<kError>(rows, scale, room);
+    if (error < least) best = scale.byte, least = error;
+  }
+  return {best, nvfp4_block_encode<float>(best, room.decode), false};
+}
+
+inline BlockScale best_scale(ScaleRule rule, const std::vector<std::vector<float>>& rows, uint32_t amax, float tensor,
+                             const BlockScale& found) {
+  switch (rule) {
+    case ScaleRule::kFourOverSix: return best_scale<ScaleError::kAbsolute>(rows, amax, tensor, found);
+    case ScaleRule::kFourOverSixMse: return best_scale<ScaleError::kSquared>(rows, amax, tensor, found);
+    default: return best_scale<ScaleError::kRelativeSquared>(rows, amax, tensor, found);
+  }
+}
+
 /// Codes and scales of one matrix in one direction.
 inline void quantize(const QuantizeProblem& p, const Lines& lines, const QuantizeDirection& direction, int64_t batch,
                      int64_t length, uint8_t* data, uint8_t* scale) {
@@ -84,7 +130,18 @@ inline void quantize(const QuantizeProblem& p, const Lines& lines, const Quantiz
       uint32_t most = 0;
       for (int64_t line = first; line < last; ++line)
         for (int64_t k = start; k < start + width; ++k) most = std::max(most, magnitude(lines.x[line * lines.length + k]));
-      const BlockScale block = block_scale(f, most, direction.tensor ? direction.tensor[batch] : 0, p.encode_scale_given);
+      const float tensor_number = direction.tensor ? direction.tensor[batch] : 0;
+      BlockScale block = block_scale(f, most, tensor_number, p.encode_scale_given);
+      if (f.chooses_scales()) {
+        std::vector<std::vector<float>> rows(height, std::vector<float>(width));
+        for (int64_t line = first; line < last; ++line)
+          for (int64_t k = start; k < start + width; ++k) {
+            const bool transposed = f.tiles && &direction == &p.columnwise;  // rows are those of the array
+            float& element = transposed ? rows[k - start][line - first] : rows[line - first][k - start];
+            element = lines.x[line * lines.length + k];
+          }
+        block = best_scale(f.scale_rule, rows, most, tensor_number, block);
+      }
       memcpy(scale, &block.stored, f.scale_bytes());
       if (block.poisoned) continue;
       for (int64_t line = first; line < last; ++line)

@@ -82,6 +82,7 @@ void quantize_agrees_with_the_reference(const NamedFormat (&formats)[N], int rep
 }
 
 TEST(quantize_nvfp4_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 7, false); }
+TEST(quantize_by_chosen_scales_agrees_with_the_reference) { quantize_agrees_with_the_reference(kChosenScales, 3, false); }
 TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 5, true); }
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, true); }

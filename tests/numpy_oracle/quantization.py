@@ -1,4 +1,4 @@
-"""Scales, codes and what they decode to (numerics.md 1, 2 and 4 to 7)."""
+"""Scales, codes and what they decode to (numerics.md 1, 2, 4 to 7 and 13)."""
 
 import ml_dtypes
 import numpy as np
@@ -6,6 +6,7 @@ import numpy as np
 from tests.numpy_oracle.float32 import MAX_FINITE, F, flush
 from tests.numpy_oracle.random_bits import random_bytes
 from tests.numpy_oracle.rotation import rotate
+from tests.numpy_oracle.scale_rules import best_scale
 
 ELEMENTS = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 MANTISSA_BITS = {"e2m1": 1, "e4m3": 3, "e5m2": 2}
@@ -74,6 +75,10 @@ def encode(x, multiplier, element, byte=None):
     return code | (np.signbit(x) * np.uint8(8 if element == "e2m1" else 0x80))
 
 
+def encode_e2m1(x, multiplier):
+    return encode(x, multiplier, "e2m1")
+
+
 def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=None, encode_scale=None):
     """One matrix -> codes as bytes, scales (one-byte ones as bytes), amax or None.
 
@@ -94,10 +99,17 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
         finite = np.isfinite(block_amax)
         a = np.where(finite, block_amax, F(0))
 
+        code, stored_amax = None, g if fmt.scaling == "two_level" else None
         if fmt.scaling == "two_level":
             usable = np.isfinite(g) and flush(g) >= 0
             finite &= usable
-            scale, multiplier = two_level(a, g if usable else F(0))
+            if fmt.scale_rule == "six":
+                scale, multiplier = two_level(a, g if usable else F(0))
+            else:
+                numbers = np.where(np.isfinite(blocks), blocks, F(0))
+                tensor = g if usable else F(0)
+                scale, code = best_scale(numbers, a, tensor, fmt.scale_rule, encode_e2m1, transposed=axis == -2)
+                stored_amax = np.minimum(F(1.75) * flush(g), MAX_FINITE) if np.isfinite(g) else g
             scale = np.where(finite, scale, 0x7F)
         elif fmt.scaling == "e8m0":
             scale, multiplier = power_of_two(a, fmt)
@@ -119,10 +131,11 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
             key, stream, row, group = random
             byte = random_bytes(key, stream, row + np.arange(rows), group + np.arange(-(-columns // 16)))[:, :columns]
             byte = pad(byte, height, length).reshape(blocks.shape)
-        code = encode(blocks, multiplier[:, None, :, None], fmt.element, byte)
+        if code is None:
+            code = encode(blocks, multiplier[:, None, :, None], fmt.element, byte)
         code = np.where(finite[:, None, :, None], code, 0).reshape(down * height, across * length)[:rows]
         data = code[:, 0::2] | (code[:, 1::2] << 4) if packed else code[:, :columns]
-        return data.astype(np.uint8), np.asarray(scale), g if fmt.scaling == "two_level" else None
+        return data.astype(np.uint8), np.asarray(scale), stored_amax
 
 
 # --- and back

@@ -24,7 +24,8 @@ def no_environment(monkeypatch):
 
 def test_the_fields_and_defaults_are_transformer_engines():
     overrides = {"backward_override": None, "forward_override": None}  # the second one is our own
-    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False) | overrides
+    others = {"nvfp4_4over6": "none", "nvfp4_4over6_err_mode": "MAE"}
+    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False) | overrides | others
 
 
 def test_a_recipe_is_frozen():
@@ -48,6 +49,40 @@ class TestRoles:
         assert recipe.roles().input == jlp.Role(jlp.NVFP4((1, 16)), "nearest", jlp.Hadamard())
         assert recipe.roles().weight == jlp.Role(jlp.NVFP4((16, 16)), "nearest", None)
         assert recipe.roles().gradient == jlp.Role(jlp.NVFP4((1, 16)), "stochastic", jlp.Hadamard())
+
+    @pytest.mark.parametrize(("mode", "rule"), [("MAE", "four_over_six"), ("MSE", "four_over_six_mse")])
+    @pytest.mark.parametrize("tensors", ["none", "weights", "activations", "all"])
+    def test_four_over_six(self, tensors, mode, rule):
+        roles = jlp.NVFP4BlockScaling(disable_rht=True, nvfp4_4over6=tensors, nvfp4_4over6_err_mode=mode).roles()
+        assert roles.input.format == jlp.NVFP4((1, 16), rule if tensors in ("activations", "all") else "six")
+        assert roles.weight.format == jlp.NVFP4((16, 16), rule if tensors in ("weights", "all") else "six")
+        assert roles.gradient == jlp.Role(jlp.NVFP4(), "stochastic")
+
+    @pytest.mark.parametrize("tensors", ["activations", "all"])
+    def test_four_over_six_does_not_take_rotated_inputs(self, tensors):
+        with pytest.raises(ValueError, match=f'nvfp4_4over6="{tensors}" and disable_rht=False; .* or disable_rht=True'):
+            jlp.NVFP4BlockScaling(nvfp4_4over6=tensors)
+        assert jlp.NVFP4BlockScaling(nvfp4_4over6="weights").roles().input.hadamard
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            (
+                {"rounding": "stochastic"},
+                'rounding="stochastic" and format=.*; a choice among random outcomes is biased',
+            ),
+            ({"hadamard": jlp.Hadamard()}, "hadamard=.* and format=.*; scales of the least error shorten"),
+        ],
+    )
+    def test_a_role_refuses_what_would_bias_gradients(self, options, why):
+        with pytest.raises(ValueError, match=why):
+            jlp.Role(jlp.NVFP4(scale_rule="search"), **options)
+
+    @pytest.mark.parametrize("field", ["nvfp4_4over6", "nvfp4_4over6_err_mode"])
+    @pytest.mark.parametrize("value", [True, None, "mae", "both"])
+    def test_four_over_six_of_another_value(self, field, value):
+        with pytest.raises(ValueError, match=f"NVFP4BlockScaling: {field}=.*; needs "):
+            jlp.NVFP4BlockScaling(**{field: value})
 
     def test_without_rht_nothing_is_rotated(self):
         recipe = jlp.NVFP4BlockScaling(disable_rht=True)

@@ -7,7 +7,7 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from tests.helpers import ONE_OF_EACH, assert_same_bytes, golden_input
+from tests.helpers import CHOSEN_SCALES, ONE_OF_EACH, assert_same_bytes, golden_input
 from tests.sharding.meshes import mesh_of, name_of, place
 from tests.wiring.small_ops import assert_right, block_sums, operands
 
@@ -42,7 +42,7 @@ def test_the_librarys_ops_give_the_same_bytes(platforms):
 
 def test_every_format_gives_the_same_bytes():
     def run(x):
-        pairs = [(jlp.quantize_both(x, fmt), fmt) for fmt in ONE_OF_EACH]
+        pairs = [(jlp.quantize_both(x, fmt), fmt) for fmt in (*ONE_OF_EACH, *CHOSEN_SCALES)]
         products = [jlp.scaled_matmul(row, row) for (row, _), fmt in pairs if fmt.element != "e5m2"]
         return [(both, both[0].dequantize()) for both, _ in pairs], products
 

@@ -35,12 +35,18 @@ inline std::optional<Scaling> scaling_named(std::string_view name) {
 inline std::optional<Format> make_format(std::string_view code_name, std::string_view scaling_name,
                                          std::string_view rule_name, int32_t block, bool tiles, bool power_of_two,
                                          float amax_epsilon) {
-  using Rules = std::array<std::pair<std::string_view, ScaleRule>, 3>;
+  using Rules = std::array<std::pair<std::string_view, ScaleRule>, 7>;
 #define JLP_NAMED(Type) std::pair(std::string_view(Type::kName), CodeType::k##Type),
   constexpr std::array kCodes = {JLP_NAMED(E2M1) JLP_FLOAT8_TYPES(JLP_NAMED)
                                      std::pair(std::string_view("int4"), CodeType::kInt4)};
 #undef JLP_NAMED
-  constexpr Rules kRules = {{{"up", ScaleRule::kUp}, {"floor", ScaleRule::kFloor}, {"even", ScaleRule::kEven}}};
+  constexpr Rules kRules = {{{"up", ScaleRule::kUp},
+                             {"floor", ScaleRule::kFloor},
+                             {"even", ScaleRule::kEven},
+                             {"six", ScaleRule::kSix},
+                             {"four_over_six", ScaleRule::kFourOverSix},
+                             {"four_over_six_mse", ScaleRule::kFourOverSixMse},
+                             {"search", ScaleRule::kSearch}}};
   const auto code = named(code_name, kCodes);
   const auto scaling = scaling_named(scaling_name);
   const auto rule = named(rule_name, kRules);
@@ -55,6 +61,7 @@ inline std::optional<Format> make_format(std::string_view code_name, std::string
              wide_only = *scaling == Scaling::kFloat32 || *scaling == Scaling::kTensor;
   if (block != expected || block < 1 || (packed_only && *code != CodeType::kE2M1) || (wide_only && *code == CodeType::kE2M1))
     return std::nullopt;
+  if (*scaling != Scaling::kTwoLevel && *rule >= ScaleRule::kSix) return std::nullopt;
   return Format{*code, *scaling, block, tiles, *rule, power_of_two, amax_epsilon};
 }
 

@@ -39,6 +39,7 @@ ffi::Error read_directions(Engine& engine, const QuantizeOperands& given, const 
   const Format& format = p.format;
   JLP_REQUIRE(format.code != CodeType::kInt4);
   JLP_REQUIRE(!p.rotate_columns || (format.scaling == Scaling::kTwoLevel && !format.tiles));
+  JLP_REQUIRE(!format.chooses_scales() || !given.stochastic);
   JLP_REQUIRE(!p.encode_scale_given || format.scaling == Scaling::kTensor);
   JLP_REQUIRE(args.size() == given.first_operand + given.operands(format));
   JLP_REQUIRE(results.size() == given.first_result + given.results() + given.further_results);

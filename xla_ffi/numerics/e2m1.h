@@ -23,6 +23,14 @@ JLP_RULE Uint<F> e2m1_magnitude_bits(F a) {
 }
 constexpr uint32_t kE2M1MagicBits = 0x4B400000u;  // what e2m1_magnitude_bits adds to the code
 
+/// The same for 0 <= a < 4.5, none of which has a code above that of 4.
+template <class F>
+JLP_RULE Uint<F> e2m1_magnitude_bits_to_four(F a) {
+  using L = Lanes<F>;
+  constexpr float kMagic = 12582912.0f;
+  return L::bits(L::min(L::multiply_add_exact(a, L::splat(2.0f), L::splat(kMagic)), a + (kMagic + 2.0f)));
+}
+
 /// The saturating code with its sign. Zero must already be +0; a negative number that rounds to zero keeps its sign: code 8.
 template <class F>
 JLP_RULE Uint<F> e2m1_encode(F y) {

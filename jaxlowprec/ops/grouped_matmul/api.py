@@ -18,6 +18,7 @@ from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, group
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 from jaxlowprec.ops.quantize.api import quantize
+from jaxlowprec.ops.quantize.variants import amax_field
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.api import check_pair, check_rotations
 
@@ -121,7 +122,7 @@ def quantize_groups(
     results = grouped_quantize_op(spec, implementation)(x, sizes, *tensors, *random)
 
     def array(i: int, along_rows: bool) -> GroupedQuantizedArray:
-        amax = tensors[i] if fmt.scaling == "two_level" else None
+        amax = amax_field(fmt, tensors[i]) if fmt.scaling == "two_level" else None
         rotation = hadamard if along_rows else None
         data, scale = results[2 * i : 2 * i + 2]
         rows, columns = x.shape[-2:]

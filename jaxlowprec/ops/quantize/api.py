@@ -25,6 +25,7 @@ from jaxlowprec.ops.int4.api import quantize_int4
 from jaxlowprec.ops.quantize.checks import (
     check_length,
     check_plain,
+    check_rounding,
     checked_options,
     given_tensor,
     quantizable,
@@ -71,7 +72,8 @@ def quantize(
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
             operands of one GEMM, in which it cancels.
-        rounding: of the codes: "nearest" (ties to even) or "stochastic". Scales always round to nearest.
+        rounding: of the codes: "nearest" (ties to even) or "stochastic", not where scales are chosen by their error
+            (`NVFP4.scale_rule`). Scales always round to nearest.
         key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
             batch axes, or one for all slices. The bits depend only on the key and each element's place.
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
@@ -104,7 +106,7 @@ def quantize(
     Int4 rounds to nearest, without rotation or amax; x is rounded to its scale_dtype first. Row-scaled NVFP4 rounds to
     nearest, without rotation or a given amax.
 
-    Source: numerics.md 1 to 7; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
+    Source: numerics.md 1 to 7 and 13; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize(jnp.ones((32, 64), jnp.bfloat16), jlp.NVFP4())
@@ -185,6 +187,7 @@ def quantize_both(
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
     indices = checked_options(who, (-1, -2), rounding, offset, axis_name, rows_split, implementation)
+    check_rounding(who, fmt, rounding)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
     batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)

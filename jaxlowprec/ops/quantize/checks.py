@@ -106,13 +106,23 @@ def check_holds(who: str, x: jax.Array, fmt: Format) -> None:
 
 
 def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) -> None:
-    """Raises ValueError for options that a weight-only or row-scaled format does not have."""
+    """Raises ValueError for options that a format does not have."""
+    check_rounding(who, fmt, rounding)
     if not (fmt.weight_only or fmt.row_scaled):
         return
     if rotation:
         raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} arrays are not rotated; leave it out")
     if rounding == "stochastic":
         raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} only rounds to nearest; leave it out')
+
+
+def check_rounding(who: str, fmt: Format, rounding: str) -> None:
+    """Raises ValueError for stochastic rounding by scales that are chosen for the least error."""
+    if fmt.chooses_scales and rounding == "stochastic":
+        raise ValueError(
+            f'{who}: rounding="stochastic" and scale_rule={shown(fmt.scale_rule)}; to choose among '
+            'random outcomes biases them: use rounding="nearest", or scale_rule="six"'
+        )
 
 
 def given_tensor(who: str, fmt: Format, amax: Any, encode_scale: Any, batch: tuple[int, ...]) -> jax.Array | None:

@@ -201,7 +201,7 @@ def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> li
             values = rotate_padded(values, spec.hadamard)
         tensor = tensors[i] if tensors else None
         draws = Draws(random[0], random[1 + 2 * i], random[2 + 2 * i], int(columnwise)) if random else None
-        out += reference.quantize_rows(values, spec.format, tensor, spec.encode_scale_given, draws)
+        out += reference.quantize_rows(values, spec.format, tensor, spec.encode_scale_given, draws, columnwise)
     return out
 
 

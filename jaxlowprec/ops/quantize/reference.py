@@ -1,4 +1,4 @@
-"""Quantisation in pure JAX: the byte oracle (numerics.md 1, 2 and 4 to 7)."""
+"""Quantisation in pure JAX: the byte oracle (numerics.md 1, 2, 4 to 7 and 13)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import ELEMENTS, Format
 from jaxlowprec.ops.quantize.philox import Draws, random_bytes
-from jaxlowprec.ops.rounding import INFINITY_BITS, MAX_FINITE, MIN_NORMAL_BITS, flush, from_bits, magnitude_bits
+from jaxlowprec.ops.rounding import (
+    INFINITY_BITS,
+    MAX_FINITE,
+    MIN_NORMAL_BITS,
+    flush,
+    from_bits,
+    magnitude_bits,
+    quotient,
+    rounded,
+)
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NVFP4_MAX = 2688.0  # 448 * 6: the largest block scale times the largest code
+NVFP4_MAX_WITH_ROOM = 1536.0  # 256 * 6: room above the scale of the largest block for scales that are chosen
 LARGEST_ENCODE = 2.0**126  # keeps its reciprocal normal
 E8M0_NAN = 255
 FLOAT8_NAN = 0x7F
@@ -58,15 +68,32 @@ def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
 def two_level(bits: jax.Array, tensor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """NVFP4: an E4M3 scale per block, relative to the tensor's amax."""
     g = flush(tensor)[..., None, None]
-    encode = jnp.where(g == 0, 1.0, jnp.minimum(NVFP4_MAX / g, LARGEST_ENCODE))
-    decode = 1.0 / encode
+    encode = tensor_encode(g, NVFP4_MAX)
     multiplier = encode * jnp.float32(1 / 6)
-    bad = (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
-    scale = jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE)
-    scale = jnp.minimum(scale, ELEMENTS["e4m3"].maximum).astype(jnp.float8_e4m3fn)
+    bad = poisoned(bits, g)
+    scale = e4m3_scale(jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE))
     scale = jnp.where(bad, jnp.nan, scale.astype(jnp.float32))
-    block_encode = jnp.minimum(1.0 / flush(scale * decode), MAX_FINITE)
-    return scale.astype(jnp.float8_e4m3fn), block_encode, bad
+    return scale.astype(jnp.float8_e4m3fn), block_encode(scale, encode), bad
+
+
+def tensor_encode(g: jax.Array, largest: float) -> jax.Array:
+    """S_enc of NVFP4: the factor that makes the amax `largest`."""
+    return jnp.where(g == 0, 1.0, jnp.minimum(largest / g, LARGEST_ENCODE))
+
+
+def poisoned(bits: jax.Array, g: jax.Array) -> jax.Array:
+    """Which blocks of NVFP4 become NaN."""
+    return (bits >= INFINITY_BITS) | (magnitude_bits(g) >= INFINITY_BITS) | (g < 0)
+
+
+def e4m3_scale(wanted: jax.Array) -> jax.Array:
+    """The E4M3 number nearest to a wanted scale, saturating."""
+    return jnp.minimum(wanted, ELEMENTS["e4m3"].maximum).astype(jnp.float8_e4m3fn)
+
+
+def block_encode(scale: jax.Array, encode: jax.Array) -> jax.Array:
+    """What the elements of a block with a float32 scale are multiplied by."""
+    return jnp.minimum(1.0 / flush(scale * (1.0 / encode)), MAX_FINITE)
 
 
 def e8m0(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -108,6 +135,72 @@ def tensor_scale(tensor: jax.Array, fmt: Format, given: bool) -> tuple[jax.Array
     return jnp.where(bad, jnp.nan, flush(1.0 / encode)), encode[..., None, None], bad[..., None, None]
 
 
+# --- the best of several scales (numerics.md 13)
+
+
+def best_of_scales(
+    magnitude: jax.Array, bits: jax.Array, tensor: jax.Array, fmt: Format, transposed: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scales [..., R/h, C/b], codes without signs and which blocks are poisoned, of NVFP4 whose scales are chosen.
+
+    `magnitude` [..., R/h, h, C/b, b] are the elements' magnitudes, `bits` and `tensor` the amaxes as for `two_level`.
+    `transposed`: they are those of the transposed array.
+    """
+    g = flush(tensor)[..., None, None]
+    encode = tensor_encode(g, NVFP4_MAX_WITH_ROOM)
+
+    def tried(scale):
+        codes = e2m1_nearest(magnitude * block_encode(scale, encode)[..., None, :, None])
+        errors = element_errors(magnitude, codes, scale, (g, encode), fmt)
+        return scale, codes, block_error(jnp.swapaxes(errors, -3, -1) if transposed and fmt.tiles else errors)
+
+    first, *others = map(tried, candidate_scales(bits, encode, fmt))
+    scale, codes, error = first
+    for other in others:
+        better = other[2] < error  # an equal error keeps the earlier scale
+        scale, error = jnp.where(better, other[0], scale), jnp.where(better, other[2], error)
+        codes = jnp.where(better[..., None, :, None], other[1], codes)
+    bad = poisoned(bits, g)
+    return jnp.where(bad, jnp.nan, scale).astype(jnp.float8_e4m3fn), codes, bad
+
+
+def candidate_scales(bits: jax.Array, encode: jax.Array, fmt: Format) -> list[jax.Array]:
+    """The scales that a rule tries, in order, as float32."""
+    base = flush(flush(quotient(from_bits(bits), jnp.float32(6))) * encode)
+    six, four = e4m3_scale(base), e4m3_scale(base * 1.5)
+    found = [six, four]
+    if fmt.scale_rule == "search":
+        byte = jax.lax.bitcast_convert_type(six, jnp.uint8)
+        found.append(jax.lax.bitcast_convert_type(byte - (byte >= 2).astype(jnp.uint8), jnp.float8_e4m3fn))
+    return [scale.astype(jnp.float32) for scale in found]
+
+
+def element_errors(
+    magnitude: jax.Array, codes: jax.Array, scale: jax.Array, tensor: tuple[jax.Array, jax.Array], fmt: Format
+) -> jax.Array:
+    """The errors of elements that became codes, in the rule's units. `tensor`: its amax g and S_enc."""
+    g, encode = (number[..., None, :, None] for number in tensor)
+    relative = jnp.asarray(E2M1_VALUES, jnp.float32)[codes] * scale[..., None, :, None]  # exact
+    if fmt.scale_rule == "search":
+        difference = relative - rounded(flush(magnitude * encode))
+    else:
+        difference = flush(quotient(flush(relative * g), jnp.float32(NVFP4_MAX_WITH_ROOM))) - magnitude
+    difference = flush(difference)
+    return jnp.abs(difference) if fmt.scale_rule == "four_over_six" else rounded(flush(difference * difference))
+
+
+def block_error(errors: jax.Array) -> jax.Array:
+    """The sum over a block [..., h, :, b]: over the elements of a row in order, then over rows as a tree."""
+    total = errors[..., 0]
+    for i in range(1, errors.shape[-1]):
+        total = total + errors[..., i]
+    rows = total.shape[-2]
+    while rows > 1:  # of a tile, row r and row r + rows / 2
+        rows //= 2
+        total = total[..., :rows, :] + total[..., rows:, :]
+    return total[..., 0, :]
+
+
 # --- whole arrays
 
 
@@ -131,37 +224,31 @@ def quantize_rows(
     tensor: jax.Array | None = None,
     encode_scale_given: bool = False,
     draws: Draws | None = None,
+    transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """x [..., R, C] -> codes and scales, blocks along the last axis.
 
     `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With `draws` codes are rounded
-    stochastically, else to nearest.
+    stochastically, else to nearest. `transposed`: x is the transposed array, which matters for the order of sums only.
     """
     count, columns = x.shape[-2:]
     blocks = blocks_of(x.astype(jnp.float32), fmt)
+    canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
+    code = None
     if tensor is not None and fmt.scaling == "tensor":
         scale, encode, bad = tensor_scale(tensor, fmt, encode_scale_given)
     else:
         bits = magnitude_bits(blocks).max(axis=(-3, -1), initial=0)  # [..., R/h, C/b]
         bits = jnp.where(bits < MIN_NORMAL_BITS, 0, bits)
-        if tensor is not None:
+        if tensor is not None and fmt.chooses_scales:
+            scale, code, bad = best_of_scales(jnp.abs(canonical), bits, tensor, fmt, transposed)
+        elif tensor is not None:
             scale, encode, bad = two_level(bits, tensor)
         else:
             scale, encode, bad = (e8m0 if fmt.scaling == "e8m0" else float32)(bits, fmt)
 
-    canonical = jnp.where(magnitude_bits(blocks) < MIN_NORMAL_BITS, 0.0, blocks)  # zeros of either sign are +0
-    scaled = canonical * encode[..., None, :, None]
-    byte = None
-    if draws is not None:
-        byte = random_bytes(draws)
-        byte = byte.reshape(*x.shape[:-1], byte.shape[-2] * byte.shape[-1])[..., :columns]
-        byte = blocks_of(byte, fmt)
-    magnitude = jnp.abs(scaled)
-    if fmt.packed:
-        code = e2m1_nearest(magnitude) if byte is None else e2m1_stochastic(magnitude, byte)
-    else:  # finite numbers saturate, others are NaN
-        magnitude = jnp.where(magnitude_bits(blocks) < INFINITY_BITS, jnp.minimum(magnitude, MAX_FINITE), jnp.nan)
-        code = float8(magnitude, fmt, byte)
+    if code is None:
+        code = magnitude_codes(blocks, canonical * encode[..., None, :, None], fmt, draws, x.shape)
     negative = jax.lax.bitcast_convert_type(canonical, jnp.uint32) >> 31
     code = code | (negative << (3 if fmt.packed else 7)).astype(jnp.uint8)
     code = jnp.where(bad[..., None, :, None], 0, code).astype(jnp.uint8)
@@ -170,3 +257,20 @@ def quantize_rows(
     if fmt.packed:
         return code[..., 0::2] | (code[..., 1::2] << 4), scale
     return jax.lax.bitcast_convert_type(code[..., :columns], fmt.data_dtype), scale
+
+
+def magnitude_codes(
+    blocks: jax.Array, scaled: jax.Array, fmt: Format, draws: Draws | None, shape: tuple[int, ...]
+) -> jax.Array:
+    """Codes without signs of scaled elements. `shape` is that of the array before it was cut into blocks."""
+    byte = None
+    if draws is not None:
+        byte = random_bytes(draws)
+        byte = byte.reshape(*shape[:-1], byte.shape[-2] * byte.shape[-1])[..., : shape[-1]]
+        byte = blocks_of(byte, fmt)
+    magnitude = jnp.abs(scaled)
+    if fmt.packed:
+        return e2m1_nearest(magnitude) if byte is None else e2m1_stochastic(magnitude, byte)
+    # finite numbers saturate, others are NaN
+    magnitude = jnp.where(magnitude_bits(blocks) < INFINITY_BITS, jnp.minimum(magnitude, MAX_FINITE), jnp.nan)
+    return float8(magnitude, fmt, byte)

@@ -13,11 +13,19 @@ from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.quantize.op import QuantizeSpec, unit
+from jaxlowprec.ops.rounding import MAX_FINITE, flush
 
 
 def rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
     """Whether the kernel rotates columns itself."""
     return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
+
+
+def amax_field(fmt: Format, tensor: Any) -> Any:
+    """The `amax` of a QuantizedArray whose tensor has that amax: more than it where there is room: numerics.md 13."""
+    if not fmt.chooses_scales:
+        return tensor
+    return jnp.where(jnp.isfinite(tensor), jnp.minimum(flush(tensor) * 1.75, MAX_FINITE), tensor)
 
 
 def spec_of(
@@ -82,7 +90,7 @@ def quantized_array(
         return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
 
     scale = with_each(scale) if fmt.scaling == "tensor" else scale
-    amax = with_each(tensor) if fmt.scaling == "two_level" else None
+    amax = with_each(amax_field(fmt, tensor)) if fmt.scaling == "two_level" else None
     return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, *along)
 
 

@@ -268,7 +268,7 @@ def check_pair(who: str, a: Format, b: Format) -> None:
         raise NotImplementedError(
             f"{who}: both operands have 128x128 blocks (2D x 2D); no GEMM takes that: quantise one in 1x128 blocks"
         )
-    for field in ("scale_rule", "power_of_two") if a.scaling != "tensor" else ():
+    for field in ("scale_rule", "power_of_two") if a.scaling in ("e8m0", "float32") else ():
         rules = getattr(a, field), getattr(b, field)
         if rules[0] != rules[1]:
             raise ValueError(

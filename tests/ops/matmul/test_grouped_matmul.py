@@ -21,7 +21,7 @@ from jaxlowprec.ops.grouped_matmul.plain import plain_rows, plain_wgrad
 from jaxlowprec.ops.grouped_matmul.weight_only import grouped_weight_only
 from tests.against_oracle import product, weight_only_product
 from tests.against_oracle import quantized as quantized_by_oracle
-from tests.helpers import as_bytes, assert_same_bytes, format_name, often, random_array
+from tests.helpers import CHOSEN_SCALES, as_bytes, assert_same_bytes, format_name, often, random_array
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -122,6 +122,23 @@ class TestQuantizing:
                 continue
             assert_same_bytes(as_bytes(row.scale[first:end]), as_bytes(scale))
             assert_same_bytes(as_bytes(column.scale[:, slots][:, : scale_column.shape[1]]), as_bytes(scale_column))
+
+    @pytest.mark.parametrize("fmt", [fmt for fmt in CHOSEN_SCALES if not fmt.tiles], ids=format_name)
+    @by_implementation
+    def test_chosen_scales(self, fmt, implementation):
+        """Each group is a tensor: its codes, scales and amax are those of its rows alone."""
+        sizes, rows, _ = SIZES["uneven"]
+        x, (row, column) = quantized(fmt, "uneven", False, implementation)
+        for index, first, end in groups_of(sizes, rows):
+            data, scale, amax = quantized_by_oracle(np.asarray(x)[first:end], fmt)
+            assert_same_bytes(as_bytes(row.data[first:end]), data)
+            assert_same_bytes(as_bytes(row.scale[first:end]), as_bytes(scale))
+            assert row.amax[index] == amax
+            along = quantized_by_oracle(np.asarray(x)[first:end], fmt, -2, rotation_of(fmt))
+            slot = first // 16 + index
+            assert_same_bytes(as_bytes(column.scale[:, slot : slot + along[1].shape[1]]), as_bytes(along[1]))
+            assert_same_bytes(as_bytes(column.data[:, 8 * slot : 8 * slot + along[0].shape[1]]), along[0])
+            assert column.amax[index] == along[2]
 
     @by_format
     def test_what_is_in_no_group_is_zero_bytes(self, fmt):

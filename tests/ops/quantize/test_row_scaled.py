@@ -43,6 +43,15 @@ def test_bytes_are_those_of_each_row_alone(shape, dtype, implementation):
     assert_same_bytes(q.dequantize(), each.dequantize()[..., 0, :])
 
 
+@pytest.mark.parametrize("rule", ["four_over_six", "four_over_six_mse", "search"])
+def test_rows_may_choose_their_scales(rule):
+    x = array((33, 200))
+    q = jlp.quantize(x, jlp.NVFP4(scale_rule=rule, row_scaled=True))
+    each = jlp.quantize(x[:, None], jlp.NVFP4(scale_rule=rule))
+    assert_same_bytes((q.data, q.scale, q.amax), (each.data[:, 0], each.scale[:, 0], each.amax))
+    assert_same_bytes(q.dequantize(), each.dequantize()[:, 0])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_columnwise_it_is_the_transposed_array(shape):
     x = array(shape)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "../../numerics/e2m1.h"
 #include "../../numerics/float8.h"
@@ -12,6 +13,12 @@ namespace jaxlowprec {
 namespace JLP_ISA {
 
 constexpr int kPacketBytes = kPacket / 2;  // of 4-bit codes
+
+/// Calls visit with each number, a std::integral_constant.
+template <class Visit, int... I>
+JLP_RULE void for_each_place(Visit visit, std::integer_sequence<int, I...>) {
+  (visit(std::integral_constant<int, I>{}), ...);
+}
 
 // --- E2M1
 

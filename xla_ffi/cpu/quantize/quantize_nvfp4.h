@@ -12,6 +12,7 @@
 #include "../../numerics/nvfp4.h"
 #include "../../problems.h"
 #include "../tiles.h"
+#include "best_scale.h"
 #include "codes.h"
 #include "random.h"
 
@@ -21,11 +22,14 @@ namespace JLP_ISA {
 /// What one matrix of the batch is quantised with.
 struct DirectionContext {
   Nvfp4TensorScale tensor;
-  Random random;  // its own
+  RoomScale room;  // of rules that choose scales
+  Random random;   // its own
   alignas(64) uint32_t signs[kBlock];
 
   DirectionContext(const QuantizeDirection& direction, int64_t batch, uint32_t sign_mask)
-      : tensor(nvfp4_tensor_scale(direction.tensor[batch])), random(direction.random.of(batch)) {
+      : tensor(nvfp4_tensor_scale(direction.tensor[batch])),
+        room(direction.tensor[batch]),
+        random(direction.random.of(batch)) {
     for (int r = 0; r < kBlock; ++r) signs[r] = ((sign_mask >> r) & 1u) << 31;
   }
 };
@@ -79,6 +83,29 @@ __attribute__((noinline)) void encode_packets(const typename E::Storage* x, int 
     quantize_row_packet<E, kStochastic>(x + g * kPacket, encode + (kShared ? 0 : g * kLanes), ordinary, random.bytes[g],
                                         data);
   }
+}
+
+/// A run of elements of a row, each 1x16 block by the best of several scales.
+template <class E>
+__attribute__((noinline)) void quantize_row_run_by_best(const typename E::Storage* x, int64_t elements, ScaleRule rule,
+                                                        const RoomScale& tensor, uint8_t* data, uint8_t* scale) {
+  const auto encode = with_scale_error(rule, [](auto error) { return encode_best_packets<E, decltype(error)::value>; });
+  for (; elements >= kPacket; x += kSpan * kPacket, data += kSpan * kPacketBytes, scale += kSpan * kLanes) {
+    const int packets = static_cast<int>(std::min<int64_t>(kSpan, elements / kPacket));
+    encode(x, packets, tensor, {x + kSpan * kPacket, kPacket}, data, scale);
+    elements -= packets * kPacket;
+    if (packets == kSpan) continue;
+    x += packets * kPacket, data += packets * kPacketBytes, scale += packets * kLanes;
+    break;
+  }
+  if (elements == 0) return;
+  alignas(64) typename E::Storage padded[kPacket] = {};
+  alignas(64) uint8_t codes[kPacketBytes], scales[kLanes];
+  const int count = static_cast<int>(divide_up(elements, kBlock));
+  memcpy(padded, x, elements * sizeof *x);
+  encode(padded, 1, tensor, {padded, 0}, codes, scales);
+  memcpy(data, codes, count * 8);
+  memcpy(scale, scales, count);
 }
 
 /// A run of elements of one row, quantised with 1x16 blocks.
@@ -152,11 +179,6 @@ struct ColumnTile {
   alignas(64) uint64_t codes[kSlabs][2][kPacket / 2];
   alignas(64) uint8_t scale[kSlabs][kPacket];
 };
-
-template <class Visit, int... I>
-JLP_RULE void for_each_place(Visit visit, std::integer_sequence<int, I...>) {
-  (visit(std::integral_constant<int, I>{}), ...);
-}
 
 /// The 16 codes of each of kLanes columns: rows 0 to 7 in codes[0], 8 to 15 in codes[1].
 template <class E, bool kStochastic, bool kSaturate, bool kOdd>
@@ -267,12 +289,21 @@ __attribute__((noinline)) static void store_column_scales(const ColumnTile& tile
 
 /// Scales of a slab's 16x16 tiles from the maxima of its rows' blocks.
 template <class E>
-JLP_RULE bool tile_scales(const CachedSlab<E>& slab, const Nvfp4TensorScale& tensor, float* encode, uint8_t* scale) {
+JLP_RULE bool tile_scales(const CachedSlab<E>& slab, const Format& format, const DirectionContext& context, float* encode,
+                          uint8_t* scale) {
   U32 amax = U32{};
   for (int r = 0; r < kBlock; ++r) amax = max_magnitude(amax, E::block_amax(slab.x[r]));
   U32 scales;
   F32 factors;
-  const bool ordinary = block_scales(amax, tensor, scales, factors);
+  bool ordinary;
+  if (format.chooses_scales()) {
+    const auto best =
+        with_scale_error(format.scale_rule, [](auto error) { return best_tile_scales<E, decltype(error)::value>; });
+    best(slab.x, amax, context.room, scales, factors);
+    ordinary = all_below(L::from_bits(amax) * factors, 7.0f);
+  } else {
+    ordinary = block_scales(amax, context.tensor, scales, factors);
+  }
   store(encode, factors);
   store_low_bytes(scale, scales);
   return ordinary;
@@ -302,15 +333,19 @@ struct QuantizeNvfp4 {
                  const PacketsAhead<E>& ahead) const {
     const int64_t blocks = row_blocks(p), block = column / kBlock;
     const int count = static_cast<int>(divide_up(slab.columns, kBlock));
+    const bool best = p.format.chooses_scales() && !p.format.tiles;
     Span span;
-    if (!p.format.tiles) span.compute<E>(slab.x[0], kBlock, context.tensor);
+    if (!p.format.tiles && !best) span.compute<E>(slab.x[0], kBlock, context.tensor);
     alignas(64) uint32_t ids[kLanes] = {};
     if (stochastic) memcpy(ids, context.random.sixteens + block, count * sizeof *ids);
     RandomSpan random;
     if (stochastic) random.compute(context.random, context.random.rows + row, slab.rows, ids, 1);
     const int64_t first = (batch * p.rows + row) * blocks + block;
     alignas(64) uint8_t codes[kBlock][kPacketBytes];
-    if (p.format.tiles)
+    if (best)
+      with_scale_error(p.format.scale_rule, [](auto error) { return encode_best_packets<E, decltype(error)::value>; })(
+          slab.x[0], kBlock, context.room, ahead, codes[0], span.scale[0]);
+    else if (p.format.tiles)
       (stochastic ? encode_packets<E, true, true> : encode_packets<E, false, true>)(slab.x[0], slab.rows, tile_encode,
                                                                                     tiles_ordinary, random, ahead, codes[0]);
     else
@@ -345,6 +380,12 @@ struct QuantizeNvfp4 {
       rotate_columns(slab, context.signs, rotated);
       x = rotated[0];
     }
+    if (p.format.chooses_scales() && !p.format.tiles) {
+      const int pairs = static_cast<int>(divide_up(slab.columns, 2 * kLanes));
+      const auto best = with_scale_error(p.format.scale_rule,
+                                         [](auto error) { return encode_best_slab_columns<E, decltype(error)::value>; });
+      return best(x, context.room, pairs, ahead, tile.codes[s], tile.scale[s]);
+    }
     if (p.format.tiles)
       for (int i = 0; i < kPacket; ++i) encode[i] = tile_encode[i / kBlock];
     else
@@ -375,7 +416,7 @@ struct QuantizeNvfp4 {
       const PacketsAhead<E> ahead{next, p.columns}, nothing{slab.x[0], 0};
       width = slab.columns;
       if (p.format.tiles) {
-        ordinary = tile_scales(slab, row_context.tensor, encode, scale);
+        ordinary = tile_scales(slab, p.format, row_context, encode, scale);
         store_tile_scales(p, batch, row / kBlock, column / kBlock, scale, static_cast<int>(divide_up(width, kBlock)));
       }
       if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column, columnwise ? nothing : ahead);
@@ -440,6 +481,9 @@ struct QuantizeNvfp4 {
     uint8_t* data = p.rowwise.data + batch * p.rows * blocks * 8;
     uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
     RowRuns(p, stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+      if (p.format.chooses_scales())
+        return quantize_row_run_by_best<E>(x + row * p.columns + column, columns, p.format.scale_rule, context.room,
+                                           data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
       quantize_row_run<E>(x + row * p.columns + column, columns, stochastic, context,
                           stochastic ? context.random.rows[row] : 0, context.random.sixteens,
                           data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);

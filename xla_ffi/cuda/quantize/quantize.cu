@@ -8,8 +8,13 @@ cudaError_t launch(const QuantizeProblem& p, cudaStream_t stream) {
   if (p.batch == 0 || p.rows == 0 || p.columns == 0 || (!p.rowwise.data && !p.columnwise.data)) return cudaSuccess;
   for (const Random& random : {p.rowwise.random, p.columnwise.random})  // kernels count indices in 32 bits
     if (p.batch * random.rows_step > UINT32_MAX || p.batch * random.sixteens_step > UINT32_MAX) return cudaErrorInvalidValue;
-  if (p.format.scaling == Scaling::kTwoLevel) return quantize_codes<E2M1, true>(p, stream);
-  return with_float(p.format.code, [&](auto code) { return quantize_codes<decltype(code), false>(p, stream); });
+  switch (scales_of(p.format)) {
+    case Scales::kTwoLevel: return quantize_codes<E2M1, Scales::kTwoLevel>(p, stream);
+    case Scales::kBestAbsolute: return quantize_codes<E2M1, Scales::kBestAbsolute>(p, stream);
+    case Scales::kBestSquared: return quantize_codes<E2M1, Scales::kBestSquared>(p, stream);
+    case Scales::kBestRelativeSquared: return quantize_codes<E2M1, Scales::kBestRelativeSquared>(p, stream);
+    default: return with_float(p.format.code, [&](auto code) { return quantize_codes<decltype(code), Scales::kOne>(p, stream); });
+  }
 }
 
 }  // namespace cuda

@@ -9,8 +9,22 @@
 namespace jaxlowprec {
 namespace cuda {
 
-/// kTwoLevel: NVFP4's scaling; else any that the problem's format names.
-template <class Code, bool kTwoLevel>
+/// How blocks get their scales: as the problem's format says, which is not NVFP4's; or NVFP4's, as it is or the best of
+/// several by an error.
+enum class Scales : int32_t { kOne, kTwoLevel, kBestAbsolute, kBestSquared, kBestRelativeSquared };
+template <Scales kScales>
+constexpr bool kIsTwoLevel = kScales != Scales::kOne;
+template <Scales kScales>
+constexpr bool kIsChosen = kScales != Scales::kOne && kScales != Scales::kTwoLevel;
+inline Scales scales_of(const Format& format) {
+  if (format.scaling != Scaling::kTwoLevel) return Scales::kOne;
+  return format.scale_rule == ScaleRule::kFourOverSix      ? Scales::kBestAbsolute
+         : format.scale_rule == ScaleRule::kFourOverSixMse ? Scales::kBestSquared
+         : format.scale_rule == ScaleRule::kSearch         ? Scales::kBestRelativeSquared
+                                                           : Scales::kTwoLevel;
+}
+
+template <class Code, Scales kScales>
 cudaError_t quantize_codes(const QuantizeProblem& problem, cudaStream_t stream);
 
 }  // namespace cuda

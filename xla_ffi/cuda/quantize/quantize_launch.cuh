@@ -41,40 +41,40 @@ inline QuantizeProblem as_long_rows(QuantizeProblem p) {
   return p;
 }
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic>
+template <class E, class Code, Scales kScales, bool kStochastic>
 cudaError_t launch_rows(const QuantizeProblem& problem, cudaStream_t stream) {
   const QuantizeProblem p = as_long_rows(problem);
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   while ((kTileSegments >> a.log_segments) > 1 && (kSegmentColumns << a.log_segments) < a.columns) ++a.log_segments;
   const int64_t down = divide_up(a.rows, kTileSegments >> a.log_segments);
   if (!cut(p.batch, down, divide_up(a.columns, kSegmentColumns << a.log_segments), a.tiles)) return cudaErrorInvalidValue;
-  return launch_over_tiles<quantize_rows<E, Code, kTwoLevel, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);
+  return launch_over_tiles<quantize_rows<E, Code, kScales, kStochastic>, RowsShared<kStochastic>>(kRowThreads, a, stream);
 }
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
+template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
 cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
-  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
-  static_assert(kTileBlocks<E, kStochastic> * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
-  return launch_over_tiles<quantize_tiles<E, Code, kTwoLevel, kStochastic, kRotate>, Shared>(kTileThreads, a, stream);
+  using Shared = TilesShared<E, Code, kScales, kStochastic>;
+  static_assert(kTileBlocks<E, kScales, kStochastic> * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
+  return launch_over_tiles<quantize_tiles<E, Code, kScales, kStochastic, kRotate>, Shared>(kTileThreads, a, stream);
 }
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic>
+template <class E, class Code, Scales kScales, bool kStochastic>
 cudaError_t launch_quantize(const QuantizeProblem& p, cudaStream_t stream) {
-  if (!p.columnwise.data && !p.format.tiles) return launch_rows<E, Code, kTwoLevel, kStochastic>(p, stream);
-  if constexpr (kTwoLevel)
-    if (p.rotate_columns) return launch_tiles<E, Code, kTwoLevel, kStochastic, true>(p, stream);
-  return launch_tiles<E, Code, kTwoLevel, kStochastic, false>(p, stream);
+  if (!p.columnwise.data && !p.format.tiles) return launch_rows<E, Code, kScales, kStochastic>(p, stream);
+  if constexpr (kIsTwoLevel<kScales>)
+    if (p.rotate_columns) return launch_tiles<E, Code, kScales, kStochastic, true>(p, stream);
+  return launch_tiles<E, Code, kScales, kStochastic, false>(p, stream);
 }
 
-template <class Code, bool kTwoLevel>
+template <class Code, Scales kScales>
 cudaError_t quantize_codes(const QuantizeProblem& p, cudaStream_t stream) {
   return with_element(p.type, [&](auto element) {
     using E = decltype(element);
-    const bool stochastic = p.rowwise.random.key || p.columnwise.random.key;
-    return stochastic ? launch_quantize<E, Code, kTwoLevel, true>(p, stream)
-                      : launch_quantize<E, Code, kTwoLevel, false>(p, stream);
+    if constexpr (!kIsChosen<kScales>)
+      if (p.stochastic()) return launch_quantize<E, Code, kScales, true>(p, stream);
+    return launch_quantize<E, Code, kScales, false>(p, stream);
   });
 }
 

@@ -10,7 +10,7 @@
 // tall.
 #pragma once
 
-#include "quantize_scales.cuh"
+#include "best_scale.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -29,8 +29,8 @@ struct RowsShared {
 };
 
 /// Blocks that registers are to suffice for.
-template <class E, bool kTwoLevel, bool kStochastic>
-constexpr int kRowBlocks = (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kTwoLevel ? 1 : 0);
+template <class E, Scales kScales, bool kStochastic>
+constexpr int kRowBlocks = kIsChosen<kScales> ? 2 : (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kIsTwoLevel<kScales> ? 1 : 0);
 
 /// Where a thread's 16 elements are and where its results go.
 template <class E>
@@ -40,42 +40,42 @@ struct RowCursor {
   int64_t row, column;
 };
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic>
+template <class E, class Code, Scales kScales, bool kStochastic>
 struct RowQuantizer {
   const QuantizeArguments& a;
   const RowsShared<kStochastic>& shared;
-  Matrix<kTwoLevel> matrix;
+  Matrix<kScales> matrix;
 
   __device__ __forceinline__ RowCursor<E> cursor(uint32_t batch, int64_t row, int64_t column) const {
     const DirectionArguments& direction = a.rowwise;
-    const int64_t line = batch * a.rows + row, scale = line * direction.scale_columns + (column >> log_block<kTwoLevel>(a));
+    const int64_t line = batch * a.rows + row, scale = line * direction.scale_columns + (column >> log_block<kScales>(a));
     return {static_cast<const typename E::Storage*>(a.x) + line * a.columns + column,
             direction.data + line * direction.row_bytes + code_bytes<Code>(column),
-            direction.scale + (byte_scales<kTwoLevel>(a) ? scale : 4 * scale), row, column};
+            direction.scale + (byte_scales<kScales>(a) ? scale : 4 * scale), row, column};
   }
 
   /// Of the sixteen at `at`, where `count` elements and `bytes` of codes exist.
   __device__ __forceinline__ void quantize(const RowCursor<E>& at, const Sixteen<E>& sixteen, int count, int bytes,
                                            bool pieces) const {
-    const int lanes = sixteens_in_block<kTwoLevel>(a);  // that share a block; 0: the tensor
+    const int lanes = sixteens_in_block<kScales>(a);  // that share a block; 0: the tensor
     const uint32_t amax = max_of_lanes(magnitude_bits<E>(sixteen.words), lanes);
-    const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, amax, shared.table);
-    if (lanes > 0 && threadIdx.x % lanes == 0 && count > 0) store_scale<kTwoLevel>(a, at.scale, 0, scale.stored);
+    const BlockScale scale = scale_of(matrix, a, sixteen, amax, shared.table);
+    if (lanes > 0 && threadIdx.x % lanes == 0 && count > 0) store_scale<kScales>(a, at.scale, 0, scale.stored);
     uint32_t random[4] = {}, codes[kCodeWords<Code>];
     if (count > 0) random_bytes(shared.keys, a.rowwise.random, at.row, at.column / 16, random);
-    quantize_sixteen<Code, kTwoLevel, kStochastic>(a, sixteen, scale, amax, random, codes);
+    quantize_sixteen<Code, kScales, kStochastic>(a, sixteen, scale, amax, random, codes);
     store_codes(at.data, bytes, pieces, codes);
   }
 };
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochastic>)
+template <class E, class Code, Scales kScales, bool kStochastic>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kScales, kStochastic>)
     quantize_rows(const QuantizeArguments a) {
   constexpr int kCodeBytes = 4 * kCodeWords<Code>;
   RowsShared<kStochastic>& shared = block_shared<RowsShared<kStochastic>>();
   const DirectionArguments& direction = a.rowwise;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  RowQuantizer<E, Code, kTwoLevel, kStochastic> quantizer = {a, shared, {}};
+  RowQuantizer<E, Code, kScales, kStochastic> quantizer = {a, shared, {}};
 
   // From one of a warp's segments to its next.
   const bool tall = (kRowWarps >> a.log_segments) > 0;
@@ -83,14 +83,14 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<E, kTwoLevel, kStochas
   const auto step = [&](int64_t row_size, int64_t column_size) { return step_rows * row_size + column_size; };
   const int64_t x_step = step(a.columns, step_columns),
                 data_step = step(direction.row_bytes, code_bytes<Code>(step_columns));
-  const int64_t scale_bytes = byte_scales<kTwoLevel>(a) ? 1 : 4;
-  const int64_t scale_step = scale_bytes * step(direction.scale_columns, step_columns >> log_block<kTwoLevel>(a));
+  const int64_t scale_bytes = byte_scales<kScales>(a) ? 1 : 4;
+  const int64_t scale_step = scale_bytes * step(direction.scale_columns, step_columns >> log_block<kScales>(a));
 
   uint32_t started = ~0u;  // the matrix whose scale is at hand
   for (TilePlace tile = Tiles::last(a.tiles); tile.batch < a.tiles.count.batch; tile = Tiles::previous(a.tiles, tile)) {
     if (tile.batch != started) {
       __syncthreads();
-      quantizer.matrix = Matrix<kTwoLevel>::start(a, direction, tile.batch, shared.table);
+      quantizer.matrix = Matrix<kScales>::start(a, direction, tile.batch, shared.table);
       start_keys(direction, tile.batch, shared.keys);
       __syncthreads();
       started = tile.batch;

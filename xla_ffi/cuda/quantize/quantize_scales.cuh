@@ -5,7 +5,9 @@
 #include "../../numerics/mx.h"
 #include "../../numerics/nvfp4.h"
 #include "../../numerics/philox.h"
+#include "../../numerics/scale_rules.h"
 #include "../launch_grid.cuh"
+#include "quantize.h"
 #include "quantize_codes.cuh"
 
 namespace jaxlowprec {
@@ -44,13 +46,13 @@ struct QuantizeArguments {
 };
 
 /// Sixteens of elements that share a scale, along the quantised axis; 0 for a tensor's.
-template <bool kTwoLevel>
+template <Scales kScales>
 JLP_DEVICE int sixteens_in_block(const QuantizeArguments& a) {
-  return kTwoLevel ? 1 : (1 << a.log_block) / 16;
+  return kIsTwoLevel<kScales> ? 1 : (1 << a.log_block) / 16;
 }
-template <bool kTwoLevel>
+template <Scales kScales>
 JLP_DEVICE int log_block(const QuantizeArguments& a) {
-  return kTwoLevel ? 4 : a.log_block;
+  return kIsTwoLevel<kScales> ? 4 : a.log_block;
 }
 
 /// What is stored of a block's scale, in the low bits, and what its elements are multiplied by; NaN: the block is poisoned.
@@ -64,11 +66,11 @@ struct BlockScale {
 using EncodeTable = float[128];
 
 /// What one matrix fixes for all of its blocks in one direction.
-template <bool kTwoLevel>
+template <Scales kScales>
 struct Matrix;
 
 template <>
-struct Matrix<true> {
+struct Matrix<Scales::kTwoLevel> {
   float multiplier;
   uint32_t poison_from;  // blocks whose amax has these bits or more
 
@@ -95,7 +97,7 @@ struct Matrix<true> {
 };
 
 template <>
-struct Matrix<false> {
+struct Matrix<Scales::kOne> {
   float tensor_encode;  // kTensor
 
   JLP_DEVICE Matrix start(const QuantizeArguments& a, const DirectionArguments& direction, uint32_t batch, EncodeTable&) {
@@ -115,30 +117,48 @@ struct Matrix<false> {
   }
 };
 
+/// Rules that choose a scale (numerics.md 13).
+template <Scales kScales>
+struct Matrix {
+  Nvfp4RoomScale tensor;
+  uint32_t poison_from;  // blocks whose amax has these bits or more
+
+  /// As that of kTwoLevel.
+  JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch,
+                          EncodeTable& table) {
+    if (!direction.data) return {};
+    const float amax = direction.tensor[batch];
+    const Nvfp4RoomScale tensor = nvfp4_room_scale(amax);
+    const uint32_t byte = threadIdx.x;
+    if (byte < 128) table[byte] = byte == kFloat8NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, tensor.decode);
+    return {tensor, nvfp4_tensor_scale(amax).usable ? kInfinityBits : 0u};
+  }
+};
+
 /// A tensor's one scale is stored by its first tile.
-template <bool kTwoLevel>
+template <Scales kScales>
 JLP_DEVICE void store_tensor_scale(const QuantizeArguments& a, const DirectionArguments& direction,
-                                   const Matrix<kTwoLevel>& matrix, const TilePlace& at) {
-  if constexpr (!kTwoLevel)
+                                   const Matrix<kScales>& matrix, const TilePlace& at) {
+  if constexpr (!kIsTwoLevel<kScales>)
     if (a.scaling == Scaling::kTensor && direction.data && threadIdx.x == 0 && at.down == 0 && at.across == 0)
       reinterpret_cast<float*>(direction.scale)[at.batch] = float8_decode_scale(matrix.tensor_encode);
 }
 
-template <bool kTwoLevel>
+template <Scales kScales>
 JLP_DEVICE bool is_tensor(const QuantizeArguments& a) {
-  return !kTwoLevel && a.scaling == Scaling::kTensor;
+  return !kIsTwoLevel<kScales> && a.scaling == Scaling::kTensor;
 }
 
 /// Whether a stored scale is a byte; else a float32.
-template <bool kTwoLevel>
+template <Scales kScales>
 JLP_DEVICE bool byte_scales(const QuantizeArguments& a) {
-  return kTwoLevel || a.scaling == Scaling::kE8M0;
+  return kIsTwoLevel<kScales> || a.scaling == Scaling::kE8M0;
 }
 
 /// Stores a block's scale.
-template <bool kTwoLevel>
+template <Scales kScales>
 JLP_DEVICE void store_scale(const QuantizeArguments& a, uint8_t* scales, int64_t index, uint32_t stored) {
-  if (byte_scales<kTwoLevel>(a))
+  if (byte_scales<kScales>(a))
     scales[index] = static_cast<uint8_t>(stored);
   else
     reinterpret_cast<uint32_t*>(scales)[index] = stored;
@@ -194,12 +214,12 @@ JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& r
 }
 
 /// The codes of a sixteen whose block has this scale; `amax` is at least the sixteen's own.
-template <class Code, bool kTwoLevel, bool kStochastic, class E>
+template <class Code, Scales kScales, bool kStochastic, class E>
 JLP_DEVICE void quantize_sixteen(const QuantizeArguments& a, const Sixteen<E>& sixteen, const BlockScale& scale,
                                  uint32_t amax, const uint32_t (&random)[4], uint32_t (&codes)[kCodeWords<Code>]) {
   encode_sixteen<Code, kStochastic>(sixteen, scale.encode, __fmul_rn(as_float(amax), scale.encode) < 7.0f, random, codes);
   if constexpr (!Code::kPacked)
-    if (is_tensor<kTwoLevel>(a) && amax >= kInfinityBits) put_nan_codes(sixteen, codes);
+    if (is_tensor<kScales>(a) && amax >= kInfinityBits) put_nan_codes(sixteen, codes);
   if (!BlockScale::poisoned(scale)) return;
 #pragma unroll
   for (uint32_t& word : codes) word = 0;

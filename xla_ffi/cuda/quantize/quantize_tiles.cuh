@@ -12,7 +12,7 @@
 // next tile's elements are on their way while the codes of the columns leave.
 #pragma once
 
-#include "quantize_scales.cuh"
+#include "best_scale.cuh"
 #include "rotate.cuh"
 
 namespace jaxlowprec {
@@ -24,17 +24,17 @@ struct alignas(4 * kCodeWords<Code>) CodePiece {
   uint32_t words[kCodeWords<Code>];
 };
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic>
+template <class E, class Code, Scales kScales, bool kStochastic>
 struct TilesShared {
   Tile<E> tile;
   CodePiece<Code> codes[kTile * kTileSixteens];
   uint8_t column_scales[kTile][kTileSixteens];
   float square_encode[kTileSixteens][kTileSixteens];
   uint32_t square_amax[kTileSixteens][kTileSixteens];  // of its first sixteen in both directions, for a block
-  Matrix<kTwoLevel> matrices[2];                       // rowwise and columnwise, as the tables
-  EncodeTable tables[kTwoLevel ? 2 : 1];
+  Matrix<kScales> matrices[2];                       // rowwise and columnwise, as the tables
+  EncodeTable tables[kIsTwoLevel<kScales> ? 2 : 1];
   RoundKeys<kStochastic> row_keys, column_keys;
-  uint32_t column_amax[kTwoLevel ? 1 : kPairThreads][kTile];
+  uint32_t column_amax[kIsTwoLevel<kScales> ? 1 : kPairThreads][kTile];
 
   /// Where the codes of 16 rows of a column lie. Even columns come first, and pieces are permuted, so that neither the
   /// threads of neighbouring pairs nor those of neighbouring pieces meet in a bank.
@@ -46,9 +46,9 @@ struct TilesShared {
 };
 
 /// One kernel's work on one tile.
-template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
+template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
 struct TileQuantizer {
-  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
+  using Shared = TilesShared<E, Code, kScales, kStochastic>;
   static constexpr int kCodeBytes = 4 * kCodeWords<Code>;
   const QuantizeArguments& a;
   Shared& shared;
@@ -63,10 +63,10 @@ struct TileQuantizer {
   // --- square blocks
 
   /// The first of the sixteens that share a square block with this one, along either side.
-  __device__ __forceinline__ int block_start(int sixteen) const { return sixteen & -sixteens_in_block<kTwoLevel>(a); }
+  __device__ __forceinline__ int block_start(int sixteen) const { return sixteen & -sixteens_in_block<kScales>(a); }
 
   /// Scales of the square blocks: by the whole block of threads, with barriers.
-  __device__ __forceinline__ void square_scales(const Matrix<kTwoLevel>& matrix, const EncodeTable& table) const {
+  __device__ __forceinline__ void square_scales(const Matrix<kScales>& matrix, const EncodeTable& table) const {
     const int sixteen = threadIdx.x % kTileSixteens, down = threadIdx.x / kTileSixteens;
     if (down < kTileSixteens) shared.square_amax[down][sixteen] = 0;
     __syncthreads();
@@ -78,24 +78,36 @@ struct TileQuantizer {
       if (pair() % 8 == 0) atomicMax(&shared.square_amax[block_start(unit_sixteen(unit))][block_start(pair() / 8)], amax);
     }
     __syncthreads();
-    if (down < kTileSixteens) {
-      const BlockScale scale = Matrix<kTwoLevel>::scale(matrix, a, square_amax(down, sixteen), table);
-      shared.square_encode[down][sixteen] = scale.encode;
-      if (block_start(down) == down && block_start(sixteen) == sixteen && 16 * down < rows_left &&
-          16 * sixteen < columns_left) {
-        const int64_t r = (row >> log_block<kTwoLevel>(a)) + down / sixteens_in_block<kTwoLevel>(a);
-        const int64_t c = (column >> log_block<kTwoLevel>(a)) + sixteen / sixteens_in_block<kTwoLevel>(a);
-        store_square_scale(a.rowwise, r, c, scale);
-        store_square_scale(a.columnwise, c, r, scale);
+    if constexpr (kIsChosen<kScales>) {
+#pragma unroll 1
+      for (int square = threadIdx.x / 16; square < kTileSixteens * kTileSixteens; square += kTileThreads / 16) {
+        const int r = square / kTileSixteens, c = square % kTileSixteens;
+        const Sixteen<E> elements = shared.tile.row_sixteen(16 * r + threadIdx.x % 16, c);
+        const BlockScale scale = scale_of_square(matrix, elements, square_amax(r, c), table);
+        if (threadIdx.x % 16 == 0) keep_square_scale(r, c, scale);
       }
+    } else if (down < kTileSixteens) {
+      keep_square_scale(down, sixteen, Matrix<kScales>::scale(matrix, a, square_amax(down, sixteen), table));
     }
     __syncthreads();
+  }
+
+  /// What the block's elements are multiplied by stays in shared memory; its scale goes to both directions.
+  __device__ __forceinline__ void keep_square_scale(int down, int sixteen, const BlockScale& scale) const {
+    shared.square_encode[down][sixteen] = scale.encode;
+    if (block_start(down) == down && block_start(sixteen) == sixteen && 16 * down < rows_left &&
+        16 * sixteen < columns_left) {
+      const int64_t r = (row >> log_block<kScales>(a)) + down / sixteens_in_block<kScales>(a);
+      const int64_t c = (column >> log_block<kScales>(a)) + sixteen / sixteens_in_block<kScales>(a);
+      store_square_scale(a.rowwise, r, c, scale);
+      store_square_scale(a.columnwise, c, r, scale);
+    }
   }
 
   __device__ __forceinline__ void store_square_scale(const DirectionArguments& direction, int64_t r, int64_t c,
                                                      const BlockScale& scale) const {
     if (!direction.data) return;
-    store_scale<kTwoLevel>(a, direction.scale, (batch * direction.scale_rows + r) * direction.scale_columns + c,
+    store_scale<kScales>(a, direction.scale, (batch * direction.scale_rows + r) * direction.scale_columns + c,
                            scale.stored);
   }
 
@@ -108,12 +120,12 @@ struct TileQuantizer {
   __device__ __forceinline__ void rows() const {
     constexpr int kStep = kTileThreads / kTileSixteens;
     const DirectionArguments& direction = a.rowwise;
-    const int sixteen = threadIdx.x % kTileSixteens, lanes = sixteens_in_block<kTwoLevel>(a);
+    const int sixteen = threadIdx.x % kTileSixteens, lanes = sixteens_in_block<kScales>(a);
     const int64_t line = batch * a.rows + row + threadIdx.x / kTileSixteens;
-    const int64_t scale_at = line * direction.scale_columns + ((column + 16 * sixteen) >> log_block<kTwoLevel>(a));
+    const int64_t scale_at = line * direction.scale_columns + ((column + 16 * sixteen) >> log_block<kScales>(a));
     uint8_t* data = direction.data + line * direction.row_bytes + code_bytes<Code>(column + 16 * sixteen);
-    uint8_t* scales = direction.scale + (byte_scales<kTwoLevel>(a) ? scale_at : 4 * scale_at);
-    const int64_t scale_step = direction.scale_columns * (byte_scales<kTwoLevel>(a) ? kStep : 4 * kStep);
+    uint8_t* scales = direction.scale + (byte_scales<kScales>(a) ? scale_at : 4 * scale_at);
+    const int64_t scale_step = direction.scale_columns * (byte_scales<kScales>(a) ? kStep : 4 * kStep);
     const int bytes = left(direction.row_bytes, code_bytes<Code>(column + 16 * sixteen), kCodeBytes);
     const bool exists = 16 * sixteen < columns_left, stores_scale = exists && lanes > 0 && sixteen % lanes == 0;
     const int64_t granule = column / 16 + min(sixteen, (columns_left - 1) / 16);  // where there is none, the last one
@@ -128,12 +140,12 @@ struct TileQuantizer {
         scale = {0, shared.square_encode[r / 16][sixteen]};
       } else {
         amax = max_of_lanes(magnitude_bits<E>(elements.words), lanes);
-        scale = Matrix<kTwoLevel>::scale(shared.matrices[0], a, amax, shared.tables[0]);
-        if (stores_scale && r < rows_left) store_scale<kTwoLevel>(a, scales, 0, scale.stored);
+        scale = scale_of(shared.matrices[0], a, elements, amax, shared.tables[0]);
+        if (stores_scale && r < rows_left) store_scale<kScales>(a, scales, 0, scale.stored);
       }
       uint32_t random[4] = {}, codes[kCodeWords<Code>];
       random_bytes(shared.row_keys, direction.random, row + min(r, rows_left - 1), granule, random);
-      quantize_sixteen<Code, kTwoLevel, kStochastic>(a, elements, scale, amax, random, codes);
+      quantize_sixteen<Code, kScales, kStochastic>(a, elements, scale, amax, random, codes);
       if (r < rows_left) store_codes(data, bytes, direction.pieces, codes);
     }
   }
@@ -163,7 +175,7 @@ struct TileQuantizer {
 
   __device__ __forceinline__ void columns() const {
     uint32_t maxima[2] = {};
-    if constexpr (!kTwoLevel)
+    if constexpr (!kIsTwoLevel<kScales>)
       if (!a.squares && a.log_block > 0) column_maxima(maxima);
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
@@ -189,24 +201,24 @@ struct TileQuantizer {
       amax = square_amax(down, across / 16);
       scale = {0, shared.square_encode[down][across / 16]};
     } else {
-      if (kTwoLevel || a.log_block == 0) amax = magnitude_bits<E>(sixteen.words);
-      scale = Matrix<kTwoLevel>::scale(shared.matrices[1], a, amax, shared.tables[kTwoLevel ? 1 : 0]);
+      if (kIsTwoLevel<kScales> || a.log_block == 0) amax = magnitude_bits<E>(sixteen.words);
+      scale = scale_of(shared.matrices[1], a, sixteen, amax, shared.tables[kIsTwoLevel<kScales> ? 1 : 0]);
       store_column_scale(down, across, scale);
     }
     uint32_t random[4] = {};
     random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
                  row / 16 + min(down, (rows_left - 1) / 16), random);
-    quantize_sixteen<Code, kTwoLevel, kStochastic>(a, sixteen, scale, amax, random,
+    quantize_sixteen<Code, kScales, kStochastic>(a, sixteen, scale, amax, random,
                                                    shared.codes[Shared::piece(across, down)].words);
   }
 
   /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
   __device__ __forceinline__ void store_column_scale(int down, int across, const BlockScale& scale) const {
-    if (byte_scales<kTwoLevel>(a)) {
-      const int sixteens = sixteens_in_block<kTwoLevel>(a);
+    if (byte_scales<kScales>(a)) {
+      const int sixteens = sixteens_in_block<kScales>(a);
       if (down % sixteens == 0) shared.column_scales[across][down / sixteens] = static_cast<uint8_t>(scale.stored);
     } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left) {
-      store_scale<kTwoLevel>(a, a.columnwise.scale,
+      store_scale<kScales>(a, a.columnwise.scale,
                              (batch * a.columns + column + across) * a.columnwise.scale_columns + row / kTile, scale.stored);
     }
   }
@@ -237,13 +249,13 @@ struct TileQuantizer {
                       codes[i * kLines * kTileSixteens].words);
       }
     }
-    if (byte_scales<kTwoLevel>(a) && !a.squares) store_column_scales();
+    if (byte_scales<kScales>(a) && !a.squares) store_column_scales();
   }
 
   __device__ __forceinline__ void store_column_scales() const {
-    const int across = threadIdx.x, count = kTile >> log_block<kTwoLevel>(a);
+    const int across = threadIdx.x, count = kTile >> log_block<kScales>(a);
     if (across >= columns_left) return;
-    const int64_t first = row >> log_block<kTwoLevel>(a);
+    const int64_t first = row >> log_block<kScales>(a);
     const int scales = left(a.columnwise.scale_columns, first, count);
     uint8_t* to = a.columnwise.scale + (batch * a.columns + column + across) * a.columnwise.scale_columns + first;
     const uint8_t* from = shared.column_scales[across];
@@ -260,14 +272,12 @@ struct TileQuantizer {
 };
 
 /// Blocks that registers are to suffice for; an sm_90 has shared memory for them.
-template <class E, bool kStochastic>
-constexpr int kTileBlocks = E::kBytes == 4 ? 2
-                            : kStochastic  ? 3
-                                           : 4;
+template <class E, Scales kScales, bool kStochastic>
+constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> ? 2 : kStochastic ? 3 : 4;
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) quantize_tiles(const QuantizeArguments a) {
-  using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
+template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochastic>) quantize_tiles(const QuantizeArguments a) {
+  using Shared = TilesShared<E, Code, kScales, kStochastic>;
   Shared& shared = block_shared<Shared>();
   const auto load = [&](const TilePlace& at) {
     if (at.batch >= a.tiles.count.batch) return;
@@ -280,8 +290,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
   load(at);
   while (at.batch < a.tiles.count.batch) {
     if (at.batch != started) {
-      const auto row_matrix = Matrix<kTwoLevel>::start(a, a.rowwise, at.batch, shared.tables[0]);
-      const auto column_matrix = Matrix<kTwoLevel>::start(a, a.columnwise, at.batch, shared.tables[kTwoLevel ? 1 : 0]);
+      const auto row_matrix = Matrix<kScales>::start(a, a.rowwise, at.batch, shared.tables[0]);
+      const auto column_matrix = Matrix<kScales>::start(a, a.columnwise, at.batch, shared.tables[kIsTwoLevel<kScales> ? 1 : 0]);
       if (threadIdx.x == 0) shared.matrices[0] = row_matrix, shared.matrices[1] = column_matrix;
       start_keys(a.rowwise, at.batch, shared.row_keys);
       start_keys(a.columnwise, at.batch, shared.column_keys);
@@ -293,12 +303,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
     store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
 
     const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
-    const TileQuantizer<E, Code, kTwoLevel, kStochastic, kRotate> tile = {
+    const TileQuantizer<E, Code, kScales, kStochastic, kRotate> tile = {
         a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
     const bool rowwise = a.rowwise.data, columnwise = a.columnwise.data;
     if (a.squares) {
       const int either = rowwise ? 0 : 1;  // they have the same amax
-      tile.square_scales(shared.matrices[either], shared.tables[kTwoLevel ? either : 0]);
+      tile.square_scales(shared.matrices[either], shared.tables[kIsTwoLevel<kScales> ? either : 0]);
     }
     if (rowwise) tile.rows();
     if (columnwise) tile.columns();
