@@ -167,7 +167,7 @@ def test_a_loops_turn_is_the_shortest_useful_path():
 @pytest.mark.skipif(not shutil.which("c++filt"), reason="needs c++filt")
 def test_names_are_as_the_sources_have_them():
     (name,) = importlib.import_module("sass").demangled(
-        ["_ZN10jaxlowprec4cuda13quantize_rowsINS0_4BF16ENS_4E2M1ELb1ELb0EEEvNS0_17QuantizeArgumentsE"]
+        ["_ZN10jaxlowprec4cuda13quantize_rowsINS0_4BF16ENS_4E2M1ELNS0_6ScalesE1ELb0EEEvNS0_17QuantizeArgumentsE"]
     )
-    assert name == "quantize_rows<BF16, E2M1, true, false>"
+    assert name == "quantize_rows<BF16, E2M1, 1, false>"
     assert importlib.import_module("kernels").need_of(name).in_loop

@@ -87,10 +87,12 @@ constexpr float kPowersOfHalves[8] = {0.0f, 0.5f, 1.0f, -1.0f, 2.0f, -2.0f, 4.0f
 /// A scale to try on kLanes blocks.
 struct Trial : TriedScale<F32> {
   F32 minus_encode;
-  F32 one, minus_three_halves;  // A, and -B
+  F32 one, minus_three_halves;  // A, and -B; not of errors relative to the tensor
 
+  template <ScaleError kError>
   __attribute__((always_inline)) void set(const RoomScale& tensor) {
     minus_encode = -nvfp4_block_encode_by_value(value, tensor.decode);
+    if constexpr (kError == ScaleError::kRelativeSquared) return;
     one = divided_by_room(value * tensor.amax);
     minus_three_halves = -divided_by_room(value * 1.5f * tensor.amax);
   }
@@ -126,7 +128,7 @@ struct Trials {
     JLP_UNROLL(3)
     for (int t = 0; t < kCount; ++t) {
       static_cast<TriedScale<F32>&>(trial[t]) = scales[t];
-      trial[t].set(tensor);
+      trial[t].template set<kError>(tensor);
     }
     middling =
         tensor.middling && all_below(minus * trial[0].minus_encode, 7.0f) && all_below(minus * trial[1].minus_encode, 4.5f);

@@ -1,5 +1,5 @@
-// The best of several scales for a block of NVFP4 (numerics.md 13): a thread has the block's 16 elements, or those of one row
-// of a tile, and adds up their errors by each scale in order.
+// The best of several scales for a block of NVFP4 (numerics.md 13): a thread has the block's 16 elements, or those of one
+// row of a tile, and adds up their errors by each scale in order.
 #pragma once
 
 #include "quantize_scales.cuh"

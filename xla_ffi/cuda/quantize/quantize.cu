@@ -13,7 +13,8 @@ cudaError_t launch(const QuantizeProblem& p, cudaStream_t stream) {
     case Scales::kBestAbsolute: return quantize_codes<E2M1, Scales::kBestAbsolute>(p, stream);
     case Scales::kBestSquared: return quantize_codes<E2M1, Scales::kBestSquared>(p, stream);
     case Scales::kBestRelativeSquared: return quantize_codes<E2M1, Scales::kBestRelativeSquared>(p, stream);
-    default: return with_float(p.format.code, [&](auto code) { return quantize_codes<decltype(code), Scales::kOne>(p, stream); });
+    default:
+      return with_float(p.format.code, [&](auto code) { return quantize_codes<decltype(code), Scales::kOne>(p, stream); });
   }
 }
 

@@ -56,7 +56,8 @@ cudaError_t launch_tiles(const QuantizeProblem& p, cudaStream_t stream) {
   QuantizeArguments a = quantize_arguments<E, Code>(p);
   if (!cut(p.batch, divide_up(a.rows, kTile), divide_up(a.columns, kTile), a.tiles)) return cudaErrorInvalidValue;
   using Shared = TilesShared<E, Code, kScales, kStochastic>;
-  static_assert(kTileBlocks<E, kScales, kStochastic> * (sizeof(Shared) + 1024) <= 228 * 1024, "an sm_90 holds them, and needs 1 KiB");
+  static_assert(kTileBlocks<E, kScales, kStochastic> * (sizeof(Shared) + 1024) <= 228 * 1024,
+                "an sm_90 holds them, and needs 1 KiB");
   return launch_over_tiles<quantize_tiles<E, Code, kScales, kStochastic, kRotate>, Shared>(kTileThreads, a, stream);
 }
 

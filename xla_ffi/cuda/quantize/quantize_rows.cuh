@@ -30,7 +30,8 @@ struct RowsShared {
 
 /// Blocks that registers are to suffice for.
 template <class E, Scales kScales, bool kStochastic>
-constexpr int kRowBlocks = kIsChosen<kScales> ? 2 : (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kIsTwoLevel<kScales> ? 1 : 0);
+constexpr int kRowBlocks =
+    kIsChosen<kScales> ? 2 : (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kIsTwoLevel<kScales> ? 1 : 0);
 
 /// Where a thread's 16 elements are and where its results go.
 template <class E>

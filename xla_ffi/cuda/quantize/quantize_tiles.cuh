@@ -31,7 +31,7 @@ struct TilesShared {
   uint8_t column_scales[kTile][kTileSixteens];
   float square_encode[kTileSixteens][kTileSixteens];
   uint32_t square_amax[kTileSixteens][kTileSixteens];  // of its first sixteen in both directions, for a block
-  Matrix<kScales> matrices[2];                       // rowwise and columnwise, as the tables
+  Matrix<kScales> matrices[2];                         // rowwise and columnwise, as the tables
   EncodeTable tables[kIsTwoLevel<kScales> ? 2 : 1];
   RoundKeys<kStochastic> row_keys, column_keys;
   uint32_t column_amax[kIsTwoLevel<kScales> ? 1 : kPairThreads][kTile];
@@ -107,8 +107,7 @@ struct TileQuantizer {
   __device__ __forceinline__ void store_square_scale(const DirectionArguments& direction, int64_t r, int64_t c,
                                                      const BlockScale& scale) const {
     if (!direction.data) return;
-    store_scale<kScales>(a, direction.scale, (batch * direction.scale_rows + r) * direction.scale_columns + c,
-                           scale.stored);
+    store_scale<kScales>(a, direction.scale, (batch * direction.scale_rows + r) * direction.scale_columns + c, scale.stored);
   }
 
   __device__ __forceinline__ uint32_t square_amax(int down, int across) const {
@@ -209,7 +208,7 @@ struct TileQuantizer {
     random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
                  row / 16 + min(down, (rows_left - 1) / 16), random);
     quantize_sixteen<Code, kScales, kStochastic>(a, sixteen, scale, amax, random,
-                                                   shared.codes[Shared::piece(across, down)].words);
+                                                 shared.codes[Shared::piece(across, down)].words);
   }
 
   /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
@@ -219,7 +218,7 @@ struct TileQuantizer {
       if (down % sixteens == 0) shared.column_scales[across][down / sixteens] = static_cast<uint8_t>(scale.stored);
     } else if (a.scaling == Scaling::kFloat32 && down == 0 && across < columns_left) {
       store_scale<kScales>(a, a.columnwise.scale,
-                             (batch * a.columns + column + across) * a.columnwise.scale_columns + row / kTile, scale.stored);
+                           (batch * a.columns + column + across) * a.columnwise.scale_columns + row / kTile, scale.stored);
     }
   }
 
@@ -273,10 +272,13 @@ struct TileQuantizer {
 
 /// Blocks that registers are to suffice for; an sm_90 has shared memory for them.
 template <class E, Scales kScales, bool kStochastic>
-constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> ? 2 : kStochastic ? 3 : 4;
+constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> ? 2
+                            : kStochastic                        ? 3
+                                                                 : 4;
 
 template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochastic>) quantize_tiles(const QuantizeArguments a) {
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochastic>)
+    quantize_tiles(const QuantizeArguments a) {
   using Shared = TilesShared<E, Code, kScales, kStochastic>;
   Shared& shared = block_shared<Shared>();
   const auto load = [&](const TilePlace& at) {
@@ -291,7 +293,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochas
   while (at.batch < a.tiles.count.batch) {
     if (at.batch != started) {
       const auto row_matrix = Matrix<kScales>::start(a, a.rowwise, at.batch, shared.tables[0]);
-      const auto column_matrix = Matrix<kScales>::start(a, a.columnwise, at.batch, shared.tables[kIsTwoLevel<kScales> ? 1 : 0]);
+      const auto column_matrix =
+          Matrix<kScales>::start(a, a.columnwise, at.batch, shared.tables[kIsTwoLevel<kScales> ? 1 : 0]);
       if (threadIdx.x == 0) shared.matrices[0] = row_matrix, shared.matrices[1] = column_matrix;
       start_keys(a.rowwise, at.batch, shared.row_keys);
       start_keys(a.columnwise, at.batch, shared.column_keys);
