@@ -78,7 +78,9 @@ class AllRows:
 
     def biased(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
         """y in float32 plus the bias [N]."""
-        return y if bias is None else y + bias.astype(jnp.float32)
+        if bias is None:
+            return y
+        return y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - 1)))
 
     def bias_gradient(self, dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
         """See `residuals.bias_gradient`."""

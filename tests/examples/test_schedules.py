@@ -1,5 +1,7 @@
 """Runs of the examples that change their recipe on the way: what a name means, and in which phase a run goes on."""
 
+import time
+
 import pytest
 from lm import training
 from lm.model import SIZES
@@ -31,8 +33,8 @@ class TestNames:
 
 
 def trained(name, folder, last=None, resume=False):
-    """What `train` returns of a short run."""
-    schedule = training.Schedule(STEPS, 1e-3, 2, 0, checkpoint_every=1, validation_batches=1)
+    """What `train` returns of a short run, which is saved where it is stopped."""
+    schedule = training.Schedule(STEPS, 1e-3, 2, 0, checkpoint_every=last or STEPS, validation_batches=1)
     batches = UntilStep(TEXT, 2, SIZES["tiny"].context, 0)
     batches.last = last
     return training.train(run_named(name, STEPS), SIZES["tiny"], schedule, batches, folder, resume)
@@ -48,6 +50,8 @@ def whole(tmp_path_factory):
 def test_a_run_goes_on_in_the_phase_of_its_step(whole, tmp_path, stopped):
     with pytest.raises(Interrupted):
         trained(CHANGED, tmp_path, last=stopped)
+    while [saved.name for saved in (tmp_path / "checkpoints").iterdir()] != [str(stopped)]:
+        time.sleep(0.01)  # it is written in the background
     resumed = trained(CHANGED, tmp_path, resume=True)
     assert resumed["losses"] == whole["losses"] and resumed["validation_loss"] == whole["validation_loss"]
     assert "forward_override='high_precision'" in resumed["recipe"]
