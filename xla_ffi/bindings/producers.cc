@@ -8,6 +8,10 @@
 #include "memory_of_parts.h"
 #include "quantize_operands.h"
 
+#if defined(JLP_CUDA)
+#include "../cuda/producers/norm_parts.h"
+#endif
+
 namespace jaxlowprec {
 namespace {
 
@@ -189,27 +193,46 @@ ffi::Error norm_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingA
   return run_on(pool, "norm_quantize", p);
 }
 
-/// The CPU's kernel sums over parts of the rows, which are added up here.
-ffi::Error run_gradient(ffi::ThreadPool& pool, NormGradientProblem p, const std::vector<float*>& sums) {
-  p.has_beta = sums.size() > 1;
-  p.sums = sums.empty() ? nullptr : memory_of_parts<float>(p.batch * p.parts() * p.sums_each());
-  run(pool, p);
+/// The gradients of the weight and of beta among the results, where they are.
+using ParameterSums = std::vector<float*>;
+
+/// How many of `results` are sums: on GPUs the last one is memory for those of parts.
+inline size_t count_of_sums(ffi::ThreadPool&, size_t results) { return results; }
+
+/// Sums over parts of the rows, added up here.
+std::vector<AddPartsProblem> parts_of_sums(const NormGradientProblem& p, int64_t parts, const ParameterSums& sums) {
   std::vector<AddPartsProblem> all;
   for (size_t i = 0; i < sums.size(); ++i)
-    all.push_back({p.sums + static_cast<int64_t>(i) * p.columns, p.sums_each(), p.batch, p.parts(), p.columns, sums[i]});
-  run_all(pool, all);
+    all.push_back({p.sums + static_cast<int64_t>(i) * p.columns, p.sums_each(), p.batch, parts, p.columns, sums[i]});
+  return all;
+}
+
+ffi::Error run_gradient(ffi::ThreadPool& pool, NormGradientProblem p, const ParameterSums& sums, ffi::RemainingRets&) {
+  p.sums = sums.empty() ? nullptr : memory_of_parts<float>(p.batch * p.parts() * p.sums_each());
+  run(pool, p);
+  run_all(pool, parts_of_sums(p, p.parts(), sums));
   return ffi::Error::Success();
 }
 
 #if defined(JLP_CUDA)
-ffi::Error run_gradient(cudaStream_t stream, const NormGradientProblem& p, const std::vector<float*>& sums) {
-  JLP_REQUIRE(sums.empty());  // XLA has them there
-  return run_on(stream, "norm_gradient", p);
+inline size_t count_of_sums(cudaStream_t, size_t results) { return results > 0 ? results - 1 : 0; }
+
+ffi::Error run_gradient(cudaStream_t stream, NormGradientProblem p, const ParameterSums& sums, ffi::RemainingRets& results) {
+  const int64_t parts = cuda::NormGradientParts(p.batch, p.rows).count;
+  p.sums = floats(results, sums.size(), p.batch * parts * p.sums_each());
+  JLP_REQUIRE(!sums.empty() && p.sums != nullptr);
+  const ffi::Error error = run_on(stream, "norm_gradient", p);
+  if (error.failure()) return error;
+  for (const AddPartsProblem& problem : parts_of_sums(p, parts, sums)) {
+    const cudaError_t status = cuda::launch(problem, stream);
+    if (status != cudaSuccess) return ffi::Error::Internal(cuda::failure("norm_gradient", p, cuda::reason(status)));
+  }
+  return ffi::Error::Success();
 }
 #endif
 
-/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx; on the CPU the
-/// gradients of the weight and, if there are three results, of beta.
+/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx, the gradients
+/// of the weight and, if there is one, of beta; on the GPU memory for sums of parts: [batch, parts, 1 or 2, columns].
 template <class Engine>
 ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
                          ffi::RemainingRets results, bool layer, bool residual) {
@@ -225,13 +248,15 @@ ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs ar
   p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
   p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
   JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
-  JLP_REQUIRE(results.size() <= 2 && p.columns > 0);
-  std::vector<float*> sums;
-  for (size_t i = 0; i < results.size(); ++i) {
+  const size_t count = count_of_sums(engine, results.size());
+  JLP_REQUIRE(count <= 2 && p.columns > 0);
+  ParameterSums sums;
+  for (size_t i = 0; i < count; ++i) {
     sums.push_back(floats(results, i, m.batch * m.columns));
     JLP_REQUIRE(sums.back() != nullptr);
   }
-  return run_gradient(engine, p, sums);
+  p.has_beta = count > 1;
+  return run_gradient(engine, p, sums, results);
 }
 
 }  // namespace

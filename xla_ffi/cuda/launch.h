@@ -17,7 +17,8 @@ cudaError_t launch(const HadamardProblem& problem, cudaStream_t stream);  // its
 cudaError_t launch(const ActivationProblem& problem, cudaStream_t stream);
 cudaError_t launch(const ActivationGradientProblem& problem, cudaStream_t stream);
 cudaError_t launch(const NormProblem& problem, cudaStream_t stream);
-cudaError_t launch(const NormGradientProblem& problem, cudaStream_t stream);
+cudaError_t launch(const NormGradientProblem& problem, cudaStream_t stream);  // parts: those of norm_parts.h
+cudaError_t launch(const AddPartsProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4FakeQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4QuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4DequantizeProblem& problem, cudaStream_t stream);
