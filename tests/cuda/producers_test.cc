@@ -381,7 +381,7 @@ TEST(indices_pass_two_to_the_31) {
   const Norms n({NormKind::kRms, ElementType::kBF16, 1, 4, kColumns, false, false, Data::kNormal}, random);
   const auto x = cuda_on_cpu::Array<uint16_t>::zeros(kRows * kColumns, "x");
   const cuda_on_cpu::Array<uint16_t> y(kRows * kColumns, "y");
-  const cuda_on_cpu::Array<float> inverse(kRows, "inverse");
+  const auto inverse = cuda_on_cpu::Array<float>::zeros(kRows, "inverse");
   const DeviceBytes weight(n.weight, 0, "weight");
   std::memcpy(&x[kLast], n.x.as(), n.x.size());
   NormProblem p = n.problem();
@@ -389,6 +389,30 @@ TEST(indices_pass_two_to_the_31) {
   cuda_on_cpu::options().only_blocks = {dim3(kRows / 4 - 1, 0, 0)};
   CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
   CHECK_EQ(first_difference(&y[kLast], n.y.as(), ElementType::kBF16, 4 * kColumns), -1);
+
+  // The last block with amaxes, of four rows.
+  const Amaxes amaxes{true, true, 1, 4, kColumns};
+  p.amaxes = amaxes.wanted();
+  cuda_on_cpu::options().only_blocks = {dim3(kRows / 16, 0, 0)};
+  CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
+  CHECK_EQ(first_difference(&y[kLast], n.y.as(), ElementType::kBF16, 4 * kColumns), -1);
+  amaxes.check(n.y, ElementType::kBF16);
+
+  // The last part of the gradient.
+  const Norms twice({NormKind::kRms, ElementType::kBF16, 1, 4, kColumns, false, false, Data::kNormal}, random);
+  std::memcpy(&x[kLast], twice.x.as(), twice.x.size());
+  std::memcpy(&inverse[kRows - 4], twice.inverse.as(), twice.inverse.size());
+  const auto dy = cuda_on_cpu::Array<uint16_t>::zeros(kRows * kColumns, "dy");
+  std::memcpy(&dy[kLast], twice.dy.as(), twice.dy.size());
+  const DeviceBytes its_weight(twice.weight, 0, "weight");
+  const cuda::NormGradientParts parts(1, kRows);
+  const cuda_on_cpu::Array<float> sums(parts.count * kColumns, "sums");
+  NormGradientProblem g = twice.gradient_problem();
+  g.rows = kRows, g.dy = dy.data(), g.x = x.data(), g.weight = its_weight.as<float>(), g.inverse = inverse.data();
+  g.dx = y.data(), g.sums = sums.data();
+  cuda_on_cpu::options().only_blocks = {dim3(static_cast<unsigned>(parts.count - 1), 0, 0)};
+  CHECK_EQ(cuda::launch(g, nullptr), cudaSuccess);
+  CHECK_EQ(first_difference(&y[kLast], twice.dx.as(), ElementType::kBF16, 4 * kColumns), -1);
 
   // The last tile of the activation, of 4096 elements.
   const int64_t size = kLast + 4096;
