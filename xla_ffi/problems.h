@@ -271,7 +271,7 @@ struct NormProblem {
   ResultAmaxes amaxes = {};    // of `result`
 };
 
-/// A norm that is quantised and not stored; on the CPU.
+/// A norm that is quantised and not stored.
 struct NormQuantizeProblem : NormProblem {
   QuantizeProblem quantize;  // of the norm, which is no array; of a format without a tensor scale
 };

@@ -2,9 +2,7 @@
 // Kernels: activations.cu norms.cu norm_gradient.cu
 #include "../../xla_ffi/cuda/launch.h"
 #include "../../xla_ffi/cuda/producers/norm_parts.h"
-#include "../cpp/check.h"
-#include "../cpp/producers_reference.h"
-#include "device_copies.h"
+#include "device_norm.h"
 
 namespace jaxlowprec {
 namespace {
@@ -15,13 +13,6 @@ using reference::kActivations;
 using reference::kAnyData;
 using reference::NormCase;
 using reference::Norms;
-
-/// A result in the device's memory: all of it is written, and as expected.
-void check_result(const DeviceBytes& found, const Buffer& expected, ElementType type) {
-  const int64_t count = expected.size() / reference::element_size(type);
-  CHECK_EQ(first_difference(found.as(), expected.as(), type, count), -1);
-  CHECK_EQ(found.unwritten(), 0);
-}
 
 /// Amaxes in the device's memory.
 struct Amaxes {
@@ -143,39 +134,6 @@ struct CutRows {
   }
 
   int64_t bytes_left() const { return (count - kept) * piece; }  // of a row
-};
-
-/// A norm's arrays in the device's memory.
-struct DeviceNorm {
-  const Norms& n;
-  int64_t misalignment;
-  DeviceBytes x{n.x, misalignment, "x"}, residual{n.residual, misalignment, "residual"};
-  DeviceBytes weight{n.weight, 0, "weight"}, beta{n.beta, 0, "beta"};
-  DeviceBytes y{n.x.size(), misalignment, "y"}, total{n.x.size(), misalignment, "total"};
-  DeviceBytes mean{n.mean.size(), 0, "mean"}, inverse{n.inverse.size(), 0, "inverse"};
-
-  NormProblem problem() const {
-    NormProblem p = n.problem();
-    p.x = x.as(), p.weight = weight.as<float>(), p.result = y.as(), p.inverse = inverse.as<float>();
-    if (n.c.has_residual) p.residual = residual.as(), p.total = total.as();
-    if (n.c.has_beta) p.beta = beta.as<float>();
-    if (n.c.layer()) p.mean = mean.as<float>();
-    return p;
-  }
-
-  /// The results, and that x and the residual were read once. again: how many of x's bytes were read once more, or of the
-  /// sum's.
-  void check(uint64_t again) const {
-    check_result(y, n.y, n.c.type);
-    check_result(inverse, n.inverse, ElementType::kF32);
-    if (n.c.has_residual) check_result(total, n.total, n.c.type);
-    if (n.c.layer()) check_result(mean, n.mean, ElementType::kF32);
-    const uint64_t bytes = n.x.size(), sums = n.c.has_residual ? again : 0;
-    CHECK_EQ(x.traffic().read, bytes + again - sums);
-    CHECK_EQ(residual.traffic().read, n.c.has_residual ? bytes : 0);
-    CHECK_EQ(total.traffic().read, sums);
-    CHECK_EQ(y.traffic().read, uint64_t{0});
-  }
 };
 
 /// kept: whether rows stay in the shared memory.

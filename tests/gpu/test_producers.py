@@ -11,6 +11,7 @@ import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_op
+from jaxlowprec.ops.norms.quantized import quantized_norm
 from tests.gpu.sides import assert_same_bytes_on, run_on
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 
@@ -119,6 +120,23 @@ def test_amaxes_of_norms(cpu, gpu, dtype, kind, residual):
             assert_same_bytes_on((cpu, gpu), functools.partial(amaxed_norm, kind, residual, wanted), x)
 
 
+def quantised(kind, fmt, words, x):
+    """A norm of x + x that is quantised and not stored, with what is saved of it."""
+    spec = NormSpec(kind, 1e-6, True, kind == "layer", "ffi")
+    gamma, beta = (random_array(x.shape[-1:], "float32", seed=seed) for seed in (3, 4))
+    return quantized_norm(spec, fmt, x, gamma, x, beta if spec.beta else None, words=words)
+
+
+@pytest.mark.parametrize("words", [None, jnp.array([3, 5], jnp.uint32)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", [jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4(), jlp.Float8Block()], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantised_norms(cpu, gpu, dtype, kind, fmt, words):
+    for shape in ((1, 16), (17, 33), (130, 264), (200, 1024)):
+        x = random_array(shape, dtype, seed=1)
+        assert_same_bytes_on((cpu, gpu), functools.partial(quantised, kind, fmt, words), x)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gradients_of_gamma_and_beta(cpu, gpu, dtype, residual):
@@ -164,3 +182,7 @@ def test_every_kernel_once(cpu, gpu, dtype):
             assert_same_norms((cpu, gpu), kind, True, x)
             wanted = Amaxes(hadamard=jlp.Hadamard())
             assert_same_bytes_on((cpu, gpu), functools.partial(amaxed_norm, kind, True, wanted), x)
+        for fmt in (jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4()):
+            for words in (None, jnp.array([3, 5], jnp.uint32)):
+                x = random_array((130, 264), dtype, seed=1)
+                assert_same_bytes_on((cpu, gpu), functools.partial(quantised, kind, fmt, words), x)

@@ -86,12 +86,18 @@ def test_each_matrix_has_parts_of_its_rows():
     assert call.results == ["3x400x8xf32", "3x8xf32", "3x50x1x8xf32"]
 
 
-def test_a_quantised_norm_is_a_norm_and_a_quantisation():
-    """GPUs have no kernel for both in one."""
-    spec = NormSpec("rms", 1e-6, False, False)
+def test_a_quantised_norm_is_not_stored():
+    spec = NormSpec("rms", 1e-6, True, False)
+
+    def run(x):
+        found = quantized_norm(spec, jlp.MXFP8(), x, jnp.ones(96), x)
+        return found[:2], found.total, found.saved
+
     with claiming_cuda(9.0):
-        calls = custom_calls(lambda x: quantized_norm(spec, jlp.MXFP8(), x, jnp.ones(96))[:2], array())
-    assert [call.target for call in calls] == ["jaxlowprec_norm", "jaxlowprec_quantize"]
+        (call,) = custom_calls(run, array())
+    assert call.target == "jaxlowprec_norm_quantize" and call.operands == [ROWS] * 2 + [ROW]
+    codes = ["2x40x96xf8E4M3FN", "2x40x3xf8E8M0FNU", "2x96x40xf8E4M3FN", "2x96x2xf8E8M0FNU"]
+    assert call.results == [ROWS, NUMBERS, *codes]
 
 
 @pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)

@@ -15,6 +15,7 @@
   each(activation_gradient) \
   each(norm)                \
   each(norm_gradient)       \
+  each(norm_quantize)       \
   each(int4_fake_quantize)  \
   each(int4_quantize)       \
   each(int4_dequantize)     \
@@ -25,7 +26,6 @@
   each(sums)                \
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
-  each(norm_quantize)          \
   each(grouped_amax)           \
   each(grouped_quantize)       \
   each(grouped_matmul)         \

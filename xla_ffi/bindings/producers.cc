@@ -174,10 +174,10 @@ ffi::Error norm(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::R
 }
 
 /// The operands and results of NormOperands but the norm, and then those of `read_directions` for it.
-ffi::Error norm_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
-                         bool layer, bool residual, bool beta, float epsilon, ffi::Dictionary format_attributes,
-                         bool rowwise, bool columnwise, bool rotate_columns, bool stochastic, bool encode_scale_given,
-                         int32_t sign_mask) {
+template <class Engine>
+ffi::Error norm_quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results, bool layer,
+                         bool residual, bool beta, float epsilon, ffi::Dictionary format_attributes, bool rowwise,
+                         bool columnwise, bool rotate_columns, bool stochastic, bool encode_scale_given, int32_t sign_mask) {
   const NormOperands given{layer, residual, beta, epsilon};
   const auto format = decode_format(format_attributes);
   NormQuantizeProblem p{};
@@ -188,9 +188,9 @@ ffi::Error norm_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingA
   q.encode_scale_given = encode_scale_given, q.rotate_columns = rotate_columns;
   q.sign_mask = static_cast<uint32_t>(sign_mask);
   const QuantizeOperands directions{rowwise, columnwise, stochastic, given.operands(), given.results()};
-  const ffi::Error error = read_directions(pool, directions, args, results, q);
+  const ffi::Error error = read_directions(engine, directions, args, results, q);
   if (error.failure()) return error;
-  return run_on(pool, "norm_quantize", p);
+  return run_on(engine, "norm_quantize", p);
 }
 
 /// The gradients of the weight and of beta among the results, where they are.
@@ -276,8 +276,8 @@ JLP_DEFINE_HANDLERS(activation_gradient, .Arg<ffi::AnyBuffer>()
 
 JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets()
                               JLP_NORM_ATTRIBUTES JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_CPU_HANDLER(norm_quantize, norm_quantize,
-                       .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets() JLP_NORM_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(norm_quantize,
+                    .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets() JLP_NORM_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
 JLP_DEFINE_HANDLERS(
     norm_gradient,
     .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<bool>("layer").Attr<bool>("residual"));

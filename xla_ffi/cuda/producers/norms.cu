@@ -22,7 +22,8 @@ NormArguments norm_arguments(const NormProblem& p, const RowPieces& row) {
 cudaError_t launch_plain(const NormProblem& p, const RowPieces& row, cudaStream_t stream) {
   NormArguments a = norm_arguments(p, row);
   const int64_t row_bytes = int64_t{row.count} * row.bytes;
-  a.keeps = row_bytes <= kKeptBytes ? row.count : 0;
+  const bool again = p.result || p.kind == NormKind::kLayer;
+  a.keeps = again && row_bytes <= kKeptBytes ? row.count : 0;
   int64_t warps = kRowsOfBlock;
   while (a.keeps && warps * row_bytes > kKeptBytes) warps /= 2;
   const Blocks blocks{divide_up(a.lines, warps), 1, 1, static_cast<int>(32 * warps),

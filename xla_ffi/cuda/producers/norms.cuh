@@ -3,7 +3,7 @@
 // Data flow: a warp has a row. It loads the row and adds up its squares (layer norms: its elements, and then the squares of
 // what is left of them without their mean), keeping the row as it was read in shared memory; then it goes through the row
 // again for the result. Rows that do not fit there are loaded again, from the L2 cache. Weights come from the L1 cache.
-// norm_amaxes.cuh has another way through the result.
+// norm_amaxes.cuh has another way through the result, and norm_quantize.cuh takes the numbers of the rows alone.
 //
 // Bytes moved per element of 16 bits, twice that of 32: 4, with a residual 8.
 // Launch: blocks of up to four warps, as many as keep their rows in 48 KiB.
@@ -19,7 +19,7 @@ constexpr int kNormBlocks = 6;  // that registers are to suffice for
 struct NormArguments {
   const void *x, *residual;
   const float *weight, *beta;
-  void *result, *total;
+  void *result, *total;  // result null: the numbers of the rows are wanted, and the sum
   float *mean, *inverse;
   int64_t lines, rows;  // of all matrices, of one
   int pieces, keeps;    // of a row, and those of them that shared memory has room for
@@ -118,6 +118,7 @@ static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(c
                        &block_shared<typename P::Storage>() + warp * a.keeps, a.keeps);
   if (row.line >= a.lines) return;
   const RowNumbers numbers = find_numbers<P, kLayer>(a, row);
+  if (!a.result) return;
   const int64_t parameters = row.line / a.rows * a.pieces;  // of the row's matrix
   row.each([&](int first) {
     typename WarpRow<P>::Pieces pieces;

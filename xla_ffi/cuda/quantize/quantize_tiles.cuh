@@ -265,8 +265,10 @@ constexpr int kTileBlocks = E::kBytes == 4 ? 2
                             : kStochastic  ? 3
                                            : 4;
 
-template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) quantize_tiles(const QuantizeArguments a) {
+/// The block's tiles, one after another. prepare(tile): what a thread does to the elements that it has copied itself, before
+/// others see them.
+template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate, class Prepare>
+JLP_DEVICE void quantize_each_tile(const QuantizeArguments& a, Prepare prepare) {
   using Shared = TilesShared<E, Code, kTwoLevel, kStochastic>;
   Shared& shared = block_shared<Shared>();
   const auto load = [&](const TilePlace& at) {
@@ -287,14 +289,15 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
       start_keys(a.columnwise, at.batch, shared.column_keys);
       started = at.batch;
     }
+    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
+    const TileQuantizer<E, Code, kTwoLevel, kStochastic, kRotate> tile = {
+        a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
     copy_async_wait<0>();
+    prepare(tile);
     __syncthreads();
     store_tensor_scale(a, a.rowwise, shared.matrices[0], at);
     store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
 
-    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
-    const TileQuantizer<E, Code, kTwoLevel, kStochastic, kRotate> tile = {
-        a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
     const bool rowwise = a.rowwise.data, columnwise = a.columnwise.data;
     if (a.squares) {
       const int either = rowwise ? 0 : 1;  // they have the same amax
@@ -307,6 +310,11 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) qua
     load(at);
     if (columnwise) tile.store_columns();
   }
+}
+
+template <class E, class Code, bool kTwoLevel, bool kStochastic, bool kRotate>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kStochastic>) quantize_tiles(const QuantizeArguments a) {
+  quantize_each_tile<E, Code, kTwoLevel, kStochastic, kRotate>(a, [](const auto&) {});
 }
 
 }  // namespace cuda
