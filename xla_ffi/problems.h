@@ -287,7 +287,7 @@ struct NormProblem {
   ResultAmaxes amaxes = {};    // of `result`
 };
 
-/// A norm that is quantised and not stored; on the CPU.
+/// A norm that is quantised and not stored.
 struct NormQuantizeProblem : NormProblem {
   QuantizeProblem quantize;  // of the norm, which is no array; of a format without a tensor scale
 };
@@ -303,10 +303,11 @@ struct NormGradientProblem {
   const float *mean, *inverse;    // [batch, rows]
   void* dx;                       // [batch, rows, columns]
   bool has_beta = false;          // whether dy is summed, too
-  float* sums = nullptr;  // on the CPU: [batch, parts(), sums_each()]: of dy * n, then of dy, over a part's rows; null: none
+  float* sums = nullptr;  // [batch, parts, sums_each()]: of dy * n, then of dy, over a part's rows; null, on the CPU: none
 
   int64_t sums_each() const { return (1 + has_beta) * columns; }
-  /// Rows of a part: enough that the sums are few bytes beside them, and that adding them up is little work.
+  /// Rows of a part on the CPU (the GPU's: cuda/producers/norm_parts.h): enough that the sums are few bytes beside them, and
+  /// that adding them up is little work.
   int64_t rows_each() const {
     constexpr int64_t kElements = 16 * 1024, kRows = 32;
     const int64_t parts = (rows + kGradientParts - 1) / kGradientParts, elements = kElements / columns;

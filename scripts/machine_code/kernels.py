@@ -28,8 +28,8 @@ NEEDS = (
     Need("amax_(plain|rotated)<.*>", in_loop=True, dynamic_shared=64),
     Need("quantize_rows<.*>", in_loop=True, dynamic_shared=640),
     # A tile of 64 KiB, codes, maxima and tables; of 32 KiB where elements have 16 bits.
-    Need("quantize_tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
-    Need("quantize_tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
+    Need("quantize_(norm_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
+    Need("quantize_(norm_)?tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
     # Half or one byte read of each code, and 2 or 4 written for it; a few scales.
     Need(r"dequantize_kernel<E2M1, \d, [01]>", read_share=0.6 / 2.6),
     Need(r"dequantize_kernel<E2M1, \d, 2>", read_share=0.6 / 4.6),
@@ -51,8 +51,11 @@ NEEDS = (
     # Weights of 16 columns a warp in registers; x comes from the L2 cache, through shared memory.
     Need("matmul_decode_kernel<., 2, 1, .*>", in_loop=True, dynamic_shared=42 * 1024),
     Need("matmul_decode_kernel<., 4, 2, .*>", in_loop=True, dynamic_shared=99 * 1024),
-    Need("(matmul_decode|moments|sums)_sum_kernel", exempt="sums that the kernel before it wrote: in the L2 cache"),
-    # Producers: one operand or two read of each result, or three of two. Rows are kept in 48 KiB.
+    Need(
+        "(matmul_decode_sum|moments_sum|sums_sum|add_parts)_kernel",
+        exempt="sums that the kernel before it wrote: in the L2 cache",
+    ),
+    # Producers: one operand or two read of each result, or three of two. Norms keep rows in shared memory.
     Need(r"activation_kernel<\d, Activate<\w+, false> ?>", in_loop=True, read_share=1 / 2, dynamic_shared=1),
     Need(r"activation_kernel<\d, ActivateBackward<\w+, true> ?>", in_loop=True, read_share=3 / 5, dynamic_shared=1),
     Need(r"activation_kernel<.*>", in_loop=True, read_share=2 / 3, dynamic_shared=1),
@@ -69,9 +72,11 @@ NEEDS = (
         r"amaxed_activation_kernel<[01], ActivateBackward<\w+, true> ?>", 3 / 5, in_loop=True, dynamic_shared=33 * 1024
     ),
     Need(r"amaxed_activation_kernel<2, ActivateBackward<\w+, true> ?>", 3 / 5, in_loop=True, dynamic_shared=65 * 1024),
-    Need(r"norm_(gradient_)?kernel<\d, false, \d>", exempt="for rows of odd sizes: an element at a time"),
+    Need(r"(amaxed_)?norm_(gradient_)?kernel<\d, false, \d>", exempt="for rows of odd sizes: an element at a time"),
     Need(r"norm_kernel<.*>", in_loop=True, read_share=1 / 2, dynamic_shared=48 * 1024),
-    Need(r"norm_gradient_kernel<.*>", in_loop=True, read_share=2 / 3, dynamic_shared=48 * 1024),
+    # Of long rows a block keeps all that fits into a multiprocessor.
+    Need(r"amaxed_norm_kernel<.*>", in_loop=True, read_share=1 / 2, dynamic_shared=227 * 1024),
+    Need(r"norm_gradient_kernel<.*>", in_loop=True, read_share=2 / 3, dynamic_shared=227 * 1024),
     # The statistics. Of what `sums` reads, elements of 16 bits are the larger part; the window has no narrower loads.
     Need("moments_kernel<.*>", in_loop=True, dynamic_shared=96),
     Need("outliers_kernel<.*>", in_loop=True, dynamic_shared=1024),

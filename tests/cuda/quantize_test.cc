@@ -1,45 +1,13 @@
 // The quantisation kernels, executed on a CPU, against the reference, byte for byte.
 // Kernels: quantize_*.cu
 #include "../../xla_ffi/cuda/launch.h"
-#include "../cpp/quantize_cases.h"
-#include "device_copies.h"
+#include "device_direction.h"
 
 namespace jaxlowprec {
 namespace {
 
 /// Parts of sixteens, blocks, segments and tiles on either side.
 constexpr Shape kShapes[] = {{1, 1}, {17, 33}, {3, 50}, {40, 300}, {130, 144}, {200, 20}, {1, 1040}, {128, 128}, {9, 520}};
-
-/// A direction's results and inputs in the device's memory.
-struct DeviceDirection {
-  const Direction& direction;
-  DeviceBytes tensor, rows, sixteens, data, scale;
-
-  DeviceDirection(const Direction& d, int64_t misalignment)
-      : direction(d),
-        tensor(d.tensor, 0, "tensor"),
-        rows(d.rows, 0, "rows"),
-        sixteens(d.sixteens, 0, "sixteens"),
-        data(d.data.size(), misalignment, "data"),
-        scale(d.scale.size(), misalignment, "scale") {}
-
-  QuantizeDirection problem(const DeviceBytes* key, uint32_t stream) const {
-    QuantizeDirection p;
-    if (!direction.wanted) return p;
-    p.data = data.as(), p.scale = scale.as();
-    if (direction.has_tensor()) p.tensor = tensor.as<float>();
-    if (key) p.random = direction.random(key->as<uint32_t>(), rows.as<uint32_t>(), sixteens.as<uint32_t>(), stream);
-    return p;
-  }
-
-  void check() const {
-    if (!direction.wanted) return;
-    CHECK_EQ(scale.first_difference(direction.scale), -1);
-    CHECK_EQ(data.first_difference(direction.data), -1);
-    CHECK_EQ(data.unwritten(), 0);
-    CHECK_EQ(scale.unwritten(), 0);
-  }
-};
 
 /// Both matrices of x.
 void check_quantize(const Buffer& x, int64_t misalignment, Shape shape, ElementType type, const NamedFormat& format,

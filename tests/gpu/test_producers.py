@@ -1,5 +1,7 @@
 """The bytes of norms and activations on a GPU are the CPU's, forwards and backwards: every kind and dtype."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_op
-from tests.gpu.sides import assert_same_bytes_on
-from tests.helpers import FLOATS, random_array
+from jaxlowprec.ops.norms.quantized import quantized_norm
+from tests.gpu.sides import assert_same_bytes_on, run_on
+from tests.helpers import FLOATS, assert_same_bytes, random_array
 
 PLAIN, GATED = ("gelu", "silu", "relu_squared"), ("swiglu", "geglu")
 SHAPES = ((1, 16), (17, 33), (130, 258), (2, 3, 20, 40), (512, 1024))
@@ -100,6 +103,63 @@ def test_amaxes_of_results(cpu, gpu, dtype, wanted):
         assert_same_bytes_on((cpu, gpu), run, x, gamma)
 
 
+def amaxed_norm(kind, residual, wanted, x):
+    """A norm and its amaxes."""
+    spec = NormSpec(kind, 1e-6, residual, False, "ffi", wanted.of_rows(x.shape[-2]))
+    return norm_op(spec)(x, *[x] * residual, random_array((*x.shape[:-2], x.shape[-1]), "float32", seed=3))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_amaxes_of_norms(cpu, gpu, dtype, kind, residual):
+    """Rows that a block keeps, all or in part; whole turns of 16 rows, and others; several matrices."""
+    for shape in ((2, 35, 264), (3, 16, 265), *((17, width) for width in WIDTHS)):
+        for wanted in (Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())):
+            x = random_array(shape, dtype, seed=1)
+            assert_same_bytes_on((cpu, gpu), functools.partial(amaxed_norm, kind, residual, wanted), x)
+
+
+def quantised(kind, fmt, words, x):
+    """A norm of x + x that is quantised and not stored, with what is saved of it."""
+    spec = NormSpec(kind, 1e-6, True, kind == "layer", "ffi")
+    gamma, beta = (random_array(x.shape[-1:], "float32", seed=seed) for seed in (3, 4))
+    return quantized_norm(spec, fmt, x, gamma, x, beta if spec.beta else None, words=words)
+
+
+@pytest.mark.parametrize("words", [None, jnp.array([3, 5], jnp.uint32)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", [jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4(), jlp.Float8Block()], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantised_norms(cpu, gpu, dtype, kind, fmt, words):
+    for shape in ((1, 16), (17, 33), (130, 264), (200, 1024)):
+        x = random_array(shape, dtype, seed=1)
+        assert_same_bytes_on((cpu, gpu), functools.partial(quantised, kind, fmt, words), x)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradients_of_gamma_and_beta(cpu, gpu, dtype, residual):
+    """Sums whose order is another on a GPU, and the same in every run."""
+    for rows, columns in ((1, 5), (7, 264), (100, 265), (4099, 40), (40, 6152)):
+        x, dy = (random_array((rows, columns), dtype, seed=seed) for seed in (1, 2))
+        gamma, beta = (random_array((columns,), "float32", seed=seed) for seed in (3, 4))
+
+        def run(x, dy, gamma, beta):
+            more = {"residual": dy} if residual else {}
+            _, of_rms = jax.vjp(lambda g: jlp.rms_norm(x, g, implementation="ffi", **more), gamma)
+            _, of_layer = jax.vjp(lambda g, b: jlp.layer_norm(x, g, b, implementation="ffi", **more), gamma, beta)
+            given = (dy, dy) if residual else dy
+            return of_rms(given), of_layer(given)
+
+        expected, found, again = (
+            jax.tree.leaves(run_on(device, run, x, dy, gamma, beta)) for device in (cpu, gpu, gpu)
+        )
+        assert_same_bytes(again, found)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large(cpu, gpu, shape):
@@ -118,4 +178,11 @@ def test_every_kernel_once(cpu, gpu, dtype):
         assert_same_bytes_on((cpu, gpu), lambda *args, n=name: with_gradients(n, *args), *args)
     for kind in ("rms", "layer"):
         for shape in ((6, 264), (6, 265), (2, 24584)):
-            assert_same_norms((cpu, gpu), kind, True, random_array(shape, dtype, seed=1))
+            x = random_array(shape, dtype, seed=1)
+            assert_same_norms((cpu, gpu), kind, True, x)
+            wanted = Amaxes(hadamard=jlp.Hadamard())
+            assert_same_bytes_on((cpu, gpu), functools.partial(amaxed_norm, kind, True, wanted), x)
+        for fmt in (jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4()):
+            for words in (None, jnp.array([3, 5], jnp.uint32)):
+                x = random_array((130, 264), dtype, seed=1)
+                assert_same_bytes_on((cpu, gpu), functools.partial(quantised, kind, fmt, words), x)

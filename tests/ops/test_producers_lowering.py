@@ -8,7 +8,7 @@ import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
-from jaxlowprec.ops.norms.api import NormSpec
+from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op
 from jaxlowprec.ops.norms.quantized import quantized_norm
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 
@@ -53,7 +53,8 @@ def test_gated_activations(name, kind):
 def test_norms(layer, residual):
     """With a residual the sum goes in and out, too, and its gradient in; layer norms save two numbers of a row.
 
-    The gradients of weight and beta are XLA's sums there, over the rows of both matrices, which are merged.
+    The gradients of weight and beta come from the same call, as sums over the rows of both matrices, which are merged.
+    Its last result is memory for the sums of ten parts of eight rows.
     """
     norm, gamma = (jlp.layer_norm if layer else jlp.rms_norm), jnp.ones(96)
     options = {"residual": array()} if residual else {}
@@ -64,18 +65,40 @@ def test_norms(layer, residual):
     assert forward.results == [ROWS] * more + [NUMBERS] * (1 + layer)
     merged, numbers = "80x96xbf16", "80xf32"
     assert backward.operands == [merged] * (2 + residual) + ["96xf32"] + [numbers] * (1 + layer)
-    assert backward.results == [merged]
+    assert backward.results == [merged, "96xf32", "10x1x96xf32"]
     for call in (forward, backward):
         assert f"layer = {str(layer).lower()}" in call.attributes
         assert f"residual = {str(residual).lower()}" in call.attributes
 
 
-def test_a_quantised_norm_is_a_norm_and_a_quantisation():
-    """GPUs have no kernel for both in one."""
-    spec = NormSpec("rms", 1e-6, False, False)
+def test_the_gradient_of_beta_is_of_the_same_call():
     with claiming_cuda(9.0):
-        calls = custom_calls(lambda x: quantized_norm(spec, jlp.MXFP8(), x, jnp.ones(96))[:2], array())
-    assert [call.target for call in calls] == ["jaxlowprec_norm", "jaxlowprec_quantize"]
+        backward = jax.grad(lambda *given: jlp.layer_norm(*given).astype(jnp.float32).sum(), (0, 1, 2))
+        _, call = custom_calls(backward, array(), jnp.ones(96), jnp.ones(96))
+    assert call.results == ["80x96xbf16", "96xf32", "96xf32", "10x2x96xf32"]
+
+
+def test_each_matrix_has_parts_of_its_rows():
+    """Rows that are split over devices are merged."""
+    spec = NormSpec("rms", 1e-6, False, False)
+    x, numbers = jnp.ones((3, 2, 200, 8)), jnp.ones((3, 2, 200))
+    with claiming_cuda(9.0):
+        (call,) = custom_calls(lambda *args: norm_gradient_op(spec, True)(*args), x, x, jnp.ones((3, 8)), numbers)
+    assert call.results == ["3x400x8xf32", "3x8xf32", "3x50x1x8xf32"]
+
+
+def test_a_quantised_norm_is_not_stored():
+    spec = NormSpec("rms", 1e-6, True, False)
+
+    def run(x):
+        found = quantized_norm(spec, jlp.MXFP8(), x, jnp.ones(96), x)
+        return found[:2], found.total, found.saved
+
+    with claiming_cuda(9.0):
+        (call,) = custom_calls(run, array())
+    assert call.target == "jaxlowprec_norm_quantize" and call.operands == [ROWS] * 2 + [ROW]
+    codes = ["2x40x96xf8E4M3FN", "2x40x3xf8E8M0FNU", "2x96x40xf8E4M3FN", "2x96x2xf8E8M0FNU"]
+    assert call.results == [ROWS, NUMBERS, *codes]
 
 
 def test_a_quantised_activation_is_separate_calls():

@@ -15,6 +15,7 @@
   each(activation_gradient) \
   each(norm)                \
   each(norm_gradient)       \
+  each(norm_quantize)       \
   each(int4_fake_quantize)  \
   each(int4_quantize)       \
   each(int4_dequantize)     \
@@ -27,7 +28,6 @@
 #define JLP_CPU_HANDLERS(each) \
   each(activation_quantize)    \
   each(activation_gradient_quantize) \
-  each(norm_quantize)          \
   each(grouped_amax)           \
   each(grouped_quantize)       \
   each(grouped_matmul)         \

@@ -5,6 +5,7 @@
 
 #include "../cpu/dispatch.h"
 #include "../cuda/matmul/matmul_plan.h"
+#include "../cuda/producers/norm_parts.h"
 #include "../cuda/statistics/parts.h"
 #include "../cuda/weight_only/weight_only_plan.h"
 #include "cuda_build.h"
@@ -109,6 +110,9 @@ NB_MODULE(_native, m) {
     const auto sizes = [](auto workspace) { return nb::make_tuple(workspace(1), workspace(2) - workspace(1)); };
     return nb::make_tuple(sizes(jaxlowprec::cuda::workspace_for<jaxlowprec::cuda::MomentsOfPart>),
                           sizes(jaxlowprec::cuda::workspace_for<jaxlowprec::cuda::SumsOfPart>));
+  });
+  m.def("cuda_norm_gradient_parts", [](int64_t batch, int64_t rows) {  // of each matrix; so many sums the workspace has
+    return jaxlowprec::cuda::NormGradientParts(batch, rows).count;
   });
   m.attr("no_cuda") = jaxlowprec::kNoCuda;
   m.attr("cuda_version") = jaxlowprec::kCudaVersion;

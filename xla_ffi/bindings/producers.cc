@@ -8,6 +8,10 @@
 #include "producer_operands.h"
 #include "quantize_operands.h"
 
+#if defined(JLP_CUDA)
+#include "../cuda/producers/norm_parts.h"
+#endif
+
 namespace jaxlowprec {
 namespace {
 
@@ -128,10 +132,10 @@ ffi::Error norm(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::R
 }
 
 /// The operands and results of NormOperands but the norm, and then those of `read_directions` for it.
-ffi::Error norm_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
-                         bool layer, bool residual, bool beta, float epsilon, ffi::Dictionary format_attributes,
-                         bool rowwise, bool columnwise, bool rotate_columns, bool stochastic, bool encode_scale_given,
-                         int32_t sign_mask) {
+template <class Engine>
+ffi::Error norm_quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results, bool layer,
+                         bool residual, bool beta, float epsilon, ffi::Dictionary format_attributes, bool rowwise,
+                         bool columnwise, bool rotate_columns, bool stochastic, bool encode_scale_given, int32_t sign_mask) {
   const NormOperands given{layer, residual, beta, epsilon};
   const auto format = decode_format(format_attributes);
   NormQuantizeProblem p{};
@@ -142,32 +146,51 @@ ffi::Error norm_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingA
   q.encode_scale_given = encode_scale_given, q.rotate_columns = rotate_columns;
   q.sign_mask = static_cast<uint32_t>(sign_mask);
   const QuantizeOperands directions{rowwise, columnwise, stochastic, given.operands(), given.results()};
-  const ffi::Error error = read_directions(pool, directions, args, results, q);
+  const ffi::Error error = read_directions(engine, directions, args, results, q);
   if (error.failure()) return error;
-  return run_on(pool, "norm_quantize", p);
+  return run_on(engine, "norm_quantize", p);
 }
 
-/// The CPU's kernel sums over parts of the rows, which are added up here.
-ffi::Error run_gradient(ffi::ThreadPool& pool, NormGradientProblem p, const std::vector<float*>& sums) {
-  p.has_beta = sums.size() > 1;
-  p.sums = sums.empty() ? nullptr : memory_of_parts<float>(p.batch * p.parts() * p.sums_each());
-  run(pool, p);
+/// The gradients of the weight and of beta among the results, where they are.
+using ParameterSums = std::vector<float*>;
+
+/// How many of `results` are sums: on GPUs the last one is memory for those of parts.
+inline size_t count_of_sums(ffi::ThreadPool&, size_t results) { return results; }
+
+/// Sums over parts of the rows, added up here.
+std::vector<AddPartsProblem> parts_of_sums(const NormGradientProblem& p, int64_t parts, const ParameterSums& sums) {
   std::vector<AddPartsProblem> all;
   for (size_t i = 0; i < sums.size(); ++i)
-    all.push_back({p.sums + static_cast<int64_t>(i) * p.columns, p.sums_each(), p.batch, p.parts(), p.columns, sums[i]});
-  run_all(pool, all);
+    all.push_back({p.sums + static_cast<int64_t>(i) * p.columns, p.sums_each(), p.batch, parts, p.columns, sums[i]});
+  return all;
+}
+
+ffi::Error run_gradient(ffi::ThreadPool& pool, NormGradientProblem p, const ParameterSums& sums, ffi::RemainingRets&) {
+  p.sums = sums.empty() ? nullptr : memory_of_parts<float>(p.batch * p.parts() * p.sums_each());
+  run(pool, p);
+  run_all(pool, parts_of_sums(p, p.parts(), sums));
   return ffi::Error::Success();
 }
 
 #if defined(JLP_CUDA)
-ffi::Error run_gradient(cudaStream_t stream, const NormGradientProblem& p, const std::vector<float*>& sums) {
-  JLP_REQUIRE(sums.empty());  // XLA has them there
-  return run_on(stream, "norm_gradient", p);
+inline size_t count_of_sums(cudaStream_t, size_t results) { return results > 0 ? results - 1 : 0; }
+
+ffi::Error run_gradient(cudaStream_t stream, NormGradientProblem p, const ParameterSums& sums, ffi::RemainingRets& results) {
+  const int64_t parts = cuda::NormGradientParts(p.batch, p.rows).count;
+  p.sums = floats(results, sums.size(), p.batch * parts * p.sums_each());
+  JLP_REQUIRE(!sums.empty() && p.sums != nullptr);
+  const ffi::Error error = run_on(stream, "norm_gradient", p);
+  if (error.failure()) return error;
+  for (const AddPartsProblem& problem : parts_of_sums(p, parts, sums)) {
+    const cudaError_t status = cuda::launch(problem, stream);
+    if (status != cudaSuccess) return ffi::Error::Internal(cuda::failure("norm_gradient", p, cuda::reason(status)));
+  }
+  return ffi::Error::Success();
 }
 #endif
 
-/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx; on the CPU the
-/// gradients of the weight and, if there are three results, of beta.
+/// dy, the sum's gradient if there is one, x, the weight, the mean of layer norms and the inverse root -> dx, the gradients
+/// of the weight and, if there is one, of beta; on the GPU memory for sums of parts: [batch, parts, 1 or 2, columns].
 template <class Engine>
 ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> dx,
                          ffi::RemainingRets results, bool layer, bool residual) {
@@ -183,13 +206,15 @@ ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs ar
   p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
   p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
   JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
-  JLP_REQUIRE(results.size() <= 2 && p.columns > 0);
-  std::vector<float*> sums;
-  for (size_t i = 0; i < results.size(); ++i) {
+  const size_t count = count_of_sums(engine, results.size());
+  JLP_REQUIRE(count <= 2 && p.columns > 0);
+  ParameterSums sums;
+  for (size_t i = 0; i < count; ++i) {
     sums.push_back(floats(results, i, m.batch * m.columns));
     JLP_REQUIRE(sums.back() != nullptr);
   }
-  return run_gradient(engine, p, sums);
+  p.has_beta = count > 1;
+  return run_gradient(engine, p, sums, results);
 }
 
 }  // namespace
@@ -209,8 +234,8 @@ JLP_DEFINE_HANDLERS(activation_gradient, .Arg<ffi::AnyBuffer>()
 
 JLP_DEFINE_HANDLERS(norm, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets()
                               JLP_NORM_ATTRIBUTES JLP_AMAX_ATTRIBUTES);
-JLP_DEFINE_CPU_HANDLER(norm_quantize, norm_quantize,
-                       .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets() JLP_NORM_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(norm_quantize,
+                    .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets() JLP_NORM_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
 JLP_DEFINE_HANDLERS(
     norm_gradient,
     .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>().RemainingRets().Attr<bool>("layer").Attr<bool>("residual"));

@@ -117,6 +117,12 @@ JLP_DEVICE uint32_t kept(uint32_t x) {
   return x;
 }
 
+/// The same number; what is computed from it, the compiler then computes anew wherever it is used, instead of keeping it.
+JLP_DEVICE uint32_t not_kept(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // --- asynchronous copies of 16 bytes to shared memory, in groups
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) {
@@ -194,6 +200,7 @@ JLP_DEVICE uint32_t f16x2_of_float8x2_hardware(uint32_t two) {
 }
 
 JLP_DEVICE uint32_t kept(uint32_t x) { return x; }
+JLP_DEVICE uint32_t not_kept(uint32_t x) { return x; }
 
 JLP_DEVICE void copy_async16(void* shared, const void* global) { cuda_on_cpu::copy_async(shared, global, 16); }
 JLP_DEVICE void copy_async_commit() { cuda_on_cpu::copy_async_commit(); }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.norms import reference
 from jaxlowprec.ops.rounding import narrowed, rounded, widened
 from jaxlowprec.ops.split_rows import merged_rows
+from jaxlowprec.wiring import native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,19 +162,18 @@ def norm_gradient_op(spec: NormSpec, rows_split: bool):
         given = of_matrix(dy, rest)
         return [gradient_of(*given).reshape(dy.shape), *sums_of(*given)]
 
-    def call(results, given):
-        results = [jax.ShapeDtypeStruct(*result) for result in results]
-        return jax.ffi.ffi_call("jaxlowprec_norm_gradient", results)(*given, **spec.attributes)
-
-    def run_native(dy, *rest):
+    def run_native(dy, *rest, workspace=()):
         given = of_matrix(dy, rest)
-        dx, *found = call([(given[0].shape, dy.dtype), *outputs(dy, *rest)[1:]], given)
-        return [dx.reshape(dy.shape), *found]
+        shapes = [(given[0].shape, dy.dtype), *outputs(dy, *rest)[1:], *workspace]
+        results = [jax.ShapeDtypeStruct(*result) for result in shapes]
+        dx, *found = jax.ffi.ffi_call("jaxlowprec_norm_gradient", results)(*given, **spec.attributes)
+        return [dx.reshape(dy.shape), *found[:sums]]
 
-    def run_cuda(dy, *rest):  # the sums by XLA
-        given = of_matrix(dy, rest)
-        (dx,) = call([(given[0].shape, dy.dtype)], given)
-        return [dx.reshape(dy.shape), *sums_of(*given)]
+    def run_cuda(dy, *rest):  # sums of parts of the rows are in one result more
+        rows = of_matrix(dy, rest)[0]
+        batch, (count, columns) = rows.shape[:-2], rows.shape[-2:]
+        parts = native.library().module.cuda_norm_gradient_parts(math.prod(batch), count)  # type: ignore[union-attr]
+        return run_native(dy, *rest, workspace=[((*batch, parts, sums, columns), jnp.float32)])
 
     rule = f"{', '.join(operands)} -> {', '.join([f'{lines} c', *['... c'] * sums])}"
     return wiring.define(

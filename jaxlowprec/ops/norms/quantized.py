@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.amax.wanted import NO_AMAXES
 from jaxlowprec.ops.implementation import choose
 from jaxlowprec.ops.norms import op as norm
 from jaxlowprec.ops.norms.op import NormSpec
@@ -59,10 +58,11 @@ def quantized_norm(
     words: jax.Array | None = None,
     rows_split: bool = False,
 ) -> QuantizedNorm:
-    """The norm, quantised in one pass over x; bytes are those of `normed` and then `quantize` or `quantize_both`.
+    """The norm, quantised and not stored; bytes are those of `normed` and then `quantize` or `quantize_both`.
 
-    On CPUs the normed rows stay in the cache. A pass moves, of each element in 16 bits, 2 bytes of x, what it writes,
-    and 4 more with a residual; `normed` and `quantize_both` move 4 more.
+    On CPUs the normed rows stay in the cache: one pass moves, of each element in 16 bits, 2 bytes of x, what it writes,
+    and 4 more with a residual; `normed` and `quantize_both` move 4 more. GPUs read x, or the sum, twice: once for the
+    numbers of the rows, and once to normalise and quantise it. `normed` and `quantize_both` move 2 more there.
 
     Arguments:
         spec: without amaxes.
@@ -121,12 +121,9 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
 
         return run
 
-    def run_separately(of_norm, of_quantize):
-        def run(*args):
-            y, *others = of_norm(spec, *args[:operands])
-            return [*others, *of_quantize(quantized, y, *args[operands:])]
-
-        return run
+    def run_reference(*args):
+        y, *others = norm.reference_call(spec, *args[:operands])
+        return [*others, *quantize.reference_call(quantized, y, *args[operands:])]
 
     def run_native(x, *rest):
         shapes = norm.shapes(spec, x)[1:] + quantize.shapes(dataclasses.replace(quantized, rows_split=False), x)
@@ -134,18 +131,14 @@ def norm_quantize_op(spec: NormSpec, quantized: QuantizeSpec):
         attributes = {**spec.attributes, **spec.parameters, **quantized.attributes}
         return jax.ffi.ffi_call("jaxlowprec_norm_quantize", results)(x, *rest, **attributes)
 
-    def norm_alone(spec, *args):
-        return norm.native_call(spec, NO_AMAXES, *args)
-
-    native = {"cpu": run_native, "cuda": run_separately(norm_alone, quantize.native_call)}
     return wiring.define(
         f"jaxlowprec_{spec.kind}_norm_quantize",
         rule=rule.of_op(
             [*of_norm[0], *of_norm[1]], [rows] * spec.residual + [rule.lines] * spec.saved, whole=_axis(rule)
         ),
         outputs=outputs,
-        reference=on_matrix(run_separately(norm.reference_call, quantize.reference_call)),
-        native={platform: on_matrix(body) for platform, body in native.items()},
+        reference=on_matrix(run_reference),
+        native=on_matrix(run_native),
         **choose("norm", spec.implementation),
     )
 

@@ -11,6 +11,7 @@
 
 #include "../quantize/amax.cuh"
 #include "activations.cuh"
+#include "pairs.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -27,48 +28,6 @@ struct AmaxedArguments {
   uint32_t *plain[Rule::kResults], *rotated[Rule::kResults];  // null: not wanted
   uint32_t sign_mask;
   bool pairs;  // rows of all arrays begin at multiples of two elements' bytes
-};
-
-template <ElementType kType>
-using ElementOf =
-    std::conditional_t<kType == ElementType::kF32, F32, std::conditional_t<kType == ElementType::kF16, F16, BF16>>;
-
-/// Two neighbours in a row.
-template <ElementType kType>
-struct Neighbours {
-  static constexpr int kWords = 2 / kPerWord<kType>;
-  using Words = uint32_t[kWords];
-  using Both = std::conditional_t<kWords == 2, uint2, uint32_t>;
-  using One = Piece<kType, false>;
-
-  JLP_DEVICE void load(const void* from, int64_t index, Words& words) {
-    const Both both = __ldg(reinterpret_cast<const Both*>(static_cast<const typename One::Storage*>(from) + index));
-    if constexpr (kWords == 2)
-      words[0] = both.x, words[1] = both.y;
-    else
-      words[0] = both;
-  }
-  JLP_DEVICE void store(void* to, int64_t index, const Words& words) {
-    auto* const both = reinterpret_cast<Both*>(static_cast<typename One::Storage*>(to) + index);
-    if constexpr (kWords == 2)
-      *both = make_uint2(words[0], words[1]);
-    else
-      *both = words[0];
-  }
-
-  /// The first `count` of them, not aligned; what is not loaded is zero.
-  JLP_DEVICE void load(const void* from, int64_t index, Words& words, int count) {
-    const uint32_t first = count > 0 ? One::load(from, index) : 0u, second = count > 1 ? One::load(from, index + 1) : 0u;
-    if constexpr (kWords == 2)
-      words[0] = first, words[1] = second;
-    else
-      words[0] = first | second << 16;
-  }
-  JLP_DEVICE void store(void* to, int64_t index, const Words& words, int count) {
-    using Narrow = typename One::Storage;
-    if (count > 0) One::store(to, index, static_cast<Narrow>(words[0]));
-    if (count > 1) One::store(to, index + 1, static_cast<Narrow>(kWords == 2 ? words[kWords - 1] : words[0] >> 16));
-  }
 };
 
 /// `pairs`: what each thread keeps of each result, as Tile::load_pair gives it.

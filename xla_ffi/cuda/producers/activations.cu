@@ -2,6 +2,7 @@
 
 #include "../launch.h"
 #include "activation_amaxes.cuh"
+#include "result_amaxes.h"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -55,13 +56,11 @@ cudaError_t launch_amaxed(const Arrays<Rule>& arrays, cudaStream_t stream) {
 template <ElementType kType, class Rule>
 cudaError_t launch_rule(const Arrays<Rule>& arrays, cudaStream_t stream) {
   bool wanted = false;
-  for (const ResultAmaxes& amaxes : arrays.amaxes)
-    for (uint32_t* amax : {amaxes.plain, amaxes.rotated}) {
-      if (!amax) continue;
-      wanted = true;
-      const cudaError_t error = cudaMemsetAsync(amax, 0, arrays.batch * sizeof *amax, stream);
-      if (error != cudaSuccess) return error;
-    }
+  for (const ResultAmaxes& amaxes : arrays.amaxes) {
+    wanted = wanted || amaxes.wanted();
+    const cudaError_t error = clear_amaxes(amaxes, arrays.batch, stream);
+    if (error != cudaSuccess) return error;
+  }
   if (arrays.batch * arrays.size == 0) return cudaSuccess;
   return wanted ? launch_amaxed<kType>(arrays, stream) : launch_plain<kType>(arrays, stream);
 }

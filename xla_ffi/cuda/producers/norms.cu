@@ -1,4 +1,5 @@
-#include "../launch_blocks.h"
+#include "norm_amaxes.cuh"
+#include "norm_launch.h"
 #include "norms.cuh"
 #include "result_amaxes.h"
 
@@ -8,58 +9,54 @@ namespace {
 
 constexpr int64_t kKeptBytes = 48 * 1024;  // every device has this much for a block
 
-/// Sets what the arguments of both kernels have in common, and gives visit the type, whether pieces are whole, the kind and
-/// the blocks. `arrays`: of a row, that are kept; `whole`: whether the arrays are aligned.
-template <class Problem, class Arguments, class Visit>
-cudaError_t with_rows(const Problem& p, Arguments& a, int arrays, bool whole, Visit visit) {
-  a.lines = p.batch * p.rows, a.rows = p.rows;
-  if (a.lines == 0 || p.columns == 0) return cudaSuccess;
-  if (p.columns > INT32_MAX / 2) return cudaErrorInvalidValue;
-  const int64_t row_bytes = p.columns * element_bytes(p.type), kept = arrays * row_bytes;
-  whole = whole && row_bytes % 16 == 0;
-  a.pieces = static_cast<int>(whole ? row_bytes / 16 : p.columns);
-  a.each = static_cast<float>(1.0 / p.columns);
-  a.keeps = kept <= kKeptBytes;
+NormArguments norm_arguments(const NormProblem& p, const RowPieces& row) {
+  NormArguments a{};
+  a.x = p.x, a.residual = p.residual, a.weight = p.weight, a.beta = p.beta;
+  a.result = p.result, a.total = p.total, a.mean = p.mean, a.inverse = p.inverse;
+  a.lines = p.batch * p.rows, a.rows = p.rows, a.pieces = row.count;
+  a.each = static_cast<float>(1.0 / p.columns), a.epsilon = p.epsilon;
+  return a;
+}
+
+/// Rows are kept whole, or not at all.
+cudaError_t launch_plain(const NormProblem& p, const RowPieces& row, cudaStream_t stream) {
+  NormArguments a = norm_arguments(p, row);
+  const int64_t row_bytes = int64_t{row.count} * row.bytes;
+  const bool again = p.result || p.kind == NormKind::kLayer;
+  a.keeps = again && row_bytes <= kKeptBytes ? row.count : 0;
   int64_t warps = kRowsOfBlock;
-  while (a.keeps && warps * kept > kKeptBytes) warps /= 2;
+  while (a.keeps && warps * row_bytes > kKeptBytes) warps /= 2;
   const Blocks blocks{divide_up(a.lines, warps), 1, 1, static_cast<int>(32 * warps),
-                      a.keeps ? static_cast<size_t>(warps * kept) : 0};
-  return with_type(p.type, [&](auto type) {
-    const auto with_kind = [&](auto whole_pieces) {
-      return p.kind == NormKind::kRms
-                 ? visit(type, whole_pieces, std::integral_constant<NormKind, NormKind::kRms>(), blocks)
-                 : visit(type, whole_pieces, std::integral_constant<NormKind, NormKind::kLayer>(), blocks);
-    };
-    return whole ? with_kind(std::true_type()) : with_kind(std::false_type());
+                      a.keeps ? static_cast<size_t>(warps * row_bytes) : 0};
+  return with_norm(p.type, row.whole, p.kind, [&](auto type, auto whole, auto kind) {
+    return launch_blocks(norm_kernel<type, whole, kind>, blocks, stream, a);
   });
 }
 
-template <class... Pointer>
-bool all_aligned(Pointer... pointers) {
-  return (aligned(pointers, 16) && ...);  // null is
+cudaError_t launch_amaxed(const NormProblem& p, const RowPieces& row, cudaStream_t stream) {
+  AmaxedNormArguments a{};
+  a.norm = norm_arguments(p, row);
+  const cudaError_t error = kept_pieces(row, kAmaxedNormRows, sizeof(AmaxedNormShared), a.norm.keeps);
+  if (error != cudaSuccess) return error;
+  const int64_t down = divide_up(p.rows, kAmaxedNormRows);
+  if (down > INT32_MAX || p.batch > INT32_MAX) return cudaErrorInvalidValue;
+  a.columns = p.columns, a.down = static_cast<uint32_t>(down);
+  a.plain = p.amaxes.plain, a.rotated = p.amaxes.rotated, a.sign_mask = p.amaxes.sign_mask;
+  const size_t kept = kAmaxedNormRows * static_cast<size_t>(divide_up(int64_t{a.norm.keeps} * row.bytes, 16) * 16);
+  const Blocks blocks{p.batch * down, 1, 1, kAmaxedNormThreads, sizeof(AmaxedNormShared) + kept};
+  return with_norm(p.type, row.whole, p.kind, [&](auto type, auto whole, auto kind) {
+    return launch_blocks(amaxed_norm_kernel<type, whole, kind>, blocks, stream, a);
+  });
 }
 
 }  // namespace
 
 cudaError_t launch(const NormProblem& p, cudaStream_t stream) {
-  NormArguments a{};
-  a.x = p.x, a.residual = p.residual, a.weight = p.weight, a.beta = p.beta;
-  a.result = p.result, a.total = p.total, a.mean = p.mean, a.inverse = p.inverse, a.epsilon = p.epsilon;
-  const bool whole = all_aligned(p.x, p.residual, p.weight, p.beta, p.result, p.total);
-  const cudaError_t error = with_rows(p, a, 1, whole, [&](auto type, auto whole_pieces, auto kind, const Blocks& blocks) {
-    return launch_blocks(norm_kernel<type, whole_pieces, kind>, blocks, stream, a);
-  });
-  if (error != cudaSuccess) return error;
-  return launch_amaxes(p.amaxes, p.result, p.type, p.batch, p.rows * p.columns, p.columns, stream);
-}
-
-cudaError_t launch(const NormGradientProblem& p, cudaStream_t stream) {
-  NormGradientArguments a{};
-  a.dy = p.dy, a.of_total = p.of_total, a.x = p.x, a.weight = p.weight, a.mean = p.mean, a.inverse = p.inverse, a.dx = p.dx;
-  const bool whole = all_aligned(p.dy, p.of_total, p.x, p.weight, p.dx);
-  return with_rows(p, a, 2, whole, [&](auto type, auto whole_pieces, auto kind, const Blocks& blocks) {
-    return launch_blocks(norm_gradient_kernel<type, whole_pieces, kind>, blocks, stream, a);
-  });
+  const cudaError_t error = clear_amaxes(p.amaxes, p.batch, stream);
+  if (error != cudaSuccess || p.batch * p.rows == 0 || p.columns == 0) return error;
+  if (p.columns > INT32_MAX / 2) return cudaErrorInvalidValue;
+  const RowPieces row(p.columns, p.type, all_aligned(p.x, p.residual, p.weight, p.beta, p.result, p.total));
+  return p.amaxes.wanted() ? launch_amaxed(p, row, stream) : launch_plain(p, row, stream);
 }
 
 }  // namespace cuda

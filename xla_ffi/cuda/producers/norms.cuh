@@ -1,11 +1,11 @@
-// Norms of rows and their gradients (numerics.md 12.2).
+// Norms of rows (numerics.md 12.2).
 //
 // Data flow: a warp has a row. It loads the row and adds up its squares (layer norms: its elements, and then the squares of
 // what is left of them without their mean), keeping the row as it was read in shared memory; then it goes through the row
 // again for the result. Rows that do not fit there are loaded again, from the L2 cache. Weights come from the L1 cache.
-// A block's rows adjoin: what wants several rows of a result at once, finds them in one block.
+// norm_amaxes.cuh has another way through the result, and norm_quantize.cuh takes the numbers of the rows alone.
 //
-// Bytes moved per element of 16 bits, twice that of 32: norms 4, with a residual 8; gradients 6, with a residual 8.
+// Bytes moved per element of 16 bits, twice that of 32: 4, with a residual 8.
 // Launch: blocks of up to four warps, as many as keep their rows in 48 KiB.
 #pragma once
 
@@ -14,27 +14,16 @@
 namespace jaxlowprec {
 namespace cuda {
 
-constexpr int kNormBlocks = 6, kNormGradientBlocks = 5;  // that registers are to suffice for
+constexpr int kNormBlocks = 6;  // that registers are to suffice for
 
 struct NormArguments {
   const void *x, *residual;
   const float *weight, *beta;
-  void *result, *total;
+  void *result, *total;  // result null: the numbers of the rows are wanted, and the sum
   float *mean, *inverse;
   int64_t lines, rows;  // of all matrices, of one
-  int pieces;           // of a row
+  int pieces, keeps;    // of a row, and those of them that shared memory has room for
   float each, epsilon;  // 1 / columns
-  bool keeps;           // rows fit into the shared memory
-};
-
-struct NormGradientArguments {
-  const void *dy, *of_total, *x;
-  const float *weight, *mean, *inverse;
-  void* dx;
-  int64_t lines, rows;
-  int pieces;
-  float each;
-  bool keeps;
 };
 
 /// Pieces of x, or of x + residual, rounded.
@@ -54,20 +43,35 @@ JLP_DEVICE void load_row(const NormArguments& a, const WarpRow<P>& row, int firs
   }
 }
 
-template <ElementType kType, bool kWhole, NormKind kKind>
-static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(const __grid_constant__ NormArguments a) {
-  using P = Piece<kType, kWhole>;
-  using Pieces = typename WarpRow<P>::Pieces;
-  constexpr bool kLayer = kKind == NormKind::kLayer;
-  const WarpRow<P> row(a.pieces, 1, a.keeps);
-  if (row.line >= a.lines) return;
+/// The same once more: of x + residual the sum, which the same lane has written.
+template <class P>
+JLP_DEVICE void load_again(const NormArguments& a, const WarpRow<P>& row, int first, typename WarpRow<P>::Pieces& pieces) {
+  if (row.has_kept(first))
+    row.recall(0, first, pieces);
+  else
+    row.load_written(a.residual ? a.total : a.x, first, pieces);
+}
 
+/// What elements of a row are normalised by.
+struct RowNumbers {
+  float mean, inverse;  // the mean is that of layer norms
+
+  template <bool kLayer>
+  __device__ __forceinline__ float normed(float v, float weight) const {
+    return ((kLayer ? v - mean : v) * inverse) * weight;
+  }
+};
+
+/// Loads a row, keeps it, and finds and stores its numbers; stores x + residual, too.
+template <class P, bool kLayer>
+JLP_DEVICE RowNumbers find_numbers(const NormArguments& a, const WarpRow<P>& row) {
+  using Pieces = typename WarpRow<P>::Pieces;
   RowSum<P> first_sum;  // of the elements, or of their squares
   row.each([&](int first) {
     Pieces pieces;
     load_row<P>(a, row, first, pieces);
     if (a.residual) row.store(a.total, first, pieces);
-    if (a.keeps) row.keep(0, first, pieces);
+    row.keep(0, first, pieces);
 #pragma unroll
     for (int j = 0; j < row.kAtOnce; ++j) {
       if (kLayer && !row.has(first, j)) continue;  // 0 more would make a 0 of a -0; squares are never negative
@@ -77,12 +81,6 @@ static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(c
       for (int i = 0; i < P::kCount; ++i) first_sum.sums[j % first_sum.kPeriod][i] += kLayer ? v[i] : v[i] * v[i];
     }
   });
-  const auto again = [&](int first, Pieces& pieces) {
-    if (a.keeps)
-      row.recall(0, first, pieces);
-    else
-      load_row<P>(a, row, first, pieces);
-  };
 
   const float found = first_sum.total() * a.each;
   float mean = 0.0f, square = found;
@@ -91,7 +89,7 @@ static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(c
     RowSum<P> squares;
     row.each([&](int first) {
       Pieces pieces;
-      again(first, pieces);
+      load_again<P>(a, row, first, pieces);
 #pragma unroll
       for (int j = 0; j < row.kAtOnce; ++j) {
         if (!row.has(first, j)) continue;
@@ -103,16 +101,28 @@ static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(c
     });
     square = squares.total() * a.each;
   }
-  const float inverse = 1.0f / sqrtf(square + a.epsilon);
+  const RowNumbers numbers = {mean, 1.0f / sqrtf(square + a.epsilon)};
   if (row.lane == 0) {
     if constexpr (kLayer) a.mean[row.line] = mean;
-    a.inverse[row.line] = inverse;
+    a.inverse[row.line] = numbers.inverse;
   }
+  return numbers;
+}
 
+template <ElementType kType, bool kWhole, NormKind kKind>
+static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(const __grid_constant__ NormArguments a) {
+  using P = Piece<kType, kWhole>;
+  constexpr bool kLayer = kKind == NormKind::kLayer;
+  const int warp = threadIdx.x / 32;
+  const WarpRow<P> row(static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + warp, a.pieces,
+                       &block_shared<typename P::Storage>() + warp * a.keeps, a.keeps);
+  if (row.line >= a.lines) return;
+  const RowNumbers numbers = find_numbers<P, kLayer>(a, row);
+  if (!a.result) return;
   const int64_t parameters = row.line / a.rows * a.pieces;  // of the row's matrix
   row.each([&](int first) {
-    Pieces pieces;
-    again(first, pieces);
+    typename WarpRow<P>::Pieces pieces;
+    load_again<P>(a, row, first, pieces);
 #pragma unroll
     for (int j = 0; j < row.kAtOnce; ++j) {
       if (!row.has(first, j)) continue;
@@ -120,7 +130,7 @@ static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(c
       P::decode(pieces[j], v);
       P::load_floats(a.weight, parameters + first + 32 * j, weight);
 #pragma unroll
-      for (int i = 0; i < P::kCount; ++i) v[i] = ((kLayer ? v[i] - mean : v[i]) * inverse) * weight[i];
+      for (int i = 0; i < P::kCount; ++i) v[i] = numbers.normed<kLayer>(v[i], weight[i]);
       if (a.beta) {
         typename P::Values beta;
         P::load_floats(a.beta, parameters + first + 32 * j, beta);
@@ -130,75 +140,6 @@ static __global__ void __launch_bounds__(kRowThreads, kNormBlocks) norm_kernel(c
       pieces[j] = P::encode(v);
     }
     row.store(a.result, first, pieces);
-  });
-}
-
-template <ElementType kType, bool kWhole, NormKind kKind>
-static __global__ void __launch_bounds__(kRowThreads, kNormGradientBlocks)
-    norm_gradient_kernel(const __grid_constant__ NormGradientArguments a) {
-  using P = Piece<kType, kWhole>;
-  using Pieces = typename WarpRow<P>::Pieces;
-  constexpr bool kLayer = kKind == NormKind::kLayer;
-  const WarpRow<P> row(a.pieces, 2, a.keeps);
-  if (row.line >= a.lines) return;
-  const float inverse = a.inverse[row.line], of_x = kLayer ? a.mean[row.line] : 0.0f;
-  const int64_t parameters = row.line / a.rows * a.pieces;
-
-  /// n and g of a piece (numerics.md 12.2).
-  const auto normed_and_scaled = [&](int piece, auto x, auto dy, auto& normed, auto& scaled) {
-    typename P::Values weight;
-    P::load_floats(a.weight, parameters + piece, weight);
-    P::decode(x, normed), P::decode(dy, scaled);
-#pragma unroll
-    for (int i = 0; i < P::kCount; ++i) {
-      normed[i] = (kLayer ? normed[i] - of_x : normed[i]) * inverse;
-      scaled[i] = scaled[i] * weight[i];
-    }
-  };
-
-  RowSum<P> products, all;
-  row.each([&](int first) {
-    Pieces x, dy;
-    row.load(a.x, first, x), row.load(a.dy, first, dy);
-    if (a.keeps) row.keep(0, first, x), row.keep(1, first, dy);
-#pragma unroll
-    for (int j = 0; j < row.kAtOnce; ++j) {
-      if (!row.has(first, j)) continue;
-      typename P::Values normed, scaled;
-      normed_and_scaled(first + 32 * j, x[j], dy[j], normed, scaled);
-#pragma unroll
-      for (int i = 0; i < P::kCount; ++i) {
-        products.sums[j % products.kPeriod][i] += scaled[i] * normed[i];
-        if constexpr (kLayer) all.sums[j % all.kPeriod][i] += scaled[i];
-      }
-    }
-  });
-  const float slope = products.total() * a.each;
-  const float mean = kLayer ? all.total() * a.each : 0.0f;
-
-  row.each([&](int first) {
-    Pieces x, dy, of_total;
-    if (a.of_total) row.load(a.of_total, first, of_total);
-    if (a.keeps)
-      row.recall(0, first, x), row.recall(1, first, dy);
-    else
-      row.load(a.x, first, x), row.load(a.dy, first, dy);
-#pragma unroll
-    for (int j = 0; j < row.kAtOnce; ++j) {
-      if (!row.has(first, j)) continue;
-      typename P::Values normed, dx;
-      normed_and_scaled(first + 32 * j, x[j], dy[j], normed, dx);
-#pragma unroll
-      for (int i = 0; i < P::kCount; ++i) dx[i] = ((kLayer ? dx[i] - mean : dx[i]) - normed[i] * slope) * inverse;
-      if (a.of_total) {
-        typename P::Values more;
-        P::decode(of_total[j], more);
-#pragma unroll
-        for (int i = 0; i < P::kCount; ++i) dx[i] = dx[i] + more[i];
-      }
-      dy[j] = P::encode(dx);
-    }
-    row.store(a.dx, first, dy);
   });
 }
 

@@ -18,6 +18,10 @@ struct Piece {
   __device__ __forceinline__ static Storage load(const void* from, int64_t index) {
     return __ldg(static_cast<const Storage*>(from) + index);
   }
+  /// Of an array that the kernel writes, too: not through the read-only cache.
+  __device__ __forceinline__ static Storage load_written(const void* from, int64_t index) {
+    return static_cast<const Storage*>(from)[index];
+  }
   __device__ __forceinline__ static void store(void* to, int64_t index, Storage piece) {
     static_cast<Storage*>(to)[index] = piece;
   }
@@ -51,13 +55,37 @@ struct Piece {
   __device__ __forceinline__ static void load_floats(const float* from, int64_t index, Values& v) {
     if constexpr (kWhole) {
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from + index * kCount + i));
-        Piece<ElementType::kF32, true>::decode(four, *reinterpret_cast<float(*)[4]>(&v[i]));
-      }
+      for (int i = 0; i < kCount; i += 4) set_four(v, i, __ldg(reinterpret_cast<const uint4*>(from + index * kCount + i)));
     } else {
       v[0] = __ldg(from + index);
     }
+  }
+
+  /// To and from where the same thread reads them again, which __ldg must not.
+  __device__ __forceinline__ static void store_floats(float* to, const Values& v) {
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4)
+        reinterpret_cast<uint4*>(to)[i / 4] = Piece<ElementType::kF32, true>::encode({v[i], v[i + 1], v[i + 2], v[i + 3]});
+    } else {
+      to[0] = v[0];
+    }
+  }
+  __device__ __forceinline__ static void load_written(const float* from, Values& v) {
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) set_four(v, i, reinterpret_cast<const uint4*>(from)[i / 4]);
+    } else {
+      v[0] = from[0];
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void set_four(Values& v, int i, uint4 four) {
+    float values[4];
+    Piece<ElementType::kF32, true>::decode(four, values);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[i + j] = values[j];
   }
 };
 

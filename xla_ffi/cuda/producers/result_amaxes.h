@@ -1,17 +1,21 @@
-// The amaxes of what a producer wrote: a pass over the result, that the L2 cache holds where it is small enough.
+// The amaxes of what a producer writes, which its kernel raises.
 #pragma once
 
-#include "../launch.h"
+#include <cuda_runtime.h>
+
+#include "../../problems.h"
 
 namespace jaxlowprec {
 namespace cuda {
 
-/// A matrix of the result has `size` elements.
-inline cudaError_t launch_amaxes(const ResultAmaxes& wanted, const void* result, ElementType type, int64_t batch,
-                                 int64_t size, int64_t columns, cudaStream_t stream) {
-  if (!wanted.wanted()) return cudaSuccess;
-  const int64_t rows = columns ? size / columns : 0;
-  return launch(AmaxProblem{result, type, batch, rows, columns, wanted.plain, wanted.rotated, wanted.sign_mask}, stream);
+/// Zeroes those of a result that are wanted, of `batch` matrices.
+inline cudaError_t clear_amaxes(const ResultAmaxes& amaxes, int64_t batch, cudaStream_t stream) {
+  for (uint32_t* amax : {amaxes.plain, amaxes.rotated}) {
+    if (!amax) continue;
+    const cudaError_t error = cudaMemsetAsync(amax, 0, batch * sizeof *amax, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace cuda

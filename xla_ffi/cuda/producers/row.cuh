@@ -53,13 +53,11 @@ struct WarpRow {
   int64_t line;  // of all matrices'
   int pieces;    // of the row
   int lane;
-  typename P::Storage* kept;  // `arrays` rows of the block's shared memory; null: there is no room
+  typename P::Storage* kept;  // memory of the block for the row's first `keeps` pieces, of each of several arrays
+  int keeps;
 
-  __device__ __forceinline__ WarpRow(int pieces, int arrays, bool keeps) : pieces(pieces), lane(threadIdx.x % 32) {
-    const int warp = threadIdx.x / 32;
-    line = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + warp;
-    kept = keeps ? &block_shared<typename P::Storage>() + static_cast<int64_t>(warp) * arrays * pieces : nullptr;
-  }
+  __device__ __forceinline__ WarpRow(int64_t line, int pieces, typename P::Storage* kept, int keeps)
+      : line(line), pieces(pieces), lane(threadIdx.x % 32), kept(kept), keeps(keeps) {}
 
   /// Calls visit(the lane's first piece) for kAtOnce pieces after another: it has those at multiples of 32 from there on.
   template <class Visit>
@@ -74,20 +72,28 @@ struct WarpRow {
     for (int j = 0; j < kAtOnce; ++j)
       to[j] = has(first, j) ? P::load(from, line * pieces + first + 32 * j) : typename P::Storage{};
   }
+  __device__ __forceinline__ void load_written(const void* from, int first, Pieces& to) const {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      to[j] = has(first, j) ? P::load_written(from, line * pieces + first + 32 * j) : typename P::Storage{};
+  }
   __device__ __forceinline__ void store(void* to, int first, const Pieces& from) const {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j)
       if (has(first, j)) P::store(to, line * pieces + first + 32 * j, from[j]);
   }
-  /// To and from the shared memory. No other lane uses what a lane keeps.
+
+  /// Whether what the warp has from its pieces at `first` on is kept, all of it.
+  __device__ __forceinline__ bool has_kept(int first) const { return min(first - lane + 32 * kAtOnce, pieces) <= keeps; }
+  /// To and from the block's memory, as far as it goes.
   __device__ __forceinline__ void keep(int array, int first, const Pieces& from) const {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j)
-      if (has(first, j)) kept[array * pieces + first + 32 * j] = from[j];
+      if (first + 32 * j < keeps) kept[array * keeps + first + 32 * j] = from[j];
   }
   __device__ __forceinline__ void recall(int array, int first, Pieces& to) const {
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) to[j] = has(first, j) ? kept[array * pieces + first + 32 * j] : typename P::Storage{};
+    for (int j = 0; j < kAtOnce; ++j) to[j] = has(first, j) ? kept[array * keeps + first + 32 * j] : typename P::Storage{};
   }
 };
 

@@ -38,7 +38,8 @@ JLP_DEVICE uint32_t canonical_amax(uint32_t bits) {
 }
 
 /// Raises a matrix's result to what the threads of a block found.
-JLP_DEVICE void raise(uint32_t* result, uint32_t found, uint32_t (&of_warp)[kAmaxThreads / 32]) {
+template <int kWarps>
+JLP_DEVICE void raise(uint32_t* result, uint32_t found, uint32_t (&of_warp)[kWarps]) {
   const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, found);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = most;
   __syncthreads();

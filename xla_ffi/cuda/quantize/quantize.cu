@@ -6,8 +6,7 @@ namespace cuda {
 
 cudaError_t launch(const QuantizeProblem& p, cudaStream_t stream) {
   if (p.batch == 0 || p.rows == 0 || p.columns == 0 || (!p.rowwise.data && !p.columnwise.data)) return cudaSuccess;
-  for (const Random& random : {p.rowwise.random, p.columnwise.random})  // kernels count indices in 32 bits
-    if (p.batch * random.rows_step > UINT32_MAX || p.batch * random.sixteens_step > UINT32_MAX) return cudaErrorInvalidValue;
+  if (!random_fits(p)) return cudaErrorInvalidValue;
   switch (scales_of(p.format)) {
     case Scales::kTwoLevel: return quantize_codes<E2M1, Scales::kTwoLevel>(p, stream);
     case Scales::kBestAbsolute: return quantize_codes<E2M1, Scales::kBestAbsolute>(p, stream);

@@ -9,6 +9,13 @@
 namespace jaxlowprec {
 namespace cuda {
 
+/// Whether the indices of random numbers fit: kernels count them in 32 bits.
+inline bool random_fits(const QuantizeProblem& p) {
+  for (const Random& random : {p.rowwise.random, p.columnwise.random})
+    if (p.batch * random.rows_step > UINT32_MAX || p.batch * random.sixteens_step > UINT32_MAX) return false;
+  return true;
+}
+
 /// How blocks get their scales: as the problem's format says, which is not NVFP4's; or NVFP4's, as it is or the best of
 /// several by an error.
 enum class Scales : int32_t { kOne, kTwoLevel, kBestAbsolute, kBestSquared, kBestRelativeSquared };

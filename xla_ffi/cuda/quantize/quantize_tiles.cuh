@@ -276,9 +276,10 @@ constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> ? 2
                             : kStochastic                        ? 3
                                                                  : 4;
 
-template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochastic>)
-    quantize_tiles(const QuantizeArguments a) {
+/// The block's tiles, one after another. prepare(tile): what a thread does to the elements that it has copied itself, before
+/// others see them.
+template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate, class Prepare>
+JLP_DEVICE void quantize_each_tile(const QuantizeArguments& a, Prepare prepare) {
   using Shared = TilesShared<E, Code, kScales, kStochastic>;
   Shared& shared = block_shared<Shared>();
   const auto load = [&](const TilePlace& at) {
@@ -300,14 +301,15 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochas
       start_keys(a.columnwise, at.batch, shared.column_keys);
       started = at.batch;
     }
+    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
+    const TileQuantizer<E, Code, kScales, kStochastic, kRotate> tile = {
+        a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
     copy_async_wait<0>();
+    prepare(tile);
     __syncthreads();
     store_tensor_scale(a, a.rowwise, shared.matrices[0], at);
     store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
 
-    const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
-    const TileQuantizer<E, Code, kScales, kStochastic, kRotate> tile = {
-        a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
     const bool rowwise = a.rowwise.data, columnwise = a.columnwise.data;
     if (a.squares) {
       const int either = rowwise ? 0 : 1;  // they have the same amax
@@ -320,6 +322,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochas
     load(at);
     if (columnwise) tile.store_columns();
   }
+}
+
+template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochastic>)
+    quantize_tiles(const QuantizeArguments a) {
+  quantize_each_tile<E, Code, kScales, kStochastic, kRotate>(a, [](const auto&) {});
 }
 
 }  // namespace cuda

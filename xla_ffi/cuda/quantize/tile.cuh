@@ -49,6 +49,15 @@ struct Tile {
     copy_async_commit();
   }
 
+  /// Calls visit(row, the 16 bytes) for what this thread has copied of the first `rows` rows, all of chunk own_chunk().
+  template <class Visit>
+  __device__ __forceinline__ void each_own(int rows, Visit visit) {
+#pragma unroll 2
+    for (int r = threadIdx.x / kChunks; r < rows; r += kTileThreads / kChunks)
+      visit(r, *reinterpret_cast<uint4*>(words + chunk_word(r, own_chunk())));
+  }
+  JLP_DEVICE int own_chunk() { return threadIdx.x % kChunks; }
+
   /// 16 elements of a row.
   __device__ __forceinline__ Sixteen<E> row_sixteen(int row, int index) const {
     Sixteen<E> sixteen;
