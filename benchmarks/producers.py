@@ -27,7 +27,7 @@ from jaxlowprec.ops.activations.api import activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.api import NormSpec, normed
-from jaxlowprec.ops.norms.quantized import can_quantize, quantized_norm
+from jaxlowprec.ops.norms.quantized import quantized_norm
 from jaxlowprec.wiring import native
 
 SHAPES = [(4096, 4096), (2048, 3584)]
@@ -119,7 +119,7 @@ def sides(producer: Producer, fmt: Any, rotation: jlp.Hadamard | None) -> tuple[
     columnwise = rotation or False
 
     def ours(*arrays: jax.Array) -> Any:
-        if can_quantize(fmt):
+        if fmt.scaled_by_blocks_alone:
             return producer.quantized(fmt, *arrays)
         results, amaxes = producer.ours(wanted, *arrays)
         given = [tuple(found) if found else None for found in amaxes]

@@ -129,6 +129,16 @@ class Format:
         return self.scaling in ("two_level", "tensor") and not self.row_scaled
 
     @property
+    def scaled_by_blocks_alone(self) -> bool:
+        """Whether a block's scale depends on its own elements alone, so that what makes them can quantise them, without
+        storing them.
+
+        An amax of the tensor would take a pass of its own over what they are made of, which finds what the second one
+        finds again; on CPUs that takes as long as to store them and to read them (docs/benchmarks/speed.md).
+        """
+        return self.scaling in ("e8m0", "float32")
+
+    @property
     def chooses_scales(self) -> bool:
         """Whether a block takes the best of several scales (numerics.md 13): for codes that round to nearest."""
         return False

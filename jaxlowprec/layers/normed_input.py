@@ -15,7 +15,7 @@ from jaxlowprec.layers.product import Input, ProductSpec, Specs, States, amaxes_
 from jaxlowprec.layers.residuals import dtype_marker, in_profiles
 from jaxlowprec.ops.norms.api import Norm, norm_gradients, normed
 from jaxlowprec.ops.norms.op import NormSpec
-from jaxlowprec.ops.norms.quantized import can_quantize, quantized_norm
+from jaxlowprec.ops.norms.quantized import quantized_norm
 from jaxlowprec.wiring.out_sharding import sharding_of
 
 
@@ -91,7 +91,12 @@ def _reads_codes_alone(spec: ProductSpec, states: Sequence[States]) -> bool:
     watched = any(part is not None for state in states for part in state)
     if row is None or column is None or not alike(row, column) or watched:
         return False
-    return can_quantize(row.format) and row.rounding == "nearest" and column.hadamard is None and spec.delayed is None
+    return (
+        row.format.scaled_by_blocks_alone
+        and row.rounding == "nearest"
+        and column.hadamard is None
+        and spec.delayed is None
+    )
 
 
 def like_input(kept: Any) -> Any:

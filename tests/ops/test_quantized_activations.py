@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import ACTIVATIONS, activated, activation_gradients
-from jaxlowprec.ops.activations.quantized import can_quantize, quantized_activation, quantized_activation_gradients
+from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.activations.reference import RULES
 from tests.helpers import FLOATS, assert_same_bytes, random_array
 from tests.ops.implementations import ByKernels, ByReference
@@ -135,5 +135,5 @@ def test_nothing_is_stored_in_high_precision():
 
 
 def test_formats_with_a_tensor_scale_take_the_activation():
-    assert not any(can_quantize(fmt) for fmt in (jlp.NVFP4(), jlp.Float8Tensor(), jlp.Int4()))
-    assert all(map(can_quantize, FORMATS.values()))
+    assert not any(fmt.scaled_by_blocks_alone for fmt in (jlp.NVFP4(), jlp.Float8Tensor(), jlp.Int4()))
+    assert all(fmt.scaled_by_blocks_alone for fmt in FORMATS.values())

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.norms.api import NormSpec, normed
-from jaxlowprec.ops.norms.quantized import can_quantize, quantized_norm
+from jaxlowprec.ops.norms.quantized import quantized_norm
 from tests.helpers import FLOATS, assert_same_bytes
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.test_result_amaxes import norm_operands
@@ -149,8 +149,8 @@ def test_the_norm_itself_is_not_stored():
 
 
 def test_formats_with_a_tensor_scale_take_the_norm():
-    assert not any(can_quantize(fmt) for fmt in (jlp.NVFP4(), jlp.Float8Tensor(), jlp.Int4()))
-    assert all(map(can_quantize, FORMATS.values()))
+    assert not any(fmt.scaled_by_blocks_alone for fmt in (jlp.NVFP4(), jlp.Float8Tensor(), jlp.Int4()))
+    assert all(fmt.scaled_by_blocks_alone for fmt in FORMATS.values())
 
 
 def test_random_bits_follow_the_key():

@@ -10,7 +10,7 @@ import jax
 from jaxlowprec.layers.operands import alike, role_of
 from jaxlowprec.layers.product import Input, KeptProduct, ProductSpec, Specs, States, roles_of_input
 from jaxlowprec.layers.residuals import in_profiles
-from jaxlowprec.ops.activations.quantized import can_quantize, quantized_activation, quantized_activation_gradients
+from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.recipes.roles import Role
 from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
@@ -65,7 +65,7 @@ def _in_one_pass(activation: Any, spec: ProductSpec, row: Role | None, column: R
     if callable(activation) or not roles or (len(roles) == 2 and not alike(row, column)) or spec.delayed is not None:
         return False
     rotated = column is not None and column.hadamard is not None
-    return can_quantize(roles[0].format) and roles[0].rounding == "nearest" and not rotated
+    return roles[0].format.scaled_by_blocks_alone and roles[0].rounding == "nearest" and not rotated
 
 
 def _format(row: Role | None, column: Role | None) -> Any:

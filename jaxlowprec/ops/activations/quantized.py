@@ -26,14 +26,6 @@ BothWays = tuple[QuantizedArray | None, QuantizedArray | None]
 """An array quantised rowwise and columnwise; None where it is not wanted."""
 
 
-def can_quantize(fmt: Any) -> bool:
-    """Whether activations and their gradients are quantised to the format without being stored.
-
-    Not where it has a tensor scale: the amax would take a pass of its own.
-    """
-    return fmt.scaling in ("e8m0", "float32")
-
-
 def quantized_activation(
     kind: str,
     fmt: Any,
@@ -52,7 +44,7 @@ def quantized_activation(
 
     Arguments:
         kind, operands: see `activated`; arrays are [..., S, R, C] with `rows_split`.
-        fmt: of which `can_quantize` is true.
+        fmt: with `scaled_by_blocks_alone`.
         rowwise, columnwise: the wanted directions, one at least.
         words: for stochastic rounding: of the key, uint32 [..., 2], with the operands' batch axes.
         rows_split: see `quantize`.

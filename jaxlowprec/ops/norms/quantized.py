@@ -36,15 +36,6 @@ class QuantizedNorm(NamedTuple):
     saved: tuple[jax.Array, ...]
 
 
-def can_quantize(fmt: Any) -> bool:
-    """Whether norms are quantised to the format without being stored.
-
-    Not where it has a tensor scale. The amax then takes a pass of its own over x, which finds what the second one finds
-    again, and on CPUs that takes as long as to store the norm and to read it (docs/benchmarks/speed.md).
-    """
-    return fmt.scaling in ("e8m0", "float32")
-
-
 def quantized_norm(
     spec: NormSpec,
     fmt: Any,
@@ -66,7 +57,7 @@ def quantized_norm(
 
     Arguments:
         spec: without amaxes.
-        fmt: of which `can_quantize` is true.
+        fmt: with `scaled_by_blocks_alone`.
         x, weight, residual, beta: see `normed`; x is [..., S, R, C] with `rows_split`.
         rowwise, columnwise: the wanted directions, one at least.
         words: for stochastic rounding: of the key, uint32 [..., 2], with x's batch axes.
