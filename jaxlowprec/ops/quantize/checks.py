@@ -111,7 +111,8 @@ def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str)
     if not (fmt.weight_only or fmt.row_scaled):
         return
     if rotation:
-        raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} arrays are not rotated; leave it out")
+        what = "weights" if fmt.weight_only else "arrays"
+        raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} {what} are not rotated; leave it out")
     if rounding == "stochastic":
         raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} only rounds to nearest; leave it out')
 
