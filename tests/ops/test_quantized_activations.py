@@ -51,7 +51,7 @@ class BytesCases:
     def run(self, *given, **options):
         return jax.jit(functools.partial(in_one_pass, *given, implementation=self.implementation, **options))
 
-    @pytest.mark.sampled(13)
+    @pytest.mark.sampled(37)
     @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
     @pytest.mark.parametrize("directions", [(True, True), (True, False)], ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)

@@ -52,6 +52,7 @@ def separately(spec, fmt, arrays, directions=(True, True), words=None, rows_spli
 
 
 class BytesCases:
+    @pytest.mark.sampled(37)
     @pytest.mark.parametrize("words", [None, WORDS], ids=["nearest", "stochastic"])
     @pytest.mark.parametrize("directions", DIRECTIONS, ids=str)
     @pytest.mark.parametrize("dtype", FLOATS)

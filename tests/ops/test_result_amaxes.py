@@ -16,7 +16,7 @@ from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.test_activations import HOSTILE, KINDS, operands
 from tests.sharding.meshes import by_axis_type, collectives, mesh_of, place
 
-pytestmark = pytest.mark.sampled(7)
+pytestmark = pytest.mark.sampled(23)
 
 ROTATION = jlp.Hadamard()
 WANTED = [Amaxes(), Amaxes(False, ROTATION), Amaxes(True, ROTATION), Amaxes(True, jlp.Hadamard(signs=None))]
