@@ -32,7 +32,16 @@ FEATURES = (96, 32, 48)
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 OFTEN = ("nvfp4", "fp8_delayed", "int4_qat", "high precision backward", "by layer")
 # Each layer is a call of its own, and JAX adds up their gradients of x.
-ALONE = ("bf16", "int4_qat", "int4_qat clipped", "nvfp4_qat", "nvfp4_qat 2d", "mxfp8_qat clipped", "by layer")
+ALONE = (
+    "bf16",
+    "int4_qat",
+    "int4_qat clipped",
+    "nvfp4_qat",
+    "nvfp4_qat 2d",
+    "nvfp4_qat search",
+    "mxfp8_qat clipped",
+    "by layer",
+)
 DECODED = ("decoded nvfp4", "dequantized backward")
 
 

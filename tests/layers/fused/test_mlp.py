@@ -33,6 +33,7 @@ COMPOSED = (
     "int4_qat clipped",
     "nvfp4_qat",
     "nvfp4_qat 2d",
+    "nvfp4_qat search",
     "mxfp8_qat clipped",
     "by layer",
     "down in high precision",
