@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../xla_ffi/numerics/activations.h"
+#include "check.h"
 #include "kernel_data.h"
 #include "reference.h"
 
@@ -165,6 +166,20 @@ struct Norms {
     }
   }
 };
+
+/// Sums over rows are those in double precision, within a rounding of the terms' magnitudes for each row.
+inline void check_sums(const Norms& n, const float* found, bool of_beta) {
+  const NormCase& c = n.c;
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t k = 0; k < c.columns; ++k) {
+      double exact = 0, magnitudes = 0;
+      for (int64_t r = 0; r < c.rows; ++r)
+        exact += n.term(of_beta, b, r, k), magnitudes += std::abs(n.term(of_beta, b, r, k));
+      const double difference = found[b * c.columns + k] - exact, rounding = std::ldexp(1.0, -24);
+      if (std::isnan(exact)) CHECK(std::isnan(difference));
+      if (magnitudes < 1e38) CHECK(std::abs(difference) <= c.rows * (rounding * magnitudes + std::ldexp(1.0, -126)));
+    }
+}
 
 }  // namespace reference
 }  // namespace jaxlowprec

@@ -119,20 +119,6 @@ TEST(every_bfloat16_follows_the_rule) {
   }
 }
 
-/// Sums over rows are those in double precision, within a rounding of the terms' magnitudes for each row.
-void check_sums(const Norms& n, const float* found, bool of_beta) {
-  const NormCase& c = n.c;
-  for (int64_t b = 0; b < c.batch; ++b)
-    for (int64_t k = 0; k < c.columns; ++k) {
-      double exact = 0, magnitudes = 0;
-      for (int64_t r = 0; r < c.rows; ++r)
-        exact += n.term(of_beta, b, r, k), magnitudes += std::abs(n.term(of_beta, b, r, k));
-      const double difference = found[b * c.columns + k] - exact, rounding = std::ldexp(1.0, -24);
-      if (std::isnan(exact)) CHECK(std::isnan(difference));
-      if (magnitudes < 1e38) CHECK(std::abs(difference) <= c.rows * (rounding * magnitudes + std::ldexp(1.0, -126)));
-    }
-}
-
 void check_norm(const Norms& n, bool has_amaxes = false) {
   const NormCase& c = n.c;
   for_all_runs([&](const Kernels& k, bool scrambled) {
@@ -165,7 +151,7 @@ void check_norm(const Norms& n, bool has_amaxes = false) {
       if (of_beta && !c.has_beta) continue;
       const float* found = g.sums + (of_beta ? c.columns : 0);
       run_chunks(k, AddPartsProblem{found, g.sums_each(), c.batch, g.parts(), c.columns, sums.as<float>()}, scrambled);
-      check_sums(n, sums.as<float>(), of_beta);
+      reference::check_sums(n, sums.as<float>(), of_beta);
     }
   });
 }

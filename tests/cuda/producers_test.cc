@@ -144,20 +144,6 @@ void check_norm(const Norms& n, int64_t misalignment, bool kept = true) {
   arrays.check(kept ? 0 : n.x.size() * (n.c.layer() ? 2 : 1));
 }
 
-/// The gradient of the weight, or of beta: against sums in float64.
-void check_sums(const Norms& n, const float* found, bool of_beta) {
-  const NormCase& c = n.c;
-  for (int64_t b = 0; b < c.batch; ++b)
-    for (int64_t k = 0; k < c.columns; ++k) {
-      double exact = 0, magnitudes = 0;
-      for (int64_t r = 0; r < c.rows; ++r)
-        exact += n.term(of_beta, b, r, k), magnitudes += std::abs(n.term(of_beta, b, r, k));
-      const double difference = found[b * c.columns + k] - exact, rounding = std::ldexp(1.0, -24);
-      if (std::isnan(exact)) CHECK(std::isnan(difference));
-      if (magnitudes < 1e38) CHECK(std::abs(difference) <= c.rows * (rounding * magnitudes + std::ldexp(1.0, -126)));
-    }
-}
-
 void check_gradient(const Norms& n, int64_t misalignment) {
   const NormCase& c = n.c;
   const check::Given given(c.text() + " gradient, misaligned by " + std::to_string(misalignment));
@@ -190,7 +176,7 @@ void check_gradient(const Norms& n, int64_t misalignment) {
     const AddPartsProblem add{found, p.sums_each(), c.batch, parts.count, c.columns, added.as<float>()};
     CHECK_EQ(cuda::launch(add, nullptr), cudaSuccess);
     CHECK_EQ(added.unwritten(), 0);
-    check_sums(n, added.as<float>(), of_beta);
+    reference::check_sums(n, added.as<float>(), of_beta);
   }
 }
 

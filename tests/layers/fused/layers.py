@@ -37,6 +37,9 @@ EVERY = RECIPES | {
     "down in high precision": jlp.PerLayer(((".*/down", None),), RECIPES["nvfp4"]),
 }
 
+# Nothing is quantised, or weights alone.
+NO_QUANTISED_INPUT = tuple(name for name, recipe in RECIPES.items() if recipe is None or recipe.roles().ste is not None)
+
 
 def operands(shape, features, dtype="bfloat16", seed=0):
     """x of that shape, a float32 kernel for each number of features, biases of which one is None, gradients."""

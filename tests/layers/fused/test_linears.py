@@ -16,6 +16,7 @@ from tests.layers.fused.layers import (
     KEY,
     MULTIPLY,
     NAMES,
+    NO_QUANTISED_INPUT,
     QUANTIZE,
     arguments,
     nbytes,
@@ -32,16 +33,7 @@ FEATURES = (96, 32, 48)
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 OFTEN = ("nvfp4", "fp8_delayed", "int4_qat", "high precision backward", "by layer")
 # Each layer is a call of its own, and JAX adds up their gradients of x.
-ALONE = (
-    "bf16",
-    "int4_qat",
-    "int4_qat clipped",
-    "nvfp4_qat",
-    "nvfp4_qat 2d",
-    "nvfp4_qat search",
-    "mxfp8_qat clipped",
-    "by layer",
-)
+ALONE = (*NO_QUANTISED_INPUT, "by layer")
 DECODED = ("decoded nvfp4", "dequantized backward")
 
 

@@ -16,6 +16,7 @@ from tests.layers.fused.layers import (
     EXACT,
     KEY,
     MLP,
+    NO_QUANTISED_INPUT,
     SAVED,
     composed_mlp,
     mlp_operands,
@@ -27,17 +28,7 @@ from tests.layers.fused.layers import (
 NVFP4, MXFP8 = jlp.NVFP4BlockScaling(), jlp.MXFP8BlockScaling()
 OFTEN = ("nvfp4", "fp8_delayed", "int4_qat", "decoded nvfp4", "down by itself", "bf16")
 # Something is not quantised: the MLP is made of separate layers, and its last one keeps what it has read.
-COMPOSED = (
-    "bf16",
-    "int4_qat",
-    "int4_qat clipped",
-    "nvfp4_qat",
-    "nvfp4_qat 2d",
-    "nvfp4_qat search",
-    "mxfp8_qat clipped",
-    "by layer",
-    "down in high precision",
-)
+COMPOSED = (*NO_QUANTISED_INPUT, "by layer", "down in high precision")
 LAYERED = ("by layer", "down by itself", "down in high precision", "no wgrad", "high precision forward")
 EXACTLY = ("quantized", "recompute")  # with the bits of separate layers
 each_exact = pytest.mark.parametrize("saved", EXACTLY)
