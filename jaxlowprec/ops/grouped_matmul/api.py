@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxlowprec.arrays.formats import BLOCK, Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.arrays.row_scaled import by_tensor
 from jaxlowprec.ops.grouped_matmul.op import GroupedMatmulSpec, bias_of_rows, grouped_matmul_op, grouped_wgrad_op
 from jaxlowprec.ops.grouped_matmul.quantize_op import GroupedQuantizeSpec, grouped_amax_op, grouped_quantize_op
 from jaxlowprec.ops.implementation import Implementation
@@ -175,9 +176,7 @@ def _multiply_rows(
     """`multiply_groups` of rows with amaxes of their own, which multiply the sums before the bias is added."""
     of_rows, of_groups = a.amax, b.amax
     assert of_rows is not None and of_groups is not None
-    plain = dataclasses.replace(
-        a, format=dataclasses.replace(a.format, row_scaled=False), amax=jnp.ones_like(of_groups)
-    )
+    plain = dataclasses.replace(a, format=by_tensor(a.format), amax=jnp.ones_like(of_groups))
     b = dataclasses.replace(b, amax=jnp.ones_like(of_groups))
     sums = multiply_groups(plain, b, None, jnp.float32, implementation, precision)
     factor = flush(of_rows[..., None] * bias_of_rows(of_groups[..., None], a.sizes, a.rows))

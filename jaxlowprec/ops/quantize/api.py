@@ -15,7 +15,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.arrays.row_scaled import from_matrices, lines_of
+from jaxlowprec.arrays.row_scaled import by_tensor, from_matrices, lines_of
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import last_axis, mesh_axes
@@ -273,8 +273,7 @@ def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArr
 @functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
 def _quantize_lines(x, fmt: Any, axis: int, implementation: Implementation) -> QuantizedArray:
     """x with an amax for each line: its lines as matrices of one."""
-    plain = dataclasses.replace(fmt, row_scaled=False)
-    lines = quantize(lines_of(x, axis), plain, implementation=implementation)
+    lines = quantize(lines_of(x, axis), by_tensor(fmt), implementation=implementation)
     return from_matrices(lines, fmt, x.shape[-2:], axis)
 
 

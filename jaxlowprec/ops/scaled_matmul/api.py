@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.arrays.row_scaled import by_tensor
 from jaxlowprec.ops.epilogue import Activation, Epilogue, checked_epilogue
 from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
@@ -115,7 +116,7 @@ def scaled_matmul(
     check_quantized(who, "a", a)
     _check_operands(who, a, b)
     epilogue, extras = checked_epilogue(who, (*a.shape[:-1], b.matrix_shape[0]), **options)
-    out = _run(a, b, epilogue, extras, None, precision, implementation)
+    out = _run(a, b, epilogue, extras, _Way(None, precision, implementation))
     return _results(out, out_sharding)
 
 
@@ -150,7 +151,7 @@ def scaled_matmul_of_split_rows(
     options = {"accumulate": accumulate, "out_dtype": out_dtype, "out_sharding": out_sharding}
     epilogue, extras = checked_epilogue(who, shape, bias=bias, **options)
     a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
-    out = _run(a, b, epilogue, extras, "both" if both else "a", checked_precision(who, precision), None)
+    out = _run(a, b, epilogue, extras, _Way("both" if both else "a", checked_precision(who, precision), None))
     return resharded(out[0], out_sharding)
 
 
@@ -162,17 +163,24 @@ def _of_one_tensor(q: QuantizedArray) -> QuantizedArray:
     return dataclasses.replace(q, scale=scale, amax=None if q.amax is None else q.amax[..., 0])
 
 
+class _Way(NamedTuple):
+    """How operands are multiplied.
+
+    Attributes:
+        rows_split: see `MatmulSpec`.
+        precision, implementation: see `scaled_matmul`.
+    """
+
+    rows_split: Any
+    precision: Any
+    implementation: Any
+
+
 def _run(
-    a: QuantizedArray,
-    b: QuantizedArray,
-    epilogue: Epilogue,
-    extras: list[jax.Array],
-    rows_split: Any,
-    precision: Any,
-    implementation: Any,
+    a: QuantizedArray, b: QuantizedArray, epilogue: Epilogue, extras: list[jax.Array], way: _Way
 ) -> list[jax.Array]:
     if a.format.row_scaled or b.format.row_scaled:
-        return _run_lines(a, b, epilogue, extras, rows_split, precision, implementation)
+        return _run_lines(a, b, epilogue, extras, way)
     unpacked = next((q for q in (a, b) if not q.format.packed), None)
     spec = MatmulSpec(
         a.format,
@@ -181,39 +189,33 @@ def _run(
         b.format.tiles and b.matrix_shape[0] % b.format.length != 0,
         unpacked is not None and unpacked.data.shape[-1] % unpacked.format.length != 0,
         epilogue,
-        rows_split,
-        wants_float32_sums(precision),
+        way.rows_split,
+        wants_float32_sums(way.precision),
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
-    return _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, implementation)
+    return _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, way.implementation)
 
 
 def _run_lines(
-    a: QuantizedArray,
-    b: QuantizedArray,
-    epilogue: Epilogue,
-    extras: list[jax.Array],
-    rows_split: Any,
-    precision: Any,
-    implementation: Any,
+    a: QuantizedArray, b: QuantizedArray, epilogue: Epilogue, extras: list[jax.Array], way: _Way
 ) -> list[jax.Array]:
     """`_run` where lines of an operand have amaxes of their own, which multiply the sums before the epilogue."""
-    if rows_split == "both":
+    if way.rows_split == "both":
         raise NotImplementedError(
             "scaled_matmul: the contracted rows are split, and each part of a row-scaled operand has amaxes of its "
             "own; multiply the parts and add the products up, or quantise the whole array"
         )
-    plain = _without_amax(a, rows_split == "a"), _without_amax(b)
-    (sums,) = _run(*plain, epilogue.sums_only, [], rows_split, precision, implementation)
+    split = way.rows_split == "a"
+    (sums,) = _run(_without_amax(a, split), _without_amax(b), epilogue.sums_only, [], way)
     amaxes = tuple(_amax_of_lines(q) for q in (a, b))
     both = a.format.row_scaled and b.format.row_scaled
-    return _finished(sums, amaxes, extras, epilogue, both, rows_split == "a")
+    return _finished(sums, amaxes, extras, epilogue, both, split)
 
 
 def _without_amax(q: QuantizedArray, split: bool = False) -> QuantizedArray:
     """The array with an amax of 1 for each tensor. `split`: its rows are split."""
-    fmt, batch = dataclasses.replace(q.format, row_scaled=False), q.shape[: -3 if split else -2]
-    return dataclasses.replace(q, format=fmt, amax=jnp.ones(batch, jnp.float32))
+    amax = jnp.ones(q.shape[: -3 if split else -2], jnp.float32)
+    return dataclasses.replace(q, format=by_tensor(q.format), amax=amax)
 
 
 def _amax_of_lines(q: QuantizedArray) -> jax.Array:
