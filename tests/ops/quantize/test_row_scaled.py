@@ -145,6 +145,7 @@ class TestGemm:
         ({"rounding": "stochastic", "key": jax.random.key(0)}, "only rounds to nearest"),
         ({"hadamard": True}, "are not rotated"),
         ({"amax": jnp.float32(1)}, "by its own amax"),
+        ({"axis_name": "data"}, "axis_name='data' was given, but NVFP4 1x16 row-scaled"),
     ],
 )
 def test_what_it_does_not_have_is_refused(options, message):
