@@ -138,7 +138,8 @@ def quantize(
         if axis_name is not None:
             raise ValueError(
                 f"{who}: axis_name={shown(axis_name)} was given, but {fmt} scales each line by its own amax, and a "
-                "shard along the lines does not know the others'; gather x, or leave it out where each device has whole lines"
+                "shard along the lines does not know the others'; gather x, or leave it out where each device has "
+                "whole lines"
             )
         return _quantize_lines(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
