@@ -238,11 +238,17 @@ def _composed(who: str, x: jax.Array, arguments: _Arguments, out_sharding: Any) 
     def finish(a: jax.Array) -> tuple[jax.Array, Any]:
         return down.alone(a, out_sharding)
 
-    return composed(x, multiply, finish, activation, saved)
+    return composed(x, multiply, finish, activation, saved, who=who)
 
 
 def composed(
-    x: jax.Array, multiply: Callable[..., Any], finish: Callable[..., Any], activation: Activation, saved: Saved
+    x: jax.Array,
+    multiply: Callable[..., Any],
+    finish: Callable[..., Any],
+    activation: Activation,
+    saved: Saved,
+    *,
+    who: str,
 ) -> tuple[Any, Any]:
     """An MLP from separate products; what JAX's checkpointing does not keep is computed again.
 
@@ -250,7 +256,7 @@ def composed(
         multiply: of x, gives the operands of the activation, and the states of their layers.
         finish: of the activation, gives the result, and the state of its layer.
     """
-    function: Any = functools.partial(called, activation) if callable(activation) else ACTIVATIONS[activation]
+    function: Any = functools.partial(called, activation, who=who) if callable(activation) else ACTIVATIONS[activation]
     if saved == "8bit":
         function = functools.partial(_activated_from_8bit, activation)
 

@@ -98,7 +98,7 @@ def grouped_mlp_of(
     sizes = checked_sizes(who, group_sizes, x)
     checked = _checked(who, x, sizes, layers)
     if is_watched() or not _is_quantized(checked):
-        return _composed(x, checked, sizes, activation, saved, out_dtype)
+        return _composed(who, x, checked, sizes, activation, saved, out_dtype)
     tokens, spec, products, states = _prepared(x, checked, sizes, activation, saved, out_dtype)
     with in_profiles(joined([layer.name for layer in layers])):
         return quantized_mlp(spec, tokens, products, states)[0]
@@ -139,7 +139,9 @@ def _sharding_of_hidden(x: jax.Array, kernel: jax.Array) -> NamedSharding | None
     return None if sharding is None else sharding.update(spec=PartitionSpec(None, dimensions_of(kernel)[-1]))
 
 
-def _composed(x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, dtype: Any):
+def _composed(
+    who: str, x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, dtype: Any
+) -> jax.Array:
     """The MLP from separate products."""
     *hidden, (down, down_bias, down_call) = checked
 
@@ -149,4 +151,4 @@ def _composed(x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activ
     def finish(a: jax.Array) -> tuple[jax.Array, None]:
         return groups_product(down_call, a, down, down_bias, sizes, dtype), None
 
-    return composed(x, multiply, finish, activation, saved)[0]
+    return composed(x, multiply, finish, activation, saved, who=who)[0]

@@ -173,6 +173,11 @@ X, KERNELS, BIASES, _ = mlp_operands()
             ValueError,
             r"gives bfloat16 \(150, 48\); needs bfloat16 \(150, 96\)",
         ),
+        (
+            {"activation": lambda gate, up: gate.astype(jnp.float32), "recipe": None},
+            ValueError,
+            r"gives float32 \(150, 96\); needs bfloat16 \(150, 96\)",
+        ),
         ({"saved": "all"}, ValueError, "saved='all'; needs"),
         ({"kernels": KERNELS[0]}, TypeError, "kernels=.*; needs a list or tuple"),
         ({"biases": BIASES[:2]}, ValueError, "biases has 2 elements for 3 kernels"),
