@@ -242,6 +242,31 @@ struct ResultAmaxes {
   bool wanted() const { return plain || rotated; }
 };
 
+/// Sums over rows (numerics.md 12.3): of parts of kSummedRows rows, which AddPartsProblem adds up.
+constexpr int64_t kSummedRows = 64;
+
+inline int64_t summed_parts(int64_t rows) { return (rows + kSummedRows - 1) / kSummedRows; }
+
+struct SumOverRowsProblem {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  int64_t batch, rows, columns;
+  float* sums = nullptr;  // [batch, parts(), columns]
+
+  int64_t sums_each() const { return columns; }
+  int64_t parts() const { return summed_parts(rows); }
+};
+
+/// Parts' sums, added up: of every kAddedApart-th part from each of the first ones, in ascending order; then these sums, in
+/// order.
+constexpr int kAddedApart = 8;
+
+struct AddPartsProblem {
+  const float* found;  // [batch, parts, step], of which the first `columns`
+  int64_t step, batch, parts, columns;
+  float* result;  // [batch, columns]
+};
+
 struct ActivationProblem {
   const void* x;   // [batch, size]
   const void* up;  // [batch, size], that the activation is multiplied by; null: none
@@ -259,8 +284,13 @@ struct ActivationGradientProblem {
   int64_t batch, size;  // as in ActivationProblem
   ActivationKind kind;
   void *dx, *dup;       // [batch, size]; dup null without up
-  int64_t columns = 0;  // as in ActivationProblem
+  int64_t columns = 0;  // as in ActivationProblem, and for sums
   ResultAmaxes of_dx = {}, of_dup = {};
+  float* sums = nullptr;  // [batch, parts(), sums_each()]: of dx, then of dup, over a part's rows; null: none
+
+  int64_t rows() const { return size / columns; }
+  int64_t sums_each() const { return (up ? 2 : 1) * columns; }
+  int64_t parts() const { return summed_parts(rows()); }
 };
 
 /// An activation that is quantised and not stored; on the CPU.
@@ -315,13 +345,6 @@ struct NormGradientProblem {
     return most > kRows ? most : kRows;
   }
   int64_t parts() const { return (rows + rows_each() - 1) / rows_each(); }
-};
-
-/// Parts' sums, added up in the parts' order.
-struct AddPartsProblem {
-  const float* found;  // [batch, parts, step], of which the first `columns`
-  int64_t step, batch, parts, columns;
-  float* result;  // [batch, columns]
 };
 
 // --- what quantisation did to an array (jaxlowprec/ops/statistics); parts are counted one by one, in any order, then added

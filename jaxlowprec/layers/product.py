@@ -266,7 +266,7 @@ def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, dy, amaxes):
     return rows.both_ways(dy, row, column if weight_learns else None, words=words, amax=amaxes, encode=encode)
 
 
-def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None, quantized=None):
+def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None, quantized=None, sums=None):
     """The gradients of the input and of the product's arguments, and what goes to its states.
 
     Arguments:
@@ -274,6 +274,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         dx_dtype: the dtype of the input's gradient.
         amaxes: those of `amaxes_of_gradient`, if they are known.
         quantized: dy row- and columnwise, if nothing else is read of it; dy then is None.
+        sums: of dy over rows, float32, if they are known.
     """
     w, (like_w, like_bias), _, total, sizes, state, found = kept
     x, w = read((x, w))
@@ -302,7 +303,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         state = recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
     if found is not None:
         found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split, sizes)
-    dbias = rows.bias_gradient(dy, like_bias, bias_sharding)
+    dbias = rows.bias_gradient(dy, like_bias, bias_sharding, sums)
     gradients = Product(dw, dbias, None, None) if total is None else Product(None, dbias, None, None, dw)
     return dx, gradients, (state, found)
 
@@ -333,18 +334,19 @@ def backward_of_all(
     kept: Sequence[KeptProduct],
     dys: Sequence[jax.Array | None],
     like_x: Any,
-    *,
-    amaxes=None,
-    quantized=None,
+    **known: Any,
 ):
     """`backward` of products that share their input, of which `xs` was kept.
 
-    The gradient of the input is summed in float32 and rounded once. `amaxes`, `quantized`: see `backward`, for each.
+    The gradient of the input is summed in float32 and rounded once.
+
+    Arguments:
+        known: what is known of the gradients: `amaxes`, `quantized`, `sums`, see `backward`; for each, or None.
     """
     dtype = like_x.dtype if len(specs) == 1 else jnp.float32
-    nothing = [None] * len(specs)
-    each = zip(specs, for_each(specs, xs), kept, dys, amaxes or nothing, quantized or nothing, strict=True)
-    found = [backward(spec, x, k, dy, dtype, amaxes=own, quantized=codes) for spec, x, k, dy, own, codes in each]
+    own = [{name: values[i] for name, values in known.items() if values is not None} for i in range(len(specs))]
+    each = zip(specs, for_each(specs, xs), kept, dys, own, strict=True)
+    found = [backward(spec, x, k, dy, dtype, **options) for spec, x, k, dy, options in each]
     dx, *further = (dx for dx, _, _ in found)
     for other in further:
         dx = dx + other

@@ -15,6 +15,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.checks import wider_dtype
 from jaxlowprec.ops.no_derivative import no_derivative
+from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
 from jaxlowprec.wiring.out_sharding import resharded
 
 QUANTIZED_INPUT = "jaxlowprec_quantized_input"
@@ -115,11 +116,23 @@ def plain_wgrad(
     return jnp.einsum(terms, x.astype(dtype), dy.astype(dtype), **options).astype(out_dtype)
 
 
-def bias_gradient(dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
-    """The gradient of a bias that is added to every row, in float32; `sharding`: see `out_sharding.sharding_of`."""
+def bias_gradient(
+    dy: jax.Array | None, like: jax.Array | None, sharding: Any, sums: jax.Array | None = None
+) -> jax.Array | None:
+    """The gradient of a bias that is added to every row, in float32.
+
+    Arguments:
+        like: a marker of the bias's dtype; None: it gets none.
+        sharding: see `out_sharding.sharding_of`.
+        sums: those of dy over rows, float32, if they are known; dy is not read then.
+    """
     if like is None:
         return None
-    return resharded(dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(like.dtype), sharding)
+    if sums is None:
+        assert dy is not None
+        parts = dy.reshape(-1, *dy.shape[-2:]) if dy.ndim > 3 else dy
+        (sums,) = sum_over_rows_op(rows_split=dy.ndim > 2)(parts)
+    return resharded(sums.astype(like.dtype), sharding)
 
 
 differentiated_once = no_derivative(

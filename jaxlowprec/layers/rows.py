@@ -82,9 +82,11 @@ class AllRows:
             return y
         return y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - 1)))
 
-    def bias_gradient(self, dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
-        """See `residuals.bias_gradient`."""
-        return residuals.bias_gradient(dy, like, sharding)
+    def bias_gradient(
+        self, dy: jax.Array | None, like: jax.Array | None, sharding: Any, sums: jax.Array | None = None
+    ) -> jax.Array | None:
+        """See `residuals.bias_gradient`; `sums`: those of dy over rows, if they are known."""
+        return residuals.bias_gradient(dy, like, sharding, sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +135,10 @@ class RowsInGroups:
         """y [..., T, N] in float32 plus, for each row, the bias [..., E, N] of its group."""
         return y if bias is None else y + bias_of_rows(bias.astype(jnp.float32), self.sizes, y.shape[-2])
 
-    def bias_gradient(self, dy: jax.Array, like: jax.Array | None, sharding: Any) -> jax.Array | None:
-        """The sum over each group's rows in float32, [..., E, N]."""
+    def bias_gradient(
+        self, dy: jax.Array, like: jax.Array | None, sharding: Any, sums: None = None
+    ) -> jax.Array | None:
+        """The sum over each group's rows in float32, [..., E, N]. It is never known before."""
         if like is None:
             return None
 

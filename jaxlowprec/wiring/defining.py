@@ -116,7 +116,7 @@ def define(
     reference: Callable,
     native: Callable | Mapping[str, Callable] | None = None,
     platforms: Sequence[str] = (),
-    collective: Callable = jax.lax.psum,
+    collective: Callable | Sequence[Callable] = jax.lax.psum,
     when_reduced: Callable | None = None,
     out_spec: PartitionSpec | None = None,
     only_native: bool = False,
@@ -131,7 +131,8 @@ def define(
         reference: arrays -> arrays in pure JAX, for platforms without a native implementation.
         native: as `reference`, by an FFI call; a mapping where platforms have different calls.
         platforms: the platforms that `native` serves.
-        collective: combines results over mesh axes that split a reduction factor that they do not have.
+        collective: combines results over mesh axes that split a reduction factor that they do not have; a sequence has
+            one for each result.
         when_reduced: (add_up, *arrays) -> arrays, used instead of `reference` and `collective` when a reduction factor
             is split and combining the results is not enough; no result has that factor. `add_up` adds up an array laid
             out as the first result. The sum may stay scattered; operands without a reduction factor are then split as
@@ -142,6 +143,7 @@ def define(
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
+    collectives = [collective] * len(rule.results) if callable(collective) else collective
 
     @primitive.def_abstract_eval
     def _(*avals):
@@ -218,7 +220,8 @@ def define(
                 if reduced and when_reduced:
                     return tuple(when_reduced(add_up, *local_args))
                 axes = [rule.combined(tokens, split) for tokens in rule.results]
-                return tuple(collective(out, a) if a else out for out, a in zip(bind(*local_args), axes, strict=True))
+                found = zip(bind(*local_args), axes, collectives, strict=True)
+                return tuple(combine(out, a) if a else out for out, a, combine in found)
 
         def shardings(tokens, values, splits):
             specs = [rule.spec(t, len(v.shape), s) for t, v, s in zip(tokens, values, splits, strict=True)]

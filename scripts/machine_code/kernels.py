@@ -64,19 +64,20 @@ NEEDS = (
     Need(r"activation_kernel<\d, Activate<\w+, false> ?>", in_loop=True, read_share=1 / 2, dynamic_shared=1),
     Need(r"activation_kernel<\d, ActivateBackward<\w+, true> ?>", in_loop=True, read_share=3 / 5, dynamic_shared=1),
     Need(r"activation_kernel<.*>", in_loop=True, read_share=2 / 3, dynamic_shared=1),
-    # The same with amaxes: pairs of columns kept in 16 or 32 KiB a result.
-    Need(r"amaxed_activation_kernel<[01], Activate<\w+, false> ?>", 1 / 2, in_loop=True, dynamic_shared=17 * 1024),
-    Need(r"amaxed_activation_kernel<2, Activate<\w+, false> ?>", 1 / 2, in_loop=True, dynamic_shared=33 * 1024),
-    Need(r"amaxed_activation_kernel<[01], Activate<\w+, true> ?>", 2 / 3, in_loop=True, dynamic_shared=17 * 1024),
-    Need(r"amaxed_activation_kernel<2, Activate<\w+, true> ?>", 2 / 3, in_loop=True, dynamic_shared=33 * 1024),
+    # The same with amaxes and sums: pairs of columns kept in 16 or 32 KiB a result, sums in 2.
+    Need(r"amaxed_activation_kernel<[01], Activate<\w+, false> ?>", 1 / 2, in_loop=True, dynamic_shared=19 * 1024),
+    Need(r"amaxed_activation_kernel<2, Activate<\w+, false> ?>", 1 / 2, in_loop=True, dynamic_shared=35 * 1024),
+    Need(r"amaxed_activation_kernel<[01], Activate<\w+, true> ?>", 2 / 3, in_loop=True, dynamic_shared=19 * 1024),
+    Need(r"amaxed_activation_kernel<2, Activate<\w+, true> ?>", 2 / 3, in_loop=True, dynamic_shared=35 * 1024),
     Need(
-        r"amaxed_activation_kernel<[01], ActivateBackward<\w+, false> ?>", 2 / 3, in_loop=True, dynamic_shared=17 * 1024
+        r"amaxed_activation_kernel<[01], ActivateBackward<\w+, false> ?>", 2 / 3, in_loop=True, dynamic_shared=19 * 1024
     ),
-    Need(r"amaxed_activation_kernel<2, ActivateBackward<\w+, false> ?>", 2 / 3, in_loop=True, dynamic_shared=33 * 1024),
+    Need(r"amaxed_activation_kernel<2, ActivateBackward<\w+, false> ?>", 2 / 3, in_loop=True, dynamic_shared=35 * 1024),
     Need(
-        r"amaxed_activation_kernel<[01], ActivateBackward<\w+, true> ?>", 3 / 5, in_loop=True, dynamic_shared=33 * 1024
+        r"amaxed_activation_kernel<[01], ActivateBackward<\w+, true> ?>", 3 / 5, in_loop=True, dynamic_shared=35 * 1024
     ),
-    Need(r"amaxed_activation_kernel<2, ActivateBackward<\w+, true> ?>", 3 / 5, in_loop=True, dynamic_shared=65 * 1024),
+    Need(r"amaxed_activation_kernel<2, ActivateBackward<\w+, true> ?>", 3 / 5, in_loop=True, dynamic_shared=67 * 1024),
+    Need("sum_over_rows_kernel<.*>", in_loop=True, dynamic_shared=3 * 1024),
     Need(r"(amaxed_)?norm_(gradient_)?kernel<\d, false, \d>", exempt="for rows of odd sizes: an element at a time"),
     Need(r"norm_kernel<.*>", in_loop=True, read_share=1 / 2, dynamic_shared=48 * 1024),
     # Of long rows a block keeps all that fits into a multiprocessor.

@@ -29,6 +29,28 @@ inline uint32_t amax_of_result(const void* y, ElementType type, int64_t rows, in
   return amax_bits(lines_of(p, batch, rotated, rotated));
 }
 
+/// The sums of matrices' columns, float32 [batch, columns], in the order of numerics.md 12.3.
+inline Buffer sums_over_rows(const Buffer& x, ElementType type, int64_t batch, int64_t rows, int64_t columns) {
+  Buffer sums(batch * columns * 4);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t k = 0; k < columns; ++k) {
+      float apart[8] = {};
+      for (int64_t part = 0; 64 * part < rows; ++part) {
+        float of_part = 0;
+        for (int64_t first = 64 * part; first < std::min(rows, 64 * part + 64); first += 16) {
+          float sixteen = 0;
+          for (int64_t r = first; r < std::min(rows, first + 16); ++r)
+            sixteen = add(sixteen, get(x.as(), type, (b * rows + r) * columns + k));
+          of_part = add(of_part, sixteen);
+        }
+        apart[part % 8] = add(apart[part % 8], of_part);
+      }
+      for (int i = 1; i < 8; ++i) apart[0] = add(apart[0], apart[i]);
+      put(sums.as(), ElementType::kF32, b * columns + k, apart[0]);
+    }
+  return sums;
+}
+
 struct ActivationCase {
   ActivationKind kind;
   ElementType type;

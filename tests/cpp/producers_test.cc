@@ -1,4 +1,6 @@
 // Activations and norms: the kernels of every instruction set have the bits of scalar code that follows numerics.md 12.
+#include <array>
+
 #include "kernel_runs.h"
 #include "producers_reference.h"
 #include "quantize_cases.h"
@@ -38,6 +40,41 @@ struct Amaxes {
   }
 };
 
+/// Adds up the sums of parts of gradients, which a problem has left.
+void check_sums(const Kernels& k, const ActivationGradientProblem& g, std::array<const Buffer*, 2> gradients,
+                bool scrambled) {
+  for (int i = 0; i < 2 && gradients[i]; ++i) {
+    const Buffer sums(4 * g.batch * g.columns);
+    const AddPartsProblem add{g.sums + i * g.columns, g.sums_each(), g.batch, g.parts(), g.columns, sums.as<float>()};
+    run_chunks(k, add, scrambled);
+    const Buffer expected = reference::sums_over_rows(*gradients[i], g.type, g.batch, g.rows(), g.columns);
+    CHECK_EQ(first_difference(sums, expected, ElementType::kF32), -1);
+  }
+}
+
+TEST(rows_are_summed_in_order) {
+  std::mt19937 random(14);
+  struct Shape {
+    int64_t batch, rows, columns;
+  };
+  for (const Shape s : {Shape{1, 1, 1}, {2, 16, 128}, {3, 19, 33}, {2, 64, 40}, {1, 65, 4200}, {2, 130, 7}, {1, 1100, 9}})
+    for (const ElementType type : kTypes)
+      for (const Data data : kAnyData) {
+        const check::Given given(std::to_string(s.rows) + "x" + std::to_string(s.columns) + " " + name(type));
+        const Buffer x = reference::filled(type, s.batch * s.rows * s.columns, data, random);
+        const Buffer expected = reference::sums_over_rows(x, type, s.batch, s.rows, s.columns);
+        for_all_runs([&](const Kernels& k, bool scrambled) {
+          SumOverRowsProblem p{x.as(), type, s.batch, s.rows, s.columns};
+          const Buffer parts(4 * s.batch * p.parts() * s.columns), sums(4 * s.batch * s.columns);
+          p.sums = parts.as<float>();
+          run_chunks(k, p, scrambled);
+          const AddPartsProblem add{p.sums, s.columns, s.batch, p.parts(), s.columns, sums.as<float>()};
+          run_chunks(k, add, scrambled);
+          CHECK_EQ(first_difference(sums, expected, ElementType::kF32), -1);
+        });
+      }
+}
+
 TEST(activations_give_the_amaxes_of_their_results) {
   std::mt19937 random(4);
   struct Shape {
@@ -53,6 +90,7 @@ TEST(activations_give_the_amaxes_of_their_results) {
           const check::Given given(std::to_string(s.rows) + "x" + std::to_string(s.columns) + " " + c.text());
           const Activations a(c, random);
           const int which = 1 + static_cast<int>(random() % 3);
+          const bool has_sums = random() % 2;
           for_all_runs([&](const Kernels& k, bool scrambled) {
             const Buffer y(a.y.size()), dx(a.y.size()), dup(a.y.size());
             const Amaxes of_y(s.batch, which & 1, which & 2), of_dx(s.batch, which & 1, which & 2);
@@ -65,7 +103,10 @@ TEST(activations_give_the_amaxes_of_their_results) {
             ActivationGradientProblem g{a.dy.as(), a.x.as(), up,      type,      s.batch,        size,
                                         kind,      dx.as(),  nullptr, s.columns, of_dx.wanted(), {}};
             if (gated) g.dup = dup.as(), g.of_dup = of_dup.wanted();
+            const Buffer parts(4 * s.batch * g.parts() * g.sums_each());
+            if (has_sums) g.sums = parts.as<float>();
             run_chunks(k, g, scrambled);
+            if (has_sums) check_sums(k, g, {&a.dx, gated ? &a.dup : nullptr}, scrambled);
             CHECK_EQ(first_difference(dx, a.dx, type), -1);
             of_dx.check(dx, type, s.batch, s.rows, s.columns);
             if (!gated) return;

@@ -1,5 +1,5 @@
 // The kernels of activations and norms, executed on a CPU: byte for byte the scalar rule, and each byte moved once.
-// Kernels: activations.cu norms.cu norm_gradient.cu
+// Kernels: activations.cu norms.cu norm_gradient.cu sum_over_rows.cu
 #include "../../xla_ffi/cuda/launch.h"
 #include "../../xla_ffi/cuda/producers/norm_parts.h"
 #include "device_norm.h"
@@ -63,6 +63,14 @@ TEST(activations_follow_the_rule) {
         }
 }
 
+/// Adds up the sums of parts of a gradient, the `which`-th, which a problem has left.
+void check_sums(const ActivationGradientProblem& g, const Buffer& gradient, int which) {
+  const DeviceBytes sums(4 * g.batch * g.columns, 0, "sums");
+  const AddPartsProblem add{g.sums + which * g.columns, g.sums_each(), g.batch, g.parts(), g.columns, sums.as<float>()};
+  CHECK_EQ(cuda::launch(add, nullptr), cudaSuccess);
+  check_result(sums, reference::sums_over_rows(gradient, g.type, g.batch, g.rows(), g.columns), ElementType::kF32);
+}
+
 TEST(activations_give_the_amaxes_of_their_results) {
   std::mt19937 random(8);
   struct Shape {
@@ -93,7 +101,15 @@ TEST(activations_give_the_amaxes_of_their_results) {
         ActivationGradientProblem g{dy.as(), x.as(),  gate,    type,      s.batch,        size,
                                     kind,    dx.as(), nullptr, s.columns, of_dx.wanted(), {}};
         if (gated) g.dup = dup.as(), g.of_dup = of_dup.wanted();
+        const DeviceBytes parts(4 * s.batch * g.parts() * g.sums_each(), 0, "sums of parts");
+        const bool has_sums = random() % 2;
+        if (has_sums) g.sums = parts.as<float>();
         CHECK_EQ(cuda::launch(g, nullptr), cudaSuccess);
+        if (has_sums) {
+          CHECK_EQ(parts.unwritten(), 0);
+          check_sums(g, a.dx, 0);
+          if (gated) check_sums(g, a.dup, 1);
+        }
         check_result(dx, a.dx, type);
         of_dx.check(a.dx, type);
         CHECK_EQ(x.traffic().read, static_cast<uint64_t>(2 * bytes));  // and no result is read again
@@ -276,12 +292,6 @@ TEST(parts_depend_on_the_shape_alone) {
   CHECK(parts(1, 0).second == 0);
   CHECK(parts(1, 4097) == std::make_pair(int64_t{16}, int64_t{257}));
   CHECK(parts(1024, 100) == std::make_pair(int64_t{104}, int64_t{1}));
-}
-
-TEST(no_rows_have_gradients_of_zero) {
-  const DeviceBytes result(4 * 40, 0, "sums");
-  CHECK_EQ(cuda::launch(AddPartsProblem{nullptr, 40, 1, 0, 40, result.as<float>()}, nullptr), cudaSuccess);
-  for (int i = 0; i < 40; ++i) CHECK_EQ(result.as<float>()[i], 0.0f);
 }
 
 TEST(rows_that_do_not_fit_are_read_again) {

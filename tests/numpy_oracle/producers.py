@@ -115,3 +115,21 @@ def layer_norm_gradient(dy, x, gamma, mean, inverse, zero_centered=False):
         scaled = flush(flush(dy.astype(F)) * _weights(gamma, zero_centered))
         slope = flush(normed * _row_means(flush(scaled * normed)))
         return flush(flush(flush(scaled - _row_means(scaled)) - slope) * inverse)
+
+
+def sum_over_rows(x):
+    """[..., R, C] of any float type -> float32 [..., C], in the order of numerics.md 12.3."""
+    rows = flush(x.astype(F))
+    apart = [np.zeros(rows[..., 0, :].shape, F) for _ in range(8)]
+    with np.errstate(all="ignore"):
+        for part in range(-(-rows.shape[-2] // 64)):
+            of_part = F(0)
+            for first in range(64 * part, min(64 * part + 64, rows.shape[-2]), 16):
+                sixteen = F(0)
+                for r in range(first, min(first + 16, rows.shape[-2])):
+                    sixteen = flush(sixteen + rows[..., r, :])
+                of_part = flush(of_part + sixteen)
+            apart[part % 8] = flush(apart[part % 8] + of_part)
+        for other in apart[1:]:
+            apart[0] = flush(apart[0] + other)
+    return apart[0]

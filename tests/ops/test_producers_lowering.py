@@ -10,6 +10,7 @@ from jaxlowprec.ops.activations.quantized import quantized_activation, quantized
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op
 from jaxlowprec.ops.norms.quantized import quantized_norm
+from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 
 ROWS, ROW, NUMBERS = "2x40x96xbf16", "2x96xf32", "2x40xf32"
@@ -128,6 +129,26 @@ def test_amaxes_are_results_of_the_same_call(wanted):
     for call in (forward, backward):
         assert f"plain = {str(wanted.plain).lower()}" in call.attributes
         assert f"rotated = {str(wanted.hadamard is not None).lower()}" in call.attributes
+
+
+@pytest.mark.parametrize("wanted", [None, Amaxes()], ids=str)
+def test_sums_over_rows_are_results_of_the_same_call(wanted):
+    """The last result is memory for the sums of 64 rows each."""
+
+    def run(x):
+        return activation_gradients("swiglu", x, [x, x], wanted, sums=True)
+
+    with claiming_cuda(9.0):
+        (call,) = custom_calls(run, jnp.ones((2, 100, 96), jnp.bfloat16))
+    gradients = ["2x100x96xbf16"] * 2
+    assert call.results == [*gradients, *["2xf32"] * 2 * (wanted is not None), ROW, ROW, "2x2x2x96xf32"]
+
+
+def test_a_sum_over_rows():
+    with claiming_cuda(9.0):
+        (call,) = custom_calls(lambda x: sum_over_rows_op(True)(x), jnp.ones((3, 2, 70, 8)))
+    assert call.target == "jaxlowprec_sum_over_rows"
+    assert (call.operands, call.results) == (["3x140x8xf32"], ["3x8xf32", "3x3x1x8xf32"])
 
 
 def test_the_kernel_can_be_demanded_and_refused():

@@ -35,7 +35,7 @@ def activation(kind, arrays, wanted=BOTH, implementation=None):
 
     def call(dy, *operands):
         y, of_y = activated(kind, operands, wanted, implementation)
-        gradients, of_gradients = activation_gradients(kind, dy, operands, wanted, implementation)
+        gradients, of_gradients, _ = activation_gradients(kind, dy, operands, wanted, implementation)
         return [y, *gradients], [of_y, *of_gradients]
 
     return jax.jit(call)(arrays[-1], *arrays[:-1])

@@ -16,6 +16,7 @@
   each(norm)                \
   each(norm_gradient)       \
   each(norm_quantize)       \
+  each(sum_over_rows)       \
   each(int4_fake_quantize)  \
   each(int4_quantize)       \
   each(int4_dequantize)     \

@@ -1,12 +1,10 @@
 // Activations and norms.
-#include <vector>
-
 #include "buffers.h"
 #include "engine.h"
 #include "handlers.h"
-#include "memory_of_parts.h"
 #include "producer_operands.h"
 #include "quantize_operands.h"
+#include "sums_of_parts.h"
 
 #if defined(JLP_CUDA)
 #include "../cuda/producers/norm_parts.h"
@@ -36,10 +34,10 @@ struct WantedAmaxes {
   }
 };
 
-/// The matrices of x; without amaxes, which are of a matrix each, all as one.
-inline Matrices taken_as_one(const ffi::AnyBuffer& x, const WantedAmaxes& wanted) {
+/// The matrices of x, all as one.
+inline Matrices taken_as_one(const ffi::AnyBuffer& x) {
   Matrices m(x);
-  if (wanted.count() == 0) m.columns = m.size(), m.batch = m.rows = 1;
+  m.columns = m.size(), m.batch = m.rows = 1;
   return m;
 }
 
@@ -54,7 +52,7 @@ ffi::Error activation(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, 
   JLP_REQUIRE(results.size() == wanted.count());
   const void* up = like(args, 0, x);
   JLP_REQUIRE((up != nullptr) == (args.size() == 1));
-  const Matrices m = taken_as_one(x, wanted);
+  const Matrices m = wanted.count() == 0 ? taken_as_one(x) : Matrices(x);
   const auto amaxes = wanted.at(engine, results, 0, m.batch);
   JLP_REQUIRE(amaxes.has_value());
   const ActivationProblem p{x.untyped_data(),         up,        *type,  m.batch, m.rows * m.columns, *rule,
@@ -62,7 +60,8 @@ ffi::Error activation(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, 
   return run_on(engine, "activation", p);
 }
 
-/// dy, x and, if it is gated, up -> the gradients of x and up, and the amaxes of each.
+/// dy, x and, if it is gated, up -> the gradients of x and up, the amaxes of each, and the sums over rows of each, if there
+/// are any; on the GPU memory for sums of parts then: [batch, parts, 1 or 2, columns].
 template <class Engine>
 ffi::Error activation_gradient(Engine engine, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
                                ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets results, std::string_view kind, bool plain,
@@ -71,21 +70,24 @@ ffi::Error activation_gradient(Engine engine, ffi::AnyBuffer dy, ffi::AnyBuffer 
   const auto rule = activation_kind(kind);
   const WantedAmaxes wanted{plain, rotated, sign_mask};
   JLP_REQUIRE(type.has_value() && rule.has_value() && args.size() <= 1);
-  const size_t gated = args.size(), gradients = 1 + gated;
-  JLP_REQUIRE(results.size() == gated + gradients * wanted.count());
+  const size_t gated = args.size(), gradients = 1 + gated, first_sum = gated + gradients * wanted.count();
+  JLP_REQUIRE(results.size() >= first_sum);
+  const size_t summed = count_of_sums(engine, results.size(), first_sum);
+  JLP_REQUIRE(summed == 0 || summed == gradients);
   JLP_REQUIRE(alike(x, dy) && alike(x, *dx));
   const void* up = like(args, 0, x);
   void* dup = gated ? like(results, 0, x) : nullptr;
   JLP_REQUIRE((up != nullptr) == (gated == 1) && (dup != nullptr) == (gated == 1));
-  const Matrices m = taken_as_one(x, wanted);
+  const Matrices m = wanted.count() + summed == 0 ? taken_as_one(x) : Matrices(x);
   const auto of_dx = wanted.at(engine, results, gated, m.batch);
   const auto of_dup = gated ? wanted.at(engine, results, gated + wanted.count(), m.batch) : ResultAmaxes{};
-  JLP_REQUIRE(of_dx.has_value() && of_dup.has_value());
+  const auto sums = sums_at(results, first_sum, summed, m.batch * m.columns);
+  JLP_REQUIRE(of_dx.has_value() && of_dup.has_value() && sums.has_value() && m.columns > 0);
   const int64_t size = m.rows * m.columns;
   const ActivationGradientProblem p{
       dy.untyped_data(), x.untyped_data(), up,     *type, m.batch, size, *rule, written(engine, *dx), dup,
       m.columns,         *of_dx,           *of_dup};
-  return run_on(engine, "activation_gradient", p);
+  return run_with_sums(engine, "activation_gradient", p, p.parts(), *sums, results);
 }
 
 /// A norm as attributes describe it. Operands after x: the residual if there is one, the weight, and beta if there is one.
@@ -151,41 +153,11 @@ ffi::Error norm_quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs arg
   return run_on(engine, "norm_quantize", p);
 }
 
-/// The gradients of the weight and of beta among the results, where they are.
-using ParameterSums = std::vector<float*>;
-
-/// How many of `results` are sums: on GPUs the last one is memory for those of parts.
-inline size_t count_of_sums(ffi::ThreadPool&, size_t results) { return results; }
-
-/// Sums over parts of the rows, added up here.
-std::vector<AddPartsProblem> parts_of_sums(const NormGradientProblem& p, int64_t parts, const ParameterSums& sums) {
-  std::vector<AddPartsProblem> all;
-  for (size_t i = 0; i < sums.size(); ++i)
-    all.push_back({p.sums + static_cast<int64_t>(i) * p.columns, p.sums_each(), p.batch, parts, p.columns, sums[i]});
-  return all;
-}
-
-ffi::Error run_gradient(ffi::ThreadPool& pool, NormGradientProblem p, const ParameterSums& sums, ffi::RemainingRets&) {
-  p.sums = sums.empty() ? nullptr : memory_of_parts<float>(p.batch * p.parts() * p.sums_each());
-  run(pool, p);
-  run_all(pool, parts_of_sums(p, p.parts(), sums));
-  return ffi::Error::Success();
-}
-
+/// Parts of the rows of a norm's gradient.
+inline int64_t parts_of(ffi::ThreadPool&, const NormGradientProblem& p) { return p.parts(); }
 #if defined(JLP_CUDA)
-inline size_t count_of_sums(cudaStream_t, size_t results) { return results > 0 ? results - 1 : 0; }
-
-ffi::Error run_gradient(cudaStream_t stream, NormGradientProblem p, const ParameterSums& sums, ffi::RemainingRets& results) {
-  const int64_t parts = cuda::NormGradientParts(p.batch, p.rows).count;
-  p.sums = floats(results, sums.size(), p.batch * parts * p.sums_each());
-  JLP_REQUIRE(!sums.empty() && p.sums != nullptr);
-  const ffi::Error error = run_on(stream, "norm_gradient", p);
-  if (error.failure()) return error;
-  for (const AddPartsProblem& problem : parts_of_sums(p, parts, sums)) {
-    const cudaError_t status = cuda::launch(problem, stream);
-    if (status != cudaSuccess) return ffi::Error::Internal(cuda::failure("norm_gradient", p, cuda::reason(status)));
-  }
-  return ffi::Error::Success();
+inline int64_t parts_of(cudaStream_t, const NormGradientProblem& p) {
+  return cuda::NormGradientParts(p.batch, p.rows).count;
 }
 #endif
 
@@ -206,15 +178,11 @@ ffi::Error norm_gradient(Engine engine, ffi::AnyBuffer dy, ffi::RemainingArgs ar
   p.mean = layer ? floats(args, residual + 2, m.batch * m.rows) : nullptr;
   p.inverse = floats(args, residual + 2 + layer, m.batch * m.rows);
   JLP_REQUIRE(p.x && p.weight && p.inverse && (p.of_total || !residual) && (p.mean || !layer));
-  const size_t count = count_of_sums(engine, results.size());
-  JLP_REQUIRE(count <= 2 && p.columns > 0);
-  ParameterSums sums;
-  for (size_t i = 0; i < count; ++i) {
-    sums.push_back(floats(results, i, m.batch * m.columns));
-    JLP_REQUIRE(sums.back() != nullptr);
-  }
+  const size_t count = count_of_sums(engine, results.size(), 0);
+  const auto sums = sums_at(results, 0, count, m.batch * m.columns);
+  JLP_REQUIRE(count >= 1 && count <= 2 && p.columns > 0 && sums.has_value());
   p.has_beta = count > 1;
-  return run_gradient(engine, p, sums, results);
+  return run_with_sums(engine, "norm_gradient", p, parts_of(engine, p), *sums, results);
 }
 
 }  // namespace

@@ -29,6 +29,7 @@ namespace jaxlowprec {
   each(norm, NormProblem)                           \
   each(norm_quantize, NormQuantizeProblem)          \
   each(norm_gradient, NormGradientProblem)          \
+  each(sum_over_rows, SumOverRowsProblem)           \
   each(add_parts, AddPartsProblem)                  \
   each(moments, MomentsProblem)                     \
   each(outliers, OutliersProblem)                   \

@@ -40,6 +40,7 @@ inline int64_t cost(const ActivationGradientQuantizeProblem& p) {
 inline int64_t cost(const NormProblem& p) { return p.batch * p.rows * p.columns * 300; }
 inline int64_t cost(const NormQuantizeProblem& p) { return p.batch * p.rows * p.columns * 300 + cost(p.quantize); }
 inline int64_t cost(const NormGradientProblem& p) { return p.batch * p.rows * p.columns * 500; }
+inline int64_t cost(const SumOverRowsProblem& p) { return p.batch * p.rows * p.columns * 60; }
 inline int64_t cost(const AddPartsProblem& p) { return p.batch * p.parts * p.columns * 100; }
 inline int64_t cost(const MomentsProblem& p) { return p.batch * p.size * 100; }
 inline int64_t cost(const OutliersProblem& p) { return p.batch * p.rows * p.columns * 100; }

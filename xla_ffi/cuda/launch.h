@@ -19,6 +19,7 @@ cudaError_t launch(const ActivationGradientProblem& problem, cudaStream_t stream
 cudaError_t launch(const NormProblem& problem, cudaStream_t stream);  // without a result: of the other results
 cudaError_t launch(const NormQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const NormGradientProblem& problem, cudaStream_t stream);  // parts: those of norm_parts.h
+cudaError_t launch(const SumOverRowsProblem& problem, cudaStream_t stream);
 cudaError_t launch(const AddPartsProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4FakeQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const Int4QuantizeProblem& problem, cudaStream_t stream);

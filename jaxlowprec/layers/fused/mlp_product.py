@@ -113,15 +113,20 @@ def called(activation: Callable[..., Any], *operands: jax.Array, who: str = "mlp
 
 
 def _activation_gradients(
-    activation: Activation, operands: Sequence[jax.Array], dy: jax.Array, wanted: Amaxes | None = None
-) -> tuple[Sequence[jax.Array], Sequence[Any]]:
-    """The gradient of each operand, and its amaxes as `both_ways` takes them."""
+    activation: Activation,
+    operands: Sequence[jax.Array],
+    dy: jax.Array,
+    wanted: Amaxes | None = None,
+    sums: bool = False,
+) -> dict[str, Any]:
+    """The gradient of each operand, its amaxes as `both_ways` takes them, and its sum over rows if that is wanted: what
+    `backward_of_all` takes of products that gave the operands. None: not known."""
     with in_profiles("activation gradient"):
         if callable(activation):
-            return jax.vjp(activation, *operands)[1](dy), [None] * len(operands)
-        gradients, amaxes = ops.activation_gradients(activation, dy, operands, wanted)
+            return {"dys": jax.vjp(activation, *operands)[1](dy)}
+        gradients, amaxes, found = ops.activation_gradients(activation, dy, operands, wanted, sums=sums)
         gradients = [resharded(g, sharding_of(x)) for g, x in zip(gradients, operands, strict=True)]
-        return gradients, [for_both_ways(found) for found in amaxes]
+        return {"dys": gradients, "amaxes": list(map(for_both_ways, amaxes)), "sums": found or None}
 
 
 def operands_of(activation: str) -> int:
@@ -215,10 +220,11 @@ def _gradients_of_hidden(
     found = quantized_gradients(spec.activation, spec.hidden, kept, hidden, da)
     if found is not None:
         return {"dys": [None] * len(found), "quantized": found}
-    in_groups = kept[0].sizes is not None  # `backward` finds the amaxes of each
-    wanted = None if in_groups else amaxes_of_gradient(spec.hidden[0])
-    dys, amaxes = _activation_gradients(spec.activation, hidden, da, wanted)
-    return {"dys": dys, "amaxes": amaxes}
+    if kept[0].sizes is not None:  # `backward` finds the amaxes and sums of each group
+        return {"dys": _activation_gradients(spec.activation, hidden, da)["dys"]}
+    first, biased = spec.hidden[0], any(product.like[1] is not None for product in kept)
+    wanted = amaxes_of_gradient(first) or Amaxes(plain=False, rows_split=first.rows_split)
+    return _activation_gradients(spec.activation, hidden, da, wanted, sums=biased)
 
 
 def _hidden_again(spec: MlpSpec, of_hidden: Any) -> Sequence[jax.Array]:
@@ -257,8 +263,7 @@ def _forward_8bit(activation: Activation, operands):
 def _backward_8bit(activation: Activation, residuals, dy):
     kept, like = residuals
     operands = [x.dequantize(marker.dtype) for x, marker in zip(read(kept), like, strict=True)]
-    gradients, _ = _activation_gradients(activation, operands, differentiated_once(dy))
-    return (tuple(gradients),)
+    return (tuple(_activation_gradients(activation, operands, differentiated_once(dy))["dys"]),)
 
 
 activated_from_8bit.defvjp(_forward_8bit, _backward_8bit)

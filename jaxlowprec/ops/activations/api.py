@@ -194,9 +194,13 @@ def activation_gradients(
     operands: Sequence[jax.Array],
     amaxes: Amaxes | None,
     implementation: Implementation = None,
-) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """The gradient of each operand, and the wanted amaxes of each gradient; see `activated`."""
+    *,
+    sums: bool = False,
+) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
+    """The gradient of each operand; the wanted amaxes of each gradient, see `activated`; and, if `sums`, its sum over
+    rows, float32 [..., C], which is the gradient of a bias that the operand had."""
     amaxes = (amaxes or NO_AMAXES).of_rows(dy.shape[-2])
-    results = activation_gradient_op(kind, implementation, amaxes)(*wiring.align_varying(dy, *operands))
-    gradients, found = list(results[: len(operands)]), results[len(operands) :]
-    return gradients, [list(found[i * amaxes.count : (i + 1) * amaxes.count]) for i in range(len(operands))]
+    results = activation_gradient_op(kind, implementation, amaxes, sums)(*wiring.align_varying(dy, *operands))
+    count, each = len(operands), amaxes.count
+    gradients, found = list(results[:count]), list(results[count:])
+    return gradients, [found[i * each : (i + 1) * each] for i in range(count)], found[count * each :]

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxlowprec import wiring
 from jaxlowprec.ops.activations import reference
 from jaxlowprec.ops.amax.wanted import NO_AMAXES, Amaxes, largest_over
 from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.sum_over_rows.op import memory_of_parts
+from jaxlowprec.ops.sum_over_rows.reference import sum_over_rows
 
 
-def _rule(operands: int, results: int, amaxes: Amaxes) -> wiring.ShardingRule:
-    """Of an op of matrices whose results have amaxes each."""
+def _rule(operands: int, results: int, amaxes: Amaxes, sums: bool = False) -> wiring.ShardingRule:
+    """Of an op of matrices whose results have amaxes each, and sums over rows."""
     matrix = f"{amaxes.lines} c"
-    text = f"{', '.join([matrix] * operands)} -> {', '.join([matrix] * results + ['...'] * results * amaxes.count)}"
-    return wiring.ShardingRule(text, amaxes.reductions, amaxes.whole, **amaxes.sizes)
+    of_each = [matrix] * results + ["..."] * results * amaxes.count + ["... c"] * results * sums
+    rows = [axis for axis in ("s", "r") if sums and axis in re.findall(r"\w+", matrix) and axis not in amaxes.whole]
+    reductions = dict.fromkeys([*rows, *amaxes.reductions])
+    text = f"{', '.join([matrix] * operands)} -> {', '.join(of_each)}"
+    return wiring.ShardingRule(text, tuple(reductions), amaxes.whole, **amaxes.sizes)
 
 
 def native_call(kind: str, wanted: Amaxes, x: jax.Array, *up: jax.Array) -> list[jax.Array]:
@@ -26,16 +33,30 @@ def native_call(kind: str, wanted: Amaxes, x: jax.Array, *up: jax.Array) -> list
     return _matrices_call("jaxlowprec_activation", wanted, outputs, x, *up, kind=reference.RULES[kind].name)
 
 
-def native_gradient_call(kind: str, wanted: Amaxes, dy: jax.Array, x: jax.Array, *up: jax.Array) -> list[jax.Array]:
-    """The gradients of the operands by the kernel, and the wanted amaxes of each."""
-    outputs, name = _gradients(wanted, x, *up), "jaxlowprec_activation_gradient"
-    return _matrices_call(name, wanted, outputs, dy, x, *up, kind=reference.RULES[kind].name)
+def native_gradient_call(
+    kind: str, wanted: Amaxes, dy: jax.Array, x: jax.Array, *up: jax.Array, sums: bool = False, workspace: Any = ()
+) -> list[jax.Array]:
+    """The gradients of the operands by the kernel, the wanted amaxes of each, and sums over rows if they are wanted.
+
+    `workspace`: shapes and dtypes of further results that the kernel uses as memory.
+    """
+    outputs, name = [*_gradients(wanted, sums, x, *up), *workspace], "jaxlowprec_activation_gradient"
+    found = _matrices_call(name, wanted, outputs, dy, x, *up, kind=reference.RULES[kind].name)
+    return found[: len(found) - len(workspace)]
 
 
-def _gradients(wanted: Amaxes, *operands: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Shapes and dtypes of the gradients of operands, and of their amaxes."""
+def _native_gradient_call_on_cuda(kind: str, wanted: Amaxes, sums: bool, *operands: jax.Array) -> list[jax.Array]:
+    """`native_gradient_call`; sums of parts of the rows are in one result more."""
+    workspace = [memory_of_parts(wanted.matrix(operands[0]), len(operands) - 1)] * sums
+    return native_gradient_call(kind, wanted, *operands, sums=sums, workspace=workspace)
+
+
+def _gradients(wanted: Amaxes, sums: bool, *operands: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of the gradients of operands, of their amaxes, and of their sums over rows."""
     x, *_ = operands
-    return [(x.shape, x.dtype)] * len(operands) + wanted.outputs(x) * len(operands)
+    batch = x.shape[: -3 if wanted.rows_split else -2]
+    of_each = [(x.shape, x.dtype)], wanted.outputs(x), [((*batch, x.shape[-1]), jnp.float32)] * sums
+    return [array for arrays in of_each for array in arrays * len(operands)]
 
 
 @functools.cache
@@ -63,22 +84,33 @@ def activation_op(kind: str, implementation: Implementation = None, amaxes: Amax
 
 
 @functools.cache
-def activation_gradient_op(kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None):
-    """dy, x [..., R, C] and, if it is gated, up -> the gradients of x and up, see `reference.activation_gradient`; and
-    the amaxes of the one and of the other, float32 [...] each."""
+def activation_gradient_op(
+    kind: str, implementation: Implementation = None, amaxes: Amaxes | None = None, sums: bool = False
+):
+    """dy, x [..., R, C] and, if it is gated, up -> the gradients of x and up, see `reference.activation_gradient`; the
+    amaxes of the one and of the other, float32 [...] each; and, if `sums`, their sums over rows, float32 [..., C].
+
+    The sums are those of `sum_over_rows_op`.
+    """
     rule, wanted = reference.RULES[kind], amaxes or NO_AMAXES
+    gradients = 1 + rule.gated
 
     def run_reference(dy, x, *up):
-        gradients = reference.activation_gradient(kind, dy, x, *up)
-        return gradients + [amax for gradient in gradients for amax in wanted.reference(gradient)]
+        found = reference.activation_gradient(kind, dy, x, *up)
+        of_amaxes = [amax for gradient in found for amax in wanted.reference(gradient)]
+        return found + of_amaxes + ([sum_over_rows(wanted.matrix(g)) for g in found] if sums else [])
 
+    def run_cuda(*operands):
+        return _native_gradient_call_on_cuda(kind, wanted, sums, *operands)
+
+    before_sums = gradients * (1 + wanted.count)
     return wiring.define(
         "jaxlowprec_activation_gradient",
-        rule=_rule(2 + rule.gated, 1 + rule.gated, wanted),
-        outputs=lambda dy, *operands: _gradients(wanted, *operands),
+        rule=_rule(2 + rule.gated, gradients, wanted, sums),
+        outputs=lambda dy, *operands: _gradients(wanted, sums, *operands),
         reference=run_reference,
-        native=functools.partial(native_gradient_call, kind, wanted),
-        collective=largest_over,
+        native={"cpu": functools.partial(native_gradient_call, kind, wanted, sums=sums), "cuda": run_cuda},
+        collective=[largest_over] * before_sums + [jax.lax.psum] * gradients * sums,
         **choose("activation", implementation),
     )
 

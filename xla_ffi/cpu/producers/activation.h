@@ -1,5 +1,6 @@
-// Activations, plain and gated, and their gradients, element by element; and with them the amaxes of the results, while
-// they are in the cache. Bytes moved: the operands once, the results once.
+// Activations, plain and gated, and their gradients, element by element; and with them the amaxes of the results, and sums
+// of gradients over rows, while they are in the cache. Bytes moved: the operands once, the results once; and for sums, of
+// parts of 64 rows, 1/16 an element of a gradient.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include "../../numerics/activations.h"
 #include "../quantize/gather_amaxes.h"
 #include "runs.h"
+#include "sum_over_rows.h"
 #include "table.h"
 
 namespace jaxlowprec {
@@ -15,11 +17,11 @@ namespace JLP_ISA {
 constexpr int64_t kActivationRun = 16 * 1024;  // elements of a chunk
 constexpr int64_t kActivationColumns = 4096;   // of a band
 
-/// How a problem is cut: runs of elements; where amaxes are wanted, bands of kBlock rows and some columns.
+/// How a problem is cut: runs of elements; or, where more of the results is wanted, some rows and columns.
 template <class Problem>
-int64_t activation_chunks(const Problem& p, bool amaxes) {
-  if (!amaxes) return divide_up(p.size, kActivationRun);
-  return divide_up(p.size / p.columns, kBlock) * divide_up(p.columns, kActivationColumns);
+int64_t activation_chunks(const Problem& p, int64_t rows) {
+  if (rows == 0) return divide_up(p.size, kActivationRun);
+  return divide_up(p.size / p.columns, rows) * divide_up(p.columns, kActivationColumns);
 }
 
 /// Calls run(first element, count) for the run that a chunk is.
@@ -29,15 +31,17 @@ void visit_run(const Problem& p, int64_t batch, int64_t chunk, Run run) {
   run(batch * p.size + first, std::min(kActivationRun, p.size - first));
 }
 
-/// Calls run(first element, count) for the rows of the band that a chunk is, then slab(row, column) for the slabs of the
-/// band. Rows are written in long runs, which the processor fetches ahead; the band then is in the cache.
-template <class Problem, class Run, class Slab>
-void visit_band(const Problem& p, int64_t batch, int64_t chunk, Run run, Slab slab) {
-  const int64_t across = divide_up(p.columns, kActivationColumns), row = chunk / across * kBlock;
+/// Calls run(first element, count) for the rows of each band of kBlock rows of a chunk, then band(row, first column, last).
+/// Rows are written in long runs, which the processor fetches ahead; the band then is in the cache.
+template <class Problem, class Run, class Band>
+void visit_bands(const Problem& p, int64_t batch, int64_t chunk, int64_t rows, Run run, Band band) {
+  const int64_t across = divide_up(p.columns, kActivationColumns), start = chunk / across * rows;
   const int64_t first = chunk % across * kActivationColumns, last = std::min(first + kActivationColumns, p.columns);
-  for (int64_t r = row; r < std::min(row + kBlock, p.size / p.columns); ++r)
-    run(batch * p.size + r * p.columns + first, last - first);
-  for (int64_t column = first; column < last; column += kPacket) slab(row, column);
+  const int64_t end = std::min(start + rows, p.size / p.columns);
+  for (int64_t row = start; row < end; row += kBlock) {
+    for (int64_t r = row; r < std::min(row + kBlock, end); ++r) run(batch * p.size + r * p.columns + first, last - first);
+    band(row, first, last);
+  }
 }
 
 /// An activation of some elements from the one at `index` on.
@@ -71,39 +75,64 @@ void activation_gradients(const ActivationGradientProblem& p, int64_t index, int
 
 template <class E, class Rule, bool kGated>
 struct ActivationKernel {
-  static int64_t chunks_per_matrix(const ActivationProblem& p) { return activation_chunks(p, p.amaxes.wanted()); }
+  static int64_t chunks_per_matrix(const ActivationProblem& p) { return activation_chunks(p, rows_of(p)); }
 
   static void chunk(const ActivationProblem& p, int64_t batch, int64_t chunk) {
     const auto run = [&](int64_t index, int64_t count) {
       activate<E, Rule, kGated>(p, index, count, from<E>(p.result, index));
     };
-    if (!p.amaxes.wanted()) return visit_run(p, batch, chunk, run);
+    if (rows_of(p) == 0) return visit_run(p, batch, chunk, run);
     GatheredAmaxes<E> amaxes(p.amaxes);
-    visit_band(p, batch, chunk, run, [&](int64_t row, int64_t column) {
-      amaxes.add(CachedSlab<E>(from<E>(p.result, batch * p.size), p.size / p.columns, p.columns, row, column));
+    visit_bands(p, batch, chunk, rows_of(p), run, [&](int64_t row, int64_t first, int64_t last) {
+      for (int64_t column = first; column < last; column += kPacket)
+        amaxes.add(CachedSlab<E>(from<E>(p.result, batch * p.size), p.size / p.columns, p.columns, row, column));
     });
     amaxes.raise(batch);
   }
+
+ private:
+  static int64_t rows_of(const ActivationProblem& p) { return p.amaxes.wanted() ? kBlock : 0; }
 };
 
 template <class E, class Rule, bool kGated>
 struct ActivationGradientKernel {
-  static int64_t chunks_per_matrix(const ActivationGradientProblem& p) { return activation_chunks(p, p.of_dx.wanted()); }
+  static int64_t chunks_per_matrix(const ActivationGradientProblem& p) { return activation_chunks(p, rows_of(p)); }
 
   static void chunk(const ActivationGradientProblem& p, int64_t batch, int64_t chunk) {
     const auto run = [&](int64_t index, int64_t count) {
       activation_gradients<E, Rule, kGated>(p, index, count, from<E>(p.dx, index), from<E>(p.dup, index));
     };
-    if (!p.of_dx.wanted()) return visit_run(p, batch, chunk, run);
+    if (rows_of(p) == 0) return visit_run(p, batch, chunk, run);
     GatheredAmaxes<E> of_dx(p.of_dx), of_dup(p.of_dup);
-    visit_band(p, batch, chunk, run, [&](int64_t row, int64_t column) {
-      const int64_t matrix = batch * p.size, rows = p.size / p.columns;
-      of_dx.add(CachedSlab<E>(from<E>(p.dx, matrix), rows, p.columns, row, column));
-      if (kGated) of_dup.add(CachedSlab<E>(from<E>(p.dup, matrix), rows, p.columns, row, column));
+    visit_bands(p, batch, chunk, rows_of(p), run, [&](int64_t row, int64_t first, int64_t last) {
+      band(p, batch, row, {first, last}, 0, p.dx, of_dx);
+      if (kGated) band(p, batch, row, {first, last}, 1, p.dup, of_dup);
     });
     of_dx.raise(batch);
     if (kGated) of_dup.raise(batch);
   }
+
+ private:
+  struct Columns {
+    int64_t first, last;
+  };
+
+  /// What is wanted of a band of a gradient, the `which`-th.
+  static void band(const ActivationGradientProblem& p, int64_t batch, int64_t row, Columns columns, int which,
+                   const void* gradient, GatheredAmaxes<E>& amaxes) {
+    const auto* matrix = from<E>(gradient, batch * p.size);
+    if (amaxes.wanted())
+      for (int64_t column = columns.first; column < columns.last; column += kPacket)
+        amaxes.add(CachedSlab<E>(matrix, p.rows(), p.columns, row, column));
+    if (!p.sums) return;
+    float* sums = p.sums + (batch * p.parts() + row / kSummedRows) * p.sums_each() + which * p.columns + columns.first;
+    const int64_t count = columns.last - columns.first;
+    if (row % kSummedRows == 0) std::fill_n(sums, count, 0.0f);
+    const auto* x = matrix + row * p.columns + columns.first;
+    add_sixteen<E>(x, p.rows() - row, p.columns, count, p.type, sums);
+  }
+
+  static int64_t rows_of(const ActivationGradientProblem& p) { return p.sums ? kSummedRows : p.of_dx.wanted() ? kBlock : 0; }
 };
 
 }  // namespace JLP_ISA

@@ -2,7 +2,7 @@
 //
 // A chunk is a part of the rows. kAtOnce rows at a time are read twice, from memory once: they are fetched into the cache
 // while the rows before are written. The second time they give dx and, four rows' products at once, are added to the part's
-// own sums, which stay in the cache. The parts' sums are added up afterwards in their order, so that the result does not
+// own sums, which stay in the cache. The parts' sums are added up afterwards (sum_over_rows.h), so that the result does not
 // depend on which thread had which part.
 // Bytes moved per element of 16 bits: 6, with a residual 8; and for parts of 32 rows or more at most 1/4 for each sum.
 #pragma once
@@ -95,22 +95,6 @@ struct NormGradientKernel {
       at.add_floats(sums, products);
       if (p.has_beta) at.add_floats(sums + p.columns, all);
     });
-  }
-};
-
-/// Adds up parts' sums. Bytes moved: 4 for each of them, once.
-struct AddPartsKernel {
-  static constexpr int64_t kColumns = 1024;
-
-  static int64_t chunks_per_matrix(const AddPartsProblem& p) { return divide_up(p.columns, kColumns); }
-
-  static void chunk(const AddPartsProblem& p, int64_t batch, int64_t chunk) {
-    const int64_t first = chunk * kColumns, count = std::min(kColumns, p.columns - first);
-    const float* found = p.found + batch * p.parts * p.step + first;
-    float* result = p.result + batch * p.columns + first;
-    std::fill_n(result, count, 0.0f);
-    for (int64_t part = 0; part < p.parts; ++part)
-      for (int64_t i = 0; i < count; ++i) result[i] += found[part * p.step + i];
   }
 };
 

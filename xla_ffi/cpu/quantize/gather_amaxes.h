@@ -87,6 +87,8 @@ class GatheredAmaxes {
     for (int r = 0; r < kBlock; ++r) signs_[r] = ((wanted.sign_mask >> r) & 1u) << 31;
   }
 
+  bool wanted() const { return wanted_.wanted(); }
+
   template <bool kFetchesAhead>
   void add(const Staged<E, kBlock, kPacket, kFetchesAhead>& slab) {
     if (wanted_.plain) plain_ = std::max(plain_, amax_of<E>(slab.x[0], kBlock * kPacket));

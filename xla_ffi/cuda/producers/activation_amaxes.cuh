@@ -1,17 +1,18 @@
-// Activations and their gradients (activations.cuh) with the amaxes of each result in the same pass.
+// Activations and their gradients (activations.cuh) with the amaxes of each result in the same pass, and with the sums of
+// each gradient over rows.
 //
 // Data flow: a thread takes 16 rows of a pair of columns, as amax_rotated does, four rows of every operand at a time ->
 // float32 -> the rule -> each result rounded once, written, and kept in shared memory, where only this thread reads it: 16
-// rows, unrolled, would be four times the machine code -> its largest magnitude, and that of its transform. One atomic a
-// block, matrix and amax. Arrays whose pairs are not aligned, and edges, go one element at a time.
+// rows, unrolled, would be four times the machine code -> its largest magnitude, that of its transform, and its sum. One
+// atomic a block, matrix and amax; the sums of a tile's 64 rows are written, for each column. Arrays whose pairs are not
+// aligned, and edges, go one element at a time.
 //
-// Bytes moved per element: as in activations.cuh; the amaxes read nothing.
+// Bytes moved per element: as in activations.cuh; the amaxes read nothing; sums write 1/16 for each gradient.
 // Launch: blocks of 256 threads, as many as the device holds at once, each going through tiles of 64 rows by 128 columns.
 #pragma once
 
-#include "../quantize/amax.cuh"
 #include "activations.cuh"
-#include "pairs.cuh"
+#include "tile_sums.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -26,6 +27,7 @@ struct AmaxedArguments {
   int64_t rows, columns;
   Tiles tiles;
   uint32_t *plain[Rule::kResults], *rotated[Rule::kResults];  // null: not wanted
+  float* sums;                                                // [batch, tiles down, results, columns]; null: not wanted
   uint32_t sign_mask;
   bool pairs;  // rows of all arrays begin at multiples of two elements' bytes
 };
@@ -35,6 +37,7 @@ template <ElementType kType, class Rule>
 struct AmaxedShared {
   AmaxShared amaxes;
   uint32_t pairs[Rule::kResults][Tile<ElementOf<kType>>::kPairWords][kAmaxThreads];
+  TileSums sums;
 };
 
 /// 16 rows of a pair of columns, which begin at element `first` of the arrays. `rows`, `columns`: how many there are. Zeros
@@ -118,6 +121,11 @@ static __global__ void __launch_bounds__(kAmaxThreads, kAmaxedBlocks)
       uint32_t pairs[Tile<E>::kPairWords];
 #pragma unroll
       for (int w = 0; w < Tile<E>::kPairWords; ++w) pairs[w] = shared.pairs[j][w][threadIdx.x];
+      if (Rule::kGradients && a.sums) {
+        const int64_t part = static_cast<int64_t>(at.batch) * a.tiles.count.down + at.down;
+        float* const to = a.sums + (part * Rule::kResults + j) * a.columns + column;
+        write_tile_sums(sum_of_pairs<kType>(pairs), to, columns, shared.sums);
+      }
       if (a.plain[j]) plain[j] = max(plain[j], magnitude_bits<E>(pairs));
       if (a.rotated[j]) {
         flip_signs<E>(pairs, a.sign_mask);

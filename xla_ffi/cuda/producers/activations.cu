@@ -17,6 +17,7 @@ struct Arrays {
   void* results[Rule::kResults];
   ResultAmaxes amaxes[Rule::kResults];
   int64_t batch, size, columns;
+  float* sums;  // see ActivationGradientProblem
 
   bool all_aligned(uint32_t bytes) const {
     bool found = true;
@@ -49,13 +50,14 @@ cudaError_t launch_amaxed(const Arrays<Rule>& arrays, cudaStream_t stream) {
     a.plain[j] = arrays.amaxes[j].plain, a.rotated[j] = arrays.amaxes[j].rotated;
     a.sign_mask |= arrays.amaxes[j].sign_mask;
   }
+  a.sums = arrays.sums;
   return launch_over_tiles<amaxed_activation_kernel<kType, Rule>, AmaxedShared<kType, Rule>>(kAmaxThreads, a, stream);
 }
 
-/// Clears the amaxes, and launches the kernel that takes them where one is wanted.
+/// Clears the amaxes, and launches the kernel that takes them where one is wanted, or sums.
 template <ElementType kType, class Rule>
 cudaError_t launch_rule(const Arrays<Rule>& arrays, cudaStream_t stream) {
-  bool wanted = false;
+  bool wanted = arrays.sums != nullptr;
   for (const ResultAmaxes& amaxes : arrays.amaxes) {
     wanted = wanted || amaxes.wanted();
     const cudaError_t error = clear_amaxes(amaxes, arrays.batch, stream);
@@ -79,7 +81,7 @@ cudaError_t with_activation(const Problem& p, Visit visit) {
 
 cudaError_t launch(const ActivationProblem& p, cudaStream_t stream) {
   return with_activation(p, [&](auto type, auto rule, auto gated) {
-    Arrays<Activate<decltype(rule), gated>> a{{p.x}, {p.result}, {p.amaxes}, p.batch, p.size, p.columns};
+    Arrays<Activate<decltype(rule), gated>> a{{p.x}, {p.result}, {p.amaxes}, p.batch, p.size, p.columns, nullptr};
     if constexpr (gated) a.operands[1] = p.up;
     return launch_rule<type>(a, stream);
   });
@@ -87,7 +89,7 @@ cudaError_t launch(const ActivationProblem& p, cudaStream_t stream) {
 
 cudaError_t launch(const ActivationGradientProblem& p, cudaStream_t stream) {
   return with_activation(p, [&](auto type, auto rule, auto gated) {
-    Arrays<ActivateBackward<decltype(rule), gated>> a{{p.dy, p.x}, {p.dx}, {p.of_dx}, p.batch, p.size, p.columns};
+    Arrays<ActivateBackward<decltype(rule), gated>> a{{p.dy, p.x}, {p.dx}, {p.of_dx}, p.batch, p.size, p.columns, p.sums};
     if constexpr (gated) a.operands[2] = p.up, a.results[1] = p.dup, a.amaxes[1] = p.of_dup;
     return launch_rule<type>(a, stream);
   });

@@ -25,6 +25,7 @@ constexpr int kActivationPieces = 2;  // of each operand, a thread and tile
 template <class Rule, bool kGated>
 struct Activate {
   static constexpr int kOperands = 1 + kGated, kResults = 1;
+  static constexpr bool kGradients = false;
 
   JLP_DEVICE void apply(const float (&v)[kOperands], float (&result)[kResults]) {
     result[0] = Rule::value(v[0]);
@@ -36,6 +37,7 @@ struct Activate {
 template <class Rule, bool kGated>
 struct ActivateBackward {
   static constexpr int kOperands = 2 + kGated, kResults = 1 + kGated;
+  static constexpr bool kGradients = true;
 
   JLP_DEVICE void apply(const float (&v)[kOperands], float (&result)[kResults]) {
     const auto found = Rule::with_slope(v[1]);

@@ -22,13 +22,5 @@ cudaError_t launch(const NormGradientProblem& p, cudaStream_t stream) {
   });
 }
 
-cudaError_t launch(const AddPartsProblem& p, cudaStream_t stream) {
-  const int64_t across = divide_up(p.columns, kAddedTogether);
-  if (p.batch == 0 || across == 0) return cudaSuccess;
-  if (across > INT32_MAX) return cudaErrorInvalidValue;
-  const Blocks blocks{p.batch * across, 1, 1, kAddedTogether * kAddedApart, sizeof(AddPartsShared)};
-  return launch_blocks(add_parts_kernel, blocks, stream, p, static_cast<uint32_t>(across));
-}
-
 }  // namespace cuda
 }  // namespace jaxlowprec

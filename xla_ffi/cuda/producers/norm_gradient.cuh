@@ -169,32 +169,5 @@ static __global__ void __launch_bounds__(kNormGradientThreads, kNormGradientBloc
   }
 }
 
-constexpr int kAddedTogether = 32;  // columns that a block adds up over the parts
-constexpr int kAddedApart = 8;      // sequences of parts of a column
-
-struct AddPartsShared {
-  float sums[kAddedApart][kAddedTogether];
-};
-
-/// Each of kAddedApart threads of a column adds every kAddedApart-th part in their order; then their sums are added in
-/// order.
-static __global__ void __launch_bounds__(kAddedTogether* kAddedApart)
-    add_parts_kernel(const __grid_constant__ AddPartsProblem a, uint32_t across) {
-  auto& shared = block_shared<AddPartsShared>();
-  const int64_t batch = blockIdx.x / across;
-  const int place = threadIdx.x % kAddedTogether, sequence = threadIdx.x / kAddedTogether;
-  const int64_t column = static_cast<int64_t>(blockIdx.x % across) * kAddedTogether + place;
-  const bool exists = column < a.columns;
-  const float* const found = a.found + batch * a.parts * a.step + column;
-  float sum = 0;
-#pragma unroll 8
-  for (int64_t part = sequence; part < a.parts; part += kAddedApart) sum += exists ? found[part * a.step] : 0.0f;
-  shared.sums[sequence][place] = sum;
-  __syncthreads();
-  if (sequence > 0 || !exists) return;
-  for (int i = 1; i < kAddedApart; ++i) sum += shared.sums[i][place];
-  a.result[batch * a.columns + column] = sum;
-}
-
 }  // namespace cuda
 }  // namespace jaxlowprec

@@ -1,0 +1,1 @@
+"""The sum over rows, in an order of its own."""
