@@ -293,12 +293,12 @@ struct ActivationGradientProblem {
   int64_t parts() const { return summed_parts(rows()); }
 };
 
-/// An activation that is quantised and not stored; on the CPU.
+/// An activation that is quantised and not stored.
 struct ActivationQuantizeProblem : ActivationProblem {
   QuantizeProblem quantize;  // of the activation, which is no array; of a format without a tensor scale
 };
 
-/// Gradients that are quantised, to nearest, and not stored; on the CPU.
+/// Gradients that are quantised, to nearest, and not stored.
 struct ActivationGradientQuantizeProblem : ActivationGradientProblem {
   QuantizeProblem quantize[2];  // of the gradients of x and of up, alike
 };

@@ -32,9 +32,10 @@ NEEDS = (
     # 2.6 bytes 0.07.
     Need(r"quantize_rows<\w+, E2M1, [234], .*>", memory_share=1 / 2, in_loop=True, dynamic_shared=640),
     Need("quantize_rows<.*>", in_loop=True, dynamic_shared=640),
-    # A tile of 64 KiB, codes, maxima and tables; of 32 KiB where elements have 16 bits.
-    Need("quantize_(norm_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
-    Need("quantize_(norm_)?tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
+    # A tile of 64 KiB, codes, maxima and tables; of 32 KiB where elements have 16 bits, and two for gradients of two.
+    Need(r"quantize_gradient_tiles<\w+, \w+, 2>", in_loop=True, dynamic_shared=86 * 1024),
+    Need("quantize_(norm_|activation_|gradient_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),
+    Need("quantize_(norm_|activation_|gradient_)?tiles<.*>", in_loop=True, dynamic_shared=54 * 1024),
     # Half or one byte read of each code, and 2 or 4 written for it; a few scales.
     Need(r"dequantize_kernel<E2M1, \d, [01]>", read_share=0.6 / 2.6),
     Need(r"dequantize_kernel<E2M1, \d, 2>", read_share=0.6 / 4.6),

@@ -15,7 +15,8 @@ WIDTH, HIDDEN, HEAD, TOKENS = 256, 896, 64, (2, 128)
 RECIPES = {"nvfp4": jlp.NVFP4BlockScaling(), "mxfp8": jlp.MXFP8BlockScaling()}
 OPTIONS = {"use_bias": False, "dtype": jnp.bfloat16}
 NORMS = 2
-PRODUCERS = {"norm_gradient": NORMS, "activation": 1, "activation_gradient": 1}
+NORM_GRADIENTS = {"norm_gradient": NORMS}
+ACTIVATIONS = {"activation": 1, "activation_gradient": 1}
 GEMMS = 3 * 5
 OPERANDS = 4 + 5 + 5  # inputs (gate and up share theirs), weights, gradients of results
 BROUGHT = 2 + 1 + 2  # amaxes that come with the tensor: of norms, the activation, the gradients of gate and up
@@ -105,25 +106,27 @@ def readers(text, producer):
 class TestTrainingStep:
     @pytest.mark.parametrize("saved", ["quantized", "recompute"])
     def test_which_kernels_are_called(self, gpu, name, saved):
-        """Under NVFP4 46 of our kernels for 49 of separate layers, with "recompute" 48; under MXFP8 35 and 37 for 35:
-        the activation is computed and quantised again, and two norms are quantised in calls of their own."""
+        """Under NVFP4 46 of our kernels for 49 of separate layers, with "recompute" 48: the activation is computed and
+        quantised again. Under MXFP8 31 and 33 for 35: norms, the activation and its gradients are quantised in the
+        calls that make them."""
         separate = ours(training_step(gpu, RECIPES[name], Separate))
         amaxes = OPERANDS if name == "nvfp4" else 0
-        assert separate == with_amaxes(
-            amaxes, PRODUCERS | {"norm": NORMS, "quantize": OPERANDS, "scaled_matmul": GEMMS}
-        )
+        expected = NORM_GRADIENTS | ACTIVATIONS | {"norm": NORMS, "quantize": OPERANDS, "scaled_matmul": GEMMS}
+        assert separate == with_amaxes(amaxes, expected)
 
-        again = {"activation": 2, "scaled_matmul": GEMMS + 2 * (saved == "recompute")}
+        expected = NORM_GRADIENTS | {"scaled_matmul": GEMMS + 2 * (saved == "recompute")}
         if name == "mxfp8":
-            again |= {"norm_quantize": NORMS, "quantize": OPERANDS + 1 - NORMS}
+            expected |= {"norm_quantize": NORMS, "activation_quantize": 2, "activation_gradient_quantize": 1}
+            expected |= {"quantize": OPERANDS - NORMS - 1 - 2}  # gradients of gate and up
         else:
-            again |= {"norm": NORMS, "quantize": OPERANDS + 1}
+            expected |= ACTIVATIONS | {"norm": NORMS, "activation": 2, "quantize": OPERANDS + 1}
         fused = ours(training_step(gpu, RECIPES[name], lambda rngs: Fused(rngs, saved)))
-        assert fused == with_amaxes(amaxes and amaxes - BROUGHT, PRODUCERS | again)
+        assert fused == with_amaxes(amaxes and amaxes - BROUGHT, expected)
 
     def test_only_quantisers_read_what_producers_write(self, gpu, name):
         """No copy in high precision lies between: the result of a norm or an activation is written once, under MXFP8
-        that of a norm not at all."""
+        not at all."""
         step = training_step(gpu, RECIPES[name], lambda rngs: Fused(rngs, "quantized"))
-        assert readers(step.text, "activation") == ["quantize", "quantize"]
-        assert readers(step.text, "norm") == (["quantize", "quantize"] if name == "nvfp4" else [])
+        quantisers = ["quantize", "quantize"] if name == "nvfp4" else []
+        for producer in ("activation", "norm"):
+            assert readers(step.text, producer) == quantisers

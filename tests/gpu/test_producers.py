@@ -1,6 +1,7 @@
 """The bytes of norms and activations on a GPU are the CPU's, forwards and backwards: every kind and dtype."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_op
 from jaxlowprec.ops.norms.quantized import quantized_norm
@@ -17,6 +19,9 @@ from tests.helpers import FLOATS, assert_same_bytes, random_array
 
 PLAIN, GATED = ("gelu", "silu", "relu_squared"), ("swiglu", "geglu")
 SHAPES = ((1, 16), (17, 33), (130, 258), (2, 3, 20, 40), (512, 1024))
+BLOCK_FORMATS = [jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4(), jlp.Float8Block()]
+WORDS = jnp.array([3, 5], jnp.uint32)
+ROUNDINGS = pytest.mark.parametrize("words", [None, WORDS], ids=["nearest", "stochastic"])
 WIDTHS = (1, 5, 8, 96, 255, 256, 264, 1032, 4096, 6152, 24584)  # the last one does not fit into shared memory
 LARGE = ((8192, 4096), (4096, 8192), (4095, 8191))
 
@@ -127,14 +132,34 @@ def quantised(kind, fmt, words, x):
     return quantized_norm(spec, fmt, x, gamma, x, beta if spec.beta else None, words=words)
 
 
-@pytest.mark.parametrize("words", [None, jnp.array([3, 5], jnp.uint32)], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("fmt", [jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4(), jlp.Float8Block()], ids=str)
+@ROUNDINGS
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=str)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_quantised_norms(cpu, gpu, dtype, kind, fmt, words):
     for shape in ((1, 16), (17, 33), (130, 264), (200, 1024)):
         x = random_array(shape, dtype, seed=1)
         assert_same_bytes_on((cpu, gpu), functools.partial(quantised, kind, fmt, words), x)
+
+
+def quantised_activation(name, fmt, words, dy, *operands):
+    """An activation and the gradients of its operands, each quantised and not stored; gradients to nearest."""
+    value = quantized_activation(name, fmt, operands, words=words, implementation="ffi")
+    return value, quantized_activation_gradients(name, fmt, dy, operands, implementation="ffi")
+
+
+def assert_same_quantised_activations(devices, name, fmt, words, shape, dtype):
+    arrays = [spoilt(shape, dtype, seed) for seed in range(2 + (name in GATED))]
+    assert_same_bytes_on(devices, functools.partial(quantised_activation, name, fmt, words), *arrays)
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=str)
+@pytest.mark.parametrize("name", (*PLAIN, *GATED))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantised_activations(cpu, gpu, dtype, name, fmt, words):
+    for shape in ((1, 16), (17, 33), (130, 264), (200, 1024)):
+        assert_same_quantised_activations((cpu, gpu), name, fmt, words, shape, dtype)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -182,7 +207,9 @@ def test_every_kernel_once(cpu, gpu, dtype):
             assert_same_norms((cpu, gpu), kind, True, x)
             wanted = Amaxes(hadamard=jlp.Hadamard())
             assert_same_bytes_on((cpu, gpu), functools.partial(amaxed_norm, kind, True, wanted), x)
-        for fmt in (jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4()):
-            for words in (None, jnp.array([3, 5], jnp.uint32)):
-                x = random_array((130, 264), dtype, seed=1)
-                assert_same_bytes_on((cpu, gpu), functools.partial(quantised, kind, fmt, words), x)
+    for fmt, words in itertools.product((jlp.MXFP8(), jlp.MXFP8("e5m2"), jlp.MXFP4()), (None, WORDS)):
+        for kind in ("rms", "layer"):
+            x = random_array((130, 264), dtype, seed=1)
+            assert_same_bytes_on((cpu, gpu), functools.partial(quantised, kind, fmt, words), x)
+        for name in ("silu", "swiglu"):
+            assert_same_quantised_activations((cpu, gpu), name, fmt, words, (130, 264), dtype)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
-from jaxlowprec.ops.activations.api import activated, activation_gradients
+from jaxlowprec.ops.activations.api import ACTIVATIONS, activated, activation_gradients
 from jaxlowprec.ops.activations.quantized import quantized_activation, quantized_activation_gradients
+from jaxlowprec.ops.activations.reference import RULES
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.norms.op import NormSpec, norm_gradient_op
 from jaxlowprec.ops.norms.quantized import quantized_norm
@@ -14,6 +15,7 @@ from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
 from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 
 ROWS, ROW, NUMBERS = "2x40x96xbf16", "2x96xf32", "2x40xf32"
+CODES = ["2x40x96xf8E4M3FN", "2x40x3xf8E8M0FNU", "2x96x40xf8E4M3FN", "2x96x2xf8E8M0FNU"]  # of MXFP8, both ways
 
 
 def forward_and_backward(function, *args):
@@ -98,22 +100,27 @@ def test_a_quantised_norm_is_not_stored():
     with claiming_cuda(9.0):
         (call,) = custom_calls(run, array())
     assert call.target == "jaxlowprec_norm_quantize" and call.operands == [ROWS] * 2 + [ROW]
-    codes = ["2x40x96xf8E4M3FN", "2x40x3xf8E8M0FNU", "2x96x40xf8E4M3FN", "2x96x2xf8E8M0FNU"]
-    assert call.results == [ROWS, NUMBERS, *codes]
+    assert call.results == [ROWS, NUMBERS, *CODES]
 
 
-def test_a_quantised_activation_is_separate_calls():
-    """GPUs have no kernel for both in one."""
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_quantised_activation_is_not_stored(name):
+    """Nor are the gradients of its operands."""
 
     def run(x):
-        value = quantized_activation("swiglu", jlp.MXFP8(), [x, x])
-        return value, quantized_activation_gradients("swiglu", jlp.MXFP8(), x, [x, x])
+        operands = [x] * count
+        value = quantized_activation(name, jlp.MXFP8(), operands)
+        return value, quantized_activation_gradients(name, jlp.MXFP8(), x, operands)
 
+    count = 1 + RULES[name].gated
     with claiming_cuda(9.0):
-        calls = custom_calls(run, array())
-    quantised = "jaxlowprec_quantize"
-    expected = ["jaxlowprec_activation", quantised, "jaxlowprec_activation_gradient", quantised, quantised]
-    assert [call.target for call in calls] == expected
+        forward, backward = custom_calls(run, array())
+    assert forward.target == "jaxlowprec_activation_quantize" and forward.operands == [ROWS] * count
+    assert backward.target == "jaxlowprec_activation_gradient_quantize" and backward.operands == [ROWS] * (1 + count)
+    assert forward.results == CODES and backward.results == CODES * count
+    for call in (forward, backward):
+        assert f'kind = "{RULES[name].name}"' in call.attributes
+        assert f"gated = {str(RULES[name].gated).lower()}" in call.attributes
 
 
 @pytest.mark.parametrize("wanted", [Amaxes(), Amaxes(hadamard=jlp.Hadamard()), Amaxes(False, jlp.Hadamard())], ids=str)

@@ -1,4 +1,4 @@
-// Activations and their gradients that are quantised and not stored: for CPUs.
+// Activations and their gradients that are quantised and not stored.
 #include "engine.h"
 #include "handlers.h"
 #include "producer_operands.h"
@@ -23,7 +23,8 @@ std::optional<QuantizeProblem> quantization(const ffi::AnyBuffer& x, const ffi::
 }
 
 /// x, up if `gated`, and those of `read_directions` for the activation -> its codes and scales.
-ffi::Error activation_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
+template <class Engine>
+ffi::Error activation_quantize(Engine engine, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets results,
                                std::string_view kind, bool gated, ffi::Dictionary format, bool rowwise, bool columnwise,
                                bool rotate_columns, bool stochastic, bool encode_scale_given, int32_t sign_mask) {
   const auto rule = activation_kind(kind);
@@ -34,12 +35,13 @@ ffi::Error activation_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Rema
   p.type = q->type, p.batch = q->batch, p.size = q->rows * q->columns, p.columns = q->columns, p.quantize = *q;
   JLP_REQUIRE(p.up || !gated);
   const QuantizeOperands directions{rowwise, columnwise, stochastic, gated};
-  const ffi::Error error = read_directions(pool, directions, args, results, p.quantize);
-  return error.failure() ? error : run_on(pool, "activation_quantize", p);
+  const ffi::Error error = read_directions(engine, directions, args, results, p.quantize);
+  return error.failure() ? error : run_on(engine, "activation_quantize", p);
 }
 
 /// dy, x and up if `gated` -> codes and scales of the gradient of x, and of that of up.
-ffi::Error activation_gradient_quantize(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
+template <class Engine>
+ffi::Error activation_gradient_quantize(Engine engine, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs args,
                                         ffi::RemainingRets results, std::string_view kind, bool gated,
                                         ffi::Dictionary format, bool rowwise, bool columnwise, bool rotate_columns,
                                         bool stochastic, bool encode_scale_given, int32_t sign_mask) {
@@ -54,21 +56,20 @@ ffi::Error activation_gradient_quantize(ffi::ThreadPool pool, ffi::AnyBuffer dy,
   for (int i = 0; i < 1 + gated; ++i) {
     p.quantize[i] = *q;
     directions.first_result = i * directions.results(), directions.further_results = (gated - i) * directions.results();
-    const ffi::Error error = read_directions(pool, directions, args, results, p.quantize[i]);
+    const ffi::Error error = read_directions(engine, directions, args, results, p.quantize[i]);
     if (error.failure()) return error;
   }
-  return run_on(pool, "activation_gradient_quantize", p);
+  return run_on(engine, "activation_gradient_quantize", p);
 }
 
 }  // namespace
 
 #define JLP_ACTIVATION_ATTRIBUTES .Attr<std::string_view>("kind").Attr<bool>("gated")
 
-JLP_DEFINE_CPU_HANDLER(activation_quantize, activation_quantize,
-                       .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
-                           JLP_ACTIVATION_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
-JLP_DEFINE_CPU_HANDLER(activation_gradient_quantize, activation_gradient_quantize,
-                       .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
-                           JLP_ACTIVATION_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(activation_quantize, .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
+                                             JLP_ACTIVATION_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
+JLP_DEFINE_HANDLERS(activation_gradient_quantize,
+                    .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
+                        JLP_ACTIVATION_ATTRIBUTES JLP_QUANTIZE_ATTRIBUTES);
 
 }  // namespace jaxlowprec

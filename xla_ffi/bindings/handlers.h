@@ -13,6 +13,8 @@
   each(hadamard)            \
   each(activation)          \
   each(activation_gradient) \
+  each(activation_quantize) \
+  each(activation_gradient_quantize) \
   each(norm)                \
   each(norm_gradient)       \
   each(norm_quantize)       \
@@ -27,8 +29,6 @@
   each(sums)                \
   each(statistics)
 #define JLP_CPU_HANDLERS(each) \
-  each(activation_quantize)    \
-  each(activation_gradient_quantize) \
   each(grouped_amax)           \
   each(grouped_quantize)       \
   each(grouped_matmul)         \

@@ -16,6 +16,8 @@ cudaError_t launch(const DequantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const HadamardProblem& problem, cudaStream_t stream);  // its sign_bits are in the host's memory
 cudaError_t launch(const ActivationProblem& problem, cudaStream_t stream);
 cudaError_t launch(const ActivationGradientProblem& problem, cudaStream_t stream);
+cudaError_t launch(const ActivationQuantizeProblem& problem, cudaStream_t stream);
+cudaError_t launch(const ActivationGradientQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const NormProblem& problem, cudaStream_t stream);  // without a result: of the other results
 cudaError_t launch(const NormQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const NormGradientProblem& problem, cudaStream_t stream);  // parts: those of norm_parts.h

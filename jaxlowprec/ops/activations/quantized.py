@@ -12,10 +12,8 @@ import jax
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.ops.activations import op as activation
 from jaxlowprec.ops.activations import reference
 from jaxlowprec.ops.activations.reference import RULES
-from jaxlowprec.ops.amax.wanted import NO_AMAXES
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import op as quantize
 from jaxlowprec.ops.quantize.op import QuantizeSpec
@@ -39,7 +37,7 @@ def quantized_activation(
 ) -> BothWays:
     """The activation, quantised in one pass; bytes are those of `activated` and then `quantize` or `quantize_both`.
 
-    On CPUs a pass moves, of each element in 16 bits, 2 bytes of each operand and what it writes; `activated` and
+    A pass moves, of each element in 16 bits, 2 bytes of each operand and what it writes; `activated` and
     `quantize_both` move 4 more.
 
     Arguments:
@@ -69,8 +67,8 @@ def quantized_activation_gradients(
     """The gradient of each operand, quantised to nearest in one pass; bytes are those of `activation_gradients` and
     then `quantize` or `quantize_both`.
 
-    On CPUs a pass moves, of each element in 16 bits, 2 bytes of dy and of each operand, and what it writes; separate
-    ones move 4 more for each operand.
+    A pass moves, of each element in 16 bits, 2 bytes of dy and of each operand, and what it writes; separate ones move
+    4 more for each operand. GPUs take a pass for each of two operands in float32.
 
     Arguments:
         dy: the activation's gradient.
@@ -96,9 +94,8 @@ def activation_quantize_op(kind: str, quantized: QuantizeSpec, implementation: I
     def run_reference(*operands):
         return [reference.activation(kind, *operands)]
 
-    native = functools.partial(activation.native_call, kind, NO_AMAXES)
     counts = 1 + RULES[kind].gated, 1
-    return _define("jaxlowprec_activation_quantize", kind, quantized, counts, run_reference, native, implementation)
+    return _define("jaxlowprec_activation_quantize", kind, quantized, counts, run_reference, implementation)
 
 
 @functools.cache
@@ -106,10 +103,9 @@ def activation_gradient_quantize_op(kind: str, quantized: QuantizeSpec, implemen
     """The operands of `activation_gradient_op` -> the results of `quantize_op` for the gradient of x and, if it is
     gated, for that of up. `quantized` is of a format without a tensor scale, and to nearest."""
     run_reference = functools.partial(reference.activation_gradient, kind)
-    native = functools.partial(activation.native_gradient_call, kind, NO_AMAXES)
     counts = 2 + RULES[kind].gated, 1 + RULES[kind].gated
     name = "jaxlowprec_activation_gradient_quantize"
-    return _define(name, kind, quantized, counts, run_reference, native, implementation)
+    return _define(name, kind, quantized, counts, run_reference, implementation)
 
 
 def _define(
@@ -118,14 +114,13 @@ def _define(
     quantized: QuantizeSpec,
     counts: tuple[int, int],
     make: Callable[..., Sequence[jax.Array]],
-    native: Callable[..., Sequence[jax.Array]],
     implementation: Implementation,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The op that makes arrays and quantises each.
 
     Arguments:
         counts: of the arrays that they are made of, and of those that are made.
-        make, native: make them, in pure JAX and by a kernel that stores them.
+        make: makes them, in pure JAX.
     """
     operands, results = counts
     rule = quantize.rule_of(quantized)
@@ -146,24 +141,20 @@ def _define(
 
         return run
 
-    def run_separately(make, quantize_one):
-        def run(*args):
-            made = make(*args[:operands])
-            return [array for y in made for array in quantize_one(of_matrix, y, *args[operands:])]
-
-        return run
+    def run_reference(*args):
+        made = make(*args[:operands])
+        return [array for y in made for array in quantize.reference_call(of_matrix, y, *args[operands:])]
 
     def run_native(x, *rest):
         found = [jax.ShapeDtypeStruct(*result) for result in quantize.shapes(of_matrix, x)] * results
         attributes = {"kind": RULES[kind].name, "gated": RULES[kind].gated, **quantized.attributes}
         return jax.ffi.ffi_call(name, found)(x, *rest, **attributes)
 
-    bodies = {"cpu": run_native, "cuda": run_separately(native, quantize.native_call)}
     return wiring.define(
         name,
         rule=rule.of_op([rows] * operands, rule.results * (results - 1)),
         outputs=lambda x, *_: quantize.shapes(quantized, x) * results,
-        reference=on_matrices(run_separately(make, quantize.reference_call)),
-        native={platform: on_matrices(body) for platform, body in bodies.items()},
+        reference=on_matrices(run_reference),
+        native=on_matrices(run_native),
         **choose("activation", implementation),
     )

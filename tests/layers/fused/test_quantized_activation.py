@@ -1,5 +1,6 @@
 """An MLP's activation and its gradients quantised in the pass that makes them: the same bits, and when it is done."""
 
+import collections
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowprec as jlp
+from tests.cuda_without_gpu.claiming_cuda import claiming_cuda, custom_calls
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.layers.fused.layers import (
     ACTIVATIONS,
@@ -80,8 +82,14 @@ def test_kernels_that_do_not_learn(recipe, which):
     assert_same_bytes(found, run(composed_mlp, kernels))
 
 
-def calls(*, recipe=MXFP8, gradient=True, activation="swiglu", **options):
-    """How often each kernel is called that makes operands of GEMMs."""
+def lowered_for_gpus(function, *args):
+    """How often each kernel is in a function's code for NVIDIA GPUs, which has calls of equal shapes once."""
+    with claiming_cuda(9.0):
+        return collections.Counter(call.target for call in custom_calls(function, *args))
+
+
+def calls(*, recipe=MXFP8, gradient=True, activation="swiglu", count=traced_calls, **options):
+    """How often each kernel is called that makes operands of GEMMs, by what `count` says."""
     x, kernels, dy = operands(activation != "silu")
     function = functools.partial(jlp.mlp, recipe=recipe, activation=activation, **options)
 
@@ -91,7 +99,7 @@ def calls(*, recipe=MXFP8, gradient=True, activation="swiglu", **options):
         results = jax.vjp(function, x, kernels, has_aux="states" in options)
         return results[0], results[1](dy)
 
-    found = traced_calls(run, x, kernels)
+    found = count(run, x, kernels)
     return tuple(found[name] for name in PRODUCERS)
 
 
@@ -102,6 +110,11 @@ class TestWhatRuns:
     @pytest.mark.parametrize(("saved", "further"), [*zip(SAVED, (0, 2, 0), strict=True)])
     def test_one_pass_each(self, saved, further, recipe):
         assert calls(recipe=EVERY[recipe], saved=saved) == (0, 2, 0, 1, 5 + further)
+
+    @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", "mxfp4"])
+    def test_one_pass_each_on_gpus(self, recipe):
+        assert calls(recipe=EVERY[recipe], count=lowered_for_gpus)[:4] == (0, 2, 0, 1)
+        assert calls(recipe=EVERY[recipe], activation="silu", count=lowered_for_gpus)[:4] == (0, 2, 0, 1)
 
     def test_one_operand(self):
         assert calls(activation="silu") == (0, 2, 0, 1, 4)

@@ -49,6 +49,26 @@ struct ActivateBackward {
   }
 };
 
+/// A piece of each operand -> a piece of each result.
+template <class P, class Rule>
+JLP_DEVICE void apply_to_pieces(const typename P::Storage (&operands)[Rule::kOperands],
+                                typename P::Storage (&results)[Rule::kResults]) {
+  typename P::Values given[Rule::kOperands], found[Rule::kResults];
+#pragma unroll
+  for (int j = 0; j < Rule::kOperands; ++j) P::decode(operands[j], given[j]);
+#pragma unroll
+  for (int k = 0; k < P::kCount; ++k) {
+    float v[Rule::kOperands], result[Rule::kResults];
+#pragma unroll
+    for (int j = 0; j < Rule::kOperands; ++j) v[j] = given[j][k];
+    Rule::apply(v, result);
+#pragma unroll
+    for (int j = 0; j < Rule::kResults; ++j) found[j][k] = result[j];
+  }
+#pragma unroll
+  for (int j = 0; j < Rule::kResults; ++j) results[j] = P::encode(found[j]);
+}
+
 template <class Rule>
 struct ActivationArguments {
   const void* operands[Rule::kOperands];
@@ -69,20 +89,10 @@ JLP_DEVICE void activate(const ActivationArguments<Rule>& a, int64_t first) {
     for (int j = 0; j < Rule::kOperands; ++j) loaded[i][j] = P::load(a.operands[j], first + i * kActivationThreads);
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    typename P::Values operands[Rule::kOperands], results[Rule::kResults];
+    typename P::Storage results[Rule::kResults];
+    apply_to_pieces<P, Rule>(loaded[i], results);
 #pragma unroll
-    for (int j = 0; j < Rule::kOperands; ++j) P::decode(loaded[i][j], operands[j]);
-#pragma unroll
-    for (int k = 0; k < P::kCount; ++k) {
-      float v[Rule::kOperands], result[Rule::kResults];
-#pragma unroll
-      for (int j = 0; j < Rule::kOperands; ++j) v[j] = operands[j][k];
-      Rule::apply(v, result);
-#pragma unroll
-      for (int j = 0; j < Rule::kResults; ++j) results[j][k] = result[j];
-    }
-#pragma unroll
-    for (int j = 0; j < Rule::kResults; ++j) P::store(a.results[j], first + i * kActivationThreads, P::encode(results[j]));
+    for (int j = 0; j < Rule::kResults; ++j) P::store(a.results[j], first + i * kActivationThreads, results[j]);
   }
 }
 

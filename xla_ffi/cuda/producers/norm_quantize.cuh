@@ -23,11 +23,6 @@ struct NormQuantizeArguments : QuantizeArguments {
   bool whole;                   // rows of all these arrays are pieces of 16 bytes, and aligned
 };
 
-template <class E>
-constexpr ElementType kTypeOf = std::is_same_v<E, F32>   ? ElementType::kF32
-                                : std::is_same_v<E, F16> ? ElementType::kF16
-                                                         : ElementType::kBF16;
-
 /// Up to P::kCount numbers; zeros in place of those that do not exist.
 template <class P>
 JLP_DEVICE void load_some(const float* from, int64_t index, int count, bool whole, typename P::Values& v) {
@@ -37,16 +32,18 @@ JLP_DEVICE void load_some(const float* from, int64_t index, int count, bool whol
 }
 
 /// Normalises what this thread has copied of a tile; what is beyond the matrix stays zero.
-template <class E, class Tile>
-JLP_DEVICE void norm_tile(const NormQuantizeArguments& a, const Tile& at) {
-  using P = Piece<kTypeOf<E>, true>;
-  const int first = at.shared.tile.own_chunk() * P::kCount, count = at.columns_left - first;
+template <class E>
+JLP_DEVICE void norm_tile(const NormQuantizeArguments& a, const TileCorner& at, Tile<E>& tile) {
+  using P = Piece<E::kType, true>;
+  const int first = Tile<E>::own_chunk() * P::kCount, count = at.columns_left - first;
   if (count <= 0) return;
   const int64_t parameters = at.batch * a.columns + at.column + first, line = at.batch * a.rows + at.row;
   typename P::Values weight, beta = {};
   load_some<P>(a.weight, parameters, count, a.whole, weight);
   if (a.beta) load_some<P>(a.beta, parameters, count, a.whole, beta);
-  at.shared.tile.each_own(at.rows_left, [&](int r, uint4& piece) {
+#pragma unroll 2
+  for (int r = Tile<E>::own_row(); r < at.rows_left; r += Tile<E>::kOwnRows) {
+    uint4& piece = tile.own(r);
     const float inverse = __ldg(a.inverse + line + r), mean = a.mean ? __ldg(a.mean + line + r) : 0.0f;
     typename P::Values v;
     P::decode(piece, v);
@@ -57,7 +54,7 @@ JLP_DEVICE void norm_tile(const NormQuantizeArguments& a, const Tile& at) {
       if (i >= count) v[i] = 0.0f;
     }
     piece = P::encode(v);
-  });
+  }
 }
 
 /// As those of quantize_tiles where the shared memory holds four; sm_80 and sm_120 have room for three and for one, and
@@ -69,8 +66,9 @@ constexpr int kNormTileBlocks = (kArch < 900 || kArch >= 1200) && kTileBlocks<E,
 
 template <class E, class Code, bool kStochastic>
 __global__ void __launch_bounds__(kTileThreads, kNormTileBlocks<E, kStochastic>)
-    quantize_norm_tiles(const NormQuantizeArguments a) {
-  quantize_each_tile<E, Code, Scales::kOne, kStochastic, false>(a, [&](const auto& tile) { norm_tile<E>(a, tile); });
+    quantize_norm_tiles(const __grid_constant__ NormQuantizeArguments a) {
+  quantize_each_tile<E, Code, Scales::kOne, kStochastic, false, 1>(
+      a.tiles, &a, [&](const TileCorner& at, auto& tiles) { norm_tile<E>(a, at, tiles[0]); });
 }
 
 }  // namespace cuda

@@ -24,9 +24,10 @@ struct alignas(4 * kCodeWords<Code>) CodePiece {
   uint32_t words[kCodeWords<Code>];
 };
 
-template <class E, class Code, Scales kScales, bool kStochastic>
+/// kTiles: of different matrices, which are quantised alike.
+template <class E, class Code, Scales kScales, bool kStochastic, int kTiles = 1>
 struct TilesShared {
-  Tile<E> tile;
+  Tile<E> tiles[kTiles];
   CodePiece<Code> codes[kTile * kTileSixteens];
   uint8_t column_scales[kTile][kTileSixteens];
   float square_encode[kTileSixteens][kTileSixteens];
@@ -45,16 +46,21 @@ struct TilesShared {
   }
 };
 
+/// Where a tile begins in the matrices.
+struct TileCorner {
+  uint32_t batch;
+  int64_t row, column;
+  int rows_left, columns_left;  // of the matrix, at most kTile
+};
+
 /// One kernel's work on one tile.
-template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
-struct TileQuantizer {
-  using Shared = TilesShared<E, Code, kScales, kStochastic>;
+template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate, int kTiles>
+struct TileQuantizer : TileCorner {
+  using Shared = TilesShared<E, Code, kScales, kStochastic, kTiles>;
   static constexpr int kCodeBytes = 4 * kCodeWords<Code>;
   const QuantizeArguments& a;
   Shared& shared;
-  uint32_t batch;
-  int64_t row, column;          // where the tile begins
-  int rows_left, columns_left;  // of the matrix, at most kTile
+  const Tile<E>& tile;  // one of the shared ones
 
   /// Threads that share a pair of columns take rows kUnits * 16 apart.
   JLP_DEVICE int pair() { return threadIdx.x % kTilePairs; }
@@ -73,7 +79,7 @@ struct TileQuantizer {
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       uint32_t pairs[Tile<E>::kPairWords];
-      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
+      tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
       const uint32_t amax = max_of_lanes(magnitude_bits<E>(pairs), 8);
       if (pair() % 8 == 0) atomicMax(&shared.square_amax[block_start(unit_sixteen(unit))][block_start(pair() / 8)], amax);
     }
@@ -82,7 +88,7 @@ struct TileQuantizer {
 #pragma unroll 1
       for (int square = threadIdx.x / 16; square < kTileSixteens * kTileSixteens; square += kTileThreads / 16) {
         const int r = square / kTileSixteens, c = square % kTileSixteens;
-        const Sixteen<E> elements = shared.tile.row_sixteen(16 * r + threadIdx.x % 16, c);
+        const Sixteen<E> elements = tile.row_sixteen(16 * r + threadIdx.x % 16, c);
         const BlockScale scale = scale_of_square(matrix, elements, square_amax(r, c), table);
         if (threadIdx.x % 16 == 0) keep_square_scale(r, c, scale);
       }
@@ -131,7 +137,7 @@ struct TileQuantizer {
 #pragma unroll 1
     for (int r = threadIdx.x / kTileSixteens; r < kTile;
          r += kStep, data += kStep * direction.row_bytes, scales += scale_step) {
-      const Sixteen<E> elements = shared.tile.row_sixteen(r, sixteen);
+      const Sixteen<E> elements = tile.row_sixteen(r, sixteen);
       BlockScale scale;
       uint32_t amax;
       if (a.squares) {
@@ -158,7 +164,7 @@ struct TileQuantizer {
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       uint32_t pairs[Tile<E>::kPairWords];
-      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
+      tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
 #pragma unroll
       for (int c = 0; c < 2; ++c) amax[c] = max(amax[c], magnitude_bits<E>(Tile<E>::column_sixteen(pairs, c).words));
     }
@@ -179,7 +185,7 @@ struct TileQuantizer {
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       uint32_t pairs[Tile<E>::kPairWords];
-      shared.tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
+      tile.load_pair(16 * unit_sixteen(unit), pair(), pairs);
       if constexpr (kRotate) flip_signs<E>(pairs, a.sign_mask);
 #pragma unroll
       for (int c = 0; c < 2; ++c) column_unit(pairs, unit_sixteen(unit), c, maxima[c]);
@@ -276,22 +282,26 @@ constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> ? 2
                             : kStochastic                        ? 3
                                                                  : 4;
 
-/// The block's tiles, one after another. prepare(tile): what a thread does to the elements that it has copied itself, before
-/// others see them.
-template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate, class Prepare>
-JLP_DEVICE void quantize_each_tile(const QuantizeArguments& a, Prepare prepare) {
-  using Shared = TilesShared<E, Code, kScales, kStochastic>;
+/// The block's tiles, one after another: at each place those of kTiles matrices, which are quantised alike, and of which
+/// results[i] says where they are. prepare(corner, tiles): what a thread does to the elements that it has copied itself,
+/// before others see them.
+template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate, int kTiles, class Prepare>
+JLP_DEVICE void quantize_each_tile(const Tiles& places, const QuantizeArguments* results, Prepare prepare) {
+  static_assert(kTiles == 1 || (!kIsTwoLevel<kScales> && !kStochastic), "what a matrix fixes is kept of one");
+  using Shared = TilesShared<E, Code, kScales, kStochastic, kTiles>;
   Shared& shared = block_shared<Shared>();
-  const auto load = [&](const TilePlace& at) {
-    if (at.batch >= a.tiles.count.batch) return;
-    const auto* x = static_cast<const typename E::Storage*>(a.x) + at.batch * a.rows * a.columns;
-    shared.tile.load(x, a.rows, a.columns, static_cast<int64_t>(at.down) * kTile, static_cast<int64_t>(at.across) * kTile,
-                     a.pieces);
+  const QuantizeArguments& a = *results;
+  const auto load = [&](const TilePlace& at, int i) {
+    if (at.batch >= places.count.batch) return;
+    const auto* x = static_cast<const typename E::Storage*>(results[i].x) + at.batch * a.rows * a.columns;
+    shared.tiles[i].load(x, a.rows, a.columns, static_cast<int64_t>(at.down) * kTile,
+                         static_cast<int64_t>(at.across) * kTile, results[i].pieces);
   };
   uint32_t started = ~0u;  // the matrix whose scales are at hand
-  TilePlace at = Tiles::last(a.tiles);
-  load(at);
-  while (at.batch < a.tiles.count.batch) {
+  TilePlace at = Tiles::last(places);
+#pragma unroll 1
+  for (int i = 0; i < kTiles; ++i) load(at, i);
+  while (at.batch < places.count.batch) {
     if (at.batch != started) {
       const auto row_matrix = Matrix<kScales>::start(a, a.rowwise, at.batch, shared.tables[0]);
       const auto column_matrix =
@@ -302,32 +312,37 @@ JLP_DEVICE void quantize_each_tile(const QuantizeArguments& a, Prepare prepare) 
       started = at.batch;
     }
     const int64_t row = static_cast<int64_t>(at.down) * kTile, column = static_cast<int64_t>(at.across) * kTile;
-    const TileQuantizer<E, Code, kScales, kStochastic, kRotate> tile = {
-        a, shared, at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
+    const TileCorner corner = {at.batch, row, column, left(a.rows, row, kTile), left(a.columns, column, kTile)};
     copy_async_wait<0>();
-    prepare(tile);
+    prepare(corner, shared.tiles);
     __syncthreads();
     store_tensor_scale(a, a.rowwise, shared.matrices[0], at);
     store_tensor_scale(a, a.columnwise, shared.matrices[1], at);
 
-    const bool rowwise = a.rowwise.data, columnwise = a.columnwise.data;
-    if (a.squares) {
-      const int either = rowwise ? 0 : 1;  // they have the same amax
-      tile.square_scales(shared.matrices[either], shared.tables[kIsTwoLevel<kScales> ? either : 0]);
+#pragma unroll 1
+    for (int i = 0; i < kTiles; ++i) {
+      const TileQuantizer<E, Code, kScales, kStochastic, kRotate, kTiles> tile = {corner, results[i], shared,
+                                                                                  shared.tiles[i]};
+      const bool rowwise = results[i].rowwise.data, columnwise = results[i].columnwise.data;
+      if (a.squares) {
+        const int either = rowwise ? 0 : 1;  // they have the same amax
+        tile.square_scales(shared.matrices[either], shared.tables[kIsTwoLevel<kScales> ? either : 0]);
+      }
+      if (rowwise) tile.rows();
+      if (columnwise) tile.columns();
+      __syncthreads();
+      if (i == 0) at = Tiles::previous(places, at);
+      load(at, i);
+      if (columnwise) tile.store_columns();
+      if (i + 1 < kTiles) __syncthreads();  // its codes have left
     }
-    if (rowwise) tile.rows();
-    if (columnwise) tile.columns();
-    __syncthreads();
-    at = Tiles::previous(a.tiles, at);
-    load(at);
-    if (columnwise) tile.store_columns();
   }
 }
 
 template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, kScales, kStochastic>)
-    quantize_tiles(const QuantizeArguments a) {
-  quantize_each_tile<E, Code, kScales, kStochastic, kRotate>(a, [](const auto&) {});
+    quantize_tiles(const __grid_constant__ QuantizeArguments a) {
+  quantize_each_tile<E, Code, kScales, kStochastic, kRotate, 1>(a.tiles, &a, [](const auto&, auto&) {});
 }
 
 }  // namespace cuda

@@ -49,14 +49,16 @@ struct Tile {
     copy_async_commit();
   }
 
-  /// Calls visit(row, the 16 bytes) for what this thread has copied of the first `rows` rows, all of chunk own_chunk().
-  template <class Visit>
-  __device__ __forceinline__ void each_own(int rows, Visit visit) {
-#pragma unroll 2
-    for (int r = threadIdx.x / kChunks; r < rows; r += kTileThreads / kChunks)
-      visit(r, *reinterpret_cast<uint4*>(words + chunk_word(r, own_chunk())));
-  }
+  /// A thread has copied chunk own_chunk() of rows own_row(), own_row() + kOwnRows, ...: before a barrier it may use those.
+  static constexpr int kOwnRows = kTileThreads / kChunks;
+  JLP_DEVICE int own_row() { return threadIdx.x / kChunks; }
   JLP_DEVICE int own_chunk() { return threadIdx.x % kChunks; }
+  __device__ __forceinline__ uint4& own(int row) { return *reinterpret_cast<uint4*>(words + chunk_word(row, own_chunk())); }
+
+  /// Elements [0, left) of a chunk in memory, zeros after them. whole: it begins at a multiple of 16 bytes.
+  JLP_DEVICE uint4 load_chunk(const typename E::Storage* from, int64_t left, bool whole) {
+    return whole && left >= kChunkElements ? __ldg(reinterpret_cast<const uint4*>(from)) : guarded_chunk(from, left);
+  }
 
   /// 16 elements of a row.
   __device__ __forceinline__ Sixteen<E> row_sixteen(int row, int index) const {

@@ -13,6 +13,7 @@ JLP_DEVICE uint32_t as_bits(float x) { return Lanes<float>::bits(x); }
 // Of two elements in a word: values, packing (rounded to nearest), sign bits of what is negative and not zero. kInfinity has
 // an element's bits at the top of a word.
 struct BF16 {
+  static constexpr ElementType kType = ElementType::kBF16;
   static constexpr int kBytes = 2;
   static constexpr uint32_t kInfinity = 0x7F800000u;
   using Storage = uint16_t;
@@ -24,6 +25,7 @@ struct BF16 {
   JLP_DEVICE float round(float x) { return low(bf16x2(x, 0.0f)); }
 };
 struct F16 {
+  static constexpr ElementType kType = ElementType::kF16;
   static constexpr int kBytes = 2;
   static constexpr uint32_t kInfinity = 0x7C000000u;
   using Storage = uint16_t;
@@ -35,6 +37,7 @@ struct F16 {
   JLP_DEVICE float round(float x) { return low(f16x2(x, 0.0f)); }
 };
 struct F32 {
+  static constexpr ElementType kType = ElementType::kF32;
   static constexpr int kBytes = 4;
   static constexpr uint32_t kInfinity = kInfinityBits;
   using Storage = uint32_t;
