@@ -227,9 +227,18 @@ struct HadamardProblem {
   int64_t batch, rows, columns;
   int32_t size;
   bool vertical, inverse;
-  const uint32_t* sign_bits;  // [size], 0 or the sign bit
+  const uint32_t* sign_bits;  // [size], 0 or the sign bit; not read where signs are drawn
   void* result;
+  const uint32_t* drawn_signs = nullptr;  // [batch, 4]: sign i is negative where bit i % 32 of word i / 32 is set; or null
+
+  /// The sign bit of each element of a transform of matrix `batch`, from the host's memory.
+  void signs_of(int64_t batch, uint32_t* bits) const {
+    for (int32_t i = 0; i < size; ++i)
+      bits[i] = drawn_signs ? (drawn_signs[4 * batch + i / 32] >> (i % 32)) << 31 : sign_bits[i];
+  }
 };
+
+constexpr int32_t kDrawnSigns = 128;  // of a matrix: longer transforms have fixed ones
 
 // --- activations and norms, which make the operands of GEMMs (numerics.md 12)
 

@@ -42,7 +42,7 @@ NEEDS = (
     Need(r"dequantize_kernel<E\dM\d, \d, 2>", read_share=1 / 5),
     # As many bytes read as written.
     Need("hadamard_rows_kernel<.*>", read_share=0.5),
-    Need(r"hadamard_columns_kernel<\d, 16>", read_share=0.5),
+    Need(r"hadamard_columns_kernel<\d, 16, .*>", read_share=0.5),
     Need("hadamard_columns_kernel<.*>", read_share=0.5, dynamic_shared=64 * 1024),
     Need("int4_rows<.*, false>", read_share=0.5),
     Need("int4_columns<.*, false>", read_share=0.5, dynamic_shared=24 * 1024),
