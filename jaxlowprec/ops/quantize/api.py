@@ -20,6 +20,7 @@ from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import last_axis, mesh_axes
 from jaxlowprec.ops.hadamard.api import hadamard_transform
+from jaxlowprec.ops.hadamard.signs import sign_source, signs_of
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4.api import quantize_int4
 from jaxlowprec.ops.quantize.checks import (
@@ -58,6 +59,7 @@ def quantize(
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
     rows_split: bool = False,
+    sign_key: jax.Array | None = None,
 ) -> QuantizedArray:
     """Quantises an array along one axis.
 
@@ -92,6 +94,10 @@ def quantize(
             are those of the matrix [..., S * M, K], its rows numbered through, but stay in parts, and a mesh may split
             both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have only the
             other batch axes.
+        sign_key: for `Hadamard(signs="drawn")`, and only for it: the key of the signs, one for all slices of the batch
+            axes or one for each; or the `signs` of another QuantizedArray, to rotate alike. Both operands of a GEMM
+            need the same one: equal keys are the caller's task, since a product cannot compare them before it runs.
+            Another key compiles nothing anew.
 
     Returns:
         A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never become finite: the block that holds
@@ -100,13 +106,13 @@ def quantize(
 
     Raises:
         TypeError: x is not a float array of those dtypes, or the key is not usable.
-        ValueError: an axis, rounding, key, amax, encode_scale or shape that does not fit.
+        ValueError: an axis, rounding, key, sign_key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
     Int4 rounds to nearest, without rotation or amax; x is rounded to its scale_dtype first. Row-scaled NVFP4 rounds to
     nearest, without rotation or a given amax.
 
-    Source: numerics.md 1 to 7 and 13; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
+    Source: numerics.md 1 to 7, 13 and 15; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize(jnp.ones((32, 64), jnp.bfloat16), jlp.NVFP4())
@@ -120,11 +126,13 @@ def quantize(
     check_plain(who, fmt, rotation, rounding)
     check_length(who, x, fmt, axis)
     batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, rows_split)
+    source = sign_source(who, rotation, sign_key, batch, x.shape[len(batch) : -2])
     if x.ndim == 1 and fmt.scaling != "float16":
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
+        options["sign_key"] = sign_key
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         own: Any = row.amax
@@ -145,7 +153,7 @@ def quantize(
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
     call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
-    return _quantize(x, tensor, words, indices, axis, call)
+    return _quantize(x, tensor, words, indices, source, axis, call)
 
 
 def quantize_both(
@@ -161,6 +169,7 @@ def quantize_both(
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
     rows_split: bool = False,
+    sign_key: jax.Array | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantises an array rowwise and columnwise, in one pass over it.
 
@@ -170,9 +179,10 @@ def quantize_both(
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
-        fmt, rounding, key, implementation, axis_name, rows_split: see `quantize`.
+        fmt, rounding, key, implementation, axis_name, rows_split, sign_key: see `quantize`.
         offset: see `quantize`; in multiples of 16 both ways.
-        hadamard_columnwise: rotate along axis -2 for the columnwise result.
+        hadamard_columnwise: rotate along axis -2 for the columnwise result; unless by fixed signs and size 16, in a
+            pass of its own.
         amax: the amax of x and that of the rotated x, where they are known; see `quantize`.
         encode_scale: for both results; see `quantize`.
 
@@ -197,6 +207,7 @@ def quantize_both(
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
     batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)
+    sign_source(who, rotation, sign_key, batch, x.shape[len(batch) : -2])
     if fmt.scaling == "float16" or fmt.row_scaled or (rotation and not rotates_in_pass(fmt, rotation)):
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
@@ -206,6 +217,7 @@ def quantize_both(
         }
         amaxes = amax or (None, None)
         row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
+        options["sign_key"] = sign_key
         return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
     words = random_words(who, rounding, key, batch)
@@ -248,12 +260,13 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "call"))
-def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArray:
+def _quantize(x, tensor, words, offset, source, axis: int, call: _Call) -> QuantizedArray:
     fmt, rotation = call.format, call.rotation
     x, shape, columnwise = jax.lax.stop_gradient(x), x.shape, axis == -2
     fused = rotation
+    signs = None if source is None else signs_of(source, shape[:-2])
     if rotation and not (columnwise and rotates_in_pass(fmt, rotation)):
-        x, fused = _rotate_padded(x, axis, rotation, call.implementation), None
+        x, fused = _rotate_padded(x, axis, rotation, signs, call.implementation), None
         if tensor is not None and fmt.scaling == "tensor":  # only these codes keep the sign of a NaN (numerics.md 1)
             x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
@@ -261,7 +274,7 @@ def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArra
     spec = call.spec(x, (not columnwise, columnwise), fused, words is not None)
     tensors = [] if tensor is None else [tensor]
     found = quantize_op(spec, call.implementation)(x, *tensors, *random_operands(spec, x, words, offset))
-    return quantized_array(found, tensor, spec, like=(shape, x.dtype), along=(axis, rotation))
+    return quantized_array(found, tensor, spec, like=(shape, x.dtype), along=(axis, rotation, signs))
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -283,8 +296,11 @@ def _quantize_lines(x, fmt: Any, axis: int, implementation: Implementation) -> Q
     return from_matrices(lines, fmt, x.shape[-2:], axis)
 
 
-def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: Implementation) -> jax.Array:
-    """x with whole transforms along an axis, rotated."""
+def _rotate_padded(
+    x: jax.Array, axis: int, hadamard: Hadamard, signs: jax.Array | None, implementation: Implementation
+) -> jax.Array:
+    """x with whole transforms along an axis, rotated. `signs`: those that were drawn."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % hadamard.size)
-    return hadamard_transform(jnp.pad(x, padding), axis, hadamard.size, hadamard.signs, implementation=implementation)
+    x = jnp.pad(x, padding)
+    return hadamard_transform(x, axis, hadamard.size, hadamard.signs, implementation=implementation, sign_key=signs)

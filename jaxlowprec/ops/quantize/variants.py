@@ -18,7 +18,7 @@ from jaxlowprec.ops.rounding import MAX_FINITE, flush
 
 def rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
     """Whether the kernel rotates columns itself."""
-    return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
+    return fmt.scaling == "two_level" and not fmt.tiles and rotation.in_pass
 
 
 def amax_field(fmt: Format, tensor: Any) -> Any:
@@ -75,14 +75,14 @@ def quantized_array(
     tensor: jax.Array | None,
     spec: QuantizeSpec,
     like: tuple[tuple[int, ...], Any],
-    along: tuple[int, Hadamard | None],
+    along: tuple[int, Hadamard | None, jax.Array | None],
 ) -> QuantizedArray:
     """From the op's results for a direction; per-tensor numbers are broadcast to every slice.
 
     Arguments:
         tensor: its amax or encode scale, if there is one.
         like: shape and dtype of what was quantised.
-        along: the quantised axis, and the rotation along it.
+        along: the quantised axis, the rotation along it, and its signs if they are drawn.
     """
     (data, scale), fmt, (shape, dtype) = codes_and_scale, spec.format, like
 
@@ -103,7 +103,7 @@ def quantized_arrays(
         tensors: an amax or encode scale for each of them, or none.
         like: what was quantised.
     """
-    along: list[Any] = [(-1, None)] * spec.rowwise + [(-2, spec.hadamard)] * spec.columnwise
+    along: list[Any] = [(-1, None, None)] * spec.rowwise + [(-2, spec.hadamard, None)] * spec.columnwise
     of_each: Sequence[Any] = tensors or [None] * len(along)
     each = zip(results[0::2], results[1::2], of_each, along, strict=True)
     shape = like.shape, like.dtype
