@@ -32,7 +32,7 @@ class Hadamard:
             "drawn", for sizes up to 128: from the key that `quantize` and `hadamard_transform` take as `sign_key=`, so
             that each step has other signs and none compiles anew.
 
-    Source: numerics.md 3; for "drawn", 15.
+    Source: numerics.md 3 and 15.
     """
 
     size: int = 16

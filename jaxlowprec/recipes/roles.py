@@ -34,9 +34,19 @@ class Role:
         format: the format that they are quantised to.
         rounding: the rounding of codes; "stochastic" only for gradients.
         hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
+            Drawn signs come from the layer's key, or without one from the input's amax (numerics.md 15).
 
     Raises:
         TypeError, ValueError: a field has another value.
+
+    >>> import jaxlowprec as jlp
+    >>> def rotated_anew(role):  # in each step, for jlp.Custom
+    ...     if role.tensor_type == "weight":
+    ...         return jlp.NVFP4((16, 16))
+    ...     rounding = "stochastic" if role.tensor_type == "grad_output" else "nearest"
+    ...     return jlp.Role(jlp.NVFP4(), rounding, jlp.Hadamard(128, signs="drawn"))
+    >>> jlp.Custom(rotated_anew).roles().gradient.hadamard
+    Hadamard(size=128, signs='drawn')
     """
 
     format: Format
@@ -69,6 +79,10 @@ _FORMS = {  # the GEMM that reads a tensor rowwise, and the one that reads it co
     "weight": ("dgrad", "fprop"),
     "gradient": ("dgrad", "wgrad"),
 }
+
+
+def _drawn(role: Role | None) -> bool:
+    return role is not None and role.hadamard is not None and role.hadamard.drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +131,7 @@ class Roles:
             if own is not None and self.ste is not None:
                 raise ValueError(f"Roles: {gemm} and ste are given; quantisation-aware training has its own GEMMs")
         self._check_row_scaled()
+        self._check_drawn_signs()
         one_of("Roles", "ste", self.ste, "identity", "clipped", None)
         one_of("Roles", "served_dtype", self.served_dtype, "bfloat16", "float16", None)
 
@@ -130,6 +145,25 @@ class Roles:
                         f"Roles: {tensor} is {role.format} in {gemm}; only fprop's input can be row-scaled: "
                         "fprop=(Role(NVFP4(row_scaled=True)), the weight's role)"
                     )
+
+    def _check_drawn_signs(self) -> None:
+        """Raises ValueError if a rotation with drawn signs does not cancel."""
+        if any(_drawn(role) for role in self.forms("weight")):
+            raise ValueError(
+                "Roles: the weight has a rotation with drawn signs; only wgrad's operands have one: the input and the "
+                "gradient"
+            )
+        a, b = (self.operand(tensor, "wgrad") for tensor in GEMMS["wgrad"])
+        if a is not None and b is not None and a.hadamard != b.hadamard and (_drawn(a) or _drawn(b)):
+            raise ValueError(
+                f"Roles: input has hadamard={a.hadamard} in wgrad and gradient has {b.hadamard}; a rotation cancels "
+                "only if both operands have it, with the same signs"
+            )
+
+    @property
+    def draws_signs(self) -> bool:
+        """Whether wgrad's operands are rotated with signs that are drawn."""
+        return _drawn(self.operand("input", "wgrad"))
 
     def operands(
         self, gemm: str, backward_override: BackwardOverride = None

@@ -122,7 +122,9 @@ def _measured(
         forms = (role, None) if rowwise else (None, role)
         if sizes is not None and tensor != "weight":
             return groups_both_ways(x, sizes, *forms)[0 if rowwise else 1]
-        return both_ways(x, *forms, rows_split=rows_split and tensor != "weight")[0 if rowwise else 1]
+        drawn = not rowwise and role.hadamard is not None and role.hadamard.drawn
+        options: Any = {"sign_key": jnp.zeros(2, jnp.uint32) if drawn else None}  # the same signs each time
+        return both_ways(x, *forms, rows_split=rows_split and tensor != "weight", **options)[0 if rowwise else 1]
 
     with in_profiles("telemetry"):
         return measuring.measure(probe, seen, requantize, sizes)
