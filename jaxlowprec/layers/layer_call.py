@@ -349,13 +349,13 @@ def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None
 
 def rounds_stochastically(roles: Roles) -> bool:
     """Whether a key would have an effect."""
-    return any(role is not None and role.rounding == "stochastic" for role in roles.forms("gradient"))
+    return roles.drawn
 
 
 def randomness_of(
     who: str, roles: Roles, key: jax.Array | None, batch: tuple[int, ...], gradient: tuple[int, int], name: str
 ) -> Randomness | None:
-    """The source of the random bits of a layer's gradient [*batch, *gradient], if it is rounded stochastically."""
+    """The source of a layer's random bits, if any of its operands takes some. Its gradient is [*batch, *gradient]."""
     if not rounds_stochastically(roles):
         return None
     if key is not None:

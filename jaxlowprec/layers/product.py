@@ -174,16 +174,22 @@ def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[
     return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
 
 
-def quantized_input(spec: ProductSpec, x, state, *, sizes=None, forward=True, backward=False, amaxes=None) -> Input:
+def quantized_input(
+    spec: ProductSpec, x, state, *, sizes=None, randomness=None, forward=True, backward=False, amaxes=None
+) -> Input:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
-    Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `amaxes`: of x
-    rowwise and columnwise.
+    Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `randomness`:
+    that of the first. `amaxes`: of x rowwise and columnwise.
     """
     row, column = roles_of_input(spec, forward=forward, backward=backward)
+    rows = rows_of(spec, sizes)
     with in_profiles("quantize input"):
         encode = _encode_scale(spec, state, "input")
-        return Input(x, *rows_of(spec, sizes).both_ways(x, row, column, encode=encode, amax=amaxes))
+        words = None
+        if column is not None and column.rounding != "nearest":
+            words = randomness.words_of_input(lambda: rows.amax(x) if amaxes is None else amaxes[0])
+        return Input(x, *rows.both_ways(x, row, column, words=words, encode=encode, amax=amaxes))
 
 
 def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:
