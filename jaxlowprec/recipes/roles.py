@@ -33,8 +33,8 @@ class Role:
 
     Attributes:
         format: the format that they are quantised to.
-        rounding: see `quantize`; "stochastic" only for gradients, "eden" only for the operands of wgrad, which `hadamard`
-            rotates: others are to be given roles of their own, by `Roles.wgrad`.
+        rounding: see `quantize`; "stochastic" only for gradients, "eden" only for the operands of wgrad, which
+            `hadamard` rotates: they have roles of their own, `Roles.wgrad`.
         hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
 
     Raises:

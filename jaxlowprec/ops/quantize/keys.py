@@ -91,8 +91,8 @@ class Randomness(NamedTuple):
         return keyless_words(amax(), self.seed)
 
     def words_of_input(self, amax: Callable[[], jax.Array]) -> jax.Array:
-        """The same of the input."""
-        return further_words(self.words_for(amax))
+        """The same of the input; without a key they are the same for all products that read it."""
+        return keyless_words(amax(), np.uint32(0)) if self.words is None else further_words(self.words)
 
 
 def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:
