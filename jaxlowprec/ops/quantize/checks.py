@@ -131,7 +131,7 @@ def draws_bits(rounding: str) -> bool:
     return rounding != "nearest"
 
 
-def checked_roundings(who: str, fmt: Format, rotation: Hadamard | None, rounding: Any) -> tuple[str, str]:
+def checked_roundings(who: str, fmt: Format, rotation: Hadamard | None, rounding: Any) -> tuple[Rounding, Rounding]:
     """`rounding` of `quantize_both`, one for both directions or a pair, as a pair. `rotation`: of the columns."""
     pair = rounding if isinstance(rounding, tuple) else (rounding, rounding)
     if len(pair) != 2:

@@ -92,7 +92,7 @@ class Randomness(NamedTuple):
 
     def words_of_input(self, amax: Callable[[], jax.Array]) -> jax.Array:
         """The same of the input; without a key they are the same for all products that read it."""
-        return keyless_words(amax(), np.uint32(0)) if self.words is None else further_words(self.words)
+        return keyless_words(amax(), np.zeros((), np.uint32)) if self.words is None else further_words(self.words)
 
 
 def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:

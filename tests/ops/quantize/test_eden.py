@@ -204,8 +204,8 @@ def test_golden_bits():
     assert eden.random_bits(draws).tolist() == [[0x4B25F, 0x1F46A, 0xB3547, 0xC482A]]
 
 
-def test_the_chance_of_the_upper_neighbour_is_the_distance_from_the_lower():
-    """Of all 2^20 random numbers, below the least normal number too."""
+def test_the_chance_of_the_upper_neighbour():
+    """It is the distance from the lower one: by all 2^20 random numbers, below the least normal number too."""
     bits = jnp.arange(2**20, dtype=jnp.uint32)
     for wanted, low, high in [
         (1.3, 1.25, 1.375),
@@ -288,7 +288,7 @@ def test_both_directions_with_a_rounding_each(row):
     assert_same_bytes(found, (rowwise, quantized(x, fmt)))
 
 
-def test_both_directions_refuse_eden_of_rows_that_are_not_rotated():
+def test_both_directions_refuse_eden_of_plain_rows():
     x = random_array((32, 32))
     with pytest.raises(ValueError, match="of the rowwise result, which is not rotated; pass a pair"):
         jlp.quantize_both(x, jlp.NVFP4(), True, "eden", KEY)
