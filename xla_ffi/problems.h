@@ -54,7 +54,7 @@ struct Format {
   int64_t scales(int64_t rows, int64_t columns) const { return scale_rows(rows) * scale_columns(columns); }
 };
 
-/// Where stochastic rounding takes its bits from (numerics.md 4): global indices of the unsharded array.
+/// Where stochastic rounding takes its bits from (numerics.md 4 and 14): global indices of the unsharded array.
 struct Random {
   const uint32_t* key = nullptr;       // [batch, 2]; null: round to nearest
   const uint32_t* rows = nullptr;      // [rows of the quantised orientation]
@@ -86,8 +86,11 @@ struct QuantizeProblem {
   QuantizeDirection rowwise, columnwise;
   bool rotate_columns;  // kTwoLevel: random Hadamard transform along the columns, for the columnwise direction
   uint32_t sign_mask;
+  bool eden = false;  // kTwoLevel in 1x16: random bits are for scales, which are corrected for their codes' errors
 
-  bool stochastic() const { return rowwise.random.key || columnwise.random.key; }
+  /// Whether there are random bits, and whether they are for codes.
+  bool random() const { return rowwise.random.key || columnwise.random.key; }
+  bool stochastic() const { return random() && !eden; }
 };
 
 struct AmaxProblem {

@@ -351,19 +351,14 @@ def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None
 
 def uses_key(roles: Roles) -> bool:
     """Whether a key would have an effect."""
-    return rounds_stochastically(roles) or roles.draws_signs
-
-
-def rounds_stochastically(roles: Roles) -> bool:
-    """Whether gradients are rounded with random bits."""
-    return any(role is not None and role.rounding == "stochastic" for role in roles.forms("gradient"))
+    return roles.drawn or roles.draws_signs
 
 
 def randomness_of(
     who: str, roles: Roles, key: jax.Array | None, batch: tuple[int, ...], gradient: tuple[int, int], name: str
 ) -> Randomness | None:
-    """The source of the random bits of a layer's gradient [*batch, *gradient], if it is rounded stochastically."""
-    if not rounds_stochastically(roles):
+    """The source of a layer's random bits, if any of its operands takes some. Its gradient is [*batch, *gradient]."""
+    if not roles.drawn:
         return None
     if key is not None:
         return Randomness(words=slice_words(key_words(who, key, ()), batch))

@@ -63,30 +63,29 @@ def inputs_of(
     x: jax.Array | NormedInput,
     states: Sequence[States],
     *,
-    products: Sequence[Product],
+    first: Product,
     backward: bool = False,
 ) -> tuple[tuple[Input, ...], list[jax.Array], Any]:
-    """`quantized_inputs` of x for those products, further results, and what `input_gradients` needs.
+    """`quantized_inputs` of x, further results, and what `input_gradients` needs. `first`: of the products.
 
     The further result is that of a norm with a residual: the sum of it and x.
     """
-    signs = products[0].signs
+    of_first: Any = {"sizes": first.sizes, "randomness": first.randomness, "signs": first.signs}
     if not isinstance(x, NormedInput):
-        options: Any = {"sizes": products[0].sizes, "signs": signs, "backward": backward}
-        return quantized_inputs(specs, x, states, **options), [], dtype_marker(x)
-    first, operands = specs[0], (x.x, x.weight, x.residual, x.beta)
-    if _reads_codes_alone(first, states):
-        fmt = role_of(first.fprop, 0).format  # type: ignore[union-attr]
+        return quantized_inputs(specs, x, states, **of_first, backward=backward), [], dtype_marker(x)
+    spec, operands = specs[0], (x.x, x.weight, x.residual, x.beta)
+    if _reads_codes_alone(spec, states):
+        fmt = role_of(spec.fprop, 0).format  # type: ignore[union-attr]
         with in_profiles("norm, quantize input"):
-            options = {"columnwise": backward, "rows_split": first.rows_split}
+            options: Any = {"columnwise": backward, "rows_split": spec.rows_split}
             found: Any = quantized_norm(x.spec, fmt, *operands, **options)
         inputs: tuple[Input, ...] = (Input(None, found.rowwise, found.columnwise),)
     else:
         with in_profiles("norm"):
-            wanted = amaxes_of_input(first, backward)
+            wanted = amaxes_of_input(spec, backward)
             found = normed(dataclasses.replace(x.spec, amaxes=wanted), *operands)
         amaxes = for_both_ways(found.amaxes)
-        inputs = quantized_inputs(specs, found.y, states, signs=signs, backward=backward, amaxes=amaxes)
+        inputs = quantized_inputs(specs, found.y, states, **of_first, backward=backward, amaxes=amaxes)
     what = x.x if found.total is None else found.total
     kept = _KeptNorm(dataclasses.replace(x, x=what, residual=None), found.saved)
     return inputs, [] if found.total is None else [found.total], kept

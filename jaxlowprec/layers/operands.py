@@ -78,7 +78,7 @@ def both_ways(
         if role is None:
             return None
         rotation = role.hadamard or False if axis == -2 else False
-        used = words if role.rounding == "stochastic" else None
+        used = words if role.rounding != "nearest" else None
         amax = amax if role.format.has_tensor_scale else None
         signs = sign_key if axis == -2 else None
         return quantize(x, role.format, axis, rotation, role.rounding, used, amax, sign_key=signs, **options)
@@ -114,8 +114,9 @@ def groups_both_ways(x, sizes, row: Role | None, column: Role | None, *, words=N
     """The rows of each group of x [..., T, C], as `both_ways`: GroupedQuantizedArrays."""
 
     def some(role: Role, rowwise: bool, columnwise: bool):
-        used = words if role.rounding == "stochastic" else None
+        used = words if role.rounding != "nearest" else None
         options: Any = {"hadamard": column.hadamard if column is not None else None, "words": used, "amaxes": amaxes}
+        options["eden"] = role.rounding == "eden"
         return quantize_groups(x, sizes, role.format, rowwise=rowwise, columnwise=columnwise, **options)
 
     if row is not None and column is not None and alike(row, column):

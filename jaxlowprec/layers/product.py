@@ -179,20 +179,23 @@ def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[
 
 
 def quantized_input(
-    spec: ProductSpec, x, state, *, sizes=None, signs=None, forward=True, backward=False, amaxes=None
+    spec: ProductSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
 ) -> Input:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
-    Products that share it have equal specs as far as it is concerned. `sizes`, `signs`: those of the products.
-    `amaxes`: of x rowwise and columnwise.
+    Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `randomness`,
+    `signs`: those of the first. `amaxes`: of x rowwise and columnwise.
     """
     row, column = roles_of_input(spec, forward=forward, backward=backward)
     rows = rows_of(spec, sizes)
     with in_profiles("quantize input"):
-        encode, key = _encode_scale(spec, state, "input"), None
+        encode = _encode_scale(spec, state, "input")
+        words, key = None, None
+        if column is not None and column.rounding != "nearest":
+            words = randomness.words_of_input(lambda: rows.amax(x) if amaxes is None else amaxes[0])
         if column is not None and signs is not None:
             key = signs.words_for(lambda: rows.amax(x))
-        return Input(x, *rows.both_ways(x, row, column, encode=encode, amax=amaxes, sign_key=key))
+        return Input(x, *rows.both_ways(x, row, column, words=words, encode=encode, amax=amaxes, sign_key=key))
 
 
 def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:

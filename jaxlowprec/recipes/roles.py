@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxlowprec.arguments import is_one_of, one_of, shown
 from jaxlowprec.arrays.formats import Format, check_amax_epsilon
 from jaxlowprec.arrays.hadamard import Hadamard
+from jaxlowprec.ops.quantize.checks import ROUNDINGS, Rounding, check_eden
 from jaxlowprec.recipes.fields import check_field
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Role:
 
     Attributes:
         format: the format that they are quantised to.
-        rounding: the rounding of codes; "stochastic" only for gradients.
+        rounding: see `quantize`; "stochastic" only for gradients, "eden" only for the operands of wgrad, which
+            `hadamard` rotates: they have roles of their own, `Roles.wgrad`.
         hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
             Drawn signs come from the layer's key, or without one from the input's amax (numerics.md 15).
 
@@ -50,24 +52,26 @@ class Role:
     """
 
     format: Format
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Rounding = "nearest"
     hadamard: Hadamard | None = None
 
     def __post_init__(self):
         if not isinstance(self.format, Format):
             raise TypeError(f"Role: format={shown(self.format)}; needs a format such as NVFP4()")
-        one_of("Role", "rounding", self.rounding, "nearest", "stochastic")
+        one_of("Role", "rounding", self.rounding, *ROUNDINGS)
+        random = self.rounding == "stochastic"
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(f"Role: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
-        if self.format.chooses_scales and (self.rounding == "stochastic" or self.hadamard is not None):
+        check_eden("Role", self.format, self.hadamard, self.rounding)
+        if self.rounding != "eden" and self.format.chooses_scales and (random or self.hadamard is not None):
             given, why = (
                 ('rounding="stochastic"', "a choice among random outcomes is biased")
-                if self.rounding == "stochastic"
+                if random
                 else (f"hadamard={self.hadamard}", "scales of the least error shorten what is rotated")
             )
             raise ValueError(
                 f"Role: {given} and format={self.format}; {why}, and so the gradients: leave it out, or use "
-                'scale_rule="six"'
+                'scale_rule="six"' + (' or rounding="eden"' if self.hadamard is not None else "")
             )
 
 
@@ -132,6 +136,7 @@ class Roles:
                 raise ValueError(f"Roles: {gemm} and ste are given; quantisation-aware training has its own GEMMs")
         self._check_row_scaled()
         self._check_drawn_signs()
+        self._check_eden()
         one_of("Roles", "ste", self.ste, "identity", "clipped", None)
         one_of("Roles", "served_dtype", self.served_dtype, "bfloat16", "float16", None)
 
@@ -164,6 +169,25 @@ class Roles:
     def draws_signs(self) -> bool:
         """Whether wgrad's operands are rotated with signs that are drawn."""
         return _drawn(self.operand("input", "wgrad"))
+
+    def _check_eden(self) -> None:
+        """Raises ValueError if an operand that is not rotated has the rounding that needs it."""
+        for gemm in ("fprop", "dgrad"):
+            for tensor in GEMMS[gemm]:
+                if (role := self.operand(tensor, gemm)) is not None and role.rounding == "eden":
+                    raise ValueError(
+                        f'Roles: {tensor} has rounding="eden" in {gemm}, whose operands are not rotated; give only '
+                        'wgrad such roles: wgrad=(Role(NVFP4(), "eden", Hadamard()), the gradient\'s alike)'
+                    )
+
+    @property
+    def drawn(self) -> bool:
+        """Whether any operand needs random bits."""
+        return any(self.draws(tensor) for tensor in ("input", "gradient"))
+
+    def draws(self, tensor: str) -> bool:
+        """Whether a tensor needs random bits."""
+        return any(role is not None and role.rounding != "nearest" for role in self.forms(tensor))
 
     def operands(
         self, gemm: str, backward_override: BackwardOverride = None

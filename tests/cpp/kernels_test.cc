@@ -140,6 +140,7 @@ TEST(quantize_by_chosen_scales_agrees_with_the_reference) {
   quantize_agrees_with_the_reference(kChosenScales, 12, 1, false);
 }
 TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 12, 2, true); }
+TEST(quantize_by_eden_agrees_with_the_reference) { quantize_agrees_with_the_reference(kEden, 12, 2, true); }
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, true); }
 

@@ -113,7 +113,7 @@ class TestRounding:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"rounding": "up"}, ValueError, 'rounding=\'up\'; needs "nearest" or "stochastic"'),
+            ({"rounding": "up"}, ValueError, 'rounding=\'up\'; needs "nearest", "stochastic" or "eden"'),
             ({"rounding": None}, ValueError, "rounding=None; needs"),
             ({"rounding": "stochastic"}, ValueError, "needs key=, such as jax.random.key(0)"),
             ({"key": KEY}, ValueError, 'a key was given but rounding is "nearest"'),

@@ -131,7 +131,7 @@ def operands_of(activation: str) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
-    inputs, further, _ = inputs_of(spec.hidden, x, states[:-1], products=products)
+    inputs, further, _ = inputs_of(spec.hidden, x, states[:-1], first=products[0])
     of_scaling = [state for state, _ in states]
     each = zip(spec.hidden, for_each(spec.hidden, inputs), products, of_scaling, strict=False)
     hidden = [fprop(*arguments)[0] for arguments in each]
@@ -152,20 +152,20 @@ def _input_of_down(
 
     `wanted`: see `quantized_input`.
     """
-    sizes = down.sizes
+    sizes, randomness = down.sizes, down.randomness
     given = quantized_hidden(spec.activation, spec.down, hidden, states, sizes, **wanted)
     if given is not None:
         return given, None
     a, found = activated(spec.activation, hidden, find, rows_of(spec.down, sizes))
     amaxes = amaxes or found
-    options: Any = {"sizes": sizes, "signs": down.signs, "amaxes": amaxes, **wanted}
-    return quantized_input(spec.down, a, states[0], **options), amaxes
+    options: Any = {"sizes": sizes, "randomness": randomness, "signs": down.signs, "amaxes": amaxes}
+    return quantized_input(spec.down, a, states[0], **options, **wanted), amaxes
 
 
 def _forward(spec: MlpSpec, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
     state, probe = states[-1]
-    inputs, further, made_from = inputs_of(spec.hidden, x, states[:-1], products=products, backward=True)
+    inputs, further, made_from = inputs_of(spec.hidden, x, states[:-1], first=products[0], backward=True)
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
     hidden = tuple(map(product, hidden))
 

@@ -83,7 +83,8 @@ def linears(
         x, recipe, out_sharding, precision: see `linear`.
         kernels: a [K, N] for each layer, each with its own N; see `linear`.
         biases: [N] or None for each layer. None: no layer has one.
-        key: see `linear`; each layer has another one that is derived from it.
+        key: see `linear`; each layer has another one that is derived from it. An x that is rounded by random bits
+            (`Role.rounding` "eden") takes those of the first.
         quantized_kernels, names, states: those of each layer, see `linear`.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,12 @@ from jaxlowprec.ops.hadamard.signs import sign_source, signs_of
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4.api import quantize_int4
 from jaxlowprec.ops.quantize.checks import (
+    Rounding,
     check_length,
     check_plain,
-    check_rounding,
     checked_options,
+    checked_roundings,
+    draws_bits,
     given_tensor,
     quantizable,
     tensor_batch,
@@ -41,8 +43,6 @@ from jaxlowprec.ops.quantize.variants import (
     rotates_in_pass,
     spec_of,
 )
-
-Rounding = Literal["nearest", "stochastic"]
 
 
 def quantize(
@@ -74,10 +74,12 @@ def quantize(
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
             operands of one GEMM, in which it cancels.
-        rounding: of the codes: "nearest" (ties to even) or "stochastic", not where scales are chosen by their error
-            (`NVFP4.scale_rule`). Scales always round to nearest.
-        key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
-            batch axes, or one for all slices. The bits depend only on the key and each element's place.
+        rounding: "nearest" (ties to even); "stochastic": codes are rounded stochastically, and scales to nearest, not
+            where scales are chosen by their error (`NVFP4.scale_rule`); "eden" (MS-EDEN), for NVFP4 in blocks of
+            (1, 16) with `hadamard`: codes are rounded to nearest, and each scale is corrected for its codes' errors and
+            rounded stochastically. Over rotations drawn anew that is unbiased, with half the error of "stochastic".
+        key: for both: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the batch axes, or
+            one for all slices. The bits depend only on the key and each element's place.
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
             known or must cover more than x. Larger elements saturate. A negative or non-finite amax makes its slice
             NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
@@ -85,9 +87,9 @@ def quantize(
         encode_scale: float32, shaped like the batch axes, for Float8Tensor: the factor to multiply by, instead of one
             from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. A factor that
             is not positive and finite makes its slice NaN.
-        offset: row and column of x's first element in the whole array that stochastic rounding should see, for a part
-            of it; the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken
-            modulo that.
+        offset: row and column of x's first element in the whole array that random bits should see, for a part of it;
+            the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken modulo
+            that.
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
             the whole array. Outside of shard_map a mesh needs no argument.
         rows_split: x is [..., S, M, K], one tensor whose rows are split into S parts, with one amax: codes and scales
@@ -106,13 +108,14 @@ def quantize(
 
     Raises:
         TypeError: x is not a float array of those dtypes, or the key is not usable.
-        ValueError: an axis, rounding, key, sign_key, amax, encode_scale or shape that does not fit.
+        ValueError: an axis, rotation, rounding, key, sign_key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
     Int4 rounds to nearest, without rotation or amax; x is rounded to its scale_dtype first. Row-scaled NVFP4 rounds to
     nearest, without rotation or a given amax.
 
-    Source: numerics.md 1 to 7, 13 and 15; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
+    Source: numerics.md 1 to 7 and 13 to 15; int4_qat.md 1.4; arXiv 2509.25149, 2601.22813 (MS-EDEN), 2412.19437,
+    2209.05433, OCP MX v1.0.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize(jnp.ones((32, 64), jnp.bfloat16), jlp.NVFP4())
@@ -152,7 +155,9 @@ def quantize(
         return _quantize_lines(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
+    call = _Call(
+        fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation, eden=rounding == "eden"
+    )
     return _quantize(x, tensor, words, indices, source, axis, call)
 
 
@@ -160,7 +165,7 @@ def quantize_both(
     x: Float[Array, "*B M K"],
     fmt: Format,
     hadamard_columnwise: bool | Hadamard = False,
-    rounding: Rounding = "nearest",
+    rounding: Rounding | tuple[Rounding, Rounding] = "nearest",
     key: jax.Array | None = None,
     implementation: Implementation = None,
     *,
@@ -171,7 +176,7 @@ def quantize_both(
     rows_split: bool = False,
     sign_key: jax.Array | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """Quantises an array rowwise and columnwise, in one pass over it.
+    """Quantises an array rowwise and columnwise, in one pass over it where both round alike.
 
     The bytes are those of `quantize(x, fmt, axis=-1)` and `quantize(x, fmt, axis=-2, hadamard=hadamard_columnwise)`
     with the same rounding and key. With 16x16 blocks and nearest rounding the columnwise codes are the rowwise ones
@@ -179,7 +184,9 @@ def quantize_both(
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
-        fmt, rounding, key, implementation, axis_name, rows_split, sign_key: see `quantize`.
+        fmt, key, implementation, axis_name, rows_split, sign_key: see `quantize`.
+        rounding: see `quantize`; or a pair, of the rowwise and of the columnwise result. Only the latter can be "eden",
+            since only it is rotated.
         offset: see `quantize`; in multiples of 16 both ways.
         hadamard_columnwise: rotate along axis -2 for the columnwise result; unless by fixed signs and size 16, in a
             pass of its own.
@@ -202,13 +209,15 @@ def quantize_both(
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
-    indices = checked_options(who, (-1, -2), rounding, offset, axis_name, rows_split, implementation)
-    check_rounding(who, fmt, rounding)
+    roundings = checked_roundings(who, fmt, rotation, rounding)
+    row_rounding, column_rounding = roundings
+    indices = checked_options(who, (-1, -2), row_rounding, offset, axis_name, rows_split, implementation)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
-    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)
+    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, max(roundings, key=draws_bits), rows_split)
     sign_source(who, rotation, sign_key, batch, x.shape[len(batch) : -2])
-    if fmt.scaling == "float16" or fmt.row_scaled or (rotation and not rotates_in_pass(fmt, rotation)):
+    separately = row_rounding != column_rounding or (rotation is not None and not rotates_in_pass(fmt, rotation))
+    if fmt.scaling == "float16" or fmt.row_scaled or separately:
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,
@@ -216,11 +225,12 @@ def quantize_both(
             "rows_split": rows_split,
         }
         amaxes = amax or (None, None)
-        row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
-        options["sign_key"] = sign_key
-        return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
+        keys = [key if draws_bits(r) or row_rounding == column_rounding else None for r in roundings]
+        row = quantize(x, fmt, -1, False, row_rounding, keys[0], amaxes[0], implementation, **options)
+        options["sign_key"], rotated = sign_key, rotation or False
+        return row, quantize(x, fmt, -2, rotated, column_rounding, keys[1], amaxes[1], implementation, **options)
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
-    words = random_words(who, rounding, key, batch)
+    words = random_words(who, row_rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
     call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
@@ -234,6 +244,7 @@ class _Call(NamedTuple):
         format, axis_name, rows_split, implementation: see `quantize`.
         rotation: `hadamard=`, or None.
         encode_scale_given: the number per tensor is the factor to multiply by, not an amax.
+        eden: of the roundings with a key, that of scales.
     """
 
     format: Any
@@ -242,6 +253,7 @@ class _Call(NamedTuple):
     axis_name: Any
     rows_split: bool
     implementation: Implementation
+    eden: bool = False
 
     def amaxes(self, x: jax.Array, plain: bool, rotation: Hadamard | None) -> list[jax.Array]:
         """Amaxes of x and of the rotated x, as wanted; over all shards along `axis_name`."""
@@ -252,7 +264,11 @@ class _Call(NamedTuple):
         self, x: jax.Array, directions: tuple[bool, bool], hadamard: Hadamard | None, stochastic: bool
     ) -> QuantizeSpec:
         """The variant of the op that quantises x. `hadamard`: the rotation that the op applies, or None."""
-        options = {"encode_scale_given": self.encode_scale_given, "rows_split": self.rows_split}
+        options = {
+            "encode_scale_given": self.encode_scale_given,
+            "rows_split": self.rows_split,
+            "eden": self.eden,
+        }
         return spec_of(x, self.format, directions, hadamard, stochastic, **options)
 
 

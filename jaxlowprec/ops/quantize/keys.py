@@ -19,14 +19,14 @@ from jaxlowprec.ops.rounding import magnitude_bits
 def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
     """The two uint32 words of `key=` for each slice of the batch axes, or None for nearest rounding.
 
-    `rounding` is checked: "nearest" or "stochastic".
+    `rounding` is checked: "nearest", "stochastic" or "eden".
     """
     if rounding == "nearest":
         if key is not None:
             raise ValueError(f'{who}: a key was given but rounding is "nearest"; pass rounding="stochastic" or no key')
         return None
     if key is None:
-        raise ValueError(f'{who}: rounding="stochastic" needs key=, such as jax.random.key(0)')
+        raise ValueError(f'{who}: rounding="{rounding}" needs key=, such as jax.random.key(0)')
     return key_words(who, key, batch)
 
 
@@ -65,13 +65,20 @@ def slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.stack(out[:2], axis=-1).reshape(*batch, 2)
 
 
+def further_words(words: jax.Array) -> jax.Array:
+    """Other words [..., 2] that follow from those of a key: two operands of one GEMM must not share their bits."""
+    zero = jnp.zeros(words.shape[:-1], jnp.uint32)
+    out = philox4x32((zero, zero, zero, zero + 3), (words[..., 0], words[..., 1]))
+    return jnp.stack(out[:2], axis=-1)
+
+
 class Randomness(NamedTuple):
-    """The source of the random bits with which a tensor is quantised, for stochastic rounding or the signs of its
-    rotation: exactly one of the two.
+    """The source of the random bits of a product's operands, for their rounding or for the signs of their rotation:
+    exactly one of the two.
 
     Attributes:
         words: of a key, uint32 [..., 2]; see `slice_words`.
-        seed: uint32 [], see `keyless_seed`, for bits that come from the tensor itself.
+        seed: uint32 [], see `keyless_seed`, for bits that come from the operand itself.
     """
 
     words: jax.Array | None = None
@@ -83,6 +90,10 @@ class Randomness(NamedTuple):
             return self.words
         assert self.seed is not None
         return keyless_words(amax(), self.seed)
+
+    def words_of_input(self, amax: Callable[[], jax.Array]) -> jax.Array:
+        """The same of the input; without a key they are the same for all products that read it."""
+        return keyless_words(amax(), np.zeros((), np.uint32)) if self.words is None else further_words(self.words)
 
 
 def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:

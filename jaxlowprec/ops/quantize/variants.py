@@ -21,9 +21,9 @@ def rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
     return fmt.scaling == "two_level" and not fmt.tiles and rotation.in_pass
 
 
-def amax_field(fmt: Format, tensor: Any) -> Any:
-    """The `amax` of a QuantizedArray whose tensor has that amax: more than it where there is room: numerics.md 13."""
-    if not fmt.chooses_scales:
+def amax_field(fmt: Format, tensor: Any, eden: bool = False) -> Any:
+    """The `amax` of a QuantizedArray whose tensor has that amax: more where scales have room: numerics.md 13, 14."""
+    if not (fmt.chooses_scales or eden):
         return tensor
     return jnp.where(jnp.isfinite(tensor), jnp.minimum(flush(tensor) * 1.75, MAX_FINITE), tensor)
 
@@ -37,18 +37,19 @@ def spec_of(
     *,
     encode_scale_given: bool = False,
     rows_split: bool = False,
+    eden: bool = False,
 ) -> QuantizeSpec:
     """The variant that quantises x [..., R, C] rowwise, columnwise or both; see `QuantizeSpec`."""
     rowwise, columnwise = directions
     rows, columns = x.shape[-2:]
     ragged = rows % unit(fmt, columnwise, stochastic) != 0, columns % unit(fmt, rowwise, stochastic) != 0
-    return QuantizeSpec(fmt, *directions, hadamard, stochastic, encode_scale_given, *ragged, rows_split)
+    return QuantizeSpec(fmt, *directions, hadamard, stochastic, encode_scale_given, *ragged, rows_split, eden)
 
 
 def random_operands(
     spec: QuantizeSpec, x: Any, words: jax.Array | None, offset: tuple[Any, Any] = (0, 0)
 ) -> list[jax.Array]:
-    """The op's operands for stochastic rounding, made beside the op, so that they are split as x is.
+    """The op's operands for random bits, made beside the op, so that they are split as x is.
 
     Arguments:
         words: of the key, uint32 [..., 2]; None: to nearest.
@@ -90,7 +91,7 @@ def quantized_array(
         return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
 
     scale = with_each(scale) if fmt.scaling == "tensor" else scale
-    amax = with_each(amax_field(fmt, tensor)) if fmt.scaling == "two_level" else None
+    amax = with_each(amax_field(fmt, tensor, spec.eden)) if fmt.scaling == "two_level" else None
     return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, *along)
 
 
