@@ -52,6 +52,9 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
     )
     case("quantize_both, RHT columnwise", "jitted reference", 20, both(), both("reference"), few)
     case("quantize rowwise, stochastic", "nearest", 0.75, quantize(rounding="stochastic", key=key), quantize())
+    rotated = {"axis": -2, "hadamard": True}
+    eden = quantize(rounding="eden", key=key, **rotated)
+    case("quantize columnwise, rotated, eden", "nearest", 0.6, eden, quantize(**rotated))
     transform = jax.jit(jlp.hadamard_transform)
     case("hadamard_transform", "copying the same bytes", 0.5, lambda: transform(x), copies.copy(host, same))
     for size in (64, 256):

@@ -27,6 +27,7 @@ def quantized(x, fmt, axis=-1, hadamard=None, rounding="nearest", key=None, **gi
     matrices = np.asarray(x).reshape(-1, *x.shape[-2:])
     random = None if key is None else (np.asarray(jax.random.key_data(key)), int(axis == -2), 0, 0)
     negative = hadamard.negative if hadamard else None
+    given |= {"eden": rounding == "eden"}
     out = [numpy_oracle.quantize_matrix(m, x.dtype, fmt, axis, negative, random, **given) for m in matrices]
     return [
         None if part[0] is None else np.stack(part).reshape((*x.shape[:-2], *np.shape(part[0])))

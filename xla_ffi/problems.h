@@ -54,7 +54,7 @@ struct Format {
   int64_t scales(int64_t rows, int64_t columns) const { return scale_rows(rows) * scale_columns(columns); }
 };
 
-/// Where stochastic rounding takes its bits from (numerics.md 4): global indices of the unsharded array.
+/// Where stochastic rounding takes its bits from (numerics.md 4 and 14): global indices of the unsharded array.
 struct Random {
   const uint32_t* key = nullptr;       // [batch, 2]; null: round to nearest
   const uint32_t* rows = nullptr;      // [rows of the quantised orientation]
@@ -86,8 +86,11 @@ struct QuantizeProblem {
   QuantizeDirection rowwise, columnwise;
   bool rotate_columns;  // kTwoLevel: random Hadamard transform along the columns, for the columnwise direction
   uint32_t sign_mask;
+  bool eden = false;  // kTwoLevel in 1x16: random bits are for scales, which are corrected for their codes' errors
 
-  bool stochastic() const { return rowwise.random.key || columnwise.random.key; }
+  /// Whether there are random bits, and whether they are for codes.
+  bool random() const { return rowwise.random.key || columnwise.random.key; }
+  bool stochastic() const { return random() && !eden; }
 };
 
 struct AmaxProblem {
@@ -227,9 +230,18 @@ struct HadamardProblem {
   int64_t batch, rows, columns;
   int32_t size;
   bool vertical, inverse;
-  const uint32_t* sign_bits;  // [size], 0 or the sign bit
+  const uint32_t* sign_bits;  // [size], 0 or the sign bit; not read where signs are drawn
   void* result;
+  const uint32_t* drawn_signs = nullptr;  // [batch, 4]: sign i is negative where bit i % 32 of word i / 32 is set; or null
+
+  /// The sign bit of each element of a transform of matrix `batch`, from the host's memory.
+  void signs_of(int64_t batch, uint32_t* bits) const {
+    for (int32_t i = 0; i < size; ++i)
+      bits[i] = drawn_signs ? (drawn_signs[4 * batch + i / 32] >> (i % 32)) << 31 : sign_bits[i];
+  }
 };
+
+constexpr int32_t kDrawnSigns = 128;  // of a matrix: longer transforms have fixed ones
 
 // --- activations and norms, which make the operands of GEMMs (numerics.md 12)
 

@@ -18,7 +18,8 @@ from jaxlowprec.arrays.hadamard import Hadamard
 
 _PLACE = "_empty"  # the key of a fifth child: None, except in trees of other leaves than arrays
 _MADE_BY_HAND = "_made_by_hand"  # the key of arrays that the constructor made and nothing has checked yet
-_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("data", "scale", "amax", "zero_point"))
+_FIELDS = ("data", "scale", "amax", "zero_point")  # the arrays of every quantised array
+_DRAWN_FIELDS = (*_FIELDS, "signs")  # and of one whose rotation has drawn signs
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -35,6 +36,8 @@ class QuantizedArray:
         scale          [..., M, ceil(K/b)]; for b x b tiles [..., ceil(M/b), ceil(K/b)]; for Float8Tensor [...]
         zero_point     uint8 [..., M, ceil(K/b)], 0 to 15, for asymmetric Int4; else None
         amax           float32 [...], after the rotation, or None; of row-scaled formats [..., M]
+        signs          uint32 [..., 4], if the rotation has drawn signs: sign i is -1 where bit i % 32 of word i / 32 is
+                       set; else None
         axis == -2     data and scale are those of the transposed array, [..., K, ...]: blocks run along M
 
     For Int4 four bytes of data, read as a little-endian int32, are one word of a compressed-tensors checkpoint.
@@ -52,6 +55,8 @@ class QuantizedArray:
         dtype: what `dequantize` gives by default: the dtype it was quantised from.
         axis: -1 (rowwise) or -2 (columnwise): the quantised axis, which a GEMM contracts.
         hadamard: the rotation applied along that axis, or None.
+        signs: of that rotation if they were drawn from a key, else None. An array that is quantised with it as
+            `sign_key=` is rotated alike.
     """
 
     data: jax.Array
@@ -63,6 +68,7 @@ class QuantizedArray:
     dtype: Any
     axis: int
     hadamard: Hadamard | None
+    signs: jax.Array | None = None
 
     def __post_init__(self):
         who = "QuantizedArray"
@@ -79,7 +85,9 @@ class QuantizedArray:
     # Written by hand: jax.tree_util.register_dataclass adds 3 us, a sixth of an eager call on a small array.
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The arrays and an empty child, then the static fields."""
-        children = (self.data, self.scale, self.amax, self.zero_point, self.__dict__.get(_PLACE))
+        # Checkpoints hold the children: an array of another rotation has none for signs.
+        drawn = (self.signs,) if _is_drawn(self.hadamard) else ()
+        children = (self.data, self.scale, self.amax, self.zero_point, *drawn, self.__dict__.get(_PLACE))
         return children, (self.format, self.matrix_shape, self.dtype, self.axis, self.hadamard)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -91,15 +99,17 @@ class QuantizedArray:
         children, static = self.tree_flatten()
         rotation = "" if self.hadamard is None else f", rotated by {_without_defaults(self.hadamard)}"
         told = f"{_without_defaults(self.format)} along axis {self.axis} of {self.matrix_shape}{rotation}"
-        return tuple(zip((*_KEYS, jax.tree_util.GetAttrKey(told)), children, strict=True)), static
+        names = _DRAWN_FIELDS if _is_drawn(self.hadamard) else _FIELDS
+        return tuple(zip(map(jax.tree_util.GetAttrKey, (*names, told)), children, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
         """The inverse of `tree_flatten`."""
         self = object.__new__(cls)
         fields = self.__dict__
-        fields["data"], fields["scale"], fields["amax"], fields["zero_point"], fields[_PLACE] = children
+        fields["data"], fields["scale"], fields["amax"], fields["zero_point"], *drawn, fields[_PLACE] = children
         fields["format"], fields["matrix_shape"], fields["dtype"], fields["axis"], fields["hadamard"] = static
+        fields["signs"] = drawn[0] if drawn else None
         return self
 
     @property
@@ -151,6 +161,10 @@ class QuantizedArray:
             return f"QuantizedArray({self.format}, data={self.data}, scale={self.scale}, amax={self.amax})"
 
 
+def _is_drawn(hadamard: Hadamard | None) -> bool:
+    return hadamard is not None and hadamard.drawn
+
+
 def _is_size(size: Any) -> bool:
     return isinstance(size, int | np.integer) or jax.export.is_symbolic_dim(size)
 
@@ -177,7 +191,8 @@ def _arrays(
     per_line = (lines,) if fmt.row_scaled and len(matrix) == 2 else ()
     amax = (per_line, jnp.float32) if fmt.scaling == "two_level" else None
     zero_point = (scales[0], jnp.uint8) if fmt.has_zero_point else None
-    fields = (codes, scales, amax, zero_point)
+    signs = ((4,), jnp.uint32) if _is_drawn(hadamard) else None
+    fields = (codes, scales, amax, zero_point, signs)
     return tuple(None if f is None else ((*batch, *f[0]), jnp.dtype(f[1])) for f in fields)
 
 
@@ -200,14 +215,12 @@ def check_quantized(who: str, name: str, q: Any) -> None:
         )
     if _MADE_BY_HAND not in q.__dict__:
         return
-    fields = (q.data, q.scale, q.amax, q.zero_point)
+    fields = [getattr(q, name) for name in _DRAWN_FIELDS]
     found = tuple(None if f is None else (getattr(f, "shape", None), getattr(f, "dtype", None)) for f in fields)
     shape = getattr(q.data, "shape", ())
     batch = shape[: len(shape) - len(q.matrix_shape)]
     if found != (needed := _arrays(q.format, q.matrix_shape, q.axis, q.hadamard, batch)):
-        field, has, needs = next(
-            (f, h, n) for f, h, n in zip(("data", "scale", "amax", "zero_point"), found, needed, strict=True) if h != n
-        )
+        field, has, needs = next((f, h, n) for f, h, n in zip(_DRAWN_FIELDS, found, needed, strict=True) if h != n)
         what = f"{q.format} of {'x'.join(map(str, q.matrix_shape))} along axis {q.axis}"
         raise ValueError(f"{who}: {name}.{field} is {_described(has)}; {what} needs {_described(needs)}")
     q.__dict__.pop(_MADE_BY_HAND, None)

@@ -33,7 +33,7 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
 
     Returns:
         A QuantizedArray with the shape of q, but the size of `axis` multiplied by that of `axis_name`. If the shards do
-            not share their tensor scale, all of it decodes to NaN.
+            not share their tensor scale, or signs of their rotation that were drawn, all of it decodes to NaN.
 
     Raises:
         TypeError: q is not a QuantizedArray.
@@ -69,13 +69,16 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
     sizes = list(q.matrix_shape)
     sizes[from_the_end] *= jax.lax.axis_size(axis_name)
     per_tensor = q.format.scaling == "tensor"
+    scale = _shared(q.scale, q.data, axis_name) if per_tensor else _gathered(q.scale, axis_name, dim)
+    scale, signs = _with_shared_signs(scale, q, axis_name)
     return dataclasses.replace(
         q,
         data=_gathered(q.data, axis_name, dim),
-        scale=_shared(q.scale, q.data, axis_name) if per_tensor else _gathered(q.scale, axis_name, dim),
+        scale=scale,
         amax=None if q.amax is None else _shared(q.amax, q.data, axis_name),
         zero_point=None if q.zero_point is None else _gathered(q.zero_point, axis_name, dim),
         matrix_shape=tuple(sizes),
+        signs=signs,
     )
 
 
@@ -102,9 +105,28 @@ def _gathered(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
 
 def _shared(x: jax.Array, shards: jax.Array, axis_name: AxisName) -> jax.Array:
     """A number that all shards should have; NaN if they differ."""
+    if _is_shared(x, shards, axis_name):
+        return x
+    largest, alike = _agreed(magnitude_bits(x), axis_name)
+    return jnp.where(alike, from_bits(largest), jnp.nan)
+
+
+def _with_shared_signs(scale: jax.Array, q: QuantizedArray, axis_name: AxisName) -> tuple[jax.Array, jax.Array | None]:
+    """The scale, NaN where shards differ in the signs of their rotation, and the signs."""
+    if q.signs is None or _is_shared(q.signs, q.data, axis_name):
+        return scale, q.signs
+    signs, alike = _agreed(q.signs, axis_name)
+    alike = alike.all(axis=-1)
+    return jnp.where(jnp.expand_dims(alike, tuple(range(alike.ndim, scale.ndim))), scale, jnp.nan), signs
+
+
+def _is_shared(x: jax.Array, shards: jax.Array, axis_name: AxisName) -> bool:
+    """Whether the type of x says that all shards have the same."""
     names = set(axis_name) if isinstance(axis_name, tuple) else {axis_name}
-    if names & varying_axes(shards) and not names & varying_axes(x):
-        return x  # its type already says that all shards have the same
-    bits = magnitude_bits(x)
+    return bool(names & varying_axes(shards)) and not names & varying_axes(x)
+
+
+def _agreed(bits: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """The largest of the shards' unsigned integers, and where all shards have it."""
     largest, inverted = jax.lax.pmax((bits, ~bits), axis_name)
-    return jnp.where(largest == ~inverted, from_bits(largest), jnp.nan)
+    return largest, largest == ~inverted

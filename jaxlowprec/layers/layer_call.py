@@ -60,7 +60,7 @@ class LayerCall:
         who: the name of the function, for messages.
         name: the layer's name.
         recipe: the recipe that the layer follows in this call; None for high precision, and for a loaded weight.
-        key: the key of stochastic rounding, or None.
+        key: the key of stochastic rounding and of drawn signs, or None.
         quantized: the weight if it is quantised already, or None.
         state: the state of delayed scaling, or None.
         precision: precision of the three GEMMs.
@@ -160,13 +160,15 @@ class LayerCall:
         overrides = recipe.backward_override, recipe.delayed
         spec = ProductSpec(roles, *overrides, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
         batch = x.shape[: -3 if rows_split else -2]
-        gradient = math.prod(x.shape[len(batch) : -1]), weight.shape[-1]
-        randomness = randomness_of(self.who, roles, self.key, batch, gradient, self.name)
+        tokens = math.prod(x.shape[len(batch) : -1])
+        randomness = randomness_of(self.who, roles, self.key, batch, (tokens, weight.shape[-1]), self.name)
+        signs = signs_for(self.who, roles, self.key, (tokens, x.shape[-1]), self.name)
         used = None
         if recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
         states = used, probes.probe(self.who, self.name)
-        return Prepared(spec, self.accumulated(Product(w, bias, randomness, self.quantized)), states, state)
+        product = Product(w, bias, randomness, self.quantized, signs=signs)
+        return Prepared(spec, self.accumulated(product), states, state)
 
     def accumulated(self, product: Product) -> Product:
         """The call's product, with the sum that its kernel's gradient is added to, if there is one."""
@@ -347,17 +349,24 @@ def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None
     return True
 
 
-def rounds_stochastically(roles: Roles) -> bool:
+def uses_key(roles: Roles) -> bool:
     """Whether a key would have an effect."""
-    return any(role is not None and role.rounding == "stochastic" for role in roles.forms("gradient"))
+    return roles.drawn or roles.draws_signs
 
 
 def randomness_of(
     who: str, roles: Roles, key: jax.Array | None, batch: tuple[int, ...], gradient: tuple[int, int], name: str
 ) -> Randomness | None:
-    """The source of the random bits of a layer's gradient [*batch, *gradient], if it is rounded stochastically."""
-    if not rounds_stochastically(roles):
+    """The source of a layer's random bits, if any of its operands takes some. Its gradient is [*batch, *gradient]."""
+    if not roles.drawn:
         return None
     if key is not None:
         return Randomness(words=slice_words(key_words(who, key, ()), batch))
     return Randomness(seed=keyless_seed(*gradient, name))
+
+
+def signs_for(who: str, roles: Roles, key: jax.Array | None, tokens: tuple[int, int], name: str) -> Randomness | None:
+    """The source of the signs of wgrad's rotation, if they are drawn (numerics.md 15). `tokens`: the input's sizes."""
+    if not roles.draws_signs:
+        return None
+    return Randomness(seed=keyless_seed(*tokens, name)) if key is None else Randomness(words=key_words(who, key, ()))

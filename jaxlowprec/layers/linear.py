@@ -105,8 +105,9 @@ def linear(
             is a constant to autodiff. Or one of both with an adapter, see `jaxlowprec.lora`.
         bias: [N].
         recipe: default: the context's (`autocast`). None: high precision, the kernel cast to x's dtype.
-        key: for recipes that round gradients stochastically; see `quantize`. None: the bits are derived from the
-            gradient itself (its amax), its shape and `name`, deterministically.
+        key: for recipes that round gradients stochastically, or draw the signs of a rotation; see `quantize`. None:
+            the bits are derived from the gradient itself (its amax), its shape and `name`, deterministically, and signs
+            likewise from the input.
         quantized_kernel: `quantize_kernel(kernel)`, so that it is not quantised again.
         name: the layer's name, for the bits without a key and for recipes that treat layers differently.
         state: the state of delayed scaling, of `jaxlowprec.delayed_scaling.init_state`; its gradient is its new value.

@@ -11,7 +11,7 @@ import jax
 
 from jaxlowprec import wiring
 from jaxlowprec.layers.operands import alike, for_both_ways, role_of
-from jaxlowprec.layers.product import Input, ProductSpec, Specs, States, amaxes_of_input, quantized_inputs
+from jaxlowprec.layers.product import Input, Product, ProductSpec, Specs, States, amaxes_of_input, quantized_inputs
 from jaxlowprec.layers.residuals import dtype_marker, in_profiles
 from jaxlowprec.ops.norms.api import Norm, norm_gradients, normed
 from jaxlowprec.ops.norms.op import NormSpec
@@ -59,27 +59,33 @@ class _KeptNorm(NamedTuple):
 
 
 def inputs_of(
-    specs: Specs, x: jax.Array | NormedInput, states: Sequence[States], *, sizes: Any = None, backward: bool = False
+    specs: Specs,
+    x: jax.Array | NormedInput,
+    states: Sequence[States],
+    *,
+    first: Product,
+    backward: bool = False,
 ) -> tuple[tuple[Input, ...], list[jax.Array], Any]:
-    """`quantized_inputs` of x, further results, and what `input_gradients` needs.
+    """`quantized_inputs` of x, further results, and what `input_gradients` needs. `first`: of the products.
 
     The further result is that of a norm with a residual: the sum of it and x.
     """
+    of_first: Any = {"sizes": first.sizes, "randomness": first.randomness, "signs": first.signs}
     if not isinstance(x, NormedInput):
-        return quantized_inputs(specs, x, states, sizes=sizes, backward=backward), [], dtype_marker(x)
-    first, operands = specs[0], (x.x, x.weight, x.residual, x.beta)
-    if _reads_codes_alone(first, states):
-        fmt = role_of(first.fprop, 0).format  # type: ignore[union-attr]
+        return quantized_inputs(specs, x, states, **of_first, backward=backward), [], dtype_marker(x)
+    spec, operands = specs[0], (x.x, x.weight, x.residual, x.beta)
+    if _reads_codes_alone(spec, states):
+        fmt = role_of(spec.fprop, 0).format  # type: ignore[union-attr]
         with in_profiles("norm, quantize input"):
-            options: Any = {"columnwise": backward, "rows_split": first.rows_split}
+            options: Any = {"columnwise": backward, "rows_split": spec.rows_split}
             found: Any = quantized_norm(x.spec, fmt, *operands, **options)
         inputs: tuple[Input, ...] = (Input(None, found.rowwise, found.columnwise),)
     else:
         with in_profiles("norm"):
-            wanted = amaxes_of_input(first, backward)
+            wanted = amaxes_of_input(spec, backward)
             found = normed(dataclasses.replace(x.spec, amaxes=wanted), *operands)
         amaxes = for_both_ways(found.amaxes)
-        inputs = quantized_inputs(specs, found.y, states, backward=backward, amaxes=amaxes)
+        inputs = quantized_inputs(specs, found.y, states, **of_first, backward=backward, amaxes=amaxes)
     what = x.x if found.total is None else found.total
     kept = _KeptNorm(dataclasses.replace(x, x=what, residual=None), found.saved)
     return inputs, [] if found.total is None else [found.total], kept

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.wanted import Amaxes
@@ -63,21 +62,26 @@ def alike(row: Role | None, column: Role | None) -> bool:
 
 
 def both_ways(
-    x, row: Role | None, column: Role | None, *, words=None, amax=None, encode=None, rows_split=False
+    x, row: Role | None, column: Role | None, *, words=None, amax=None, encode=None, rows_split=False, sign_key=None
 ) -> tuple[Any, Any]:
-    """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it."""
+    """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it.
+
+    `words`: for stochastic rounding. `sign_key`: for a columnwise rotation with drawn signs; see `quantize`.
+    """
     options: Any = {"encode_scale": encode, "rows_split": rows_split}
     row_amax, column_amax = amax or (None, None)
     if row is not None and column is not None and alike(row, column):
+        options["sign_key"] = sign_key
         return quantize_both(x, row.format, column.hadamard or False, row.rounding, words, amax=amax, **options)
 
     def one(role: Role | None, axis: int, amax: Any) -> QuantizedArray | None:
         if role is None:
             return None
         rotation = role.hadamard or False if axis == -2 else False
-        used = words if role.rounding == "stochastic" else None
+        used = words if role.rounding != "nearest" else None
         amax = amax if role.format.has_tensor_scale else None
-        return quantize(x, role.format, axis, rotation, role.rounding, used, amax, **options)
+        signs = sign_key if axis == -2 else None
+        return quantize(x, role.format, axis, rotation, role.rounding, used, amax, sign_key=signs, **options)
 
     return one(row, -1, row_amax), one(column, -2, column_amax)
 
@@ -85,11 +89,11 @@ def both_ways(
 def amaxes_of(row: Role | None, column: Role | None, rows_split: bool = False) -> Amaxes | None:
     """The amaxes of a tensor that is quantised rowwise and columnwise: plain, and rotated if the columnwise form is.
 
-    None if its formats have no tensor scale, or the rotation is of another size than a block.
+    None if its formats have no tensor scale, or the rotation is none of the kernels that find amaxes.
     """
     tensor_scales = [role for role in (row, column) if role is not None and role.format.has_tensor_scale]
     rotation = column.hadamard if column is not None and column in tensor_scales else None
-    if not tensor_scales or (rotation is not None and rotation.size != BLOCK):
+    if not tensor_scales or (rotation is not None and not rotation.in_pass):
         return None
     return Amaxes(True, rotation, rows_split)
 
@@ -110,8 +114,9 @@ def groups_both_ways(x, sizes, row: Role | None, column: Role | None, *, words=N
     """The rows of each group of x [..., T, C], as `both_ways`: GroupedQuantizedArrays."""
 
     def some(role: Role, rowwise: bool, columnwise: bool):
-        used = words if role.rounding == "stochastic" else None
+        used = words if role.rounding != "nearest" else None
         options: Any = {"hadamard": column.hadamard if column is not None else None, "words": used, "amaxes": amaxes}
+        options["eden"] = role.rounding == "eden"
         return quantize_groups(x, sizes, role.format, rowwise=rowwise, columnwise=columnwise, **options)
 
     if row is not None and column is not None and alike(row, column):

@@ -127,6 +127,8 @@ class Product(NamedTuple):
         total: float32 [..., K, N]: the kernel's gradient is added to it, and the sum is its own gradient. The kernel
             itself gets none.
         sizes: int32 [..., E], if the input's rows lie in groups, each for its own matrix of the kernel [..., E, K, N].
+        signs: the source of the signs with which wgrad's operands are rotated, if they are drawn. Products that share
+            their input use the first one's.
     """
 
     w: Any
@@ -135,6 +137,7 @@ class Product(NamedTuple):
     quantized: QuantizedKernel | None
     total: Any = None
     sizes: Any = None
+    signs: Randomness | None = None
 
 
 States = tuple[Any, Any]
@@ -155,7 +158,7 @@ class KeptProduct(NamedTuple):
     Attributes:
         w: the kernel as dgrad reads it.
         like: markers of the dtypes of the kernel and of the bias.
-        randomness, total, sizes: see `Product`.
+        randomness, total, sizes, signs: see `Product`.
         state, found: of delayed scaling and of telemetry, with what the forward pass knows.
     """
 
@@ -166,6 +169,7 @@ class KeptProduct(NamedTuple):
     sizes: Any
     state: Any
     found: Any
+    signs: Randomness | None
 
 
 def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
@@ -174,16 +178,24 @@ def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[
     return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
 
 
-def quantized_input(spec: ProductSpec, x, state, *, sizes=None, forward=True, backward=False, amaxes=None) -> Input:
+def quantized_input(
+    spec: ProductSpec, x, state, *, sizes=None, randomness=None, signs=None, forward=True, backward=False, amaxes=None
+) -> Input:
     """x in the forms that fprop reads (`forward`), and those that the backward pass reads of it (`backward`).
 
-    Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `amaxes`: of x
-    rowwise and columnwise.
+    Products that share it have equal specs as far as it is concerned. `sizes`: those of the products. `randomness`,
+    `signs`: those of the first. `amaxes`: of x rowwise and columnwise.
     """
     row, column = roles_of_input(spec, forward=forward, backward=backward)
+    rows = rows_of(spec, sizes)
     with in_profiles("quantize input"):
         encode = _encode_scale(spec, state, "input")
-        return Input(x, *rows_of(spec, sizes).both_ways(x, row, column, encode=encode, amax=amaxes))
+        words, key = None, None
+        if column is not None and column.rounding != "nearest":
+            words = randomness.words_of_input(lambda: rows.amax(x) if amaxes is None else amaxes[0])
+        if column is not None and signs is not None:
+            key = signs.words_for(lambda: rows.amax(x))
+        return Input(x, *rows.both_ways(x, row, column, words=words, encode=encode, amax=amaxes, sign_key=key))
 
 
 def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:
@@ -236,7 +248,8 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
         found = measured_forward(probe, given.x, w, *forms, spec.rows_split, product.sizes)
     like = dtype_marker(w), dtype_marker(product.bias)
     kept_w = named(kept_w, QUANTIZED_WEIGHT)
-    return y, KeptProduct(kept_w, like, product.randomness, product.total, product.sizes, state, found), kernel
+    kept = KeptProduct(kept_w, like, product.randomness, product.total, product.sizes, state, found, product.signs)
+    return y, kept, kernel
 
 
 def amaxes_of_input(spec: ProductSpec, backward: bool = True) -> Amaxes | None:
@@ -254,8 +267,9 @@ def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
     return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
 
 
-def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, dy, amaxes):
-    """The gradient of the result row- and columnwise, as dgrad and wgrad need it."""
+def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, dy, amaxes):
+    """The gradient of the result row- and columnwise, as dgrad and wgrad need it. x, which wgrad reads, has the signs
+    of its rotation if they are drawn."""
     rows, weight_learns = rows_of(spec, kept.sizes), kept.like[0] is not None
     row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
     amaxes = amaxes or rows.amaxes(dy, amaxes_of_gradient(spec))
@@ -263,7 +277,9 @@ def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, dy, amaxes):
     if kept.randomness is not None:
         words = kept.randomness.words_for(lambda: rows.amax(dy) if amaxes is None else amaxes[0])
     encode = _encode_scale(spec, kept.state, "output_grad")
-    return rows.both_ways(dy, row, column if weight_learns else None, words=words, amax=amaxes, encode=encode)
+    column = column if weight_learns else None
+    signs = x.signs if isinstance(x, QuantizedArray) and column is not None else None
+    return rows.both_ways(dy, row, column, words=words, amax=amaxes, encode=encode, sign_key=signs)
 
 
 def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None, quantized=None, sums=None):
@@ -276,7 +292,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         quantized: dy row- and columnwise, if nothing else is read of it; dy then is None.
         sums: of dy over rows, float32, if they are known.
     """
-    w, (like_w, like_bias), _, total, sizes, state, found = kept
+    w, (like_w, like_bias), _, total, sizes, state, found, _ = kept
     x, w = read((x, w))
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = rows_of(spec, sizes)
@@ -284,7 +300,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
     dy_column: Any = None
     if spec.dgrad or spec.wgrad:
         with in_profiles("quantize gradient"):
-            dy_row, dy_column = quantized or _quantized_gradient(spec, kept, dy, amaxes)
+            dy_row, dy_column = quantized or _quantized_gradient(spec, kept, x, dy, amaxes)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:

@@ -27,7 +27,7 @@ from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(specs: Specs, x, products: tuple[Product, ...], states: tuple[States, ...]):
-    inputs, further, _ = inputs_of(specs, x, states, sizes=products[0].sizes)
+    inputs, further, _ = inputs_of(specs, x, states, first=products[0])
     of_scaling = [state for state, _ in states]
     each = zip(specs, for_each(specs, inputs), products, of_scaling, strict=True)
     return tuple(fprop(*arguments)[0] for arguments in each), further
@@ -35,7 +35,7 @@ def _matmul(specs: Specs, x, products: tuple[Product, ...], states: tuple[States
 
 def _forward(specs: Specs, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
-    inputs, further, made_from = inputs_of(specs, x, states, sizes=products[0].sizes, backward=True)
+    inputs, further, made_from = inputs_of(specs, x, states, first=products[0], backward=True)
     ys, kept, _, kept_inputs = forward_of_all(specs, inputs, products, states)
     return (tuple(map(product, ys)), further), (kept_inputs, made_from, kept)
 

@@ -19,7 +19,7 @@ from jaxlowprec.ops.sum_over_rows.op import sum_over_rows_op
 from jaxlowprec.wiring.out_sharding import resharded
 
 QUANTIZED_INPUT = "jaxlowprec_quantized_input"
-"""The checkpoint_name of data, scale and amax of the input, in the form that the backward pass reads."""
+"""The checkpoint_name of data, scale, amax and drawn signs of the input, in the form that the backward pass reads."""
 
 QUANTIZED_WEIGHT = "jaxlowprec_quantized_weight"
 """The checkpoint_name of data, scale and amax of the weight, in the form that the backward pass reads."""

@@ -42,16 +42,17 @@ class AllRows:
     split: bool
     precision: Any
 
-    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None) -> tuple[Any, Any]:
+    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None) -> tuple[Any, Any]:
         """See `operands.both_ways`."""
-        return both_ways(x, row, column, words=words, amax=amax, encode=encode, rows_split=self.split)
+        options: Any = {"rows_split": self.split, "sign_key": sign_key}
+        return both_ways(x, row, column, words=words, amax=amax, encode=encode, **options)
 
     def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
         """The amaxes of x rowwise and columnwise, as `both_ways` takes them; None if none are wanted."""
         return amaxes_both_ways(x, wanted)
 
     def amax(self, x: jax.Array) -> jax.Array:
-        """The amax from which the random bits of a gradient are derived."""
+        """The amax from which random bits are derived where there is no key."""
         return tensor_amax(x, True, None, rows_split=self.split)[0]
 
     def by_weight(self, a, b, bias, out_dtype, sharding) -> jax.Array:
@@ -101,9 +102,9 @@ class RowsInGroups:
     sizes: jax.Array
     precision: Any
 
-    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None) -> tuple[Any, Any]:
+    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None) -> tuple[Any, Any]:
         """See `operands.groups_both_ways`."""
-        del encode  # groups have no state of delayed scaling
+        del encode, sign_key  # groups have neither a state of delayed scaling nor drawn signs
         return groups_both_ways(x, self.sizes, row, column, words=words, amaxes=amax)
 
     def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:

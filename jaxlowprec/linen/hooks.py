@@ -10,7 +10,7 @@ import jax
 from flax import linen as nn
 
 from jaxlowprec.layers.dot_general import DimensionNumbers, dot_general
-from jaxlowprec.layers.layer_call import rounds_stochastically
+from jaxlowprec.layers.layer_call import uses_key
 from jaxlowprec.linen.layers import _recipe, _state, handed_on
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
@@ -68,7 +68,7 @@ class DotGeneral(nn.Module):
         name = "/".join(self.path[:-1])
         recipe = _recipe(self, self.rules, name)
         state = None if recipe is None or recipe.delayed is None else _state(self, recipe.delayed)
-        wanted = recipe is not None and rounds_stochastically(recipe.roles(name=name)) and self.has_rng("sr")
+        wanted = recipe is not None and uses_key(recipe.roles(name=name)) and self.has_rng("sr")
         y = dot_general(
             lhs,
             rhs,

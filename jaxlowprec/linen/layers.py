@@ -42,8 +42,8 @@ from jaxlowprec.layers.layer_call import (
     check_own_product,
     computes_own_product,
     own_product,
-    rounds_stochastically,
     stays_flaxs,
+    uses_key,
 )
 from jaxlowprec.layers.linear import QuantizedKernel, kernel_matrices, linear, quantize_kernel
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
@@ -118,7 +118,7 @@ def _options(layer: nn.Module, given: Any, recipe: Recipe | None) -> dict[str, A
     name = "/".join(layer.path)
     if recipe is None or is_quantized(_loaded(layer)):
         return {"recipe": given, "key": None, "name": name, "state": None, "precision": layer.precision}
-    wanted = rounds_stochastically(recipe.roles(name=name)) and layer.has_rng("sr")
+    wanted = uses_key(recipe.roles(name=name)) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
     key = layer.make_rng("sr") if wanted else None
     return {"recipe": recipe, "key": key, "name": name, "state": state, "precision": layer.precision}

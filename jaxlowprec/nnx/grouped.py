@@ -12,7 +12,7 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.layers.fused.shared_input import Layer
-from jaxlowprec.layers.layer_call import rounds_stochastically
+from jaxlowprec.layers.layer_call import uses_key
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.nnx.layers import _Quantizing
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
@@ -90,7 +90,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
         """The arguments of a function that computes for this layer, beside the promoted inputs and the group sizes."""
         recipe = self._recipe()
         _, kernel, bias = self._operands(inputs)
-        wanted = recipe is not None and rounds_stochastically(recipe.roles(MODULE_TYPE, self.name))
+        wanted = recipe is not None and uses_key(recipe.roles(MODULE_TYPE, self.name))
         key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
         return Layer(kernel, bias, None, recipe, key, self.name, None, self.precision)
 

@@ -27,8 +27,8 @@ from jaxlowprec.layers.layer_call import (
     check_own_product,
     computes_own_product,
     own_product,
-    rounds_stochastically,
     stays_flaxs,
+    uses_key,
 )
 from jaxlowprec.layers.linear import kernel_matrices, linear, quantize_kernel
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
@@ -122,7 +122,7 @@ class _Quantizing(nnx.Module):
     def _options(self, recipe: Recipe | None) -> dict[str, Any]:
         if recipe is None or self._loaded() is not None:
             return {"recipe": self.recipe, "key": None, "name": self.name, "state": None, "precision": self.precision}
-        key = self.sr() if rounds_stochastically(recipe.roles(name=self.name)) and self.sr is not None else None
+        key = self.sr() if uses_key(recipe.roles(name=self.name)) and self.sr is not None else None
         state = self._read_state(recipe)
         return {"recipe": recipe, "key": key, "name": self.name, "state": state, "precision": self.precision}
 

@@ -95,6 +95,6 @@ def _role(asked: QuantizerRole, answer: Any) -> Role | None:
             f"Custom: the factory answered {shown(answer)} to {asked}; needs a format, a Role or None, or a dict of "
             "these by GEMM"
         )
-    if answer is not None and answer.rounding != "nearest" and asked.tensor_type != "grad_output":
+    if answer is not None and answer.rounding == "stochastic" and asked.tensor_type != "grad_output":
         raise ValueError(f"Custom: {asked} rounds {answer.rounding}; that is only for grad_output")
     return answer

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxlowprec.arguments import is_one_of, one_of, shown
 from jaxlowprec.arrays.formats import Format, check_amax_epsilon
 from jaxlowprec.arrays.hadamard import Hadamard
+from jaxlowprec.ops.quantize.checks import ROUNDINGS, Rounding, check_eden
 from jaxlowprec.recipes.fields import check_field
 
 if TYPE_CHECKING:
@@ -32,32 +33,45 @@ class Role:
 
     Attributes:
         format: the format that they are quantised to.
-        rounding: the rounding of codes; "stochastic" only for gradients.
+        rounding: see `quantize`; "stochastic" only for gradients, "eden" only for the operands of wgrad, which
+            `hadamard` rotates: they have roles of their own, `Roles.wgrad`.
         hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
+            Drawn signs come from the layer's key, or without one from the input's amax (numerics.md 15).
 
     Raises:
         TypeError, ValueError: a field has another value.
+
+    >>> import jaxlowprec as jlp
+    >>> def rotated_anew(role):  # in each step, for jlp.Custom
+    ...     if role.tensor_type == "weight":
+    ...         return jlp.NVFP4((16, 16))
+    ...     rounding = "stochastic" if role.tensor_type == "grad_output" else "nearest"
+    ...     return jlp.Role(jlp.NVFP4(), rounding, jlp.Hadamard(128, signs="drawn"))
+    >>> jlp.Custom(rotated_anew).roles().gradient.hadamard
+    Hadamard(size=128, signs='drawn')
     """
 
     format: Format
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Rounding = "nearest"
     hadamard: Hadamard | None = None
 
     def __post_init__(self):
         if not isinstance(self.format, Format):
             raise TypeError(f"Role: format={shown(self.format)}; needs a format such as NVFP4()")
-        one_of("Role", "rounding", self.rounding, "nearest", "stochastic")
+        one_of("Role", "rounding", self.rounding, *ROUNDINGS)
+        random = self.rounding == "stochastic"
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(f"Role: hadamard={shown(self.hadamard)}; needs a jaxlowprec.Hadamard or None")
-        if self.format.chooses_scales and (self.rounding == "stochastic" or self.hadamard is not None):
+        check_eden("Role", self.format, self.hadamard, self.rounding)
+        if self.rounding != "eden" and self.format.chooses_scales and (random or self.hadamard is not None):
             given, why = (
                 ('rounding="stochastic"', "a choice among random outcomes is biased")
-                if self.rounding == "stochastic"
+                if random
                 else (f"hadamard={self.hadamard}", "scales of the least error shorten what is rotated")
             )
             raise ValueError(
                 f"Role: {given} and format={self.format}; {why}, and so the gradients: leave it out, or use "
-                'scale_rule="six"'
+                'scale_rule="six"' + (' or rounding="eden"' if self.hadamard is not None else "")
             )
 
 
@@ -69,6 +83,10 @@ _FORMS = {  # the GEMM that reads a tensor rowwise, and the one that reads it co
     "weight": ("dgrad", "fprop"),
     "gradient": ("dgrad", "wgrad"),
 }
+
+
+def _drawn(role: Role | None) -> bool:
+    return role is not None and role.hadamard is not None and role.hadamard.drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +135,8 @@ class Roles:
             if own is not None and self.ste is not None:
                 raise ValueError(f"Roles: {gemm} and ste are given; quantisation-aware training has its own GEMMs")
         self._check_row_scaled()
+        self._check_drawn_signs()
+        self._check_eden()
         one_of("Roles", "ste", self.ste, "identity", "clipped", None)
         one_of("Roles", "served_dtype", self.served_dtype, "bfloat16", "float16", None)
 
@@ -130,6 +150,44 @@ class Roles:
                         f"Roles: {tensor} is {role.format} in {gemm}; only fprop's input can be row-scaled: "
                         "fprop=(Role(NVFP4(row_scaled=True)), the weight's role)"
                     )
+
+    def _check_drawn_signs(self) -> None:
+        """Raises ValueError if a rotation with drawn signs does not cancel."""
+        if any(_drawn(role) for role in self.forms("weight")):
+            raise ValueError(
+                "Roles: the weight has a rotation with drawn signs; only wgrad's operands have one: the input and the "
+                "gradient"
+            )
+        a, b = (self.operand(tensor, "wgrad") for tensor in GEMMS["wgrad"])
+        if a is not None and b is not None and a.hadamard != b.hadamard and (_drawn(a) or _drawn(b)):
+            raise ValueError(
+                f"Roles: input has hadamard={a.hadamard} in wgrad and gradient has {b.hadamard}; a rotation cancels "
+                "only if both operands have it, with the same signs"
+            )
+
+    @property
+    def draws_signs(self) -> bool:
+        """Whether wgrad's operands are rotated with signs that are drawn."""
+        return _drawn(self.operand("input", "wgrad"))
+
+    def _check_eden(self) -> None:
+        """Raises ValueError if an operand that is not rotated has the rounding that needs it."""
+        for gemm in ("fprop", "dgrad"):
+            for tensor in GEMMS[gemm]:
+                if (role := self.operand(tensor, gemm)) is not None and role.rounding == "eden":
+                    raise ValueError(
+                        f'Roles: {tensor} has rounding="eden" in {gemm}, whose operands are not rotated; give only '
+                        'wgrad such roles: wgrad=(Role(NVFP4(), "eden", Hadamard()), the gradient\'s alike)'
+                    )
+
+    @property
+    def drawn(self) -> bool:
+        """Whether any operand needs random bits."""
+        return any(self.draws(tensor) for tensor in ("input", "gradient"))
+
+    def draws(self, tensor: str) -> bool:
+        """Whether a tensor needs random bits."""
+        return any(role is not None and role.rounding != "nearest" for role in self.forms(tensor))
 
     def operands(
         self, gemm: str, backward_override: BackwardOverride = None

@@ -194,5 +194,6 @@ def _rotated(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray
     axis, size = q.axis, rotation.size
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % size)
-    x = hadamard_transform(jnp.pad(x, padding) if padding[axis][1] else x, axis, size, rotation.signs)
-    return x, dataclasses.replace(q, hadamard=None, matrix_shape=x.shape[-2:])
+    x = jnp.pad(x, padding) if padding[axis][1] else x
+    x = hadamard_transform(x, axis, size, rotation.signs, sign_key=q.signs)
+    return x, dataclasses.replace(q, hadamard=None, signs=None, matrix_shape=x.shape[-2:])

@@ -61,8 +61,8 @@ class Operand:
         zero_point = None if q.zero_point is None else _taken(q.zero_point, blocks)
         amax = _taken(q.amax[..., None], taken)[..., 0] if fmt.row_scaled else replicated(q.amax)
         rows = dataclasses.replace(fmt, block=(1, fmt.length)) if fmt.tiles else fmt
-        shape = len(taken), q.shape[-1]
-        made = QuantizedArray(_taken(q.data, taken), scale, amax, zero_point, rows, shape, q.dtype, -1, q.hadamard)
+        static = rows, (len(taken), q.shape[-1]), q.dtype, -1, q.hadamard
+        made = QuantizedArray(_taken(q.data, taken), scale, amax, zero_point, *static, replicated(q.signs))
         return dequantize(made, jnp.float32)
 
 

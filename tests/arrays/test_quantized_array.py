@@ -25,6 +25,7 @@ over_scalings = pytest.mark.parametrize(
     ids=format_name,
 )
 quantize = functools.partial(jlp.quantize, fmt=jlp.NVFP4())
+DRAWN = jlp.Hadamard(signs="drawn")
 
 
 def assert_same(actual, expected):
@@ -296,6 +297,7 @@ class TestCheckpoints:
             "row": quantize(random_array((20, 37))),
             "column": jlp.quantize(random_array((3, 32, 48)), jlp.NVFP4((16, 16)), -2, True),
             "formats": [jlp.quantize(random_array((20, 37)), fmt) for fmt in ONE_OF_EACH],
+            "drawn": quantize(random_array((3, 20, 37)), hadamard=DRAWN, sign_key=jax.random.key(0)),
             "bias": jnp.ones(3),
         }
         target = jax.eval_shape(lambda: tree)
@@ -318,6 +320,7 @@ class TestCheckpoints:
             r"axis -1 of \(64, 61\)": dataclasses.replace(q, matrix_shape=(64, 61)),
             r"rotated by Hadamard\(\)": dataclasses.replace(q, hadamard=jlp.Hadamard()),
             r"rotated by Hadamard\(signs=None\)": dataclasses.replace(q, hadamard=jlp.Hadamard(signs=None)),
+            r"\('w', 'signs'\) not found": dataclasses.replace(q, hadamard=DRAWN, signs=jnp.zeros(4, "uint32")),
         }
         with ocp.StandardCheckpointer() as saver:
             saver.save(tmp_path / "state", {"w": q})

@@ -140,6 +140,7 @@ TEST(quantize_by_chosen_scales_agrees_with_the_reference) {
   quantize_agrees_with_the_reference(kChosenScales, 12, 1, false);
 }
 TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 12, 2, true); }
+TEST(quantize_by_eden_agrees_with_the_reference) { quantize_agrees_with_the_reference(kEden, 12, 2, true); }
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, true); }
 
@@ -211,16 +212,19 @@ TEST(hadamard_agrees_with_the_reference) {
         for (const bool inverse : {false, true})
           for (const Shape count : counts) {
             if (count.rows * count.columns * size > 50000) continue;
+            const bool drawn = size <= kDrawnSigns && random() % 2;
             const Data data = static_cast<Data>(random() % 6);
             const int64_t length = count.columns * size, lines = count.rows, batch = 2, misalignment = random() % 2 * 4;
             const int64_t elements = batch * lines * length, bytes = elements * reference::element_size(type);
             const check::Given given(name(type) + " size " + std::to_string(size) + (vertical ? " vertical" : "") +
-                                     (inverse ? " inverse " : " ") + name(count));
-            const Buffer x(bytes, misalignment), signs(size * 4), expected(bytes);
+                                     (inverse ? " inverse " : " ") + (drawn ? "drawn " : "") + name(count));
+            const Buffer x(bytes, misalignment), signs(size * 4), words(batch * 16), expected(bytes);
             fill_elements(x.as(), type, 0, elements, data, random);
             for (int i = 0; i < size; ++i) signs.as<uint32_t>()[i] = random() % 2 ? kSignBit : 0;
+            for (int i = 0; i < 4 * batch; ++i) words.as<uint32_t>()[i] = random();
             HadamardProblem p{x.as(), type,     batch,   vertical ? length : lines, vertical ? lines : length,
                               size,   vertical, inverse, signs.as<uint32_t>(),      nullptr};
+            if (drawn) p.drawn_signs = words.as<uint32_t>();
             reference::hadamard(p, expected.as());
             for_all_runs([&](const Kernels& k, bool scrambled) {
               const Buffer found(bytes, misalignment);

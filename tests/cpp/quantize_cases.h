@@ -18,6 +18,9 @@ struct NamedFormat {
   const char* name;
   Format format;
   bool encode_scale_given = false;
+  bool eden = false;  // random bits are for scales
+
+  uint32_t stream(bool columnwise) const { return columnwise + (eden ? kEdenStream : 0); }
 };
 
 constexpr NamedFormat kNvfp4[] = {{"NVFP4", nvfp4(false)}, {"NVFP4 tiles", nvfp4(true)}};
@@ -28,6 +31,12 @@ constexpr NamedFormat kChosenScales[] = {
     {"NVFP4 tiles four over six", nvfp4(true, ScaleRule::kFourOverSix)},
     {"NVFP4 tiles four over six, squared", nvfp4(true, ScaleRule::kFourOverSixMse)},
     {"NVFP4 tiles search", nvfp4(true, ScaleRule::kSearch)},
+};
+constexpr NamedFormat kEden[] = {
+    {"NVFP4, eden", nvfp4(false), false, true},
+    {"NVFP4 four over six, eden", nvfp4(false, ScaleRule::kFourOverSix), false, true},
+    {"NVFP4 four over six, squared, eden", nvfp4(false, ScaleRule::kFourOverSixMse), false, true},
+    {"NVFP4 search, eden", nvfp4(false, ScaleRule::kSearch), false, true},
 };
 constexpr NamedFormat kOtherFormats[] = {
     {"MXFP8 E4M3 up", mx(CodeType::kE4M3, false, ScaleRule::kUp)},
@@ -158,9 +167,11 @@ struct QuantizeCase {
         columnwise(mode.columnwise, format.format, kBatch, shape.columns, shape.rows, random()),
         problem{x.as(), type, kBatch,      shape.rows,      shape.columns, format.format, format.encode_scale_given,
                 {},     {},   mode.rotate, kDefaultSignMask} {
+    problem.eden = format.eden;
     for (int64_t i = 0; i < 2 * kBatch; ++i) key.as<uint32_t>()[i] = static_cast<uint32_t>(random());
-    if (mode.rowwise) rowwise.set_inputs(problem.rowwise, stochastic ? key.as<uint32_t>() : nullptr, 0);
-    if (mode.columnwise) columnwise.set_inputs(problem.columnwise, stochastic ? key.as<uint32_t>() : nullptr, 1);
+    if (mode.rowwise) rowwise.set_inputs(problem.rowwise, stochastic ? key.as<uint32_t>() : nullptr, format.stream(false));
+    if (mode.columnwise)
+      columnwise.set_inputs(problem.columnwise, stochastic ? key.as<uint32_t>() : nullptr, format.stream(true));
     rowwise.expect(problem, problem.rowwise, false, numbers), columnwise.expect(problem, problem.columnwise, true, numbers);
   }
 };

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "../../xla_ffi/numerics/eden.h"
 #include "../../xla_ffi/numerics/float8_block.h"
 #include "../../xla_ffi/numerics/mx.h"
 #include "../../xla_ffi/numerics/nvfp4.h"
@@ -55,11 +56,25 @@ inline BlockScale block_scale(const Format& f, uint32_t amax, float tensor, bool
   }
 }
 
-inline uint32_t random_byte(const Random& random, int64_t batch, int64_t line, int64_t k) {
-  const uint32_t sixteen = random.sixteens[batch * random.sixteens_step + k / 16];
+/// Word `word` of the call of a line and a sixteen, or several.
+inline uint32_t random_word(const Random& random, int64_t batch, int64_t line, uint32_t sixteen, int64_t word) {
   uint32_t counter[4] = {sixteen, random.rows[batch * random.rows_step + line], random.stream, 0};
   philox4x32_10<float>(counter, random.key[2 * batch], random.key[2 * batch + 1]);
-  return (counter[k % 16 / 4] >> (8 * (k % 4))) & 0xFFu;
+  return counter[word];
+}
+
+inline uint32_t sixteen_at(const Random& random, int64_t batch, int64_t k) {
+  return random.sixteens[batch * random.sixteens_step + k / 16];
+}
+
+inline uint32_t random_byte(const Random& random, int64_t batch, int64_t line, int64_t k) {
+  return (random_word(random, batch, line, sixteen_at(random, batch, k), k % 16 / 4) >> (8 * (k % 4))) & 0xFFu;
+}
+
+/// 20 bits of the block that begins at k (numerics.md 14).
+inline uint32_t random_scale_bits(const Random& random, int64_t batch, int64_t line, int64_t k) {
+  const uint32_t block = sixteen_at(random, batch, k);
+  return random_word(random, batch, line, block / 4, block % 4) >> 12;
 }
 
 /// Finite numbers saturate, also where the product overflows; others become NaN.
@@ -116,6 +131,32 @@ inline BlockScale best_scale(ScaleRule rule, const std::vector<std::vector<float
   }
 }
 
+/// What rule 6 finds where there is room above.
+inline BlockScale scale_with_room(uint32_t amax, float tensor, const BlockScale& found) {
+  if (found.poisoned) return found;
+  const Nvfp4RoomScale room = nvfp4_room_scale(tensor);
+  const uint32_t byte = nvfp4_block_scale(L::flush(L::from_bits(amax)), nvfp4_multiplier(room.encode));
+  return {byte, nvfp4_block_encode<float>(byte, room.decode), false};
+}
+
+/// The E4M3 byte of a block of 16 after its correction (numerics.md 14), decided in float64.
+inline uint32_t corrected_scale(const float* x, const BlockScale& block, uint32_t bits) {
+  float energy = 0, product = 0;
+  for (int i = 0; i < 16; ++i) {
+    const float v = L::flush(std::fabs(L::scaled(x[i], block.encode)));
+    const float number = e2m1_decode<float>(e2m1_encode(v));
+    energy += L::flush(v * v), product += L::flush(v * number);
+  }
+  float ratio = energy / product;
+  if (!std::isfinite(ratio)) ratio = 1;
+  const double t = std::min(L::flush(float8_decode<E4M3, float>(block.stored) * ratio), E4M3::kMax);
+  uint32_t low = 0;
+  while (low < 0x7Eu && double{float8_decode<E4M3, float>(low + 1)} <= t) ++low;
+  if (low == 0x7Eu) return low;
+  const double from = double{float8_decode<E4M3, float>(low)}, to = double{float8_decode<E4M3, float>(low + 1)};
+  return low + (std::floor((t - from) / (to - from) * 0x1p20) + bits >= 0x1p20);
+}
+
 /// Codes and scales of one matrix in one direction.
 inline void quantize(const QuantizeProblem& p, const Lines& lines, const QuantizeDirection& direction, int64_t batch,
                      int64_t length, uint8_t* data, uint8_t* scale) {
@@ -141,14 +182,20 @@ inline void quantize(const QuantizeProblem& p, const Lines& lines, const Quantiz
             element = lines.x[line * lines.length + k];
           }
         block = best_scale(f.scale_rule, rows, most, tensor_number, block);
+      } else if (p.eden) {
+        block = scale_with_room(most, tensor_number, block);
       }
+      if (p.eden && !block.poisoned)
+        block.stored = corrected_scale(lines.x.data() + first * lines.length + start, block,
+                                       random_scale_bits(direction.random, batch, first, start));
       memcpy(scale, &block.stored, f.scale_bytes());
       if (block.poisoned) continue;
       for (int64_t line = first; line < last; ++line)
         for (int64_t k = start; k < std::min(start + width, coded); ++k) {
-          const uint32_t byte = direction.random.key ? random_byte(direction.random, batch, line, k) : 0;
+          const bool random_codes = direction.random.key && !p.eden;
+          const uint32_t byte = random_codes ? random_byte(direction.random, batch, line, k) : 0;
           const uint32_t code =
-              code_of(f.code, lines.x[line * lines.length + k], block.encode, direction.random.key ? &byte : nullptr);
+              code_of(f.code, lines.x[line * lines.length + k], block.encode, random_codes ? &byte : nullptr);
           uint8_t* to = data + line * f.row_bytes(length) + (packed ? k / 2 : k);
           *to |= static_cast<uint8_t>(packed ? code << (k % 2 * 4) : code);
         }

@@ -41,7 +41,9 @@ inline void rotate16(float* v, uint32_t sign_mask, bool inverse, ElementType typ
 inline void hadamard(const HadamardProblem& p, void* result) {
   const int64_t lines = p.vertical ? p.columns : p.rows, length = p.vertical ? p.rows : p.columns;
   std::vector<float> v(p.size);
-  for (int64_t batch = 0; batch < p.batch; ++batch)
+  for (int64_t batch = 0; batch < p.batch; ++batch) {
+    std::vector<uint32_t> signs(p.sign_bits, p.sign_bits + p.size);
+    for (int32_t i = 0; i < p.size && p.drawn_signs; ++i) signs[i] = (p.drawn_signs[4 * batch + i / 32] >> i % 32) & 1u;
     for (int64_t line = 0; line < lines; ++line)
       for (int64_t first = 0; first < length; first += p.size) {
         const auto index = [&](int64_t i) {
@@ -49,9 +51,10 @@ inline void hadamard(const HadamardProblem& p, void* result) {
           return (batch * p.rows + row) * p.columns + column;
         };
         for (int i = 0; i < p.size; ++i) v[i] = get(p.x, p.type, index(i));
-        hadamard(v.data(), p.size, p.sign_bits, p.inverse, p.type);
+        hadamard(v.data(), p.size, signs.data(), p.inverse, p.type);
         for (int i = 0; i < p.size; ++i) put(result, p.type, index(i), v[i]);
       }
+  }
 }
 
 // --- one direction of a matrix: contraction axis last, padded with zeros to whole blocks, then rotated where asked

@@ -18,6 +18,7 @@ struct Case {
   int64_t batch, rows, columns;
   bool vertical = false, inverse = false;
   int64_t misalignment = 0;  // of x and the result, in elements
+  bool drawn = false;        // signs in the device's memory, others for each matrix
 };
 
 std::vector<uint32_t> some_signs(int32_t size) {
@@ -30,14 +31,20 @@ std::vector<uint32_t> some_signs(int32_t size) {
 void check_case(const Case& c, uint32_t seed) {
   const check::Given given(name(c.type) + ", " + std::to_string(c.size) + " of " + std::to_string(c.batch) + "x" +
                            std::to_string(c.rows) + "x" + std::to_string(c.columns) + (c.vertical ? ", vertical" : "") +
-                           (c.inverse ? ", inverse" : ""));
+                           (c.inverse ? ", inverse" : "") + (c.drawn ? ", drawn" : ""));
   const int64_t count = c.batch * c.rows * c.columns, size = reference::element_size(c.type);
   const std::vector<uint32_t> signs = some_signs(c.size);
   const std::vector<uint8_t> elements = any_elements(c.type, count, seed, seed % 4 != 0);
   std::vector<uint8_t> expected(count * size);
   HadamardProblem p{elements.data(), c.type,     c.batch,   c.rows,       c.columns,
                     c.size,          c.vertical, c.inverse, signs.data(), nullptr};
+  std::mt19937 random(seed);
+  std::vector<uint32_t> words(4 * c.batch);
+  for (uint32_t& word : words) word = random();
+  const Array<uint32_t> drawn(words, "drawn signs", Access::kReadOnly);
+  if (c.drawn) p.drawn_signs = words.data();
   reference::hadamard(p, expected.data());
+  if (c.drawn) p.drawn_signs = drawn.data(), p.sign_bits = nullptr;
 
   std::vector<uint8_t> shifted(c.misalignment * size);
   shifted.insert(shifted.end(), elements.begin(), elements.end());
@@ -70,6 +77,18 @@ TEST(columns_give_the_bytes_of_the_reference) {
     for (const int32_t size : kSizes)
       for (const bool inverse : {false, true})
         for (const int64_t columns : {1, 33, 66, 130}) check_case({type, size, 2, 2 * size, columns, true, inverse}, ++seed);
+}
+
+TEST(drawn_signs_are_those_of_each_matrix) {
+  uint32_t seed = 2000;
+  for (const ElementType type : kTypes)
+    for (const int32_t size : {16, 32, 64, 128})
+      for (const bool vertical : {false, true})
+        for (const bool inverse : {false, true})
+          for (const int64_t batch : {1, 3}) {
+            const int64_t rows = vertical ? 2 * size : 19, columns = vertical ? 37 : 3 * size;
+            check_case({type, size, batch, rows, columns, vertical, inverse, 0, true}, ++seed);
+          }
 }
 
 TEST(the_order_of_threads_changes_nothing) {
@@ -119,6 +138,10 @@ TEST(what_no_kernel_serves_is_refused) {
   CHECK_EQ(launch(32, 48, 0), cudaErrorInvalidValue);
   CHECK_EQ(launch(16, 16, 4), cudaErrorInvalidValue);
   CHECK_EQ(launch(16, 0, 0), cudaSuccess);
+  const Array<uint32_t> drawn(std::vector<uint32_t>(4), "drawn signs");
+  HadamardProblem p{x.data(), ElementType::kBF16, 1, 1, 256, 256, false, false, nullptr, x.data()};
+  p.drawn_signs = drawn.data();
+  CHECK_EQ(cuda::launch(p, nullptr), cudaErrorInvalidValue);  // there are 128
 }
 
 }  // namespace

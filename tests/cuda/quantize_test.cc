@@ -18,8 +18,8 @@ void check_quantize(const Buffer& x, int64_t misalignment, Shape shape, ElementT
   const DeviceBytes elements(x, misalignment, "x"), device_key(c.key, 0, "key");
   const DeviceDirection device_rowwise(c.rowwise, misalignment), device_columnwise(c.columnwise, misalignment);
   p.x = elements.as();
-  p.rowwise = device_rowwise.problem(stochastic ? &device_key : nullptr, 0);
-  p.columnwise = device_columnwise.problem(stochastic ? &device_key : nullptr, 1);
+  p.rowwise = device_rowwise.problem(stochastic ? &device_key : nullptr, format.stream(false));
+  p.columnwise = device_columnwise.problem(stochastic ? &device_key : nullptr, format.stream(true));
   vary_order(random);
   cuda_on_cpu::device().multiprocessors = random() % 2 ? 132 : 1;  // one block for all tiles, or about one for each
   CHECK_EQ(cuda::launch(p, nullptr), cudaSuccess);
@@ -52,6 +52,7 @@ void quantize_agrees_with_the_reference(const NamedFormat (&formats)[N], int rep
 TEST(quantize_nvfp4_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 7, false); }
 TEST(quantize_by_chosen_scales_agrees_with_the_reference) { quantize_agrees_with_the_reference(kChosenScales, 3, false); }
 TEST(quantize_nvfp4_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kNvfp4, 5, true); }
+TEST(quantize_by_eden_agrees_with_the_reference) { quantize_agrees_with_the_reference(kEden, 5, true); }
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 1, true); }
 

@@ -76,6 +76,25 @@ def test_rotated_and_along_two_mesh_axes(axis, gathered, check_vma):
     assert sum(reductions) == (1 if check_vma else 3)  # the amax; unless its type says so, also whether all agree
 
 
+@pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.MXFP8(), jlp.Float8Tensor()], ids=format_name)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_drawn_signs_are_those_of_all_shards_or_nothing_is(fmt, check_vma):
+    x, rotation = random_array((512, 128), seed=2), jlp.Hadamard(128, "drawn")
+
+    def quantize(x, sign_key, axis_name=None):
+        return jlp.quantize(x, fmt, -2, rotation, sign_key=sign_key, axis_name=axis_name)
+
+    def with_own(x, axis_name):
+        return quantize(x, jax.random.key(jax.lax.axis_index(axis_name)), axis_name)
+
+    key = jax.random.key(0)
+    held, _ = gather_on(mesh_of((4,)), x, functools.partial(quantize, sign_key=key), 0, check_vma=check_vma)
+    for q in held:
+        assert_same_bytes(q, quantize(x, key))
+    for q in gather_on(mesh_of((4,)), x, with_own, 0, check_vma=check_vma)[0]:
+        assert jnp.isnan(q.dequantize()).all()
+
+
 @pytest.mark.parametrize("fmt", [jlp.Float8Block(), jlp.Float8Block(block=(128, 128)), jlp.NVFP4()], ids=format_name)
 def test_both_layouts_follow(fmt):
     """What cuBLASLt reads, and the compact form, of the gathered array are those of the whole array."""

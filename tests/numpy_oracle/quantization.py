@@ -1,8 +1,9 @@
-"""Scales, codes and what they decode to (numerics.md 1, 2, 4 to 7 and 13)."""
+"""Scales, codes and what they decode to (numerics.md 1, 2, 4 to 7, 13 and 14)."""
 
 import ml_dtypes
 import numpy as np
 
+from tests.numpy_oracle import eden as of_scales
 from tests.numpy_oracle.float32 import MAX_FINITE, F, flush
 from tests.numpy_oracle.random_bits import random_bytes
 from tests.numpy_oracle.rotation import rotate
@@ -25,12 +26,19 @@ def pad(x, rows, columns):
 # --- scales: of blocks with the given amax -> what is stored, what to multiply by
 
 
-def two_level(a, g):
-    s_enc = F(1) if flush(g) == 0 else np.minimum(F(2688) / flush(g), F(2.0**126))
-    s_dec = flush(F(1) / s_enc)
-    target = np.minimum(flush(a * flush(s_enc * F(1 / 6))), MAX_FINITE)
-    scale = np.minimum(target, F(448)).astype(ml_dtypes.float8_e4m3fn)
-    return scale.view(np.uint8), np.minimum(F(1) / flush(scale.astype(F) * s_dec), MAX_FINITE)
+def tensor_encode(g, largest):
+    return F(1) if flush(F(g)) == 0 else np.minimum(F(largest) / flush(F(g)), F(2.0**126))
+
+
+def two_level(a, g, largest=2688):
+    target = np.minimum(flush(a * flush(tensor_encode(g, largest) * F(1 / 6))), MAX_FINITE)
+    scale = np.minimum(target, F(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return scale, block_encode(scale, g, largest)
+
+
+def block_encode(scale, g, largest):
+    s_dec = flush(F(1) / tensor_encode(g, largest))
+    return np.minimum(F(1) / flush(scale.view(ml_dtypes.float8_e4m3fn).astype(F) * s_dec), MAX_FINITE)
 
 
 def power_of_two(a, fmt):
@@ -79,10 +87,10 @@ def encode_e2m1(x, multiplier):
     return encode(x, multiplier, "e2m1")
 
 
-def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=None, encode_scale=None):
+def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=None, encode_scale=None, eden=False):
     """One matrix -> codes as bytes, scales (one-byte ones as bytes), amax or None.
 
-    `random` is (key words, stream, first row, first group of 16 columns).
+    `random` is (key words, stream, first row, first group of 16 columns); with `eden` it is for scales.
     """
     with np.errstate(all="ignore"):
         x = np.asarray(x).astype(F)
@@ -103,12 +111,18 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
         if fmt.scaling == "two_level":
             usable = np.isfinite(g) and flush(g) >= 0
             finite &= usable
+            numbers, tensor = np.where(np.isfinite(blocks), blocks, F(0)), g if usable else F(0)
             if fmt.scale_rule == "six":
-                scale, multiplier = two_level(a, g if usable else F(0))
+                scale, multiplier = two_level(a, tensor, 1536 if eden else 2688)
             else:
-                numbers = np.where(np.isfinite(blocks), blocks, F(0))
-                tensor = g if usable else F(0)
                 scale, code = best_scale(numbers, a, tensor, fmt.scale_rule, encode_e2m1, transposed=axis == -2)
+            if eden:
+                multiplier = block_encode(scale, tensor, 1536)
+                code = encode_e2m1(numbers, multiplier[:, None, :, None])
+                key, stream, row, group = random
+                bits = of_scales.random_bits(key, 2 + stream, row + np.arange(rows), group + np.arange(across))
+                scale = of_scales.corrected(numbers, scale, multiplier, code, bits)
+            if eden or fmt.scale_rule != "six":
                 stored_amax = np.minimum(F(1.75) * flush(g), MAX_FINITE) if np.isfinite(g) else g
             scale = np.where(finite, scale, 0x7F)
         elif fmt.scaling == "e8m0":
@@ -127,7 +141,7 @@ def quantize_matrix(x, dtype, fmt, axis=-1, negative=None, random=None, amax=Non
             scale = flush(F(1) / whole) if usable else F(np.nan)
 
         byte = None
-        if random is not None:
+        if random is not None and not eden:
             key, stream, row, group = random
             byte = random_bytes(key, stream, row + np.arange(rows), group + np.arange(-(-columns // 16)))[:, :columns]
             byte = pad(byte, height, length).reshape(blocks.shape)

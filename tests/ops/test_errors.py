@@ -1,5 +1,6 @@
 """Bad input gets a clear error at trace time, in the user's terms, from every op."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -112,7 +113,7 @@ class TestRounding:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"rounding": "up"}, ValueError, 'rounding=\'up\'; needs "nearest" or "stochastic"'),
+            ({"rounding": "up"}, ValueError, 'rounding=\'up\'; needs "nearest", "stochastic" or "eden"'),
             ({"rounding": None}, ValueError, "rounding=None; needs"),
             ({"rounding": "stochastic"}, ValueError, "needs key=, such as jax.random.key(0)"),
             ({"key": KEY}, ValueError, 'a key was given but rounding is "nearest"'),
@@ -205,6 +206,40 @@ class TestRotations:
         assert_raised_at_trace_time(
             lambda: jlp.hadamard_transform(X, signs=signs), ValueError, "Hadamard: signs=", "+1 or"
         )
+
+    def test_signs_longer_than_those_that_are_drawn(self):
+        message = 'Hadamard: size=256 and signs="drawn"; a key draws 128 signs: use size=128 or less, or fixed signs'
+        assert_raised_at_trace_time(
+            lambda: jlp.hadamard_transform(X, size=256, signs="drawn", sign_key=KEY), ValueError, message
+        )
+
+    @pytest.mark.parametrize("op", ["quantize", "quantize_both", "hadamard_transform"])
+    def test_drawn_signs_need_a_key_and_others_have_none(self, op):
+        drawn, fixed = (
+            {"signs": signs}
+            if op == "hadamard_transform"
+            else {"hadamard_columnwise" if op == "quantize_both" else "hadamard": jlp.Hadamard(16, signs)}
+            for signs in ("drawn", jlp.DEFAULT_SIGNS)
+        )
+        needs = f"{op}: the rotation is Hadamard(16, drawn), which needs sign_key=, such as jax.random.key(0)"
+        assert_raised_at_trace_time(lambda: OPS[op](X, **drawn), ValueError, needs)
+        has_no_use = f"{op}: sign_key= was given, but the rotation is Hadamard(16); pass Hadamard(signs="
+        assert_raised_at_trace_time(lambda: OPS[op](X, **fixed, sign_key=KEY), ValueError, has_no_use)
+        for key, message in (
+            (0, f"{op}: sign_key=0; needs a JAX key"),
+            (jnp.zeros(3, jnp.uint32), f"{op}: sign_key has dtype uint32 and shape (3,); needs one JAX key"),
+            (jax.random.key(0, impl="rbg"), f"{op}: sign_key is of the kind 'rbg'"),
+            (jnp.zeros((5, 4), jnp.uint32), f"{op}: sign_key has the signs of batch axes (5,); needs one vector"),
+        ):
+            assert_raised_at_trace_time(functools.partial(OPS[op], X, **drawn, sign_key=key), TypeError, message)
+
+    def test_no_rotation_has_no_key(self):
+        message = "quantize: sign_key= was given, but the rotation is None"
+        assert_raised_at_trace_time(lambda: jlp.quantize(X, FMT, sign_key=KEY), ValueError, message)
+
+    def test_the_signs_that_are_not_known_yet(self):
+        with pytest.raises(ValueError, match=r"Hadamard\(16, drawn\): its signs are known once a key draws them"):
+            _ = jlp.Hadamard(16, "drawn").mask
 
     def test_lengths(self):
         message = "hadamard_transform: axis -1 has 24 elements; needs a multiple of size=16: pad it with jnp.pad"

@@ -197,7 +197,11 @@ def test_an_unknown_field_raises():
     [
         (lambda: jlp.Role("NVFP4"), TypeError, "Role: format='NVFP4'; needs a format such as NVFP4()"),
         (lambda: jlp.Role(jlp.NVFP4), TypeError, "Role: format=<class .*; needs a format"),
-        (lambda: jlp.Role(jlp.NVFP4(), "up"), ValueError, 'Role: rounding=\'up\'; needs "nearest" or "stochastic"'),
+        (
+            lambda: jlp.Role(jlp.NVFP4(), "up"),
+            ValueError,
+            'Role: rounding=\'up\'; needs "nearest", "stochastic" or "eden"',
+        ),
         (lambda: jlp.Role(jlp.NVFP4(), "nearest", True), TypeError, "Role: hadamard=True; needs a jaxlowprec.Hadamard"),
         (
             lambda: jlp.Roles(jlp.NVFP4(), None, None),

@@ -27,6 +27,7 @@ from tests.sharding.meshes import (
 
 ROW, TILES = jlp.NVFP4(), jlp.NVFP4((16, 16))
 RANDOM = {"rounding": "stochastic", "key": np.array([3, 5], np.uint32)}
+DRAWN, SIGN_KEY = jlp.Hadamard(16, "drawn"), np.array([1, 2], np.uint32)
 OPERATIONS = {
     "rowwise": lambda x: jlp.quantize(x, ROW),
     "columnwise": lambda x: jlp.quantize(x, ROW, -2),
@@ -45,6 +46,9 @@ OPERATIONS = {
     "dequantize-tiles": lambda x: jlp.quantize(x, TILES, -2).dequantize(jnp.float32),
     "hadamard": lambda x: jlp.hadamard_transform(x),
     "hadamard-columns-inverse": lambda x: jlp.hadamard_transform(x, -2, inverse=True),
+    "hadamard-drawn": lambda x: jlp.hadamard_transform(x, signs="drawn", sign_key=SIGN_KEY),
+    "drawn-columnwise": lambda x: jlp.quantize(x, ROW, -2, DRAWN, sign_key=SIGN_KEY),
+    "dequantize-drawn": lambda x: jlp.quantize(x, ROW, -1, DRAWN, sign_key=SIGN_KEY).dequantize(),
 }
 EVERYWHERE = ("stochastic-both-rotated", "both-tiles", "dequantize")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -83,7 +87,7 @@ def test_bytes_do_not_depend_on_the_mesh_and_only_scalars_travel(name, sizes, sp
     assert sum(elements for _, elements in found) == amaxes
 
 
-SHAPED = ("stochastic-both-rotated", "dequantize", "stochastic-tiles", "dequantize-tiles")
+SHAPED = ("stochastic-both-rotated", "dequantize", "stochastic-tiles", "dequantize-tiles", "dequantize-drawn")
 SHAPES = (
     ((40, 72), P("a", "b")),  # ragged both ways: 72 columns are four and a half blocks
     ((96, 48), P("b", "a")),  # whole blocks, but not in each part: 24 rows, 24 columns
@@ -115,6 +119,16 @@ class TestShapes:
     @shaped(BATCHES)
     def test_batch_axes_are_split_too(self, name, shape, spec, axis_type):
         assert_mesh_does_not_matter(name, random_array(shape, seed=1), mesh_of((2, 4), axis_type), spec)
+
+    @by_axis_type
+    def test_keys_of_signs_are_split_with_their_matrices(self, axis_type):
+        def run(x, keys):
+            q = jlp.quantize(x, ROW, -2, jlp.Hadamard(32, "drawn"), sign_key=keys)
+            return q, q.dequantize()
+
+        x, keys = random_array((4, 32, 64)), np.arange(8, dtype=np.uint32).reshape(4, 2)
+        found, _ = on_mesh(run, [x, keys], [P("b", None, "a"), P("b")], mesh_of((2, 4), axis_type))
+        assert_same_bytes(found, run(x, keys))
 
 
 @pytest.mark.parametrize("name", ["both-rotated", "stochastic-tiles", "dequantize"])

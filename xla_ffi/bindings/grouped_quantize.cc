@@ -1,4 +1,5 @@
 // Amax and quantisation of rows in groups, each group a tensor of its own: see groups.h.
+#include "../numerics/eden.h"
 #include "engine.h"
 #include "format.h"
 #include "groups.h"
@@ -126,7 +127,7 @@ struct GroupedResult {
 /// along the rows counted from each group's first -> data and scale per direction.
 ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sizes, ffi::RemainingArgs args,
                             ffi::RemainingRets results, ffi::Dictionary format_attributes, bool rowwise, bool columnwise,
-                            bool rotate_columns, bool stochastic, int32_t sign_mask) {
+                            bool rotate_columns, bool stochastic, bool eden, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes);
   JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
@@ -134,6 +135,7 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor;
   const size_t directions = rowwise + columnwise, tensors = has_tensor ? directions : 0;
   JLP_REQUIRE(!rotate_columns || format->scaling == Scaling::kTwoLevel);
+  JLP_REQUIRE(!eden || (stochastic && format->scaling == Scaling::kTwoLevel));
   JLP_REQUIRE(args.size() == tensors + (stochastic ? 1 + 2 * directions : 0));
   JLP_REQUIRE(results.size() == 2 * directions);
   const Matrices m(x);
@@ -143,6 +145,7 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   QuantizeProblem whole{};
   whole.type = *type, whole.batch = 1, whole.columns = m.columns, whole.format = *format;
   whole.rotate_columns = rotate_columns, whole.sign_mask = static_cast<uint32_t>(sign_mask);
+  whole.eden = eden;
   std::vector<GroupedResult> wanted;
   for (size_t i = 0; i < directions; ++i) {
     const bool is_row = rowwise && i == 0;
@@ -172,7 +175,7 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     JLP_REQUIRE(static_cast<int64_t>(line_ids->element_count()) == result.lines());
     JLP_REQUIRE(static_cast<int64_t>(sixteen_ids->element_count()) == ((is_row ? m.columns : m.rows) + 15) / 16);
     direction.random = {key->typed_data(), line_ids->typed_data(), sixteen_ids->typed_data(),
-                        static_cast<uint32_t>(!is_row)};
+                        static_cast<uint32_t>(!is_row) + (eden ? kEdenStream : 0)};
   }
   for (const GroupedResult& result : wanted) result.clear_rest(pool, groups);
 
@@ -212,6 +215,7 @@ JLP_DEFINE_CPU_HANDLER(grouped_quantize, grouped_quantize,
                            .Attr<bool>("columnwise")
                            .Attr<bool>("rotate_columns")
                            .Attr<bool>("stochastic")
+                           .Attr<bool>("eden")
                            .Attr<int32_t>("sign_mask"));
 
 }  // namespace jaxlowprec

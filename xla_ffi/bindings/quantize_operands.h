@@ -1,6 +1,7 @@
 // Decoding the operands and results of a quantisation, for the handlers that have one.
 #pragma once
 
+#include "../numerics/eden.h"
 #include "buffers.h"
 #include "engine.h"
 #include "format.h"
@@ -20,6 +21,7 @@ namespace jaxlowprec {
 struct QuantizeOperands {
   bool rowwise, columnwise, stochastic;
   size_t first_operand = 0, first_result = 0, further_results = 0;  // further: after its own
+  bool eden = false;                                                // random bits are for scales
 
   size_t directions() const { return size_t{rowwise} + columnwise; }
   size_t tensors(const Format& format) const {
@@ -30,19 +32,21 @@ struct QuantizeOperands {
 };
 
 /// Sets the directions of a problem whose sizes and format are known. Operands: for formats with a tensor scale, the amax
-/// (or the encode scale) of each direction; for stochastic rounding, the key and, for each direction, the global indices of
-/// its lines (rows or columns) and of their sixteens, for all matrices or, with batch axes, for each. Results: data and
-/// scale of each direction.
+/// (or the encode scale) of each direction; for stochastic rounding, of codes or of scales, the key and, for each direction,
+/// the global indices of its lines (rows or columns) and of their sixteens, for all matrices or, with batch axes, for each.
+/// Results: data and scale of each direction.
 template <class Engine>
 ffi::Error read_directions(Engine& engine, const QuantizeOperands& given, const ffi::RemainingArgs& args,
                            ffi::RemainingRets& results, QuantizeProblem& p) {
   const Format& format = p.format;
   JLP_REQUIRE(format.code != CodeType::kInt4);
   JLP_REQUIRE(!p.rotate_columns || (format.scaling == Scaling::kTwoLevel && !format.tiles));
-  JLP_REQUIRE(!format.chooses_scales() || !given.stochastic);
+  JLP_REQUIRE(!given.eden || (given.stochastic && format.scaling == Scaling::kTwoLevel && !format.tiles));
+  JLP_REQUIRE(!format.chooses_scales() || !given.stochastic || given.eden);
   JLP_REQUIRE(!p.encode_scale_given || format.scaling == Scaling::kTensor);
   JLP_REQUIRE(args.size() == given.first_operand + given.operands(format));
   JLP_REQUIRE(results.size() == given.first_result + given.results() + given.further_results);
+  p.eden = given.eden;
   for (size_t i = 0; i < given.directions(); ++i) {
     const bool is_row = given.rowwise && i == 0;
     QuantizeDirection& direction = is_row ? p.rowwise : p.columnwise;
@@ -79,7 +83,7 @@ ffi::Error read_directions(Engine& engine, const QuantizeOperands& given, const 
     direction.random = {key->typed_data(),
                         line_ids->typed_data(),
                         sixteen_ids->typed_data(),
-                        static_cast<uint32_t>(!is_row),
+                        static_cast<uint32_t>(!is_row) + (given.eden ? kEdenStream : 0),
                         lines_given == lines ? 0 : lines,
                         sixteens_given == sixteens ? 0 : sixteens};
   }

@@ -6,20 +6,27 @@ namespace jaxlowprec {
 namespace cuda {
 namespace {
 
-template <ElementType kType, int kSize>
-cudaError_t launch_size(HadamardArguments a, bool vertical, cudaStream_t stream) {
+template <ElementType kType, int kSize, bool kDrawn>
+cudaError_t launch_kernel(HadamardArguments a, bool vertical, cudaStream_t stream) {
   if (vertical) {
-    using Columns = HadamardColumns<kType, kSize>;
+    using Columns = HadamardColumns<kType, kSize, kDrawn>;
     const int64_t column_tiles = divide_up(divide_up(a.columns, kPerWord<kType>), Columns::kWords);
     if (column_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
     a.column_tiles = static_cast<uint32_t>(column_tiles);
     const Blocks blocks{column_tiles * (a.rows / kSize), 1, 1, Columns::kThreads,
                         kSize == 16 ? 0 : sizeof(typename Columns::Shared)};
-    return launch_blocks(hadamard_columns_kernel<kType, kSize>, blocks, stream, a);
+    return launch_blocks(hadamard_columns_kernel<kType, kSize, kDrawn>, blocks, stream, a);
   }
   using Rows = HadamardRows<kType, kSize>;
   const Blocks blocks{divide_up(a.rows * (a.columns / kSize), Rows::kPerBlock), 1, 1, Rows::kThreads};
-  return launch_blocks(hadamard_rows_kernel<kType, kSize>, blocks, stream, a);
+  return launch_blocks(hadamard_rows_kernel<kType, kSize, kDrawn>, blocks, stream, a);
+}
+
+template <ElementType kType, int kSize>
+cudaError_t launch_size(const HadamardArguments& a, bool vertical, cudaStream_t stream) {
+  if (a.drawn_signs == nullptr) return launch_kernel<kType, kSize, false>(a, vertical, stream);
+  if constexpr (kSize <= kDrawnSigns) return launch_kernel<kType, kSize, true>(a, vertical, stream);
+  return cudaErrorInvalidValue;
 }
 
 template <ElementType kType>
@@ -45,7 +52,8 @@ cudaError_t launch(const HadamardProblem& p, cudaStream_t stream) {
   a.x = p.x, a.result = p.result, a.inverse = p.inverse;
   a.rows = p.batch * p.rows, a.columns = p.columns;  // matrices are whole transforms along either axis
   a.whole_words = p.columns % 2 == 0;
-  for (int i = 0; i < p.size && i < 256; ++i)
+  a.drawn_signs = p.drawn_signs, a.matrix_rows = p.rows;
+  for (int i = 0; i < p.size && i < 256 && p.drawn_signs == nullptr; ++i)
     if (p.sign_bits[i] != 0) a.signs.words[i / 32] |= 1u << (i % 32);
   switch (p.type) {
     case ElementType::kBF16: return launch_type<ElementType::kBF16>(p.size, a, p.vertical, stream);

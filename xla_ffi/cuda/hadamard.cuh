@@ -28,10 +28,19 @@ struct HadamardArguments {
   void* result;
   int64_t rows, columns;  // all matrices as one
   HadamardSigns signs;
-  uint32_t column_tiles;  // vertical
+  const uint32_t* drawn_signs;  // [matrices, 4], of kernels for drawn signs
+  int64_t matrix_rows;          // of each matrix
+  uint32_t column_tiles;        // vertical
   bool inverse;
   bool whole_words;  // vertical: rows are whole words, and aligned
 };
+
+/// The word whose low bits say which elements of a transform of a matrix are negated, from `element` on.
+template <bool kDrawn>
+JLP_DEVICE uint32_t negations(const HadamardArguments& a, int64_t matrix, uint32_t element) {
+  const uint32_t word = kDrawn ? a.drawn_signs[4 * matrix + element / 32] : a.signs.words[element / 32];
+  return word >> (element % 32);
+}
 
 /// size^-1/2 rounded once.
 template <int kSize>
@@ -107,16 +116,20 @@ struct HadamardRows {
   }
 };
 
-template <ElementType kType, int kSize>
+/// Transforms along rows. kDrawn: each matrix has signs of its own, in the device's memory.
+template <ElementType kType, int kSize, bool kDrawn>
 static __global__ void __launch_bounds__(256) hadamard_rows_kernel(const __grid_constant__ HadamardArguments a) {
   using Rows = HadamardRows<kType, kSize>;
   typename Rows::Words signs;  // of the thread's elements
   const uint32_t lane = threadIdx.x % Rows::kLanes;
+  const auto take_signs = [&](int64_t matrix) {
 #pragma unroll
-  for (int i = 0; i < 4 * Rows::kVectors; ++i) {
-    const uint32_t element = (i / 4 * Rows::kLanes + lane) * Rows::kPerVector + i % 4 * kPerWord<kType>;
-    signs[i] = word_signs<kType>(a.signs.words[element / 32] >> (element % 32));
-  }
+    for (int i = 0; i < 4 * Rows::kVectors; ++i) {
+      const uint32_t element = (i / 4 * Rows::kLanes + lane) * Rows::kPerVector + i % 4 * kPerWord<kType>;
+      signs[i] = word_signs<kType>(negations<kDrawn>(a, matrix, element));
+    }
+  };
+  if constexpr (!kDrawn) take_signs(0);
   constexpr int kStep = Rows::kThreads / Rows::kLanes;  // transforms between two of a thread's
   const int64_t first = static_cast<int64_t>(blockIdx.x) * Rows::kPerBlock + threadIdx.x / Rows::kLanes;
   const int64_t remaining = a.rows * (a.columns / kSize) - first;
@@ -132,6 +145,10 @@ static __global__ void __launch_bounds__(256) hadamard_rows_kernel(const __grid_
       if (t * kStep < count) vectors[t][i] = x[t * kStep * (kSize / Rows::kPerVector) + i * Rows::kLanes];
 #pragma unroll
   for (int t = 0; t < Rows::kTransforms; ++t) {
+    if constexpr (kDrawn) {
+      const int64_t transform = t * kStep < count ? first + t * kStep : 0;
+      take_signs(a.matrix_rows == a.rows ? 0 : transform / (a.matrix_rows * (a.columns / kSize)));
+    }
     Rows::transform(vectors[t], signs, lane, a.inverse);
 #pragma unroll
     for (int i = 0; i < Rows::kVectors; ++i)
@@ -174,7 +191,7 @@ JLP_DEVICE void store_column(const HadamardArguments& a, int64_t index, int64_t 
   }
 }
 
-template <ElementType kType, int kSize>
+template <ElementType kType, int kSize, bool kDrawn>
 struct HadamardColumns {
   static constexpr int kRowWarps = kSize / 16;  // that share a transform, 16 rows each
   static constexpr int kWarps = kRowWarps < 8 ? 8 : kRowWarps;
@@ -186,25 +203,29 @@ struct HadamardColumns {
     float v[kColumnWarps][kSize][kPerWord<kType>][32];
   };
 
-  /// The word of row `row`, which is finished but for its scale.
-  __device__ __forceinline__ static uint32_t finished(const HadamardArguments& a, int row, float (&v)[kPerWord<kType>]) {
+  /// The word of a row, which is finished but for its scale and, of an inverse, its sign: the lowest bit of `negated`.
+  __device__ __forceinline__ static uint32_t finished(const HadamardArguments& a, uint32_t negated,
+                                                      float (&v)[kPerWord<kType>]) {
 #pragma unroll
     for (int i = 0; i < kPerWord<kType>; ++i) v[i] *= kHadamardScale<kSize>;
-    return narrow<kType>(v) ^ (a.inverse ? signs_of_row(a, row) : 0u);
+    return narrow<kType>(v) ^ (a.inverse ? signs_of_row(negated) : 0u);
   }
-  __device__ __forceinline__ static uint32_t signs_of_row(const HadamardArguments& a, int row) {
-    return word_signs<kType>((a.signs.words[row / 32] >> (row % 32) & 1u) * 3u);
+  __device__ __forceinline__ static uint32_t signs_of_row(uint32_t negated) {
+    return word_signs<kType>((negated & 1u) * 3u);
   }
 };
 
-template <ElementType kType, int kSize>
-static __global__ void __launch_bounds__(HadamardColumns<kType, kSize>::kThreads)
+/// Transforms along columns. kDrawn: as above.
+template <ElementType kType, int kSize, bool kDrawn>
+static __global__ void __launch_bounds__(HadamardColumns<kType, kSize, kDrawn>::kThreads)
     hadamard_columns_kernel(const __grid_constant__ HadamardArguments a) {
-  using Columns = HadamardColumns<kType, kSize>;
+  using Columns = HadamardColumns<kType, kSize, kDrawn>;
   constexpr int kPer = kPerWord<kType>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row_warp = warp % Columns::kRowWarps, column_warp = warp / Columns::kRowWarps;
   const int64_t first = static_cast<int64_t>(blockIdx.x / a.column_tiles) * kSize;
+  const int64_t matrix = kDrawn ? first / a.matrix_rows : 0;
+  const uint32_t negated = negations<kDrawn>(a, matrix, row_warp * 16);  // of the thread's rows
   const int64_t word = static_cast<int64_t>(blockIdx.x % a.column_tiles) * Columns::kWords + column_warp * 32 + lane;
   const int64_t column = word * kPer;
   const bool inside = column < a.columns, pair = column + 1 < a.columns;
@@ -215,7 +236,7 @@ static __global__ void __launch_bounds__(HadamardColumns<kType, kSize>::kThreads
 #pragma unroll
   for (int row = 0; row < 16; ++row) {
     float elements[kPer];
-    widen<kType>(words[row] ^ (a.inverse ? 0u : Columns::signs_of_row(a, row_warp * 16 + row)), elements);
+    widen<kType>(words[row] ^ (a.inverse ? 0u : Columns::signs_of_row(negated >> row)), elements);
 #pragma unroll
     for (int i = 0; i < kPer; ++i) v[i][row] = elements[i];
   }
@@ -228,7 +249,7 @@ static __global__ void __launch_bounds__(HadamardColumns<kType, kSize>::kThreads
       float elements[kPer];
 #pragma unroll
       for (int i = 0; i < kPer; ++i) elements[i] = v[i][row];
-      words[row] = Columns::finished(a, row, elements);
+      words[row] = Columns::finished(a, negated >> row, elements);
     }
     if (inside) store_column<kType>(a, first * a.columns + column, a.columns, pair, words);
   } else {
@@ -253,7 +274,7 @@ static __global__ void __launch_bounds__(HadamardColumns<kType, kSize>::kThreads
         float elements[kPer];
 #pragma unroll
         for (int i = 0; i < kPer; ++i) elements[i] = far[i][k];
-        done[k] = Columns::finished(a, start + 16 * k, elements);
+        done[k] = Columns::finished(a, negations<kDrawn>(a, matrix, start + 16 * k), elements);
       }
       store_column<kType>(a, (first + start) * a.columns + column, 16 * a.columns, pair, done);
     }

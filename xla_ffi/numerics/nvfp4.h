@@ -18,13 +18,16 @@ struct Nvfp4TensorScale {
   bool usable;       // false: not finite or negative, the whole tensor decodes to NaN (numerics.md 1)
 };
 
+/// Block amax to block scale, from S_enc.
+JLP_RULE float nvfp4_multiplier(float encode) { return encode * 0.16666667163372039794921875f; }
+
 JLP_RULE Nvfp4TensorScale nvfp4_tensor_scale(float amax) {
   using L = Lanes<float>;
   const uint32_t bits = magnitude(amax);
   const float g = L::flush(amax);
   const float largest = 8.5070591730234616e37f;  // 2^126 keeps S_dec normal
   const float encode = g == 0.0f ? 1.0f : L::min(2688.0f / g, largest);
-  return {1.0f / encode, encode * 0.16666667163372039794921875f, bits < kInfinityBits && !(g < 0.0f)};
+  return {1.0f / encode, nvfp4_multiplier(encode), bits < kInfinityBits && !(g < 0.0f)};
 }
 
 /// S_b, the stored E4M3 byte of a block with the given finite amax.

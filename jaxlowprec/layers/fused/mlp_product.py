@@ -136,39 +136,46 @@ def operands_of(activation: str) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(spec: MlpSpec, x, products: tuple[Product, ...], states: tuple[States, ...]):
-    sizes = products[-1].sizes
-    inputs, further, _ = inputs_of(spec.hidden, x, states[:-1], sizes=sizes)
+    inputs, further, _ = inputs_of(spec.hidden, x, states[:-1], first=products[0])
     of_scaling = [state for state, _ in states]
     each = zip(spec.hidden, for_each(spec.hidden, inputs), products, of_scaling, strict=False)
     hidden = [fprop(*arguments)[0] for arguments in each]
-    given, _ = _input_of_down(spec, hidden, states[-1], sizes, amaxes_of_input(spec.down, backward=False))
+    given, _ = _input_of_down(spec, hidden, states[-1], products[-1], amaxes_of_input(spec.down, backward=False))
     return fprop(spec.down, given, products[-1], of_scaling[-1])[0], further
 
 
 def _input_of_down(
-    spec: MlpSpec, hidden: Sequence[jax.Array], states: States, sizes: Any, find=None, amaxes=None, **wanted: bool
+    spec: MlpSpec,
+    hidden: Sequence[jax.Array],
+    states: States,
+    down: Product | KeptProduct,
+    find=None,
+    amaxes=None,
+    **wanted: bool,
 ) -> tuple[Input, Any]:
     """The activation as the GEMMs of `down` read it, and its amaxes: those that are given, or those to `find`.
 
     `wanted`: see `quantized_input`.
     """
+    sizes, randomness = down.sizes, down.randomness
     given = quantized_hidden(spec.activation, spec.down, hidden, states, sizes, **wanted)
     if given is not None:
         return given, None
     a, found = activated(spec.activation, hidden, find, rows_of(spec.down, sizes))
     amaxes = amaxes or found
-    return quantized_input(spec.down, a, states[0], sizes=sizes, amaxes=amaxes, **wanted), amaxes
+    options: Any = {"sizes": sizes, "randomness": randomness, "signs": down.signs, "amaxes": amaxes}
+    return quantized_input(spec.down, a, states[0], **options, **wanted), amaxes
 
 
 def _forward(spec: MlpSpec, x, products, states):
     x, products = differentiated_once(x), products_differentiated_once(products)
-    (state, probe), sizes = states[-1], products[-1].sizes
-    inputs, further, made_from = inputs_of(spec.hidden, x, states[:-1], sizes=sizes, backward=True)
+    state, probe = states[-1]
+    inputs, further, made_from = inputs_of(spec.hidden, x, states[:-1], first=products[0], backward=True)
     hidden, kept, kernels, kept_inputs = forward_of_all(spec.hidden, inputs, products[:-1], states[:-1])
     hidden = tuple(map(product, hidden))
 
     find, watched = amaxes_of_input(spec.down), probe is not None
-    given, amaxes = _input_of_down(spec, hidden, states[-1], sizes, find, backward=watched)
+    given, amaxes = _input_of_down(spec, hidden, states[-1], products[-1], find, backward=watched)
     y, kept_down, _ = forward(spec.down, given, products[-1], states[-1])
 
     of_hidden: Any = hidden
@@ -203,8 +210,8 @@ def _backward(spec: MlpSpec, residuals, gradients):
     # The barrier keeps XLA from taking what is computed again here from the forward pass, which would have to keep it.
     of_hidden, dy = jax.lax.optimization_barrier((of_hidden, dy))
     hidden = _hidden_again(spec, of_hidden)
-    sizes, states = kept_down.sizes, (state, kept_down.found)
-    given, _ = _input_of_down(spec, hidden, states, sizes, amaxes=amaxes, forward=False, backward=True)
+    states = state, kept_down.found
+    given, _ = _input_of_down(spec, hidden, states, kept_down, amaxes=amaxes, forward=False, backward=True)
     a = read_by_wgrad(spec.down, given)
     da, of_down, down_states = backward(spec.down, a, kept_down, dy, hidden[0].dtype)
     of_each = _gradients_of_hidden(spec, kept, hidden, da)

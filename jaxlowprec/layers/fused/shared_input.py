@@ -75,15 +75,16 @@ def linears(
 ) -> Any:
     """`linear` of one input by several kernels, such as query, key and value: x is quantised once, and kept once.
 
-    Results and gradients of kernels and biases have the bits of separate calls. The gradient of x is summed in float32
-    and rounded once. Where layers quantise x differently, because the recipe treats their names differently, or not at
-    all, each is a call of its own.
+    Results and gradients of kernels and biases have the bits of separate calls, except that signs that are drawn for a
+    rotation of x are the first layer's for all. The gradient of x is summed in float32 and rounded once. Where layers
+    quantise x differently, because the recipe treats their names differently, or not at all, each is a call of its own.
 
     Arguments:
         x, recipe, out_sharding, precision: see `linear`.
         kernels: a [K, N] for each layer, each with its own N; see `linear`.
         biases: [N] or None for each layer. None: no layer has one.
-        key: see `linear`; each layer has another one that is derived from it.
+        key: see `linear`; each layer has another one that is derived from it. An x that is rounded by random bits
+            (`Role.rounding` "eden") takes those of the first.
         quantized_kernels, names, states: those of each layer, see `linear`.
 
     Returns:

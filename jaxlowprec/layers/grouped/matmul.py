@@ -284,10 +284,10 @@ def _check_rows(who: str, roles: Roles) -> None:
                 "groups; use blocks of one row"
             )
         rotation = role.hadamard
-        if rotation is not None and (role.format.scaling != "two_level" or rotation.size != BLOCK):
+        if rotation is not None and (role.format.scaling != "two_level" or not rotation.in_pass):
             raise ValueError(
                 f"{who}: the recipe rotates the {tensor} ({role.format}) by {rotation}; rows in groups take only "
-                f"NVFP4's rotation of size {BLOCK}"
+                f"NVFP4's rotation of size {BLOCK} with fixed signs"
             )
     for weight in roles.forms("weight"):
         if weight is not None and weight.hadamard is not None:

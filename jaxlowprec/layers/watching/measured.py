@@ -118,11 +118,15 @@ def _measured(
         role = row if rowwise else column
         if role is None:
             return None
-        role = dataclasses.replace(role, rounding="nearest")
+        words = jnp.zeros(2, jnp.uint32) if role.rounding == "eden" else None  # the same draw each time
+        role = role if words is not None else dataclasses.replace(role, rounding="nearest")
         forms = (role, None) if rowwise else (None, role)
         if sizes is not None and tensor != "weight":
-            return groups_both_ways(x, sizes, *forms)[0 if rowwise else 1]
-        return both_ways(x, *forms, rows_split=rows_split and tensor != "weight")[0 if rowwise else 1]
+            words = words if words is None else jnp.broadcast_to(words, (*sizes.shape, 2))
+            return groups_both_ways(x, sizes, *forms, words=words)[0 if rowwise else 1]
+        drawn = not rowwise and role.hadamard is not None and role.hadamard.drawn
+        options: Any = {"words": words, "sign_key": jnp.zeros(2, jnp.uint32) if drawn else None}  # the same signs, too
+        return both_ways(x, *forms, rows_split=rows_split and tensor != "weight", **options)[0 if rowwise else 1]
 
     with in_profiles("telemetry"):
         return measuring.measure(probe, seen, requantize, sizes)

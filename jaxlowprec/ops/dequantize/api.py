@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.arrays.row_scaled import as_matrices
 from jaxlowprec.ops.checks import float_dtype
@@ -66,12 +65,13 @@ def _dequantize(q: QuantizedArray, dtype: Any, implementation: Implementation) -
         op = dequantize_op(fmt, ragged_rows, ragged_columns, rotation, jnp.dtype(dtype), implementation)
         return op(*operands)[0]
 
-    if q.hadamard is None or (fmt.scaling == "two_level" and q.hadamard.size == BLOCK):
+    if q.hadamard is None or (fmt.scaling == "two_level" and q.hadamard.in_pass):
         values = decode(columns, q.hadamard, dtype)
     else:  # decoded in float32 with its padding to whole transforms, then rotated back
         size, signs = q.hadamard.size, q.hadamard.signs
         values = decode(-(-columns // size) * size, None, jnp.float32)
-        values = hadamard_transform(values, -1, size, signs, inverse=True, implementation=implementation)
+        options: Any = {"inverse": True, "implementation": implementation, "sign_key": q.signs}
+        values = hadamard_transform(values, -1, size, signs, **options)
         values = values[..., :columns].astype(dtype)
     if vector:
         return values[..., 0, :]

@@ -82,6 +82,7 @@ def quantize_groups(
     words: UInt32[Array, "*B E 2"] | None = None,
     amaxes: tuple[Any, Any] | None = None,
     implementation: Implementation = None,
+    eden: bool = False,
 ) -> tuple[GroupedQuantizedArray | None, GroupedQuantizedArray | None]:
     """Quantises the rows of each group, along the features, along the rows, or both in one pass.
 
@@ -94,6 +95,7 @@ def quantize_groups(
         rowwise, columnwise: the wanted directions.
         hadamard: the rotation of the columnwise array: NVFP4's, of size 16; or None.
         words: for stochastic rounding, the words of a key for each group.
+        eden: with words: it is scales that are rounded so; see `quantize`.
         amaxes: [..., E] rowwise and columnwise, where they are known.
         implementation: None, "ffi" or "reference".
 
@@ -110,7 +112,7 @@ def quantize_groups(
         return _quantize_rows(x, sizes, fmt, implementation), None
     hadamard = hadamard if columnwise else None
     stochastic, unit = words is not None, max(fmt.length, BLOCK if words is not None else 1)
-    spec = GroupedQuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, columns % unit != 0)
+    spec = GroupedQuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, columns % unit != 0, eden)
     tensors: list[jax.Array] = []
     if fmt.has_tensor_scale:
         found = amaxes or group_amaxes(x, sizes, rowwise or hadamard is None, hadamard, implementation)
@@ -123,7 +125,7 @@ def quantize_groups(
     results = grouped_quantize_op(spec, implementation)(x, sizes, *tensors, *random)
 
     def array(i: int, along_rows: bool) -> GroupedQuantizedArray:
-        amax = amax_field(fmt, tensors[i]) if fmt.scaling == "two_level" else None
+        amax = amax_field(fmt, tensors[i], eden) if fmt.scaling == "two_level" else None
         rotation = hadamard if along_rows else None
         data, scale = results[2 * i : 2 * i + 2]
         rows, columns = x.shape[-2:]

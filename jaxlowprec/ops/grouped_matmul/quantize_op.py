@@ -19,6 +19,7 @@ from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.grouped_matmul import reference, tiled
 from jaxlowprec.ops.grouped_matmul.groups import count
 from jaxlowprec.ops.implementation import Implementation, choose
+from jaxlowprec.ops.quantize.eden import FIRST_STREAM
 from jaxlowprec.ops.quantize.philox import Draws
 
 
@@ -43,8 +44,9 @@ class GroupedQuantizeSpec:
         format: what to quantise to; no square tiles.
         rowwise, columnwise: the wanted directions.
         hadamard: a rotation of size 16 along the rows of each group for the columnwise direction; only for NVFP4.
-        stochastic: rounding of the codes.
+        stochastic: random bits round the codes, or the scales if `eden`.
         ragged_columns: C is not a multiple of the elements that must stay together along it.
+        eden: see `QuantizeSpec`.
     """
 
     format: Any
@@ -53,6 +55,7 @@ class GroupedQuantizeSpec:
     hadamard: Hadamard | None
     stochastic: bool
     ragged_columns: bool
+    eden: bool = False
 
     @property
     def directions(self) -> int:
@@ -126,11 +129,12 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
         for i in range(spec.directions):
             tensor = tensors[i] if tensors else None
             columnwise = i == 1 or not spec.rowwise
-            draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], int(columnwise)) if random else None
+            stream = columnwise + (FIRST_STREAM if spec.eden else 0)
+            draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], stream) if random else None
             if columnwise:
-                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, draws)
+                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, draws, spec.eden)
             else:
-                out += reference.quantize_rowwise(x, sizes, fmt, tensor, draws)
+                out += reference.quantize_rowwise(x, sizes, fmt, tensor, draws, spec.eden)
         return out
 
     def run_reference(x, sizes, *operands):
@@ -150,6 +154,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             columnwise=spec.columnwise,
             rotate_columns=spec.hadamard is not None,
             stochastic=spec.stochastic,
+            eden=spec.eden,
             sign_mask=_mask(spec.hadamard),
         )
 

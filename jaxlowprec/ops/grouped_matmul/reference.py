@@ -43,7 +43,12 @@ def amax(x: jax.Array, sizes: jax.Array, plain: bool, hadamard: Hadamard | None)
 
 
 def quantize_rowwise(
-    x: jax.Array, sizes: jax.Array, fmt: Format, tensor: jax.Array | None, draws: Draws | None = None
+    x: jax.Array,
+    sizes: jax.Array,
+    fmt: Format,
+    tensor: jax.Array | None,
+    draws: Draws | None = None,
+    eden: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """x [T, C], sizes [E], amaxes [E] -> codes [T, bytes], scales [T, blocks] (a tensor's: [E]).
 
@@ -56,7 +61,7 @@ def quantize_rowwise(
         local = draws.lines[jnp.arange(x.shape[0]) - groups.start[group]]
         draws = draws._replace(words=draws.words[group], lines=local[:, None])
     of_row = None if tensor is None else tensor[group]
-    data, scale = quantize_rows(x[:, None, :], fmt, of_row, False, draws)
+    data, scale = quantize_rows(x[:, None, :], fmt, of_row, False, draws, eden=eden)
     data = where_else_zero(there, data[:, 0])
     return data, _tensor_scales(tensor, groups, fmt) if fmt.scaling == "tensor" else where_else_zero(there, scale[:, 0])
 
@@ -68,6 +73,7 @@ def quantize_columnwise(
     hadamard: Hadamard | None,
     tensor: jax.Array | None,
     draws: Draws | None = None,
+    eden: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `quantize_rowwise` along the rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
     block = max(fmt.length, BLOCK)  # at least a sixteen of random bytes
@@ -80,7 +86,8 @@ def quantize_columnwise(
         within = slots.within[:, None] * (block // BLOCK) + jnp.arange(block // BLOCK)
         within = jnp.minimum(within, draws.sixteens.shape[0] - 1)  # the draws of padding do not matter
         draws = draws._replace(words=draws.words[slots.group], sixteens=draws.sixteens[within])
-    data, scale = quantize_rows(values, fmt, None if tensor is None else tensor[slots.group], False, draws)
+    of_slot = None if tensor is None else tensor[slots.group]
+    data, scale = quantize_rows(values, fmt, of_slot, False, draws, eden=eden)
     used = (slots.valid > 0)[:, None, None]
     if fmt.packed:
         data = jnp.moveaxis(where_else_zero(used, data), 0, -2)

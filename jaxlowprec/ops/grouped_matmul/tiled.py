@@ -38,7 +38,7 @@ def quantize(spec: Any, x: jax.Array, sizes: jax.Array, *operands: jax.Array) ->
     of_slots = [amax[slots.group] for amax in operands[: spec.tensors]]
     of_slots += _random(spec, slots, operands[spec.tensors :])
     matrices = quantize_op.QuantizeSpec(
-        spec.format, spec.rowwise, spec.columnwise, spec.hadamard, spec.stochastic, False, False, False
+        spec.format, spec.rowwise, spec.columnwise, spec.hadamard, spec.stochastic, False, False, False, eden=spec.eden
     )
     found = quantize_op.native_call(matrices, slots.take(x, TILE), *of_slots, vmap_method="expand_dims")
     results: list[jax.Array] = []

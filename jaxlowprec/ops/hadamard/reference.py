@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arrays.hadamard import Hadamard
+from jaxlowprec.ops.hadamard.signs import factors
 from jaxlowprec.ops.rounding import narrowed, widened
 
 
@@ -21,15 +22,23 @@ def _butterfly(v: jax.Array) -> jax.Array:
     return v
 
 
-def rotate(x: jax.Array, hadamard: Hadamard, inverse: bool = False) -> jax.Array:
-    """x [..., K] rotated along its last axis, K a multiple of the transform's size; rounded to x's dtype."""
-    return rotate_float32(widened(x), hadamard, inverse, x.dtype).astype(x.dtype)
+def rotate(x: jax.Array, hadamard: Hadamard, inverse: bool = False, drawn: jax.Array | None = None) -> jax.Array:
+    """x [..., K] rotated along its last axis, K a multiple of the transform's size; rounded to x's dtype.
+
+    `drawn`: for x [..., R, K] and a transform of drawn signs, those of each matrix, uint32 [..., 4].
+    """
+    return rotate_float32(widened(x), hadamard, inverse, x.dtype, drawn).astype(x.dtype)
 
 
-def rotate_float32(x: jax.Array, hadamard: Hadamard, inverse: bool, dtype=jnp.float32) -> jax.Array:
+def rotate_float32(
+    x: jax.Array, hadamard: Hadamard, inverse: bool, dtype=jnp.float32, drawn: jax.Array | None = None
+) -> jax.Array:
     """As `rotate` on float32 numbers, rounded to `dtype` but left in float32."""
     size = hadamard.size
-    signs = jnp.asarray(np.where(hadamard.negative, -1.0, 1.0), jnp.float32)
+    if drawn is None:
+        signs = jnp.asarray(np.where(hadamard.negative, -1.0, 1.0), jnp.float32)
+    else:
+        signs = factors(drawn, size)[..., None, None, :]
     v = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     v = _butterfly(v if inverse else v * signs) * jnp.float32(size**-0.5)
     v = (v * signs if inverse else v).reshape(x.shape)

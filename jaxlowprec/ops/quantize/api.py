@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,16 @@ from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import last_axis, mesh_axes
 from jaxlowprec.ops.hadamard.api import hadamard_transform
+from jaxlowprec.ops.hadamard.signs import sign_source, signs_of
 from jaxlowprec.ops.implementation import Implementation
 from jaxlowprec.ops.int4.api import quantize_int4
 from jaxlowprec.ops.quantize.checks import (
+    Rounding,
     check_length,
     check_plain,
-    check_rounding,
     checked_options,
+    checked_roundings,
+    draws_bits,
     given_tensor,
     quantizable,
     tensor_batch,
@@ -40,8 +43,6 @@ from jaxlowprec.ops.quantize.variants import (
     rotates_in_pass,
     spec_of,
 )
-
-Rounding = Literal["nearest", "stochastic"]
 
 
 def quantize(
@@ -58,6 +59,7 @@ def quantize(
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
     rows_split: bool = False,
+    sign_key: jax.Array | None = None,
 ) -> QuantizedArray:
     """Quantises an array along one axis.
 
@@ -72,10 +74,12 @@ def quantize(
             `quantize(jnp.swapaxes(x, -1, -2), fmt)`.
         hadamard: rotate along the quantised axis first: True for the default transform, or a `Hadamard`. For both
             operands of one GEMM, in which it cancels.
-        rounding: of the codes: "nearest" (ties to even) or "stochastic", not where scales are chosen by their error
-            (`NVFP4.scale_rule`). Scales always round to nearest.
-        key: for stochastic rounding: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the
-            batch axes, or one for all slices. The bits depend only on the key and each element's place.
+        rounding: "nearest" (ties to even); "stochastic": codes are rounded stochastically, and scales to nearest, not
+            where scales are chosen by their error (`NVFP4.scale_rule`); "eden" (MS-EDEN), for NVFP4 in blocks of
+            (1, 16) with `hadamard`: codes are rounded to nearest, and each scale is corrected for its codes' errors and
+            rounded stochastically. Over rotations drawn anew that is unbiased, with half the error of "stochastic".
+        key: for both: a JAX key of two 32-bit words (threefry2x32), or uint32 [..., 2]; shaped like the batch axes, or
+            one for all slices. The bits depend only on the key and each element's place.
         amax: float32, shaped like the batch axes: the largest magnitude to scale by (after the rotation), where it is
             known or must cover more than x. Larger elements saturate. A negative or non-finite amax makes its slice
             NaN. None: x's own. For formats with a tensor scale: NVFP4 and Float8Tensor.
@@ -83,15 +87,19 @@ def quantize(
         encode_scale: float32, shaped like the batch axes, for Float8Tensor: the factor to multiply by, instead of one
             from an amax (delayed scaling). Larger elements saturate. The stored scale is its reciprocal. A factor that
             is not positive and finite makes its slice NaN.
-        offset: row and column of x's first element in the whole array that stochastic rounding should see, for a part
-            of it; the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken
-            modulo that.
+        offset: row and column of x's first element in the whole array that random bits should see, for a part of it;
+            the column in multiples of 16 (of rows for axis -2). From 0 on and below 2^32; a JAX array is taken modulo
+            that.
         axis_name: inside `jax.shard_map`, the mesh axis or axes that x is a shard along: x's own amax is then that of
             the whole array. Outside of shard_map a mesh needs no argument.
         rows_split: x is [..., S, M, K], one tensor whose rows are split into S parts, with one amax: codes and scales
             are those of the matrix [..., S * M, K], its rows numbered through, but stay in parts, and a mesh may split
             both S and M. For axis -2, M is a multiple of the block. `amax`, `encode_scale` and keys then have only the
             other batch axes.
+        sign_key: for `Hadamard(signs="drawn")`, and only for it: the key of the signs, one for all slices of the batch
+            axes or one for each; or the `signs` of another QuantizedArray, to rotate alike. Both operands of a GEMM
+            need the same one: equal keys are the caller's task, since a product cannot compare them before it runs.
+            Another key compiles nothing anew.
 
     Returns:
         A QuantizedArray whose `dequantize()` approximates x. NaN and infinity never become finite: the block that holds
@@ -100,13 +108,14 @@ def quantize(
 
     Raises:
         TypeError: x is not a float array of those dtypes, or the key is not usable.
-        ValueError: an axis, rounding, key, amax, encode_scale or shape that does not fit.
+        ValueError: an axis, rotation, rounding, key, sign_key, amax, encode_scale or shape that does not fit.
         NotImplementedError: `implementation="ffi"` where there is no kernel.
 
     Int4 rounds to nearest, without rotation or amax; x is rounded to its scale_dtype first. Row-scaled NVFP4 rounds to
     nearest, without rotation or a given amax.
 
-    Source: numerics.md 1 to 7 and 13; int4_qat.md 1.4; arXiv 2509.25149, 2412.19437, 2209.05433, OCP MX v1.0.
+    Source: numerics.md 1 to 7 and 13 to 15; int4_qat.md 1.4; arXiv 2509.25149, 2601.22813 (MS-EDEN), 2412.19437,
+    2209.05433, OCP MX v1.0.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize(jnp.ones((32, 64), jnp.bfloat16), jlp.NVFP4())
@@ -120,11 +129,13 @@ def quantize(
     check_plain(who, fmt, rotation, rounding)
     check_length(who, x, fmt, axis)
     batch = tensor_batch(who, x, fmt, (axis,), rotation, rounding, rows_split)
+    source = sign_source(who, rotation, sign_key, batch, x.shape[len(batch) : -2])
     if x.ndim == 1 and fmt.scaling != "float16":
         if fmt.tiles:
             needs = f"{type(fmt).__name__}(block=(1, {fmt.length}))"
             raise ValueError(f"{who}: x is a vector; {fmt} has two-dimensional blocks: use {needs}")
         options: dict[str, Any] = {"encode_scale": encode_scale, "offset": offset, "axis_name": axis_name}
+        options["sign_key"] = sign_key
         row = quantize(x[None], fmt, -1, hadamard, rounding, key, amax, implementation, **options)
         scale = row.scale if fmt.scaling == "tensor" else row.scale[0]
         own: Any = row.amax
@@ -144,15 +155,17 @@ def quantize(
         return _quantize_lines(x, fmt, axis, implementation)
     if axis_name is not None and tensor is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
-    call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
-    return _quantize(x, tensor, words, indices, axis, call)
+    call = _Call(
+        fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation, eden=rounding == "eden"
+    )
+    return _quantize(x, tensor, words, indices, source, axis, call)
 
 
 def quantize_both(
     x: Float[Array, "*B M K"],
     fmt: Format,
     hadamard_columnwise: bool | Hadamard = False,
-    rounding: Rounding = "nearest",
+    rounding: Rounding | tuple[Rounding, Rounding] = "nearest",
     key: jax.Array | None = None,
     implementation: Implementation = None,
     *,
@@ -161,8 +174,9 @@ def quantize_both(
     offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     axis_name: Hashable | None = None,
     rows_split: bool = False,
+    sign_key: jax.Array | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """Quantises an array rowwise and columnwise, in one pass over it.
+    """Quantises an array rowwise and columnwise, in one pass over it where both round alike.
 
     The bytes are those of `quantize(x, fmt, axis=-1)` and `quantize(x, fmt, axis=-2, hadamard=hadamard_columnwise)`
     with the same rounding and key. With 16x16 blocks and nearest rounding the columnwise codes are the rowwise ones
@@ -170,9 +184,12 @@ def quantize_both(
 
     Arguments:
         x: [..., M, K], bfloat16, float16 or float32.
-        fmt, rounding, key, implementation, axis_name, rows_split: see `quantize`.
+        fmt, key, implementation, axis_name, rows_split, sign_key: see `quantize`.
+        rounding: see `quantize`; or a pair, of the rowwise and of the columnwise result. Only the latter can be "eden",
+            since only it is rotated.
         offset: see `quantize`; in multiples of 16 both ways.
-        hadamard_columnwise: rotate along axis -2 for the columnwise result.
+        hadamard_columnwise: rotate along axis -2 for the columnwise result; unless by fixed signs and size 16, in a
+            pass of its own.
         amax: the amax of x and that of the rotated x, where they are known; see `quantize`.
         encode_scale: for both results; see `quantize`.
 
@@ -192,12 +209,15 @@ def quantize_both(
     if x.ndim < 2:
         raise ValueError(f"{who}: x has shape {x.shape}; needs two dimensions or more")
     rotation = as_hadamard(who, hadamard_columnwise)
-    indices = checked_options(who, (-1, -2), rounding, offset, axis_name, rows_split, implementation)
-    check_rounding(who, fmt, rounding)
+    roundings = checked_roundings(who, fmt, rotation, rounding)
+    row_rounding, column_rounding = roundings
+    indices = checked_options(who, (-1, -2), row_rounding, offset, axis_name, rows_split, implementation)
     if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
         raise TypeError(f"{who}: amax={shown(amax)}; needs a pair: that of x and that of the rotated x")
-    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, rounding, rows_split)
-    if fmt.scaling == "float16" or fmt.row_scaled or (rotation and not rotates_in_pass(fmt, rotation)):
+    batch = tensor_batch(who, x, fmt, (-1, -2), rotation, max(roundings, key=draws_bits), rows_split)
+    sign_source(who, rotation, sign_key, batch, x.shape[len(batch) : -2])
+    separately = row_rounding != column_rounding or (rotation is not None and not rotates_in_pass(fmt, rotation))
+    if fmt.scaling == "float16" or fmt.row_scaled or separately:
         options: dict[str, Any] = {
             "encode_scale": encode_scale,
             "offset": offset,
@@ -205,10 +225,12 @@ def quantize_both(
             "rows_split": rows_split,
         }
         amaxes = amax or (None, None)
-        row = quantize(x, fmt, -1, False, rounding, key, amaxes[0], implementation, **options)
-        return row, quantize(x, fmt, -2, rotation or False, rounding, key, amaxes[1], implementation, **options)
+        keys = [key if draws_bits(r) or row_rounding == column_rounding else None for r in roundings]
+        row = quantize(x, fmt, -1, False, row_rounding, keys[0], amaxes[0], implementation, **options)
+        options["sign_key"], rotated = sign_key, rotation or False
+        return row, quantize(x, fmt, -2, rotated, column_rounding, keys[1], amaxes[1], implementation, **options)
     tensors = [given_tensor(who, fmt, a, encode_scale, batch) for a in amax or (None, None)]
-    words = random_words(who, rounding, key, batch)
+    words = random_words(who, row_rounding, key, batch)
     if axis_name is not None and tensors[0] is None and fmt.has_tensor_scale:
         mesh_axes(who, axis_name)
     call = _Call(fmt, rotation, encode_scale is not None, axis_name, rows_split, implementation)
@@ -222,6 +244,7 @@ class _Call(NamedTuple):
         format, axis_name, rows_split, implementation: see `quantize`.
         rotation: `hadamard=`, or None.
         encode_scale_given: the number per tensor is the factor to multiply by, not an amax.
+        eden: of the roundings with a key, that of scales.
     """
 
     format: Any
@@ -230,6 +253,7 @@ class _Call(NamedTuple):
     axis_name: Any
     rows_split: bool
     implementation: Implementation
+    eden: bool = False
 
     def amaxes(self, x: jax.Array, plain: bool, rotation: Hadamard | None) -> list[jax.Array]:
         """Amaxes of x and of the rotated x, as wanted; over all shards along `axis_name`."""
@@ -240,7 +264,11 @@ class _Call(NamedTuple):
         self, x: jax.Array, directions: tuple[bool, bool], hadamard: Hadamard | None, stochastic: bool
     ) -> QuantizeSpec:
         """The variant of the op that quantises x. `hadamard`: the rotation that the op applies, or None."""
-        options = {"encode_scale_given": self.encode_scale_given, "rows_split": self.rows_split}
+        options = {
+            "encode_scale_given": self.encode_scale_given,
+            "rows_split": self.rows_split,
+            "eden": self.eden,
+        }
         return spec_of(x, self.format, directions, hadamard, stochastic, **options)
 
 
@@ -248,12 +276,13 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "call"))
-def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArray:
+def _quantize(x, tensor, words, offset, source, axis: int, call: _Call) -> QuantizedArray:
     fmt, rotation = call.format, call.rotation
     x, shape, columnwise = jax.lax.stop_gradient(x), x.shape, axis == -2
     fused = rotation
+    signs = None if source is None else signs_of(source, shape[:-2])
     if rotation and not (columnwise and rotates_in_pass(fmt, rotation)):
-        x, fused = _rotate_padded(x, axis, rotation, call.implementation), None
+        x, fused = _rotate_padded(x, axis, rotation, signs, call.implementation), None
         if tensor is not None and fmt.scaling == "tensor":  # only these codes keep the sign of a NaN (numerics.md 1)
             x = jnp.where(jnp.isnan(x), jnp.nan, x)
     if tensor is None and fmt.has_tensor_scale:
@@ -261,7 +290,7 @@ def _quantize(x, tensor, words, offset, axis: int, call: _Call) -> QuantizedArra
     spec = call.spec(x, (not columnwise, columnwise), fused, words is not None)
     tensors = [] if tensor is None else [tensor]
     found = quantize_op(spec, call.implementation)(x, *tensors, *random_operands(spec, x, words, offset))
-    return quantized_array(found, tensor, spec, like=(shape, x.dtype), along=(axis, rotation))
+    return quantized_array(found, tensor, spec, like=(shape, x.dtype), along=(axis, rotation, signs))
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -283,8 +312,11 @@ def _quantize_lines(x, fmt: Any, axis: int, implementation: Implementation) -> Q
     return from_matrices(lines, fmt, x.shape[-2:], axis)
 
 
-def _rotate_padded(x: jax.Array, axis: int, hadamard: Hadamard, implementation: Implementation) -> jax.Array:
-    """x with whole transforms along an axis, rotated."""
+def _rotate_padded(
+    x: jax.Array, axis: int, hadamard: Hadamard, signs: jax.Array | None, implementation: Implementation
+) -> jax.Array:
+    """x with whole transforms along an axis, rotated. `signs`: those that were drawn."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % hadamard.size)
-    return hadamard_transform(jnp.pad(x, padding), axis, hadamard.size, hadamard.signs, implementation=implementation)
+    x = jnp.pad(x, padding)
+    return hadamard_transform(x, axis, hadamard.size, hadamard.signs, implementation=implementation, sign_key=signs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.checks import float_array
 from jaxlowprec.ops.implementation import check_implementation
 from jaxlowprec.ops.quantize.op import unit
+
+Rounding = Literal["nearest", "stochastic", "eden"]
+ROUNDINGS = get_args(Rounding)
 
 
 def quantizable(who: str, x: Any, fmt: Any) -> jax.Array:
@@ -32,7 +35,7 @@ def checked_options(
     who: str, axes: tuple[int, ...], rounding: Any, offset: Any, axis_name: Any, rows_split: Any, implementation: Any
 ) -> tuple[Any, Any]:
     """Raises for invalid options; returns the row and column of `offset`."""
-    one_of(who, "rounding", rounding, "nearest", "stochastic")
+    one_of(who, "rounding", rounding, *ROUNDINGS)
     a_flag(who, rows_split=rows_split)
     check_implementation(who, implementation)
     if axis_name is not None and not isinstance(axis_name, Hashable):
@@ -84,7 +87,7 @@ def tensor_batch(
 
 def part_unit(fmt: Format, rotation: Hadamard | None, rounding: str, columnwise: bool) -> int:
     """The rows of a part are a multiple of this number, so that no block and no draw lies on two parts."""
-    return math.lcm(unit(fmt, columnwise, rounding == "stochastic"), rotation.size if rotation else 1)
+    return math.lcm(unit(fmt, columnwise, draws_bits(rounding)), rotation.size if rotation else 1)
 
 
 def check_length(who: str, x: jax.Array, fmt: Format, axis: int) -> None:
@@ -108,13 +111,60 @@ def check_holds(who: str, x: jax.Array, fmt: Format) -> None:
 def check_plain(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) -> None:
     """Raises ValueError for options that a format does not have."""
     check_rounding(who, fmt, rounding)
+    check_eden(who, fmt, rotation, rounding)
     if not (fmt.weight_only or fmt.row_scaled):
         return
     if rotation:
         what = "weights" if fmt.weight_only else "arrays"
         raise ValueError(f"{who}: hadamard={rotation} was given, but {fmt} {what} are not rotated; leave it out")
     if rounding == "stochastic":
-        raise ValueError(f'{who}: rounding="stochastic" was given, but {fmt} only rounds to nearest; leave it out')
+        raise ValueError(nearest_only(who, fmt, rounding))
+
+
+def nearest_only(who: str, fmt: Format, rounding: str) -> str:
+    """The message for a format that only rounds to nearest."""
+    return f'{who}: rounding="{rounding}" was given, but {fmt} only rounds to nearest; leave it out'
+
+
+def draws_bits(rounding: str) -> bool:
+    """Whether a rounding needs random bits."""
+    return rounding != "nearest"
+
+
+def checked_roundings(who: str, fmt: Format, rotation: Hadamard | None, rounding: Any) -> tuple[Rounding, Rounding]:
+    """`rounding` of `quantize_both`, one for both directions or a pair, as a pair. `rotation`: of the columns."""
+    pair = rounding if isinstance(rounding, tuple) else (rounding, rounding)
+    if len(pair) != 2:
+        raise TypeError(f"{who}: rounding={shown(rounding)}; needs one rounding, or that of rows and that of columns")
+    for one in pair:
+        one_of(who, "rounding", one, *ROUNDINGS)
+        check_rounding(who, fmt, one)
+    row, column = pair
+    check_eden(who, fmt, rotation, column)
+    if row == "eden":
+        raise ValueError(
+            f'{who}: rounding="eden" of the rowwise result, which is not rotated; pass a pair such as '
+            '("nearest", "eden"), or call quantize(x, fmt, -1, hadamard=...) and quantize(x, fmt, -2, hadamard=...)'
+        )
+    return row, column
+
+
+def check_eden(who: str, fmt: Format, rotation: Hadamard | None, rounding: str) -> None:
+    """Raises ValueError for MS-EDEN of what it is not made for (numerics.md 14)."""
+    if rounding != "eden":
+        return
+    if fmt.weight_only or fmt.row_scaled:
+        raise ValueError(nearest_only(who, fmt, rounding))
+    if fmt.scaling != "two_level" or fmt.tiles:
+        raise ValueError(
+            f'{who}: rounding="eden" and fmt={fmt}; it corrects the E4M3 scale of each 16 elements: use NVFP4 with '
+            'block=(1, 16), or rounding="stochastic"'
+        )
+    if rotation is None:
+        raise ValueError(
+            f'{who}: rounding="eden" without hadamard=; codes round to nearest, and only a rotation keeps their errors '
+            "from adding up: pass hadamard= for both operands of the GEMM"
+        )
 
 
 def check_rounding(who: str, fmt: Format, rounding: str) -> None:

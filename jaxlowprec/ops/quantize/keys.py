@@ -19,38 +19,38 @@ from jaxlowprec.ops.rounding import magnitude_bits
 def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
     """The two uint32 words of `key=` for each slice of the batch axes, or None for nearest rounding.
 
-    `rounding` is checked: "nearest" or "stochastic".
+    `rounding` is checked: "nearest", "stochastic" or "eden".
     """
     if rounding == "nearest":
         if key is not None:
             raise ValueError(f'{who}: a key was given but rounding is "nearest"; pass rounding="stochastic" or no key')
         return None
     if key is None:
-        raise ValueError(f'{who}: rounding="stochastic" needs key=, such as jax.random.key(0)')
+        raise ValueError(f'{who}: rounding="{rounding}" needs key=, such as jax.random.key(0)')
     return key_words(who, key, batch)
 
 
-def check_key(who: str, key: Any) -> None:
+def check_key(who: str, key: Any, argument: str = "key") -> None:
     """Raises TypeError unless it is an array, as keys are, or None."""
     if key is not None and not isinstance(key, jax.Array | np.ndarray):
-        raise TypeError(f"{who}: key={shown(key)}; needs a JAX key such as jax.random.key(0)")
+        raise TypeError(f"{who}: {argument}={shown(key)}; needs a JAX key such as jax.random.key(0)")
 
 
-def key_words(who: str, key: Any, batch: tuple[int, ...]) -> jax.Array:
-    """The two uint32 words of a key, or of one key per slice, as [*batch, 2]."""
-    check_key(who, key)
+def key_words(who: str, key: Any, batch: tuple[int, ...], argument: str = "key") -> jax.Array:
+    """The two uint32 words of a key, or of one key per slice, as [*batch, 2]. `argument`: what it was given as."""
+    check_key(who, key, argument)
     words = key
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)
         if words.shape[-1] != 2:
             raise TypeError(
-                f"{who}: key is of the kind {jax.random.key_impl(key)!r} with {words.shape[-1]} words; stochastic "
-                'rounding needs the two of jax.random.key(seed, impl="threefry2x32")'
+                f"{who}: {argument} is of the kind {jax.random.key_impl(key)!r} with {words.shape[-1]} words; needs "
+                'the two of jax.random.key(seed, impl="threefry2x32")'
             )
     if words.dtype != jnp.uint32 or words.shape[-1:] != (2,) or words.shape[:-1] not in ((), batch):
         raise TypeError(
-            f"{who}: key has dtype {key.dtype} and shape {key.shape}; needs one JAX key, or one for each slice of the "
-            f"batch axes {batch}"
+            f"{who}: {argument} has dtype {key.dtype} and shape {key.shape}; needs one JAX key, or one for each slice "
+            f"of the batch axes {batch}"
         )
     return jnp.broadcast_to(words, (*batch, 2))
 
@@ -65,27 +65,39 @@ def slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.stack(out[:2], axis=-1).reshape(*batch, 2)
 
 
+def further_words(words: jax.Array) -> jax.Array:
+    """Other words [..., 2] that follow from those of a key: two operands of one GEMM must not share their bits."""
+    zero = jnp.zeros(words.shape[:-1], jnp.uint32)
+    out = philox4x32((zero, zero, zero, zero + 3), (words[..., 0], words[..., 1]))
+    return jnp.stack(out[:2], axis=-1)
+
+
 class Randomness(NamedTuple):
-    """The source of the random bits of a gradient's stochastic rounding: exactly one of the two.
+    """The source of the random bits of a product's operands, for their rounding or for the signs of their rotation:
+    exactly one of the two.
 
     Attributes:
         words: of a key, uint32 [..., 2]; see `slice_words`.
-        seed: uint32 [], see `keyless_seed`, for bits that come from the gradient itself.
+        seed: uint32 [], see `keyless_seed`, for bits that come from the operand itself.
     """
 
     words: jax.Array | None = None
     seed: jax.Array | np.ndarray | None = None
 
     def words_for(self, amax: Callable[[], jax.Array]) -> jax.Array:
-        """The two words of each slice of a gradient; its amax is asked for only if there is no key."""
+        """The two words of each slice of the tensor; its amax is asked for only if there is no key."""
         if self.words is not None:
             return self.words
         assert self.seed is not None
         return keyless_words(amax(), self.seed)
 
+    def words_of_input(self, amax: Callable[[], jax.Array]) -> jax.Array:
+        """The same of the input; without a key they are the same for all products that read it."""
+        return keyless_words(amax(), np.zeros((), np.uint32)) if self.words is None else further_words(self.words)
+
 
 def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:
-    """uint32 [], of a gradient's shape and its layer's name.
+    """uint32 [], of a tensor's shape and its layer's name.
 
     It is an operand of the traced function and not a static argument: layers that differ only in their names are traced
     once.
@@ -94,7 +106,7 @@ def keyless_seed(rows: int, columns: int, name: str) -> np.ndarray:
 
 
 def keyless_words(amax: jax.Array, seed: jax.Array | np.ndarray) -> jax.Array:
-    """A 64-bit mix of the bits of a gradient's amax [...] and a seed, for each slice: [..., 2]."""
+    """A 64-bit mix of the bits of a tensor's amax [...] and a seed, for each slice: [..., 2]."""
     bits = magnitude_bits(amax)
     index = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
     counter = (bits, jnp.broadcast_to(seed, bits.shape), index, jnp.full_like(bits, 2))

@@ -19,6 +19,7 @@ from jaxlowprec.arrays.quantized_array import arrays_of_lines
 from jaxlowprec.ops.hadamard.reference import rotate_padded
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.quantize import reference
+from jaxlowprec.ops.quantize.eden import FIRST_STREAM
 from jaxlowprec.ops.quantize.philox import Draws
 from jaxlowprec.ops.split_rows import merged_rows, split_columns, split_rows
 
@@ -31,10 +32,11 @@ class QuantizeSpec:
         format: what to quantise to.
         rowwise, columnwise: the wanted directions.
         hadamard: a rotation of size 16 along axis -2 for the columnwise direction; only for NVFP4 1x16.
-        stochastic: rounding of the codes.
+        stochastic: random bits round the codes, or the scales if `eden`.
         encode_scale_given: the tensor operand is the factor to multiply by, not an amax; only for Float8Tensor.
         ragged_rows, ragged_columns: R or C is not a multiple of `unit` along that axis.
         rows_split: x is [..., S, R, C], one tensor, and so are the results; see `ops.split_rows`.
+        eden: scales are corrected and rounded stochastically, codes to nearest (numerics.md 14); only for NVFP4 1x16.
     """
 
     format: Any
@@ -46,6 +48,7 @@ class QuantizeSpec:
     ragged_rows: bool
     ragged_columns: bool
     rows_split: bool = False
+    eden: bool = False
 
     @property
     def directions(self) -> int:
@@ -187,7 +190,7 @@ def native_call(
     """
     results = [jax.ShapeDtypeStruct(*result) for result in shapes(dataclasses.replace(spec, rows_split=False), x)]
     call = jax.ffi.ffi_call("jaxlowprec_quantize", results, vmap_method=vmap_method)
-    return call(x, *operands, **spec.attributes)
+    return call(x, *operands, **spec.attributes, eden=spec.eden)
 
 
 def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
@@ -200,8 +203,10 @@ def reference_call(spec: QuantizeSpec, x: jax.Array, *operands: jax.Array) -> li
         if columnwise and spec.hadamard:
             values = rotate_padded(values, spec.hadamard)
         tensor = tensors[i] if tensors else None
-        draws = Draws(random[0], random[1 + 2 * i], random[2 + 2 * i], int(columnwise)) if random else None
-        out += reference.quantize_rows(values, spec.format, tensor, spec.encode_scale_given, draws, columnwise)
+        stream = columnwise + (FIRST_STREAM if spec.eden else 0)
+        draws = Draws(random[0], random[1 + 2 * i], random[2 + 2 * i], stream) if random else None
+        options = spec.encode_scale_given, draws, columnwise, spec.eden
+        out += reference.quantize_rows(values, spec.format, tensor, *options)
     return out
 
 

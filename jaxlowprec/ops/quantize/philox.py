@@ -33,13 +33,13 @@ def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array])
 
 
 class Draws(NamedTuple):
-    """What the random bytes of an array [..., R, C] depend on.
+    """What the random bits of an array [..., R, C] depend on.
 
     Attributes:
         words: uint32 [..., 2], of a key.
         lines: uint32 [R], or [..., R]: the rows' indices in the whole array.
         sixteens: uint32 [ceil(C/16)], or with `...`: the indices in the whole array of each 16 elements of a row.
-        stream: 0 where rows are quantised, 1 where columns are.
+        stream: 0 where rows are quantised, 1 where columns are; for bits of block scales 2 and 3.
     """
 
     words: jax.Array
@@ -48,13 +48,18 @@ class Draws(NamedTuple):
     stream: int
 
 
-def random_bytes(draws: Draws) -> jax.Array:
-    """uint8 [..., R, ceil(C/16), 16]."""
+def random_words_of(draws: Draws) -> jax.Array:
+    """uint32 [..., R, ceil(C/16), 4]: the words of one call for each row and sixteen."""
     words, lines, sixteens, stream = draws
     shape = (*words.shape[:-1], lines.shape[-1], sixteens.shape[-1])
     line, sixteen = (jnp.broadcast_to(i, shape) for i in (lines[..., :, None], sixteens[..., None, :]))
     key = (words[..., 0, None, None], words[..., 1, None, None])
     counter = (sixteen, line, jnp.full(shape, stream, jnp.uint32), jnp.zeros(shape, jnp.uint32))
-    out = jnp.stack(philox4x32(counter, key), axis=-1)
+    return jnp.stack(philox4x32(counter, key), axis=-1)
+
+
+def random_bytes(draws: Draws) -> jax.Array:
+    """uint8 [..., R, ceil(C/16), 16]."""
+    words = random_words_of(draws)
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
-    return (out[..., None] >> shifts).astype(jnp.uint8).reshape(*shape, 16)
+    return (words[..., None] >> shifts).astype(jnp.uint8).reshape(*words.shape[:-1], 16)

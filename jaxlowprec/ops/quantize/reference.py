@@ -1,11 +1,14 @@
-"""Quantisation in pure JAX: the byte oracle (numerics.md 1, 2, 4 to 7 and 13)."""
+"""Quantisation in pure JAX: the byte oracle (numerics.md 1, 2, 4 to 7, 13 and 14)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import ELEMENTS, Format
+from jaxlowprec.ops.quantize.eden import corrected_scales, random_bits
 from jaxlowprec.ops.quantize.philox import Draws, random_bytes
 from jaxlowprec.ops.rounding import (
     INFINITY_BITS,
@@ -65,10 +68,10 @@ def float8(a: jax.Array, fmt: Format, byte: jax.Array | None) -> jax.Array:
 # --- scales: of blocks with the given amax bits [..., R/h, C/b] -> stored, what to multiply by, which are poisoned
 
 
-def two_level(bits: jax.Array, tensor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """NVFP4: an E4M3 scale per block, relative to the tensor's amax."""
+def two_level(bits: jax.Array, tensor: jax.Array, largest: float = NVFP4_MAX) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """NVFP4: an E4M3 scale per block, relative to the tensor's amax, which becomes `largest`."""
     g = flush(tensor)[..., None, None]
-    encode = tensor_encode(g, NVFP4_MAX)
+    encode = tensor_encode(g, largest)
     multiplier = encode * jnp.float32(1 / 6)
     bad = poisoned(bits, g)
     scale = e4m3_scale(jnp.minimum(from_bits(bits) * multiplier, MAX_FINITE))
@@ -225,11 +228,13 @@ def quantize_rows(
     encode_scale_given: bool = False,
     draws: Draws | None = None,
     transposed: bool = False,
+    eden: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """x [..., R, C] -> codes and scales, blocks along the last axis.
 
     `tensor` [...] is the amax of formats with a tensor scale, or the encode scale. With `draws` codes are rounded
-    stochastically, else to nearest. `transposed`: x is the transposed array, which matters for the order of sums only.
+    stochastically, else to nearest; with `eden` it is scales that are, which makes sense for NVFP4 in 1x16 only.
+    `transposed`: x is the transposed array, which matters for the order of sums only.
     """
     count, columns = x.shape[-2:]
     blocks = blocks_of(x.astype(jnp.float32), fmt)
@@ -243,12 +248,15 @@ def quantize_rows(
         if tensor is not None and fmt.chooses_scales:
             scale, code, bad = best_of_scales(jnp.abs(canonical), bits, tensor, fmt, transposed)
         elif tensor is not None:
-            scale, encode, bad = two_level(bits, tensor)
+            scale, encode, bad = two_level(bits, tensor, NVFP4_MAX_WITH_ROOM if eden else NVFP4_MAX)
         else:
             scale, encode, bad = (e8m0 if fmt.scaling == "e8m0" else float32)(bits, fmt)
 
     if code is None:
-        code = magnitude_codes(blocks, canonical * encode[..., None, :, None], fmt, draws, x.shape)
+        draws_of_codes = None if eden else draws
+        code = magnitude_codes(blocks, canonical * encode[..., None, :, None], fmt, draws_of_codes, x.shape)
+    if eden:
+        scale = with_random_scales(scale, jnp.abs(canonical), code, tensor, draws)
     negative = jax.lax.bitcast_convert_type(canonical, jnp.uint32) >> 31
     code = code | (negative << (3 if fmt.packed else 7)).astype(jnp.uint8)
     code = jnp.where(bad[..., None, :, None], 0, code).astype(jnp.uint8)
@@ -257,6 +265,19 @@ def quantize_rows(
     if fmt.packed:
         return code[..., 0::2] | (code[..., 1::2] << 4), scale
     return jax.lax.bitcast_convert_type(code[..., :columns], fmt.data_dtype), scale
+
+
+def with_random_scales(scale: jax.Array, magnitude: jax.Array, code: jax.Array, tensor: Any, draws: Any) -> jax.Array:
+    """E4M3 scales [..., R, C/16] of elements [..., R, 1, C/16, 16] that became codes, rounded stochastically after the
+    correction of numerics.md 14. Those that are NaN stay NaN."""
+    encode = tensor_encode(flush(tensor)[..., None, None], NVFP4_MAX_WITH_ROOM)
+    value = scale.astype(jnp.float32)
+    bad = jnp.isnan(value)
+    value = jnp.where(bad, 0.0, value)
+    scaled = flush(magnitude * block_encode(value, encode)[..., None, :, None])[..., 0, :, :]
+    numbers = jnp.asarray(E2M1_VALUES, jnp.float32)[code][..., 0, :, :]
+    stored = corrected_scales(value, scaled, numbers, random_bits(draws))
+    return jax.lax.bitcast_convert_type(jnp.where(bad, FLOAT8_NAN, stored).astype(jnp.uint8), scale.dtype)
 
 
 def magnitude_codes(

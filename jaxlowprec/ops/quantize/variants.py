@@ -18,12 +18,12 @@ from jaxlowprec.ops.rounding import MAX_FINITE, flush
 
 def rotates_in_pass(fmt: Format, rotation: Hadamard) -> bool:
     """Whether the kernel rotates columns itself."""
-    return fmt.scaling == "two_level" and not fmt.tiles and rotation.size == BLOCK
+    return fmt.scaling == "two_level" and not fmt.tiles and rotation.in_pass
 
 
-def amax_field(fmt: Format, tensor: Any) -> Any:
-    """The `amax` of a QuantizedArray whose tensor has that amax: more than it where there is room: numerics.md 13."""
-    if not fmt.chooses_scales:
+def amax_field(fmt: Format, tensor: Any, eden: bool = False) -> Any:
+    """The `amax` of a QuantizedArray whose tensor has that amax: more where scales have room: numerics.md 13, 14."""
+    if not (fmt.chooses_scales or eden):
         return tensor
     return jnp.where(jnp.isfinite(tensor), jnp.minimum(flush(tensor) * 1.75, MAX_FINITE), tensor)
 
@@ -37,18 +37,19 @@ def spec_of(
     *,
     encode_scale_given: bool = False,
     rows_split: bool = False,
+    eden: bool = False,
 ) -> QuantizeSpec:
     """The variant that quantises x [..., R, C] rowwise, columnwise or both; see `QuantizeSpec`."""
     rowwise, columnwise = directions
     rows, columns = x.shape[-2:]
     ragged = rows % unit(fmt, columnwise, stochastic) != 0, columns % unit(fmt, rowwise, stochastic) != 0
-    return QuantizeSpec(fmt, *directions, hadamard, stochastic, encode_scale_given, *ragged, rows_split)
+    return QuantizeSpec(fmt, *directions, hadamard, stochastic, encode_scale_given, *ragged, rows_split, eden)
 
 
 def random_operands(
     spec: QuantizeSpec, x: Any, words: jax.Array | None, offset: tuple[Any, Any] = (0, 0)
 ) -> list[jax.Array]:
-    """The op's operands for stochastic rounding, made beside the op, so that they are split as x is.
+    """The op's operands for random bits, made beside the op, so that they are split as x is.
 
     Arguments:
         words: of the key, uint32 [..., 2]; None: to nearest.
@@ -75,14 +76,14 @@ def quantized_array(
     tensor: jax.Array | None,
     spec: QuantizeSpec,
     like: tuple[tuple[int, ...], Any],
-    along: tuple[int, Hadamard | None],
+    along: tuple[int, Hadamard | None, jax.Array | None],
 ) -> QuantizedArray:
     """From the op's results for a direction; per-tensor numbers are broadcast to every slice.
 
     Arguments:
         tensor: its amax or encode scale, if there is one.
         like: shape and dtype of what was quantised.
-        along: the quantised axis, and the rotation along it.
+        along: the quantised axis, the rotation along it, and its signs if they are drawn.
     """
     (data, scale), fmt, (shape, dtype) = codes_and_scale, spec.format, like
 
@@ -90,7 +91,7 @@ def quantized_array(
         return jnp.broadcast_to(number[..., None], shape[:-2]) if spec.rows_split else number
 
     scale = with_each(scale) if fmt.scaling == "tensor" else scale
-    amax = with_each(amax_field(fmt, tensor)) if fmt.scaling == "two_level" else None
+    amax = with_each(amax_field(fmt, tensor, spec.eden)) if fmt.scaling == "two_level" else None
     return QuantizedArray(data, scale, amax, None, fmt, shape[-2:], dtype, *along)
 
 
@@ -103,7 +104,7 @@ def quantized_arrays(
         tensors: an amax or encode scale for each of them, or none.
         like: what was quantised.
     """
-    along: list[Any] = [(-1, None)] * spec.rowwise + [(-2, spec.hadamard)] * spec.columnwise
+    along: list[Any] = [(-1, None, None)] * spec.rowwise + [(-2, spec.hadamard, None)] * spec.columnwise
     of_each: Sequence[Any] = tensors or [None] * len(along)
     each = zip(results[0::2], results[1::2], of_each, along, strict=True)
     shape = like.shape, like.dtype

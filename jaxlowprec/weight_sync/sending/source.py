@@ -21,7 +21,7 @@ from jaxlowprec.checkpoints.trees.mapping import TreeMapping
 from jaxlowprec.checkpoints.trees.tree_paths import leaves
 from jaxlowprec.weight_sync.manifest import Entry, Manifest
 
-PARTS = ("data", "scale", "amax", "zero_point")
+PARTS = ("data", "scale", "amax", "zero_point", "signs")
 """The arrays of a QuantizedArray; each is sent if it exists."""
 
 

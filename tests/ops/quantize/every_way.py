@@ -12,10 +12,10 @@ import jaxlowprec as jlp
 from tests.against_oracle import assert_matches_quantized, quantized
 
 KEY = jax.random.key(7)
-ROUNDINGS = {"nearest": None, "stochastic": KEY}
+ROUNDINGS = {"nearest": None, "stochastic": KEY, "eden": KEY}
 
 
-def ways(roundings=tuple(ROUNDINGS), axes=(-1, -2, None), rotations=(None,)):
+def ways(roundings=("nearest", "stochastic"), axes=(-1, -2, None), rotations=(None,)):
     return tuple(itertools.product(roundings, axes, rotations))
 
 

@@ -198,6 +198,14 @@ struct Outcome {
 /// Codes and scale bytes of kLanes blocks of 16. A block that holds NaN or infinity has the scale NaN and codes 0.
 struct BestCodes {
   U32 codes[2], scale;
+
+  /// Makes them those of such blocks, by the magnitude bits of the blocks' amaxes.
+  __attribute__((always_inline)) void poison(U32 amax) {
+    if (__builtin_expect(all_below(L::from_bits(amax), __builtin_inff()), 1)) return;
+    const auto poisoned = amax >= kInfinityBits;
+    scale = poisoned ? fill<F32>(kFloat8NaN) : scale;
+    codes[0] = poisoned ? U32{} : codes[0], codes[1] = poisoned ? U32{} : codes[1];
+  }
 };
 
 /// Several times kLanes blocks. All their scales come before the first is tried, so that one's long chain of dependent steps
@@ -212,19 +220,32 @@ struct BestSpan {
     for (int n = 0; n < count; ++n) trials[n].set(sixteens[n].amax, tensor);
   }
 
-  __attribute__((always_inline)) BestCodes choose(int n, const RoomScale& tensor) {
+  /// `scale_of` gives the scale bytes from the elements, the best scale and the codes without signs.
+  template <class ScaleOf>
+  __attribute__((always_inline)) BestCodes choose_by(int n, const RoomScale& tensor, ScaleOf scale_of) {
     const Sixteens& x = sixteens[n];
     Outcome<kError> outcome;
     outcome.add_up(x, trials[n], tensor);
     outcome.choose(trials[n]);
-    BestCodes best{{outcome.codes[0][0] | x.signs[0], outcome.codes[0][1] | x.signs[1]}, trials[n].trial[0].byte};
-    if (__builtin_expect(!all_below(L::from_bits(x.amax), __builtin_inff()), 0)) {
-      const auto poisoned = x.amax >= kInfinityBits;
-      best.scale = poisoned ? fill<F32>(kFloat8NaN) : best.scale;
-      best.codes[0] = poisoned ? U32{} : best.codes[0], best.codes[1] = poisoned ? U32{} : best.codes[1];
-    }
+    const U32(&codes)[2] = outcome.codes[0];
+    BestCodes best{{codes[0] | x.signs[0], codes[1] | x.signs[1]}, scale_of(x, trials[n].trial[0], codes)};
+    best.poison(x.amax);
     return best;
   }
+};
+
+/// Whose scales are those that were tried, without random bits.
+template <ScaleError kError>
+struct NearestSpan : BestSpan<kError> {
+  __attribute__((always_inline)) BestCodes choose(int n, const RoomScale& tensor, U32) {
+    return this->choose_by(n, tensor, [](const Sixteens&, const Trial& trial, const U32(&)[2]) { return trial.byte; });
+  }
+};
+
+/// A type as a value.
+template <class T>
+struct Tag {
+  using Type = T;
 };
 
 // --- rows: the elements of kLanes blocks that lie together, a block in each lane
@@ -282,11 +303,11 @@ __attribute__((noinline)) void read_row_packet(const typename E::Storage* x, Six
   sixteens.read([&](auto place) { return turned.template element<decltype(place)::value>(); });
 }
 
-/// Codes and scales of packets that lie together.
-template <class E, ScaleError kError>
+/// Codes and scales of packets that lie together. `bits`: random ones of each block; null for spans that take none.
+template <class E, class Span>
 __attribute__((noinline)) void encode_best_packets(const typename E::Storage* x, int packets, const RoomScale& tensor,
-                                                   const PacketsAhead<E>& ahead, uint8_t* data, uint8_t* scale) {
-  using Span = BestSpan<kError>;
+                                                   const uint32_t* bits, const PacketsAhead<E>& ahead, uint8_t* data,
+                                                   uint8_t* scale) {
   Span span;
   for (int first = 0; first < packets; first += Span::kMost) {
     const int count = std::min(packets - first, Span::kMost);
@@ -296,7 +317,7 @@ __attribute__((noinline)) void encode_best_packets(const typename E::Storage* x,
     }
     span.set(count, tensor);
     for (int n = 0; n < count; ++n, data += kPacketBytes, scale += kLanes) {
-      const BestCodes best = span.choose(n, tensor);
+      const BestCodes best = span.choose(n, tensor, bits ? load<U32>(bits + (first + n) * kLanes) : U32{});
       store_interleaved(data, best.codes[0], best.codes[1]);
       store_low_bytes(scale, best.scale);
     }
@@ -312,12 +333,12 @@ JLP_RULE void read_columns(const typename E::Storage* x, Sixteens& even, Sixteen
   odd.read([&](auto place) { return E::load_pair(x + decltype(place)::value * kPacket).odd; });
 }
 
-/// Codes and scales of a slab's columns, as encode_slab_columns and column_scales have them.
-template <class E, ScaleError kError>
-__attribute__((noinline)) void encode_best_slab_columns(const typename E::Storage* x, const RoomScale& tensor, int pairs,
-                                                        const PacketsAhead<E>& ahead, uint64_t (&codes)[2][kPacket / 2],
-                                                        uint8_t* scale) {
-  using Span = BestSpan<kError>;
+/// Codes and scales of a slab's columns, as encode_slab_columns and column_scales have them. `bits`: random ones of each
+/// column; null for spans that take none.
+template <class E, class Span>
+__attribute__((noinline)) void encode_best_slab_columns(const typename E::Storage* x, const RoomScale& tensor,
+                                                        const uint32_t* bits, int pairs, const PacketsAhead<E>& ahead,
+                                                        uint64_t (&codes)[2][kPacket / 2], uint8_t* scale) {
   Span span;
   for (int first = 0; first < pairs; first += Span::kMost / 2) {
     const int count = std::min(pairs - first, Span::kMost / 2);
@@ -329,7 +350,9 @@ __attribute__((noinline)) void encode_best_slab_columns(const typename E::Storag
     span.set(2 * count, tensor);
     for (int n = 0; n < count; ++n, scale += 2 * kLanes) {
       const int at = kLanes * (first + n);
-      const BestCodes even = span.choose(2 * n, tensor), odd = span.choose(2 * n + 1, tensor);
+      const U32 low = bits ? load<U32>(bits + 2 * at) : U32{}, high = bits ? load<U32>(bits + 2 * at + kLanes) : U32{};
+      const BestCodes even = span.choose(2 * n, tensor, shuffle<EvenLanes>(low, high));
+      const BestCodes odd = span.choose(2 * n + 1, tensor, shuffle<OddLanes>(low, high));
       store_interleaved(&codes[0][at], even.codes[0], even.codes[1]);
       store_interleaved(&codes[1][at], odd.codes[0], odd.codes[1]);
       store_low_bytes(scale, shuffle<InterleaveLow>(even.scale, odd.scale));

@@ -8,8 +8,7 @@ namespace {
 
 template <class Visit>
 auto resolve(const QuantizeProblem& p, Visit visit) {
-  const bool stochastic = p.rowwise.random.key || p.columnwise.random.key;
-  return with_element(p.type, [&](auto e) { return visit(QuantizeNvfp4<decltype(e)>{stochastic}); });
+  return with_element(p.type, [&](auto e) { return visit(QuantizeNvfp4<decltype(e)>{p.stochastic(), p.eden}); });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// NVFP4 quantisation along rows, along columns, or both in one pass over the input (numerics.md 2 to 4).
+// NVFP4 quantisation along rows, along columns, or both in one pass over the input (numerics.md 2 to 4, 13 and 14).
 //
 // Rows: a packet of kLanes blocks at a time. The maxima of 8 vectors fold pairwise until lane b holds block b's amax, scale
 // bytes and their inverses are computed for all blocks at once, and the codes of two neighbours meet in one byte. Scales of
@@ -12,8 +12,8 @@
 #include "../../numerics/nvfp4.h"
 #include "../../problems.h"
 #include "../tiles.h"
-#include "best_scale.h"
 #include "codes.h"
+#include "eden.h"
 #include "random.h"
 
 namespace jaxlowprec {
@@ -22,7 +22,7 @@ namespace JLP_ISA {
 /// What one matrix of the batch is quantised with.
 struct DirectionContext {
   Nvfp4TensorScale tensor;
-  RoomScale room;  // of rules that choose scales
+  RoomScale room;  // where scales are chosen or corrected
   Random random;   // its own
   alignas(64) uint32_t signs[kBlock];
 
@@ -85,25 +85,28 @@ __attribute__((noinline)) void encode_packets(const typename E::Storage* x, int 
   }
 }
 
-/// A run of elements of a row, each 1x16 block by the best of several scales.
+/// A run of elements of a row, each 1x16 block by the best of several scales or, with `eden`, by a corrected one.
 template <class E>
 __attribute__((noinline)) void quantize_row_run_by_best(const typename E::Storage* x, int64_t elements, ScaleRule rule,
-                                                        const RoomScale& tensor, uint8_t* data, uint8_t* scale) {
-  const auto encode = with_scale_error(rule, [](auto error) { return encode_best_packets<E, decltype(error)::value>; });
-  for (; elements >= kPacket; x += kSpan * kPacket, data += kSpan * kPacketBytes, scale += kSpan * kLanes) {
+                                                        bool eden, const DirectionContext& context, uint32_t row,
+                                                        const uint32_t* blocks, uint8_t* data, uint8_t* scale) {
+  const auto encode = with_span(rule, eden, [](auto span) { return encode_best_packets<E, typename decltype(span)::Type>; });
+  ScaleBits random;
+  const uint32_t* bits = eden ? random.bits : nullptr;
+  while (elements >= kPacket) {
     const int packets = static_cast<int>(std::min<int64_t>(kSpan, elements / kPacket));
-    encode(x, packets, tensor, {x + kSpan * kPacket, kPacket}, data, scale);
-    elements -= packets * kPacket;
-    if (packets == kSpan) continue;
-    x += packets * kPacket, data += packets * kPacketBytes, scale += packets * kLanes;
-    break;
+    if (eden) random.compute(context.random, &row, 1, blocks, packets), blocks += packets * kLanes;
+    encode(x, packets, context.room, bits, {x + kSpan * kPacket, kPacket}, data, scale);
+    x += packets * kPacket, elements -= packets * kPacket, data += packets * kPacketBytes, scale += packets * kLanes;
   }
   if (elements == 0) return;
   alignas(64) typename E::Storage padded[kPacket] = {};
   alignas(64) uint8_t codes[kPacketBytes], scales[kLanes];
+  alignas(64) uint32_t padded_blocks[kLanes] = {};
   const int count = static_cast<int>(divide_up(elements, kBlock));
   memcpy(padded, x, elements * sizeof *x);
-  encode(padded, 1, tensor, {padded, 0}, codes, scales);
+  if (eden) memcpy(padded_blocks, blocks, count * sizeof *blocks), random.compute(context.random, &row, 1, padded_blocks, 1);
+  encode(padded, 1, context.room, bits, {padded, 0}, codes, scales);
   memcpy(data, codes, count * 8);
   memcpy(scale, scales, count);
 }
@@ -322,7 +325,7 @@ struct LineStrides {
 template <class E>
 struct QuantizeNvfp4 {
   using Storage = typename E::Storage;
-  bool stochastic;
+  bool stochastic, eden;
 
   static int64_t row_blocks(const QuantizeProblem& p) { return divide_up(p.columns, kBlock); }
   static int64_t column_blocks(const QuantizeProblem& p) { return divide_up(p.rows, kBlock); }
@@ -333,18 +336,20 @@ struct QuantizeNvfp4 {
                  const PacketsAhead<E>& ahead) const {
     const int64_t blocks = row_blocks(p), block = column / kBlock;
     const int count = static_cast<int>(divide_up(slab.columns, kBlock));
-    const bool best = p.format.chooses_scales() && !p.format.tiles;
+    const bool best = by_best(p);
     Span span;
     if (!p.format.tiles && !best) span.compute<E>(slab.x[0], kBlock, context.tensor);
     alignas(64) uint32_t ids[kLanes] = {};
-    if (stochastic) memcpy(ids, context.random.sixteens + block, count * sizeof *ids);
+    if (stochastic || eden) memcpy(ids, context.random.sixteens + block, count * sizeof *ids);
+    ScaleBits scale_bits;
+    if (eden) scale_bits.compute(context.random, context.random.rows + row, slab.rows, ids, 1);
     RandomSpan random;
     if (stochastic) random.compute(context.random, context.random.rows + row, slab.rows, ids, 1);
     const int64_t first = (batch * p.rows + row) * blocks + block;
     alignas(64) uint8_t codes[kBlock][kPacketBytes];
     if (best)
-      with_scale_error(p.format.scale_rule, [](auto error) { return encode_best_packets<E, decltype(error)::value>; })(
-          slab.x[0], kBlock, context.room, ahead, codes[0], span.scale[0]);
+      with_span(p.format.scale_rule, eden, [](auto span) { return encode_best_packets<E, typename decltype(span)::Type>; })(
+          slab.x[0], slab.rows, context.room, eden ? scale_bits.bits : nullptr, ahead, codes[0], span.scale[0]);
     else if (p.format.tiles)
       (stochastic ? encode_packets<E, true, true> : encode_packets<E, false, true>)(slab.x[0], slab.rows, tile_encode,
                                                                                     tiles_ordinary, random, ahead, codes[0]);
@@ -369,9 +374,10 @@ struct QuantizeNvfp4 {
     store_column_scales(tile, slabs, columns, p.columnwise.scale + line * strides.scale + block, strides.scale);
   }
 
-  /// The columnwise half of one slab, the s-th of a tile. `tile_encode` is what its 16x16 tiles are multiplied by.
+  /// The columnwise half of one slab, the s-th of a tile. `tile_encode` is what its 16x16 tiles are multiplied by. `bits`
+  /// are those of scales.
   void slab_columns(const QuantizeProblem& p, const CachedSlab<E>& slab, const DirectionContext& context,
-                    const float* tile_encode, bool ordinary, const uint32_t* rows, uint32_t block,
+                    const float* tile_encode, bool ordinary, const uint32_t* rows, uint32_t block, const uint32_t* bits,
                     const PacketsAhead<E>& ahead, int s, ColumnTile& tile) const {
     alignas(64) Storage rotated[kBlock][kPacket];
     alignas(64) float encode[kPacket];
@@ -380,11 +386,11 @@ struct QuantizeNvfp4 {
       rotate_columns(slab, context.signs, rotated);
       x = rotated[0];
     }
-    if (p.format.chooses_scales() && !p.format.tiles) {
+    if (by_best(p)) {
       const int pairs = static_cast<int>(divide_up(slab.columns, 2 * kLanes));
-      const auto best = with_scale_error(p.format.scale_rule,
-                                         [](auto error) { return encode_best_slab_columns<E, decltype(error)::value>; });
-      return best(x, context.room, pairs, ahead, tile.codes[s], tile.scale[s]);
+      const auto best = with_span(p.format.scale_rule, eden,
+                                  [](auto span) { return encode_best_slab_columns<E, typename decltype(span)::Type>; });
+      return best(x, context.room, bits, pairs, ahead, tile.codes[s], tile.scale[s]);
     }
     if (p.format.tiles)
       for (int i = 0; i < kPacket; ++i) encode[i] = tile_encode[i / kBlock];
@@ -406,6 +412,7 @@ struct QuantizeNvfp4 {
     alignas(64) float encode[kLanes];
     alignas(64) uint8_t scale[kLanes];
     alignas(64) uint32_t ids[kPacket] = {};
+    ColumnBits column_bits;
     bool ordinary = true;
     int slabs = 0, width = 0;
     for (int64_t row = first_row; row < last_row; row += kBlock, ++slabs) {
@@ -421,9 +428,11 @@ struct QuantizeNvfp4 {
       }
       if (rowwise) slab_rows(p, batch, slab, row_context, encode, ordinary, row, column, columnwise ? nothing : ahead);
       if (!columnwise) continue;
-      if (stochastic && slabs == 0) memcpy(ids, column_context.random.rows + column, width * sizeof *ids);
-      const uint32_t id = stochastic ? column_context.random.sixteens[row / kBlock] : 0;
-      slab_columns(p, slab, column_context, encode, ordinary, ids, id, ahead, slabs, columns);
+      const Random& random = column_context.random;
+      if (random.key && slabs == 0) memcpy(ids, random.rows + column, width * sizeof *ids);
+      const uint32_t id = random.key ? random.sixteens[row / kBlock] : 0;
+      const uint32_t* bits = eden ? column_bits.of(random, ids, id) : nullptr;
+      slab_columns(p, slab, column_context, encode, ordinary, ids, id, bits, ahead, slabs, columns);
     }
     if (columnwise) store_columns(p, batch, columns, first_row, slabs, column, width);
   }
@@ -440,11 +449,12 @@ struct QuantizeNvfp4 {
   // Chunks: strips of tiles where columns or 16x16 blocks are wanted, runs of rows otherwise.
 
   static constexpr int64_t kStripColumns = 4 * kPacket;
+  bool by_best(const QuantizeProblem& p) const { return (p.format.chooses_scales() || eden) && !p.format.tiles; }
   static bool by_tiles(const QuantizeProblem& p) { return p.format.tiles || p.columnwise.data; }
 
   int64_t chunks_per_matrix(const QuantizeProblem& p) const {
     if (by_tiles(p)) return divide_up(p.rows, kColumnTileRows) * divide_up(p.columns, kStripColumns);
-    return RowRuns(p, stochastic).count();
+    return RowRuns(p, stochastic || eden).count();
   }
 
   void chunk(const QuantizeProblem& p, int64_t batch, int64_t chunk) const {
@@ -480,12 +490,13 @@ struct QuantizeNvfp4 {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     uint8_t* data = p.rowwise.data + batch * p.rows * blocks * 8;
     uint8_t* scale = p.rowwise.scale + batch * p.rows * blocks;
-    RowRuns(p, stochastic).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
-      if (p.format.chooses_scales())
-        return quantize_row_run_by_best<E>(x + row * p.columns + column, columns, p.format.scale_rule, context.room,
-                                           data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
-      quantize_row_run<E>(x + row * p.columns + column, columns, stochastic, context,
-                          stochastic ? context.random.rows[row] : 0, context.random.sixteens,
+    RowRuns(p, stochastic || eden).visit(chunk, [&](int64_t row, int64_t column, int64_t columns) {
+      const uint32_t id = context.random.key ? context.random.rows[row] : 0;
+      if (by_best(p))
+        return quantize_row_run_by_best<E>(x + row * p.columns + column, columns, p.format.scale_rule, eden, context, id,
+                                           context.random.sixteens, data + row * blocks * 8 + column / 2,
+                                           scale + row * blocks + column / kBlock);
+      quantize_row_run<E>(x + row * p.columns + column, columns, stochastic, context, id, context.random.sixteens,
                           data + row * blocks * 8 + column / 2, scale + row * blocks + column / kBlock);
     });
   }

@@ -1,4 +1,4 @@
-// Random bytes of stochastic rounding: 16 for each 16 elements along the quantised axis (numerics.md 4).
+// Random bits: of stochastic rounding, 16 bytes for each 16 elements along the quantised axis (numerics.md 4).
 #pragma once
 
 #include "../../numerics/philox.h"
@@ -49,19 +49,25 @@ JLP_RULE void philox(U32 (&counter)[4], uint32_t key0, uint32_t key1) {
 JLP_RULE void philox(U32 (&counter)[4], uint32_t key0, uint32_t key1) { philox4x32_10<F32>(counter, key0, key1); }
 #endif
 
-/// 16 bytes for each 16 elements of a packet.
-JLP_RULE void random_row_packet(const RandomKey& random, uint32_t row, U32 blocks, uint8_t* bytes) {
-  U32 counter[4] = {blocks, fill<F32>(row), fill<F32>(random.stream), U32{}};
-  philox(counter, random.key0, random.key1);
-  const U32 low02 = shuffle<InterleaveLow>(counter[0], counter[2]), high02 = shuffle<InterleaveHigh>(counter[0], counter[2]);
-  const U32 low13 = shuffle<InterleaveLow>(counter[1], counter[3]), high13 = shuffle<InterleaveHigh>(counter[1], counter[3]);
+/// The four words of each lane, one lane's after the other's.
+JLP_RULE void store_in_turns(void* to, const U32 (&words)[4]) {
+  uint8_t* bytes = static_cast<uint8_t*>(to);
+  const U32 low02 = shuffle<InterleaveLow>(words[0], words[2]), high02 = shuffle<InterleaveHigh>(words[0], words[2]);
+  const U32 low13 = shuffle<InterleaveLow>(words[1], words[3]), high13 = shuffle<InterleaveHigh>(words[1], words[3]);
   store(bytes, shuffle<InterleaveLow>(low02, low13));
   store(bytes + JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(low02, low13));
   store(bytes + 2 * JLP_VECTOR_BYTES, shuffle<InterleaveLow>(high02, high13));
   store(bytes + 3 * JLP_VECTOR_BYTES, shuffle<InterleaveHigh>(high02, high13));
 }
 
-/// The same for 16 rows of kLanes columns: byte k of the four words is row k's.
+/// 16 bytes for each 16 elements of a packet.
+JLP_RULE void random_row_packet(const RandomKey& random, uint32_t row, U32 blocks, uint8_t* bytes) {
+  U32 counter[4] = {blocks, fill<F32>(row), fill<F32>(random.stream), U32{}};
+  philox(counter, random.key0, random.key1);
+  store_in_turns(bytes, counter);
+}
+
+/// The words of one call for each of kLanes columns. As bytes for 16 rows: byte k of the four words is row k's.
 JLP_RULE void random_columns(const RandomKey& random, U32 columns, uint32_t block, U32 (&words)[4]) {
   words[0] = fill<F32>(block), words[1] = columns, words[2] = fill<F32>(random.stream), words[3] = U32{};
   philox(words, random.key0, random.key1);

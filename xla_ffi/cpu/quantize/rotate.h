@@ -66,21 +66,24 @@ struct Hadamard {
   static void chunk(const HadamardProblem& p, int64_t batch, int64_t chunk) {
     const Storage* x = static_cast<const Storage*>(p.x) + batch * p.rows * p.columns;
     Storage* y = static_cast<Storage*>(p.result) + batch * p.rows * p.columns;
+    uint32_t sign_bits[N];
+    p.signs_of(batch, sign_bits);
     if (p.vertical) {
       const int64_t across = divide_up(p.columns, kColumns);
-      return columns(p, x, y, chunk / across * N, chunk % across * kColumns);
+      return columns(p, sign_bits, x, y, chunk / across * N, chunk % across * kColumns);
     }
-    rows(p, x, y, chunk * kRun, std::min((chunk + 1) * kRun, p.rows * p.columns));
+    rows(p, sign_bits, x, y, chunk * kRun, std::min((chunk + 1) * kRun, p.rows * p.columns));
   }
 
  private:
-  static void rows(const HadamardProblem& p, const Storage* x, Storage* y, int64_t first, int64_t last) {
+  static void rows(const HadamardProblem& p, const uint32_t* sign_bits, const Storage* x, Storage* y, int64_t first,
+                   int64_t last) {
     Pair signs[kPiecePairs];
     uint32_t even[kLanes], odd[kLanes];
     for (int i = 0; i < kPiecePairs; ++i) {
       for (int lane = 0; lane < kLanes; ++lane) {
         const int element = (i * kLanes + lane) * 2;
-        even[lane] = p.sign_bits[element % N], odd[lane] = p.sign_bits[(element + 1) % N];
+        even[lane] = sign_bits[element % N], odd[lane] = sign_bits[(element + 1) % N];
       }
       signs[i] = {load<F32>(even), load<F32>(odd)};
     }
@@ -111,32 +114,34 @@ struct Hadamard {
   }
 
   /// N rows of some columns. Unless whole cache lines are read and written, through a copy that lies together.
-  static void columns(const HadamardProblem& p, const Storage* x, Storage* y, int64_t row, int64_t column) {
+  static void columns(const HadamardProblem& p, const uint32_t* sign_bits, const Storage* x, Storage* y, int64_t row,
+                      int64_t column) {
     int width = static_cast<int>(std::min<int64_t>(kColumns, p.columns - column));
     x += row * p.columns + column, y += row * p.columns + column;
     if constexpr (kWholeLines) {
       const int whole = width / (2 * kLanes) * (2 * kLanes);
-      for (int j = 0; j < whole; j += 2 * kLanes) column_pairs(p, x + j, y + j, p.columns);
+      for (int j = 0; j < whole; j += 2 * kLanes) column_pairs(p, sign_bits, x + j, y + j, p.columns);
       x += whole, y += whole, width -= whole;
     }
     if (width == 0) return;
     auto* tile = reinterpret_cast<Storage(*)[kColumns]>(thread_scratch(N * kColumns * sizeof(Storage)));
     for (int r = 0; r < N; ++r) memcpy(tile[r], x + r * p.columns, width * sizeof(Storage));
-    for (int j = 0; j < width; j += 2 * kLanes) column_pairs(p, &tile[0][j], &tile[0][j], kColumns);
+    for (int j = 0; j < width; j += 2 * kLanes) column_pairs(p, sign_bits, &tile[0][j], &tile[0][j], kColumns);
     for (int r = 0; r < N; ++r) memcpy(y + r * p.columns, tile[r], width * sizeof(Storage));
   }
 
   /// 2 * kLanes columns.
-  JLP_RULE void column_pairs(const HadamardProblem& p, const Storage* x, Storage* y, int64_t stride) {
+  JLP_RULE void column_pairs(const HadamardProblem& p, const uint32_t* sign_bits, const Storage* x, Storage* y,
+                             int64_t stride) {
     F32 even[N], odd[N];
     for (int r = 0; r < N; ++r) {
-      const F32 sign = L::from_bits(fill<F32>(p.inverse ? 0u : p.sign_bits[r]));
+      const F32 sign = L::from_bits(fill<F32>(p.inverse ? 0u : sign_bits[r]));
       const Pair v = flip(E::load_pair(x + r * stride), {sign, sign});
       even[r] = v.even, odd[r] = v.odd;
     }
     butterfly_columns(even), butterfly_columns(odd);
     for (int r = 0; r < N; ++r) {
-      const F32 sign = L::from_bits(fill<F32>(p.inverse ? p.sign_bits[r] : 0u));
+      const F32 sign = L::from_bits(fill<F32>(p.inverse ? sign_bits[r] : 0u));
       E::store_pair(y + r * stride, flip({even[r] * hadamard_scale(N), odd[r] * hadamard_scale(N)}, {sign, sign}));
     }
   }

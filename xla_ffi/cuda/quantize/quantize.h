@@ -16,18 +16,23 @@ inline bool random_fits(const QuantizeProblem& p) {
   return true;
 }
 
-/// How blocks get their scales: as the problem's format says, which is not NVFP4's; or NVFP4's, as it is or the best of
-/// several by an error.
-enum class Scales : int32_t { kOne, kTwoLevel, kBestAbsolute, kBestSquared, kBestRelativeSquared };
+/// How blocks get their scales: as the problem's format says, which is not NVFP4's; or NVFP4's, as it is (also with the room
+/// above that eden needs) or the best of several by an error.
+enum class Scales : int32_t { kOne, kTwoLevel, kTwoLevelWithRoom, kBestAbsolute, kBestSquared, kBestRelativeSquared };
 template <Scales kScales>
 constexpr bool kIsTwoLevel = kScales != Scales::kOne;
 template <Scales kScales>
-constexpr bool kIsChosen = kScales != Scales::kOne && kScales != Scales::kTwoLevel;
-inline Scales scales_of(const Format& format) {
+constexpr bool kIsChosen =
+    kScales == Scales::kBestAbsolute || kScales == Scales::kBestSquared || kScales == Scales::kBestRelativeSquared;
+/// Whether random bits are for scales (numerics.md 14); else they are for codes.
+template <Scales kScales, bool kStochastic>
+constexpr bool kEden = kStochastic && (kIsChosen<kScales> || kScales == Scales::kTwoLevelWithRoom);
+inline Scales scales_of(const Format& format, bool eden) {
   if (format.scaling != Scaling::kTwoLevel) return Scales::kOne;
   return format.scale_rule == ScaleRule::kFourOverSix      ? Scales::kBestAbsolute
          : format.scale_rule == ScaleRule::kFourOverSixMse ? Scales::kBestSquared
          : format.scale_rule == ScaleRule::kSearch         ? Scales::kBestRelativeSquared
+         : eden                                            ? Scales::kTwoLevelWithRoom
                                                            : Scales::kTwoLevel;
 }
 

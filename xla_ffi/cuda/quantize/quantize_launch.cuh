@@ -73,9 +73,12 @@ template <class Code, Scales kScales>
 cudaError_t quantize_codes(const QuantizeProblem& p, cudaStream_t stream) {
   return with_element(p.type, [&](auto element) {
     using E = decltype(element);
-    if constexpr (!kIsChosen<kScales>)
-      if (p.stochastic()) return launch_quantize<E, Code, kScales, true>(p, stream);
-    return launch_quantize<E, Code, kScales, false>(p, stream);
+    if constexpr (kScales == Scales::kTwoLevelWithRoom)
+      return launch_quantize<E, Code, kScales, true>(p, stream);
+    else if (p.random())
+      return launch_quantize<E, Code, kScales, true>(p, stream);
+    else
+      return launch_quantize<E, Code, kScales, false>(p, stream);
   });
 }
 

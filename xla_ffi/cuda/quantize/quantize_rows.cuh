@@ -10,7 +10,7 @@
 // tall.
 #pragma once
 
-#include "best_scale.cuh"
+#include "eden.cuh"
 
 namespace jaxlowprec {
 namespace cuda {
@@ -30,8 +30,9 @@ struct RowsShared {
 
 /// Blocks that registers are to suffice for.
 template <class E, Scales kScales, bool kStochastic>
-constexpr int kRowBlocks =
-    kIsChosen<kScales> ? 2 : (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kIsTwoLevel<kScales> ? 1 : 0);
+constexpr int kRowBlocks = kIsChosen<kScales> || kEden<kScales, kStochastic>
+                               ? 2
+                               : (E::kBytes == 4 ? 3 : 4) - (kStochastic && !kIsTwoLevel<kScales> ? 1 : 0);
 
 /// Where a thread's 16 elements are and where its results go.
 template <class E>
@@ -60,11 +61,14 @@ struct RowQuantizer {
                                            bool pieces) const {
     const int lanes = sixteens_in_block<kScales>(a);  // that share a block; 0: the tensor
     const uint32_t amax = max_of_lanes(magnitude_bits<E>(sixteen.words), lanes);
-    const BlockScale scale = scale_of(matrix, a, sixteen, amax, shared.table);
+    BlockScale scale = scale_of(matrix, a, sixteen, amax, shared.table);
+    correct_scale<kScales>(sixteen, shared.keys, a.rowwise.random, at.row, at.column / 16, count > 0, scale);
     if (lanes > 0 && threadIdx.x % lanes == 0 && count > 0) store_scale<kScales>(a, at.scale, 0, scale.stored);
     uint32_t random[4] = {}, codes[kCodeWords<Code>];
-    if (count > 0) random_bytes(shared.keys, a.rowwise.random, at.row, at.column / 16, random);
-    quantize_sixteen<Code, kScales, kStochastic>(a, sixteen, scale, amax, random, codes);
+    constexpr bool kRandomCodes = kStochastic && !kEden<kScales, kStochastic>;
+    if constexpr (kRandomCodes)
+      if (count > 0) random_bytes(shared.keys, a.rowwise.random, at.row, at.column / 16, random);
+    quantize_sixteen<Code, kScales, kRandomCodes>(a, sixteen, scale, amax, random, codes);
     store_codes(at.data, bytes, pieces, codes);
   }
 };

@@ -65,6 +65,12 @@ struct BlockScale {
 /// An encode scale for every byte that a block's scale can be: a division per byte instead of one per block.
 using EncodeTable = float[128];
 
+/// By the block's threads, and a barrier must follow. `decode` is S_dec.
+JLP_DEVICE void fill_table(float decode, EncodeTable& table) {
+  const uint32_t byte = threadIdx.x;
+  if (byte < 128) table[byte] = byte == kFloat8NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, decode);
+}
+
 /// What one matrix fixes for all of its blocks in one direction.
 template <Scales kScales>
 struct Matrix;
@@ -79,8 +85,7 @@ struct Matrix<Scales::kTwoLevel> {
                           EncodeTable& table) {
     if (!direction.data) return {0, 0};
     const Nvfp4TensorScale tensor = nvfp4_tensor_scale(direction.tensor[batch]);
-    const uint32_t byte = threadIdx.x;
-    if (byte < 128) table[byte] = byte == kFloat8NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, tensor.decode);
+    fill_table(tensor.decode, table);
     return {tensor.multiplier, tensor.usable ? kInfinityBits : 0u};
   }
 
@@ -93,6 +98,19 @@ struct Matrix<Scales::kTwoLevel> {
       byte = float8_encode_magnitude<E4M3>(fminf(exact, kMaxFinite));
     byte = amax >= m.poison_from ? kFloat8NaN : byte;
     return {byte, table[byte]};
+  }
+};
+
+template <>
+struct Matrix<Scales::kTwoLevelWithRoom> : Matrix<Scales::kTwoLevel> {
+  /// As that of kTwoLevel.
+  JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch,
+                          EncodeTable& table) {
+    if (!direction.data) return {};
+    const float amax = direction.tensor[batch];
+    const Nvfp4RoomScale tensor = nvfp4_room_scale(amax);
+    fill_table(tensor.decode, table);
+    return {{nvfp4_multiplier(tensor.encode), nvfp4_tensor_scale(amax).usable ? kInfinityBits : 0u}};
   }
 };
 
@@ -129,8 +147,7 @@ struct Matrix {
     if (!direction.data) return {};
     const float amax = direction.tensor[batch];
     const Nvfp4RoomScale tensor = nvfp4_room_scale(amax);
-    const uint32_t byte = threadIdx.x;
-    if (byte < 128) table[byte] = byte == kFloat8NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, tensor.decode);
+    fill_table(tensor.decode, table);
     return {tensor, nvfp4_tensor_scale(amax).usable ? kInfinityBits : 0u};
   }
 };
@@ -197,6 +214,16 @@ JLP_DEVICE void start_keys(const DirectionArguments& direction, uint32_t batch, 
   }
 }
 
+template <bool kStochastic>
+JLP_DEVICE void philox_rounds(const RoundKeys<kStochastic>& keys, uint32_t (&words)[4]) {
+#pragma unroll
+  for (int round = 0; round < 10; round += 2) {
+    const uint4 two = *reinterpret_cast<const uint4*>(keys.words + 2 * round);
+    philox_round<float>(words, two.x, two.y);
+    philox_round<float>(words, two.z, two.w);
+  }
+}
+
 /// Four words, little-endian.
 template <bool kStochastic>
 JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& random, int64_t line, int64_t sixteen,
@@ -204,12 +231,7 @@ JLP_DEVICE void random_bytes(const RoundKeys<kStochastic>& keys, const Random& r
   if constexpr (kStochastic) {
     bytes[0] = random.sixteens[keys.sixteens + sixteen], bytes[1] = random.rows[keys.rows + line], bytes[2] = random.stream,
     bytes[3] = 0;
-#pragma unroll
-    for (int round = 0; round < 10; round += 2) {
-      const uint4 two = *reinterpret_cast<const uint4*>(keys.words + 2 * round);
-      philox_round<float>(bytes, two.x, two.y);
-      philox_round<float>(bytes, two.z, two.w);
-    }
+    philox_rounds(keys, bytes);
   }
 }
 

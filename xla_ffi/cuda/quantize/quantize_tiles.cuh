@@ -12,7 +12,7 @@
 // next tile's elements are on their way while the codes of the columns leave.
 #pragma once
 
-#include "best_scale.cuh"
+#include "eden.cuh"
 #include "rotate.cuh"
 
 namespace jaxlowprec {
@@ -57,6 +57,7 @@ struct TileCorner {
 template <class E, class Code, Scales kScales, bool kStochastic, bool kRotate, int kTiles>
 struct TileQuantizer : TileCorner {
   using Shared = TilesShared<E, Code, kScales, kStochastic, kTiles>;
+  static constexpr bool kRandomCodes = kStochastic && !kEden<kScales, kStochastic>;
   static constexpr int kCodeBytes = 4 * kCodeWords<Code>;
   const QuantizeArguments& a;
   Shared& shared;
@@ -146,11 +147,14 @@ struct TileQuantizer : TileCorner {
       } else {
         amax = max_of_lanes(magnitude_bits<E>(elements.words), lanes);
         scale = scale_of(shared.matrices[0], a, elements, amax, shared.tables[0]);
+        correct_scale<kScales>(elements, shared.row_keys, direction.random, row + r, granule, exists && r < rows_left,
+                               scale);
         if (stores_scale && r < rows_left) store_scale<kScales>(a, scales, 0, scale.stored);
       }
       uint32_t random[4] = {}, codes[kCodeWords<Code>];
-      random_bytes(shared.row_keys, direction.random, row + min(r, rows_left - 1), granule, random);
-      quantize_sixteen<Code, kScales, kStochastic>(a, elements, scale, amax, random, codes);
+      if constexpr (kRandomCodes)
+        random_bytes(shared.row_keys, direction.random, row + min(r, rows_left - 1), granule, random);
+      quantize_sixteen<Code, kScales, kRandomCodes>(a, elements, scale, amax, random, codes);
       if (r < rows_left) store_codes(data, bytes, direction.pieces, codes);
     }
   }
@@ -208,13 +212,16 @@ struct TileQuantizer : TileCorner {
     } else {
       if (kIsTwoLevel<kScales> || a.log_block == 0) amax = magnitude_bits<E>(sixteen.words);
       scale = scale_of(shared.matrices[1], a, sixteen, amax, shared.tables[kIsTwoLevel<kScales> ? 1 : 0]);
+      correct_scale<kScales>(sixteen, shared.column_keys, a.columnwise.random, column + across, row / 16 + down,
+                             across < columns_left && 16 * down < rows_left, scale);
       store_column_scale(down, across, scale);
     }
     uint32_t random[4] = {};
-    random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
-                 row / 16 + min(down, (rows_left - 1) / 16), random);
-    quantize_sixteen<Code, kScales, kStochastic>(a, sixteen, scale, amax, random,
-                                                 shared.codes[Shared::piece(across, down)].words);
+    if constexpr (kRandomCodes)
+      random_bytes(shared.column_keys, a.columnwise.random, column + min(across, columns_left - 1),
+                   row / 16 + min(down, (rows_left - 1) / 16), random);
+    quantize_sixteen<Code, kScales, kRandomCodes>(a, sixteen, scale, amax, random,
+                                                  shared.codes[Shared::piece(across, down)].words);
   }
 
   /// Bytes gather in shared memory; a float32 has no neighbours in the tile.
@@ -278,9 +285,9 @@ struct TileQuantizer : TileCorner {
 
 /// Blocks that registers are to suffice for; an sm_90 has shared memory for them.
 template <class E, Scales kScales, bool kStochastic>
-constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> ? 2
-                            : kStochastic                        ? 3
-                                                                 : 4;
+constexpr int kTileBlocks = E::kBytes == 4 || kIsChosen<kScales> || kEden<kScales, kStochastic> ? 2
+                            : kStochastic                                                       ? 3
+                                                                                                : 4;
 
 /// The block's tiles, one after another: at each place those of kTiles matrices, which are quantised alike, and of which
 /// results[i] says where they are. prepare(corner, tiles): what a thread does to the elements that it has copied itself,

@@ -1,0 +1,298 @@
+"""MS-EDEN: scales that are corrected and rounded stochastically (numerics.md 14), against the oracle."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxlowprec as jlp
+from jaxlowprec.ops.quantize import eden
+from jaxlowprec.ops.quantize.philox import Draws
+from tests.helpers import FLOATS, as_bytes, assert_same_bytes, often, random_array
+from tests.ops.implementations import ByKernels, ByReference
+from tests.ops.quantize.every_way import KEY, assert_all_match, by_implementation, by_oracle, ways
+from tests.ops.quantize.test_scale_rules import GIVEN, spread
+from tests.sharding.meshes import mesh_of, name_of, on_mesh
+
+pytestmark = pytest.mark.sampled(11)
+
+RULES = ("six", "four_over_six", "four_over_six_mse", "search")
+FORMATS = tuple(jlp.NVFP4(scale_rule=rule) for rule in RULES)
+SHAPES = [(1, 16), (16, 1), (17, 33), (130, 258), (3, 2050), (2, 3, 20, 40)]
+WAYS = ways(["eden"], (-1, -2), (jlp.Hadamard(), jlp.Hadamard(32)))
+ROWS = ways(["eden"], (-1,), (jlp.Hadamard(),))
+EACH = ways(["eden"], (-1, -2), (jlp.Hadamard(),))
+GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+by_rule = pytest.mark.parametrize("fmt", FORMATS, ids=RULES)
+over_rules = pytest.mark.parametrize("fmt", often(FORMATS[::3], FORMATS), ids=RULES)
+
+
+def quantized(x, fmt=FORMATS[0], axis=-2, key=KEY, **options):
+    return jlp.quantize(x, fmt, axis, True, "eden", key, **options)
+
+
+@functools.cache
+def arrays_and_oracle(fmt, turn, shapes, ways):
+    dtypes = itertools.cycle(FLOATS[turn:] + FLOATS[:turn])
+    arrays = [random_array(s, d, seed=sum(s)) for s, d in zip(shapes, dtypes, strict=False)]
+    return arrays, by_oracle(arrays, fmt, ways)
+
+
+@functools.cache
+def ordinary_and_extreme(fmt, exponent, dtype):
+    arrays = [spread((48, 80), exponent, s, dtype) for s in (0, 3, 14)]
+    return arrays, by_oracle(arrays, fmt, ROWS)
+
+
+@functools.cache
+def with_amax(fmt, amax):
+    x = random_array((33, 50), "bfloat16")
+    return x, by_oracle([x], fmt, EACH, amax=amax)
+
+
+class EdenCases:
+    """What every implementation promises."""
+
+    implementation: str
+    SHAPES = SHAPES
+    WAYS = WAYS
+    DTYPES = ("bfloat16", "float32")
+
+    def assert_gives_the_oracles(self, arrays, fmt, ways):
+        assert_all_match(by_implementation(arrays, fmt, ways, self.implementation), by_oracle(arrays, fmt, ways))
+
+    @pytest.mark.parametrize("turn", often([0], range(3)))
+    @over_rules
+    def test_both_directions_and_sizes_of_rotations(self, fmt, turn):
+        arrays, expected = arrays_and_oracle(fmt, turn, tuple(self.SHAPES), self.WAYS)
+        assert_all_match(by_implementation(arrays, fmt, self.WAYS, self.implementation), expected)
+
+    @pytest.mark.parametrize("exponent", often([-126, -100, 0, 124], [-126, -110, -100, -78, -20, 0, 60, 98, 115, 124]))
+    @over_rules
+    def test_any_magnitude(self, fmt, exponent):
+        """Stored scales below 2^-6 included, where the grid of E4M3 is even."""
+        for dtype in self.DTYPES:
+            arrays, expected = ordinary_and_extreme(fmt, exponent, dtype)
+            assert_all_match(by_implementation(arrays, fmt, ROWS, self.implementation), expected)
+
+    @pytest.mark.parametrize("amax", often([0.5, 1e30, 0.0, np.nan], GIVEN))
+    @over_rules
+    def test_a_given_amax(self, fmt, amax):
+        """Elements beyond it are far beyond the largest code, and scales at the largest or at zero."""
+        x, expected = with_amax(fmt, amax)
+        options = {"amax": jnp.float32(amax)}
+        assert_all_match(by_implementation([x], fmt, EACH, self.implementation, options), expected)
+
+    @given(
+        fmt=st.sampled_from(FORMATS),
+        values=st.lists(st.floats(width=32) | st.sampled_from([*GRID, 1e-40, -0.0]), min_size=1, max_size=48),
+    )
+    def test_arbitrary_floats(self, fmt, values):
+        """NaN, infinity, subnormals, zeros of both signs, in blocks of their own and beside others."""
+        x = jnp.asarray(np.resize(np.array(values, np.float32), (19, 160)))
+        self.assert_gives_the_oracles([x], fmt, ROWS)
+
+    @given(
+        fmt=st.sampled_from(FORMATS),
+        numerators=st.lists(st.integers(-48, 48), min_size=1, max_size=40),
+        outlier=st.integers(0, 12),
+        seed=st.integers(0, 2**16),
+    )
+    def test_ties_and_outliers(self, fmt, numerators, outlier, seed):
+        """Multiples of an eighth tie between codes; one element a block may be 2^outlier larger."""
+        x = np.resize(np.array(numerators, np.float32), (19, 160)) / 8
+        blocks = x.reshape(19, 10, 16)
+        at = np.random.default_rng(seed).integers(0, 16, (19, 10))
+        np.put_along_axis(blocks, at[..., None], np.take_along_axis(blocks, at[..., None], 2) * 2.0**outlier, 2)
+        self.assert_gives_the_oracles([jnp.asarray(x)], fmt, ROWS)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    @over_rules
+    def test_what_is_not_finite_never_comes_out_finite(self, fmt, bad):
+        x = random_array((48, 32), "float32").at[3, 5].set(bad)
+        q = quantized(x, fmt, implementation=self.implementation)
+        assert not np.isfinite(float(q.amax)) and not q.data.any()
+        assert np.isnan(np.asarray(q.dequantize())).all()
+        q = quantized(x, fmt, amax=jnp.float32(4), implementation=self.implementation)
+        assert np.isfinite(np.asarray(q.dequantize())).sum() == 48 * 32 - 16  # its block, and no other
+
+    @over_rules
+    def test_a_part_at_any_block_has_the_bytes_of_the_whole(self, fmt):
+        x, amax = random_array((96, 160)), jnp.float32(9)
+        whole = quantized(x, fmt, amax=amax, implementation=self.implementation)
+        part = quantized(x[48:, 80:], fmt, amax=amax, offset=(48, 80), implementation=self.implementation)
+        assert_same_bytes((part.data, part.scale), (whole.data[80:, 24:], whole.scale[80:, 3:]))
+
+
+class TestByReference(ByReference, EdenCases):
+    SHAPES = [(37, 53)]
+    WAYS = EACH
+    DTYPES = ("float32",)
+
+
+class TestByKernels(ByKernels, EdenCases):
+    @given(
+        fmt=st.sampled_from(FORMATS),
+        shape=st.tuples(st.integers(1, 150), st.integers(1, 300)),
+        exponent=st.integers(-126, 120),
+        width=st.integers(0, 20),
+        seed=st.integers(0, 2**32 - 1),
+        dtype=st.sampled_from(FLOATS),
+    )
+    def test_any_shape_and_spread_of_magnitudes(self, fmt, shape, exponent, width, seed, dtype):
+        x = spread(shape, exponent, width, dtype, seed)
+        self.assert_gives_the_oracles([x], fmt, EACH)
+
+    @by_rule
+    def test_parts_of_split_rows(self, fmt):
+        x = random_array((2, 3, 32, 48))
+        whole = quantized(x.reshape(2, 96, 48), fmt)
+        parts = quantized(x, fmt, rows_split=True)
+        np.testing.assert_array_equal(parts.dequantize().reshape(2, 96, 48), whole.dequantize())
+
+    @over_rules
+    def test_vmap_and_scan(self, fmt):
+        x, keys = random_array((3, 32, 48)), jax.random.split(KEY, 3)
+        q = quantized(x, fmt, key=keys)
+        assert_same_bytes(jax.vmap(lambda x, key: quantized(x, fmt, key=key))(x, keys), q)
+        scanned = jax.lax.scan(lambda _, xs: (None, quantized(xs[0], fmt, key=xs[1])), None, (x, keys))[1]
+        assert_same_bytes(scanned, q)
+
+
+# --- golden numbers, by hand and by another program
+
+
+GOLDEN = [  # a block, its tensor's amax, its codes, what its scale becomes, and its bytes by three random numbers
+    ((np.arange(16) - 8) * 0.375, 3, "ffeedcba02345667", "0x1.f45d18p7", [0x77, 0x78, 0x78]),
+    (np.arange(16) / 16, 7, "0122344555666677", "0x1.2584b2p5", [0x61, 0x61, 0x62]),
+    (((7 * np.arange(16)) % 16 - 8) / 8 + 1 / 16, 1, "f97c6e4f17a6d5e2", "0x1.ce28cap7", [0x76, 0x76, 0x77]),
+]
+
+
+@pytest.mark.parametrize(("values", "g", "codes", "wanted", "stored"), GOLDEN)
+def test_golden_blocks(values, g, codes, wanted, stored):
+    """The golden codes are those of numbers as they are: unrotated, which `quantize` refuses."""
+    x, encode = np.asarray(values, np.float32), np.float32(1536) / np.float32(g)
+    scale = as_bytes(jnp.float32(np.abs(x).max() * (encode * np.float32(1 / 6))).astype(jnp.float8_e4m3fn))
+    scale = scale.view(jnp.float8_e4m3fn).astype(np.float32)
+    scaled = np.abs(x) * (np.float32(1) / (scale * (np.float32(1) / encode)))
+    numbers = np.array([GRID[int(code, 16) & 7] for code in codes], np.float32)
+    for bits, byte in zip((0, 0x80000, 0xFFFFF), stored, strict=True):
+        found = eden.corrected_scales(
+            *(jnp.asarray(v)[None, None] for v in (scale, scaled, numbers)), jnp.full((1, 1), bits, jnp.uint32)
+        )
+        assert found.tolist() == [[byte]]
+    energy, product = np.float32(0), np.float32(0)
+    for v, q in zip(scaled, numbers, strict=True):
+        energy, product = energy + v * v, product + v * q
+    ratio = energy / product
+    assert float(scale * ratio) == float.fromhex(wanted)
+
+
+def test_golden_bits():
+    """Philox's words are 4b25fde1 1f46a607 b354728c c482a820; a block takes the upper 20 bits of its own."""
+    draws = Draws(jnp.array([1, 2], jnp.uint32), jnp.array([3], jnp.uint32), jnp.arange(4, 8, dtype=jnp.uint32), 2)
+    assert eden.random_bits(draws).tolist() == [[0x4B25F, 0x1F46A, 0xB3547, 0xC482A]]
+
+
+def test_the_chance_of_the_upper_neighbour():
+    """It is the distance from the lower one: by all 2^20 random numbers, below the least normal number too."""
+    bits = jnp.arange(2**20, dtype=jnp.uint32)
+    for wanted, low, high in [
+        (1.3, 1.25, 1.375),
+        (2**-8 * 1.25, 2**-8, 2**-8 * 1.5),
+        (2**-10, 0, 2**-9),
+        (500, 448, 448),
+    ]:
+        stored = eden.rounded_up_by(jnp.full(bits.shape, wanted, jnp.float32), bits).view(jnp.float8_e4m3fn)
+        numbers = np.asarray(stored).astype(np.float64)
+        assert set(numbers) == {low, high}
+        expected = (np.float32(wanted) - low) / (high - low) if high > low else 0
+        assert abs((numbers == high).mean() - expected) <= 2**-20 or high == low
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("six", 9.37), ("four_over_six_mse", 8.15), ("search", 7.73)])
+def test_expected_error(rule, expected):
+    """numerics.md 14: mean squared error x 1000 on N(0, 1)."""
+    x = jax.random.normal(jax.random.key(0), (4096, 1024))
+    error = 1000 * float(jnp.mean((quantized(x, jlp.NVFP4(scale_rule=rule)).dequantize() - x) ** 2))
+    assert error == pytest.approx(expected, abs=0.03)
+
+
+# --- across devices and programs
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("fmt", often(FORMATS[3:], FORMATS), ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=name_of)
+@pytest.mark.parametrize("shape", [(256, 512), (384, 640)], ids=str)  # shards of 4 or 8 blocks, and of others
+def test_bytes_are_equal_on_any_mesh(shape, axis_type, fmt, axis):
+    def columnwise(x):
+        return quantized(x, fmt, axis)
+
+    x = random_array(shape, seed=1)
+    result, found = on_mesh(columnwise, [x], [P("a", "b")], mesh_of((2, 4), axis_type))
+    assert_same_bytes(result, columnwise(x))
+    assert {kind for kind, _ in found} <= {"all-reduce"}
+
+
+def test_a_program_that_is_exported_and_loaded_gives_the_bytes():
+    def columnwise(x, words):
+        q = quantized(x, FORMATS[3], key=words)
+        return q.data, q.scale, q.amax
+
+    x, words = random_array((64, 48)), jax.random.key_data(KEY)
+    kernels = [export.DisabledSafetyCheck.custom_call(f"jaxlowprec_{name}") for name in ("amax", "quantize")]
+    exported = export.export(jax.jit(columnwise), platforms=("cpu", "cuda", "tpu"), disabled_checks=kernels)(x, words)
+    loaded = export.deserialize(exported.serialize())
+    assert_same_bytes(loaded.call(x, words), columnwise(x, words))
+
+
+# --- refusals
+
+
+REFUSED = [
+    (jlp.NVFP4(), {}, "without hadamard="),
+    (jlp.NVFP4((16, 16)), {"hadamard": True}, "it corrects the E4M3 scale of each 16 elements"),
+    (jlp.MXFP8(), {"hadamard": True}, "it corrects the E4M3 scale of each 16 elements"),
+    (jlp.NVFP4(row_scaled=True), {}, "only rounds to nearest"),
+    (jlp.Int4(32), {}, "only rounds to nearest"),
+    (jlp.NVFP4(), {"hadamard": True, "key": None}, "needs key="),
+]
+
+
+@pytest.mark.parametrize(("fmt", "options", "message"), REFUSED, ids=str)
+def test_what_is_refused(fmt, options, message):
+    x = random_array((32, 32), "float32")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jlp.quantize(x, fmt, rounding="eden", **({"key": KEY} | options))
+
+
+# --- both directions
+
+
+@pytest.mark.parametrize("row", ["nearest", "stochastic"])
+def test_both_directions_with_a_rounding_each(row):
+    x, fmt = random_array((64, 48)), jlp.NVFP4()
+    found = jlp.quantize_both(x, fmt, True, (row, "eden"), KEY)
+    rowwise = jlp.quantize(x, fmt, -1, rounding=row, key=KEY if row == "stochastic" else None)
+    assert_same_bytes(found, (rowwise, quantized(x, fmt)))
+
+
+def test_both_directions_refuse_eden_of_plain_rows():
+    x = random_array((32, 32))
+    with pytest.raises(ValueError, match="of the rowwise result, which is not rotated; pass a pair"):
+        jlp.quantize_both(x, jlp.NVFP4(), True, "eden", KEY)
+    with pytest.raises(ValueError, match="without hadamard="):
+        jlp.quantize_both(x, jlp.NVFP4(), False, ("nearest", "eden"), KEY)
+    with pytest.raises(TypeError, match="needs one rounding, or that of rows and that of columns"):
+        jlp.quantize_both(x, jlp.NVFP4(), True, ("eden",), KEY)
