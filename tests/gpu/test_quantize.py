@@ -1,5 +1,6 @@
 """The quantised bytes on a GPU are the CPU's: every format, rounding, direction, rotation and dtype, any shape."""
 
+import functools
 import itertools
 
 import jax
@@ -42,6 +43,16 @@ def test_rotated(cpu, gpu, fmt, dtype, rotation):
     for shape, options in itertools.product(SHAPES, ROUNDINGS):
         x = random_array(shape, dtype, seed=sum(shape))
         assert_same_bytes_on((cpu, gpu), lambda x, o=options: every_way(x, fmt, o, rotation), x)
+
+
+@pytest.mark.parametrize("rule", ("six", "four_over_six", "four_over_six_mse", "search"))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_eden(cpu, gpu, rule, dtype):
+    fmt, options = jlp.NVFP4(scale_rule=rule), {"rounding": "eden", "key": KEY, "implementation": "ffi"}
+    for shape, rotation in itertools.product(SHAPES, (jlp.Hadamard(), jlp.Hadamard(128))):
+        x = random_array(shape, dtype, seed=sum(shape))
+        both = [functools.partial(jlp.quantize, fmt=fmt, axis=axis, hadamard=rotation, **options) for axis in (-1, -2)]
+        assert_same_bytes_on((cpu, gpu), lambda x, both=both: [quantize(x) for quantize in both], x)
 
 
 @pytest.mark.parametrize("fmt", ONE_OF_EACH, ids=format_name)

@@ -12,10 +12,11 @@ import jaxlowprec as jlp
 from tests.against_oracle import assert_matches_quantized, quantized
 
 KEY = jax.random.key(7)
-ROUNDINGS = {"nearest": None, "stochastic": KEY, "eden": KEY}
+KEYS = {"nearest": None, "stochastic": KEY, "eden": KEY}
+ROUNDINGS = ("nearest", "stochastic")  # which every format has
 
 
-def ways(roundings=("nearest", "stochastic"), axes=(-1, -2, None), rotations=(None,)):
+def ways(roundings=ROUNDINGS, axes=(-1, -2, None), rotations=(None,)):
     return tuple(itertools.product(roundings, axes, rotations))
 
 
@@ -24,7 +25,7 @@ def by_implementation(arrays, fmt, ways, implementation, given=None):
     """Each array in each way; `given` are further arguments that are arrays, for every axis the same."""
     found = []
     for x, (rounding, axis, hadamard) in itertools.product(arrays, ways):
-        how = hadamard or False, rounding, ROUNDINGS[rounding]
+        how = hadamard or False, rounding, KEYS[rounding]
         options = given or {}
         if axis is not None:
             found.append(jlp.quantize(x, fmt, axis, *how, implementation=implementation, **options))
@@ -39,7 +40,7 @@ def by_oracle(arrays, fmt, ways, **given):
     found = []
     for x, (rounding, axis, hadamard) in itertools.product(arrays, ways):
         both = [(-1, None), (-2, hadamard)] if axis is None else [(axis, hadamard)]
-        found += [quantized(x, fmt, *one, rounding, ROUNDINGS[rounding], **given) for one in both]
+        found += [quantized(x, fmt, *one, rounding, KEYS[rounding], **given) for one in both]
     return found
 
 

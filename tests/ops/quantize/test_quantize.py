@@ -223,7 +223,7 @@ class TestByKernels(ByKernels, QuantizeCases):
     spread=st.integers(0, 20),
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(FLOATS),
-    rounding=st.sampled_from(list(ROUNDINGS)),
+    rounding=st.sampled_from(ROUNDINGS),
 )
 def test_kernels_of_any_shape_and_spread_of_magnitudes(fmt, shape, exponent, spread, seed, dtype, rounding):
     rng = np.random.default_rng(seed)
