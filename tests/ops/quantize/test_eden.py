@@ -20,7 +20,7 @@ from jaxlowprec.ops.quantize.philox import Draws
 from tests.helpers import FLOATS, as_bytes, assert_same_bytes, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.quantize.every_way import KEY, assert_all_match, by_implementation, by_oracle, ways
-from tests.ops.quantize.test_scale_rules import GIVEN, spread
+from tests.ops.quantize.hostile_arrays import GIVEN_AMAXES, GRID, any_floats, spread, ties_and_outliers
 from tests.sharding.meshes import mesh_of, name_of, on_mesh
 
 pytestmark = pytest.mark.sampled(11)
@@ -31,7 +31,6 @@ SHAPES = [(1, 16), (16, 1), (17, 33), (130, 258), (3, 2050), (2, 3, 20, 40)]
 WAYS = ways(["eden"], (-1, -2), (jlp.Hadamard(), jlp.Hadamard(32)))
 ROWS = ways(["eden"], (-1,), (jlp.Hadamard(),))
 EACH = ways(["eden"], (-1, -2), (jlp.Hadamard(),))
-GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 by_rule = pytest.mark.parametrize("fmt", FORMATS, ids=RULES)
 over_rules = pytest.mark.parametrize("fmt", often(FORMATS[::3], FORMATS), ids=RULES)
 
@@ -84,7 +83,7 @@ class EdenCases:
             arrays, expected = ordinary_and_extreme(fmt, exponent, dtype)
             assert_all_match(by_implementation(arrays, fmt, ROWS, self.implementation), expected)
 
-    @pytest.mark.parametrize("amax", often([0.5, 1e30, 0.0, np.nan], GIVEN))
+    @pytest.mark.parametrize("amax", often([0.5, 1e30, 0.0, np.nan], GIVEN_AMAXES))
     @over_rules
     def test_a_given_amax(self, fmt, amax):
         """Elements beyond it are far beyond the largest code, and scales at the largest or at zero."""
@@ -92,28 +91,13 @@ class EdenCases:
         options = {"amax": jnp.float32(amax)}
         assert_all_match(by_implementation([x], fmt, EACH, self.implementation, options), expected)
 
-    @given(
-        fmt=st.sampled_from(FORMATS),
-        values=st.lists(st.floats(width=32) | st.sampled_from([*GRID, 1e-40, -0.0]), min_size=1, max_size=48),
-    )
-    def test_arbitrary_floats(self, fmt, values):
-        """NaN, infinity, subnormals, zeros of both signs, in blocks of their own and beside others."""
-        x = jnp.asarray(np.resize(np.array(values, np.float32), (19, 160)))
+    @given(fmt=st.sampled_from(FORMATS), x=any_floats())
+    def test_arbitrary_floats(self, fmt, x):
         self.assert_gives_the_oracles([x], fmt, ROWS)
 
-    @given(
-        fmt=st.sampled_from(FORMATS),
-        numerators=st.lists(st.integers(-48, 48), min_size=1, max_size=40),
-        outlier=st.integers(0, 12),
-        seed=st.integers(0, 2**16),
-    )
-    def test_ties_and_outliers(self, fmt, numerators, outlier, seed):
-        """Multiples of an eighth tie between codes; one element a block may be 2^outlier larger."""
-        x = np.resize(np.array(numerators, np.float32), (19, 160)) / 8
-        blocks = x.reshape(19, 10, 16)
-        at = np.random.default_rng(seed).integers(0, 16, (19, 10))
-        np.put_along_axis(blocks, at[..., None], np.take_along_axis(blocks, at[..., None], 2) * 2.0**outlier, 2)
-        self.assert_gives_the_oracles([jnp.asarray(x)], fmt, ROWS)
+    @given(fmt=st.sampled_from(FORMATS), x=ties_and_outliers())
+    def test_ties_and_outliers(self, fmt, x):
+        self.assert_gives_the_oracles([x], fmt, ROWS)
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     @over_rules

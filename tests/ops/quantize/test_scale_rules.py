@@ -18,6 +18,7 @@ from tests import numpy_oracle
 from tests.helpers import CHOSEN_SCALES, FLOATS, as_bytes, assert_same_bytes, format_name, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
 from tests.ops.quantize.every_way import assert_all_match, by_implementation, by_oracle, ways
+from tests.ops.quantize.hostile_arrays import GIVEN_AMAXES, any_floats, spread, ties_and_outliers
 from tests.sharding.meshes import mesh_of, name_of, on_mesh
 
 pytestmark = pytest.mark.sampled(11)
@@ -26,17 +27,7 @@ SHAPES = [(1, 16), (16, 1), (17, 33), (130, 258), (40, 300), (3, 2050), (2, 3, 2
 WAYS = ways(["nearest"], (-1, -2, None), (None, jlp.Hadamard()))
 ROWS = ways(["nearest"], (-1,))
 RULES = ("four_over_six", "four_over_six_mse", "search")
-GIVEN = (0.5, 1e-20, 1e30, 2.0**127, 0.0, 1e-39, np.inf, np.nan, -0.5)
-GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 over_formats = pytest.mark.parametrize("fmt", CHOSEN_SCALES, ids=format_name)
-
-
-def spread(shape, exponent, spread_, dtype, seed=0):
-    """Normal numbers times powers of two from 2^(exponent - spread_) to 2^(exponent + spread_)."""
-    rng = np.random.default_rng(seed)
-    exponents = exponent + rng.integers(-spread_, spread_ + 1, shape)
-    with np.errstate(over="ignore"):
-        return jnp.asarray(np.ldexp(rng.standard_normal(shape), exponents).astype(np.float32)).astype(dtype)
 
 
 @functools.cache
@@ -87,7 +78,7 @@ class ScaleRuleCases:
                 decoded = jlp.dequantize(q, jnp.float32, implementation=self.implementation)
                 np.testing.assert_array_equal(np.asarray(decoded), numpy_oracle.decode(*wanted, fmt)[:, :80])
 
-    @pytest.mark.parametrize("amax", GIVEN)
+    @pytest.mark.parametrize("amax", GIVEN_AMAXES)
     @over_formats
     def test_a_given_amax(self, fmt, amax):
         x, expected = with_amax(fmt, amax)
@@ -95,28 +86,13 @@ class ScaleRuleCases:
         found = by_implementation([x], fmt, ways(["nearest"], (-1, -2)), self.implementation, options)
         assert_all_match(found, expected)
 
-    @given(
-        fmt=st.sampled_from(CHOSEN_SCALES),
-        values=st.lists(st.floats(width=32) | st.sampled_from([*GRID, 1e-40, -0.0]), min_size=1, max_size=48),
-    )
-    def test_arbitrary_floats(self, fmt, values):
-        """NaN, infinity, subnormals, zeros of both signs, in blocks of their own and beside others."""
-        x = jnp.asarray(np.resize(np.array(values, np.float32), (19, 160)))
+    @given(fmt=st.sampled_from(CHOSEN_SCALES), x=any_floats())
+    def test_arbitrary_floats(self, fmt, x):
         self.assert_gives_the_oracles([x], fmt, ROWS)
 
-    @given(
-        rule=st.sampled_from(RULES),
-        numerators=st.lists(st.integers(-48, 48), min_size=1, max_size=40),
-        outlier=st.integers(0, 12),
-        seed=st.integers(0, 2**16),
-    )
-    def test_ties_and_outliers(self, rule, numerators, outlier, seed):
-        """Multiples of an eighth tie between codes and between scales; one element a block may be 2^outlier larger."""
-        x = np.resize(np.array(numerators, np.float32), (19, 160)) / 8
-        blocks = x.reshape(19, 10, 16)
-        at = np.random.default_rng(seed).integers(0, 16, (19, 10))
-        np.put_along_axis(blocks, at[..., None], np.take_along_axis(blocks, at[..., None], 2) * 2.0**outlier, 2)
-        self.assert_gives_the_oracles([jnp.asarray(x)], jlp.NVFP4(scale_rule=rule), ROWS)
+    @given(rule=st.sampled_from(RULES), x=ties_and_outliers())
+    def test_ties_and_outliers(self, rule, x):
+        self.assert_gives_the_oracles([x], jlp.NVFP4(scale_rule=rule), ROWS)
 
     @pytest.mark.parametrize("rule", RULES)
     def test_equal_errors_keep_the_scale_of_six(self, rule):
