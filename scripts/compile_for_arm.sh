@@ -8,4 +8,4 @@ if ! command -v aarch64-linux-gnu-g++ >/dev/null; then
 fi
 cmake -S . -B build/arm -DJAXLOWPREC_MODULE=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
   -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
-cmake --build build/arm
+cmake --build build/arm --parallel "$(nproc)"

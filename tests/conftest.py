@@ -1,4 +1,5 @@
 import collections
+import gc
 import os
 import sys
 
@@ -7,13 +8,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from jaxlowprec.wiring import native
+from tests.helpers import FAST_COMPILATION
 from tests.on_gpu import why_only_on_the_cpu
 
 ON_GPU = os.environ.get("JAXLOWPREC_TESTS_ON") == "cuda"  # the whole suite, as far as it is not about the CPU
-
-# Half of the suite's time goes into XLA's compiler. Without the slow tests it does not optimise what surrounds the
-# kernels; CI runs all tests as users run their programs.
-FAST_COMPILATION = "--xla_backend_optimization_level=0"
 
 jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("default", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
@@ -29,9 +27,12 @@ def pytest_configure(config):
     words = config.option.markexpr.split()
     both = "gpu" in words and "not" not in words
     jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else None if both else "cpu")
-    flags = os.environ.get("XLA_FLAGS", "")
-    if not config.getoption("--slow") and "xla_backend_optimization_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {FAST_COMPILATION}".strip()
+    # Half of the suite's time goes into XLA's compiler; CI, with the slow tests, runs all as users run their programs.
+    if not config.getoption("--slow"):
+        given = os.environ.get("XLA_FLAGS", "").split()
+        known = {flag.partition("=")[0] for flag in given}
+        added = [flag for flag in FAST_COMPILATION if flag.partition("=")[0] not in known]
+        os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 
 
 def pytest_collection_modifyitems(config, items):
@@ -54,6 +55,12 @@ def skip_slow_ones(items):
         if sampled and seen[function] % sampled.args[0]:
             item.add_marker(pytest.mark.skip(reason=f"one of {sampled.args[0]} cases runs; run all with --slow"))
         seen[function] += 1
+
+
+def pytest_collection_finish():
+    """The garbage collector passes over what lives as long as the process: thousands of tests, and all modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

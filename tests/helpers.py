@@ -169,6 +169,15 @@ def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=No
     return jlp.QuantizedArray(data, scale, amax, None, fmt, tuple(shape[-2:]), jnp.dtype("bfloat16"), axis, hadamard)
 
 
+# XLA's flags for programs whose speed does not matter: what surrounds the kernels is not optimised, does not pass
+# through MLIR, and is compiled in one piece.
+FAST_COMPILATION = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+
+
 def python_environment(**variables):
     """That of this process, with the jaxlowprec that it uses and no other, on the CPU."""
     path = str(pathlib.Path(jlp.__file__).parents[1])

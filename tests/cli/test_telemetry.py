@@ -5,9 +5,11 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -97,6 +99,7 @@ def test_in_a_terminal_watch_follows_the_run(run):
     ours, its = pty.openpty()
     environment = python_environment(TERM="xterm", COLUMNS="160", LINES="50")
     words = [sys.executable, "-c", ENTRY, "watch", str(run), "--every", "0.2"]
+    words = ["env", "--default-signal=INT", *words]  # a shell's background jobs, such as these tests may be, ignore it
     watch = subprocess.Popen(words, stdout=its, stdin=its, stderr=its, env=environment)
     os.close(its)
     try:
@@ -116,7 +119,9 @@ def test_in_a_terminal_watch_follows_the_run(run):
 
 def read_until(terminal, words):
     """What a terminal shows, up to these words."""
-    text = ""
+    text, ends = "", time.monotonic() + 120
     while words not in text:
-        text += os.read(terminal, 4096).decode(errors="replace")
+        assert time.monotonic() < ends, text
+        if select.select([terminal], [], [], 1)[0]:
+            text += os.read(terminal, 4096).decode(errors="replace")
     return text

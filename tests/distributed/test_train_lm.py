@@ -17,10 +17,10 @@ import time
 import pytest
 import train_lm
 
-from tests.helpers import python_environment, refused
+from tests.helpers import FAST_COMPILATION, python_environment, refused
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
-FAST_COMPILATION = "--xla_backend_optimization_level=0"  # most of a run's time; the same for all that are compared
+XLA_FLAGS = " ".join(FAST_COMPILATION)  # most of a run's time; the same for all that are compared
 STEPS, EVERY, HEARTBEAT, LONGEST = 24, 8, 10, 240  # the last two in seconds
 
 
@@ -52,7 +52,7 @@ class Processes:
             with self.logs[i].open("w") as log:
                 process = subprocess.Popen(
                     [sys.executable, *map(str, [SCRIPT, *options, *(joining if count > 1 else [])])],
-                    env=python_environment(JAX_COORDINATOR_BIND_ADDRESS=at, XLA_FLAGS=FAST_COMPILATION),
+                    env=python_environment(JAX_COORDINATOR_BIND_ADDRESS=at, XLA_FLAGS=XLA_FLAGS),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

@@ -32,7 +32,7 @@ def tokens(seed=0, dtype=jnp.bfloat16):
 def parameters(seed=0):
     """Of all layers, stacked."""
     keys = jax.random.split(jax.random.key(seed), LAYERS)
-    return jax.vmap(lambda key: block().init(key, tokens())["params"])(keys)
+    return jax.jit(jax.vmap(lambda key: block().init(key, tokens())["params"]))(keys)  # one program, not a hundred
 
 
 def run(moe, params, x, tape=None, *, scan=True, remat=False):

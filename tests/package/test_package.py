@@ -76,8 +76,10 @@ from jaxlowprec import nnx
 assert "flax" in sys.modules
 assert jaxlowprec.nnx is nnx
 """
-    fastest = min(float(run_python("-c", code).stdout) for _ in range(4))
-    assert fastest <= 0.3
+    took = [1.0]
+    while min(took) > 0.3 and len(took) < 5:
+        took.append(float(run_python("-c", code).stdout))
+    assert min(took) <= 0.3, took
 
 
 @pytest.mark.parametrize("folder", ["jaxlowprec", "examples", "benchmarks"])

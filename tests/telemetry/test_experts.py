@@ -32,11 +32,24 @@ def loss(w, x, sizes=SIZES, recipe=NEAREST, dy=DY):
     return (y.astype(jnp.float32) * dy).sum()
 
 
-def measured(function, *args, **options):
+@functools.cache
+def loss_under(recipe):
+    """One function for each recipe: what was compiled for it serves groups of any sizes, and later tests."""
+    return functools.partial(loss, recipe=recipe)
+
+
+@functools.cache
+def compiled(function):
+    """With telemetry, and without."""
+    with_telemetry = jlp.telemetry.value_and_grad(function, (0, 1))
+    return jax.jit(with_telemetry), jax.jit(jax.value_and_grad(function, (0, 1)))
+
+
+def measured(function, *args):
     """What was found, read; also checks that it changes nothing else."""
-    actual, found = jax.jit(jlp.telemetry.value_and_grad(function, (0, 1), **options))(*args)
-    expected = jax.jit(jax.value_and_grad(function, (0, 1)))(*args)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    with_telemetry, without = compiled(function)
+    actual, found = with_telemetry(*args)
+    jax.tree.map(np.testing.assert_array_equal, actual, without(*args))
     return jlp.telemetry.read(found)
 
 
@@ -58,7 +71,7 @@ class TestTelemetry:
     @pytest.mark.parametrize("rows", [1, 37, 128, 150])
     def test_one_group_has_the_statistics_of_its_rows(self, recipe, rows):
         x = jnp.where(jnp.arange(ROWS)[:, None] < rows, X, jnp.nan)  # rows in no group have no effect
-        found = measured(functools.partial(loss, sizes=jnp.array([0, rows, 0, 0]), recipe=recipe), W, x)["experts"]
+        found = measured(loss_under(recipe), W, x, jnp.array([0, rows, 0, 0]))["experts"]
         assert list(found) == ALL
         for name, whole, axis, role in forms_of(recipe):
             expected = jlp.telemetry.statistics(whole[:rows], quantized(whole[:rows], axis, role))
@@ -69,7 +82,7 @@ class TestTelemetry:
 
     @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
     def test_groups_are_measured_as_one_tensor(self, recipe):
-        found = measured(functools.partial(loss, recipe=recipe), W, X)["experts"]
+        found = measured(loss_under(recipe), W, X, SIZES)["experts"]
         ends = np.cumsum(SIZES)
         for name, whole, axis, role in forms_of(recipe):
             parts = [whole[end - size : end] for size, end in zip(SIZES, ends, strict=True) if size]
@@ -123,21 +136,22 @@ class TestTelemetry:
             ), gemm
 
     def test_without_rows_there_is_no_error(self):
-        found = measured(functools.partial(loss, sizes=jnp.zeros(4, int)), W, X)["experts"]
+        found = measured(loss_under(NEAREST), W, X, jnp.zeros(4, int))["experts"]
         for name in ALL:
             assert np.isfinite(found[name].values[:10]).all() or name in GEMMS
             assert found[name].relative_error == 0 or name.startswith("weight")
 
     def test_what_if(self):
-        found = measured(loss, W, X, what_if={"mxfp8": MXFP8})["experts"]
-        alone = measured(functools.partial(loss, recipe=MXFP8), W, X)["experts"]
+        found = jax.jit(jlp.telemetry.value_and_grad(loss, what_if={"mxfp8": MXFP8}))(W, X)[1]
+        found = jlp.telemetry.read(found)["experts"]
+        alone = measured(loss_under(MXFP8), W, X, SIZES)["experts"]
         for name in jlp.telemetry.TENSORS:
             np.testing.assert_allclose(found[f"{name}, mxfp8"].values, alone[name].values, rtol=1e-6, atol=1e-7)
 
     def test_what_if_of_something_that_groups_cannot_have(self):
         tiles = jlp.Custom(lambda role: jlp.NVFP4((16, 16)))
         with pytest.raises(ValueError, match="grouped_matmul: telemetry's what_if 'tiles': the recipe quantises"):
-            measured(loss, W, X, what_if={"tiles": tiles})
+            jlp.telemetry.value_and_grad(loss, what_if={"tiles": tiles})(W, X)
 
     def test_only_what_is_quantised_is_there(self):
         recipe = jlp.PerGemm(fprop=MXFP8, dgrad=None, wgrad=None)
@@ -165,7 +179,7 @@ class TestTransformations:
 
         found = measured(function, stack, X)
         for i in range(2):
-            alone = measured(functools.partial(loss, sizes=sizes[i]), stack[i], X)["experts"]
+            alone = measured(loss_under(NEAREST), stack[i], X, sizes[i])["experts"]
             for name in ALL:
                 np.testing.assert_allclose(
                     found[f"experts[{i}]"][name].values, alone[name].values, rtol=1e-5, atol=1e-6, err_msg=name
@@ -177,7 +191,7 @@ class TestTransformations:
 
         found = measured(function, W, jnp.stack([X, 3 * X]))["experts"]
         both = ((SIZES, X), (SIZES[::-1], 3 * X))
-        alone = [measured(functools.partial(loss, sizes=sizes), W, x)["experts"] for sizes, x in both]
+        alone = [measured(loss_under(NEAREST), W, x, sizes)["experts"] for sizes, x in both]
         for name in ALL:
             assert found[name].uses == 2
             wanted = np.mean([each[name].scalars()["relative_error"] ** 2 for each in alone])
@@ -186,7 +200,7 @@ class TestTransformations:
     @by_axis_type
     @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)
     def test_are_those_of_one_device(self, spec, axis_type):
-        mesh, expected = mesh_of((2,), axis_type), measured(loss, W, X)["experts"]
+        mesh, expected = mesh_of((2,), axis_type), measured(loss_under(NEAREST), W, X, SIZES)["experts"]
         with jax.set_mesh(mesh):
 
             def function(w, x):

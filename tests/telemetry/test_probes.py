@@ -34,12 +34,17 @@ def loss(params, x, recipe=NVFP4):
     return jnp.square(model(params, x, recipe).astype(jnp.float32)).mean()
 
 
+@functools.cache
+def compiled(function, on):
+    """With telemetry, and without; what was compiled for a function serves later tests."""
+    return jax.jit(jlp.telemetry.value_and_grad(function, on=on)), jax.jit(jax.value_and_grad(function))
+
+
 def measured(function, *args, on=True):
     """What jlp.telemetry.value_and_grad finds, read; also checks that it changes nothing else."""
-    with_telemetry = jax.jit(lambda *args: jlp.telemetry.value_and_grad(function, on=on)(*args))
-    expected = jax.jit(jax.value_and_grad(function))(*args)
+    with_telemetry, without = compiled(function, on)
     actual, found = with_telemetry(*args)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, without(*args))
     return jlp.telemetry.read(found)
 
 
@@ -83,7 +88,7 @@ class TestLayers:
         recipe = jlp.NVFP4BlockScaling(forward_override="high_precision")
         found = measured(functools.partial(loss, recipe=recipe), PARAMS, X)["up"]
         assert list(found) == [name for name in ALL if name not in ("input rowwise", "weight columnwise", "fprop")]
-        with_fprop = measured(functools.partial(loss, recipe=NVFP4), PARAMS, X)["up"]
+        with_fprop = measured(loss, PARAMS, X)["up"]
         for name in ("input columnwise", "weight rowwise"):
             np.testing.assert_allclose(found[name].values, with_fprop[name].values, rtol=1e-6, atol=1e-7)
 
