@@ -33,6 +33,7 @@ from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.recipes.autocast import autocast, current_recipe
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
+from jaxlowprec.recipes.eden import NVFP4Eden
 from jaxlowprec.recipes.per_gemm import PerGemm
 from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
@@ -70,6 +71,7 @@ __all__ = [
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "NVFP4Eden",
     "OsciReset",
     "PerGemm",
     "PerLayer",

@@ -14,6 +14,7 @@ RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
     "nvfp4-no-sr": lambda: jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "nvfp4-no-2d": lambda: jlp.NVFP4BlockScaling(disable_2d_quantization=True),
     "nvfp4-bf16-forward": lambda: jlp.NVFP4BlockScaling(forward_override="high_precision"),
+    "nvfp4-eden": jlp.NVFP4Eden,
     "mxfp8": jlp.MXFP8BlockScaling,
     "fp8_block": jlp.Float8BlockScaling,
     "fp8_current": jlp.Float8CurrentScaling,

@@ -15,6 +15,7 @@ from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Te
 from jaxlowprec.cli.streams import as_json, emit
 from jaxlowprec.cli.verified import VERIFIED_ON_GPUS
 from jaxlowprec.diagnostics import support
+from jaxlowprec.recipes.eden import NVFP4Eden
 from jaxlowprec.recipes.qat import Int4QAT
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.recipes.transformer_engine import (
@@ -82,6 +83,7 @@ _OPERATIONS = (
 
 _RECIPES: tuple[type[Recipe], ...] = (
     NVFP4BlockScaling,
+    NVFP4Eden,
     MXFP8BlockScaling,
     Float8BlockScaling,
     Float8CurrentScaling,

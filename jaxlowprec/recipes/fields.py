@@ -47,6 +47,17 @@ def check_field(recipe: Any, field: str, allowed: tuple[Any, ...]) -> None:
         )
 
 
+def check_one_override(recipe: Any) -> None:
+    """Raises ValueError for another `forward_override` than there is, or one beside a `backward_override`."""
+    check_field(recipe, "forward_override", (None, "high_precision"))
+    forward, backward = recipe.forward_override, recipe.backward_override
+    if forward is not None and backward is not None:
+        raise ValueError(
+            f"{type(recipe).__name__}: forward_override={forward!r} and backward_override={backward!r}, so nothing "
+            "would be quantised; give one of them, or no recipe (recipe=None, autocast(enabled=False))"
+        )
+
+
 def check_patterns(who: str, field: str, given: Any) -> tuple[str, ...]:
     """Checks a field of regular expressions; returns them as a tuple."""
     patterns = tuple(given) if isinstance(given, list | tuple) else None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jaxlowprec.arguments import is_one_of, shown
 from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
-from jaxlowprec.recipes.fields import backward_override, check_field, flag
+from jaxlowprec.recipes.fields import backward_override, check_field, check_one_override, flag
 from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, MMParams, QParams, Recipe, Role, Roles
 
 Fp8Format = Literal["E4M3", "HYBRID"]
@@ -112,13 +112,7 @@ class NVFP4BlockScaling(Recipe):
                 f'NVFP4BlockScaling: nvfp4_4over6="{self.nvfp4_4over6}" and disable_rht=False; scales are not chosen '
                 'for inputs that are rotated for wgrad: use nvfp4_4over6="weights", or disable_rht=True'
             )
-        check_field(self, "forward_override", (None, "high_precision"))
-        if self.forward_override is not None and self.backward_override is not None:
-            raise ValueError(
-                f"NVFP4BlockScaling: forward_override={self.forward_override!r} and backward_override="
-                f"{self.backward_override!r}, so nothing would be quantised; give one of them, or no recipe "
-                "(recipe=None, autocast(enabled=False))"
-            )
+        check_one_override(self)
         if self.forward_override is not None and self.row_scaled_activation:
             raise ValueError(
                 f"NVFP4BlockScaling: forward_override={self.forward_override!r} and row_scaled_activation=True, which "

@@ -92,7 +92,6 @@ def test_the_program_of_eden_of_the_documents_runs():
     names = {}
     exec(programs("docs/how-to/recipes.md")[5], names)
     jnp, jlp, x, w = names["jnp"], names["jlp"], names["x"], names["w"]
-    assert jlp.Custom(names["operands"]).roles().draws_signs
     exact = jax.grad(lambda w: jnp.mean(jlp.linear(x, w, recipe=None) ** 2))(w)
     assert 0 < jnp.linalg.norm(names["dw"] - exact) / jnp.linalg.norm(exact) < 0.2
 

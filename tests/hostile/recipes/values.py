@@ -143,7 +143,7 @@ def arrays():
 
 RECIPES = (
     *(jlp.NVFP4BlockScaling, jlp.Float8BlockScaling, jlp.MXFP8BlockScaling, jlp.Float8CurrentScaling),
-    *(jlp.DelayedScaling, jlp.Int4QAT, jlp.WeightQAT),
+    *(jlp.NVFP4Eden, jlp.DelayedScaling, jlp.Int4QAT, jlp.WeightQAT),
 )
 STATIC = {
     **{f"{type(fmt).__name__}()": fmt for fmt in ONE_OF_EACH[::-1]},
