@@ -214,7 +214,7 @@ def test_the_handlers_of_floats_refuse_int4():
     shape, int4 = jax.ShapeDtypeStruct, jlp.Int4().attributes
     x = jnp.ones((4, 128), jnp.bfloat16)
     codes, scale = shape((4, 64), jnp.uint8), shape((4, 1), jnp.bfloat16)
-    flags = ("rowwise", "columnwise", "rotate_columns", "stochastic", "encode_scale_given")
+    flags = ("rowwise", "columnwise", "rotate_columns", "stochastic", "encode_scale_given", "eden")
     options = {flag: flag == "rowwise" for flag in flags} | {"format": int4, "sign_mask": np.int32(0)}
     with pytest.raises(jax.errors.JaxRuntimeError, match="kInt4"):
         jax.ffi.ffi_call("jaxlowprec_quantize", (codes, scale))(x, **options)
