@@ -279,16 +279,20 @@ def test_kernels_of_arbitrary_bytes(codes, pair, data):
     assert_multiplies(a, b, "ffi", out_dtype=jnp.float32)
 
 
+def exact_dgelu(x):
+    """The derivative of GELU's tanh form in float64; XLA's own loses digits where tanh saturates."""
+    v = np.asarray(x, np.float64)
+    u, du = (np.sqrt(2 / np.pi) * part for part in (v + 0.044715 * v**3, 1 + 3 * 0.044715 * v**2))
+    return 0.5 * (1 + np.tanh(u)) + 0.5 * v * du * (1 - np.tanh(u) ** 2)
+
+
 class TestEpilogue:
     def test_dgelu_is_the_derivative_of_gelu(self):
         v = np.linspace(-12, 12, 4001)
         a, b = (jlp.quantize(jnp.ones((n, 1)), jlp.MXFP8()) for n in (1, v.size))
         x = jnp.asarray(v[None], jnp.float32)
         y = jlp.scaled_matmul(a, b, activation="dgelu", activation_input=x, out_dtype=jnp.float32)
-        v = np.asarray(x, np.float64)
-        u, du = (np.sqrt(2 / np.pi) * part for part in (v + 0.044715 * v**3, 1 + 3 * 0.044715 * v**2))
-        exact = 0.5 * (1 + np.tanh(u)) + 0.5 * v * du / np.cosh(u) ** 2
-        np.testing.assert_allclose(y, exact, rtol=2e-5, atol=2e-7)
+        np.testing.assert_allclose(y, exact_dgelu(x), rtol=2e-5, atol=2e-7)
         automatic = jax.vmap(jax.grad(functools.partial(jax.nn.gelu, approximate=True)))(x[0])
         np.testing.assert_allclose(y[0], automatic, rtol=1e-3, atol=1e-5)
 
@@ -301,8 +305,7 @@ class TestEpilogue:
         d, c = jlp.quantize(dy, jlp.MXFP8("e5m2")), jlp.quantize(v, jlp.MXFP8(), -2).mT
         plain = jlp.scaled_matmul(d, c, out_dtype=jnp.float32)
         back = jlp.scaled_matmul(d, c, activation="dgelu", activation_input=before, out_dtype=jnp.float32)
-        (automatic,) = jax.vjp(lambda u: jax.nn.gelu(u, approximate=True), before)[1](plain)
-        np.testing.assert_allclose(back, automatic, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(back, np.float64(plain) * exact_dgelu(before), rtol=1e-4, atol=1e-4)
 
 
 class TestMeaning:
