@@ -33,12 +33,12 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
     def case(name, against, target, ours, theirs, rounds=many):
         found.add(name, against, None if native.isa() == "portable" else target, ours, theirs, rounds)  # it has none
 
-    def quantize(implementation=None, **options):
+    def quantize(implementation=None, fmt=fmt, **options):
         f = jax.jit(lambda x: jlp.quantize(x, fmt, implementation=implementation, **options))
         return lambda: f(x)
 
-    def both(implementation=None):
-        f = jax.jit(lambda x: jlp.quantize_both(x, fmt, True, implementation=implementation))
+    def both(implementation=None, fmt=fmt, rotated=True):
+        f = jax.jit(lambda x: jlp.quantize_both(x, fmt, rotated, implementation=implementation))
         return lambda: f(x)
 
     wide = native.isa() in ("avx512", "avx512_bf16")
@@ -54,7 +54,14 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
     case("quantize rowwise, stochastic", "nearest", 0.75, quantize(rounding="stochastic", key=key), quantize())
     rotated = {"axis": -2, "hadamard": True}
     eden = quantize(rounding="eden", key=key, **rotated)
-    case("quantize columnwise, rotated, eden", "nearest", 0.6, eden, quantize(**rotated))
+    case("quantize columnwise, rotated, eden", "nearest", 0.59, eden, quantize(**rotated))
+    for rule, target in (("four_over_six", 0.625), ("search", 0.455)):
+        chosen = jlp.NVFP4(scale_rule=rule)
+        case(f'quantize rowwise, scale_rule="{rule}"', '"six"', target, quantize(fmt=chosen), quantize())
+        ours, theirs = both(fmt=chosen, rotated=False), both(rotated=False)
+        case(f'quantize_both, scale_rule="{rule}"', '"six"', target, ours, theirs)
+    rows = quantize(fmt=jlp.NVFP4(row_scaled=True))
+    case("quantize rowwise, an amax for each row", "for the tensor", None, rows, quantize())
     transform = jax.jit(jlp.hadamard_transform)
     case("hadamard_transform", "copying the same bytes", 0.5, lambda: transform(x), copies.copy(host, same))
     for size in (64, 256):
