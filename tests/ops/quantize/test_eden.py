@@ -1,7 +1,5 @@
 """MS-EDEN: scales that are corrected and rounded stochastically (numerics.md 14), against the oracle."""
 
-import functools
-import itertools
 import re
 
 import jax
@@ -19,8 +17,9 @@ from jaxlowprec.ops.quantize import eden
 from jaxlowprec.ops.quantize.philox import Draws
 from tests.helpers import FLOATS, as_bytes, assert_same_bytes, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
-from tests.ops.quantize.every_way import KEY, assert_all_match, by_implementation, by_oracle, ways
+from tests.ops.quantize.every_way import KEY, assert_all_match, by_implementation, ways
 from tests.ops.quantize.hostile_arrays import GIVEN_AMAXES, GRID, any_floats, spread, ties_and_outliers
+from tests.ops.quantize.oracle_cases import OracleCases, arrays_and_oracle, ordinary_and_extreme, with_amax
 from tests.sharding.meshes import mesh_of, name_of, on_mesh
 
 pytestmark = pytest.mark.sampled(11)
@@ -39,35 +38,11 @@ def quantized(x, fmt=FORMATS[0], axis=-2, key=KEY, **options):
     return jlp.quantize(x, fmt, axis, True, "eden", key, **options)
 
 
-@functools.cache
-def arrays_and_oracle(fmt, turn, shapes, ways):
-    dtypes = itertools.cycle(FLOATS[turn:] + FLOATS[:turn])
-    arrays = [random_array(s, d, seed=sum(s)) for s, d in zip(shapes, dtypes, strict=False)]
-    return arrays, by_oracle(arrays, fmt, ways)
-
-
-@functools.cache
-def ordinary_and_extreme(fmt, exponent, dtype):
-    arrays = [spread((48, 80), exponent, s, dtype) for s in (0, 3, 14)]
-    return arrays, by_oracle(arrays, fmt, ROWS)
-
-
-@functools.cache
-def with_amax(fmt, amax):
-    x = random_array((33, 50), "bfloat16")
-    return x, by_oracle([x], fmt, EACH, amax=amax)
-
-
-class EdenCases:
+class EdenCases(OracleCases):
     """What every implementation promises."""
 
-    implementation: str
     SHAPES = SHAPES
     WAYS = WAYS
-    DTYPES = ("bfloat16", "float32")
-
-    def assert_gives_the_oracles(self, arrays, fmt, ways):
-        assert_all_match(by_implementation(arrays, fmt, ways, self.implementation), by_oracle(arrays, fmt, ways))
 
     @pytest.mark.parametrize("turn", often([0], range(3)))
     @over_rules
@@ -80,14 +55,14 @@ class EdenCases:
     def test_any_magnitude(self, fmt, exponent):
         """Stored scales below 2^-6 included, where the grid of E4M3 is even."""
         for dtype in self.DTYPES:
-            arrays, expected = ordinary_and_extreme(fmt, exponent, dtype)
+            arrays, expected = ordinary_and_extreme(fmt, exponent, dtype, ROWS)
             assert_all_match(by_implementation(arrays, fmt, ROWS, self.implementation), expected)
 
     @pytest.mark.parametrize("amax", often([0.5, 1e30, 0.0, np.nan], GIVEN_AMAXES))
     @over_rules
     def test_a_given_amax(self, fmt, amax):
         """Elements beyond it are far beyond the largest code, and scales at the largest or at zero."""
-        x, expected = with_amax(fmt, amax)
+        x, expected = with_amax(fmt, amax, EACH)
         options = {"amax": jnp.float32(amax)}
         assert_all_match(by_implementation([x], fmt, EACH, self.implementation, options), expected)
 

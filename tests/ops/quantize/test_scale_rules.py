@@ -1,6 +1,5 @@
 """NVFP4 whose blocks take the best of several scales (numerics.md 13): every implementation against the oracle."""
 
-import functools
 import itertools
 
 import jax
@@ -17,8 +16,9 @@ from jaxlowprec.checkpoints import schemes
 from tests import numpy_oracle
 from tests.helpers import CHOSEN_SCALES, FLOATS, as_bytes, assert_same_bytes, format_name, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
-from tests.ops.quantize.every_way import assert_all_match, by_implementation, by_oracle, ways
+from tests.ops.quantize.every_way import assert_all_match, by_implementation, ways
 from tests.ops.quantize.hostile_arrays import GIVEN_AMAXES, any_floats, spread, ties_and_outliers
+from tests.ops.quantize.oracle_cases import OracleCases, arrays_and_oracle, ordinary_and_extreme, with_amax
 from tests.sharding.meshes import mesh_of, name_of, on_mesh
 
 pytestmark = pytest.mark.sampled(11)
@@ -26,39 +26,16 @@ pytestmark = pytest.mark.sampled(11)
 SHAPES = [(1, 16), (16, 1), (17, 33), (130, 258), (40, 300), (3, 2050), (2, 3, 20, 40)]
 WAYS = ways(["nearest"], (-1, -2, None), (None, jlp.Hadamard()))
 ROWS = ways(["nearest"], (-1,))
+EACH = ways(["nearest"], (-1, -2))
 RULES = ("four_over_six", "four_over_six_mse", "search")
 over_formats = pytest.mark.parametrize("fmt", CHOSEN_SCALES, ids=format_name)
 
 
-@functools.cache
-def arrays_and_oracle(fmt, turn, shapes, ways):
-    dtypes = itertools.cycle(FLOATS[turn:] + FLOATS[:turn])
-    arrays = [random_array(s, d, seed=sum(s)) for s, d in zip(shapes, dtypes, strict=False)]
-    return arrays, by_oracle(arrays, fmt, ways)
-
-
-@functools.cache
-def ordinary_and_extreme(fmt, exponent, dtype, ways):
-    arrays = [spread((48, 80), exponent, s, dtype) for s in (0, 3, 14)]
-    return arrays, by_oracle(arrays, fmt, ways)
-
-
-@functools.cache
-def with_amax(fmt, amax):
-    x = random_array((33, 50), "bfloat16")
-    return x, by_oracle([x], fmt, ways(["nearest"], (-1, -2)), amax=amax)
-
-
-class ScaleRuleCases:
+class ScaleRuleCases(OracleCases):
     """What every implementation promises."""
 
-    implementation: str
     SHAPES = SHAPES
     WAYS = WAYS
-    DTYPES = ("bfloat16", "float32")
-
-    def assert_gives_the_oracles(self, arrays, fmt, ways):
-        assert_all_match(by_implementation(arrays, fmt, ways, self.implementation), by_oracle(arrays, fmt, ways))
 
     @pytest.mark.parametrize("turn", often([0], range(3)))
     @over_formats
@@ -81,9 +58,9 @@ class ScaleRuleCases:
     @pytest.mark.parametrize("amax", GIVEN_AMAXES)
     @over_formats
     def test_a_given_amax(self, fmt, amax):
-        x, expected = with_amax(fmt, amax)
+        x, expected = with_amax(fmt, amax, EACH)
         options = {"amax": jnp.float32(amax)}
-        found = by_implementation([x], fmt, ways(["nearest"], (-1, -2)), self.implementation, options)
+        found = by_implementation([x], fmt, EACH, self.implementation, options)
         assert_all_match(found, expected)
 
     @given(fmt=st.sampled_from(CHOSEN_SCALES), x=any_floats())
