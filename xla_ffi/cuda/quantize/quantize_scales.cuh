@@ -71,6 +71,19 @@ JLP_DEVICE void fill_table(float decode, EncodeTable& table) {
   if (byte < 128) table[byte] = byte == kFloat8NaN ? as_float(kNaNBits) : nvfp4_block_encode<float>(byte, decode);
 }
 
+/// What a matrix fixes whose scales have room above them (numerics.md 13), from its amax.
+struct RoomStart {
+  Nvfp4RoomScale tensor;
+  uint32_t poison_from;  // blocks whose amax has these bits or more
+};
+
+/// As Matrix::start.
+JLP_DEVICE RoomStart start_with_room(float amax, EncodeTable& table) {
+  const Nvfp4RoomScale tensor = nvfp4_room_scale(amax);
+  fill_table(tensor.decode, table);
+  return {tensor, nvfp4_tensor_scale(amax).usable ? kInfinityBits : 0u};
+}
+
 /// What one matrix fixes for all of its blocks in one direction.
 template <Scales kScales>
 struct Matrix;
@@ -107,10 +120,8 @@ struct Matrix<Scales::kTwoLevelWithRoom> : Matrix<Scales::kTwoLevel> {
   JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch,
                           EncodeTable& table) {
     if (!direction.data) return {};
-    const float amax = direction.tensor[batch];
-    const Nvfp4RoomScale tensor = nvfp4_room_scale(amax);
-    fill_table(tensor.decode, table);
-    return {{nvfp4_multiplier(tensor.encode), nvfp4_tensor_scale(amax).usable ? kInfinityBits : 0u}};
+    const RoomStart found = start_with_room(direction.tensor[batch], table);
+    return {{nvfp4_multiplier(found.tensor.encode), found.poison_from}};
   }
 };
 
@@ -145,10 +156,8 @@ struct Matrix {
   JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch,
                           EncodeTable& table) {
     if (!direction.data) return {};
-    const float amax = direction.tensor[batch];
-    const Nvfp4RoomScale tensor = nvfp4_room_scale(amax);
-    fill_table(tensor.decode, table);
-    return {tensor, nvfp4_tensor_scale(amax).usable ? kInfinityBits : 0u};
+    const RoomStart found = start_with_room(direction.tensor[batch], table);
+    return {found.tensor, found.poison_from};
   }
 };
 
