@@ -21,6 +21,7 @@ from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.low_rank import LoRAKernel
+from jaxlowprec.layers.operands import weight_both_ways
 from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel, States
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls, recording
 from jaxlowprec.layers.residuals import in_profiles
@@ -167,7 +168,8 @@ class LayerCall:
         if recipe.delayed is not None:
             used, state = delayed_scaling.used_and_handed_on(state)
         states = used, probes.probe(self.who, self.name)
-        product = Product(w, bias, randomness, self.quantized, signs=signs)
+        of_weight = weight_randomness(self.who, roles, self.key, weight.shape, self.name)
+        product = Product(w, bias, randomness, self.quantized, signs=signs, of_weight=of_weight)
         return Prepared(spec, self.accumulated(product), states, state)
 
     def accumulated(self, product: Product) -> Product:
@@ -351,7 +353,7 @@ def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None
 
 def uses_key(roles: Roles) -> bool:
     """Whether a key would have an effect."""
-    return roles.drawn or roles.draws_signs
+    return roles.drawn or roles.draws_signs or roles.draws_for_weight
 
 
 def randomness_of(
@@ -370,3 +372,24 @@ def signs_for(who: str, roles: Roles, key: jax.Array | None, tokens: tuple[int, 
     if not roles.draws_signs:
         return None
     return Randomness(seed=keyless_seed(*tokens, name)) if key is None else Randomness(words=key_words(who, key, ()))
+
+
+def weight_randomness(
+    who: str, roles: Roles, key: jax.Array | None, shape: tuple[int, ...], name: str
+) -> Randomness | None:
+    """The source of what quantising a weight [..., K, N] draws, if it draws something (numerics.md 15)."""
+    if not roles.draws_for_weight:
+        return None
+    if key is not None:
+        return Randomness(words=key_words(who, key, ()))
+    rows, columns = shape[-2:]
+    return Randomness(seed=keyless_seed(rows, columns, name))
+
+
+def quantized_weight(
+    who: str, roles: Roles, kernel: jax.Array, key: jax.Array | None, name: str, encode: jax.Array | None = None
+) -> QuantizedKernel:
+    """A kernel [..., K, N] in the forms that GEMMs with these roles read. `encode`: of delayed scaling."""
+    randomness = weight_randomness(who, roles, key, kernel.shape, name)
+    options: Any = {"requantized": "weight" in roles.requantized, "randomness": randomness, "encode": encode}
+    return QuantizedKernel(*weight_both_ways(kernel, *roles.forms("weight"), **options))

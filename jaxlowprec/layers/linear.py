@@ -13,13 +13,13 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
-from jaxlowprec.layers.layer_call import LayerCall, layer_call
+from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
 from jaxlowprec.layers.low_rank import LoRAKernel, add_product, check_adapter
-from jaxlowprec.layers.operands import both_ways
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles, product
 from jaxlowprec.layers.watching.watched import watched
 from jaxlowprec.ops.checks import a_sharding, float_array
+from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.wiring.out_sharding import resharded
@@ -31,6 +31,7 @@ def quantize_kernel(
     *,
     name: str = "",
     state: delayed_scaling.State | None = None,
+    key: jax.Array | None = None,
 ) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
 
@@ -42,6 +43,9 @@ def quantize_kernel(
         recipe: the recipe whose weight role is used; default: the context's.
         name: the layer's name, for recipes that treat layers differently (`Custom`).
         state: the state of delayed scaling, see `linear`.
+        key: for recipes that rotate dgrad's operands by drawn signs (`NVFP4Eden`), or round its weight with random
+            bits, as `linear` takes it; give another one in each step. None: they come from the kernel itself (its
+            amax), its shape and `name`.
 
     Raises:
         ValueError: there is no recipe, or it keeps this weight in high precision.
@@ -57,7 +61,7 @@ def quantize_kernel(
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
     roles = given.roles("linear", name)
-    row, column = roles.forms("weight")
+    _, column = roles.forms("weight")
     if recipe is None or not roles.quantizes_weight:
         raise ValueError(f"quantize_kernel: {given!r} keeps the weight of layer {name!r} in high precision")
     if roles.ste is not None and column is not None:
@@ -69,8 +73,9 @@ def quantize_kernel(
     if recipe.delayed is not None and column is not None:
         state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
         encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", column.format.maximum)
+    check_key("quantize_kernel", key)
     with in_profiles(name, "quantize weight"):
-        return QuantizedKernel(*both_ways(kernel, row, column, encode=encode))
+        return quantized_weight("quantize_kernel", roles, kernel, key, name, encode)
 
 
 def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:

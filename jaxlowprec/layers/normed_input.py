@@ -102,6 +102,7 @@ def _reads_codes_alone(spec: ProductSpec, states: Sequence[States]) -> bool:
         and row.rounding == "nearest"
         and column.hadamard is None
         and spec.delayed is None
+        and not spec.requantizes("input")
     )
 
 

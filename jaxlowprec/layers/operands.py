@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.wanted import Amaxes
 from jaxlowprec.ops.grouped_matmul.api import quantize_groups
+from jaxlowprec.ops.hadamard.signs import STREAM_OF_DGRAD, drawn_signs
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
+from jaxlowprec.ops.quantize.keys import Randomness, further_words, slice_words
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
 
 
@@ -46,6 +49,10 @@ class Gemms:
         """Whether a GEMM in high precision reads the operand that fprop has read, decoded."""
         return self.fprop is not None and self.roles.operands(gemm, self.backward_override) == "dequantized"
 
+    def requantizes(self, tensor: str) -> bool:
+        """Whether the form of the input or the weight for the backward pass is quantised from what fprop reads."""
+        return self.fprop is not None and tensor in self.roles.requantized
+
     def _operands(self, gemm: str) -> tuple[Role, Role] | None:
         found = self.roles.operands(gemm, self.backward_override)
         return found if isinstance(found, tuple) else None
@@ -58,39 +65,86 @@ def role_of(operands: tuple[Role, Role] | None, place: int, wanted: bool = True)
 
 def alike(row: Role | None, column: Role | None) -> bool:
     """Whether both forms of a tensor are quantised in one pass over it."""
-    return row is not None and column is not None and (row.format, row.rounding) == (column.format, column.rounding)
+    if row is None or column is None or row.hadamard is not None:
+        return False
+    return (row.format, row.rounding) == (column.format, column.rounding)
+
+
+def _draws_signs(role: Role) -> bool:
+    return role.hadamard is not None and role.hadamard.drawn
 
 
 def both_ways(
-    x, row: Role | None, column: Role | None, *, words=None, amax=None, encode=None, rows_split=False, sign_key=None
+    x,
+    row: Role | None,
+    column: Role | None,
+    *,
+    words=None,
+    amax=None,
+    encode=None,
+    rows_split=False,
+    sign_key=None,
+    row_sign_key=None,
 ) -> tuple[Any, Any]:
     """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it.
 
-    `words`: for stochastic rounding. `sign_key`: for a columnwise rotation with drawn signs; see `quantize`.
+    `words`: for stochastic rounding. `sign_key`, `row_sign_key`: for a rotation with drawn signs, of the columnwise and
+    of the rowwise form; see `quantize`.
     """
     options: Any = {"encode_scale": encode, "rows_split": rows_split}
     row_amax, column_amax = amax or (None, None)
     if row is not None and column is not None and alike(row, column):
-        options["sign_key"] = sign_key
+        options["sign_key"] = sign_key if _draws_signs(column) else None
         return quantize_both(x, row.format, column.hadamard or False, row.rounding, words, amax=amax, **options)
 
-    def one(role: Role | None, axis: int, amax: Any) -> QuantizedArray | None:
+    def one(role: Role | None, axis: int, amax: Any, signs: Any) -> QuantizedArray | None:
         if role is None:
             return None
-        rotation = role.hadamard or False if axis == -2 else False
         used = words if role.rounding != "nearest" else None
         amax = amax if role.format.has_tensor_scale else None
-        signs = sign_key if axis == -2 else None
-        return quantize(x, role.format, axis, rotation, role.rounding, used, amax, sign_key=signs, **options)
+        signs = signs if _draws_signs(role) else None
+        return quantize(
+            x, role.format, axis, role.hadamard or False, role.rounding, used, amax, sign_key=signs, **options
+        )
 
-    return one(row, -1, row_amax), one(column, -2, column_amax)
+    return one(row, -1, row_amax, row_sign_key), one(column, -2, column_amax, sign_key)
+
+
+def weight_both_ways(
+    w,
+    row: Role | None,
+    column: Role | None,
+    *,
+    requantized: bool = False,
+    encode=None,
+    randomness: Randomness | None = None,
+) -> tuple[Any, Any]:
+    """A weight [..., K, N] quantised rowwise, for dgrad, and columnwise, for fprop; see `both_ways`.
+
+    Arguments:
+        requantized: the rowwise form is quantised from the columnwise one, decoded to bfloat16.
+        randomness: the source of the bits and the signs that the rowwise form takes, if it takes some; see
+            `Roles.draws_for_weight`.
+    """
+    given: Any = {}
+    if row is not None and randomness is not None:
+        source = randomness.words_for(lambda: tensor_amax(w, True, None)[0])
+        words = further_words(source, 4)
+        given["words"] = slice_words(words, w.shape[:-2]) if words.ndim == 1 else words
+        given["row_sign_key"] = drawn_signs(source, STREAM_OF_DGRAD)
+    if not requantized or row is None or column is None:
+        return both_ways(w, row, column, encode=encode, **given)
+    w_column = both_ways(w, None, column, encode=encode)[1]
+    return both_ways(w_column.dequantize(jnp.bfloat16), row, None, encode=encode, **given)[0], w_column
 
 
 def amaxes_of(row: Role | None, column: Role | None, rows_split: bool = False) -> Amaxes | None:
     """The amaxes of a tensor that is quantised rowwise and columnwise: plain, and rotated if the columnwise form is.
 
-    None if its formats have no tensor scale, or the rotation is none of the kernels that find amaxes.
+    None if its formats have no tensor scale, or a rotation is none of the kernels that find amaxes.
     """
+    if row is not None and row.hadamard is not None:
+        return None
     tensor_scales = [role for role in (row, column) if role is not None and role.format.has_tensor_scale]
     rotation = column.hadamard if column is not None and column in tensor_scales else None
     if not tensor_scales or (rotation is not None and not rotation.in_pass):

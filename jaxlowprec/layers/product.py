@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling
-from jaxlowprec.layers.operands import Gemms, amaxes_of, both_ways, role_of
+from jaxlowprec.layers.operands import Gemms, amaxes_of, role_of, weight_both_ways
 from jaxlowprec.layers.residuals import (
     QUANTIZED_INPUT,
     QUANTIZED_WEIGHT,
@@ -129,6 +129,7 @@ class Product(NamedTuple):
         sizes: int32 [..., E], if the input's rows lie in groups, each for its own matrix of the kernel [..., E, K, N].
         signs: the source of the signs with which wgrad's operands are rotated, if they are drawn. Products that share
             their input use the first one's.
+        of_weight: the source of what the kernel draws, see `weight_both_ways`.
     """
 
     w: Any
@@ -138,6 +139,7 @@ class Product(NamedTuple):
     total: Any = None
     sizes: Any = None
     signs: Randomness | None = None
+    of_weight: Randomness | None = None
 
 
 States = tuple[Any, Any]
@@ -174,7 +176,7 @@ class KeptProduct(NamedTuple):
 
 def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
     """The roles of the input rowwise and columnwise; see `quantized_input`."""
-    rowwise = forward or (backward and spec.decodes("wgrad"))
+    rowwise = forward or (backward and (spec.decodes("wgrad") or spec.requantizes("input")))
     return role_of(spec.fprop, 0, rowwise), role_of(spec.wgrad, 0, backward)
 
 
@@ -195,7 +197,11 @@ def quantized_input(
             words = randomness.words_of_input(lambda: rows.amax(x) if amaxes is None else amaxes[0])
         if column is not None and signs is not None:
             key = signs.words_for(lambda: rows.amax(x))
-        return Input(x, *rows.both_ways(x, row, column, words=words, encode=encode, amax=amaxes, sign_key=key))
+        given: Any = {"words": words, "encode": encode, "sign_key": key}
+        if row is None or column is None or not spec.requantizes("input"):
+            return Input(x, *rows.both_ways(x, row, column, amax=amaxes, **given))
+        x_row = rows.both_ways(x, row, None, amax=amaxes, encode=encode)[0]
+        return Input(x, x_row, rows.both_ways(decoded(x_row, jnp.bfloat16), None, column, **given)[1])
 
 
 def read_by_wgrad(spec: ProductSpec, given: Input) -> Any:
@@ -222,7 +228,10 @@ def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: boo
     else:
         with in_profiles("quantize weight"):
             encode = _encode_scale(spec, state, "kernel")
-            w_row, w_column = both_ways(w, role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1), encode=encode)
+            row, column = role_of(spec.dgrad, 1, keep), role_of(spec.fprop, 1)
+            requantized = spec.requantizes("weight")
+            options: Any = {"requantized": requantized, "encode": encode, "randomness": product.of_weight}
+            w_row, w_column = weight_both_ways(w, row, column, **options)
     with in_profiles("fprop"):
         if spec.fprop:
             y = rows.by_weight(given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding)
@@ -257,7 +266,9 @@ def amaxes_of_input(spec: ProductSpec, backward: bool = True) -> Amaxes | None:
     none, or another way."""
     if spec.delayed is not None:
         return None
-    return amaxes_of(role_of(spec.fprop, 0), role_of(spec.wgrad, 0, backward), spec.rows_split)
+    return amaxes_of(
+        role_of(spec.fprop, 0), role_of(spec.wgrad, 0, backward and not spec.requantizes("input")), spec.rows_split
+    )
 
 
 def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
@@ -267,9 +278,9 @@ def amaxes_of_gradient(spec: ProductSpec) -> Amaxes | None:
     return amaxes_of(role_of(spec.dgrad, 0), role_of(spec.wgrad, 1), spec.rows_split)
 
 
-def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, dy, amaxes):
-    """The gradient of the result row- and columnwise, as dgrad and wgrad need it. x, which wgrad reads, has the signs
-    of its rotation if they are drawn."""
+def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, w, dy, amaxes):
+    """The gradient of the result row- and columnwise, as dgrad and wgrad need it. w and x, which these read, have the
+    signs of their rotations if they are drawn."""
     rows, weight_learns = rows_of(spec, kept.sizes), kept.like[0] is not None
     row, column = role_of(spec.dgrad, 0), role_of(spec.wgrad, 1)
     amaxes = amaxes or rows.amaxes(dy, amaxes_of_gradient(spec))
@@ -279,7 +290,9 @@ def _quantized_gradient(spec: ProductSpec, kept: KeptProduct, x, dy, amaxes):
     encode = _encode_scale(spec, kept.state, "output_grad")
     column = column if weight_learns else None
     signs = x.signs if isinstance(x, QuantizedArray) and column is not None else None
-    return rows.both_ways(dy, row, column, words=words, amax=amaxes, encode=encode, sign_key=signs)
+    row_signs = w.signs if isinstance(w, QuantizedArray) and row is not None else None
+    options: Any = {"words": words, "amax": amaxes, "encode": encode}
+    return rows.both_ways(dy, row, column, sign_key=signs, row_sign_key=row_signs, **options)
 
 
 def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=None, quantized=None, sums=None):
@@ -300,7 +313,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
     dy_column: Any = None
     if spec.dgrad or spec.wgrad:
         with in_profiles("quantize gradient"):
-            dy_row, dy_column = quantized or _quantized_gradient(spec, kept, x, dy, amaxes)
+            dy_row, dy_column = quantized or _quantized_gradient(spec, kept, x, w, dy, amaxes)
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:

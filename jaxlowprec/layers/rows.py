@@ -42,9 +42,11 @@ class AllRows:
     split: bool
     precision: Any
 
-    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None) -> tuple[Any, Any]:
+    def both_ways(
+        self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None, row_sign_key=None
+    ) -> tuple[Any, Any]:
         """See `operands.both_ways`."""
-        options: Any = {"rows_split": self.split, "sign_key": sign_key}
+        options: Any = {"rows_split": self.split, "sign_key": sign_key, "row_sign_key": row_sign_key}
         return both_ways(x, row, column, words=words, amax=amax, encode=encode, **options)
 
     def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
@@ -102,9 +104,11 @@ class RowsInGroups:
     sizes: jax.Array
     precision: Any
 
-    def both_ways(self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None) -> tuple[Any, Any]:
+    def both_ways(
+        self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None, row_sign_key=None
+    ) -> tuple[Any, Any]:
         """See `operands.groups_both_ways`."""
-        del encode, sign_key  # groups have neither a state of delayed scaling nor drawn signs
+        del encode, sign_key, row_sign_key  # groups have neither a state of delayed scaling nor drawn signs
         return groups_both_ways(x, self.sizes, row, column, words=words, amaxes=amax)
 
     def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import a_flag, shown, whole_number
 from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT, add_gradients, is_state
-from jaxlowprec.layers.operands import both_ways
-from jaxlowprec.layers.product import QuantizedKernel
+from jaxlowprec.layers.layer_call import quantized_weight
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.layers.watching.accumulating import Accumulation, Sum, accumulating
 
@@ -163,4 +162,4 @@ def _quantized_once(kernel: jax.Array, call: Any) -> Any:
     if call.recipe.delayed is not None or not call.roles.quantizes_weight:
         return None
     with in_profiles(call.name, "quantize weight"):
-        return QuantizedKernel(*both_ways(kernel, *call.roles.forms("weight")))
+        return quantized_weight(call.who, call.roles, kernel, None, call.name)  # the call's key is each part's own

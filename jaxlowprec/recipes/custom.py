@@ -70,7 +70,8 @@ class Custom(Recipe):
         def role(tensor: str, gemm: str) -> Role | None:
             answer = answers[tensor]
             if not isinstance(answer, Mapping):
-                return _role(asked[tensor], answer)
+                given = _role(asked[tensor], answer)
+                return given if given is None or gemm == "wgrad" else given.without_rotation()
             needs = [gemm for gemm, operands in GEMMS.items() if tensor in operands]
             if set(answer) != set(needs):
                 raise TypeError(

@@ -79,7 +79,13 @@ class PerGemm(Recipe):
                 return "high_precision"
             return recipe.roles(module_type, name).operands(gemm, recipe.backward_override)
 
-        return Roles(None, None, None, **{gemm: operands(gemm) for gemm in GEMMS})
+        of_tensors: Any = {"input": self.wgrad, "weight": self.dgrad}  # their forms for the backward pass
+        requantized: Any = tuple(
+            tensor
+            for tensor, recipe in of_tensors.items()
+            if isinstance(recipe, Recipe) and tensor in recipe.roles(module_type, name).requantized
+        )
+        return Roles(None, None, None, **{gemm: operands(gemm) for gemm in GEMMS}, requantized=requantized)
 
 
 def _check_recipe(gemm: str, recipe: Any) -> None:

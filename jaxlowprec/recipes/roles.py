@@ -33,10 +33,11 @@ class Role:
 
     Attributes:
         format: the format that they are quantised to.
-        rounding: see `quantize`; "stochastic" only for gradients, "eden" only for the operands of wgrad, which
-            `hadamard` rotates: they have roles of their own, `Roles.wgrad`.
-        hadamard: rotation of the columnwise form, for the GEMM (wgrad) whose operands are both columnwise; or None.
-            Drawn signs come from the layer's key, or without one from the input's amax (numerics.md 15).
+        rounding: see `quantize`; "stochastic" only for gradients, "eden" only for operands that `hadamard` rotates, in
+            roles of their GEMM's own: `Roles.dgrad` and `Roles.wgrad`.
+        hadamard: rotation along the contracted axis, or None. A role that a tensor has in all of its GEMMs rotates
+            wgrad's operands alone; a GEMM's own roles, `Roles.dgrad` and `Roles.wgrad`, rotate theirs. Drawn signs come
+            from the layer's key, or without one from the amax of the input or of the weight (numerics.md 15).
 
     Raises:
         TypeError, ValueError: a field has another value.
@@ -74,6 +75,10 @@ class Role:
                 'scale_rule="six"' + (' or rounding="eden"' if self.hadamard is not None else "")
             )
 
+    def without_rotation(self) -> Role:
+        """The same role without `hadamard`."""
+        return self if self.hadamard is None else dataclasses.replace(self, hadamard=None)
+
 
 GEMMS = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("input", "gradient")}
 """The operands of a linear's three GEMMs."""
@@ -105,6 +110,9 @@ class Roles:
             weight, and this straight-through estimator (see `fake_quantize`) takes the gradient to the master weight.
         served_dtype: the dtype that the master weight is rounded to before that, like its exported copy; None: none, or
             the format itself rounds (`Int4`).
+        requantized: tensors, "input" or "weight", whose form for the backward pass is quantised from what fprop reads,
+            decoded to bfloat16, where fprop quantises them: then the backward pass differentiates what the forward pass
+            has computed.
 
     Raises:
         TypeError, ValueError: a field has another value.
@@ -118,6 +126,7 @@ class Roles:
     fprop: tuple[Role, Role] | ForwardOverride = None
     dgrad: tuple[Role, Role] | BackwardOverride = None
     wgrad: tuple[Role, Role] | BackwardOverride = None
+    requantized: tuple[Literal["input", "weight"], ...] = ()
 
     def __post_init__(self):
         for field in ("input", "weight", "gradient"):
@@ -134,9 +143,13 @@ class Roles:
                 )
             if own is not None and self.ste is not None:
                 raise ValueError(f"Roles: {gemm} and ste are given; quantisation-aware training has its own GEMMs")
-        self._check_row_scaled()
-        self._check_drawn_signs()
+        if not isinstance(self.requantized, tuple) or not {*self.requantized} <= {"input", "weight"}:
+            raise ValueError(
+                f'Roles: requantized={shown(self.requantized)}; needs a tuple of "input", "weight" or both'
+            )
         self._check_eden()
+        self._check_row_scaled()
+        self._check_rotations()
         one_of("Roles", "ste", self.ste, "identity", "clipped", None)
         one_of("Roles", "served_dtype", self.served_dtype, "bfloat16", "float16", None)
 
@@ -151,17 +164,24 @@ class Roles:
                         "fprop=(Role(NVFP4(row_scaled=True)), the weight's role)"
                     )
 
-    def _check_drawn_signs(self) -> None:
-        """Raises ValueError if a rotation with drawn signs does not cancel."""
-        if any(_drawn(role) for role in self.forms("weight")):
+    def _check_rotations(self) -> None:
+        """Raises ValueError if a rotation would not cancel."""
+        if self.weight is not None and self.weight.hadamard is not None:
             raise ValueError(
-                "Roles: the weight has a rotation with drawn signs; only wgrad's operands have one: the input and the "
-                "gradient"
+                f"Roles: weight has hadamard={self.weight.hadamard}; the rotation of a weight belongs to dgrad alone: "
+                "give it in dgrad=, to the gradient and the weight"
             )
-        a, b = (self.operand(tensor, "wgrad") for tensor in GEMMS["wgrad"])
-        if a is not None and b is not None and a.hadamard != b.hadamard and (_drawn(a) or _drawn(b)):
+        if isinstance(self.fprop, tuple) and (rotated := [r for r in self.fprop if r.hadamard is not None]):
             raise ValueError(
-                f"Roles: input has hadamard={a.hadamard} in wgrad and gradient has {b.hadamard}; a rotation cancels "
+                f"Roles: fprop has an operand with hadamard={rotated[0].hadamard}; only operands of dgrad and wgrad "
+                "are rotated"
+            )
+        for gemm in ("dgrad", "wgrad"):
+            (first, a), (second, b) = ((tensor, self.operand(tensor, gemm)) for tensor in GEMMS[gemm])
+            if a is None or b is None or a.hadamard == b.hadamard:
+                continue
+            raise ValueError(
+                f"Roles: {first} has hadamard={a.hadamard} in {gemm} and {second} has {b.hadamard}; a rotation cancels "
                 "only if both operands have it, with the same signs"
             )
 
@@ -170,14 +190,23 @@ class Roles:
         """Whether wgrad's operands are rotated with signs that are drawn."""
         return _drawn(self.operand("input", "wgrad"))
 
+    @property
+    def draws_for_weight(self) -> bool:
+        """Whether quantising the weight takes random bits, or signs that are drawn, which dgrad's gradient shares."""
+        role = self.operand("weight", "dgrad")
+        return role is not None and (role.rounding != "nearest" or _drawn(role))
+
     def _check_eden(self) -> None:
         """Raises ValueError if an operand that is not rotated has the rounding that needs it."""
         for gemm in ("fprop", "dgrad"):
             for tensor in GEMMS[gemm]:
-                if (role := self.operand(tensor, gemm)) is not None and role.rounding == "eden":
+                own = isinstance(getattr(self, gemm), tuple)
+                role = self.operand(tensor, gemm) if own else getattr(self, tensor)
+                if role is not None and role.rounding == "eden" and not (own and gemm == "dgrad"):
                     raise ValueError(
-                        f'Roles: {tensor} has rounding="eden" in {gemm}, whose operands are not rotated; give only '
-                        'wgrad such roles: wgrad=(Role(NVFP4(), "eden", Hadamard()), the gradient\'s alike)'
+                        f'Roles: {tensor} has rounding="eden" in {gemm}, whose operands are not rotated; give such '
+                        'roles to a GEMM of the backward pass alone: wgrad=(Role(NVFP4(), "eden", Hadamard()), the '
+                        "gradient's alike)"
                     )
 
     @property
@@ -200,7 +229,7 @@ class Roles:
             return backward_override
         if (own := getattr(self, gemm)) is not None:
             return own
-        a, b = (getattr(self, tensor) for tensor in GEMMS[gemm])
+        a, b = (self.operand(tensor, gemm) for tensor in GEMMS[gemm])
         return "high_precision" if a is None or b is None else (a, b)
 
     def forms(self, tensor: str) -> tuple[Role | None, Role | None]:
@@ -211,7 +240,8 @@ class Roles:
         """The role of a tensor in one of its GEMMs, whatever its partner there is."""
         own = getattr(self, gemm)
         if own is None:
-            return getattr(self, tensor)
+            role = getattr(self, tensor)
+            return role if role is None or gemm == "wgrad" else role.without_rotation()
         return own[GEMMS[gemm].index(tensor)] if isinstance(own, tuple) else None
 
     @property

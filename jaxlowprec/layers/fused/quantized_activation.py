@@ -29,7 +29,7 @@ def quantized_hidden(
     row, column = roles_of_input(down, **wanted)
     in_high_precision = wanted.get("backward", False) and not (down.wgrad or down.decodes("wgrad"))
     in_high_precision |= wanted.get("forward", True) and not down.fprop
-    read_elsewhere = sizes is not None or any(part is not None for part in states)
+    read_elsewhere = sizes is not None or down.requantizes("input") or any(part is not None for part in states)
     if in_high_precision or read_elsewhere or not _in_one_pass(activation, down, row, column):
         return None
     with in_profiles("activation, quantize input"):
@@ -64,7 +64,7 @@ def _in_one_pass(activation: Any, spec: ProductSpec, row: Role | None, column: R
     roles = [role for role in (row, column) if role is not None]
     if callable(activation) or not roles or (len(roles) == 2 and not alike(row, column)) or spec.delayed is not None:
         return False
-    rotated = column is not None and column.hadamard is not None
+    rotated = any(role.hadamard is not None for role in roles)
     return roles[0].format.scaled_by_blocks_alone and roles[0].rounding == "nearest" and not rotated
 
 

@@ -292,6 +292,6 @@ def _check_rows(who: str, roles: Roles) -> None:
     for weight in roles.forms("weight"):
         if weight is not None and weight.hadamard is not None:
             raise ValueError(
-                f"{who}: the recipe rotates the weight by {weight.hadamard}, and it would not cancel in fprop and "
-                "dgrad; rotate the input and the gradient, or none"
+                f"{who}: the recipe rotates the weight by {weight.hadamard} in dgrad; layers of experts rotate only "
+                "wgrad's operands, the input and the gradient"
             )

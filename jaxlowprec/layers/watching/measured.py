@@ -124,9 +124,13 @@ def _measured(
         if sizes is not None and tensor != "weight":
             words = words if words is None else jnp.broadcast_to(words, (*sizes.shape, 2))
             return groups_both_ways(x, sizes, *forms, words=words)[0 if rowwise else 1]
-        drawn = not rowwise and role.hadamard is not None and role.hadamard.drawn
-        options: Any = {"words": words, "sign_key": jnp.zeros(2, jnp.uint32) if drawn else None}  # the same signs, too
-        return both_ways(x, *forms, rows_split=rows_split and tensor != "weight", **options)[0 if rowwise else 1]
+        split = rows_split and tensor != "weight"
+        if gemms.requantizes(tensor) and rowwise == (tensor == "weight"):  # the backward pass's form
+            read = (None, column) if rowwise else (row, None)
+            x = both_ways(x, *read, rows_split=split)[1 if rowwise else 0].dequantize(jnp.bfloat16)
+        signs = jnp.zeros(2, jnp.uint32)  # the same, too
+        options: Any = {"words": words, "sign_key": signs, "row_sign_key": signs, "rows_split": split}
+        return both_ways(x, *forms, **options)[0 if rowwise else 1]
 
     with in_profiles("telemetry"):
         return measuring.measure(probe, seen, requantize, sizes)

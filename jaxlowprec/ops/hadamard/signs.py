@@ -13,8 +13,8 @@ from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.quantize.keys import key_words
 from jaxlowprec.ops.quantize.philox import philox4x32
 
-STREAM = 4
-"""The third counter word of signs. Streams 0 and 1 round codes; 2 and 3 round scales."""
+STREAM, STREAM_OF_DGRAD = 4, 5
+"""The third counter word of signs, and of those of dgrad's operands. Streams 0 and 1 round codes; 2 and 3 scales."""
 
 
 def sign_source(
@@ -67,10 +67,14 @@ def signs_of(source: jax.Array, lead: tuple[int, ...]) -> jax.Array:
         source: see `sign_source`.
     """
     if source.shape[-1] == 2:
-        zero = jnp.zeros_like(source[..., 0])
-        words = philox4x32((zero, zero, zero + STREAM, zero), (source[..., 0], source[..., 1]))
-        source = jnp.stack(words, axis=-1)
+        source = drawn_signs(source)
     return jnp.broadcast_to(source, (*lead, 4))
+
+
+def drawn_signs(words: jax.Array, stream: int = STREAM) -> jax.Array:
+    """The signs of the two words of a key: uint32 [..., 2] -> [..., 4]."""
+    zero = jnp.zeros_like(words[..., 0])
+    return jnp.stack(philox4x32((zero, zero, zero + stream, zero), (words[..., 0], words[..., 1])), axis=-1)
 
 
 def factors(signs: jax.Array, size: int) -> jax.Array:

@@ -65,10 +65,13 @@ def slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.stack(out[:2], axis=-1).reshape(*batch, 2)
 
 
-def further_words(words: jax.Array) -> jax.Array:
-    """Other words [..., 2] that follow from those of a key: two operands of one GEMM must not share their bits."""
+def further_words(words: jax.Array, stream: int = 3) -> jax.Array:
+    """Other words [..., 2] that follow from those of a key: two operands of one GEMM must not share their bits.
+
+    `stream`: 3 for the input, 4 for the weight.
+    """
     zero = jnp.zeros(words.shape[:-1], jnp.uint32)
-    out = philox4x32((zero, zero, zero, zero + 3), (words[..., 0], words[..., 1]))
+    out = philox4x32((zero, zero, zero, zero + stream), (words[..., 0], words[..., 1]))
     return jnp.stack(out[:2], axis=-1)
 
 
