@@ -163,10 +163,12 @@ def test_scales_that_are_chosen_are_rotated_only_with_eden():
     Role(jlp.NVFP4(scale_rule="search"), "eden", jlp.Hadamard())
 
 
-def test_only_wgrads_operands_are_rotated():
+def test_only_a_gemms_own_operands_take_it():
     eden, plain = Role(jlp.NVFP4(), "eden", jlp.Hadamard()), Role(jlp.NVFP4())
     with pytest.raises(ValueError, match='Roles: input has rounding="eden" in fprop, whose operands are not rotated'):
         jlp.Roles(eden, plain, plain)
     with pytest.raises(ValueError, match='Roles: gradient has rounding="eden" in dgrad'):
         jlp.Roles(plain, plain, eden)
-    jlp.Roles(plain, plain, plain, wgrad=(eden, eden))
+    with pytest.raises(ValueError, match='Roles: weight has rounding="eden" in fprop'):
+        jlp.Roles(plain, plain, plain, fprop=(eden, eden))
+    jlp.Roles(plain, plain, plain, dgrad=(eden, eden), wgrad=(eden, eden))

@@ -294,12 +294,37 @@ class TestRefused:
             ),
             ((ROTATED, PLAIN, PLAIN), r"gradient has None; a rotation cancels only if both operands have it"),
             ((PLAIN, PLAIN, ROTATED), r"input has hadamard=None in wgrad and gradient has Hadamard\(16, drawn\)"),
-            ((ROTATED, ROTATED, ROTATED), "Roles: the weight has a rotation with drawn signs; only wgrad's operands"),
+            (
+                (ROTATED, ROTATED, ROTATED),
+                r"weight has hadamard=Hadamard\(16, drawn\); the rotation of a weight belongs",
+            ),
+            ((FIXED, PLAIN, PLAIN), r"input has hadamard=Hadamard\(16\) in wgrad and gradient has None"),
         ],
     )
     def test_rotations_that_do_not_cancel(self, roles, message):
         with pytest.raises(ValueError, match=message):
             Roles(*roles)
+
+    @pytest.mark.parametrize(
+        ("gemms", "message"),
+        [
+            ({"dgrad": (ROTATED, PLAIN)}, r"gradient has hadamard=Hadamard\(16, drawn\) in dgrad and weight has None"),
+            ({"dgrad": (FIXED, ROTATED)}, r"in dgrad and weight has Hadamard\(16, drawn\); a rotation cancels only"),
+            ({"wgrad": (FIXED, PLAIN)}, r"input has hadamard=Hadamard\(16\) in wgrad and gradient has None"),
+            (
+                {"fprop": (FIXED, FIXED)},
+                r"fprop has an operand with hadamard=Hadamard\(16\); only operands of dgrad and",
+            ),
+            (
+                {"requantized": ("gradient",)},
+                r'requantized=\(.gradient.,\); needs a tuple of "input", "weight" or both',
+            ),
+            ({"requantized": "weight"}, r"requantized='weight'; needs a tuple"),
+        ],
+    )
+    def test_gemms_of_their_own_whose_rotations_do_not_cancel(self, gemms, message):
+        with pytest.raises(ValueError, match=f"Roles: .*{message}"):
+            Roles(self.PLAIN, self.PLAIN, self.PLAIN, **gemms)
 
     def test_rows_in_groups(self):
         x, w = random_array((32, 32)), random_array((2, 32, 48))
