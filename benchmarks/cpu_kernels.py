@@ -61,7 +61,7 @@ def cases(copies: Copies, quick: bool) -> list[dict]:
         ours, theirs = both(fmt=chosen, rotated=False), both(rotated=False)
         case(f'quantize_both, scale_rule="{rule}"', '"six"', target, ours, theirs)
     rows = quantize(fmt=jlp.NVFP4(row_scaled=True))
-    case("quantize rowwise, an amax for each row", "for the tensor", None, rows, quantize())
+    case("quantize rowwise, an amax for each row", "for the tensor", 1, rows, quantize())
     transform = jax.jit(jlp.hadamard_transform)
     case("hadamard_transform", "copying the same bytes", 0.5, lambda: transform(x), copies.copy(host, same))
     for size in (64, 256):

@@ -93,6 +93,17 @@ struct QuantizeProblem {
   bool stochastic() const { return random() && !eden; }
 };
 
+/// Rows that are tensors of their own: NVFP4 in blocks of 1x16, to nearest, each row by the amax that is found of it.
+struct RowScaledQuantizeProblem {
+  const void* x;  // [batch, rows, columns]
+  ElementType type;
+  int64_t batch, rows, columns;
+  Format format;
+  float* amax;  // [batch, rows]
+  uint8_t* data;
+  uint8_t* scale;
+};
+
 struct AmaxProblem {
   const void* x;  // [batch, rows, columns]
   ElementType type;

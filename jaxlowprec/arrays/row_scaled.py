@@ -26,9 +26,3 @@ def as_matrices(q: QuantizedArray) -> QuantizedArray:
     shape = 1, q.matrix_shape[q.axis]
     data, scale = q.data[..., None, :], q.scale[..., None, :]
     return dataclasses.replace(q, data=data, scale=scale, format=by_tensor(q.format), matrix_shape=shape, axis=-1)
-
-
-def from_matrices(q: QuantizedArray, fmt: Any, shape: tuple[int, ...], axis: int) -> QuantizedArray:
-    """The inverse of `as_matrices`: the row-scaled array of this format, matrix shape and axis."""
-    data, scale = q.data[..., 0, :], q.scale[..., 0, :]
-    return dataclasses.replace(q, data=data, scale=scale, format=fmt, matrix_shape=shape, axis=axis)

@@ -118,6 +118,7 @@ def define(
     platforms: Sequence[str] = (),
     collective: Callable | Sequence[Callable] = jax.lax.psum,
     when_reduced: Callable | None = None,
+    when_split: Callable | None = None,
     out_spec: PartitionSpec | None = None,
     only_native: bool = False,
     missing: Mapping[str, str] | None = None,
@@ -137,6 +138,8 @@ def define(
             is split and combining the results is not enough; no result has that factor. `add_up` adds up an array laid
             out as the first result. The sum may stay scattered; operands without a reduction factor are then split as
             the results are.
+        when_split: (axes, *arrays) -> arrays, used instead of `reference` and `collective` when those mesh axes split a
+            reduction factor: for results that have the factor, and depend on all of it.
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         only_native: other platforms raise NotImplementedError instead of running the reference.
         missing: for error messages: why a platform is not among `platforms`.
@@ -217,6 +220,8 @@ def define(
 
         def compute(*local_args):
             with _as_by_default():  # the collective's own scalar computation too
+                if reduced and when_split:
+                    return tuple(when_split(reduced, *local_args))
                 if reduced and when_reduced:
                     return tuple(when_reduced(add_up, *local_args))
                 axes = [rule.combined(tokens, split) for tokens in rule.results]

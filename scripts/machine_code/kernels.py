@@ -32,6 +32,8 @@ NEEDS = (
     # multiprocessor, its 2.6 bytes 0.07.
     Need(r"quantize_rows<\w+, E2M1, [2-5], .*>", memory_share=1 / 2, in_loop=True, dynamic_shared=640),
     Need("quantize_rows<.*>", in_loop=True, dynamic_shared=640),
+    Need(r"row_scaled_quantize<\w+, [3-5]>", memory_share=1 / 2, in_loop=True, dynamic_shared=544),
+    Need("row_scaled_quantize<.*>", in_loop=True, dynamic_shared=544),
     # A tile of 64 KiB, codes, maxima and tables; of 32 KiB where elements have 16 bits, and two for gradients of two.
     Need(r"quantize_gradient_tiles<\w+, \w+, 2>", in_loop=True, dynamic_shared=86 * 1024),
     Need("quantize_(norm_|activation_|gradient_)?tiles<F32, .*>", in_loop=True, dynamic_shared=86 * 1024),

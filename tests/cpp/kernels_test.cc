@@ -144,6 +144,25 @@ TEST(quantize_by_eden_agrees_with_the_reference) { quantize_agrees_with_the_refe
 TEST(quantize_to_nearest_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, false); }
 TEST(quantize_stochastically_agrees_with_the_reference) { quantize_agrees_with_the_reference(kOtherFormats, 5, 1, true); }
 
+TEST(row_scaled_quantize_agrees_with_the_reference) {
+  std::mt19937 random(5);
+  for (const NamedFormat& format : kRowScaled)
+    for (const Shape shape : shapes())
+      for (const ElementType type : kTypes) {
+        const check::Given given(name(shape) + " " + name(type) + ", " + format.name);
+        const int64_t misalignment = random() % 2 * 4;
+        RowScaledCase c(shape, type, format.format, misalignment, random);
+        for_all_runs([&](const Kernels& k, bool scrambled) {
+          const Buffer amax(c.rows.tensor.size());
+          const Buffer data(c.rows.data.size(), misalignment), scale(c.rows.scale.size(), misalignment);
+          c.problem.amax = amax.as<float>(), c.problem.data = data.as(), c.problem.scale = scale.as();
+          run_chunks(k, c.problem, scrambled);
+          CHECK_EQ(first_difference(amax, c.rows.tensor), -1);
+          c.rows.check(data, scale);
+        });
+      }
+}
+
 // --- decoding (numerics.md 2 and 5 to 7)
 
 void check_dequantize(Shape shape, ElementType type, const NamedFormat& format, bool rotate, float amax,

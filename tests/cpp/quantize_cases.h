@@ -176,4 +176,29 @@ struct QuantizeCase {
   }
 };
 
+constexpr NamedFormat kRowScaled[] = {kNvfp4[0], kChosenScales[0], kChosenScales[1], kChosenScales[2]};
+
+/// Two matrices x whose rows are tensors of their own: what is expected of as many matrices of one row. Rows are of
+/// different kinds.
+struct RowScaledCase {
+  static constexpr int64_t kBatch = 2;
+  Buffer x;
+  Direction rows;
+  RowScaledQuantizeProblem problem;
+
+  RowScaledCase(Shape shape, ElementType type, const Format& format, int64_t misalignment, std::mt19937& random)
+      : x(kBatch * shape.rows * shape.columns * reference::element_size(type), misalignment),
+        rows(true, format, kBatch * shape.rows, 1, shape.columns, 0),
+        problem{x.as(), type, kBatch, shape.rows, shape.columns, format, nullptr, nullptr, nullptr} {
+    const Data kinds[] = {Data::kNormal,       Data::kSparse, Data::kWide,    Data::kZero,
+                          Data::kNegativeZero, Data::kNaN,    Data::kInfinity};
+    for (int64_t row = 0; row < rows.batch; ++row)
+      fill_elements(x.as(), type, row * shape.columns, shape.columns, kinds[random() % std::size(kinds)], random);
+    QuantizeProblem each{x.as(), type, rows.batch, 1, shape.columns, format, false, {}, {}, false, 0};
+    rows.set_inputs(each.rowwise, nullptr, 0);
+    const std::vector<const Numbers*> own(rows.batch, &kNumbers[0]);
+    rows.expect(each, each.rowwise, false, own.data());
+  }
+};
+
 }  // namespace jaxlowprec

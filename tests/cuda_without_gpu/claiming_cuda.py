@@ -19,12 +19,13 @@ from jaxlowprec.ops.int4 import op as int4
 from jaxlowprec.ops.norms.op import norm_gradient_op, norm_op
 from jaxlowprec.ops.norms.quantized import norm_quantize_op
 from jaxlowprec.ops.quantize.op import quantize_op
+from jaxlowprec.ops.quantize.row_scaled import row_scaled_quantize_op
 from jaxlowprec.ops.scaled_matmul.op import matmul_op
 from jaxlowprec.ops.statistics.op import moments_op, outliers_op, statistics_op, sums_op
 from jaxlowprec.ops.weight_only_matmul.op import weight_only_op
 from jaxlowprec.wiring import native
 
-OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, matmul_op, weight_only_op)
+OPS = (amax_op, dequantize_op, hadamard_op, quantize_op, row_scaled_quantize_op, matmul_op, weight_only_op)
 GROUPED_OPS = (grouped_amax_op, grouped_quantize_op, grouped_matmul_op, grouped_wgrad_op, grouped_weight_only_op)
 ACTIVATION_OPS = (activation_op, activation_gradient_op, activation_quantize_op, activation_gradient_quantize_op)
 PRODUCER_OPS = (*ACTIVATION_OPS, norm_op, norm_gradient_op, norm_quantize_op)

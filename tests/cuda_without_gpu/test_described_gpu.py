@@ -42,6 +42,13 @@ class TestOps:
         assert found.calls == {f"jaxlowprec_{call}": 1 for call in calls}
         assert not found.kinds["fusion"] and not any(found.kinds[kind] for kind in NOT_RUN_ON_THE_SIDE)
 
+    def test_rows_with_amaxes_of_their_own(self, devices):
+        """One pass, which finds the amaxes."""
+        rows = jlp.NVFP4(row_scaled=True)
+        found = compiled(lambda x: jlp.quantize(x, rows), jnp.ones((256, 512), jnp.bfloat16), devices=devices)
+        assert found.calls == {"jaxlowprec_row_scaled_quantize": 1}
+        assert not found.kinds["fusion"] and not any(found.kinds[kind] for kind in NOT_RUN_ON_THE_SIDE)
+
     @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
     def test_both_ways_rotated(self, devices, rounding):
         def run(x, key):

@@ -11,7 +11,7 @@ from tests.helpers import CHOSEN_SCALES, ONE_OF_EACH, assert_same_bytes, golden_
 from tests.sharding.meshes import mesh_of, name_of, place
 from tests.wiring.small_ops import assert_right, block_sums, operands
 
-TARGETS = ("amax", "quantize", "dequantize", "hadamard", "scaled_matmul")
+TARGETS = ("amax", "quantize", "row_scaled_quantize", "dequantize", "hadamard", "scaled_matmul")
 KERNELS = [export.DisabledSafetyCheck.custom_call(f"jaxlowprec_{name}") for name in TARGETS]
 
 
@@ -42,7 +42,7 @@ def test_the_librarys_ops_give_the_same_bytes(platforms):
 
 def test_every_format_gives_the_same_bytes():
     def run(x):
-        pairs = [(jlp.quantize_both(x, fmt), fmt) for fmt in (*ONE_OF_EACH, *CHOSEN_SCALES)]
+        pairs = [(jlp.quantize_both(x, fmt), fmt) for fmt in (*ONE_OF_EACH, *CHOSEN_SCALES, jlp.NVFP4(row_scaled=True))]
         products = [jlp.scaled_matmul(row, row) for (row, _), fmt in pairs if fmt.element != "e5m2"]
         return [(both, both[0].dequantize()) for both, _ in pairs], products
 

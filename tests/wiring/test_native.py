@@ -224,6 +224,15 @@ def test_the_handlers_of_floats_refuse_int4():
         jax.ffi.ffi_call("jaxlowprec_dequantize", shape(x.shape, x.dtype))(*arrays, **options)
 
 
+@pytest.mark.parametrize("fmt", [jlp.Int4(), jlp.MXFP4(), jlp.NVFP4((16, 16))], ids=str)
+def test_the_row_scaled_handler_refuses_other_formats(fmt):
+    shape = jax.ShapeDtypeStruct
+    results = shape((4,), jnp.float32), shape((4, 64), jnp.uint8), shape((4, 8), jnp.float8_e4m3fn)
+    call = jax.ffi.ffi_call("jaxlowprec_row_scaled_quantize", results)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kTwoLevel && !format->tiles"):
+        call(jnp.ones((4, 128), jnp.bfloat16), format=fmt.attributes)
+
+
 def test_an_instruction_set_that_is_not_here_is_refused_by_name():
     with pytest.raises(ValueError, match=r"use_isa: 'mmx' is not available here; these are: \(.*'portable'\)"):
         native.use_isa("mmx")

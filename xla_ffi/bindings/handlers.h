@@ -9,6 +9,7 @@
 #define JLP_HANDLERS(each)   \
   each(amax)                \
   each(quantize)            \
+  each(row_scaled_quantize) \
   each(dequantize)          \
   each(hadamard)            \
   each(activation)          \

@@ -15,6 +15,7 @@ namespace jaxlowprec {
 #define JLP_OPERATIONS(each)                        \
   each(amax, AmaxProblem)                           \
   each(quantize, QuantizeProblem)                   \
+  each(row_scaled_quantize, RowScaledQuantizeProblem)       \
   each(dequantize, DequantizeProblem)               \
   each(hadamard, HadamardProblem)                   \
   each(matmul, MatmulProblem)                       \

@@ -16,6 +16,7 @@ inline int64_t cost(const QuantizeProblem& p) {
   const int64_t directions = (p.rowwise.data ? 1 : 0) + (p.columnwise.data ? 1 : 0);
   return p.batch * p.rows * p.columns * directions * 500;
 }
+inline int64_t cost(const RowScaledQuantizeProblem& p) { return p.batch * p.rows * p.columns * 550; }
 inline int64_t cost(const DequantizeProblem& p) { return p.batch * p.rows * p.columns * 400; }
 inline int64_t cost(const HadamardProblem& p) { return p.batch * p.rows * p.columns * 300; }
 inline int64_t cost(const Int4FakeQuantizeProblem& p) { return p.batch * p.size() * 400; }

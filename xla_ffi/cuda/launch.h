@@ -12,6 +12,7 @@ namespace cuda {
 
 cudaError_t launch(const AmaxProblem& problem, cudaStream_t stream);  // zeroes the results first
 cudaError_t launch(const QuantizeProblem& problem, cudaStream_t stream);
+cudaError_t launch(const RowScaledQuantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const DequantizeProblem& problem, cudaStream_t stream);
 cudaError_t launch(const HadamardProblem& problem, cudaStream_t stream);  // only its sign_bits are in the host's memory
 cudaError_t launch(const ActivationProblem& problem, cudaStream_t stream);

@@ -15,7 +15,6 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.arrays.hadamard import Hadamard, as_hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.arrays.row_scaled import by_tensor, from_matrices, lines_of
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.ops.checks import last_axis, mesh_axes
@@ -36,6 +35,7 @@ from jaxlowprec.ops.quantize.checks import (
 )
 from jaxlowprec.ops.quantize.keys import random_words
 from jaxlowprec.ops.quantize.op import QuantizeSpec, quantize_op
+from jaxlowprec.ops.quantize.row_scaled import row_scaled_quantize_op
 from jaxlowprec.ops.quantize.variants import (
     quantized_array,
     quantized_arrays,
@@ -307,9 +307,11 @@ def _quantize_both(x, tensors, words, offset, call: _Call) -> tuple[QuantizedArr
 
 @functools.partial(jax.jit, static_argnames=("fmt", "axis", "implementation"))
 def _quantize_lines(x, fmt: Any, axis: int, implementation: Implementation) -> QuantizedArray:
-    """x with an amax for each line: its lines as matrices of one."""
-    lines = quantize(lines_of(x, axis), by_tensor(fmt), implementation=implementation)
-    return from_matrices(lines, fmt, x.shape[-2:], axis)
+    """x with an amax for each line along the axis."""
+    rows = jax.lax.stop_gradient(jnp.swapaxes(x, -1, -2) if axis == -2 else x)
+    spec = spec_of(rows, fmt, (True, False), None, False)
+    amax, *found = row_scaled_quantize_op(spec, implementation)(rows)
+    return quantized_array(found, amax, spec, like=(x.shape, x.dtype), along=(axis, None, None))
 
 
 def _rotate_padded(

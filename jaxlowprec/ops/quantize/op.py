@@ -98,13 +98,16 @@ class Rule(NamedTuple):
     whole: list[str]
     sizes: dict[str, int]
 
-    def of_op(self, operands: list[str], results: list[str], whole: Sequence[str] = ()) -> wiring.ShardingRule:
-        """That of an op which has those operands and results before the quantisation's, and further whole factors."""
+    def of_op(
+        self, operands: list[str], results: list[str], whole: Sequence[str] = (), reductions: Sequence[str] = ()
+    ) -> wiring.ShardingRule:
+        """That of an op which has those operands and results before the quantisation's, further whole factors, and
+        reductions."""
         text = f"{', '.join([*operands, *self.operands])} -> {', '.join([*results, *self.results])}"
         used = re.findall(r"\w+", text)
         sizes: dict[str, Any] = {f: n for f, n in self.sizes.items() if f in used}
         factors = dict.fromkeys([*self.whole, *whole])
-        return wiring.ShardingRule(text, whole=[f for f in factors if f in used], **sizes)
+        return wiring.ShardingRule(text, reductions, [f for f in factors if f in used], **sizes)
 
 
 def rule_of(spec: QuantizeSpec) -> Rule:

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes, random_array
-from tests.sharding.meshes import mesh_of
+from tests.sharding.meshes import collectives, mesh_of
 
 ROWS = jlp.NVFP4(row_scaled=True)
 SHAPES = [(1, 16), (5, 1), (7, 40), (33, 200), (3, 9, 48), (0, 32), (4, 0)]
@@ -52,6 +52,16 @@ def test_rows_may_choose_their_scales(rule):
     assert_same_bytes(q.dequantize(), each.dequantize()[:, 0])
 
 
+@pytest.mark.parametrize("shape", [(7, 40), (5, 4200)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("rule", ["six", "four_over_six", "four_over_six_mse", "search"])
+def test_kernels_give_the_bytes_of_the_reference(isa, rule, dtype, shape):
+    fmt = jlp.NVFP4(scale_rule=rule, row_scaled=True)
+    x = array(shape, "float32").at[0].set(0).at[1, 3].set(np.nan).at[2, 9].set(-np.inf).at[3, 20:].multiply(1e-38)
+    found, expected = (jlp.quantize(x.astype(dtype), fmt, implementation=i) for i in ("ffi", "reference"))
+    assert_same_bytes(jax.tree.leaves(found), jax.tree.leaves(expected))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_columnwise_it_is_the_transposed_array(shape):
     x = array(shape)
@@ -88,11 +98,35 @@ def test_transformations():
     assert_same_bytes(jax.tree.leaves(scanned), expected)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("columns", [64, 72])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b")], ids=str)
-def test_bytes_do_not_depend_on_the_mesh(spec):
-    mesh, x = mesh_of((2, 2)), array((8, 64))
-    q = jax.jit(lambda x: jlp.quantize(x, ROWS))(jax.device_put(x, NamedSharding(mesh, spec)))
+def test_bytes_do_not_depend_on_the_mesh(spec, columns, implementation):
+    mesh, x = mesh_of((2, 2)), array((8, columns))
+    quantize = jax.jit(lambda x: jlp.quantize(x, ROWS, implementation=implementation))
+    q = quantize(jax.device_put(x, NamedSharding(mesh, spec)))
     assert_same_bytes(jax.tree.leaves(q), jax.tree.leaves(jlp.quantize(x, ROWS)))
+
+
+@pytest.mark.parametrize(("spec", "reduced"), [(P("a"), []), (P(None, "a"), [8]), (P("a", "b"), [4])], ids=str)
+def test_only_amaxes_travel(spec, reduced):
+    """Devices that share rows, in whole blocks, tell each other the amaxes; others nothing."""
+    mesh = mesh_of((2, 2))
+    x = jax.device_put(array((8, 64)), NamedSharding(mesh, spec))
+    compiled = jax.jit(lambda x: jlp.quantize(x, ROWS)).lower(x).compile()
+    assert collectives(compiled) == [("all-reduce", n) for n in reduced]
+
+
+def test_in_explicit_mode_and_in_shard_map():
+    mesh, x = mesh_of((2, 2), AxisType.Explicit), array((8, 64))
+    expected = jax.tree.leaves(jlp.quantize(x, ROWS))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P("a", "b"))
+        q = jax.jit(lambda x: jlp.quantize(x, ROWS))(placed)
+        assert [jax.typeof(leaf).sharding.spec for leaf in (q.data, q.amax)] == [P("a", "b"), P("a")]
+        assert_same_bytes(jax.tree.leaves(q), expected)
+        rows = jax.shard_map(lambda x: jlp.quantize(x, ROWS), in_specs=P(("a", "b")), out_specs=P(("a", "b")))
+        assert_same_bytes(jax.tree.leaves(jax.jit(rows)(jax.device_put(x, P(("a", "b"))))), expected)
 
 
 class TestGemm:

@@ -61,11 +61,22 @@ struct Span {
 
   template <class E>
   __attribute__((noinline)) void compute(const typename E::Storage* x, int packets, const Nvfp4TensorScale& tensor) {
+    compute_by([&](int g) { return E::block_amax(x + g * kPacket); }, packets, tensor);
+  }
+
+  /// From the blocks' amaxes.
+  __attribute__((noinline)) void compute(const uint32_t* amaxes, int packets, const Nvfp4TensorScale& tensor) {
+    compute_by([&](int g) { return load<U32>(amaxes + g * kLanes); }, packets, tensor);
+  }
+
+ private:
+  template <class Amax>
+  __attribute__((always_inline)) void compute_by(Amax amax, int packets, const Nvfp4TensorScale& tensor) {
     ordinary = true;
     for (int g = 0; g < packets; ++g) {
       U32 scales;
       F32 factors;
-      ordinary &= block_scales(E::block_amax(x + g * kPacket), tensor, scales, factors);
+      ordinary &= block_scales(amax(g), tensor, scales, factors);
       store(encode[g], factors);
       store_low_bytes(scale[g], scales);
     }
@@ -111,17 +122,22 @@ __attribute__((noinline)) void quantize_row_run_by_best(const typename E::Storag
   memcpy(scale, scales, count);
 }
 
-/// A run of elements of one row, quantised with 1x16 blocks.
+/// A run of elements of one row, quantised with 1x16 blocks, whose amaxes are given, of whole packets, or else found.
 template <class E>
 __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, int64_t elements, bool stochastic,
                                                 const DirectionContext& context, uint32_t row, const uint32_t* blocks,
-                                                uint8_t* data, uint8_t* scale) {
+                                                uint8_t* data, uint8_t* scale, const uint32_t* amaxes = nullptr) {
   Span span;
   RandomSpan random;
+  const auto scales_of = [&](const typename E::Storage* from, int packets) {
+    if (!amaxes) return span.compute<E>(from, packets, context.tensor);
+    span.compute(amaxes, packets, context.tensor);
+    amaxes += packets * kLanes;
+  };
   const auto encode = stochastic ? encode_packets<E, true, false> : encode_packets<E, false, false>;
   while (elements >= kPacket) {
     const int packets = static_cast<int>(std::min<int64_t>(kSpan, elements / kPacket));
-    span.compute<E>(x, packets, context.tensor);
+    scales_of(x, packets);
     if (stochastic) random.compute(context.random, &row, 1, blocks, packets), blocks += packets * kLanes;
     encode(x, packets, span.encode[0], span.ordinary, random, {x + kSpan * kPacket, kPacket}, data);
     memcpy(scale, span.scale, packets * kLanes);
@@ -134,7 +150,7 @@ __attribute__((noinline)) void quantize_row_run(const typename E::Storage* x, in
   const int count = static_cast<int>(divide_up(elements, kBlock));
   memcpy(padded, x, elements * sizeof *x);
   if (stochastic) memcpy(padded_blocks, blocks, count * sizeof *blocks);
-  span.compute<E>(padded, 1, context.tensor);
+  scales_of(padded, 1);
   if (stochastic) random.compute(context.random, &row, 1, padded_blocks, 1);
   encode(padded, 1, span.encode[0], span.ordinary, random, {padded, 0}, codes);
   memcpy(data, codes, count * 8);

@@ -37,12 +37,18 @@ JLP_DEVICE uint32_t canonical_amax(uint32_t bits) {
   return bits < kMinNormalBits ? 0u : bits;
 }
 
-/// Raises a matrix's result to what the threads of a block found.
+/// The largest of what the threads of each warp found, for the block's threads to read.
 template <int kWarps>
-JLP_DEVICE void raise(uint32_t* result, uint32_t found, uint32_t (&of_warp)[kWarps]) {
+JLP_DEVICE void share_amaxes(uint32_t found, uint32_t (&of_warp)[kWarps]) {
   const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, found);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = most;
   __syncthreads();
+}
+
+/// Raises a matrix's result to what the threads of a block found.
+template <int kWarps>
+JLP_DEVICE void raise(uint32_t* result, uint32_t found, uint32_t (&of_warp)[kWarps]) {
+  share_amaxes(found, of_warp);
   if (threadIdx.x == 0) {
     uint32_t of_block = 0;
 #pragma unroll

@@ -97,7 +97,10 @@ struct Matrix<Scales::kTwoLevel> {
   JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch,
                           EncodeTable& table) {
     if (!direction.data) return {0, 0};
-    const Nvfp4TensorScale tensor = nvfp4_tensor_scale(direction.tensor[batch]);
+    return of_amax(direction.tensor[batch], table);
+  }
+  JLP_DEVICE Matrix of_amax(float amax, EncodeTable& table) {
+    const Nvfp4TensorScale tensor = nvfp4_tensor_scale(amax);
     fill_table(tensor.decode, table);
     return {tensor.multiplier, tensor.usable ? kInfinityBits : 0u};
   }
@@ -156,7 +159,10 @@ struct Matrix {
   JLP_DEVICE Matrix start(const QuantizeArguments&, const DirectionArguments& direction, uint32_t batch,
                           EncodeTable& table) {
     if (!direction.data) return {};
-    const RoomStart found = start_with_room(direction.tensor[batch], table);
+    return of_amax(direction.tensor[batch], table);
+  }
+  JLP_DEVICE Matrix of_amax(float amax, EncodeTable& table) {
+    const RoomStart found = start_with_room(amax, table);
     return {found.tensor, found.poison_from};
   }
 };
