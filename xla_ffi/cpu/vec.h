@@ -286,6 +286,26 @@ JLP_RULE void transpose(U32 (&v)[kLanes]) {
     v[4 + j] = (U32)_mm512_shuffle_i32x4(raw(w[4 + j]), raw(w[12 + j]), 0x88);
     v[12 + j] = (U32)_mm512_shuffle_i32x4(raw(w[4 + j]), raw(w[12 + j]), 0xDD);
   }
+#elif defined(JLP_ISA_AVX2)  // the same with halves
+  U32 w[kLanes];
+  JLP_UNROLL(4)
+  for (int i = 0; i < kLanes; i += 2) {
+    w[i] = (U32)_mm256_unpacklo_epi32(raw(v[i]), raw(v[i + 1]));
+    w[i + 1] = (U32)_mm256_unpackhi_epi32(raw(v[i]), raw(v[i + 1]));
+  }
+  JLP_UNROLL(2)
+  for (int i = 0; i < kLanes; i += 4) {
+    v[i] = (U32)_mm256_unpacklo_epi64(raw(w[i]), raw(w[i + 2]));
+    v[i + 1] = (U32)_mm256_unpackhi_epi64(raw(w[i]), raw(w[i + 2]));
+    v[i + 2] = (U32)_mm256_unpacklo_epi64(raw(w[i + 1]), raw(w[i + 3]));
+    v[i + 3] = (U32)_mm256_unpackhi_epi64(raw(w[i + 1]), raw(w[i + 3]));
+  }
+  JLP_UNROLL(4)
+  for (int j = 0; j < 4; ++j) {
+    const U32 low = v[j], high = v[4 + j];  // lane j of each half of rows 0 to 3, and of rows 4 to 7
+    v[j] = (U32)_mm256_permute2x128_si256(raw(low), raw(high), 0x20);
+    v[4 + j] = (U32)_mm256_permute2x128_si256(raw(low), raw(high), 0x31);
+  }
 #else
   transpose_by_interleaving(
       v, [](U32 a, U32 b) { return shuffle<InterleaveLow>(a, b); },

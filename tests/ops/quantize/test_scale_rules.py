@@ -16,8 +16,8 @@ from jaxlowprec.checkpoints import schemes
 from tests import numpy_oracle
 from tests.helpers import CHOSEN_SCALES, FLOATS, as_bytes, assert_same_bytes, format_name, often, random_array
 from tests.ops.implementations import ByKernels, ByReference
-from tests.ops.quantize.every_way import assert_all_match, by_implementation, ways
-from tests.ops.quantize.hostile_arrays import GIVEN_AMAXES, any_floats, spread, ties_and_outliers
+from tests.ops.quantize.every_way import assert_all_match, by_implementation, by_oracle, ways
+from tests.ops.quantize.hostile_arrays import GIVEN_AMAXES, any_floats, beside_ties, spread, ties_and_outliers
 from tests.ops.quantize.oracle_cases import OracleCases, arrays_and_oracle, ordinary_and_extreme, with_amax
 from tests.sharding.meshes import mesh_of, name_of, on_mesh
 
@@ -70,6 +70,15 @@ class ScaleRuleCases(OracleCases):
     @given(rule=st.sampled_from(RULES), x=ties_and_outliers())
     def test_ties_and_outliers(self, rule, x):
         self.assert_gives_the_oracles([x], jlp.NVFP4(scale_rule=rule), ROWS)
+
+    @pytest.mark.parametrize("exponent", often([0], [0, -34, -33, 57, 58]))
+    @over_formats
+    def test_errors_that_are_as_near_each_other_as_can_be(self, fmt, exponent):
+        x, amax = beside_ties(fmt.scale_rule, fmt.block[0], exponent)
+        (found,) = by_implementation([x], fmt, ROWS, self.implementation, {"amax": amax})
+        assert_all_match([found], by_oracle([x], fmt, ROWS, amax=amax))
+        its, others = np.split(as_bytes(found.scale), 2)
+        assert (its != others).all()
 
     @pytest.mark.parametrize("rule", RULES)
     def test_equal_errors_keep_the_scale_of_six(self, rule):

@@ -9,25 +9,25 @@
 namespace jaxlowprec {
 namespace JLP_ISA {
 
-/// The scale bytes of blocks whose elements, made negative and scaled, became the magnitude codes.
-JLP_RULE U32 eden_scales(const Sixteens& x, F32 minus_encode, const U32 (&codes)[2], F32 scale, U32 bits) {
+/// Codes of blocks, and scales that are corrected for their errors.
+template <bool kSaturate>
+JLP_RULE BlockCodes eden_encode(const Sixteens& x, F32 minus_encode, F32 scale, U32 bits) {
   F32 energy = F32{}, product = F32{};
-  const auto add = [&](auto place) {
-    constexpr int i = decltype(place)::value;
-    const U32 code = (codes[i / 8] >> (4 * (i % 8))) & 7u;
-    eden_add(load<F32>(x.minus[i]) * minus_encode, of_code(kE2M1Numbers, code), energy, product);
-  };
-  for_each_place(add, std::make_integer_sequence<int, kBlock>());
-  return eden_scale(scale, energy, product, bits);
+  BlockCodes found;
+  found.encode<kSaturate>(
+      x, minus_encode, [&](F32 a, U32 code) __attribute__((always_inline)) {
+        eden_add(a, of_code(kE2M1Numbers, code), energy, product);
+      });
+  found.scale = eden_scale(scale, energy, product, bits);
+  return found;
 }
 
 /// Blocks that take the best of several scales, and then the corrected one.
 template <ScaleError kError>
 struct EdenBestSpan : BestSpan<kError> {
-  __attribute__((always_inline)) BestCodes choose(int n, const RoomScale& tensor, U32 bits) {
-    return this->choose_by(n, tensor, [&](const Sixteens& x, const Trial& trial, const U32(&codes)[2]) {
-      return eden_scales(x, trial.minus_encode, codes, float8_decode<E4M3, F32>(trial.byte), bits);
-    });
+  template <bool kSaturate>
+  __attribute__((always_inline)) BlockCodes encode(int n, U32 bits) const {
+    return eden_encode<kSaturate>(this->sixteens[n], this->minus_encode(n), float8_decode<E4M3, F32>(this->scale(n)), bits);
   }
 };
 
@@ -35,35 +35,20 @@ struct EdenBestSpan : BestSpan<kError> {
 struct EdenSixSpan {
   static constexpr int kMost = 8;
   Sixteens sixteens[kMost];
-  F32 scale[kMost], minus_encode[kMost];
+  F32 scale[kMost], minus_encodes[kMost];
 
   __attribute__((noinline)) void set(int count, const RoomScale& tensor) {
     const float multiplier = nvfp4_multiplier(tensor.encode);
     for (int n = 0; n < count; ++n) {
       nvfp4_block_scale(L::from_bits(sixteens[n].amax), multiplier, scale[n]);
-      minus_encode[n] = -nvfp4_block_encode_by_value(scale[n], tensor.decode);
+      minus_encodes[n] = -nvfp4_block_encode_by_value(scale[n], tensor.decode);
     }
   }
 
-  /// The codes and, meanwhile, the sums.
-  __attribute__((always_inline)) BestCodes choose(int n, const RoomScale&, U32 bits) {
-    constexpr uint32_t kOffsets = kE2M1MagicBits * 0x11111111u;  // of 8 codes, a nibble apart, modulo 2^32
-    const Sixteens& x = sixteens[n];
-    const F32 minus_factor = minus_encode[n];
-    F32 energy = F32{}, product = F32{};
-    BestCodes best{{fill<F32>(0u - kOffsets), fill<F32>(0u - kOffsets)}, {}};
-    const auto add = [&](auto place) {
-      constexpr int i = decltype(place)::value;
-      const F32 y = load<F32>(x.minus[i]) * minus_factor;
-      const U32 code = e2m1_magnitude_bits(L::min(y, L::splat(kE2M1Max)));
-      best.codes[i / 8] += code << (4 * (i % 8));
-      eden_add(y, of_code(kE2M1Numbers, code), energy, product);
-    };
-    for_each_place(add, std::make_integer_sequence<int, kBlock>());
-    best.codes[0] |= x.signs[0], best.codes[1] |= x.signs[1];
-    best.scale = eden_scale(scale[n], energy, product, bits);
-    best.poison(x.amax);
-    return best;
+  F32 minus_encode(int n) const { return minus_encodes[n]; }
+  template <bool kSaturate>
+  __attribute__((always_inline)) BlockCodes encode(int n, U32 bits) const {
+    return eden_encode<kSaturate>(sixteens[n], minus_encodes[n], scale[n], bits);
   }
 };
 
