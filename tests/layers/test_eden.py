@@ -169,6 +169,8 @@ def test_only_a_gemms_own_operands_take_it():
         jlp.Roles(eden, plain, plain)
     with pytest.raises(ValueError, match='Roles: gradient has rounding="eden" in dgrad'):
         jlp.Roles(plain, plain, eden)
+    with pytest.raises(ValueError, match=r"Roles: fprop has an operand with hadamard=Hadamard\(16\)"):
+        jlp.Roles(plain, plain, plain, fprop=(plain, Role(jlp.NVFP4(), hadamard=jlp.Hadamard())))
     with pytest.raises(ValueError, match='Roles: weight has rounding="eden" in fprop'):
-        jlp.Roles(plain, plain, plain, fprop=(eden, eden))
+        jlp.Roles(plain, plain, plain, fprop=(plain, eden))
     jlp.Roles(plain, plain, plain, dgrad=(eden, eden), wgrad=(eden, eden))
