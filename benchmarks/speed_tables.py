@@ -166,41 +166,6 @@ def scaling() -> str:
     return markdown(rows) + "\n\n" + where(result)
 
 
-def study() -> str:
-    """Gaps against bf16, per seed."""
-    result = load("training_study")
-    return _gaps(result, "last block in bf16")
-
-
-def policy_study() -> str:
-    """The same of a policy that was found, and of the last block in bf16."""
-    result = load("policy_study")
-    return _gaps(result, f"{result['cost']:.0%} of the multiply-adds in bf16, but for nvfp4")
-
-
-def saved_study() -> str:
-    """The same of what an MLP keeps of its hidden layer."""
-    return _gaps(load("saved_study"), "no block in bf16")
-
-
-def _gaps(result: dict, kept: str) -> str:
-    """A study's gaps. `kept`: what stays in bf16."""
-    rows = [("steps", "run", "loss gap, mean", "by seed", "validation gap, mean", "by seed")]
-    for s in result["summary"]:
-        cells = []
-        for key in ("loss_gap_percent", "validation_loss_gap_percent"):
-            cells += [f"{s[key]['mean']:+.2f} %", ", ".join(f"{g:+.2f}" for g in s[key]["by_seed"])]
-        rows.append((str(s["steps"]), s["run"], *cells))
-    settings = result["settings"]
-    step_bytes = settings["batch"] * settings["config"]["context"]
-    about = (
-        f"{settings['parameters']:,} parameters, {step_bytes} bytes per step, peak learning "
-        f"rate {settings['learning_rate']}, {settings['seeds']} seeds, {kept}; "
-        f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}."
-    )
-    return markdown(rows) + "\n\n" + about
-
-
 def gpu() -> str:
     """What was measured on a GPU, if anything was."""
     if not (RESULTS / "gpu.json").exists():

@@ -16,6 +16,7 @@ import mesh_tables
 import peer_tables
 import recipe_table
 import speed_tables
+import study_tables
 from charts import CHARTS
 from recorded import ROOT
 
@@ -28,7 +29,7 @@ TABLES = {
         *(speed_tables.speed, speed_tables.formats, speed_tables.int4, speed_tables.weight_only, speed_tables.grouped),
         *(speed_tables.convert, speed_tables.weight_sync, speed_tables.best_speed, speed_tables.train_step),
         *(speed_tables.telemetry, speed_tables.scaling, speed_tables.gpu),
-        *(speed_tables.study, speed_tables.policy_study, speed_tables.saved_study),
+        *(study_tables.study, study_tables.frontier_study, study_tables.policy_study, study_tables.saved_study),
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
         *peer_tables.TABLES,
         *(recipe_table.recipes, memory_tables.block, memory_tables.checkpoint_policies),

@@ -1,6 +1,7 @@
 """Repeats the comparison of train_lm.py over seeds, lengths and ablations, and writes a summary.
 
     python examples/training_study.py --out runs/study    # an hour on 2 cores; resumes where it was stopped
+    python examples/training_study.py --out runs/frontier --frontier    # the recipes beyond the default NVFP4: 3 hours
 
 Every run of a seed starts from the same parameters and sees the same data. Gaps are relative differences of the mean
 training loss over the last 50 steps, and of the validation loss, from bf16's. The noise floor is the gap of a bf16 run
@@ -9,35 +10,49 @@ whose initial parameters are changed by 1e-4: smaller gaps say nothing.
 
 from __future__ import annotations
 
-from lm.model import SIZES
-from lm.recipes import NEEDS, RECIPES, TAIL, run_named
-from lm.study import BASELINES, arguments, parsed, print_gaps, results_of, settings_of, summarize, write
+import dataclasses
 
-DEFAULT = "nvfp4"  # the whole recipe, trained at every length; all other recipes only at --ablation-steps
+from lm.model import SIZES
+from lm.recipes import EDEN_TAIL, FRONTIER, NEEDS, TAIL, run_named
+from lm.study import BASELINES, DEFAULT, arguments, parsed, print_gaps, results_of, settings_of, summarize, write
+
+ABLATED = (
+    *(DEFAULT, "nvfp4-no-rht", "nvfp4-no-sr", "nvfp4-no-2d"),
+    *("mxfp8", "fp8_block", "fp8_current", "fp8_delayed"),
+)
+KEPT = {"last": (0, 1), "first": (1, 0), "none": (0, 0)}  # how many of the first and of the last blocks stay in bf16
+AT_EVERY_BLOCK = (DEFAULT, "nvfp4-eden", TAIL, EDEN_TAIL)  # of the frontier
 
 
 def main() -> None:
     """Trains the missing runs, and prints and writes the summary."""
     parser = arguments(__doc__, "runs/study")
-    every = [*(name for name in RECIPES if name != "bf16"), TAIL]
-    parser.add_argument("--recipe", nargs="+", default=every, help=f"each {NEEDS}")
-    parser.add_argument("--steps", nargs="+", type=int, default=[400, 1000])
-    parser.add_argument("--ablation-steps", nargs="*", type=int, default=[400, 1000], help="lengths to ablate at")
+    parser.add_argument("--frontier", action="store_true", help="the recipes beyond the default NVFP4 recipe")
+    parser.add_argument("--recipe", nargs="+", help=f"each {NEEDS}")
+    parser.add_argument("--steps", nargs="+", type=int, help="default: 400 1000; with --frontier 1000")
+    parser.add_argument("--ablation-steps", nargs="*", type=int, help=f"lengths of others than {DEFAULT}; default: all")
+    parser.add_argument("--kept", nargs="+", choices=KEPT, help="block that stays in bf16; default: last, or every one")
     options, text = parsed(parser)
-    config, runs = SIZES[options.size], []
-    try:
-        sides = {
-            steps: [
-                run_named(name, steps) for name in options.recipe if name == DEFAULT or steps in options.ablation_steps
-            ]
-            for steps in options.steps
-        }
-    except ValueError as error:
-        parser.error(f"--recipe {error}")
-    for steps, named in sides.items():
-        runs += results_of(options, text, steps, [(run, config) for run in (*BASELINES, *named)])
-    summary = summarize(runs)
-    print_gaps(summary)
+    names = options.recipe or (FRONTIER if options.frontier else ABLATED)
+    lengths = options.steps or ([1000] if options.frontier else [400, 1000])
+    ablated = lengths if options.ablation_steps is None else options.ablation_steps
+    summary = []
+    for kept in options.kept or (KEPT if options.frontier else ["last"]):
+        first, last = KEPT[kept]
+        config = dataclasses.replace(SIZES[options.size], high_precision_first=first, high_precision_last=last)
+        runs = []
+        for steps in lengths:
+            chosen = [name for name in names if name == DEFAULT or steps in ablated]
+            if options.frontier and kept != "last" and not options.recipe:
+                chosen = [name for name in chosen if name in AT_EVERY_BLOCK]
+            try:
+                named = [run_named(name, steps) for name in chosen]
+            except ValueError as error:
+                parser.error(f"--recipe {error}")
+            runs += results_of(options, text, steps, [(run, config) for run in (*BASELINES, *named)], kept)
+        summary += [{"kept": kept, **entry} for entry in summarize(runs)]
+        print(f"{kept} block in bf16" if kept != "none" else "no block in bf16")
+        print_gaps(summarize(runs))
     settings = settings_of(options, config, runs[0]["parameters"], text)
     write(options.save, {"settings": settings, "summary": summary})
 

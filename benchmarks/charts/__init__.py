@@ -15,6 +15,7 @@ CHARTS = {
     "mesh": programs.mesh,
     "growth": growth.growth,
     "kept": kept.kept,
+    "training_frontier": training.frontier,
     "training_gap": training.every_length,
     "training_gap_longest": training.longest,
 }  # the name of a file in docs/pictures -> what draws it

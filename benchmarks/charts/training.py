@@ -64,6 +64,24 @@ def _drawn(lengths: list[int], title: str) -> LineChart:
     )
 
 
+def frontier() -> LineChart:
+    """The default NVFP4 recipe and the best beyond it, each with and without a last fifth whose forward pass is in
+    bf16, by the block that stays in bf16."""
+    result = load("frontier_study")
+    summary, settings = result["summary"], result["settings"]
+    blocks = {"last": "last block in bf16", "first": "first block in bf16", "none": "no block in bf16"}
+    drawn = [s for s in summary if s["run"] in (_NOISE, "nvfp4", "nvfp4-eden") or "bf16-forward" in s["run"]]
+    styles = _styles(list(dict.fromkeys(s["run"] for s in drawn)))
+    of_blocks = {kept: [s for s in drawn if s["kept"] == kept] for kept in blocks}
+    return LineChart(
+        "NVFP4 training: the recipe, and which block stays in bf16",
+        f"{settings['parameters']:,} parameters, real text, mean of {settings['seeds']} seeds. "
+        "Dotted: the noise floor, bf16 against bf16.",
+        tuple(_plot(blocks[kept], found, styles) for kept, found in of_blocks.items() if found),
+        f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}.",
+    )
+
+
 def _lengths() -> list[int]:
     return sorted({s["steps"] for s in load("training_study")["summary"]})
 

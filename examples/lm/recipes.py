@@ -14,7 +14,13 @@ RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
     "nvfp4-no-sr": lambda: jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "nvfp4-no-2d": lambda: jlp.NVFP4BlockScaling(disable_2d_quantization=True),
     "nvfp4-bf16-forward": lambda: jlp.NVFP4BlockScaling(forward_override="high_precision"),
+    "nvfp4-4over6": lambda: jlp.NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True),
+    "nvfp4-v2": lambda: jlp.NVFP4Eden(scale_rule="six", eden="gradient"),
+    "nvfp4-quartet2": lambda: jlp.NVFP4Eden(scale_rule="four_over_six", requantize_input=True),
     "nvfp4-eden": jlp.NVFP4Eden,
+    "nvfp4-eden-16x16": lambda: jlp.NVFP4Eden("16x16"),
+    "nvfp4-eden-search": lambda: jlp.NVFP4Eden(scale_rule="search"),
+    "nvfp4-eden-bf16-forward": lambda: jlp.NVFP4Eden(forward_override="high_precision"),
     "mxfp8": jlp.MXFP8BlockScaling,
     "fp8_block": jlp.Float8BlockScaling,
     "fp8_current": jlp.Float8CurrentScaling,
@@ -22,8 +28,13 @@ RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
     "int4_qat": jlp.Int4QAT,
     "nvfp4_qat": lambda: jlp.WeightQAT(jlp.NVFP4()),
 }
-TAIL = "nvfp4:0.8:nvfp4-bf16-forward"
+TAIL, EDEN_TAIL = (f"{name}:0.8:{name}-bf16-forward" for name in ("nvfp4", "nvfp4-eden"))
 """NVFP4 whose forward pass is in bf16 for the last fifth of the steps."""
+FRONTIER = (
+    *("nvfp4", "nvfp4-4over6", "nvfp4-v2", "nvfp4-quartet2", "nvfp4-eden", "nvfp4-eden-16x16", "nvfp4-eden-search"),
+    *(TAIL, EDEN_TAIL),
+)
+"""The default NVFP4 recipe and those beyond it."""
 NEEDS = f"one of {', '.join(RECIPES)}; or several with the steps, or shares of all steps, at which they change: {TAIL}"
 
 

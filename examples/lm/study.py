@@ -21,6 +21,7 @@ from lm.report import add_gaps, smooth
 from lm.training import Run, Schedule, train
 
 BASELINES = (Run("bf16"), Run("bf16 perturbed", perturbation=1e-4))
+DEFAULT = "nvfp4"  # the recipe that others are compared with, beside bf16
 POINTS = 40  # points of a curve in the results
 
 
@@ -45,15 +46,18 @@ def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, np.ndar
 
 
 def results_of(
-    options: argparse.Namespace, text: np.ndarray, steps: int, sides: Sequence[tuple[Run, Config]]
+    options: argparse.Namespace, text: np.ndarray, steps: int, sides: Sequence[tuple[Run, Config]], part: str = ""
 ) -> list[dict[str, Any]]:
-    """The results of all runs of all seeds, with their gaps; runs that are already in `options.out` are read."""
+    """The results of all runs of all seeds, with their gaps; runs that are already in `options.out` are read.
+
+    `part`: of a study that has several, the folder of one in `options.out`.
+    """
     found: list[dict[str, Any]] = []
     for seed in range(options.seeds):
         schedule = Schedule(steps, options.learning_rate, options.batch, seed, checkpoint_every=steps)
         results = []
         for run, config in sides:
-            folder = options.out / f"{steps}-{seed}-{run.folder}"
+            folder = options.out / part / f"{steps}-{seed}-{run.folder}"
             if not (folder / "result.json").exists():
                 batches = Batches(text, options.batch, config.context, seed)
                 result = train(run, config, schedule, batches, folder, resume=False)
@@ -66,17 +70,20 @@ def results_of(
 
 
 def summarize(runs: list[dict]) -> list[dict]:
-    """One entry for each length and recipe: gaps in percent by seed, their mean, and the mean curve of the gap."""
+    """One entry for each length and recipe: gaps in percent by seed, their mean with its standard error, the same of
+    their differences from the default NVFP4 recipe's, and the mean curve of the gap."""
     summary = []
     for steps, name in dict.fromkeys((r["steps"], r["name"]) for r in runs if r["name"] != "bf16"):
         mine = [r for r in runs if (r["steps"], r["name"]) == (steps, name)]
         entry = {"steps": steps, "run": name, "finite": all(r["finite"] for r in mine)}
         for key in ("loss", "validation_loss"):
-            gaps = [r[f"{key}_gap_percent"] for r in mine]
+            gaps = {r["seed"]: r[f"{key}_gap_percent"] for r in mine}
+            default = {r["seed"]: r[f"{key}_gap_percent"] for r in runs if (r["steps"], r["name"]) == (steps, DEFAULT)}
             entry[f"{key}_gap_percent"] = {
-                "mean": statistics.mean(gaps),
-                "mean_magnitude": statistics.mean(map(abs, gaps)),
-                "by_seed": gaps,
+                **_mean(list(gaps.values())),
+                "mean_magnitude": statistics.mean(map(abs, gaps.values())),
+                "by_seed": list(gaps.values()),
+                "less_than_default": _mean([default[seed] - gap for seed, gap in gaps.items() if seed in default]),
             }
         curves = []
         for r in mine:
@@ -89,6 +96,12 @@ def summarize(runs: list[dict]) -> list[dict]:
         ]
         summary.append(entry)
     return summary
+
+
+def _mean(values: list[float]) -> dict[str, float | None]:
+    """The mean and its standard error; None of one value, or of none."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {"mean": statistics.mean(values) if values else None, "standard_error": error}
 
 
 def print_gaps(summary: list[dict]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import BLOCK, NVFP4, Format
+from jaxlowprec.arrays.formats import BLOCK, NVFP4, Format, ScaleRule
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
 from jaxlowprec.checkpoints.schemes.codes import E2M1, unpack_bytes
@@ -62,9 +62,12 @@ class _TwoLevel(Scheme):
     Arguments:
         nearest_amax: whether `load` takes the nearest float32 amax if no amax has exactly the stored tensor scale, as
             with other writers (such as 1536 / amax). False: that is an error, because `store` could not give it back.
+        scale_rule: by which `compress` chooses block scales, see `jaxlowprec.NVFP4`. Scales of every rule are read in
+            the same way.
     """
 
     nearest_amax: bool = False
+    scale_rule: ScaleRule = "six"
 
     shares_global_scale: ClassVar[bool] = True
     codes: ClassVar[str]
@@ -73,7 +76,7 @@ class _TwoLevel(Scheme):
     @property
     def format(self) -> Format:
         """The NVFP4 format in blocks of 1x16."""
-        return NVFP4()
+        return NVFP4(scale_rule=self.scale_rule)
 
     @abc.abstractmethod
     def _tensor_scale(self, tensors: Tensors) -> np.float32:

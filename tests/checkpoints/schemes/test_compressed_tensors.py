@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
-from tests.checkpoints.weights import weight
+from tests.checkpoints.weights import assert_same_tensors, weight
 from tests.helpers import as_bytes
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
@@ -73,6 +74,21 @@ class TestDecompress:
             tensors = scheme.compress(weight(shape, dtype))
             theirs = decompressed(scheme, tensors)
             np.testing.assert_array_equal(as_bytes(theirs), as_bytes(scheme.decompress(tensors, theirs.dtype)))
+
+    @pytest.mark.parametrize("rule", ["four_over_six", "four_over_six_mse", "search"])
+    def test_scales_that_were_chosen_are_plain_nvfp4(self, rule):
+        """By the scheme, and of a weight that a layer trained by that rule."""
+        w, scheme, plain = weight((64, 256)), schemes.by_name("nvfp4", scale_rule=rule), schemes.by_name("nvfp4")
+        tensors = scheme.compress(w)
+        assert scheme.quantization_config([]) == plain.quantization_config([])
+        theirs = decompressed(plain, tensors)
+        np.testing.assert_array_equal(as_bytes(theirs), as_bytes(plain.decompress(tensors, theirs.dtype)))
+        given = jlp.quantize(w, jlp.NVFP4(scale_rule=rule))
+        assert_same_tensors(plain.store(given), tensors)
+        closer, usual = (
+            np.square(np.float32(s.decompress(s.compress(w), "float32") - np.float32(w))).sum() for s in (scheme, plain)
+        )
+        assert closer < 0.9 * usual
 
     @pytest.mark.parametrize("factor", [1, 1.3, 0.77, 5.21, 0.031])
     def test_nvfp4_in_float32(self, factor):

@@ -59,6 +59,7 @@ def write_checkpoint(folder, scheme):
         ("w4a16", {}),
         ("w4a16_asym", {"group_size": 32}),
         ("nvfp4", {}),
+        *(("nvfp4", {"scale_rule": rule}) for rule in ("four_over_six", "four_over_six_mse", "search")),
         ("mxfp4", {}),
         ("mxfp8", {}),
         ("fp8_block", {}),
