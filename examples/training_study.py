@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 from lm.model import SIZES
-from lm.recipes import EDEN_TAIL, FRONTIER, NEEDS, TAIL, run_named
+from lm.recipes import EDEN_TAIL, FRONTIER, NEEDS, run_named
 from lm.study import BASELINES, DEFAULT, arguments, parsed, print_gaps, results_of, settings_of, summarize, write
 
 ABLATED = (
@@ -21,7 +21,7 @@ ABLATED = (
     *("mxfp8", "fp8_block", "fp8_current", "fp8_delayed"),
 )
 KEPT = {"last": (0, 1), "first": (1, 0), "none": (0, 0)}  # how many of the first and of the last blocks stay in bf16
-AT_EVERY_BLOCK = (DEFAULT, "nvfp4-eden", TAIL, EDEN_TAIL)  # of the frontier
+AT_EVERY_BLOCK = (DEFAULT, "nvfp4-eden", EDEN_TAIL)  # of the frontier
 
 
 def main() -> None:
