@@ -1,7 +1,7 @@
 """Repeats the comparison of train_lm.py over seeds, lengths and ablations, and writes a summary.
 
     python examples/training_study.py --out runs/study    # an hour on 2 cores; resumes where it was stopped
-    python examples/training_study.py --out runs/frontier --frontier    # the recipes beyond the default NVFP4: 3 hours
+    python examples/training_study.py --out runs/frontier --frontier    # beyond the default NVFP4: another hour
 
 Every run of a seed starts from the same parameters and sees the same data. Gaps are relative differences of the mean
 training loss over the last 50 steps, and of the validation loss, from bf16's. The noise floor is the gap of a bf16 run

@@ -74,7 +74,7 @@ def frontier() -> LineChart:
     styles = _styles(list(dict.fromkeys(s["run"] for s in drawn)))
     of_blocks = {kept: [s for s in drawn if s["kept"] == kept] for kept in blocks}
     return LineChart(
-        "NVFP4 training: the recipe, and which block stays in bf16",
+        "NVFP4: recipe and block in bf16",
         f"{settings['parameters']:,} parameters, real text, mean of {settings['seeds']} seeds. "
         "Dotted: the noise floor, bf16 against bf16.",
         tuple(_plot(blocks[kept], found, styles) for kept, found in of_blocks.items() if found),
