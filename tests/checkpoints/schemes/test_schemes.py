@@ -106,7 +106,8 @@ class TestEveryScheme:
                 scheme.compress(w, amax=8.0)
             return
         shared = scheme.compress(w, amax=8.0)
-        assert float(scheme.load(shared).amax) == 8.0
+        room = 1.75 if scheme.format.chooses_scales else 1  # above scales that may be raised
+        assert float(scheme.load(shared).amax) == 8.0 * room
         assert_same_tensors(shared, scheme.store(jlp.quantize(jnp.asarray(w), scheme.format, amax=jnp.float32(8))))
 
 
