@@ -50,9 +50,10 @@ def main() -> None:
             except ValueError as error:
                 parser.error(f"--recipe {error}")
             runs += results_of(options, text, steps, [(run, config) for run in (*BASELINES, *named)], kept)
-        summary += [{"kept": kept, **entry} for entry in summarize(runs)]
+        found = summarize(runs)
+        summary += [{"kept": kept, **entry} for entry in found]
         print(f"{kept} block in bf16" if kept != "none" else "no block in bf16")
-        print_gaps(summarize(runs))
+        print_gaps(found)
     settings = settings_of(options, config, runs[0]["parameters"], text)
     write(options.save, {"settings": settings, "summary": summary})
 

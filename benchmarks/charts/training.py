@@ -55,6 +55,11 @@ def _drawn(lengths: list[int], title: str) -> LineChart:
         plots += [
             _plot(f"{steps} steps, {bits} bits", runs + noise, styles) for bits, runs in ((4, four), (8, eight)) if runs
         ]
+    return _chart(title, plots, settings)
+
+
+def _chart(title: str, plots: list[Plot], settings: dict) -> LineChart:
+    """Plots with what their study was made with."""
     return LineChart(
         title,
         f"{settings['parameters']:,} parameters, real text, mean of {settings['seeds']} seeds. "
@@ -73,13 +78,8 @@ def frontier() -> LineChart:
     drawn = [s for s in summary if s["run"] in (_NOISE, "nvfp4", "nvfp4-eden") or "bf16-forward" in s["run"]]
     styles = _styles(list(dict.fromkeys(s["run"] for s in drawn)))
     of_blocks = {kept: [s for s in drawn if s["kept"] == kept] for kept in blocks}
-    return LineChart(
-        "NVFP4: recipe and block in bf16",
-        f"{settings['parameters']:,} parameters, real text, mean of {settings['seeds']} seeds. "
-        "Dotted: the noise floor, bf16 against bf16.",
-        tuple(_plot(blocks[kept], found, styles) for kept, found in of_blocks.items() if found),
-        f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}.",
-    )
+    plots = [_plot(blocks[kept], found, styles) for kept, found in of_blocks.items() if found]
+    return _chart("NVFP4: recipe and block in bf16", plots, settings)
 
 
 def _lengths() -> list[int]:
