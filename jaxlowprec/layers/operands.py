@@ -70,10 +70,6 @@ def alike(row: Role | None, column: Role | None) -> bool:
     return (row.format, row.rounding) == (column.format, column.rounding)
 
 
-def _draws_signs(role: Role) -> bool:
-    return role.hadamard is not None and role.hadamard.drawn
-
-
 def both_ways(
     x,
     row: Role | None,
@@ -94,7 +90,7 @@ def both_ways(
     options: Any = {"encode_scale": encode, "rows_split": rows_split}
     row_amax, column_amax = amax or (None, None)
     if row is not None and column is not None and alike(row, column):
-        options["sign_key"] = sign_key if _draws_signs(column) else None
+        options["sign_key"] = sign_key if column.draws_signs else None
         return quantize_both(x, row.format, column.hadamard or False, row.rounding, words, amax=amax, **options)
 
     def one(role: Role | None, axis: int, amax: Any, signs: Any) -> QuantizedArray | None:
@@ -102,7 +98,7 @@ def both_ways(
             return None
         used = words if role.rounding != "nearest" else None
         amax = amax if role.format.has_tensor_scale else None
-        signs = signs if _draws_signs(role) else None
+        signs = signs if role.draws_signs else None
         return quantize(
             x, role.format, axis, role.hadamard or False, role.rounding, used, amax, sign_key=signs, **options
         )

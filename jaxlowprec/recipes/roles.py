@@ -75,6 +75,11 @@ class Role:
                 'scale_rule="six"' + (' or rounding="eden"' if self.hadamard is not None else "")
             )
 
+    @property
+    def draws_signs(self) -> bool:
+        """Whether it is rotated with signs that are drawn."""
+        return self.hadamard is not None and self.hadamard.drawn
+
     def without_rotation(self) -> Role:
         """The same role without `hadamard`."""
         return self if self.hadamard is None else dataclasses.replace(self, hadamard=None)
@@ -91,7 +96,7 @@ _FORMS = {  # the GEMM that reads a tensor rowwise, and the one that reads it co
 
 
 def _drawn(role: Role | None) -> bool:
-    return role is not None and role.hadamard is not None and role.hadamard.drawn
+    return role is not None and role.draws_signs
 
 
 @dataclasses.dataclass(frozen=True)
