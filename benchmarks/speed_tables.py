@@ -126,10 +126,11 @@ def best_speed() -> str:
 def train_step() -> str:
     """The example's training step."""
     result = load("train_step")
-    rows = [("model", "recipe", "against", "speed", "ours, ms", "theirs, ms")]
+    rows = [("model", "recipe", "against", "speed", "target", "ours, ms", "theirs, ms")]
     for c in result["cases"]:
         ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
-        rows.append((c["size"], c["recipe"], c["against"], f"{c['ratio']['median']:.2f}x", ours, theirs))
+        target = "" if c["target"] is None else f"{c['target']}x"
+        rows.append((c["size"], c["recipe"], c["against"], f"{c['ratio']['median']:.2f}x", target, ours, theirs))
     return markdown(rows) + "\n\n" + where(result)
 
 

@@ -30,7 +30,11 @@ RECIPES = {
     "FP8 block": jlp.Float8BlockScaling(),
     "FP8 current": jlp.Float8CurrentScaling(),
     "FP8 delayed": jlp.DelayedScaling(),
+    "NVFP4Eden 16x16": jlp.NVFP4Eden("16x16"),
+    "NVFP4Eden": jlp.NVFP4Eden(),
 }
+PLAIN = ("bfloat16", "float32")  # the types of the model in plain Flax
+AGAINST_NVFP4 = {"NVFP4Eden 16x16": 0.91, "NVFP4Eden": None}  # these against the default recipe, with their targets
 
 
 class Stepper:
@@ -62,7 +66,7 @@ def main() -> None:
         batches = Batches(text, 8, config.context, 0)
         plain = {
             dtype: Stepper(dataclasses.replace(config, dtype=dtype), nnx.Linear, batches)
-            for dtype in ("bfloat16", "float32")
+            for dtype in PLAIN
         }
         sides = dict(plain)
         for name, recipe in RECIPES.items():
@@ -74,18 +78,18 @@ def main() -> None:
                 return sides[name]()
 
         seconds = alternate({name: functools.partial(under, name) for name in sides}, options.rounds)
-        for name in RECIPES:
-            for dtype in plain:
-                ratio = {k: seconds[dtype][k] / seconds[name][k] for k in ("median", "min")}
-                against = f"plain Flax, {dtype}"
-                case = {"size": size, "recipe": name, "against": against, "ratio": ratio}
-                found.append(case | {"ours": seconds[name], "theirs": seconds[dtype]})
-                mine, other = (1e3 * seconds[side]["median"] for side in (name, dtype))
-                print(
-                    f"{size:8} {name:12} {mine:.0f} ms, {against} {other:.0f} ms: "
-                    f"{ratio['median']:.2f}x (min {ratio['min']:.2f}x)",
-                    flush=True,
-                )
+        pairs = [(name, other, f"plain Flax, {other}", None) for name in RECIPES for other in PLAIN]
+        pairs += [(name, "NVFP4", "NVFP4", target) for name, target in AGAINST_NVFP4.items()]
+        for name, other, against, target in pairs:
+            ratio = {k: seconds[other][k] / seconds[name][k] for k in ("median", "min")}
+            case = {"size": size, "recipe": name, "against": against, "target": target, "ratio": ratio}
+            found.append(case | {"ours": seconds[name], "theirs": seconds[other]})
+            ours, theirs = (1e3 * seconds[side]["median"] for side in (name, other))
+            print(
+                f"{size:8} {name:16} {ours:.0f} ms, {against} {theirs:.0f} ms: "
+                f"{ratio['median']:.2f}x (min {ratio['min']:.2f}x{f', target {target}x' if target else ''})",
+                flush=True,
+            )
     if options.save:
         print(save("train_step", {"cases": found}))
 

@@ -1,7 +1,7 @@
 """Repeats the comparison of train_lm.py over seeds, lengths and ablations, and writes a summary.
 
     python examples/training_study.py --out runs/study    # an hour on 2 cores; resumes where it was stopped
-    python examples/training_study.py --out runs/frontier --frontier    # beyond the default NVFP4: another hour
+    python examples/training_study.py --out runs/frontier --frontier    # beyond the default NVFP4: three hours
 
 Every run of a seed starts from the same parameters and sees the same data. Gaps are relative differences of the mean
 training loss over the last 50 steps, and of the validation loss, from bf16's. The noise floor is the gap of a bf16 run
@@ -10,10 +10,12 @@ whose initial parameters are changed by 1e-4: smaller gaps say nothing.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from lm.model import SIZES
-from lm.recipes import EDEN_TAIL, FRONTIER, NEEDS, run_named
+from lm.recipes import EDEN_TAIL, FRONTIER, NEEDS, TAIL, run_named
 from lm.study import BASELINES, DEFAULT, arguments, parsed, print_gaps, results_of, settings_of, summarize, write
 
 ABLATED = (
@@ -21,7 +23,23 @@ ABLATED = (
     *("mxfp8", "fp8_block", "fp8_current", "fp8_delayed"),
 )
 KEPT = {"last": (0, 1), "first": (1, 0), "none": (0, 0)}  # how many of the first and of the last blocks stay in bf16
-AT_EVERY_BLOCK = (DEFAULT, "nvfp4-eden", EDEN_TAIL)  # of the frontier
+FEW = (DEFAULT, "nvfp4-eden", EDEN_TAIL)  # of the frontier: those with other blocks in bf16, and with more steps
+BEST = (*FEW, "nvfp4-eden-search", TAIL)  # of the frontier: those with more seeds
+
+
+def parts(options: argparse.Namespace, kept: str) -> Iterator[tuple[Sequence[str], int, range]]:
+    """The names, the steps and the seeds of the runs with this block in bf16."""
+    seeds = range(options.seeds)
+    lengths = options.steps or ([1000, 3000] if options.frontier else [400, 1000])
+    ablated = lengths if options.ablation_steps is None else options.ablation_steps
+    for steps in lengths:
+        if options.recipe or not options.frontier:
+            yield [name for name in options.recipe or ABLATED if name == DEFAULT or steps in ablated], steps, seeds
+        elif kept == "last" and steps == min(lengths):
+            yield FRONTIER, steps, seeds
+            yield BEST, steps, range(options.seeds, options.best_seeds)
+        elif kept == "last" or steps == min(lengths):
+            yield FEW, steps, seeds
 
 
 def main() -> None:
@@ -29,27 +47,24 @@ def main() -> None:
     parser = arguments(__doc__, "runs/study")
     parser.add_argument("--frontier", action="store_true", help="the recipes beyond the default NVFP4 recipe")
     parser.add_argument("--recipe", nargs="+", help=f"each {NEEDS}")
-    parser.add_argument("--steps", nargs="+", type=int, help="default: 400 1000; with --frontier 1000")
+    parser.add_argument("--steps", nargs="+", type=int, help="default: 400 1000; with --frontier 1000 3000")
     parser.add_argument("--ablation-steps", nargs="*", type=int, help=f"lengths of others than {DEFAULT}; default: all")
     parser.add_argument("--kept", nargs="+", choices=KEPT, help="block that stays in bf16; default: last, or every one")
+    parser.add_argument(
+        "--best-seeds", type=int, default=5, help="seeds of the best of the frontier, last block in bf16"
+    )
     options, text = parsed(parser)
-    names = options.recipe or (FRONTIER if options.frontier else ABLATED)
-    lengths = options.steps or ([1000] if options.frontier else [400, 1000])
-    ablated = lengths if options.ablation_steps is None else options.ablation_steps
     summary = []
     for kept in options.kept or (KEPT if options.frontier else ["last"]):
         first, last = KEPT[kept]
         config = dataclasses.replace(SIZES[options.size], high_precision_first=first, high_precision_last=last)
         runs = []
-        for steps in lengths:
-            chosen = [name for name in names if name == DEFAULT or steps in ablated]
-            if options.frontier and kept != "last" and not options.recipe:
-                chosen = [name for name in chosen if name in AT_EVERY_BLOCK]
+        for names, steps, seeds in parts(options, kept):
             try:
-                named = [run_named(name, steps) for name in chosen]
+                named = [run_named(name, steps) for name in names]
             except ValueError as error:
                 parser.error(f"--recipe {error}")
-            runs += results_of(options, text, steps, [(run, config) for run in (*BASELINES, *named)], kept)
+            runs += results_of(options, text, steps, [(run, config) for run in (*BASELINES, *named)], kept, seeds)
         found = summarize(runs)
         summary += [{"kept": kept, **entry} for entry in found]
         print(f"{kept} block in bf16" if kept != "none" else "no block in bf16")

@@ -9,7 +9,7 @@ import pathlib
 import shutil
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -46,14 +46,21 @@ def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, np.ndar
 
 
 def results_of(
-    options: argparse.Namespace, text: np.ndarray, steps: int, sides: Sequence[tuple[Run, Config]], part: str = ""
+    options: argparse.Namespace,
+    text: np.ndarray,
+    steps: int,
+    sides: Sequence[tuple[Run, Config]],
+    part: str = "",
+    seeds: Iterable[int] | None = None,
 ) -> list[dict[str, Any]]:
     """The results of all runs of all seeds, with their gaps; runs that are already in `options.out` are read.
 
-    `part`: of a study that has several, the folder of one in `options.out`.
+    Arguments:
+        part: of a study that has several, the folder of one in `options.out`.
+        seeds: default: as many as `options.seeds` says.
     """
     found: list[dict[str, Any]] = []
-    for seed in range(options.seeds):
+    for seed in range(options.seeds) if seeds is None else seeds:
         schedule = Schedule(steps, options.learning_rate, options.batch, seed, checkpoint_every=steps)
         results = []
         for run, config in sides:
