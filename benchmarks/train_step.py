@@ -64,10 +64,7 @@ def main() -> None:
     for size in options.size:
         config = SIZES[size]
         batches = Batches(text, 8, config.context, 0)
-        plain = {
-            dtype: Stepper(dataclasses.replace(config, dtype=dtype), nnx.Linear, batches)
-            for dtype in PLAIN
-        }
+        plain = {dtype: Stepper(dataclasses.replace(config, dtype=dtype), nnx.Linear, batches) for dtype in PLAIN}
         sides = dict(plain)
         for name, recipe in RECIPES.items():
             with jlp.autocast(recipe):
