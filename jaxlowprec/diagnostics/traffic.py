@@ -81,12 +81,27 @@ def collectives(compiled: Any) -> list[Collective]:
 
 
 def _collective(types: str, kind: str, start: str | None, line: str) -> Collective:
+    operands = _operands(types) if start else ""
+    types = types[len(operands) :]
     arrays = [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(types)]
     if start and kind == "collective-permute":
         arrays = arrays[1:2]  # operand, result, two contexts
-    elif start and kind != "all-reduce":
+    elif start and not operands and kind != "all-reduce":
         arrays = arrays[len(arrays) // 2 :]  # operands, results
     return Collective(kind, tuple(arrays), _group_size(line, len(arrays) if kind == "all-to-all" else 1))
+
+
+def _operands(types: str) -> str:
+    """The beginning of the type of an instruction that starts a collective, up to the results, where the operands are
+    a tuple of their own: "((f32[8]), f32[8])". Some versions of XLA print them so; else ""."""
+    if not types.startswith("(("):
+        return ""
+    depth = 0
+    for place, letter in enumerate(types[1:], start=1):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if depth == 0:
+            return types[: place + 1]
+    return ""
 
 
 def _group_size(line: str, results: int) -> int:

@@ -47,6 +47,14 @@ from tests.sharding.meshes import mesh_of, on_mesh, place
             Collective("all-reduce", (("f32", (8,)),), 2),
         ),
         (
+            "  %s = ((bf16[8]{0}), bf16[8]{0}) all-reduce-start(%x), replica_groups=mesh['axis_0'=8] {'axis_0'}",
+            Collective("all-reduce", (("bf16", (8,)),), 8),
+        ),
+        (
+            "  %s = ((u8[8,4]{1,0}), u8[8,4]{1,0:T(8,128)}) all-to-all-start(%x), replica_groups={{0,1}}",
+            Collective("all-to-all", (("u8", (8, 4)),), 2),
+        ),
+        (
             "  %s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}",
             Collective("collective-permute", (("f32", (8,)),), 2),
         ),
