@@ -5,6 +5,16 @@ from __future__ import annotations
 from cells import markdown
 from recorded import load
 
+_WAYS = {  # of quantising bfloat16 to NVFP4 in rows: where recipes have it, and its kernel
+    "nearest": ("every recipe", "1, false"),
+    "stochastic": ("gradients of `NVFP4BlockScaling`", "1, true"),
+    'scale_rule="four_over_six"': ("`nvfp4_4over6`", "3, false"),
+    'scale_rule="four_over_six_mse"': ("`NVFP4Eden` in fprop", "4, false"),
+    'scale_rule="search"': ('`NVFP4Eden(scale_rule="search")` in fprop', "5, false"),
+    'eden, scale_rule="six"': ("torchao's V2", "2, true"),
+    'eden, scale_rule="four_over_six_mse"': ("`NVFP4Eden` in dgrad and wgrad", "4, true"),
+    'eden, scale_rule="search"': ('`NVFP4Eden(scale_rule="search")` in dgrad and wgrad', "5, true"),
+}
 _KEPT = {"last": "the last block", "first": "the first block", "none": "no block"}
 
 
@@ -50,19 +60,38 @@ def _about(result: dict, *kept: str) -> str:
 def frontier_study() -> str:
     """The recipes beyond the default NVFP4 recipe, by the block that stays in bf16."""
     result = load("frontier_study")
-    rows = [("in bf16", "run", "loss gap", "by seed", "less than `nvfp4`", "validation gap", "less than `nvfp4`")]
+    less = "less than `nvfp4`"
+    rows = [("in bf16", "steps", "run", "loss gap", "by seed", less, "validation gap", less)]
     for s in result["summary"]:
         loss, validation = s["loss_gap_percent"], s["validation_loss_gap_percent"]
         seeds = ", ".join(f"{g:+.2f}" for g in loss["by_seed"])
         gaps = _with_error(loss), seeds, *_less(s, loss), _with_error(validation), *_less(s, validation)
-        rows.append((_KEPT[s["kept"]], s["run"], *gaps))
-    (steps,) = {s["steps"] for s in result["summary"]}
-    return f"{markdown(rows)}\n\n{steps} steps; {_about(result)}"
+        rows.append((_KEPT[s["kept"]], f"{s['steps']:,}", s["run"], *gaps))
+    return f"{markdown(rows)}\n\n{_about(result)}"
+
+
+def frontier_cost() -> str:
+    """What the ways of quantising take on GPUs, in instructions."""
+    kernels = load("instructions")["kernels"]
+    architectures = ("sm_90a", "sm_100a")
+    rows = [("rows to NVFP4", "in", *(f"instructions an element, {architecture}" for architecture in architectures))]
+    for name, (where_used, variant) in _WAYS.items():
+        counts = kernels[f"quantize_rows<BF16, E2M1, {variant}>"]
+        rows.append(
+            (
+                f"`{name}`" if "=" in name and "," not in name else name,
+                where_used,
+                *(f"{counts[a]:.0f}" for a in architectures),
+            )
+        )
+    environment = load("instructions")["environment"]
+    return f"{markdown(rows)}\n\nCounted in machine code, commit {environment['commit']}; no GPU has run it."
 
 
 def _with_error(values: dict) -> str:
     """A mean of the seeds and its standard error."""
-    return f"{values['mean']:+.2f} ± {values['standard_error']:.2f} %"
+    error = values["standard_error"]
+    return f"{values['mean']:+.2f}{'' if error is None else f' ± {error:.2f}'} %"
 
 
 def _less(entry: dict, gap: dict) -> list[str]:

@@ -23,7 +23,8 @@ ABLATED = (
     *("mxfp8", "fp8_block", "fp8_current", "fp8_delayed"),
 )
 KEPT = {"last": (0, 1), "first": (1, 0), "none": (0, 0)}  # how many of the first and of the last blocks stay in bf16
-FEW = (DEFAULT, "nvfp4-eden", EDEN_TAIL)  # of the frontier: those with other blocks in bf16, and with more steps
+FEW = (DEFAULT, "nvfp4-eden", EDEN_TAIL)  # of the frontier: those with other blocks in bf16
+LONG = FEW[:2]  # of the frontier: those with more steps
 BEST = (*FEW, "nvfp4-eden-search", TAIL)  # of the frontier: those with more seeds
 
 
@@ -38,7 +39,9 @@ def parts(options: argparse.Namespace, kept: str) -> Iterator[tuple[Sequence[str
         elif kept == "last" and steps == min(lengths):
             yield FRONTIER, steps, seeds
             yield BEST, steps, range(options.seeds, options.best_seeds)
-        elif kept == "last" or steps == min(lengths):
+        elif kept == "last":
+            yield LONG, steps, seeds
+        elif steps == min(lengths):
             yield FEW, steps, seeds
 
 

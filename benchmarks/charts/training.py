@@ -77,8 +77,13 @@ def frontier() -> LineChart:
     blocks = {"last": "last block in bf16", "first": "first block in bf16", "none": "no block in bf16"}
     drawn = [s for s in summary if s["run"] in (_NOISE, "nvfp4", "nvfp4-eden") or "bf16-forward" in s["run"]]
     styles = _styles(list(dict.fromkeys(s["run"] for s in drawn)))
-    of_blocks = {kept: [s for s in drawn if s["kept"] == kept] for kept in blocks}
-    plots = [_plot(blocks[kept], found, styles) for kept, found in of_blocks.items() if found]
+    parts = dict.fromkeys((s["kept"], s["steps"]) for s in drawn)
+    plots = [
+        _plot(
+            f"{blocks[kept]}, {steps:,} steps", [s for s in drawn if (s["kept"], s["steps"]) == (kept, steps)], styles
+        )
+        for kept, steps in parts
+    ]
     return _chart("NVFP4: recipe and block in bf16", plots, settings)
 
 
