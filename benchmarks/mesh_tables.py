@@ -9,13 +9,13 @@ from recorded import load, where
 def traffic() -> str:
     """What each device sends for a layer."""
     result = load("traffic")
-    rows = [("mesh", "recipe", "operands, MiB", "sums, MiB", "operands against bfloat16")]
+    rows = [("mesh", "recipe", "sums in", "operands, MiB", "sums, MiB", "all, against bfloat16", "operands")]
     for r in result["results"]:
-        plain = next(
-            o["operands"] for o in result["results"] if (o["placement"], o["recipe"]) == (r["placement"], "bfloat16")
-        )
-        ratio = f"{r['operands'] / plain:.2f}" if plain else ""
-        rows.append((r["placement"], r["recipe"], mebibytes(r["operands"]), mebibytes(r["sums"]), ratio))
+        plain = next(o for o in result["results"] if (o["placement"], o["recipe"]) == (r["placement"], "bfloat16"))
+        ratio = f"{r['operands'] / plain['operands']:.2f}" if plain["operands"] else ""
+        total = f"{(r['operands'] + r['sums']) / (plain['operands'] + plain['sums']):.2f}"
+        sizes = mebibytes(r["operands"]), mebibytes(r["sums"])
+        rows.append((r["placement"], r["recipe"], r["kind_of_sums"], *sizes, total, ratio))
     e = result["environment"]
     compiled = f"compiled for {result['devices']} {result['compiled_for']}"
     return markdown(rows) + f"\n\n{compiled}, jax {e['versions']['jax']}, commit {e['commit']}."
@@ -26,9 +26,9 @@ NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second that one H100 sends: NVLink 4
 
 def projection() -> str:
     """Seconds on the wire for a layer on more devices, from the bytes on eight and the rates of the links."""
-    measured = {(r["placement"], r["recipe"]): r for r in load("traffic")["results"]}
+    measured = {(r["placement"], (r["recipe"], r["kind_of_sums"])): r for r in load("traffic")["results"]}
     recipes = dict.fromkeys(recipe for _, recipe in measured)
-    rows = [("mesh", "recipe", "8 H100", "64 H100", "512 H100")]
+    rows = [("mesh", "recipe", "sums in", "8 H100", "64 H100", "512 H100")]
 
     def seconds(count: float, rate: float) -> str:
         return f"{1e3 * count / rate:.2f} ms"
@@ -37,13 +37,13 @@ def projection() -> str:
         r = measured["FSDP", recipe]
         whole = (r["operands"] + r["sums"]) * 8 / 7  # what a device would send among very many
         flat = [seconds(whole * (n - 1) / n, NVLINK if n == 8 else INFINIBAND) for n in (8, 64, 512)]
-        rows.append(("FSDP over all", recipe, *flat))
+        rows.append(("FSDP over all", *recipe, *flat))
     for recipe in recipes:
         t, f = measured["tensor, sequence", recipe], measured["FSDP", recipe]
         within = (t["operands"] + t["sums"]) / NVLINK
         whole = (f["operands"] + f["sums"]) * 8 / 7 / 8  # each device of a node has an eighth of the weights
         both = [f"{1e3 * (within + whole * (n - 1) / n / INFINIBAND):.2f} ms" for n in (1, 8, 64)]
-        rows.append(("tensor and sequence within a node, FSDP over nodes", recipe, *both))
+        rows.append(("tensor and sequence within a node, FSDP over nodes", *recipe, *both))
     return markdown(rows)
 
 

@@ -3,13 +3,16 @@
     PYTHONPATH=. python benchmarks/traffic.py --save
 
 It takes no GPU: JAX's plugin for CUDA compiles for a description of one (pip install --no-deps jax-cuda13-plugin
-jax-cuda13-pjrt, of jaxlib's version). Nothing runs: the bytes are exact, and there is no time in the results.
+jax-cuda13-pjrt, of jaxlib's version), and the library has to be built with CUDA. Nothing runs: the bytes are exact, and
+there is no time in the results.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +23,17 @@ from timing import save
 
 import jaxlowprec as jlp
 from jaxlowprec import traffic
-from tests.cuda_without_gpu.described_gpu import devices_of
+from tests.cuda_without_gpu.described_gpu import described
 
 BATCH, TIME, WIDTH, HIDDEN = 8, 4096, 4096, 14336  # of Llama 3 8B
-RECIPES = {
+RECIPES: dict[str, Callable[..., jlp.Recipe] | None] = {
     "bfloat16": None,
-    "FP8 current": jlp.Float8CurrentScaling(),
-    "FP8 block": jlp.Float8BlockScaling(),
-    "MXFP8": jlp.MXFP8BlockScaling(),
-    "NVFP4": jlp.NVFP4BlockScaling(),
+    "FP8 current": jlp.Float8CurrentScaling,
+    "FP8 block": jlp.Float8BlockScaling,
+    "MXFP8": jlp.MXFP8BlockScaling,
+    "NVFP4": jlp.NVFP4BlockScaling,
 }
+SUMS = ("float32", "bfloat16", "quantized")  # of the recipes that quantise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,20 +98,32 @@ def sent(recipe, place: Placement, devices) -> dict[str, float]:
     return found
 
 
+def sent_under(make: Callable[..., jlp.Recipe] | None, place: Placement, devices) -> Iterator[tuple[str, dict]]:
+    """What is sent, for each kind of sum. Operands are those of float32 sums: quantised sums travel by the same kinds
+    of collectives."""
+    if make is None:
+        yield "bfloat16", sent(None, place, devices)
+        return
+    operands = None
+    for kind in SUMS:
+        found = sent(make(sums=kind), place, devices)
+        operands = found["operands"] if operands is None else operands
+        yield kind, {"operands": operands, "sums": found["sums"] + found["operands"] - operands}
+
+
 def main() -> None:
     """Compiles and prints; writes benchmarks/results with --save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    devices = devices_of("H100", 8)
     results = []
-    for placement, place in PLACEMENTS.items():
-        for recipe, value in RECIPES.items():
-            found = sent(value, place, devices)
-            results.append({"placement": placement, "recipe": recipe, **found})
-            mebibytes = ", ".join(f"{what} {n / 2**20:.1f} MiB" for what, n in found.items())
-            print(f"{placement:26} {recipe:12} {mebibytes}", flush=True)
+    with described("H100", 8) as devices:
+        for (placement, place), (recipe, make) in itertools.product(PLACEMENTS.items(), RECIPES.items()):
+            for kind, found in sent_under(make, place, devices):
+                results.append({"placement": placement, "recipe": recipe, "kind_of_sums": kind, **found})
+                mebibytes = ", ".join(f"{what} {n / 2**20:.1f} MiB" for what, n in found.items())
+                print(f"{placement:26} {recipe:12} {kind:10} {mebibytes}", flush=True)
     if options.save:
         shape = {"batch": BATCH, "time": TIME, "width": WIDTH, "hidden": HIDDEN}
         print(save("traffic", {"compiled_for": "H100", "devices": 8, "layer": shape, "results": results}))

@@ -10,7 +10,7 @@ from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Te
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.diagnostics.support import Supported, supported
-from jaxlowprec.layers.collectives import all_gather_quantized
+from jaxlowprec.layers.collectives import all_gather_quantized, all_to_all_quantized
 from jaxlowprec.layers.dot_general import dot_general, einsum
 from jaxlowprec.layers.fused.mlp import mlp
 from jaxlowprec.layers.fused.shared_input import linears
@@ -31,6 +31,7 @@ from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.ops.sums.api import all_reduce_quantized, reduce_scatter_quantized
 from jaxlowprec.recipes.autocast import autocast, current_recipe
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
 from jaxlowprec.recipes.eden import NVFP4Eden
@@ -39,6 +40,7 @@ from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import DEFAULT_EXCLUDE, Int4QAT, WeightQAT
 from jaxlowprec.recipes.roles import MMParams, QParams, Recipe, Role, Roles
 from jaxlowprec.recipes.schedules import RecipeSchedule, recipe_schedule
+from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import (
     DelayedScaling,
     Float8BlockScaling,
@@ -84,10 +86,13 @@ __all__ = [
     "RecipeSchedule",
     "Role",
     "Roles",
+    "Sums",
     "Supported",
     "WeightQAT",
     "accumulate_gradients",
     "all_gather_quantized",
+    "all_reduce_quantized",
+    "all_to_all_quantized",
     "autocast",
     "checkpoint_policies",
     "checkpoints",
@@ -122,6 +127,7 @@ __all__ = [
     "quantize_params",
     "ragged_dot",
     "recipe_schedule",
+    "reduce_scatter_quantized",
     "relu_squared",
     "rms_norm",
     "scaled_matmul",

@@ -34,6 +34,7 @@ from jaxlowprec.ops.split_rows import merged_rows, split_rows
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import dimensions_of, resharded, sharding_of, sharding_of_product
@@ -158,8 +159,8 @@ class LayerCall:
         out_sharding = self._out_sharding(x, w, out_sharding)
         state = self._checked_state()
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
-        overrides = recipe.backward_override, recipe.delayed
-        spec = ProductSpec(roles, *overrides, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
+        of_recipe = recipe.backward_override, recipe.sums, recipe.delayed
+        spec = ProductSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
         batch = x.shape[: -3 if rows_split else -2]
         tokens = math.prod(x.shape[len(batch) : -1])
         randomness = randomness_of(self.who, roles, self.key, batch, (tokens, weight.shape[-1]), self.name)
@@ -169,7 +170,9 @@ class LayerCall:
             used, state = delayed_scaling.used_and_handed_on(state)
         states = used, probes.probe(self.who, self.name)
         of_weight = weight_randomness(self.who, roles, self.key, weight.shape, self.name)
-        product = Product(w, bias, randomness, self.quantized, signs=signs, of_weight=of_weight)
+        of_sums = sum_randomness(self.who, recipe, self.key, (*x.shape[-1:], *weight.shape[-1:]), self.name)
+        sources: Any = {"signs": signs, "of_weight": of_weight, "of_sums": of_sums}
+        product = Product(w, bias, randomness, self.quantized, **sources)
         return Prepared(spec, self.accumulated(product), states, state)
 
     def accumulated(self, product: Product) -> Product:
@@ -351,9 +354,9 @@ def computes_own_product(who: str, layer: Any, given: Any, recipe: Recipe | None
     return True
 
 
-def uses_key(roles: Roles) -> bool:
-    """Whether a key would have an effect."""
-    return roles.drawn or roles.draws_signs or roles.draws_for_weight
+def uses_key(roles: Roles, sums: Sums = IN_FLOAT32) -> bool:
+    """Whether a key would have an effect. `sums`: of the recipe, where devices add them up."""
+    return roles.drawn or roles.draws_signs or roles.draws_for_weight or sums.drawn
 
 
 def randomness_of(
@@ -372,6 +375,15 @@ def signs_for(who: str, roles: Roles, key: jax.Array | None, tokens: tuple[int, 
     if not roles.draws_signs:
         return None
     return Randomness(seed=keyless_seed(*tokens, name)) if key is None else Randomness(words=key_words(who, key, ()))
+
+
+def sum_randomness(
+    who: str, recipe: Recipe, key: jax.Array | None, shape: tuple[int, int], name: str
+) -> Randomness | None:
+    """The source of what sums over devices draw, if they draw something (numerics.md 16). `shape`: of the kernel."""
+    if not recipe.sums.drawn:
+        return None
+    return Randomness(seed=keyless_seed(*shape, name)) if key is None else Randomness(words=key_words(who, key, ()))
 
 
 def weight_randomness(

@@ -130,6 +130,7 @@ class Product(NamedTuple):
         signs: the source of the signs with which wgrad's operands are rotated, if they are drawn. Products that share
             their input use the first one's.
         of_weight: the source of what the kernel draws, see `weight_both_ways`.
+        of_sums: the source of what sums over devices draw, see `Gemms.summed`.
     """
 
     w: Any
@@ -140,6 +141,7 @@ class Product(NamedTuple):
     sizes: Any = None
     signs: Randomness | None = None
     of_weight: Randomness | None = None
+    of_sums: Randomness | None = None
 
 
 States = tuple[Any, Any]
@@ -160,7 +162,7 @@ class KeptProduct(NamedTuple):
     Attributes:
         w: the kernel as dgrad reads it.
         like: markers of the dtypes of the kernel and of the bias.
-        randomness, total, sizes, signs: see `Product`.
+        randomness, total, sizes, signs, of_sums: see `Product`.
         state, found: of delayed scaling and of telemetry, with what the forward pass knows.
     """
 
@@ -172,6 +174,7 @@ class KeptProduct(NamedTuple):
     state: Any
     found: Any
     signs: Randomness | None
+    of_sums: Randomness | None
 
 
 def roles_of_input(spec: ProductSpec, *, forward=True, backward=False) -> tuple[Role | None, Role | None]:
@@ -234,7 +237,8 @@ def fprop(spec: ProductSpec, given: Input, product: Product, state, *, keep: boo
             w_row, w_column = weight_both_ways(w, row, column, **options)
     with in_profiles("fprop"):
         if spec.fprop:
-            y = rows.by_weight(given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding)
+            sums = spec.summed("fprop", product.of_sums, given.rowwise)
+            y = rows.by_weight(given.rowwise, w_column.mT, product.bias, spec.out_dtype, spec.out_sharding, sums)
         else:
             w = (w if w is not None else w_column.dequantize()).astype(given.x.dtype)
             y = rows.plain_by_weight(given.x, w, jnp.float32, spec.out_sharding)
@@ -257,7 +261,8 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
         found = measured_forward(probe, given.x, w, *forms, spec.rows_split, product.sizes)
     like = dtype_marker(w), dtype_marker(product.bias)
     kept_w = named(kept_w, QUANTIZED_WEIGHT)
-    kept = KeptProduct(kept_w, like, product.randomness, product.total, product.sizes, state, found, product.signs)
+    of_product = product.randomness, product.total, product.sizes
+    kept = KeptProduct(kept_w, like, *of_product, state, found, product.signs, product.of_sums)
     return y, kept, kernel
 
 
@@ -305,7 +310,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
         quantized: dy row- and columnwise, if nothing else is read of it; dy then is None.
         sums: of dy over rows, float32, if they are known.
     """
-    w, (like_w, like_bias), _, total, sizes, state, found, _ = kept
+    w, (like_w, like_bias), _, total, sizes, state, found, _, of_sums = kept
     x, w = read((x, w))
     x_sharding, w_sharding, bias_sharding = spec.shardings
     rows = rows_of(spec, sizes)
@@ -317,14 +322,14 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
     # JAX does not check these dtypes: they must be those of the primals.
     with in_profiles("dgrad"):
         if spec.dgrad:
-            dx = rows.by_weight(dy_row, w, None, dx_dtype, x_sharding)
+            dx = rows.by_weight(dy_row, w, None, dx_dtype, x_sharding, spec.summed("dgrad", of_sums, dy_row))
         else:
             dx = rows.plain_by_weight(dy, jnp.swapaxes(decoded(w, dy.dtype), -1, -2), dx_dtype, x_sharding)
     dw = None
     with in_profiles("wgrad"):
         dtype = None if like_w is None else like_w.dtype if total is None else jnp.float32
         if like_w is not None and spec.wgrad:
-            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total)
+            dw = rows.wgrad(x, dy_column, dtype, w_sharding, total, spec.summed("wgrad", of_sums, dy_column))
         elif like_w is not None:
             dw = rows.plain_wgrad(x, dy, dtype, w_sharding)
             dw = dw if total is None else total + dw

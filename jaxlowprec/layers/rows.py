@@ -26,7 +26,8 @@ from jaxlowprec.ops.grouped_matmul.api import (
 from jaxlowprec.ops.grouped_matmul.groups import Groups
 from jaxlowprec.ops.grouped_matmul.op import bias_of_rows
 from jaxlowprec.ops.grouped_matmul.quantize_op import over_batches
-from jaxlowprec.ops.scaled_matmul.api import scaled_matmul, scaled_matmul_of_split_rows
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul_of_rows
+from jaxlowprec.ops.sums.kinds import IN_FLOAT32
 from jaxlowprec.wiring.out_sharding import resharded
 
 
@@ -57,18 +58,17 @@ class AllRows:
         """The amax from which random bits are derived where there is no key."""
         return tensor_amax(x, True, None, rows_split=self.split)[0]
 
-    def by_weight(self, a, b, bias, out_dtype, sharding) -> jax.Array:
-        """a, quantised rowwise, times b, quantised along the same axis."""
-        return self._multiply(a, b, bias, out_dtype, sharding, None)
+    def by_weight(self, a, b, bias, out_dtype, sharding, sums=IN_FLOAT32) -> jax.Array:
+        """a, quantised rowwise, times b, quantised along the same axis. `sums`: see `Summed`."""
+        return self._multiply(a, b, bias, out_dtype, sharding, sums)
 
-    def wgrad(self, x, dy, out_dtype, sharding, total=None) -> jax.Array:
+    def wgrad(self, x, dy, out_dtype, sharding, total=None, sums=IN_FLOAT32) -> jax.Array:
         """x transposed times dy, both quantised columnwise; plus `total`, in the GEMM."""
-        return self._multiply(x.mT, dy.mT, None, out_dtype, sharding, total)
+        return self._multiply(x.mT, dy.mT, None, out_dtype, sharding, sums, accumulate=total)
 
-    def _multiply(self, a, b, bias, out_dtype, sharding, total) -> Any:
-        multiply = scaled_matmul_of_split_rows if self.split else scaled_matmul
-        options: Any = {"out_dtype": out_dtype, "out_sharding": sharding, "precision": self.precision}
-        return multiply(a, b, bias, accumulate=total, **options)
+    def _multiply(self, a, b, bias, out_dtype, sharding, sums, accumulate=None) -> Any:
+        options: Any = {"out_dtype": out_dtype, "out_sharding": sharding, "precision": self.precision, "sums": sums}
+        return scaled_matmul_of_rows(a, b, bias, rows_split=self.split, accumulate=accumulate, **options)
 
     def plain_by_weight(self, x, w, out_dtype, sharding) -> jax.Array:
         """x times w in high precision, accumulated in float32."""
@@ -119,12 +119,14 @@ class RowsInGroups:
         """See `AllRows.amax`: [..., E]."""
         return group_amaxes(x, self.sizes, True, None)[0]
 
-    def by_weight(self, a, b, bias, out_dtype, sharding) -> jax.Array:
-        """See `AllRows.by_weight`."""
+    def by_weight(self, a, b, bias, out_dtype, sharding, sums=IN_FLOAT32) -> jax.Array:
+        """See `AllRows.by_weight`; sums of groups are in float32."""
+        del sums
         return resharded(multiply_groups(a, b, bias, out_dtype, precision=self.precision), sharding)
 
-    def wgrad(self, x, dy, out_dtype, sharding, total=None) -> jax.Array:
-        """See `AllRows.wgrad`: [..., E, K, N]."""
+    def wgrad(self, x, dy, out_dtype, sharding, total=None, sums=IN_FLOAT32) -> jax.Array:
+        """See `AllRows.wgrad`: [..., E, K, N]. No mesh splits the rows of groups."""
+        del sums
         return resharded(multiply_within_groups(x, dy, out_dtype, precision=self.precision, accumulate=total), sharding)
 
     def plain_by_weight(self, x, w, out_dtype, sharding) -> jax.Array:

@@ -68,7 +68,7 @@ class DotGeneral(nn.Module):
         name = "/".join(self.path[:-1])
         recipe = _recipe(self, self.rules, name)
         state = None if recipe is None or recipe.delayed is None else _state(self, recipe.delayed)
-        wanted = recipe is not None and uses_key(recipe.roles(name=name)) and self.has_rng("sr")
+        wanted = recipe is not None and uses_key(recipe.roles(name=name), recipe.sums) and self.has_rng("sr")
         y = dot_general(
             lhs,
             rhs,

@@ -118,7 +118,7 @@ def _options(layer: nn.Module, given: Any, recipe: Recipe | None) -> dict[str, A
     name = "/".join(layer.path)
     if recipe is None or is_quantized(_loaded(layer)):
         return {"recipe": given, "key": None, "name": name, "state": None, "precision": layer.precision}
-    wanted = uses_key(recipe.roles(name=name)) and layer.has_rng("sr")
+    wanted = uses_key(recipe.roles(name=name), recipe.sums) and layer.has_rng("sr")
     state = None if recipe.delayed is None else _state(layer, recipe.delayed)
     key = layer.make_rng("sr") if wanted else None
     return {"recipe": recipe, "key": key, "name": name, "state": state, "precision": layer.precision}

@@ -122,7 +122,7 @@ class _Quantizing(nnx.Module):
     def _options(self, recipe: Recipe | None) -> dict[str, Any]:
         if recipe is None or self._loaded() is not None:
             return {"recipe": self.recipe, "key": None, "name": self.name, "state": None, "precision": self.precision}
-        key = self.sr() if uses_key(recipe.roles(name=self.name)) and self.sr is not None else None
+        key = self.sr() if uses_key(recipe.roles(name=self.name), recipe.sums) and self.sr is not None else None
         state = self._read_state(recipe)
         return {"recipe": recipe, "key": key, "name": self.name, "state": state, "precision": self.precision}
 

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import Format
+from jaxlowprec.ops.sums.kinds import SumKind
 from jaxlowprec.recipes.fields import backward_override
 from jaxlowprec.recipes.roles import GEMMS, BackwardOverride, Recipe, Role, Roles
+from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import check_common
 
 
@@ -40,6 +42,7 @@ class Custom(Recipe):
             hashable and always return the same for the same role: it is called whenever a function is traced. Two
             lambdas are two recipes.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+        sums: how devices add up partial sums: `Sums`, or one of its values for all GEMMs.
 
     Raises:
         TypeError: the factory is not a hashable function, or returns something else.
@@ -53,6 +56,7 @@ class Custom(Recipe):
 
     factory: Callable[[QuantizerRole], Format | Role | None | Mapping[str, Format | Role | None]]
     backward_override: BackwardOverride = backward_override()
+    sums: Sums | SumKind = Sums()
 
     def __post_init__(self):
         check_common(self)

@@ -7,8 +7,10 @@ from typing import Literal
 
 from jaxlowprec.arrays.formats import NVFP4, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
+from jaxlowprec.ops.sums.kinds import SumKind
 from jaxlowprec.recipes.fields import backward_override, check_field, check_one_override
 from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, Recipe, Role, Roles
+from jaxlowprec.recipes.sums import Sums, check_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,7 @@ class NVFP4Eden(Recipe):
             error.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
         forward_override: see `NVFP4BlockScaling`. The weight of dgrad then is quantised from the master weight.
+        sums: how devices add up partial sums: `Sums`, or one of its values for all GEMMs.
 
     Raises:
         TypeError, ValueError: a field has another value.
@@ -63,6 +66,7 @@ class NVFP4Eden(Recipe):
     requantize_input: bool = False
     backward_override: BackwardOverride = backward_override()
     forward_override: ForwardOverride = None
+    sums: Sums | SumKind = Sums()
 
     def __post_init__(self):
         check_field(self, "weight_block", ("1x16", "16x16"))
@@ -73,6 +77,7 @@ class NVFP4Eden(Recipe):
         check_field(self, "requantize_input", (True, False))
         check_field(self, "backward_override", (None, "high_precision", "dequantized"))
         check_one_override(self)
+        check_sums(self)
 
     def roles(self, module_type: str = "linear", name: str = "") -> Roles:
         """The roles of the table above, for every layer."""

@@ -9,6 +9,7 @@ from jaxlowprec.arguments import shown
 from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import QAT
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Roles
+from jaxlowprec.recipes.sums import Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,11 @@ class PerGemm(Recipe):
     def _recipes(self) -> dict[str, Recipe]:
         given = {gemm: getattr(self, gemm) for gemm in GEMMS}
         return {gemm: recipe for gemm, recipe in given.items() if isinstance(recipe, Recipe)}
+
+    @property
+    def sums(self) -> Sums:
+        """Those of each GEMM's own recipe."""
+        return Sums(**{gemm: getattr(recipe.sums, gemm) for gemm, recipe in self._recipes().items()})
 
     def applies_to(self, name: str) -> bool:
         """Whether the recipe of any GEMM applies to a layer of this name."""

@@ -15,6 +15,7 @@ from jaxlowprec.arrays.formats import Format, check_amax_epsilon
 from jaxlowprec.arrays.hadamard import Hadamard
 from jaxlowprec.ops.quantize.checks import ROUNDINGS, Rounding, check_eden
 from jaxlowprec.recipes.fields import check_field
+from jaxlowprec.recipes.sums import Sums
 
 if TYPE_CHECKING:
     from jaxlowprec.recipes.transformer_engine import DelayedScaling
@@ -311,9 +312,11 @@ class Recipe:
         backward_override: None: the backward GEMMs are quantised as the roles say. "high_precision": they are not, and
             read the original input and weight. "dequantized": they are not, and read the decoded operands of the
             forward pass.
+        sums: how devices add up the partial sums of the GEMMs.
     """
 
     backward_override: BackwardOverride
+    sums: Any = Sums()
 
     @property
     def delayed(self) -> DelayedScaling | None:

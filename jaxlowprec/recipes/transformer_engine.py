@@ -8,8 +8,10 @@ from typing import Any, Literal
 from jaxlowprec.arguments import is_one_of, shown
 from jaxlowprec.arrays.formats import MXFP8, NVFP4, Float8, Float8Block, Float8Tensor, ScaleRule
 from jaxlowprec.arrays.hadamard import Hadamard
+from jaxlowprec.ops.sums.kinds import SumKind
 from jaxlowprec.recipes.fields import backward_override, check_field, check_one_override, flag
 from jaxlowprec.recipes.roles import BackwardOverride, ForwardOverride, MMParams, QParams, Recipe, Role, Roles
+from jaxlowprec.recipes.sums import Sums, check_sums
 
 Fp8Format = Literal["E4M3", "HYBRID"]
 FourOverSix = Literal["none", "weights", "activations", "all"]
@@ -20,6 +22,7 @@ def check_common(recipe: Any) -> None:
     fields = {f.name for f in dataclasses.fields(recipe)}
     name = type(recipe).__name__
     check_field(recipe, "backward_override", (None, "high_precision", "dequantized"))
+    check_sums(recipe)
     if "fp8_format" in fields:
         if is_one_of(recipe.fp8_format, ("E5M2",)):
             raise ValueError(
@@ -79,6 +82,7 @@ class NVFP4BlockScaling(Recipe):
         forward_override: "high_precision": fprop reads the original operands, in the input's dtype; dgrad and wgrad are
             quantised as ever. For the last steps of a run, see `recipe_schedule`. For other recipes, give
             `PerGemm` no recipe for fprop: `PerGemm(dgrad=recipe, wgrad=recipe)`.
+        sums: how devices add up partial sums: `Sums`, or one of its values for all GEMMs.
 
     The default of a flag is 0, unless the environment sets it when the recipe is made: JAXLOWPREC_NVFP4_DISABLE_RHT,
     JAXLOWPREC_NVFP4_DISABLE_STOCHASTIC_ROUNDING, JAXLOWPREC_NVFP4_DISABLE_2D_QUANTIZATION,
@@ -100,6 +104,7 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
     backward_override: BackwardOverride = backward_override()
     forward_override: ForwardOverride = None
+    sums: Sums | SumKind = Sums()
 
     def __post_init__(self):
         check_common(self)
@@ -146,6 +151,7 @@ class MXFP8BlockScaling(Recipe):
         enable_2d_quantization: weights have 32x32 blocks, so that fprop and dgrad use the same weight.
         margin, fp8_dpa, fp8_mha: exist for Transformer Engine's signature; values other than the defaults raise.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+        sums: how devices add up partial sums: `Sums`, or one of its values for all GEMMs.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
@@ -159,6 +165,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     enable_2d_quantization: bool = False
     backward_override: BackwardOverride = backward_override()
+    sums: Sums | SumKind = Sums()
 
     def __post_init__(self):
         check_common(self)
@@ -188,6 +195,7 @@ class Float8BlockScaling(Recipe):
             Both operands of a GEMM must agree in power_2_scale.
         fp8_dpa, fp8_mha: True raises.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+        sums: how devices add up partial sums: `Sums`, or one of its values for all GEMMs.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
@@ -209,6 +217,7 @@ class Float8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = backward_override()
+    sums: Sums | SumKind = Sums()
 
     def __post_init__(self):
         check_common(self)
@@ -258,6 +267,7 @@ class Float8CurrentScaling(Recipe):
         fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of an operand; None: the recipe's scales.
         fp8_dpa, fp8_mha: True raises.
         backward_override: see `Recipe`; default: the environment's JAXLOWPREC_BACKWARD_OVERRIDE.
+        sums: how devices add up partial sums: `Sums`, or one of its values for all GEMMs.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
@@ -276,6 +286,7 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = backward_override()
+    sums: Sums | SumKind = Sums()
 
     def __post_init__(self):
         check_common(self)
@@ -317,6 +328,7 @@ class DelayedScaling(Recipe):
         reduce_amax: True: the amax is that of the whole array, for any sharding; False raises.
         fp8_dpa, fp8_mha: True raises.
         backward_override: None; delayed scaling has no other backward pass.
+        sums: how devices add up partial sums: `Sums`, or one of its values for all GEMMs.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a field has a value without effect or is of another type.
@@ -333,6 +345,7 @@ class DelayedScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
+    sums: Sums | SumKind = Sums()
 
     def __post_init__(self):
         check_common(self)

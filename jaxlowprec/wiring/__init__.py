@@ -2,5 +2,17 @@
 
 from jaxlowprec.wiring.defining import align_varying, as_bytes, define, from_bytes, further_axes, varying_axes
 from jaxlowprec.wiring.sharding_rule import ShardingRule
+from jaxlowprec.wiring.sums import IN_THEIR_DTYPE, Partials, Sums
 
-__all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]
+__all__ = [
+    "IN_THEIR_DTYPE",
+    "Partials",
+    "ShardingRule",
+    "Sums",
+    "align_varying",
+    "as_bytes",
+    "define",
+    "from_bytes",
+    "further_axes",
+    "varying_axes",
+]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxlowprec.wiring.sharding_rule import Placed, ShardingRule, Split
+from jaxlowprec.wiring.sums import IN_THEIR_DTYPE, Partials, Sums
 
 __all__ = ["ShardingRule", "align_varying", "as_bytes", "define", "from_bytes", "further_axes", "varying_axes"]
 
@@ -122,6 +124,7 @@ def define(
     out_spec: PartitionSpec | None = None,
     only_native: bool = False,
     missing: Mapping[str, str] | None = None,
+    sums: Sums = IN_THEIR_DTYPE,
 ) -> Callable:
     """Makes an op: a function of arrays that returns a tuple of arrays, under every transformation but autodiff.
 
@@ -143,7 +146,15 @@ def define(
         out_spec: in explicit mode, the wanted partition of the first result; followed as far as the rule allows.
         only_native: other platforms raise NotImplementedError instead of running the reference.
         missing: for error messages: why a platform is not among `platforms`.
+        sums: how `add_up` adds up. Where it draws, the op takes one more operand, uint32 [..., 2] with the batch axes,
+            which neither `outputs` nor the bodies see.
     """
+    if sums.drawn:
+        rule = rule.with_operand("... words", whole=["words"])
+        outputs, reference = _without_last(outputs), _without_last(reference)
+        if native:
+            mapping = native if isinstance(native, Mapping) else dict.fromkeys(platforms, native)
+            native = {platform: _without_last(body) for platform, body in mapping.items()}
     primitive = Primitive(name)
     primitive.multiple_results = True
     collectives = [collective] * len(rule.results) if callable(collective) else collective
@@ -210,20 +221,20 @@ def define(
         reduced = tuple(axis for factor in rule.reductions for axis in split.get(factor, ()))
         where = [split if rule.is_reduced(tokens) else landed for tokens in rule.operands]
 
-        def add_up(partial):
-            axes = set(reduced)
-            for dim, (factor, _) in enumerate(rule.dims(rule.results[0], partial.ndim)):
-                if factor in scattered:
-                    axes -= {*scattered[factor]}
-                    partial = jax.lax.psum_scatter(partial, scattered[factor], scatter_dimension=dim, tiled=True)
-            return jax.lax.psum(partial, tuple(a for a in reduced if a in axes)) if axes else partial
+        def add_up(partial, words):
+            factors = [factor for factor, _ in rule.dims(rule.results[0], partial.ndim)]
+            parts = {dim: scattered[factor] for dim, factor in enumerate(factors) if factor in scattered}
+            rest = tuple(a for a in reduced if a not in itertools.chain(*parts.values()))
+            elsewhere = tuple(a for factor in factors for a in split.get(factor, ()) if a not in reduced)
+            return sums.add_up(partial, Partials(parts, rest, elsewhere), words)
 
         def compute(*local_args):
             with _as_by_default():  # the collective's own scalar computation too
                 if reduced and when_split:
                     return tuple(when_split(reduced, *local_args))
                 if reduced and when_reduced:
-                    return tuple(when_reduced(add_up, *local_args))
+                    operands, words = (local_args[:-1], local_args[-1]) if sums.drawn else (local_args, None)
+                    return tuple(when_reduced(functools.partial(add_up, words=words), *operands))
                 axes = [rule.combined(tokens, split) for tokens in rule.results]
                 found = zip(bind(*local_args), axes, collectives, strict=True)
                 return tuple(combine(out, a) if a else out for out, a, combine in found)
@@ -269,6 +280,11 @@ def define(
 
     compiled = jax.jit(op)
     return compiled
+
+
+def _without_last(function: Callable) -> Callable:
+    """The function of one more operand, which it does not read."""
+    return lambda *args: function(*args[:-1])
 
 
 def _on_bytes(function: Callable, dtypes: Sequence[Any]) -> Callable:

@@ -63,6 +63,12 @@ class ShardingRule:
         self.whole = {*sizes, *whole}
         self.operands, self.results = (side(part) for part in text.split("->"))
 
+    def with_operand(self, text: str, whole: Sequence[str] = ()) -> ShardingRule:
+        """The rule with one more operand, the last. `whole`: its factors that are never split."""
+        operands, results = self.text.split("->")
+        further = (*(self.whole - {*self.sizes}), *whole)
+        return ShardingRule(f"{operands.rstrip()}, {text} ->{results}", self.reductions, further, **self.sizes)
+
     def dims(self, tokens: list[str], ndim: int) -> list[tuple[str, int]]:
         """For each dimension, the factor that may be split and the product of the others."""
         if "..." in tokens:

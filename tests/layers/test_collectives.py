@@ -156,6 +156,76 @@ def test_a_layer_whose_kernel_is_gathered_in_4_bits(axis_type):
     assert sum(elements for kind, elements in found if kind == "all-gather") == 128 * 96 // 2 + 128 * 96 // 256
 
 
+class TestAllToAll:
+    """Parts that are sent quantised are those of the array that was quantised."""
+
+    def exchanged(self, mesh, x, quantize, split, together, names="a"):
+        """What each device has after its part of x [n, ...] was quantised and exchanged; and decoded before that."""
+
+        def local(part):
+            q = quantize(part[0])
+            moved = jlp.all_to_all_quantized(q, names, split, together)
+            plain = jax.lax.all_to_all(q.dequantize(jnp.float32), names, split, together, tiled=True)
+            return jax.tree.map(lambda leaf: leaf[None], (moved.dequantize(jnp.float32), plain))
+
+        function = jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
+        (actual, expected), found = on_mesh(function, [x], [P(names)], mesh)
+        assert_same_bytes(actual, expected)
+        return found
+
+    @pytest.mark.sampled(5)
+    @over_formats
+    @over_orientations
+    @pytest.mark.parametrize(("split", "together"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+    def test_along_the_axes_of_a_matrix(self, fmt, axis, split, together):
+        quantize = functools.partial(jlp.quantize, fmt=fmt, axis=axis)
+        if fmt.has_tensor_scale:
+            quantize = functools.partial(quantize, amax=jnp.float32(3))
+        found = self.exchanged(mesh_of((2,)), random_array((2, 512, 512), seed=1), quantize, split, together)
+        assert {kind for kind, _ in found} <= {"all-to-all", "all-reduce"}
+
+    @over_formats
+    def test_along_batch_axes_with_amaxes_of_their_own(self, fmt):
+        x = random_array((8, 4, 8, 128, 128), seed=2) * np.arange(1, 9).astype(jnp.bfloat16)[:, None, None]
+        self.exchanged(mesh_of((2, 4)), x, functools.partial(jlp.quantize, fmt=fmt), 1, 0, ("a", "b"))
+
+    def test_from_a_batch_axis_to_rows(self):
+        """As experts do: [experts, rows, features] -> [experts of the device, rows of all devices, features]."""
+        x = random_array((4, 8, 32, 64), seed=3)
+        self.exchanged(mesh_of((4,)), x, functools.partial(jlp.quantize, fmt=jlp.MXFP8()), 0, 1)
+
+    @pytest.mark.parametrize("axis", [-1, -2])
+    def test_rows_with_amaxes_of_their_own(self, axis):
+        quantize = functools.partial(jlp.quantize, fmt=jlp.NVFP4(row_scaled=True), axis=axis)
+        lines = 0 if axis == -1 else 1
+        self.exchanged(mesh_of((4,)), random_array((4, 64, 64), seed=4), quantize, lines, lines)
+
+    def test_tensor_scales_that_differ_are_nan(self):
+        def local(x):
+            return jlp.all_to_all_quantized(jlp.quantize(x, jlp.NVFP4()), "a").dequantize()
+
+        function = jax.shard_map(local, mesh=mesh_of((2,)), in_specs=P("a"), out_specs=P("a"), check_vma=False)
+        assert np.isnan(np.asarray(jax.jit(function)(random_array((64, 64)))).astype(np.float32)).all()
+
+    @pytest.mark.parametrize(
+        ("fmt", "axes", "message"),
+        [
+            (jlp.MXFP8(), (0, 5), "axis=5 is out of range"),
+            (jlp.MXFP8(), (1, 0), "has 62 along axis 1, and there are 4 devices along 'a'; needs a multiple of that"),
+            (jlp.MXFP8(), (2, 0), "has 16 along axis -1; blocks of MXFP8 .* need a multiple of 32"),
+            (jlp.NVFP4(), (0, 2), "its slices or rows have amaxes or signs of their own; needs two axes of the matrix"),
+            (jlp.NVFP4(row_scaled=True), (0, 2), "amaxes or signs of their own; needs one axis for both"),
+        ],
+    )
+    def test_what_cannot_be_exchanged_is_refused(self, fmt, axes, message):
+        def local(x):
+            return jlp.all_to_all_quantized(jlp.quantize(x, fmt), "a", *axes).data
+
+        function = jax.shard_map(local, mesh=mesh_of((4,)), in_specs=P(), out_specs=P("a"), check_vma=False)
+        with pytest.raises(ValueError, match=f"^all_to_all_quantized: .*{message}"):
+            jax.eval_shape(function, jnp.ones((4, 62, 64)))
+
+
 class TestAxisName:
     """quantize and quantize_both of a shard scale by the amax of the whole."""
 

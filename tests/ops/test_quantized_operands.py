@@ -39,6 +39,7 @@ TAKES_A_QUANTIZED_ARRAY = {
     "scaled_matmul": lambda q: jlp.scaled_matmul(X, q),
     "gemm_scales": jlp.layouts.gemm_scales,
     "all_gather_quantized": lambda q: jlp.all_gather_quantized(q, "x"),
+    "all_to_all_quantized": lambda q: jlp.all_to_all_quantized(q, "x"),
 }
 
 

@@ -25,7 +25,9 @@ def no_environment(monkeypatch):
 def test_the_fields_and_defaults_are_transformer_engines():
     overrides = {"backward_override": None, "forward_override": None}  # the second one is our own
     others = {"nvfp4_4over6": "none", "nvfp4_4over6_err_mode": "MAE"}
-    assert dataclasses.asdict(jlp.NVFP4BlockScaling()) == dict.fromkeys(FIELDS, False) | overrides | others
+    fields = dataclasses.asdict(jlp.NVFP4BlockScaling())
+    assert jlp.Sums(**fields.pop("sums")) == jlp.Sums()  # our own
+    assert fields == dict.fromkeys(FIELDS, False) | overrides | others
 
 
 def test_a_recipe_is_frozen():

@@ -196,10 +196,13 @@ def _recomputable(
     of_input = zip(spec.hidden, inputs, strict=False)
     inputs = [Input(None, each.rowwise, None) if own.fprop else Input(each.x, None, None) for own, each in of_input]
     of_kernels = [
-        Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)), sizes=p.sizes)
+        Product(None, p.bias, None, QuantizedKernel(None, named(kernel.columnwise, QUANTIZED_WEIGHT)))
         if own.fprop
-        else Product(p.w, p.bias, None, p.quantized, sizes=p.sizes)
+        else Product(p.w, p.bias, None, p.quantized)
         for own, p, kernel in zip(spec.hidden, products[:-1], kernels, strict=True)
+    ]
+    of_kernels = [
+        again._replace(sizes=p.sizes, of_sums=p.of_sums) for again, p in zip(of_kernels, products, strict=False)
     ]
     return [named(each, QUANTIZED_INPUT) for each in inputs], of_kernels
 

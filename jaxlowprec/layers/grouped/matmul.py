@@ -183,7 +183,7 @@ def prepared_groups(
     randomness = randomness_of(call.who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), call.name)
     shardings = _shardings(x, kernels, bias)
     result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
-    spec = ProductSpec(roles, recipe.backward_override, None, *result)
+    spec = ProductSpec(roles, recipe.backward_override, recipe.sums, None, *result)
     product = call.accumulated(Product(kernels, bias, randomness, None, sizes=sizes))
     return Prepared(spec, product, (None, _probe(call.who, call.name)), None)
 

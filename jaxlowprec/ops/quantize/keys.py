@@ -68,7 +68,7 @@ def slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 def further_words(words: jax.Array, stream: int = 3) -> jax.Array:
     """Other words [..., 2] that follow from those of a key: two operands of one GEMM must not share their bits.
 
-    `stream`: 3 for the input, 4 for the weight.
+    `stream`: 3 for the input, 4 for the weight, 9 to 11 for the sums of fprop, dgrad and wgrad.
     """
     zero = jnp.zeros(words.shape[:-1], jnp.uint32)
     out = philox4x32((zero, zero, zero, zero + stream), (words[..., 0], words[..., 1]))

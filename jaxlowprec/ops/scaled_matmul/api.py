@@ -21,6 +21,7 @@ from jaxlowprec.ops.implementation import Implementation, check_implementation
 from jaxlowprec.ops.precision import checked_precision, wants_float32_sums
 from jaxlowprec.ops.rounding import flush, rounded
 from jaxlowprec.ops.scaled_matmul.op import MatmulSpec, matmul_op
+from jaxlowprec.ops.sums.kinds import IN_FLOAT32, Summed
 from jaxlowprec.ops.weight_only_matmul.api import weight_only_matmul
 from jaxlowprec.wiring.out_sharding import resharded
 
@@ -120,38 +121,44 @@ def scaled_matmul(
     return _results(out, out_sharding)
 
 
-def scaled_matmul_of_split_rows(
+def scaled_matmul_of_rows(
     a: QuantizedArray,
     b: QuantizedArray,
     bias: Float[Array, "*B N"] | None,
     *,
+    rows_split: bool,
     accumulate: Float[Array, "*B M N"] | None = None,
     out_dtype: Any,
     out_sharding: NamedSharding | PartitionSpec | None,
     precision: Any = None,
+    sums: Summed = IN_FLOAT32,
 ) -> Float[Array, "*B ..."]:
-    """`scaled_matmul` where the rows of `a` are split, [..., S, M, K], as `quantize(rows_split=True)` splits them.
+    """`scaled_matmul` whose rows may be split, and which says how devices add up their partial sums.
 
     Arguments:
-        a: its rows are those of the matrix [..., S * M, K] where b is [..., N, K]. Where the rows of b are split too,
-            [..., S, N, K], its columns are: M and N are lines, and the contraction is over S * K.
-        b, bias, out_dtype, out_sharding, precision: see `scaled_matmul`.
-        accumulate: see `scaled_matmul`; only where both are split.
+        a, b, bias, out_dtype, out_sharding, precision: see `scaled_matmul`.
+        rows_split: the rows of `a` are split, [..., S, M, K], as `quantize(rows_split=True)` splits them: they are
+            those of the matrix [..., S * M, K] where b is [..., N, K]. Where the rows of b are split too, [..., S, N,
+            K], its columns are: M and N are lines, and the contraction is over S * K.
+        accumulate: see `scaled_matmul`; with split rows only where both are split.
+        sums: see `Summed`.
 
     Returns:
-        [..., S, M, N]; where both are split [..., M, N].
+        [..., M, N]; with split rows [..., S, M, N], where both are split [..., M, N].
     """
     who = "scaled_matmul"
-    both = b.ndim == a.ndim
-    shape = (
-        (*a.shape[:-3], a.matrix_shape[0], b.matrix_shape[0])
-        if both
-        else (*b.shape[:-2], math.prod(a.shape[-3:-1]), b.matrix_shape[0])
-    )
+    both = rows_split and b.ndim == a.ndim
+    split: Any = None if not rows_split else "both" if both else "a"
+    lines = a.shape[:-1]
+    if rows_split:
+        batch = a.shape[:-3] if both else b.shape[:-2]
+        lines = (*batch, a.matrix_shape[0] if both else math.prod(a.shape[-3:-1]))
+        a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
+    else:
+        _check_operands(who, a, b)
     options = {"accumulate": accumulate, "out_dtype": out_dtype, "out_sharding": out_sharding}
-    epilogue, extras = checked_epilogue(who, shape, bias=bias, **options)
-    a, b = _of_one_tensor(a), _of_one_tensor(b) if both else b
-    out = _run(a, b, epilogue, extras, _Way("both" if both else "a", checked_precision(who, precision), None))
+    epilogue, extras = checked_epilogue(who, (*lines, b.matrix_shape[0]), bias=bias, **options)
+    out = _run(a, b, epilogue, extras, _Way(split, checked_precision(who, precision), None, sums))
     return resharded(out[0], out_sharding)
 
 
@@ -169,11 +176,13 @@ class _Way(NamedTuple):
     Attributes:
         rows_split: see `MatmulSpec`.
         precision, implementation: see `scaled_matmul`.
+        sums: see `Summed`.
     """
 
     rows_split: Any
     precision: Any
     implementation: Any
+    sums: Summed = IN_FLOAT32
 
 
 def _run(
@@ -191,9 +200,11 @@ def _run(
         epilogue,
         way.rows_split,
         wants_float32_sums(way.precision),
+        way.sums.kind,
     )
     amaxes = (a.amax, b.amax) if spec.two_level else ()
-    return _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras), spec, way.implementation)
+    words = way.sums.operands(a.data.shape[: -3 if way.rows_split else -2])
+    return _multiply((a.data, a.scale, b.data, b.scale, *amaxes, *extras, *words), spec, way.implementation)
 
 
 def _run_lines(

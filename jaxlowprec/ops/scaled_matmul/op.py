@@ -15,6 +15,7 @@ from jaxlowprec.ops.epilogue import Epilogue
 from jaxlowprec.ops.implementation import Implementation, choose
 from jaxlowprec.ops.scaled_matmul import cuda, reference
 from jaxlowprec.ops.split_rows import merged_columns, merged_rows, split_rows
+from jaxlowprec.ops.sums.kinds import SumKind, sums_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class MatmulSpec:
         rows_split: which rows are split (see `ops.split_rows`): "a": those of a and of the result, [..., S, M, ...];
             "both": those of a and b, which are contracted: the products of the parts are summed.
         float32_sums: GPUs use no tensor cores that may add up in fewer bits; other platforms always sum in float32.
+        sums: how the partial sums of a split K are added up; if it draws, the last operand is random words.
     """
 
     a_format: Any
@@ -39,6 +41,7 @@ class MatmulSpec:
     epilogue: Epilogue
     rows_split: Literal["a", "both"] | None = None
     float32_sums: bool = False
+    sums: SumKind = "float32"
 
     @property
     def two_level(self) -> bool:
@@ -104,7 +107,8 @@ def _merged_extras(spec: MatmulSpec, extras: Sequence[jax.Array]) -> list[jax.Ar
 @functools.cache
 def matmul_op(spec: MatmulSpec, implementation: Implementation):
     """a and b as data and scale; then, where the spec has them, both amaxes, bias float32 [..., N], accumulate
-    [..., M, N] and the activation's input [..., M, N] -> [..., M, N], and the pre-activation. M may be S, M."""
+    [..., M, N] and the activation's input [..., M, N]; and words uint32 [..., 2] for sums that draw -> [..., M, N], and
+    the pre-activation. M may be S, M."""
 
     def outputs(a_data, a_scale, b_data, *_):
         *batch, rows, _ = a_data.shape
@@ -143,8 +147,8 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         return cuda.matmul(spec, *operands)
 
     def when_reduced(add_up, *operands):
-        """If K is split, partial sums (scales applied) are added up in float32 before the rest of the epilogue."""
-        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only)
+        """If K is split, partial sums (scales applied) are added up before the rest of the epilogue."""
+        plain = dataclasses.replace(spec, epilogue=spec.epilogue.sums_only, sums="float32")
         (partial,) = matmul_op(plain, implementation)(*operands[: 4 + amaxes])
         total, extras = add_up(partial), operands[4 + amaxes :]
         if spec.rows_split != "a":
@@ -161,5 +165,6 @@ def matmul_op(spec: MatmulSpec, implementation: Implementation):
         native={"cpu": merging(multiply_natively), "cuda": merging(multiply_on_gpu)},
         when_reduced=when_reduced,
         out_spec=spec.epilogue.out_spec,
+        sums=sums_of(spec.sums),
         **choose("scaled_matmul", implementation),
     )

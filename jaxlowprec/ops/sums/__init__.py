@@ -1,0 +1,1 @@
+"""Sums over devices in fewer bits than float32."""

@@ -1,0 +1,80 @@
+"""The kinds of sums over devices, for the products whose contraction axis a mesh splits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlowprec.ops.sums import quantized
+from jaxlowprec.ops.sums.rounding import stochastic_bfloat16
+from jaxlowprec.ops.sums.streams import own_words
+from jaxlowprec.wiring import IN_THEIR_DTYPE, Partials, Sums
+
+SumKind = Literal["float32", "bfloat16", "bfloat16_stochastic", "quantized"]
+KINDS: tuple[SumKind, ...] = ("float32", "bfloat16", "bfloat16_stochastic", "quantized")
+
+
+def draws(kind: SumKind) -> bool:
+    """Whether a kind of sum takes random bits."""
+    return kind in ("bfloat16_stochastic", "quantized")
+
+
+class Summed(NamedTuple):
+    """How a product adds up partial sums.
+
+    Attributes:
+        kind: of the sums.
+        words: uint32 [2] or [*batch, 2], if they draw.
+    """
+
+    kind: SumKind
+    words: jax.Array | None = None
+
+    def operands(self, batch: tuple[int, ...]) -> list[jax.Array]:
+        """The op's operands for random bits; `batch`: its batch axes."""
+        return [] if self.words is None else [jnp.broadcast_to(self.words, (*batch, 2))]
+
+
+IN_FLOAT32 = Summed("float32")
+
+
+@functools.cache
+def sums_of(kind: SumKind) -> Sums:
+    """What `wiring.define` takes for a kind; partial results are float32."""
+    return IN_THEIR_DTYPE if kind == "float32" else _Sums(kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    kind: SumKind
+
+    @property
+    def drawn(self) -> bool:
+        return draws(self.kind)
+
+    def add_up(self, partial: jax.Array, where: Partials, words: jax.Array | None) -> jax.Array:
+        if words is not None:
+            words = words.reshape(-1, 2)[0]
+        if self.kind == "quantized":
+            assert words is not None
+            partial, where = _in_two_stages(partial, where, words)
+        elif words is not None:
+            axes = (*(a for axes in where.scattered.values() for a in axes), *where.reduced, *where.elsewhere)
+            partial = stochastic_bfloat16(partial, own_words(words, axes))
+        if not where.scattered and not where.reduced:
+            return partial
+        return IN_THEIR_DTYPE.add_up(partial.astype(jnp.bfloat16), where, None).astype(jnp.float32)
+
+
+def _in_two_stages(partial: jax.Array, where: Partials, words: jax.Array) -> tuple[jax.Array, Partials]:
+    """The sum over the devices of the first scattered dimension, or else over all; and what is left to add up."""
+    if not where.scattered:
+        return quantized.all_reduce(partial, where.reduced, words, where.elsewhere), where._replace(reduced=())
+    (dim, axes), *rest = where.scattered.items()
+    others = (*(a for _, further in rest for a in further), *where.reduced, *where.elsewhere)
+    partial = quantized.reduce_scatter(partial, axes, dim, words, others)
+    return partial, where._replace(scattered=dict(rest))
