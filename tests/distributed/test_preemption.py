@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.running import EVERY, HEARTBEAT, Processes
 
 STEPS, RECIPE, MESH = 60, "fp8_delayed:30:nvfp4", "fsdp=2,tensor=2"
-GRACE = 60  # seconds from SIGTERM to the end on a loaded machine; alone it takes 2 to 6
+GRACE = 120  # seconds from SIGTERM to the end: 6 with four processes on two cores, 19 where others use those too
 
 
 def start(text, out, count, mesh=MESH, *more, recipe=RECIPE):
@@ -57,7 +57,7 @@ def test_other_meshes_continue_within_rounding(text, undisturbed, tmp_path):
     preempted(start(text, tmp_path, 1, "data=1"))
     run = start(text, tmp_path, 2, "tensor=2").report()
     differences = [abs(a / b - 1) for a, b in zip(run["losses"], undisturbed["losses"], strict=True)]
-    assert 0 < max(differences) < 0.03, differences
+    assert 0 < max(differences) < 0.03, differences  # one device alone: 0.009
 
 
 @pytest.mark.slow
