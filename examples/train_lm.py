@@ -5,6 +5,8 @@
     python examples/train_lm.py --experts 8 --top-k 2               # a mixture of experts in each block
     python examples/train_lm.py --mesh data=2,fsdp=2,tensor=2      # over eight devices
 
+SIGTERM saves a run after the step in progress and ends it; --resume continues it, on any mesh.
+
 Every comparison with bf16 includes the noise floor: a second bf16 run whose initial parameters differ by 1e-4.
 """
 
@@ -19,10 +21,12 @@ import jax
 from lm import mesh, processes
 from lm.data import Batches, read_text
 from lm.model import SIZES
+from lm.preemption import Notice, Preempted
 from lm.recipes import NEEDS, recipes_of, run_named
 from lm.report import add_gaps, table, write
 from lm.training import Run, Schedule, train
 
+PREEMPTED = "exit code of a run that SIGTERM has ended, for schedulers that take 0 for a run that is done"
 TELEMETRY = "record what quantisation does every so many steps (default 10), for jaxlowprec report and watch"
 
 
@@ -43,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+    parser.add_argument("--preempted-exit-code", type=int, default=0, metavar="CODE", help=PREEMPTED)
     parser.add_argument("--telemetry", type=int, nargs="?", const=10, default=0, metavar="STEPS", help=TELEMETRY)
     parser.add_argument("--mesh", help="sizes such as data=2,fsdp=2,tensor=2; a CPU is divided into so many devices")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations along time over tensor too")
@@ -96,6 +101,8 @@ def layout(options: argparse.Namespace) -> mesh.Layout:
 def main() -> None:
     """Trains all runs, compares them and writes the report."""
     options = arguments()
+    notice = Notice()
+    notice.listen()
     config, where = options.config, options.layout
     schedule = Schedule(
         options.steps,
@@ -113,9 +120,15 @@ def main() -> None:
     if first:
         print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {config}")
     with processes.naming_the_dead(options):
-        results = [
-            train(run, config, schedule, batches, options.out / run.folder, options.resume, where) for run in runs
-        ]
+        try:
+            results = [
+                train(run, config, schedule, batches, options.out / run.folder, options.resume, where, notice)
+                for run in runs
+            ]
+        except Preempted as preempted:
+            if first:
+                print(f"\npreempted: {preempted}. The same command, with --resume, continues from there.")
+            raise SystemExit(options.preempted_exit_code) from None
     if not first:
         return
     add_gaps(results)

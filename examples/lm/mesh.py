@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules, get_pspec
@@ -144,6 +146,19 @@ class Layout:
         if self.mesh is None:
             return rows
         return jax.make_array_from_process_local_data(self._batches(), rows, (batch, *rows.shape[1:]))
+
+    def in_any_process(self, flag: bool) -> bool:
+        """Whether the flag is set in any process: all processes call this, and all get the same answer."""
+        if self.mesh is None or jax.process_count() == 1:
+            return flag
+        over_all, devices = NamedSharding(self.mesh, P(AXES)), self.mesh.devices.size
+        flags = jax.make_array_from_callback((devices,), over_all, lambda part: np.full(devices, flag)[part])
+        return bool(_any(self.replicated())(flags))
+
+
+@functools.cache
+def _any(replicated: NamedSharding) -> Callable:
+    return jax.jit(jnp.any, out_shardings=replicated)
 
 
 ONE_DEVICE = Layout()

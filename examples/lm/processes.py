@@ -74,8 +74,9 @@ def naming_the_dead(options: argparse.Namespace) -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if not several(options):
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        collective = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)  # outside jit a ValueError
+        if not collective or not several(options):
             raise
         print(
             f"train_lm: process {jax.process_index()} of {jax.process_count()} stops: {error}\nIf a collective failed, "

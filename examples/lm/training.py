@@ -1,10 +1,9 @@
-"""One training run: AdamW with warm-up and decay, a progress bar, checkpoints that resume."""
+"""One training run: AdamW with warm-up and decay, a progress bar, checkpoints that resume, an end at SIGTERM."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import re
 import sys
@@ -14,14 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from tqdm import tqdm
 
 import jaxlowprec as jlp
+from lm.checkpoints import Checkpoints
 from lm.data import Batches
 from lm.mesh import ONE_DEVICE, Layout
 from lm.model import Config, LanguageModel, loss, training_loss
+from lm.preemption import Notice, Preempted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,37 +158,6 @@ def saved_bytes(graph: nnx.GraphDef, parameters: Any, recipe: jlp.Recipe | None,
     return kept(2 * shape[0]) - kept(shape[0])
 
 
-class Checkpoints:
-    """Saves a run's parameters, optimizer state, losses and experts' loads in its folder; restores them to any layout.
-
-    Every process saves its part; the first process writes the losses.
-    """
-
-    def __init__(self, folder: pathlib.Path):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log, self.load_log = folder / "losses.json", folder / "expert_loads.json"
-        options = ocp.CheckpointManagerOptions(max_to_keep=1)
-        self.manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
-
-    def restore(self, parameters: Any, state: Any) -> tuple[Any, Any, list[float], list[float]]:
-        """The latest parameters, state and figures, placed like those given; without a checkpoint those given."""
-        step = self.manager.latest_step()
-        if step is None or not self.log.exists():
-            return parameters, state, [], []
-        restored = self.manager.restore(step, args=ocp.args.StandardRestore({"parameters": parameters, "state": state}))
-        loads = json.loads(self.load_log.read_text())[:step] if self.load_log.exists() else []
-        return restored["parameters"], restored["state"], json.loads(self.log.read_text())[:step], loads
-
-    def save(self, parameters: Any, state: Any, losses: list[float], loads: list[float]) -> None:
-        """Saves a checkpoint; the number of losses is the number of its step."""
-        if jax.process_index() == 0:
-            self.log.write_text(json.dumps(losses))
-            if loads:
-                self.load_log.write_text(json.dumps(loads))
-        content = {"parameters": parameters, "state": state}
-        self.manager.save(len(losses), args=ocp.args.StandardSave(content), force=True)
-
-
 def train(
     run: Run,
     config: Config,
@@ -197,10 +166,15 @@ def train(
     folder: pathlib.Path,
     resume: bool,
     layout: Layout = ONE_DEVICE,
+    notice: Notice | None = None,
 ) -> dict:
-    """Trains one run and returns its part of the report."""
+    """Trains one run and returns its part of the report.
+
+    Raises:
+        Preempted: a process has received the notice; the run is saved.
+    """
     with layout.scope(), _recorder(run, schedule, folder) as recorder:
-        return _train(run, config, schedule, batches, folder, resume, layout, recorder)
+        return _train(run, config, schedule, batches, folder, resume, layout, recorder, notice or Notice())
 
 
 def _recorder(run: Run, schedule: Schedule, folder: pathlib.Path) -> Any:
@@ -211,7 +185,7 @@ def _recorder(run: Run, schedule: Schedule, folder: pathlib.Path) -> Any:
     return jlp.telemetry.Recorder(path, every=schedule.telemetry_every, recipe=run.name, seed=schedule.seed)
 
 
-def _train(run, config, schedule, batches, folder, resume, layout, recorder) -> dict:
+def _train(run, config, schedule, batches, folder, resume, layout, recorder, notice) -> dict:
     transformation = optimizer(schedule)
     graph, parameters = initial_parameters(config, run, schedule.seed, layout)
     state = layout.create(transformation.init, parameters)
@@ -230,6 +204,10 @@ def _train(run, config, schedule, batches, folder, resume, layout, recorder) -> 
     )
     compiled_for = set()
     for step in bar:
+        if notice.reached(layout):
+            checkpoints.save(parameters, state, losses, loads)
+            checkpoints.close()
+            raise Preempted(f"{run.name} after {step} of {schedule.steps} steps")
         started, recipe = time.perf_counter(), run.at(step)
         batch = layout.place(batches.train(step), schedule.batch)
         with recipe_context(recipe):
@@ -251,12 +229,13 @@ def _train(run, config, schedule, batches, folder, resume, layout, recorder) -> 
             bar.set_postfix_str(f"loss {losses[-1]:.3f}, {load}{speed:,.0f} tokens/s")
         if len(losses) % schedule.checkpoint_every == 0 or len(losses) == schedule.steps:
             checkpoints.save(parameters, state, losses, loads)
-    with recipe_context(run.at(schedule.steps - 1)):
-        validation = [
-            float(evaluate(parameters, layout.place(batch, schedule.batch)))
-            for batch in batches.validate(schedule.validation_batches)
-        ]
-    checkpoints.manager.close()
+    checkpoints.close()
+    validation = []
+    for batch in batches.validate(schedule.validation_batches):
+        if notice.reached(layout):
+            raise Preempted(f"{run.name} in its validation, which begins again")
+        with recipe_context(run.at(schedule.steps - 1)):
+            validation.append(float(evaluate(parameters, layout.place(batch, schedule.batch))))
     tail = slice(-max(1, min(50, len(losses) // 4)), None)
     of_experts = {"expert_loads": loads, "expert_load": float(np.mean(loads[tail]))} if config.experts else {}
     return of_experts | {

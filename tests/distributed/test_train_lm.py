@@ -6,87 +6,14 @@ XLA adds within a process or gloo between processes. Longer sums meet in other o
 
 import functools
 import json
-import pathlib
 import re
 import signal
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 import train_lm
 
-from tests.helpers import FAST_COMPILATION, python_environment, refused
-
-SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
-XLA_FLAGS = " ".join(FAST_COMPILATION)  # most of a run's time; the same for all that are compared
-STEPS, EVERY, HEARTBEAT, LONGEST = 24, 8, 10, 240  # the last two in seconds
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "a.txt"
-    file.write_text("".join(f"{n * n % 7919} low bits of a block\n" for n in range(4000)))
-    return file
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-class Processes:
-    """train_lm.py in `count` processes, and what they print."""
-
-    def __init__(self, text, out, count, mesh, *more, recipe="nvfp4"):
-        options = ["--text", text, "--out", out, "--mesh", mesh, "--size", "tiny", "--batch", 8, "--recipe", recipe]
-        options += ["--steps", STEPS, "--checkpoint-every", EVERY, *more]
-        at, self.out, self.running, self.logs = f"127.0.0.1:{free_port()}", out, [], []
-        self.recipe = recipe
-        out.mkdir(exist_ok=True)
-        for i in range(count):
-            joining = ["--coordinator", at, "--processes", count, "--process", i, "--heartbeat-timeout", HEARTBEAT]
-            self.logs.append(out / f"output-{i}-of-{count}.txt")
-            with self.logs[i].open("w") as log:
-                process = subprocess.Popen(
-                    [sys.executable, *map(str, [SCRIPT, *options, *(joining if count > 1 else [])])],
-                    env=python_environment(JAX_COORDINATOR_BIND_ADDRESS=at, XLA_FLAGS=XLA_FLAGS),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            self.running.append(process)
-
-    def wait(self, *which, seconds=LONGEST):
-        """The exit codes of some, or of all; none is left running when they take too long."""
-        end = time.monotonic() + seconds
-        try:
-            return [self.running[i].wait(max(0.0, end - time.monotonic())) for i in which or range(len(self.running))]
-        except subprocess.TimeoutExpired:
-            self.kill()
-            pytest.fail(f"not ended after {seconds} s: {self.output(0)[-2000:]}")
-
-    def wait_for_checkpoint(self, step):
-        end = time.monotonic() + LONGEST
-        while not (self.out / self.recipe / "checkpoints" / str(step)).exists():
-            if time.monotonic() > end or any(p.poll() is not None for p in self.running):
-                self.kill()
-                pytest.fail(f"no checkpoint of step {step}: {self.output(0)[-2000:]}")
-            time.sleep(0.01)
-
-    def kill(self):
-        for process in self.running:
-            process.kill()
-            process.wait()
-
-    def output(self, i):
-        return self.logs[i].read_text(errors="replace")
-
-    def report(self):
-        """The only run of the report."""
-        assert self.wait() == [0] * len(self.running), self.output(0)[-2000:]
-        return json.loads((self.out / "report.json").read_text())["runs"][0]
+from tests.distributed.running import EVERY, HEARTBEAT, SCRIPT, STEPS, Processes
+from tests.helpers import refused
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +41,7 @@ def test_the_losses_are_those_of_one_process_bit_for_bit(text, in_one_process, t
 
 def kill_one(processes, victim):
     """Kills one of two after the first checkpoint. The other ends at once, its connections broken, and says why."""
-    processes.wait_for_checkpoint(EVERY)
+    processes.wait_for(str(EVERY))
     processes.running[victim].kill()
     survivor = 1 - victim
     assert processes.wait(survivor, seconds=3 * HEARTBEAT)[0] != 0, "it ended before the other could be killed"
@@ -142,8 +69,8 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(text, in_one_proce
 @pytest.mark.slow
 def test_a_process_that_hangs_is_found_by_its_heartbeat(text, tmp_path):
     processes = Processes(text, tmp_path, 2, "data=2", "--steps", 4000, recipe="bf16")
-    processes.wait_for_checkpoint(EVERY)
-    processes.running[1].send_signal(signal.SIGSTOP)
+    processes.wait_for(str(EVERY))
+    processes.signal(signal.SIGSTOP, 1)
     code = processes.wait(0, seconds=4 * HEARTBEAT)[0]
     processes.kill()
     assert code != 0
