@@ -31,6 +31,7 @@ from jaxlowprec.ops.hadamard.api import hadamard_transform
 from jaxlowprec.ops.norms.api import layer_norm, rms_norm
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.ops.scaled_matmul.collective import all_gather_matmul, matmul_reduce_scatter
 from jaxlowprec.ops.sums.api import all_reduce_quantized, reduce_scatter_quantized
 from jaxlowprec.recipes.autocast import autocast, current_recipe
 from jaxlowprec.recipes.custom import Custom, QuantizerRole
@@ -90,6 +91,7 @@ __all__ = [
     "Supported",
     "WeightQAT",
     "accumulate_gradients",
+    "all_gather_matmul",
     "all_gather_quantized",
     "all_reduce_quantized",
     "all_to_all_quantized",
@@ -117,6 +119,7 @@ __all__ = [
     "linears",
     "linen",
     "lora",
+    "matmul_reduce_scatter",
     "mlp",
     "moe",
     "nnx",

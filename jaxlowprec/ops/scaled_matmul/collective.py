@@ -1,0 +1,175 @@
+"""Collective matmul: products of what is spread over devices, in steps that overlap with what travels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlowprec.arguments import shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.ops.checks import mesh_axes
+from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
+from jaxlowprec.wiring import as_bytes, from_bytes
+
+
+def all_gather_matmul(
+    a: QuantizedArray, b: QuantizedArray, axis_name: Hashable, **options: Any
+) -> Float[Array, "M_all N"]:
+    """`scaled_matmul(all_gather_quantized(a, axis_name), b)`, which multiplies each shard while the next one travels.
+
+    The shards go around a ring of the devices: in each of n steps a device multiplies the shard that it has, and passes
+    its codes and scales on. Rows of a product do not depend on each other, so the bits are those of the product of the
+    gathered array. For sequence parallelism: a is this device's part of the activations, b its part of the kernel.
+
+    Arguments:
+        a: this device's shard [M, K], quantised rowwise.
+        b: [N, K], quantised along K, see `scaled_matmul`.
+        axis_name: the mesh axis along which the shards lie, or a tuple of mesh axes with the major one first.
+        options: `bias`, `activation`, `out_dtype`, `implementation` and `precision` of `scaled_matmul`.
+
+    Returns:
+        [n * M, N] on each device, the rows in the order of the devices.
+
+    Raises:
+        TypeError: an operand is not a QuantizedArray, or another option.
+        ValueError: operands that do not fit, or no such mesh axis.
+
+    Source: "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS
+        2023; numerics.md 9.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> def hidden(x, kernel):  # [T / n, K] and [N / n, K]
+    ...     return jlp.all_gather_matmul(jlp.quantize(x, jlp.MXFP8()), jlp.quantize(kernel, jlp.MXFP8()), "tensor")
+    >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> on_all = jax.shard_map(hidden, mesh=mesh, in_specs=(P("tensor"), P("tensor")), out_specs=P(None, "tensor"))
+    >>> on_all(jnp.ones((8, 64)), jnp.ones((32, 64))).shape
+    (8, 32)
+    """
+    who = "all_gather_matmul"
+    devices = _checked(who, a, b, axis_name, options)
+    index = jax.lax.axis_index(axis_name)
+    rows = a.shape[0]
+    whole: Any = None
+    for step in range(devices):
+        y: Any = scaled_matmul(a, b, **options)
+        whole = _like(y, (devices * rows, y.shape[1])) if whole is None else whole
+        place = (index - step) % devices * rows  # the shard came from as many devices before this one
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, y, place, axis=0)
+        if step + 1 < devices:
+            a = _passed_on(a, axis_name, devices)
+    return whole
+
+
+def matmul_reduce_scatter(
+    a: QuantizedArray, b: QuantizedArray, axis_name: Hashable, *, out_dtype: Any = jnp.bfloat16, **options: Any
+) -> Float[Array, "M_part N"]:
+    """The sum over devices of `scaled_matmul(a, b)`, of whose rows each device keeps its part, while products go on.
+
+    The sums of a part go around a ring of the devices: each adds its product of the part's rows, in float32, and passes
+    the sum on. Part j begins on device j + 1 and ends on device j, so its terms are added in that order, and rounded
+    once. For sequence parallelism: a and b are this device's parts of activations and kernel along K.
+
+    Arguments:
+        a: [M, K], quantised rowwise; M is a multiple of the number of devices, and of square tiles in each part.
+        b: [N, K], quantised along K, see `scaled_matmul`.
+        axis_name: see `all_gather_matmul`.
+        out_dtype: of the result.
+        options: `implementation` and `precision` of `scaled_matmul`.
+
+    Returns:
+        [M / n, N]: this device's part of the rows.
+
+    Raises:
+        TypeError: an operand is not a QuantizedArray, or another option.
+        ValueError: operands that do not fit, or no such mesh axis.
+
+    Source: see `all_gather_matmul`.
+
+    >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> def down(x, kernel):  # [T, K / n] and [N, K / n]
+    ...     return jlp.matmul_reduce_scatter(jlp.quantize(x, jlp.MXFP8()), jlp.quantize(kernel, jlp.MXFP8()), "tensor")
+    >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> split = P(None, "tensor")
+    >>> on_all = jax.shard_map(down, mesh=mesh, in_specs=(split, split), out_specs=P("tensor"))
+    >>> on_all(jnp.ones((8, 64)), jnp.ones((32, 64))).shape
+    (8, 32)
+    """
+    who = "matmul_reduce_scatter"
+    devices = _checked(who, a, b, axis_name, options, allowed=("implementation", "precision"))
+    rows, unit = a.shape[0] // devices, a.format.length if a.format.tiles else 1
+    if a.shape[0] % devices or rows % unit:
+        raise ValueError(
+            f"{who}: a {a.shape} has {a.shape[0]} rows for {devices} devices along {shown(axis_name)}; needs a "
+            f"multiple of {unit} rows for each"
+        )
+    index = jax.lax.axis_index(axis_name)
+    total: Any = None
+    for step in range(1, devices + 1):
+        part = (index - step) % devices  # which arrives at its device in the last step
+        y = scaled_matmul(_rows_of(a, part, rows), b, out_dtype=jnp.float32, **options)
+        total = y if total is None else _passed_on(total, axis_name, devices) + y
+    return total.astype(out_dtype)
+
+
+_OPTIONS = ("bias", "activation", "out_dtype", "implementation", "precision")
+
+
+def _checked(
+    who: str, a: Any, b: Any, axis_name: Any, options: dict[str, Any], allowed: tuple[str, ...] = _OPTIONS
+) -> int:
+    """The number of devices."""
+    for name, q in (("a", a), ("b", b)):
+        if not isinstance(q, QuantizedArray):
+            raise TypeError(f"{who}: {name} is a {type(q).__name__}; needs a QuantizedArray: quantise it first")
+        check_quantized(who, name, q)
+        if q.ndim != 2:
+            raise ValueError(f"{who}: {name} has shape {q.shape}; needs a matrix: map over batch axes with jax.vmap")
+    if a.axis != -1:
+        raise ValueError(f"{who}: a is quantised along axis {a.axis}; needs -1, the contracted one")
+    if further := [name for name in options if name not in allowed]:
+        raise TypeError(f"{who}: {further[0]}= is not among its options; needs {', '.join(allowed)}")
+    mesh_axes(who, axis_name)
+    return int(jax.lax.axis_size(axis_name))
+
+
+def _like(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros of y's dtype, which vary over the mesh axes that y varies over."""
+    return jnp.zeros(shape, y.dtype) + jnp.zeros_like(y[:1, :1])
+
+
+def _passed_on(tree: Any, axis_name: Any, devices: int) -> Any:
+    """What the device before this one has, around the ring."""
+    ring = [(device, (device + 1) % devices) for device in range(devices)]
+
+    def passed(x: jax.Array) -> jax.Array:
+        return from_bytes([jax.lax.ppermute(as_bytes(x), axis_name, ring)], [x.dtype])[0]
+
+    return jax.tree.map(passed, tree)
+
+
+def _rows_of(a: QuantizedArray, part: jax.Array, rows: int) -> QuantizedArray:
+    """Part number `part` of the rows."""
+
+    def cut(leaf: jax.Array, size: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(leaf, part * size, size, axis=0)
+
+    tiled = rows // a.format.length if a.format.tiles else rows
+    per_tensor = a.format.scaling == "tensor"
+    amax = a.amax
+    if amax is not None and a.format.row_scaled:
+        amax = cut(amax, rows)
+    return dataclasses.replace(
+        a,
+        data=cut(a.data, rows),
+        scale=a.scale if per_tensor else cut(a.scale, tiled),
+        amax=amax,
+        zero_point=None if a.zero_point is None else cut(a.zero_point, tiled),
+        matrix_shape=(rows, a.matrix_shape[1]),
+    )
