@@ -83,7 +83,7 @@ class Block(nnx.Module):
             top_k=config.top_k,
             activation=jax.nn.gelu,
             gated=False,
-            load_balance_coef=LOAD_BALANCE,
+            routing=jlp.moe.RouterConfig(load_balance_coef=LOAD_BALANCE),
             dtype=dtype,
             kernel_init=partitioned(plain, None, "embed", "mlp"),
             down_kernel_init=partitioned(residual, None, "mlp", "embed"),

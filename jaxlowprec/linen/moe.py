@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int
 
 from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense, promoted_inputs
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
 from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
-from jaxlowprec.moe.router import Scoring
+from jaxlowprec.moe.router_config import RouterConfig
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
@@ -68,7 +68,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """A block of experts under a recipe: each token goes to top_k of them; no token is dropped, and nothing is padded.
 
-    Attributes: those of `jaxlowprec.nnx.MoE`, with the same parts; the size of a token is taken from the input.
+    Attributes: those of `jaxlowprec.nnx.MoE`, with the same parts; the size of a token is taken from the input. A
+    selection bias is the variable "bias" of the collection "selection_bias", which `init` makes and `apply` takes.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> moe, x = jlp.linen.MoE(4, 128, top_k=2), jnp.ones((2, 8, 64))
@@ -86,9 +87,7 @@ class MoE(nn.Module):
     shared_hidden_features: int = 0
     activation: Any = jax.nn.silu
     gated: bool = True
-    normalize: bool | None = None
-    scoring: Scoring = "softmax"
-    load_balance_coef: float = 0.01
+    routing: RouterConfig = RouterConfig()
     expert_axis: str | None = None
     saved: Saved = "quantized"
     dtype: Any = None
@@ -103,16 +102,14 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "*T D"], tape: Int32[Array, "*T k"] | None = None
+        self, x: Float[Array, "*T D"], tape: Int[Array, "*T k"] | None = None
     ) -> tuple[Float[Array, "*T D"], MoEAux]:
         """Tokens [..., features] to outputs of the same shape, and a `MoEAux`.
 
-        `tape`: int32 [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1
-        chooses afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See
-        `jaxlowprec.moe.route`.
+        `tape`: [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1 chooses
+        afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
         """
-        routing = (self.normalize, self.scoring, self.load_balance_coef, self.expert_axis)
-        settings = Settings(self.num_experts, self.top_k, *routing)
+        settings = Settings(self.num_experts, self.top_k, self.routing, self.expert_axis)
         check_block(type(self).__name__, settings, self.gated, self.saved)
         options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
         options |= {"precision": self.precision, "recipe": self.recipe}
@@ -135,4 +132,7 @@ class MoE(nn.Module):
         if self.shared_hidden_features:
             inits = self.shared_kernel_init, self.shared_down_kernel_init or self.shared_kernel_init
             shared = Experts(self.shared_hidden_features, *common, inits, options, self.saved, name="shared_experts")
-        return mixture(type(self).__name__, x, tape, settings, router, experts, shared)
+        bias = None
+        if self.routing.selection_bias:
+            bias = self.variable("selection_bias", "bias", jnp.zeros, (self.num_experts,), jnp.float32).value
+        return mixture(type(self).__name__, x, tape, settings, router, experts, shared, bias=bias)

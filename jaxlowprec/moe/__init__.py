@@ -1,16 +1,20 @@
 """Mixture of experts without Flax: routing and its replay, dispatch by sorting."""
 
+from jaxlowprec.moe.balancing import update_selection_bias
 from jaxlowprec.moe.dispatching import Dispatch, combine, dispatch, scatter_to_experts
 from jaxlowprec.moe.mixture import MoEAux
 from jaxlowprec.moe.overlapping import Overlap, overlap
-from jaxlowprec.moe.router import AFRESH, Routing, route
+from jaxlowprec.moe.router import Routing, route
+from jaxlowprec.moe.router_config import RouterConfig
 from jaxlowprec.moe.tape import RoutingTape
+from jaxlowprec.moe.tape_dtype import AFRESH
 
 __all__ = [
     "AFRESH",
     "Dispatch",
     "MoEAux",
     "Overlap",
+    "RouterConfig",
     "Routing",
     "RoutingTape",
     "combine",
@@ -18,4 +22,5 @@ __all__ = [
     "overlap",
     "route",
     "scatter_to_experts",
+    "update_selection_bias",
 ]

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxlowprec.arguments import a_flag, array, one_of, shown, whole_number
 from jaxlowprec.moe.dispatching import combine, dispatch, scatter_to_experts
-from jaxlowprec.moe.router import Scoring, route
+from jaxlowprec.moe.router import Routing, route
+from jaxlowprec.moe.router_config import RouterConfig, check_config
+from jaxlowprec.moe.tape_dtype import fetched, narrowed
 from jaxlowprec.ops.checks import mesh_axes
 
 
@@ -24,14 +25,24 @@ class MoEAux:
     """The further results of a block of experts. A pytree.
 
     Attributes:
-        load_balance_loss: float32, already times `load_balance_coef`: add it to the loss that is trained.
-        tape: int32 [..., k], the experts that were used, for `RoutingTape` and replay.
-        group_sizes: int32 [experts], the number of tokens that went to each.
+        load_balance_loss: float32, already times `load_balance_coef`.
+        sequence_balance_loss: float32, already times `sequence_balance_coef`; 0 if that is 0.
+        z_loss: float32, already times `z_loss_coef`; 0 if that is 0.
+        tape: [..., k], the experts that were used, for `RoutingTape` and replay; of the dtype of the tape that was
+            given, int32 without one.
+        group_sizes: int32 [experts], the number of tokens that went to each; `update_selection_bias` takes them.
     """
 
     load_balance_loss: Float[Array, ""]
-    tape: Int32[Array, "*T k"]
+    sequence_balance_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    tape: Int[Array, "*T k"]
     group_sizes: Int32[Array, "E"]
+
+    @property
+    def loss(self) -> Float[Array, ""]:
+        """The sum of the losses: add it to the loss that is trained."""
+        return self.load_balance_loss + self.sequence_balance_loss + self.z_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +51,20 @@ class Settings:
 
     num_experts: int
     top_k: int
-    normalize: bool | None
-    scoring: Scoring
-    load_balance_coef: float
+    routing: RouterConfig
     expert_axis: str | None
 
 
 def mixture(
     who: str,
     x: Float[Array, "*T D"],
-    tape: Int32[Array, "*T k"] | None,
+    tape: Int[Array, "*T k"] | None,
     settings: Settings,
     router: Callable[[Array], Array],
     experts: Callable[[Array, Array], Array],
     shared: Callable[[Array], Array] | None,
+    *,
+    bias: Float[Array, "E"] | None,
 ) -> tuple[Float[Array, "*T D"], MoEAux]:
     """Routes tokens, computes their experts, and combines the results.
 
@@ -61,6 +72,7 @@ def mixture(
         router: float32 tokens [..., D] to logits [..., experts].
         experts: takes rows sorted by expert, and group sizes; returns rows; see `GroupedLinear`.
         shared: processes every token; its result is added in float32, before the result is rounded once.
+        bias: the selection bias, if `settings.routing` has one.
     """
     x = array(who, "x", x)
     if x.ndim < 1:
@@ -77,27 +89,43 @@ def mixture(
     routing = route(
         logits,
         k,
-        tape=None if tape is None else tape.reshape(tokens, k),
-        normalize=k > 1 if settings.normalize is None else settings.normalize,
-        scoring=settings.scoring,
+        settings.routing,
+        tape=None if tape is None else fetched(tape).reshape(tokens, k),
+        bias=bias,
+        sequence_length=lead[-1] if lead and tokens else None,
     )
     rows_of = _sharded_experts if settings.expert_axis is not None else _experts
     y, dtype = rows_of(x.reshape(tokens, x.shape[-1]), routing, experts, settings)
     y = y.reshape(*lead, y.shape[-1])
     if shared is not None:
         y = y + shared(x).astype(jnp.float32)
-    loss = settings.load_balance_coef * routing.load_balance_loss
-    return y.astype(dtype), MoEAux(loss, routing.experts.reshape(*lead, k), routing.group_sizes)
+    used = routing.experts.reshape(*lead, k)
+    if tape is not None:
+        used = narrowed(used, tape.dtype, settings.num_experts)
+    return y.astype(dtype), MoEAux(*_losses(routing, settings.routing), used, routing.group_sizes)
 
 
-def _experts(x: Array, routing: Any, experts: Any, settings: Settings) -> tuple[Array, Any]:
+def _losses(routing: Routing, config: RouterConfig) -> tuple[Array, Array, Array]:
+    """The three losses times their coefficients."""
+    balance = config.load_balance_coef * routing.load_balance_loss
+    of_sequences, of_logits = (
+        coefficient * loss if coefficient else jnp.zeros_like(loss)  # no cost where it is not asked for
+        for coefficient, loss in (
+            (config.sequence_balance_coef, routing.sequence_balance_loss),
+            (config.z_loss_coef, routing.z_loss),
+        )
+    )
+    return balance, of_sequences, of_logits
+
+
+def _experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
     """The weighted sum of the experts' outputs in float32, and the dtype of these outputs."""
     where = dispatch(routing.experts, settings.num_experts)
     rows = experts(scatter_to_experts(x, where), where.group_sizes)
     return combine(rows, routing.weights, where), rows.dtype
 
 
-def _sharded_experts(x: Array, routing: Any, experts: Any, settings: Settings) -> tuple[Array, Any]:
+def _sharded_experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
     """`_experts` within shard_map, where each device along the axis has a part of the experts.
 
     All devices along the axis have the same tokens. Each computes the rows of its own experts; the sum is in float32.
@@ -123,12 +151,8 @@ def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
         whole_number(who, name, size)
     if experts < 1 or not 1 <= k <= experts:
         raise ValueError(f"{who}: top_k={k} of num_experts={experts}; needs 1 <= top_k <= num_experts")
-    one_of(who, "scoring", settings.scoring, "softmax", "sigmoid")
+    check_config(who, settings.routing).check(who, experts, k)
     one_of(who, "saved", saved, "quantized", "8bit", "recompute")
-    a_flag(who, gated=gated, **({} if settings.normalize is None else {"normalize": settings.normalize}))
-    coefficient = settings.load_balance_coef
-    number = isinstance(coefficient, int | float | np.number) and not isinstance(coefficient, bool)
-    if not (number and math.isfinite(coefficient)) and not isinstance(coefficient, jax.Array):
-        raise ValueError(f"{who}: load_balance_coef={shown(coefficient)}; needs a finite number")
+    a_flag(who, gated=gated)
     if not isinstance(settings.expert_axis, Hashable):
         raise TypeError(f"{who}: expert_axis={shown(settings.expert_axis)}; needs an axis of the mesh, or None")

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxlowprec.moe.router import AFRESH
 from jaxlowprec.moe.tape import RoutingTape, check_experts
+from jaxlowprec.moe.tape_dtype import AFRESH, widened
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ def overlap(a: RoutingTape, b: RoutingTape) -> Overlap:
             f"overlap: tapes of shapes {a.experts.shape} and {b.experts.shape}; needs the same layers, tokens and k"
         )
     layers, *tokens_axes, k = a.experts.shape
-    first, second = (tape.experts.reshape(layers, math.prod(tokens_axes), k) for tape in (a, b))
+    first, second = (widened(tape.experts).reshape(layers, math.prod(tokens_axes), k) for tape in (a, b))
     compared = jnp.all(first != AFRESH, axis=-1) & jnp.all(second != AFRESH, axis=-1)
     common = jnp.sum(first[..., :, None] == second[..., None, :], axis=(-2, -1))
     same_order = jnp.all(first == second, axis=-1)

@@ -1,73 +1,86 @@
-"""The choice of experts: the top k of a router's logits, or the choice that a tape holds."""
+"""The choice of experts: the best by a router's logits, or the choice that a tape holds."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
-from jaxlowprec.arguments import a_flag, one_of, shown, whole_number
+from jaxlowprec.arguments import shown, whole_number
+from jaxlowprec.moe.balancing import balance_loss, z_loss
+from jaxlowprec.moe.router_config import RouterConfig, check_config
+from jaxlowprec.moe.tape_dtype import AFRESH, check_fits, is_tape_dtype, widened
 
-AFRESH = -1
-"""In a tape: this token chooses its experts afresh. Either all of a row is AFRESH, or nothing of it."""
-
-Scoring = Literal["softmax", "sigmoid"]
+_DEFAULT = RouterConfig()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts each token goes to, and their weights. A pytree.
+    """Which experts each token goes to, their weights, and the losses of the router. A pytree.
 
     Attributes:
         experts: int32 [tokens, k], the experts that are used: a tape for the next pass. Never out of range.
         weights: float32 [tokens, k], in the order of `experts`; differentiable in the logits.
         group_sizes: int32 [experts], the tokens of each expert; they sum to tokens x k.
         load_balance_loss: float32, 1 if experts are used equally, up to the number of experts if one gets all tokens.
+        sequence_balance_loss: float32, the mean of the same loss of each sequence.
+        z_loss: float32, the mean square of the logarithm of the sum of the logits' exponentials.
     """
 
     experts: Int32[Array, "T k"]
     weights: Float[Array, "T k"]
     group_sizes: Int32[Array, "E"]
     load_balance_loss: Float[Array, ""]
+    sequence_balance_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
 
 
 def route(
     logits: Float[Array, "T E"],
     k: int,
+    routing: RouterConfig = _DEFAULT,
     *,
-    tape: Int32[Array, "T k"] | None = None,
-    normalize: bool = True,
-    scoring: Scoring = "softmax",
+    tape: Int[Array, "T k"] | None = None,
+    bias: Float[Array, "E"] | None = None,
+    sequence_length: int | None = None,
 ) -> Routing:
-    """Sends each token to k experts: those with the highest logits, or those of the tape.
+    """Sends each token to k experts: the best ones of its logits, or those of the tape.
 
-    A tape freezes only the choice: weights are recomputed from these logits, gradients flow through them, and the loss
-    and the group sizes follow the experts that are used. The order of a row is kept, so that the output, a sum over k,
-    has the same bits. Fresh choices are in descending order; of equal logits the lower expert comes first.
+    A tape freezes only the choice: weights are recomputed from these logits, gradients flow through them, and the
+    losses and the group sizes follow the experts that are used. The order of a row is kept, so that the output, a sum
+    over k, has the same bits. Fresh choices are in descending order; of equal experts or groups the lower one comes
+    first. NaN counts as the highest score, so that it reaches the output.
 
     An invalid row of the tape (an expert out of range or twice, -1 beside others) cannot raise within jit. Instead, the
-    token's weights, and with them its output, and the loss become NaN, and the token is routed by its logits.
+    token's weights, and with them its output, and the balance losses become NaN, and the token is routed by its logits.
     `RoutingTape.check` finds such a row beforehand.
+
+    The probabilities in the balance losses are a token's scores divided by their sum over all experts. With a selection
+    bias these losses count the k experts that the scores choose without bias and groups, as in
+    DeepSeek-V3's equation 18, because the bias levels the use of experts and not their scores. Tokens of the tape count
+    with the tape's experts.
 
     Arguments:
         logits: float32 [tokens, experts], computed in float32.
         k: experts per token.
-        tape: int32 [tokens, k]; a row of -1 chooses afresh. None: all tokens do.
-        normalize: whether a token's weights are scaled to sum to 1 after they are gathered. With k = 1 the weight is
-            then constant, so the router gets no gradient.
-        scoring: how logits become weights: "softmax" over all experts, or "sigmoid" of each.
+        routing: how logits become a choice and weights.
+        tape: int32, int16 or uint8 [tokens, k]; a row of -1 (of 255 in uint8) chooses afresh. None: all tokens do.
+        bias: float32 [experts], if `routing.selection_bias`. It gets no gradient.
+        sequence_length: tokens of a sequence, for `sequence_balance_loss`; None: all tokens are one sequence.
 
     Raises:
-        TypeError: logits is not a float32 array, or the tape not an int32 array.
-        ValueError: shapes do not fit, k is out of range, or the scoring is unknown.
+        TypeError: logits or bias are not float32 arrays, or the tape is not of a tape's dtype.
+        ValueError: shapes do not fit, k is out of range, k of these groups cannot be chosen, or a bias is given without
+            `routing.selection_bias` or missing with it.
 
-    Source: load balance: "Switch Transformers", arXiv 2101.03961, equation 4, over k choices; replay: arXiv 2507.18071
-    and 2510.11370.
+    Source: arXiv 2412.19437, section 2.1.2; replay: arXiv 2507.18071 and 2510.11370.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> logits = jnp.log(jnp.asarray([[1.0, 6.0, 2.0, 1.0]]))
@@ -76,24 +89,34 @@ def route(
     ([[1, 2]], ['0.750', '0.250'])
     >>> jlp.moe.route(-logits, 2, tape=routing.experts).experts.tolist()
     [[1, 2]]
+    >>> by_bias = jlp.moe.RouterConfig(selection_bias=True)
+    >>> jlp.moe.route(logits, 2, by_bias, bias=jnp.asarray([0.0, 0.0, 0.0, 1.0])).experts.tolist()
+    [[3, 1]]
     """
-    _check(logits, k, tape, normalize, scoring)
+    _check(logits, k, routing, tape, bias, sequence_length)
     logits, k = jnp.asarray(logits), int(k)
-    experts = logits.shape[-1]
-    scores = jax.nn.softmax(logits, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(logits)
-    chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1]
-    valid = jnp.ones(logits.shape[:1], bool)
+    tokens, experts = logits.shape
+    scores = _scores(logits, routing)
+    fixed = jax.lax.stop_gradient((logits, scores, bias))
+    chosen = counted = _choice(*fixed, k, routing)
+    if bias is not None:
+        counted = jax.lax.top_k(fixed[0], k)[1]
+    valid = jnp.ones((tokens,), bool)
     if tape is not None:
+        tape = widened(tape)
         replayed, afresh = replayable(tape, experts)
         valid = replayed | afresh
-        chosen = jnp.where(replayed[:, None], tape, chosen)
-    weights = jnp.take_along_axis(scores, chosen, axis=-1)
-    if normalize:
-        weights = weights / jnp.maximum(in_order(weights), jnp.finfo(jnp.float32).tiny)[:, None]
-    weights = jnp.where(valid[:, None], weights, jnp.nan)
+        chosen, counted = (jnp.where(replayed[:, None], tape, fresh) for fresh in (chosen, counted))
+    weights = jnp.where(valid[:, None], _weights(logits, scores, chosen, routing), jnp.nan)
     group_sizes = jnp.zeros(experts, jnp.int32).at[chosen.reshape(-1)].add(1)
-    loss = jnp.where(jnp.all(valid), _load_balance_loss(scores, group_sizes, scoring), jnp.nan)
-    return Routing(chosen, weights, group_sizes, loss)
+    probabilities = scores
+    if routing.scoring in ("sigmoid", "sqrt_softplus"):
+        probabilities = _shares(scores, functools.partial(jnp.sum, axis=-1))
+    of_batch, of_sequences = (
+        jnp.where(jnp.all(valid), balance_loss(probabilities, counted, sequences), jnp.nan)
+        for sequences in (1, 1 if sequence_length is None else tokens // int(sequence_length))
+    )
+    return Routing(chosen, weights, group_sizes, of_batch, of_sequences, z_loss(logits))
 
 
 def replayable(tape: Int32[Array, "*T k"], experts: int) -> tuple[Array, Array]:
@@ -112,16 +135,63 @@ def in_order(terms: Float[Array, "T k *N"]) -> Float[Array, "T *N"]:
     return total
 
 
-def _load_balance_loss(scores: Array, group_sizes: Array, scoring: Scoring) -> Array:
-    """The number of experts times the sum over experts of (share of the choices) times (mean probability)."""
-    if scoring == "sigmoid":
-        scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    tokens, experts = scores.shape
-    share = group_sizes / jnp.maximum(1, jnp.sum(group_sizes))
-    return experts * jnp.sum(share * jnp.sum(scores, axis=0)) / max(1, tokens)
+def _scores(logits: Array, routing: RouterConfig) -> Array:
+    """The score of every expert, before and without the bias."""
+    if routing.scoring == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    if routing.scoring == "sqrt_softplus":
+        # Below -20 softplus is exp to float32's precision. As it is, its root has no gradient where exp is 0.
+        low = logits < -20
+        root = jnp.sqrt(jax.nn.softplus(jnp.where(low, 0.0, logits)))
+        return jnp.where(low, jnp.exp(jnp.where(low, logits, 0.0) / 2), root)
+    return jax.nn.softmax(logits, axis=-1)
 
 
-def _check(logits: Any, k: Any, tape: Any, normalize: Any, scoring: Any) -> None:
+def _choice(logits: Array, scores: Array, bias: Array | None, k: int, routing: RouterConfig) -> Array:
+    """The k experts of each token, best first."""
+    tokens, experts = logits.shape
+    ranked = scores if bias is None else scores + bias
+    if bias is None and routing.groups == 1:
+        ranked = logits  # in the order of the scores, some of which are rounded to the same number
+    ranked = jnp.where(jnp.isnan(ranked), jnp.inf, ranked)  # top_k has some NaNs last, where they would be lost
+    if routing.groups > 1:
+        grouped = ranked.reshape(tokens, routing.groups, experts // routing.groups)
+        if routing.group_score == "max":
+            group_scores = jnp.max(grouped, axis=-1)
+        else:
+            group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        best = jax.lax.top_k(group_scores, routing.groups_per_token)[1]
+        kept = jnp.any(best[:, :, None] == jnp.arange(routing.groups), axis=1)
+        ranked = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
+    return jax.lax.top_k(ranked, k)[1]
+
+
+def _weights(logits: Array, scores: Array, chosen: Array, routing: RouterConfig) -> Array:
+    """The weights of the chosen experts."""
+    if routing.scoring == "softmax_of_chosen":
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1), axis=-1)
+    else:
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if routing.normalizes(chosen.shape[1]):
+            weights = _shares(weights, in_order)
+    return weights if routing.scale == 1 else weights * jnp.float32(routing.scale)
+
+
+def _shares(scores: Array, summed: Callable[[Array], Array]) -> Array:
+    """Scores of 0 or more divided by their sum over the last axis; 0 if all are 0.
+
+    They are divided by a power of two before, which changes no bits: the gradient squares the divisor, and the square
+    of a small sum is 0.
+    """
+    highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    exponent = jax.lax.bitcast_convert_type(highest, jnp.int32) & 0x7F800000
+    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    scaled = scores / jnp.maximum(power, jnp.finfo(jnp.float32).tiny)
+    total = summed(scaled)[:, None]
+    return scaled / jnp.where(total == 0, 1.0, total)
+
+
+def _check(logits: Any, k: Any, routing: Any, tape: Any, bias: Any, sequence_length: Any) -> None:
     if not isinstance(logits, jax.Array | np.ndarray):
         raise TypeError(f"route: logits={shown(logits)}; needs a float32 array [tokens, experts]")
     if logits.dtype != jnp.float32:
@@ -131,15 +201,32 @@ def _check(logits: Any, k: Any, tape: Any, normalize: Any, scoring: Any) -> None
     tokens, experts = logits.shape
     if not 1 <= whole_number("route", "k", k) <= experts:
         raise ValueError(f"route: k is {k} with {experts} experts; needs 1 to {experts}")
-    a_flag("route", normalize=normalize)
-    one_of("route", "scoring", scoring, "softmax", "sigmoid")
+    check_config("route", routing).check("route", experts, int(k))
+    if (bias is not None) != routing.selection_bias:
+        given = "None" if bias is None else shown(bias)
+        raise ValueError(
+            f"route: bias={given} with selection_bias={routing.selection_bias}; needs both or neither: a float32 array "
+            "[experts] and RouterConfig(selection_bias=True)"
+        )
+    if bias is not None:
+        if not isinstance(bias, jax.Array | np.ndarray) or bias.dtype != jnp.float32:
+            raise TypeError(f"route: bias={shown(bias)}; needs a float32 array [experts]")
+        if bias.shape != (experts,):
+            raise ValueError(f"route: bias has shape {bias.shape}; needs {(experts,)}, one number for each expert")
+    if sequence_length is not None:
+        length = whole_number("route", "sequence_length", sequence_length, 1)
+        if tokens % length:
+            raise ValueError(f"route: {tokens} tokens in sequences of sequence_length={length}; needs a multiple of it")
     if tape is None:
         return
-    if not isinstance(tape, jax.Array | np.ndarray) or tape.dtype != jnp.int32:
+    if not isinstance(tape, jax.Array | np.ndarray) or not is_tape_dtype(tape.dtype):
         given = getattr(tape, "dtype", type(tape).__name__)
-        raise TypeError(f"route: tape is {given}; needs an int32 array: pass a layer of a RoutingTape's experts")
+        raise TypeError(
+            f"route: tape is {given}; needs an int32, int16 or uint8 array: pass a layer of a RoutingTape's experts"
+        )
     if tape.shape != (tokens, k):
         raise ValueError(
             f"route: tape has shape {tape.shape}; needs {(tokens, k)}, tokens x k: pass one layer of it, recorded for "
             "these tokens and this k"
         )
+    check_fits("route", tape.dtype, experts, int(k))

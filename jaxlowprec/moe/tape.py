@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int
 
 from jaxlowprec.arguments import array, shown, whole_number
-from jaxlowprec.moe.rollout import captured
-from jaxlowprec.moe.router import AFRESH
+from jaxlowprec.moe.rollout import Form, captured, encoded
+from jaxlowprec.moe.tape_dtype import AFRESH, check_fits, is_tape_dtype, narrowed, tape_dtype, widened
 
 
 @jax.tree_util.register_dataclass
@@ -27,8 +27,9 @@ class RoutingTape:
     ys.
 
     Attributes:
-        experts: int32 [layers, *tokens, k], in the order in which a token's outputs are summed; a row of -1 chooses
-            afresh. The axes of tokens are those of the activations, such as [batch, time].
+        experts: int32, int16 or uint8 [layers, *tokens, k], in the order in which a token's outputs are summed; a row
+            of -1, in uint8 of 255, chooses afresh. The axes of tokens are those of the activations, such as [batch,
+            time].
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> tape = jlp.moe.RoutingTape(jnp.asarray([[[0, 1], [2, 0]], [[1, 3], [-1, -1]]], jnp.int32))
@@ -39,11 +40,13 @@ class RoutingTape:
     ValueError: RoutingTape: layer 1, token 0 has experts [1, 3]; needs ids below 3, the number of experts
     """
 
-    experts: Int32[Array, "L *T k"]
+    experts: Int[Array, "L *T k"]
 
     @classmethod
-    def afresh(cls, layers: int, tokens: int | tuple[int, ...], k: int) -> RoutingTape:
+    def afresh(cls, layers: int, tokens: int | tuple[int, ...], k: int, dtype: Any = "int32") -> RoutingTape:
         """A tape with which every token chooses afresh; use it to record with the program that replays.
+
+        A block of experts records in the dtype of the tape that it is given.
 
         >>> import jaxlowprec as jlp
         >>> jlp.moe.RoutingTape.afresh(2, (4, 16), k=2).experts.shape
@@ -53,10 +56,10 @@ class RoutingTape:
         sizes = (whole_number(who, "layers", layers, 0), *_as_sizes(who, tokens), whole_number(who, "k", k, 1))
         if math.prod(sizes) >= 2**31:
             raise ValueError(f"{who}: {sizes} are 2^31 choices or more; needs fewer")
-        return cls(jnp.full(sizes, AFRESH, jnp.int32))
+        return cls(jnp.full(sizes, AFRESH, jnp.int32).astype(tape_dtype(who, dtype)))  # in uint8 255
 
     @classmethod
-    def of_layers(cls, layers: Sequence[Int32[Array, "*T k"]]) -> RoutingTape:
+    def of_layers(cls, layers: Sequence[Int[Array, "*T k"]]) -> RoutingTape:
         """The tape of layers that are run one by one: `[aux.tape for each]`.
 
         >>> import jax.numpy as jnp, jaxlowprec as jlp
@@ -66,11 +69,11 @@ class RoutingTape:
         who = "RoutingTape.of_layers"
         listed = isinstance(layers, list | tuple) or (isinstance(layers, jax.Array | np.ndarray) and layers.ndim > 0)
         if not listed or not len(layers):
-            raise TypeError(f"{who}: layers={shown(layers)}; needs an int32 array [*tokens, k] for each layer")
+            raise TypeError(f"{who}: layers={shown(layers)}; needs an array [*tokens, k] for each layer")
         found = [array(who, f"layers[{i}]", layer) for i, layer in enumerate(layers)]
-        if len({layer.shape for layer in found}) > 1 or any(layer.dtype != jnp.int32 for layer in found):
+        if len({(layer.shape, layer.dtype) for layer in found}) > 1 or not is_tape_dtype(found[0].dtype):
             kinds = ", ".join(f"{layer.dtype}{list(layer.shape)}" for layer in found)
-            raise ValueError(f"{who}: layers are {kinds}; needs int32 of one shape [*tokens, k]")
+            raise ValueError(f"{who}: layers are {kinds}; needs int32, int16 or uint8 of one shape [*tokens, k]")
         return cls(jnp.stack(found))
 
     @classmethod
@@ -83,18 +86,27 @@ class RoutingTape:
         num_experts: int,
         dense_layers: Sequence[int] = (),
         length: int | None = None,
+        starts: Sequence[int] | None = None,
+        bytes_dtype: str = "int32",
+        dtype: Any = "int32",
     ) -> RoutingTape:
-        """The routing that a rollout engine used, as SGLang returns it in `meta_info["routed_experts"]`.
+        """The routing that a rollout engine used: SGLang's and vLLM's `routed_experts`.
 
         An engine never runs a sequence's last token, so it chooses afresh, as do the places that pad shorter sequences.
 
         Arguments:
-            sequences: for each sequence int32 [tokens - 1, num_layers, k], or the same numbers flat, as little-endian
-                bytes, or as base64 of these bytes.
-            num_layers: the layers of the engine's model, dense layers included.
+            sequences: for each sequence integers [tokens - 1, num_layers, k] (vLLM's
+                `CompletionOutput.routed_experts`), or the same numbers flat, as little-endian bytes, as base64 of these
+                bytes (SGLang's `meta_info["routed_experts"]`), or as base64 of an .npy file (vLLM's server).
+            num_layers: the layers in the engine's array: of the model with its dense layers, or those with experts only
+                (vLLM 0.21).
             k, num_experts: those of every layer with experts.
             dense_layers: layers without experts, which the tape leaves out; the engine's values for them are ignored.
             length: tokens per sequence in the tape; default: those of the longest sequence.
+            starts: for each sequence the number of first tokens that the engine left out (SGLang's
+                `routed_experts_start_len`, vLLM's `routed_experts_prompt_start`); they choose afresh.
+            bytes_dtype: "int32", "int16", "uint16" or "uint8", of bytes and base64 that are no .npy file.
+            dtype: of the tape.
 
         Returns:
             A checked tape [layers with experts, sequences, length, k].
@@ -103,7 +115,8 @@ class RoutingTape:
             ValueError: sizes that do not fit, a layer that was not captured (all zeros), or rows that are not a choice
                 of experts; the error names sequence, layer and token.
 
-        Source: arXiv 2510.11370.
+        Source: arXiv 2510.11370; https://docs.vllm.ai/en/latest/training/routed_experts; SGLang's pull requests 12162
+        and 31219.
 
         >>> import numpy as np, jaxlowprec as jlp
         >>> first = np.asarray([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], np.int32)  # 2 tokens + 1, layer 0 dense
@@ -115,19 +128,127 @@ class RoutingTape:
         """
         who = "routed_experts"
         num_experts = whole_number(who, "num_experts", num_experts, 1)
-        known = captured(sequences, num_layers, k, dense_layers)
-        longest = max((len(rows) + 1 for rows in known), default=0)
+        found = tape_dtype(who, dtype)
+        known = captured(sequences, num_layers, k, dense_layers, bytes_dtype)
+        begins = [0] * len(known) if starts is None else [whole_number(who, "starts", start, 0) for start in starts]
+        if len(begins) != len(known):
+            raise ValueError(f"{who}: {len(begins)} starts of {len(known)} sequences; needs one for each")
+        longest = max((start + len(rows) + 1 for start, rows in zip(begins, known, strict=True)), default=0)
         length = longest if length is None else whole_number(who, "length", length, 0)
         if length < longest:
             raise ValueError(f"{who}: a sequence has {longest} tokens; needs length={longest} or more")
         layers = num_layers - len(set(dense_layers))
         experts = np.full((layers, len(known), length, k), AFRESH, np.int32)
-        for i, rows in enumerate(known):
-            experts[:, i, : len(rows)] = rows.swapaxes(0, 1)
+        for i, (start, rows) in enumerate(zip(begins, known, strict=True)):
+            experts[:, i, start : start + len(rows)] = rows.swapaxes(0, 1)
         _check(who, experts, num_experts)
-        return cls(jnp.asarray(experts))
+        check_fits(who, found, num_experts, k)
+        return cls(jnp.asarray(narrowed(experts, found, num_experts)))
 
-    def __getitem__(self, layer: int) -> Int32[Array, "*T k"]:
+    def to_routed_experts(
+        self,
+        *,
+        num_layers: int | None = None,
+        dense_layers: Sequence[int] = (),
+        lengths: Sequence[int] | None = None,
+        form: Form = "array",
+        dtype: str = "int32",
+    ) -> list[np.ndarray] | list[str]:
+        """The tape as an engine would have returned it: the inverse of `from_routed_experts`, on the host.
+
+        Arguments:
+            num_layers: the layers of the engine's model, dense layers included; default: those of the tape and of
+                dense_layers.
+            dense_layers: layers without experts, which the result has as zeros.
+            lengths: tokens of each sequence; default: up to its last choice, and one token that the engine never runs.
+            form: "array": a NumPy array; "base64": SGLang's; "npy": base64 of an .npy file, as vLLM's server sends it.
+            dtype: "int32", "int16", "uint16" or "uint8", of the result.
+
+        Returns:
+            For each sequence [tokens - 1, num_layers, k], in that form.
+
+        Raises:
+            TypeError: the experts are not known yet (within jit).
+            ValueError: the tape is not [layers, sequences, length, k]; sizes do not fit; or a token before the last one
+                chooses afresh, for which engines have no number: the error names layer, sequence and token.
+
+        >>> import jax.numpy as jnp, jaxlowprec as jlp
+        >>> tape = jlp.moe.RoutingTape(jnp.asarray([[[[3, 1], [2, 0], [-1, -1]]]], jnp.int32))
+        >>> tape.to_routed_experts(dense_layers=[0])[0].tolist()
+        [[[0, 0], [3, 1]], [[0, 0], [2, 0]]]
+        >>> tape.to_routed_experts(form="base64", dtype="uint8")
+        ['AwECAA==']
+        """
+        return encoded(self._known("to_routed_experts"), num_layers, dense_layers, lengths, form, dtype)
+
+    def astype(self, dtype: Any, *, num_experts: int) -> RoutingTape:
+        """The tape in another dtype; works within jit. An invalid row stays invalid.
+
+        Arguments:
+            dtype: "int32"; "int16", which takes up to 32768 experts; or "uint8", which takes 256, with k = 1 254.
+            num_experts: the number of experts of every layer.
+
+        Raises:
+            ValueError: the experts do not fit.
+
+        >>> import jaxlowprec as jlp
+        >>> tape = jlp.moe.RoutingTape.afresh(2, 3, k=2)
+        >>> narrow = tape.astype("uint8", num_experts=256)
+        >>> narrow.experts.dtype, narrow.experts[0, 0].tolist(), narrow.astype("int32", num_experts=256)[0][0].tolist()
+        (dtype('uint8'), [255, 255], [-1, -1])
+        """
+        who = "RoutingTape.astype"
+        check_experts(who, self.experts)
+        found, num_experts = tape_dtype(who, dtype), whole_number(who, "num_experts", num_experts, 1)
+        check_fits(who, found, num_experts, self.experts.shape[-1])
+        if found == self.experts.dtype:
+            return self
+        return RoutingTape(narrowed(widened(self.experts), found, num_experts))
+
+    def to_host(self) -> RoutingTape:
+        """The tape in the host's pinned memory, sharded as it is; also within jit. `route` fetches what it uses.
+
+        Raises:
+            ValueError: the devices have no pinned host memory.
+
+        >>> import jaxlowprec as jlp
+        >>> jlp.moe.RoutingTape.afresh(2, 3, k=2).to_host().experts.sharding.memory_kind
+        'pinned_host'
+        """
+        return self._moved(jax.memory.Space.Host, "pinned_host")
+
+    def to_device(self) -> RoutingTape:
+        """The tape in the devices' memory.
+
+        >>> import jaxlowprec as jlp
+        >>> jlp.moe.RoutingTape.afresh(2, 3, k=2).to_host().to_device().experts.sharding.memory_kind
+        'device'
+        """
+        return self._moved(jax.memory.Space.Device, "device")
+
+    def _moved(self, space: Any, kind: str) -> RoutingTape:
+        who = "RoutingTape.to_host" if kind == "pinned_host" else "RoutingTape.to_device"
+        check_experts(who, self.experts)
+        experts = jnp.asarray(self.experts)
+        if isinstance(experts, jax.core.Tracer):
+            return RoutingTape(jax.device_put(experts, space))
+        for device in experts.devices():
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if kind not in kinds:
+                raise ValueError(
+                    f"{who}: {device} has memories {', '.join(kinds)}; needs {kind}: keep the tape where it is, "
+                    "as int16 or uint8 by astype"
+                )
+        return RoutingTape(jax.device_put(experts, experts.sharding.with_memory_kind(kind)))
+
+    def _known(self, who: str) -> np.ndarray:
+        """The experts as int32 on the host."""
+        if isinstance(self.experts, jax.core.Tracer):
+            raise TypeError(f"{who}: the tape's experts are not known within jit; call it before or after the pass")
+        check_experts(who, self.experts)
+        return widened(np.asarray(self.experts))
+
+    def __getitem__(self, layer: int) -> Int[Array, "*T k"]:
         """The tape of one layer, as a layer takes it. Raises IndexError out of range, where JAX would take the last."""
         if isinstance(layer, int) and not -len(self) <= layer < len(self):
             raise IndexError(f"RoutingTape: layer {layer} of {len(self)}; needs one from 0 on and below that")
@@ -154,35 +275,33 @@ class RoutingTape:
             layers, tokens: the sizes of the pass, if they are to be checked.
 
         Raises:
-            TypeError: experts is not int32, or its values are not known yet (within jit).
-            ValueError: a shape that does not fit; an expert out of range or twice, or -1 beside others in a row; the
-                error names layer and token.
+            TypeError: experts are not of a tape's dtype, or their values are not known yet (within jit).
+            ValueError: a shape or a number of experts that does not fit; an expert out of range or twice, or -1 beside
+                others in a row; the error names layer and token.
 
         >>> import jaxlowprec as jlp
         >>> jlp.moe.RoutingTape.afresh(2, 8, k=1).check(num_experts=4, layers=2, tokens=8)
         """
         who = "RoutingTape"
-        if isinstance(self.experts, jax.core.Tracer):
-            raise TypeError(f"{who}: its experts are not known within jit; check it before the pass")
-        check_experts(who, self.experts)
+        experts = self._known(who)
         num_experts = whole_number(who, "num_experts", num_experts, 1)
+        check_fits(who, self.experts.dtype, num_experts, experts.shape[-1])
         layers = None if layers is None else whole_number(who, "layers", layers, 0)
-        experts = np.asarray(self.experts)
         expected_tokens = None if tokens is None else _as_sizes(who, tokens)
         if layers not in (None, experts.shape[0]) or expected_tokens not in (None, experts.shape[1:-1]):
             raise ValueError(
                 f"RoutingTape: it has {experts.shape[0]} layers and tokens {experts.shape[1:-1]}; needs those of the "
                 f"pass, {layers} and {expected_tokens}: replay the batch that was recorded"
             )
-        _check("RoutingTape", experts, num_experts)
+        _check(who, experts, num_experts)
 
 
 def check_experts(who: str, experts: Any) -> None:
-    """Raises unless the experts are int32 [layers, *tokens, k]."""
+    """Raises unless the experts are [layers, *tokens, k] of a tape's dtype."""
     if not isinstance(experts, jax.Array | np.ndarray):
         raise TypeError(f"{who}: experts are {shown(experts)}; needs an int32 array [layers, *tokens, k]")
-    if experts.dtype != np.int32:
-        raise TypeError(f"{who}: experts are {experts.dtype}; needs int32")
+    if not is_tape_dtype(experts.dtype):
+        raise TypeError(f"{who}: experts are {experts.dtype}; needs int32, int16 or uint8")
     if experts.ndim < 3:
         raise ValueError(f"{who}: experts have shape {experts.shape}; needs [layers, *tokens, k]")
 

@@ -15,7 +15,7 @@ from jaxlowprec.nnx.layers import (
     quantized_kernels,
 )
 from jaxlowprec.nnx.lora import LoRALinear, LoRALinearGeneral, add_lora, merge_lora
-from jaxlowprec.nnx.moe import MoE
+from jaxlowprec.nnx.moe import MoE, SelectionBias
 
 __all__ = [
     "MLP",
@@ -31,6 +31,7 @@ __all__ = [
     "OverwriteWithGradient",
     "Quantized",
     "RMSNorm",
+    "SelectionBias",
     "add_delayed_scaling",
     "add_lora",
     "convert",

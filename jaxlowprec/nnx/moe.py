@@ -7,18 +7,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int
 
 from jaxlowprec.arguments import a_text
 from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
 from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
-from jaxlowprec.moe.router import Scoring
+from jaxlowprec.moe.router_config import RouterConfig
 from jaxlowprec.nnx import grouped
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 _default_init = nnx.initializers.lecun_normal()
+_ROUTING = RouterConfig()
+
+
+class SelectionBias(nnx.Variable):
+    """What a block's router adds to the scores when it chooses experts: float32 [experts].
+
+    It is not an `nnx.Param`: optimizers and `nnx.grad` leave it out. `jaxlowprec.moe.update_selection_bias` moves it.
+    """
 
 
 class Experts(nnx.Module):
@@ -59,9 +67,8 @@ class MoE(nnx.Module):
         top_k: experts per token.
         shared_hidden_features: hidden size of the shared experts, which process every token; 0: there are none.
         activation, gated: an expert is down(activation(gate(x)) * up(x)), or ungated down(activation(up(x))).
-        normalize: whether a token's weights sum to 1; default: if top_k is 2 or more.
-        scoring: "softmax" or "sigmoid", see `jaxlowprec.moe.route`.
-        load_balance_coef: what the load-balance loss is multiplied by.
+        routing: how tokens choose experts, and the coefficients of the router's losses. With `selection_bias=True` the
+            block has one, float32 [num_experts], a `SelectionBias`, which is not a parameter.
         expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
         saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see
             `jaxlowprec.grouped_mlp`. An activation with arrays of its own, or that gives another dtype, keeps it all.
@@ -90,9 +97,7 @@ class MoE(nnx.Module):
         shared_hidden_features: int = 0,
         activation: Any = jax.nn.silu,
         gated: bool = True,
-        normalize: bool | None = None,
-        scoring: Scoring = "softmax",
-        load_balance_coef: float = 0.01,
+        routing: RouterConfig = _ROUTING,
         expert_axis: str | None = None,
         saved: Saved = "quantized",
         dtype: Any = None,
@@ -107,7 +112,7 @@ class MoE(nnx.Module):
         name: str = "",
         rngs: nnx.Rngs,
     ):
-        self.settings = Settings(num_experts, top_k, normalize, scoring, load_balance_coef, expert_axis)
+        self.settings = Settings(num_experts, top_k, routing, expert_axis)
         check_block(type(self).__name__, self.settings, gated, saved)
         a_text(type(self).__name__, name=name)
         common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}
@@ -134,6 +139,9 @@ class MoE(nnx.Module):
             name=named("router"),
             rngs=rngs,
         )
+        self.selection_bias = nnx.data(
+            SelectionBias(jnp.zeros(num_experts, jnp.float32)) if routing.selection_bias else None
+        )
         inits = kernel_init, down_kernel_init or kernel_init
         self.experts = Experts(expert, (in_features, hidden_features), activation, gated, saved, inits)
         self.shared_experts = nnx.data(None)
@@ -143,12 +151,13 @@ class MoE(nnx.Module):
             self.shared_experts = Experts(shared, sizes, activation, gated, saved, inits)
 
     def __call__(
-        self, x: Float[Array, "*T D"], tape: Int32[Array, "*T k"] | None = None
+        self, x: Float[Array, "*T D"], tape: Int[Array, "*T k"] | None = None
     ) -> tuple[Float[Array, "*T D"], MoEAux]:
         """Tokens [..., in_features] to outputs of the same shape, and a `MoEAux`.
 
-        `tape`: int32 [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1
-        chooses afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See
-        `jaxlowprec.moe.route`.
+        `tape`: [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1 chooses
+        afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
         """
-        return mixture(type(self).__name__, x, tape, self.settings, self.router, self.experts, self.shared_experts)
+        bias = None if self.selection_bias is None else self.selection_bias.get_value()
+        parts = self.router, self.experts, self.shared_experts
+        return mixture(type(self).__name__, x, tape, self.settings, *parts, bias=bias)

@@ -20,6 +20,8 @@ from tests.products import kept
 
 pytestmark = pytest.mark.sampled(5)
 
+RouterConfig = jlp.moe.RouterConfig
+
 FLOAT32 = {"dtype": jnp.float32}
 # What surrounds the experts' products is the same code for both libraries: one of them often, both with --slow.
 near_recipes = pytest.mark.parametrize(
@@ -112,7 +114,11 @@ class TestNumbers:
 class TestBothLibraries:
     @pytest.mark.parametrize("name", often(["nvfp4"], ["bf16", "nvfp4", "fp8_current", "int4_qat"]))
     def test_have_the_same_bits_and_gradients(self, name):
-        options = {"shared_hidden_features": 32, "load_balance_coef": 0.3, "recipe": RECIPES[name]}
+        options = {
+            "shared_hidden_features": 32,
+            "routing": RouterConfig(load_balance_coef=0.3),
+            "recipe": RECIPES[name],
+        }
         models = [made(library, **options) for library in LIBRARIES.values()]
         assert_same_bytes(*(model.tree for model in models))
         assert_same_bytes(*(model.run(X, loss=total) for model in models))
@@ -148,11 +154,11 @@ class TestRouter:
 
             return np.linalg.norm(jax.jit(jax.grad(loss))(model.tree["router"]["kernel"]))
 
-        assert slope(1) > 1 and slope(2) > 1 and slope(1, normalize=True) < 1e-3
+        assert slope(1) > 1 and slope(2) > 1 and slope(1, routing=RouterConfig(normalize=True)) < 1e-3
 
     def test_its_loss_is_scaled_by_the_coefficient(self, library):
         def loss(coefficient):
-            model = made(library, load_balance_coef=coefficient)
+            model = made(library, routing=RouterConfig(load_balance_coef=coefficient))
             return jax.jit(lambda tree: model.apply(tree, X)[1].load_balance_loss)(model.tree)
 
         np.testing.assert_allclose(100 * loss(0.01), loss(1.0), rtol=1e-6)
@@ -284,7 +290,8 @@ class TestPolicy:
     [
         ({"k": 9}, ValueError, "MoE: top_k=9 of num_experts=8"),
         ({"k": 0}, ValueError, "top_k=0"),
-        ({"scoring": "max"}, ValueError, "MoE: scoring='max'"),
+        ({"routing": "max"}, TypeError, "MoE: routing='max'; needs a jaxlowprec.moe.RouterConfig"),
+        ({"routing": RouterConfig(groups=3)}, ValueError, "MoE: 8 experts in groups=3"),
         ({"gated": "silu"}, TypeError, "gated='silu'"),
         ({"saved": "all"}, ValueError, "MoE: saved='all'"),
         ({"recipe": "nvfp4"}, TypeError, "recipe='nvfp4'"),

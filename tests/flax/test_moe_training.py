@@ -55,7 +55,7 @@ class TestTraining:
         assert values[-1] < 0.9 * values[0]
 
     def test_by_the_load_balance_loss_levels_the_load(self, library):
-        model = made(library, load_balance_coef=1.0)
+        model = made(library, routing=jlp.moe.RouterConfig(load_balance_coef=1.0))
         values = trained(model, X + 2, lambda y, aux: aux.load_balance_loss, 24)  # most to the same
         assert values[0] > 1.5 and values[-1] < 1.2
 

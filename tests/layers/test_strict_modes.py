@@ -167,7 +167,7 @@ def test_tapes(mode):
 
     def run():
         routing = jlp.moe.route(logits, 2)
-        replayed = jlp.moe.route(-logits, 2, tape=routing.experts, scoring="sigmoid")
+        replayed = jlp.moe.route(-logits, 2, jlp.moe.RouterConfig("sigmoid"), tape=routing.experts)
         where = jlp.moe.dispatch(routing.experts, 4)
         rows = jlp.moe.scatter_to_experts(logits, where)
         tape = jlp.moe.RoutingTape(routing.experts[None])

@@ -21,7 +21,7 @@ each_recipe = pytest.mark.parametrize(
 
 
 def block(recipe=None, **options):
-    options = {"shared_hidden_features": 32, "dtype": jnp.bfloat16, "load_balance_coef": 0.01} | options
+    options = {"shared_hidden_features": 32, "dtype": jnp.bfloat16} | options
     return jlp.linen.MoE(EXPERTS, HIDDEN, K, recipe=recipe, **options)
 
 

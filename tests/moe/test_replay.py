@@ -105,7 +105,7 @@ def test_part_of_a_tape_may_choose_afresh():
 
 
 def test_an_invalid_row_makes_only_its_token_nan():
-    moe = block(load_balance_coef=0.0)
+    moe = block(routing=jlp.moe.RouterConfig(load_balance_coef=0.0))
     tape = step(moe, PARAMS, X, scan=False)[1]
     spoilt = jlp.moe.RoutingTape(tape.experts.at[0, 2, 5].set(stack.EXPERTS))
     first = jax.tree.map(lambda leaf: leaf[0], PARAMS)

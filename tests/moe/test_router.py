@@ -8,6 +8,7 @@ import pytest
 import jaxlowprec as jlp
 from tests.helpers import assert_same_bytes
 
+RouterConfig = jlp.moe.RouterConfig
 TOKENS, EXPERTS, K = 64, 8, 3
 LOGITS = jax.random.normal(jax.random.key(0), (TOKENS, EXPERTS))
 OTHER_LOGITS = jax.random.normal(jax.random.key(1), (TOKENS, EXPERTS))
@@ -31,7 +32,7 @@ class TestFreshChoice:
     @each_scoring
     @each_normalize
     def test_is_the_k_best_in_descending_order_with_their_scores(self, scoring, normalize):
-        routing = jlp.moe.route(LOGITS, K, scoring=scoring, normalize=normalize)
+        routing = jlp.moe.route(LOGITS, K, RouterConfig(scoring, normalize))
         best = np.argsort(-np.asarray(LOGITS), axis=-1, kind="stable")[:, :K]
         assert routing.experts.dtype == jnp.int32 and routing.weights.dtype == jnp.float32
         np.testing.assert_array_equal(routing.experts, best)
@@ -64,7 +65,7 @@ class TestReplay:
     @each_normalize
     def test_recomputes_the_weights(self, scoring, normalize):
         tape = jlp.moe.route(LOGITS, K).experts
-        routing = jlp.moe.route(OTHER_LOGITS, K, tape=tape, scoring=scoring, normalize=normalize)
+        routing = jlp.moe.route(OTHER_LOGITS, K, RouterConfig(scoring, normalize), tape=tape)
         weights = np.take_along_axis(scores_of(OTHER_LOGITS, scoring), np.asarray(tape), -1)
         weights = weights / weights.sum(-1, keepdims=True) if normalize else weights
         np.testing.assert_allclose(routing.weights, weights, rtol=1e-6)
@@ -102,7 +103,7 @@ class TestLoadBalance:
 
     @each_scoring
     def test_is_the_share_of_the_choices_times_the_mean_probability(self, scoring):
-        routing = jlp.moe.route(LOGITS, K, scoring=scoring)
+        routing = jlp.moe.route(LOGITS, K, RouterConfig(scoring))
         scores = scores_of(LOGITS, scoring)
         scores = scores / scores.sum(-1, keepdims=True)
         share = np.bincount(np.asarray(routing.experts).ravel(), minlength=EXPERTS) / (TOKENS * K)
@@ -145,10 +146,17 @@ class TestRowsThatAreNoChoice:
         (lambda: jlp.moe.route(LOGITS, 0), ValueError, "k is 0"),
         (lambda: jlp.moe.route(LOGITS, 2.0), TypeError, "k=2.0; needs an int"),
         (lambda: jlp.moe.route(LOGITS.tolist(), K), TypeError, r"logits=\[.*; needs a float32 array"),
-        (lambda: jlp.moe.route(LOGITS, K, normalize=1), TypeError, "normalize=1; needs True or False"),
-        (lambda: jlp.moe.route(LOGITS, K, tape=tape_of().tolist()), TypeError, "tape is list; needs an int32"),
-        (lambda: jlp.moe.route(LOGITS, K, scoring="max"), ValueError, "scoring='max'"),
-        (lambda: jlp.moe.route(LOGITS, K, tape=tape_of().astype(jnp.int8)), TypeError, "int8; needs an int32"),
+        (
+            lambda: jlp.moe.route(LOGITS, K, {"scoring": "sigmoid"}),
+            TypeError,
+            "route: routing=.*; needs a .*RouterConfig",
+        ),
+        (lambda: jlp.moe.route(LOGITS, K, tape=tape_of().tolist()), TypeError, "tape is list; needs an int32, int16"),
+        (
+            lambda: jlp.moe.route(LOGITS, K, tape=tape_of().astype(jnp.int8)),
+            TypeError,
+            "int8; needs an int32, int16 or uint8",
+        ),
         (lambda: jlp.moe.route(LOGITS, 2, tape=tape_of()), ValueError, r"tape has shape \(64, 3\); needs \(64, 2\)"),
     ],
 )

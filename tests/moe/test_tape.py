@@ -62,9 +62,9 @@ class TestCheck:
         with pytest.raises(ValueError, match="replay the batch that was recorded"):
             RoutingTape(GOOD).check(4, **expected)
 
-    def test_rejects_what_is_no_int32_of_layers_and_tokens(self):
-        with pytest.raises(TypeError, match="int16; needs int32"):
-            RoutingTape(GOOD.astype(jnp.int16)).check(4)
+    def test_rejects_what_is_no_integers_of_layers_and_tokens(self):
+        with pytest.raises(TypeError, match="int8; needs int32, int16 or uint8"):
+            RoutingTape(GOOD.astype(jnp.int8)).check(4)
         with pytest.raises(ValueError, match=r"needs \[layers, \*tokens, k\]"):
             RoutingTape(GOOD[0, 0]).check(4)
 

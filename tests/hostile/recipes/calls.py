@@ -99,7 +99,7 @@ def _nnx_moe(x, tape=None, **arguments):
     return block(x, tape=tape)
 
 
-_MOE = ("top_k", "num_experts", "gated", "normalize", "scoring", "load_balance_coef", "expert_axis", "recipe", "name")
+_MOE = ("top_k", "num_experts", "gated", "routing", "expert_axis", "recipe", "name")
 _DIMENSIONS = "(((1,), (0,)), ((), ()))"
 _DENSE = flax.linen.Dense(4)
 _RESET = jlp.OsciReset(jlp.NVFP4BlockScaling(), every=8, window=4)
@@ -213,7 +213,9 @@ CALLS = (
     _nnx(jlp.nnx.LinearGeneral, 32, 8),
     _nnx(jlp.nnx.Einsum, "...a,ab->...b", (32, 8)),
     _call(_nnx_moe, "linear", "grouped_matmul", "GroupedLinear", "route", name="MoE", others=_MOE, x="x", tape="None"),
-    _call(moe.route, logits="x", k="2"),
+    _call(moe.route, "RouterConfig", logits="x", k="2"),
+    _made(moe.RouterConfig),
+    _call(moe.update_selection_bias, bias="x", group_sizes="x as int32", rate="0.5"),
     _call(moe.dispatch, experts="tape of one layer", num_experts="16"),
     _call(moe.scatter_to_experts, x="x", where="dispatch"),
     _call(moe.combine, rows="x", weights="x", where="dispatch"),
@@ -228,5 +230,12 @@ CALLS = (
         others=("layers", "tokens"),
         experts="x as int32",
         num_experts="16",
+    ),
+    _call(
+        lambda experts, **options: moe.RoutingTape(experts).to_routed_experts(**options),
+        "to_routed_experts",
+        name="RoutingTape",
+        others=("num_layers", "dense_layers", "lengths", "form", "dtype"),
+        experts="x as int32",
     ),
 )
