@@ -24,6 +24,7 @@ ABLATED = (
 )
 KEPT = {"last": (0, 1), "first": (1, 0), "none": (0, 0)}  # how many of the first and of the last blocks stay in bf16
 FEW = (DEFAULT, "nvfp4-eden", EDEN_TAIL)  # of the frontier: those with other blocks in bf16
+NOISE = "bf16 perturbed"
 LONG = FEW[:2]  # of the frontier: those with more steps
 BEST = (*FEW, "nvfp4-eden-search", TAIL)  # of the frontier: those with more seeds
 
@@ -35,14 +36,16 @@ def parts(options: argparse.Namespace, kept: str) -> Iterator[tuple[Sequence[str
     ablated = lengths if options.ablation_steps is None else options.ablation_steps
     for steps in lengths:
         if options.recipe or not options.frontier:
-            yield [name for name in options.recipe or ABLATED if name == DEFAULT or steps in ablated], steps, seeds
+            names = [name for name in options.recipe or ABLATED if name == DEFAULT or steps in ablated]
+            yield [NOISE, *names], steps, seeds
         elif kept == "last" and steps == min(lengths):
-            yield FRONTIER, steps, seeds
-            yield BEST, steps, range(options.seeds, options.best_seeds)
+            yield [NOISE, *FRONTIER], steps, seeds
+            yield [NOISE, *BEST], steps, range(options.seeds, options.best_seeds)
         elif kept == "last":
             yield LONG, steps, seeds
+            yield [NOISE], steps, range(1)
         elif steps == min(lengths):
-            yield FEW, steps, seeds
+            yield [NOISE, *FEW], steps, seeds
 
 
 def main() -> None:
@@ -57,6 +60,7 @@ def main() -> None:
         "--best-seeds", type=int, default=5, help="seeds of the best of the frontier, last block in bf16"
     )
     options, text = parsed(parser)
+    bf16, noise = BASELINES
     summary = []
     for kept in options.kept or (KEPT if options.frontier else ["last"]):
         first, last = KEPT[kept]
@@ -64,10 +68,10 @@ def main() -> None:
         runs = []
         for names, steps, seeds in parts(options, kept):
             try:
-                named = [run_named(name, steps) for name in names]
+                named = [noise if name == NOISE else run_named(name, steps) for name in names]
             except ValueError as error:
                 parser.error(f"--recipe {error}")
-            runs += results_of(options, text, steps, [(run, config) for run in (*BASELINES, *named)], kept, seeds)
+            runs += results_of(options, text, steps, [(run, config) for run in (bf16, *named)], kept, seeds)
         found = summarize(runs)
         summary += [{"kept": kept, **entry} for entry in found]
         print(f"{kept} block in bf16" if kept != "none" else "no block in bf16")
