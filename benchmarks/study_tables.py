@@ -49,17 +49,27 @@ def _gaps(result: dict, kept: str) -> str:
 def _about(result: dict, *kept: str) -> str:
     """What a study was made with. `kept`: what stays in bf16."""
     settings = result["settings"]
+    counts = sorted({len(s["loss_gap_percent"]["by_seed"]) for s in result["summary"]})
+    seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' * (counts[0] > 1)}"
     step_bytes = settings["batch"] * settings["config"]["context"]
     about = (
         f"{settings['parameters']:,} parameters, {step_bytes} bytes per step, peak learning rate "
-        f"{settings['learning_rate']}, {settings['seeds']} seeds"
+        f"{settings['learning_rate']}, {seeds}"
     )
     return f"{', '.join([about, *kept])}; jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}."
 
 
 def frontier_study() -> str:
     """The recipes beyond the default NVFP4 recipe, by the block that stays in bf16."""
-    result = load("frontier_study")
+    return _frontier(load("frontier_study"))
+
+
+def frontier_small() -> str:
+    """The same of a larger model."""
+    return _frontier(load("frontier_small"))
+
+
+def _frontier(result: dict) -> str:
     less = "less than `nvfp4`"
     rows = [("in bf16", "steps", "run", "loss gap", "by seed", less, "validation gap", less)]
     for s in result["summary"]:

@@ -44,7 +44,7 @@ def _plot(title: str, summaries: list[dict], styles: dict[str, str]) -> Plot:
 
 def _drawn(lengths: list[int], title: str) -> LineChart:
     result = load("training_study")
-    summary, settings = result["summary"], result["settings"]
+    summary = result["summary"]
     styles = _styles(list(dict.fromkeys(s["run"] for s in summary)))
     plots = []
     for steps in lengths:
@@ -55,14 +55,16 @@ def _drawn(lengths: list[int], title: str) -> LineChart:
         plots += [
             _plot(f"{steps} steps, {bits} bits", runs + noise, styles) for bits, runs in ((4, four), (8, eight)) if runs
         ]
-    return _chart(title, plots, settings)
+    return _chart(title, plots, result)
 
 
-def _chart(title: str, plots: list[Plot], settings: dict) -> LineChart:
+def _chart(title: str, plots: list[Plot], result: dict) -> LineChart:
     """Plots with what their study was made with."""
+    settings = result["settings"]
+    seeds = sorted({len(s["loss_gap_percent"]["by_seed"]) for s in result["summary"]})
     return LineChart(
         title,
-        f"{settings['parameters']:,} parameters, real text, mean of {settings['seeds']} seeds. "
+        f"{settings['parameters']:,} parameters, real text, mean of {' or '.join(map(str, seeds))} seeds. "
         "Dotted: the noise floor, bf16 against bf16.",
         tuple(plots),
         f"jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}.",
@@ -73,18 +75,14 @@ def frontier() -> LineChart:
     """The default NVFP4 recipe and the best beyond it, each with and without a last fifth whose forward pass is in
     bf16, by the block that stays in bf16."""
     result = load("frontier_study")
-    summary, settings = result["summary"], result["settings"]
+    shortest = min(s["steps"] for s in result["summary"])
+    summary = [s for s in result["summary"] if s["steps"] == shortest]
     blocks = {"last": "last block in bf16", "first": "first block in bf16", "none": "no block in bf16"}
     drawn = [s for s in summary if s["run"] in (_NOISE, "nvfp4", "nvfp4-eden") or "bf16-forward" in s["run"]]
     styles = _styles(list(dict.fromkeys(s["run"] for s in drawn)))
-    parts = dict.fromkeys((s["kept"], s["steps"]) for s in drawn)
-    plots = [
-        _plot(
-            f"{blocks[kept]}, {steps:,} steps", [s for s in drawn if (s["kept"], s["steps"]) == (kept, steps)], styles
-        )
-        for kept, steps in parts
-    ]
-    return _chart("NVFP4: recipe and block in bf16", plots, settings)
+    of_blocks = {kept: [s for s in drawn if s["kept"] == kept] for kept in blocks}
+    plots = [_plot(blocks[kept], found, styles) for kept, found in of_blocks.items() if found]
+    return _chart("NVFP4: recipe and block in bf16", plots, {**result, "summary": summary})
 
 
 def _lengths() -> list[int]:
