@@ -33,6 +33,7 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
         self.damaged = False
+        self.seen = {True: bytearray(), False: bytearray()}  # what came on the damaged direction, on the other one
         self._ends = []
         self._threads = [threading.Thread(target=self._run)]
         self._threads[0].start()
@@ -51,6 +52,7 @@ class Relay:
         seen = 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.seen[damages] += data
                 at = self._place - seen
                 seen += len(data)
                 if damages and 0 <= at < len(data):

@@ -9,8 +9,9 @@ The engine's side speaks first. Lengths are fixed, and nothing is parsed:
 The magic ends in the protocol's version: sides with two versions refuse each other before they prove anything. The key
 is SHA-256 of a label, the secret's length and the secret, because HMAC by itself treats a secret and the same secret
 with zeros at its end, or a long secret and its hash, as equal. Fresh nonces of both sides make a recorded proof
-worthless. The labels of the roles keep a peer from answering a challenge with the other side's own answer. The two
-keys that sign the frames, one per direction, are derived from the same key and nonces.
+worthless. Under TLS each proof also covers the hash of the receiver's certificate (`binding`; see `tls.py`), so that
+nobody can stand between. The labels of the roles keep a peer from answering a challenge with the other side's own
+answer. The two keys that sign the frames, one per direction, are derived from the same key and nonces.
 """
 
 from __future__ import annotations
@@ -79,8 +80,12 @@ def check_secret(secret: bytes | str) -> bytes:
     return found
 
 
-def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT) -> Keys:
+def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, binding: bytes = b"") -> Keys:
     """The engine's part: admits a trainer that holds the secret.
+
+    Arguments:
+        connection, secret, timeout: a connected socket, the secret, seconds for all of it.
+        binding: what the proofs cover beside the nonces: nothing, or the hash of the certificate, 32 bytes.
 
     Raises:
         NotAuthenticated: it does not hold it. PeerLost: it was silent, went away, or speaks another protocol.
@@ -100,16 +105,19 @@ def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT) ->
     theirs = bytes(receive(connection, _NONCE, deadline))
     proof = receive(connection, _PROOF, deadline)
     key = _key(secret)
-    if not hmac.compare_digest(proof, _sign(key, b"trainer", mine, theirs)):
+    if not hmac.compare_digest(proof, _sign(key, b"trainer", mine, theirs, binding)):
         send_all(connection, [bytes(1 + _PROOF)], deadline)
         raise NotAuthenticated("the trainer does not hold this receiver's secret")
-    send_all(connection, [b"\x01", _sign(key, b"engine", mine, theirs)], deadline)
-    to_trainer, to_engine = _sign(key, b"to trainer", mine, theirs), _sign(key, b"to engine", mine, theirs)
+    send_all(connection, [b"\x01", _sign(key, b"engine", mine, theirs, binding)], deadline)
+    to_trainer, to_engine = (
+        _sign(key, b"to trainer", mine, theirs, binding),
+        _sign(key, b"to engine", mine, theirs, binding),
+    )
     return Keys(outgoing=to_trainer, incoming=to_engine)
 
 
-def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT) -> Keys:
-    """The trainer's part: proves itself, and makes the engine prove itself.
+def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, binding: bytes = b"") -> Keys:
+    """The trainer's part: proves itself, and makes the engine prove itself. Arguments: see `admit`.
 
     Raises:
         NotAuthenticated: the secrets differ. PeerLost: no answer in time, or one of another protocol.
@@ -124,14 +132,17 @@ def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT
     deadline = Deadline(timeout, "an answer to the handshake")
     _expect_magic(connection, deadline)
     theirs, mine, key = bytes(receive(connection, _NONCE, deadline)), os.urandom(_NONCE), _key(secret)
-    send_all(connection, [_MAGIC, mine, _sign(key, b"trainer", theirs, mine)], deadline)
+    send_all(connection, [_MAGIC, mine, _sign(key, b"trainer", theirs, mine, binding)], deadline)
     verdict = receive(connection, 1, deadline)
     proof = receive(connection, _PROOF, deadline)
     if verdict != b"\x01":
         raise NotAuthenticated("the receiver refused the secret; both sides need the same one")
-    if not hmac.compare_digest(proof, _sign(key, b"engine", theirs, mine)):
+    if not hmac.compare_digest(proof, _sign(key, b"engine", theirs, mine, binding)):
         raise NotAuthenticated("the receiver could not prove that it holds the secret; is it the right one?")
-    to_trainer, to_engine = _sign(key, b"to trainer", theirs, mine), _sign(key, b"to engine", theirs, mine)
+    to_trainer, to_engine = (
+        _sign(key, b"to trainer", theirs, mine, binding),
+        _sign(key, b"to engine", theirs, mine, binding),
+    )
     return Keys(outgoing=to_engine, incoming=to_trainer)
 
 
@@ -151,7 +162,7 @@ def _key(secret: bytes) -> bytes:
     return hashlib.sha256(b"jaxlowprec weight sync secret " + len(secret).to_bytes(8, "big") + secret).digest()
 
 
-def _sign(key: bytes, role: bytes, engine_nonce: bytes, trainer_nonce: bytes) -> bytes:
-    """The HMAC of the parts. All parts but the role have fixed lengths, so two inputs never give the same message."""
-    message = b"jaxlowprec weight sync %d " % PROTOCOL + role + b"\0" + engine_nonce + trainer_nonce
+def _sign(key: bytes, role: bytes, engine_nonce: bytes, trainer_nonce: bytes, binding: bytes) -> bytes:
+    """The HMAC of the parts. The role ends at its zero, the nonces have fixed lengths: no two inputs are equal."""
+    message = b"jaxlowprec weight sync %d " % PROTOCOL + role + b"\0" + engine_nonce + trainer_nonce + binding
     return hmac.digest(key, message, hashlib.sha256)

@@ -14,8 +14,9 @@ from jaxlowprec.weight_sync.errors import SyncError
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.handshake import Keys, NotAuthenticated, admit, check_secret
 from jaxlowprec.weight_sync.transports.serving import Serving, Slot, turn_away
-from jaxlowprec.weight_sync.transports.sockets import close
+from jaxlowprec.weight_sync.transports.sockets import Deadline, close
 from jaxlowprec.weight_sync.transports.stream import Channel, Inline, Payloads
+from jaxlowprec.weight_sync.transports.tls import EncryptedSocket, ServerTls
 
 MOST_STRANGERS = 32
 """The most connections that have not proved themselves yet; one more closes the oldest."""
@@ -37,7 +38,8 @@ class Listening:
         listener: a listening socket; `close` closes it.
         timeout: seconds of silence in a session, which have to cover the making of a bucket; also the most that a pause
             may take.
-        handshake_timeout: seconds for the handshake.
+        handshake_timeout: seconds for the handshake, TLS included.
+        tls: the certificate; every connection is encrypted then. None: none is.
 
     >>> with Listening(Receiver(), "0123456789abcdef", socket.create_server(("127.0.0.1", 0)), 5.0, 5.0) as listening:
     ...     pass
@@ -50,10 +52,12 @@ class Listening:
         listener: socket.socket,
         timeout: float,
         handshake_timeout: float,
+        tls: ServerTls | None = None,
     ):
         self._receiver, self._secret = receiver, check_secret(secret)
         self._timeout = timeout
         self._handshake_timeout = handshake_timeout
+        self._tls = tls
         self._slot, self._lock, self._numbers = Slot(), threading.Lock(), itertools.count()
         self._strangers: dict[int, socket.socket] = {}  # in the order of their arrival
         self._admitted: dict[int, socket.socket] = {}
@@ -117,6 +121,11 @@ class Listening:
             unless_met.enter_context(connection)
             if self._closed:
                 return
+            if self._tls is not None:
+                try:
+                    connection = unless_met.enter_context(self._tls.wrapped(connection))
+                except OSError:  # the peer went away already
+                    return
             if len(self._strangers) >= MOST_STRANGERS:
                 _shut(self._strangers.pop(next(iter(self._strangers))))
             number = next(self._numbers)
@@ -151,7 +160,12 @@ class Listening:
 
     def _admit(self, number: int, connection: socket.socket, name: str) -> Keys | None:
         try:
-            keys = admit(connection, self._secret, self._handshake_timeout)
+            deadline = Deadline(self._handshake_timeout, "proof of the secret")
+            binding = b""
+            if self._tls is not None:
+                assert isinstance(connection, EncryptedSocket)
+                binding = self._tls.agree(connection, deadline)
+            keys = admit(connection, self._secret, deadline.left(), binding)
         except SyncError as error:
             level = logging.WARNING if isinstance(error, NotAuthenticated) else logging.INFO  # strangers may fill logs
             _LOG.log(level, "weight sync: %s was not let in: %s", name, error)

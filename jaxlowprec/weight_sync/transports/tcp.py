@@ -1,9 +1,8 @@
 """Weights over TCP, for trainers and engines on different machines, or in different containers of one machine.
 
-Both ends prove that they hold one secret, and every frame is signed. Nothing is encrypted, and payloads are only
-checked for damage: whoever can read the network can read the weights, and whoever can rewrite packets can change them.
-Outside a trusted network use an SSH tunnel, WireGuard or the like, and leave the receiver on loopback, where it listens
-by default.
+Both ends prove that they hold one secret, and every frame is signed. With `encrypt=True` at both ends everything goes
+through TLS 1.3 (see `tls.py`). Without it payloads are only checked for damage: whoever can read the network can read
+the weights, and whoever can rewrite packets can change them.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from jaxlowprec.weight_sync.transports.listening import MOST_STRANGERS, Listenin
 from jaxlowprec.weight_sync.transports.remote import RemoteTransport
 from jaxlowprec.weight_sync.transports.sockets import Deadline, check_timeout, close, no_connection
 from jaxlowprec.weight_sync.transports.stream import Channel
+from jaxlowprec.weight_sync.transports.tls import ClientTls, Path, ServerTls
 
 
 class TcpReceiver(Listening):
@@ -31,13 +31,17 @@ class TcpReceiver(Listening):
         secret: the secret that trainers have to hold, too: at least 16 bytes that nobody can guess.
         host, port: the address to listen at; port 0 chooses a free one, see `address`.
         timeout: seconds of silence, which have to cover the making of a bucket; also the most that a pause may take.
-        handshake_timeout: seconds for the handshake.
+        handshake_timeout: seconds for the handshake, TLS included.
+        encrypt: whether every connection is encrypted by TLS 1.3; a trainer that does not encrypt is refused then.
+        certificate, key: PEM files with the certificate and its private key. None: a certificate is made, which the
+            proofs of the secret confirm; needs `pip install 'jaxlowprec[tls]'`.
 
     Attributes:
         address: the (host, port) that it listens at.
 
     Raises:
-        ValueError: the secret is too short, or the timeout never ends. OSError: the address is not available.
+        ValueError: the secret is too short, the timeout never ends, or the certificate and key are none. OSError: the
+        address is not available or a file cannot be read. ImportError: making a certificate needs cryptography.
 
     >>> from jaxlowprec.weight_sync.bucket import pack
     >>> from jaxlowprec.weight_sync.manifest import Manifest
@@ -66,14 +70,19 @@ class TcpReceiver(Listening):
         *,
         timeout: float = 60.0,
         handshake_timeout: float = TIMEOUT,
+        encrypt: bool = False,
+        certificate: Path | None = None,
+        key: Path | None = None,
     ):
         check_secret(secret)
         check_timeout("TcpReceiver", timeout)
         check_timeout("TcpReceiver", handshake_timeout)
+        _check_encrypt("TcpReceiver", encrypt, certificate=certificate, key=key)
+        tls = ServerTls(certificate, key) if encrypt else None
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=4 * MOST_STRANGERS)
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        super().__init__(receiver, secret, listener, timeout, handshake_timeout)
+        super().__init__(receiver, secret, listener, timeout, handshake_timeout, tls)
 
 
 class TcpTransport(RemoteTransport):
@@ -83,18 +92,33 @@ class TcpTransport(RemoteTransport):
         host, port: the receiver's address.
         secret: the receiver's.
         timeout: seconds for connecting and the handshake together, within the timeout of the call.
+        encrypt: whether to encrypt by TLS 1.3; a receiver that does not encrypt is refused then.
+        authority: a PEM file with the certificate of the authority that signed the receiver's, or the receiver's own;
+            it has to name `host`. None: any certificate that the holder of the secret confirms.
 
     Raises:
-        NotAuthenticated: the secrets differ. PeerLost: nothing, or something else, listens there.
+        NotAuthenticated: the secrets differ, or somebody stands between both sides. PeerLost: nothing, or something
+        else, listens there, or its certificate is refused. ValueError, OSError: `authority` holds no certificate.
 
     >>> TcpTransport("127.0.0.1", 1, "0123456789abcdef").version(timeout=5)
     Traceback (most recent call last):
     jaxlowprec.weight_sync.errors.PeerLost: 127.0.0.1:1: Connection refused; needs a TcpReceiver that listens there
     """
 
-    def __init__(self, host: str, port: int, secret: bytes | str, timeout: float = TIMEOUT):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes | str,
+        timeout: float = TIMEOUT,
+        *,
+        encrypt: bool = False,
+        authority: Path | None = None,
+    ):
         self._address, self._secret = (host, port), check_secret(secret)
         self._connecting = check_timeout("TcpTransport", timeout)
+        _check_encrypt("TcpTransport", encrypt, authority=authority)
+        self._tls = ClientTls(authority) if encrypt else None
         super().__init__(self._dial)
 
     def _dial(self, timeout: float) -> Channel:
@@ -107,7 +131,23 @@ class TcpTransport(RemoteTransport):
         except OSError as error:
             raise no_connection(where, error, "a TcpReceiver") from None
         try:
-            return Channel(connection, introduce(connection, self._secret, deadline.left()))
+            binding = b""
+            if self._tls is not None:
+                connection, binding = self._tls.connect(connection, self._address[0], deadline)
+            return Channel(connection, introduce(connection, self._secret, deadline.left(), binding))
+        except PeerTimeout as error:
+            close(connection)
+            if self._tls is None:
+                raise PeerTimeout(f"{error}; if the receiver encrypts, pass encrypt=True") from None
+            raise
         except BaseException:
             close(connection)
             raise
+
+
+def _check_encrypt(who: str, encrypt: bool, **files: Path | None) -> None:
+    if not isinstance(encrypt, bool):
+        raise TypeError(f"{who}: encrypt is a {type(encrypt).__name__}; needs True or False")
+    for name, path in files.items():
+        if path is not None and not encrypt:
+            raise ValueError(f"{who}: {name} is given and encrypt=False; pass encrypt=True, or leave {name} out")

@@ -1,0 +1,303 @@
+"""Weights over TLS: nothing is readable or falls back to plain bytes, and nobody can stand between the two sides."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, SyncError
+from jaxlowprec.weight_sync.receiving.receiver import Receiver
+from jaxlowprec.weight_sync.transports.handshake import NotAuthenticated, admit, introduce
+from jaxlowprec.weight_sync.transports.sockets import Deadline
+from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
+from jaxlowprec.weight_sync.transports.tls import ClientTls, ServerTls
+from tests.weight_sync.relay import DAMAGE, Relay
+from tests.weight_sync.syncing import SECRET, is_whole, model, over_tcp, packed, sync
+
+x509 = pytest.importorskip("cryptography.x509")
+
+
+def encrypted(listening, secret=SECRET, **options):
+    return TcpTransport(*listening.address, secret, encrypt=True, **options)
+
+
+def certificate(folder, name, host="127.0.0.1", authority=None):
+    """(certificate file, key file), signed by itself or by an authority: its (certificate, key) objects."""
+    import datetime
+    import ipaddress
+
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    signer, signing = (subject, key) if authority is None else (authority[0].subject, authority[1])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
+    made = (
+        x509.CertificateBuilder(signer, subject, key.public_key(), x509.random_serial_number(), now - day, now + day)
+        .add_extension(names, critical=False)
+        .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
+        .sign(signing, hashes.SHA256())
+    )
+    crt, pem = folder / f"{name}.crt", folder / f"{name}.key"
+    crt.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    pem.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return crt, pem, (made, key)
+
+
+def test_versions_arrive_whole_one_after_the_other():
+    with over_tcp(encrypt=True) as (receiver, listening, _, engine):
+        transport = encrypted(listening)
+        for version in (1, 2, 7):
+            sync(transport, version)
+            assert transport.version(timeout=5) == receiver.version == version
+            assert is_whole(receiver.weights, version) and engine.paused == 0
+
+
+def undamaged(address):
+    """A relay that only keeps what it passes on."""
+    return Relay(address, "flip", to_engine=True, place=-1, size=1)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_only_without_encryption_the_wire_shows_names_and_weights(encrypt):
+    with over_tcp(encrypt=encrypt) as (receiver, listening, _, _):
+        relay = undamaged(listening.address)
+        transport = TcpTransport(*relay.address, SECRET, encrypt=encrypt)
+        transport.pause(5)
+        manifest, buckets = packed(model(0x41424344), 1)
+        transport.begin(1, manifest, 5)
+        for bucket in buckets:
+            transport.send(bucket, 5)
+        transport.commit(1, manifest.hash, 5)
+        transport.resume(5)
+        transport.close()
+        assert is_whole(receiver.weights, 0x41424344)
+        relay.close()
+        seen = bytes(relay.seen[True] + relay.seen[False])
+        assert len(seen) > sum(bucket.payload.nbytes for bucket in buckets)
+        for plain in (b"DCBA" * 4, b"layer.0.q", b"JLPF", b"JLPSYNC"):
+            assert (plain in seen) is not encrypt
+
+
+def in_the_middle(listening):
+    """The address of somebody who has a certificate of its own for each side and passes everything on."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def run():
+        with contextlib.suppress(OSError, SyncError, ValueError), server:
+            tls = ServerTls(None, None)
+            one = tls.wrapped(server.accept()[0])
+            tls.agree(one, Deadline(3, "x"))
+            other, _ = ClientTls(None).connect(socket.create_connection(listening.address), "x", Deadline(3, "x"))
+            with one, other:
+                for connection in (one, other):
+                    connection.settimeout(3)
+                one.sendall(other.recv(1000))  # the challenge
+                other.sendall(one.recv(1000))  # the trainer's proof
+                one.sendall(other.recv(1000))  # the verdict
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return server.getsockname(), thread
+
+
+def test_somebody_in_the_middle_is_refused():
+    with over_tcp(encrypt=True) as (receiver, listening, _, engine):
+        sync(encrypted(listening), 1)
+        address, thread = in_the_middle(listening)
+        with pytest.raises(NotAuthenticated):
+            TcpTransport(*address, SECRET, encrypt=True).pause(5)
+        thread.join(10)
+        assert receiver.state == "serving" and is_whole(receiver.weights, 1) and not engine.paused
+
+
+@pytest.mark.parametrize(("one", "other"), [(b"a" * 32, b"b" * 32), (b"", b"a" * 32), (b"a" * 32, b"")])
+def test_proofs_over_two_certificates_or_none_are_refused_at_both_ends(one, other):
+    a, b = socket.socketpair()
+    found = []
+
+    def run():
+        with pytest.raises(NotAuthenticated) as raised:
+            admit(a, SECRET, 2.0, one)
+        found.append(raised)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with pytest.raises(NotAuthenticated):
+        introduce(b, SECRET, 2.0, other)
+    thread.join()
+    assert found
+    a.close()
+    b.close()
+
+
+def test_another_secret_lets_nobody_in():
+    with over_tcp(encrypt=True) as (receiver, listening, _, _):
+        with pytest.raises(NotAuthenticated, match="both sides need the same"):
+            encrypted(listening, b"another secret, as long as that").pause(5)
+        sync(encrypted(listening), 1)
+        assert is_whole(receiver.weights, 1)
+
+
+def test_a_plain_trainer_is_not_let_in():
+    with over_tcp(encrypt=True, handshake_timeout=0.5) as (receiver, listening, _, _):
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match="encrypt=True"):
+            TcpTransport(*listening.address, SECRET, timeout=0.5).pause(5)
+        assert time.monotonic() - started < 3
+        assert receiver.state == "serving"
+
+
+def test_a_plain_receiver_is_refused():
+    with (
+        over_tcp(handshake_timeout=1) as (_, listening, _, _),
+        pytest.raises(PeerLost, match="does it listen with encrypt=True"),
+    ):
+        encrypted(listening).pause(5)
+
+
+def test_an_older_tls_is_refused():
+    import ssl
+
+    with over_tcp(encrypt=True) as (receiver, listening, _, _):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with socket.create_connection(listening.address) as connection, pytest.raises(ssl.SSLError):
+            context.wrap_socket(connection)
+        sync(encrypted(listening), 1)
+        assert is_whole(receiver.weights, 1)
+
+
+def test_a_recorded_connection_played_again_does_nothing():
+    with over_tcp(encrypt=True, handshake_timeout=1) as (receiver, listening, _, engine):
+        relay = undamaged(listening.address)
+        sync(TcpTransport(*relay.address, SECRET, encrypt=True), 1)
+        relay.close()
+        sent = relay.seen[True]
+        assert len(sent) > 1000
+        with socket.create_connection(listening.address) as again, contextlib.suppress(OSError):
+            again.sendall(bytes(sent))
+            again.settimeout(3)
+            while again.recv(1000):
+                pass
+        assert receiver.version == 1 and receiver.state == "serving" and not engine.paused
+
+
+@pytest.mark.parametrize("signed", ["by itself", "by an authority"])
+def test_a_given_certificate_is_checked_against_an_authority(tmp_path, signed):
+    ca, _, authority = certificate(tmp_path, "ca")
+    crt, key, _ = certificate(tmp_path, "engine", authority=None if signed == "by itself" else authority)
+    stranger, _, _ = certificate(tmp_path, "stranger")
+    trusted = crt if signed == "by itself" else ca
+    with over_tcp(encrypt=True, certificate=crt, key=key) as (receiver, listening, _, _):
+        sync(encrypted(listening, authority=trusted), 1)
+        assert is_whole(receiver.weights, 1)
+        with pytest.raises(PeerLost, match="certificate is refused"):
+            encrypted(listening, authority=stranger).pause(5)
+        sync(encrypted(listening), 2)  # the secret alone
+
+
+def test_a_certificate_for_another_host_is_refused(tmp_path):
+    crt, key, _ = certificate(tmp_path, "engine", host="10.1.2.3")
+    with (
+        over_tcp(encrypt=True, certificate=crt, key=key) as (_, listening, _, _),
+        pytest.raises(PeerLost, match="certificate is refused: IP address mismatch"),
+    ):
+        encrypted(listening, authority=crt).pause(5)
+
+
+def test_files_that_are_none_are_errors_that_name_them(tmp_path):
+    crt, key, _ = certificate(tmp_path, "engine")
+    _, other, _ = certificate(tmp_path, "other")
+    noise = tmp_path / "noise"
+    noise.write_bytes(os.urandom(300))
+    for options, match in (
+        ({"certificate": noise, "key": key}, "noise: no certificate in PEM"),
+        ({"certificate": crt, "key": other}, "other.key: not the private key of"),
+        ({"certificate": crt, "key": noise}, "noise: not the private key of"),
+        ({"key": key}, "without a certificate"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            TcpReceiver(Receiver(), SECRET, encrypt=True, **options)
+    with pytest.raises(FileNotFoundError):
+        TcpReceiver(Receiver(), SECRET, encrypt=True, certificate=tmp_path / "none")
+    with pytest.raises(ValueError, match="authority: .*noise: no certificate"):
+        TcpTransport("127.0.0.1", 1, SECRET, encrypt=True, authority=noise)
+    with pytest.raises(ValueError, match="certificate is given and encrypt=False"):
+        TcpReceiver(Receiver(), SECRET, certificate=crt)
+    with pytest.raises(ValueError, match="authority is given and encrypt=False"):
+        TcpTransport("127.0.0.1", 1, SECRET, authority=crt)
+    with pytest.raises(TypeError, match="encrypt is a str"):
+        TcpTransport("127.0.0.1", 1, SECRET, encrypt="yes")
+
+
+def test_a_missing_package_is_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ImportError, match=r"jaxlowprec\[tls\]"):
+        TcpReceiver(Receiver(), SECRET, encrypt=True)
+
+
+@pytest.mark.parametrize("noise", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/1.1\r\n\r\n"])
+def test_strangers_are_dropped_and_keep_no_trainer_out(noise):
+    with over_tcp(encrypt=True, handshake_timeout=0.4) as (receiver, listening, _, _):
+        strangers = [socket.create_connection(listening.address) for _ in range(40)]
+        for stranger in strangers:
+            with contextlib.suppress(OSError):
+                stranger.sendall(noise)
+        sync(encrypted(listening), 1)
+        assert is_whole(receiver.weights, 1)
+        started = time.monotonic()
+        for stranger in strangers:
+            stranger.settimeout(3)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1000):
+                    pass
+            stranger.close()
+        assert time.monotonic() - started < 2
+
+
+def test_a_receiver_that_goes_silent_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        with pytest.raises(PeerTimeout, match="within 0.3 s"):
+            TcpTransport(*silent.getsockname(), SECRET, timeout=0.3, encrypt=True).pause(10)
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("place", [0, 100, 900, 2000, 15000])
+def test_damage_of_what_is_encrypted_ends_the_sync(kind, place):
+    patience = 0.5
+    with over_tcp(timeout=patience, handshake_timeout=patience, encrypt=True) as (receiver, listening, _, engine):
+        sync(encrypted(listening), 1)
+        relay = Relay(listening.address, kind, True, place, 9)
+        damaged = TcpTransport(*relay.address, SECRET, timeout=patience, encrypt=True)
+        with pytest.raises(SyncError):
+            sync(damaged, 2, timeout=patience)
+        damaged.close()
+        relay.close()
+        until = time.monotonic() + 5
+        while (receiver.state != "serving" or engine.paused) and time.monotonic() < until:
+            time.sleep(0.005)
+        assert is_whole(receiver.weights, 1) and not engine.paused
+        sync(encrypted(listening), 3)
+        assert is_whole(receiver.weights, 3)
+
+
+def test_closing_ends_an_open_session():
+    with over_tcp(encrypt=True) as (receiver, listening, _, engine):
+        transport = encrypted(listening)
+        transport.pause(5)
+        listening.close()
+        assert engine.resumed.wait(5) and receiver.state == "serving"
+        with pytest.raises(PeerLost):
+            transport.begin(1, packed(model(1), 1)[0], 5)
