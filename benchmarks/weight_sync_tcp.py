@@ -3,8 +3,9 @@
     python benchmarks/weight_sync_tcp.py [--mebibytes 512] [--bucket-mebibytes 64] [--rounds 9] [--save]
 
 The plain copy is `sendall` of one buffer at one end and `recv_into` of one buffer, the same every time, at the other.
-The first case sends buckets that were made beforehand: a connection, handshake, pause, begin, signed frames, checksums
-verified, commit, resume. The second one is `push`, which packs and checksums the next bucket while one travels.
+The first case sends buckets that were made beforehand: a connection, handshake, pause, begin, signed frames,
+checksums verified, commit, resume; once plainly and once through TLS. The last one is `push`, which packs and
+checksums the next bucket while one travels.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def receive_plainly(connection, nbytes: int) -> None:
                 peer.sendall(b"1")
 
 
-def receive_weights(connection) -> None:
+def receive_weights(connection, encrypt: bool) -> None:
     """Takes syncs until told to stop."""
-    with TcpReceiver(Receiver(), SECRET) as listening:
+    with TcpReceiver(Receiver(), SECRET, encrypt=encrypt) as listening:
         connection.send(listening.address[1])
         connection.recv()
 
@@ -92,7 +93,7 @@ def main() -> None:
     nbytes = options.mebibytes << 20
     fork = multiprocessing.get_context("fork")  # no JAX backend is initialised here
     ports, ends = [], []
-    for target, arguments in ((receive_plainly, (nbytes,)), (receive_weights, ())):
+    for target, arguments in ((receive_plainly, (nbytes,)), (receive_weights, (False,)), (receive_weights, (True,))):
         ours, theirs = fork.Pipe()
         fork.Process(target=target, args=(theirs, *arguments), daemon=True).start()
         ports.append(ours.recv())
@@ -100,14 +101,17 @@ def main() -> None:
     random = np.random.default_rng(0)
     arrays = {f"layer.{i}": random.integers(0, 256, 16 << 20, np.uint8) for i in range(options.mebibytes // 16)}
     whole = memoryview(random.integers(0, 256, nbytes, np.uint8)).cast("B")
-    transport, source, versions = TcpTransport("127.0.0.1", ports[1], SECRET), WeightSource(arrays), itertools.count(1)
-    seconds: dict[str, list[float]] = {"plain": [], "buckets": [], "push": []}
+    transport = TcpTransport("127.0.0.1", ports[1], SECRET)
+    through_tls = TcpTransport("127.0.0.1", ports[2], SECRET, encrypt=True)
+    source, versions = WeightSource(arrays), itertools.count(1)
+    seconds: dict[str, list[float]] = {"plain": [], "buckets": [], "tls": [], "push": []}
     for _ in range(options.rounds + 1):
         version = next(versions)
         buckets = buckets_of(version, arrays, max(1, options.bucket_mebibytes // 16))
         for side, action in (
             ("plain", functools.partial(copy, ports[0], whole)),
             ("buckets", functools.partial(sync, transport, buckets, version)),
+            ("tls", functools.partial(sync, through_tls, buckets, version)),
             (
                 "push",
                 functools.partial(push, source, transport, next(versions), max_bytes=options.bucket_mebibytes << 20),
@@ -118,12 +122,16 @@ def main() -> None:
             seconds[side].append(time.perf_counter() - started)
     plain = seconds["plain"][1:]  # the first ones fault memory in
     cases = []
-    for side, what in (("buckets", "buckets made beforehand"), ("push", "push, packed and checksummed")):
+    for side, what, target in (
+        ("buckets", "buckets made beforehand", TARGET),
+        ("tls", "buckets made beforehand, encrypted", None),
+        ("push", "push, packed and checksummed", TARGET),
+    ):
         ours = seconds[side][1:]
         case = {
             "case": f"TCP on loopback, {what}",
             "against": "a plain socket copy",
-            "target": TARGET,
+            **({} if target is None else {"target": target}),
             "bytes": nbytes,
             "ratio": {
                 "median": statistics.median(p / o for p, o in zip(plain, ours, strict=True)),
@@ -135,10 +143,11 @@ def main() -> None:
         cases.append(case)
         print(
             f"{case['case']:46} {options.mebibytes} MiB  {nbytes / 2**30 / case['ours']['median']:5.2f} GiB/s, plain "
-            f"{nbytes / 2**30 / case['theirs']['median']:5.2f} GiB/s: {case['ratio']['median']:.2f}x (target {TARGET})"
+            f"{nbytes / 2**30 / case['theirs']['median']:5.2f} GiB/s: {case['ratio']['median']:.2f}x"
         )
     socket.create_connection(("127.0.0.1", ports[0])).close()
-    ends[1].send(None)
+    for end in ends[1:]:
+        end.send(None)
     if options.save:
         save("weight_sync_tcp", {"cases": cases})
 

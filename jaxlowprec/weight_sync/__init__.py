@@ -20,6 +20,7 @@ from jaxlowprec.weight_sync.receiving.filling import to_tree
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.receiving.weights import Weights
 from jaxlowprec.weight_sync.sending.bucketizer import Bucketizer
+from jaxlowprec.weight_sync.sending.fan_out import Delivery, FanOut
 from jaxlowprec.weight_sync.sending.session import Session, push
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.transports.in_process import InProcess
@@ -30,9 +31,11 @@ from jaxlowprec.weight_sync.transports.transport import Transport
 __all__ = [
     "Aborted",
     "Bucketizer",
+    "Delivery",
     "DeltaTransport",
     "DirectoryTransport",
     "Entry",
+    "FanOut",
     "InProcess",
     "Manifest",
     "PeerLost",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 
+from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.errors import Aborted, Refused, SyncError
+from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.sending.bucketizer import DEFAULT_BYTES, Bucketizer
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.transports.sockets import check_timeout
@@ -68,17 +71,29 @@ class Session:
         """Sends a version with all of its tensors; once per session."""
         if not isinstance(source, WeightSource):
             raise TypeError(f"Session.send: source is a {type(source).__name__}; needs a WeightSource of it")
-        if self._manifest_hash is not None:
-            raise SyncError("Session.send: this session has sent its version; begin another one")
+        self._begin(source.manifest)
         assert self.version is not None
-        self._manifest_hash = source.manifest.hash
-        self._transport.begin(self.version, source.manifest, self._timeout)
         arrays, buffers = self._transport.takes_arrays, getattr(self._transport, "buffers", None)
         with self._bucketizer.buckets(
             source, self.version, as_arrays=arrays, buffers=buffers, timeout=self._timeout
         ) as buckets:
-            for bucket in buckets:
-                self._transport.send(bucket, self._timeout)
+            self._send(buckets)
+
+    def send_buckets(self, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
+        """Sends a version whose buckets somebody else makes, instead of `send`."""
+        self._begin(manifest)
+        self._send(buckets)
+
+    def _begin(self, manifest: Manifest) -> None:
+        if self._manifest_hash is not None:
+            raise SyncError("Session.send: this session has sent its version; begin another one")
+        assert self.version is not None
+        self._manifest_hash = manifest.hash
+        self._transport.begin(self.version, manifest, self._timeout)
+
+    def _send(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._transport.send(bucket, self._timeout)
 
     def abort(self, reason: str) -> None:
         """Ends the block: raises Aborted."""

@@ -1,0 +1,22 @@
+"""Eight receivers, of which two are killed and one hangs: the other five get each version whole, in bounded time."""
+
+import json
+import os
+
+import pytest
+
+from tests.helpers import often, run_python
+from tests.weight_sync.killing_receivers import TIMEOUT
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="forks, and reads /proc")
+
+
+@pytest.mark.parametrize("rounds", often([1], [1, 10]))
+@pytest.mark.parametrize("kind", ["tcp", "shared"])
+def test_two_dead_and_one_stopped_receiver_keep_no_version_from_the_others(kind, rounds, tmp_path):
+    ran = run_python("-m", "tests.weight_sync.killing_receivers", kind, str(rounds), str(tmp_path))
+    saw = json.loads(ran.stdout.splitlines()[-1])
+    assert saw["torn"] == 0
+    assert saw["served"] == saw["failed"] == [["3", "4", "5", "6", "7"]] * rounds
+    assert max(saw["seconds"]) < TIMEOUT + 5
+    assert all(state == "serving" and 1 <= version <= 4 for state, version in saw["stopped"])
