@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="forks, 
 
 @pytest.mark.parametrize("rounds", often([1], [1, 10]))
 @pytest.mark.parametrize("kind", ["tcp", "shared"])
-def test_two_dead_and_one_stopped_receiver_keep_no_version_from_the_others(kind, rounds, tmp_path):
+def test_dead_and_stopped_receivers_hold_no_other_back(kind, rounds, tmp_path):
     ran = run_python("-m", "tests.weight_sync.killing_receivers", kind, str(rounds), str(tmp_path))
     saw = json.loads(ran.stdout.splitlines()[-1])
     assert saw["torn"] == 0

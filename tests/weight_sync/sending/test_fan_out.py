@@ -127,7 +127,7 @@ class Slow(InProcess):
         super().send(bucket, timeout)
 
 
-def test_a_slow_receiver_holds_the_others_back_for_its_time_once():
+def test_a_slow_receiver_is_waited_for_once():
     fast, slow = Receiver(), Receiver()
     fan_out = FanOut({"fast": InProcess(fast), "slow": Slow(slow)}, max_bytes=1, timeout=0.6)
     started = time.monotonic()
@@ -175,7 +175,7 @@ def test_a_version_that_nobody_got_is_an_error_with_all_reasons():
         fan_out.push(source(2))
 
 
-def test_an_error_while_a_bucket_is_made_leaves_all_at_the_old_version(monkeypatch):
+def test_a_failed_bucket_leaves_all_at_the_old_version(monkeypatch):
     receivers = {name: Receiver() for name in ("one", "two")}
     fan_out = FanOut({name: InProcess(one) for name, one in receivers.items()}, max_bytes=1)
     fan_out.push(source(1))
