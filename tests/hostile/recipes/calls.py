@@ -168,8 +168,8 @@ CALLS = (
     _call(jlp.ragged_dot, "grouped_matmul", lhs="x", rhs="cube.mT", group_sizes="int32"),
     _call(jlp.all_gather_quantized, q="in NVFP4 1x16", axis_name="'x'"),
     _call(jlp.all_to_all_quantized, q="in NVFP4 1x16", axis_name="'x'"),
-    _call(jlp.reduce_scatter_quantized, x="x", axis_name="'x'", key="a key"),
-    _call(jlp.all_reduce_quantized, x="x", axis_name="'x'", key="a key"),
+    _call(jlp.reduce_scatter_quantized, x="x", axis_name="'x'", key="key"),
+    _call(jlp.all_reduce_quantized, x="x", axis_name="'x'", key="key"),
     _call(jlp.autocast, recipe="None", enabled="False"),
     _call(
         jlp.QuantizedArray,
