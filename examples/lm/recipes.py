@@ -14,6 +14,7 @@ RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
     "nvfp4-no-sr": lambda: jlp.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "nvfp4-no-2d": lambda: jlp.NVFP4BlockScaling(disable_2d_quantization=True),
     "nvfp4-bf16-forward": lambda: jlp.NVFP4BlockScaling(forward_override="high_precision"),
+    "nvfp4-row-scaled": lambda: jlp.NVFP4BlockScaling(row_scaled_activation=True),
     "nvfp4-4over6": lambda: jlp.NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True),
     "nvfp4-v2": lambda: jlp.NVFP4Eden(scale_rule="six", eden="gradient"),
     "nvfp4-quartet2": lambda: jlp.NVFP4Eden(scale_rule="four_over_six", requantize_input=True),
@@ -31,7 +32,16 @@ RECIPES: dict[str, Callable[[], jlp.Recipe | None]] = {
 TAIL, EDEN_TAIL = (f"{name}:0.8:{name}-bf16-forward" for name in ("nvfp4", "nvfp4-eden"))
 """NVFP4 whose forward pass is in bf16 for the last fifth of the steps."""
 FRONTIER = (
-    *("nvfp4", "nvfp4-4over6", "nvfp4-v2", "nvfp4-quartet2", "nvfp4-eden", "nvfp4-eden-16x16", "nvfp4-eden-search"),
+    *(
+        "nvfp4",
+        "nvfp4-row-scaled",
+        "nvfp4-4over6",
+        "nvfp4-v2",
+        "nvfp4-quartet2",
+        "nvfp4-eden",
+        "nvfp4-eden-16x16",
+        "nvfp4-eden-search",
+    ),
     *(TAIL, EDEN_TAIL),
 )
 """The default NVFP4 recipe and those beyond it."""

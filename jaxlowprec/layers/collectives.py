@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +55,7 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
     (64, 32)
     """
     who = "all_gather_quantized"
-    if not isinstance(q, QuantizedArray):
-        raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray: quantise the shard first")
-    check_quantized(who, "q", q)
-    mesh_axes(who, axis_name)
+    _check(who, q, axis_name)
     from_the_end = axis_from_the_front(who, axis, q.ndim, f"a QuantizedArray of shape {q.shape}") - q.ndim
     if from_the_end < -len(q.matrix_shape):
 
@@ -82,6 +80,14 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
         matrix_shape=tuple(sizes),
         signs=signs,
     )
+
+
+def _check(who: str, q: Any, axis_name: AxisName) -> None:
+    """Raises unless q is a QuantizedArray and there is such a mesh axis."""
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray: quantise it first")
+    check_quantized(who, "q", q)
+    mesh_axes(who, axis_name)
 
 
 def all_to_all_quantized(
@@ -118,10 +124,7 @@ def all_to_all_quantized(
     (8, 64)
     """
     who = "all_to_all_quantized"
-    if not isinstance(q, QuantizedArray):
-        raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray: quantise the array first")
-    check_quantized(who, "q", q)
-    mesh_axes(who, axis_name)
+    _check(who, q, axis_name)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     of = f"a QuantizedArray of shape {q.shape}"
     split, together = (axis_from_the_front(who, axis, q.ndim, of) - q.ndim for axis in (split_axis, concat_axis))

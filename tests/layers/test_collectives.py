@@ -284,7 +284,7 @@ class TestErrors:
             self.gather(jnp.ones((128, 64)), **options)
 
     def test_what_is_no_quantised_array_or_no_axis_of_it(self):
-        with pytest.raises(TypeError, match="q is a .*; needs a QuantizedArray: quantise the shard first"):
+        with pytest.raises(TypeError, match="q is a .*; needs a QuantizedArray: quantise it first"):
             jlp.all_gather_quantized(jnp.ones((2, 2)), "a")
         with pytest.raises(ValueError, match=r"axis=2 is out of range for a QuantizedArray of shape \(8, 64\)"):
             self.gather(jnp.ones((32, 64)), fmt=jlp.NVFP4(), gathered=2)
