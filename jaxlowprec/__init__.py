@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import checkpoint_policies, debug, delayed_scaling, layouts, moe, telemetry, traffic
+from jaxlowprec import checkpoint_policies, debug, delayed_scaling, layouts, telemetry, traffic
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
@@ -21,9 +21,6 @@ from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.models import lora
 from jaxlowprec.models.accumulation import accumulate_gradients
-from jaxlowprec.models.find_policy import Policy, find_policy
-from jaxlowprec.models.oscillation import OsciReset
-from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
@@ -51,9 +48,12 @@ from jaxlowprec.recipes.transformer_engine import (
 )
 
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, linen, nnx, weight_sync
+    from jaxlowprec import checkpoints, linen, moe, nnx, weight_sync
     from jaxlowprec.linen.hooks import flax_dot_general_cls
     from jaxlowprec.models.explain import explain, quantize_params
+    from jaxlowprec.models.find_policy import Policy, find_policy
+    from jaxlowprec.models.oscillation import OsciReset
+    from jaxlowprec.models.quantize_matmuls import quantize_matmuls
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -143,13 +143,24 @@ __all__ = [
 ]
 
 
+_MODULES = ("checkpoints", "linen", "moe", "nnx", "weight_sync")
+_FROM = {
+    "OsciReset": "models.oscillation",
+    "Policy": "models.find_policy",
+    "explain": "models.explain",
+    "find_policy": "models.find_policy",
+    "flax_dot_general_cls": "linen.hooks",
+    "quantize_matmuls": "models.quantize_matmuls",
+    "quantize_params": "models.explain",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoints", "linen", "nnx", "weight_sync"):  # they load Flax, or sockets and files
+    """What is loaded when it is first used: it loads Flax, or sockets and files, or few programs need it."""
+    if name in _MODULES:
         return importlib.import_module(f"jaxlowprec.{name}")
-    if name in ("explain", "quantize_params"):
-        return getattr(importlib.import_module("jaxlowprec.models.explain"), name)
-    if name == "flax_dot_general_cls":
-        return importlib.import_module("jaxlowprec.linen.hooks").flax_dot_general_cls
+    if name in _FROM:
+        return getattr(importlib.import_module(f"jaxlowprec.{_FROM[name]}"), name)
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")
 
 

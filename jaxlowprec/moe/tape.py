@@ -130,6 +130,8 @@ class RoutingTape:
         num_experts = whole_number(who, "num_experts", num_experts, 1)
         found = tape_dtype(who, dtype)
         known = captured(sequences, num_layers, k, dense_layers, bytes_dtype)
+        if starts is not None and not isinstance(starts, list | tuple | range | np.ndarray):
+            raise TypeError(f"{who}: starts={shown(starts)}; needs a list with a number for each sequence")
         begins = [0] * len(known) if starts is None else [whole_number(who, "starts", start, 0) for start in starts]
         if len(begins) != len(known):
             raise ValueError(f"{who}: {len(begins)} starts of {len(known)} sequences; needs one for each")

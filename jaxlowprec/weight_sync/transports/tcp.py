@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 
-from jaxlowprec.weight_sync.errors import PeerTimeout
+from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.handshake import TIMEOUT, check_secret, introduce
 from jaxlowprec.weight_sync.transports.listening import MOST_STRANGERS, Listening
@@ -135,10 +135,10 @@ class TcpTransport(RemoteTransport):
             if self._tls is not None:
                 connection, binding = self._tls.connect(connection, self._address[0], deadline)
             return Channel(connection, introduce(connection, self._secret, deadline.left(), binding))
-        except PeerTimeout as error:
+        except PeerLost as error:
             close(connection)
-            if self._tls is None:
-                raise PeerTimeout(f"{error}; if the receiver encrypts, pass encrypt=True") from None
+            if self._tls is None:  # silent, or gone: what an encrypting receiver is to a trainer that does not encrypt
+                raise type(error)(f"{error}; if the receiver encrypts, pass encrypt=True") from None
             raise
         except BaseException:
             close(connection)
