@@ -33,6 +33,7 @@ from jaxlowprec.ops.precision import checked_precision
 from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
+from jaxlowprec.recipes.sums import IN_FLOAT32
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import sharding_of
@@ -177,13 +178,13 @@ def prepared_groups(
     dtype: Any,
     out_sharding: Any = None,
 ) -> Prepared:
-    """A product in which rows and weights are quantised. x may be abstract."""
+    """A product in which rows and weights are quantised. x may be abstract. Sums over devices are in float32."""
     roles = checked_roles(call)
     recipe: Any = call.recipe
     randomness = randomness_of(call.who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), call.name)
     shardings = _shardings(x, kernels, bias)
     result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
-    spec = ProductSpec(roles, recipe.backward_override, recipe.sums, None, *result)
+    spec = ProductSpec(roles, recipe.backward_override, IN_FLOAT32, None, *result)
     product = call.accumulated(Product(kernels, bias, randomness, None, sizes=sizes))
     return Prepared(spec, product, (None, _probe(call.who, call.name)), None)
 

@@ -203,6 +203,26 @@ def test_layers_of_flax_draw_from_their_stream():
     assert_same_bytes(outputs(1), outputs(1))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_add_up_in_float32(kind):
+    """Kernels that are split along K: a recipe for a whole model serves its experts, too."""
+    mesh = mesh_of((8,))
+    x, kernels = random_array((64, K), seed=1), random_array((2, K, N), "float32", seed=2)
+    sizes = jnp.array([40, 24], jnp.int32)
+
+    def run(recipe):
+        def function(x, kernels):
+            return jlp.grouped_matmul(x, kernels, sizes, key=KEY)
+
+        with jax.set_mesh(mesh), jlp.autocast(recipe):
+            placed = place(x, mesh, P(None, "a")), place(kernels, mesh, P(None, "a"))
+            y, pullback = jax.jit(lambda *given: jax.vjp(function, *given))(*placed)
+            return y, *pullback(jnp.ones_like(y))
+
+    for actual, expected in zip(run(jlp.MXFP8BlockScaling(sums=kind)), run(jlp.MXFP8BlockScaling()), strict=True):
+        assert_same_bytes(actual, expected)
+
+
 class TestRecipes:
     @pytest.mark.parametrize("recipe", [*RECIPES, jlp.DelayedScaling, jlp.NVFP4Eden], ids=lambda cls: cls.__name__)
     def test_one_value_is_that_of_all_gemms(self, recipe):
