@@ -82,11 +82,11 @@ def _frontier(result: dict) -> str:
 
 def frontier_cost() -> str:
     """What the ways of quantising take on GPUs, in instructions."""
-    kernels = load("instructions")["kernels"]
+    counted = load("instructions")
     architectures = ("sm_90a", "sm_100a")
     rows = [("rows to NVFP4", "in", *(f"instructions an element, {architecture}" for architecture in architectures))]
     for name, (where_used, variant) in _WAYS.items():
-        counts = kernels[f"quantize_rows<BF16, E2M1, {variant}>"]
+        counts = counted["kernels"][f"quantize_rows<BF16, E2M1, {variant}>"]
         rows.append(
             (
                 f"`{name}`" if "=" in name and "," not in name else name,
@@ -94,8 +94,8 @@ def frontier_cost() -> str:
                 *(f"{counts[a]:.0f}" for a in architectures),
             )
         )
-    environment = load("instructions")["environment"]
-    return f"{markdown(rows)}\n\nCounted in machine code, commit {environment['commit']}; no GPU has run it."
+    commit = counted["environment"]["commit"]
+    return f"{markdown(rows)}\n\nCounted in machine code, commit {commit}; no GPU has run it."
 
 
 def _with_error(values: dict) -> str:

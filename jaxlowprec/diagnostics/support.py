@@ -26,7 +26,6 @@ from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.per_layer import PerLayer
 from jaxlowprec.recipes.qat import QAT
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32
 from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.wiring import native
 
@@ -236,7 +235,7 @@ def _by(way: Runs) -> str:
 
 def _gemms(roles: Roles, backward_override: Any) -> dict[str, tuple[Format, ...]]:
     """The three GEMMs, and the formats of their operands: one for a weight only, none in high precision."""
-    gemms = Gemms(roles, backward_override, IN_FLOAT32)
+    gemms = Gemms(roles, backward_override)
     found: dict[str, tuple[Format, ...]] = {
         gemm: tuple(role.format for role in getattr(gemms, gemm) or ()) for gemm in GEMMS
     }

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.ops.byte_collectives import exchanged, gathered, names_of, size_along
 from jaxlowprec.ops.checks import axis_from_the_front, mesh_axes
 from jaxlowprec.ops.rounding import from_bits, magnitude_bits
-from jaxlowprec.ops.sums.quantized import exchanged, size_along
-from jaxlowprec.wiring.defining import as_bytes, from_bytes, varying_axes
+from jaxlowprec.wiring.defining import varying_axes
 
 AxisName = Hashable
 
@@ -55,39 +55,36 @@ def all_gather_quantized(q: QuantizedArray, axis_name: AxisName, axis: int = 0) 
     (64, 32)
     """
     who = "all_gather_quantized"
-    _check(who, q, axis_name)
+    names = _checked(who, q, axis_name)
     from_the_end = axis_from_the_front(who, axis, q.ndim, f"a QuantizedArray of shape {q.shape}") - q.ndim
     if from_the_end < -len(q.matrix_shape):
-
-        def together(leaf: jax.Array) -> jax.Array:
-            return _gathered(leaf, axis_name, from_the_end + q.ndim)
-
-        return jax.tree.map(together, q)
+        return jax.tree.map(lambda leaf: gathered(leaf, names, from_the_end + q.ndim), q)
     along_blocks = _is_along_blocks(q, from_the_end)
     _check_whole_blocks(who, q, from_the_end, q.matrix_shape[from_the_end])
     dim = -1 if along_blocks else -2
     sizes = list(q.matrix_shape)
     sizes[from_the_end] *= jax.lax.axis_size(axis_name)
     per_tensor = q.format.scaling == "tensor"
-    scale = _shared(q.scale, q.data, axis_name) if per_tensor else _gathered(q.scale, axis_name, dim)
+    scale = _shared(q.scale, q.data, axis_name) if per_tensor else gathered(q.scale, names, dim)
     scale, signs = _with_shared_signs(scale, q, axis_name)
     return dataclasses.replace(
         q,
-        data=_gathered(q.data, axis_name, dim),
+        data=gathered(q.data, names, dim),
         scale=scale,
         amax=None if q.amax is None else _shared(q.amax, q.data, axis_name),
-        zero_point=None if q.zero_point is None else _gathered(q.zero_point, axis_name, dim),
+        zero_point=None if q.zero_point is None else gathered(q.zero_point, names, dim),
         matrix_shape=tuple(sizes),
         signs=signs,
     )
 
 
-def _check(who: str, q: Any, axis_name: AxisName) -> None:
-    """Raises unless q is a QuantizedArray and there is such a mesh axis."""
+def _checked(who: str, q: Any, axis_name: AxisName) -> tuple[AxisName, ...]:
+    """The mesh axes. Raises unless q is a QuantizedArray and there are such axes."""
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray: quantise it first")
     check_quantized(who, "q", q)
     mesh_axes(who, axis_name)
+    return names_of(axis_name)
 
 
 def all_to_all_quantized(
@@ -124,8 +121,7 @@ def all_to_all_quantized(
     (8, 64)
     """
     who = "all_to_all_quantized"
-    _check(who, q, axis_name)
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = _checked(who, q, axis_name)
     of = f"a QuantizedArray of shape {q.shape}"
     split, together = (axis_from_the_front(who, axis, q.ndim, of) - q.ndim for axis in (split_axis, concat_axis))
     _check_parts(who, q, split, together, size_along(names), axis_name)
@@ -214,12 +210,6 @@ def _check_whole_blocks(who: str, q: QuantizedArray, axis: int, size: int) -> No
         )
 
 
-def _gathered(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
-    """Gathers an array as bytes, because some collectives would widen 8-bit floats."""
-    together = jax.lax.all_gather(as_bytes(x), axis_name, axis=axis % x.ndim, tiled=True)
-    return from_bytes([together], [x.dtype])[0]
-
-
 def _shared(x: jax.Array, shards: jax.Array, axis_name: AxisName) -> jax.Array:
     """A number that all shards should have; NaN if they differ."""
     if _is_shared(x, shards, axis_name):
@@ -239,7 +229,7 @@ def _with_shared_signs(scale: jax.Array, q: QuantizedArray, axis_name: AxisName)
 
 def _is_shared(x: jax.Array, shards: jax.Array, axis_name: AxisName) -> bool:
     """Whether the type of x says that all shards have the same."""
-    names = set(axis_name) if isinstance(axis_name, tuple) else {axis_name}
+    names = set(names_of(axis_name))
     return bool(names & varying_axes(shards)) and not names & varying_axes(x)
 
 

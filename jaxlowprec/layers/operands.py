@@ -16,9 +16,7 @@ from jaxlowprec.ops.grouped_matmul.api import quantize_groups
 from jaxlowprec.ops.hadamard.signs import STREAM_OF_DGRAD, drawn_signs
 from jaxlowprec.ops.quantize.api import quantize, quantize_both
 from jaxlowprec.ops.quantize.keys import Randomness, further_words, slice_words
-from jaxlowprec.ops.sums.kinds import Summed, draws
 from jaxlowprec.recipes.roles import BackwardOverride, Role, Roles
-from jaxlowprec.recipes.sums import Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +24,11 @@ class Gemms:
     """Says how the operands of a product's three GEMMs are quantised.
 
     Attributes:
-        roles, backward_override, sums: the recipe's.
+        roles, backward_override: the recipe's.
     """
 
     roles: Roles
     backward_override: BackwardOverride
-    sums: Sums
 
     @property
     def fprop(self) -> tuple[Role, Role] | None:
@@ -56,28 +53,9 @@ class Gemms:
         """Whether the form of the input or the weight for the backward pass is quantised from what fprop reads."""
         return self.fprop is not None and tensor in self.roles.requantized
 
-    def summed(self, gemm: str, source: Randomness | None, operand: Any) -> Summed:
-        """How a GEMM adds up partial sums. `source` of their random bits, which without a key come from the first
-        operand, quantised: its largest scale."""
-        kind = getattr(self.sums, gemm)
-        if not draws(kind):
-            return Summed(kind)
-        assert source is not None
-        words = source.words_for(lambda: _largest_scale(operand))
-        return Summed(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
-
     def _operands(self, gemm: str) -> tuple[Role, Role] | None:
         found = self.roles.operands(gemm, self.backward_override)
         return found if isinstance(found, tuple) else None
-
-
-_STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
-
-
-def _largest_scale(q: Any) -> jax.Array:
-    """float32 []: the largest amax of an array that has amaxes, else its largest scale."""
-    numbers = q.scale if q.amax is None else q.amax
-    return jax.lax.stop_gradient(jnp.max(numbers.astype(jnp.float32)))
 
 
 def role_of(operands: tuple[Role, Role] | None, place: int, wanted: bool = True) -> Role | None:

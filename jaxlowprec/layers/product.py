@@ -37,8 +37,10 @@ from jaxlowprec.layers.rows import AllRows, RowsInGroups
 from jaxlowprec.layers.watching.measured import measured_backward, measured_forward
 from jaxlowprec.ops.amax.api import amax as tensor_amax
 from jaxlowprec.ops.amax.wanted import Amaxes
-from jaxlowprec.ops.quantize.keys import Randomness
+from jaxlowprec.ops.quantize.keys import Randomness, further_words
+from jaxlowprec.ops.sums.kinds import Summed, draws
 from jaxlowprec.recipes.roles import Role
+from jaxlowprec.recipes.sums import Sums
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -74,7 +76,7 @@ class ProductSpec(Gemms):
     It does not contain the layer's name, so equal layers are traced once.
 
     Attributes:
-        delayed: the recipe's `delayed`.
+        sums, delayed: the recipe's.
         out_dtype: the dtype of the result.
         shardings: those of x, w and bias, which their gradients get, too; see `out_sharding.sharding_of`.
         out_sharding: the sharding of the result, in explicit mode.
@@ -82,12 +84,32 @@ class ProductSpec(Gemms):
         precision: precision of all three GEMMs, checked.
     """
 
+    sums: Sums
     delayed: Any
     out_dtype: Any
     shardings: tuple[Any, Any, Any]
     out_sharding: Any
     rows_split: bool
     precision: Any = None
+
+    def summed(self, gemm: str, source: Randomness | None, operand: Any) -> Summed:
+        """How a GEMM adds up partial sums. `source` of their random bits, which without a key come from the first
+        operand, quantised: its largest scale."""
+        kind = getattr(self.sums, gemm)
+        if not draws(kind):
+            return Summed(kind)
+        assert source is not None
+        words = source.words_for(lambda: _largest_scale(operand))
+        return Summed(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
+
+
+_STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}
+
+
+def _largest_scale(q: Any) -> jax.Array:
+    """float32 []: the largest amax of an array that has amaxes, else its largest scale."""
+    numbers = q.scale if q.amax is None else q.amax
+    return jax.lax.stop_gradient(jnp.max(numbers.astype(jnp.float32)))
 
 
 def rows_of(spec: ProductSpec, sizes: jax.Array | None) -> AllRows | RowsInGroups:
@@ -130,7 +152,7 @@ class Product(NamedTuple):
         signs: the source of the signs with which wgrad's operands are rotated, if they are drawn. Products that share
             their input use the first one's.
         of_weight: the source of what the kernel draws, see `weight_both_ways`.
-        of_sums: the source of what sums over devices draw, see `Gemms.summed`.
+        of_sums: the source of what sums over devices draw, see `ProductSpec.summed`.
     """
 
     w: Any

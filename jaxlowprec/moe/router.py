@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxlowprec.arguments import shown, whole_number
 from jaxlowprec.moe.balancing import balance_loss, z_loss
 from jaxlowprec.moe.router_config import RouterConfig, check_config
-from jaxlowprec.moe.tape_dtype import AFRESH, check_fits, is_tape_dtype, widened
+from jaxlowprec.moe.tape_dtype import check_fits, is_tape_dtype, replayable, widened
 
 _DEFAULT = RouterConfig()
 
@@ -117,14 +117,6 @@ def route(
         for sequences in (1, 1 if sequence_length is None else tokens // int(sequence_length))
     )
     return Routing(chosen, weights, group_sizes, of_batch, of_sequences, z_loss(logits))
-
-
-def replayable(tape: Int32[Array, "*T k"], experts: int) -> tuple[Array, Array]:
-    """Which rows of a tape are a choice of experts, and which choose afresh; all other rows are errors."""
-    afresh = jnp.all(tape == AFRESH, axis=-1)
-    in_range = jnp.all((tape >= 0) & (tape < experts), axis=-1)
-    ordered = jnp.sort(tape, axis=-1)
-    return in_range & jnp.all(ordered[..., 1:] != ordered[..., :-1], axis=-1), afresh
 
 
 def in_order(terms: Float[Array, "T k *N"]) -> Float[Array, "T *N"]:

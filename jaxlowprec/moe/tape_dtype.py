@@ -68,8 +68,15 @@ def narrowed(tape: Any, dtype: np.dtype, num_experts: int) -> Any:
     if dtype == np.int32:
         return tape
     xp = np if isinstance(tape, np.ndarray) else jnp
+    replayed, afresh = (rows[..., None] for rows in replayable(tape, num_experts))
+    return xp.where(replayed, tape, xp.where(afresh, AFRESH, _INVALID)).astype(dtype)
+
+
+def replayable(tape: Any, num_experts: int) -> tuple[Any, Any]:
+    """Which rows of a tape of int32, a NumPy or a JAX array, are a choice of experts, and which choose afresh; all
+    other rows are errors."""
+    xp = np if isinstance(tape, np.ndarray) else jnp
     ordered = xp.sort(tape, axis=-1)
-    different = (ordered[..., 1:] != ordered[..., :-1]).all(-1, keepdims=True)
-    valid = different & ((tape >= 0) & (tape < num_experts)).all(-1, keepdims=True)
-    afresh = (tape == AFRESH).all(-1, keepdims=True)
-    return xp.where(valid, tape, xp.where(afresh, AFRESH, _INVALID)).astype(dtype)
+    different = (ordered[..., 1:] != ordered[..., :-1]).all(-1)
+    chosen = different & ((tape >= 0) & (tape < num_experts)).all(-1)
+    return chosen, (tape == AFRESH).all(-1)

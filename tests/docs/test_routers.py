@@ -6,7 +6,7 @@ from tests.moe.published import MODELS, Config
 from tests.package.test_readme import ROOT
 
 
-def test_the_table_of_the_documents_has_the_configs_that_are_tested():
+def test_the_table_has_the_tested_configs():
     """But for scales and the number of experts, which differ from model to model."""
     text = (ROOT / "docs" / "how-to" / "moe.md").read_text()
     table = text[text.index("| model | `top_k`") : text.index("| `config.json` | `RouterConfig`")]

@@ -12,7 +12,6 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.operands import Gemms, both_ways, groups_both_ways, role_of
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.recipes.roles import Roles
-from jaxlowprec.recipes.sums import IN_FLOAT32
 from jaxlowprec.telemetry import measuring, probes
 from jaxlowprec.telemetry.group_sampling import RowsByWeights, WithinGroups
 from jaxlowprec.telemetry.sampling import Gemm, Operand
@@ -109,7 +108,7 @@ def _measured(
 
     def requantize(roles: Roles, name: str, x: jax.Array) -> Any:
         tensor, direction = name.split()
-        gemms = Gemms(roles, None, IN_FLOAT32)
+        gemms = Gemms(roles, None)
         row, column = {
             "input": (role_of(gemms.fprop, 0), role_of(gemms.wgrad, 0)),
             "weight": (role_of(gemms.dgrad, 1), role_of(gemms.fprop, 1)),

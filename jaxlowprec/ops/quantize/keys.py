@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlowprec.arguments import shown
-from jaxlowprec.ops.quantize.philox import philox4x32
+from jaxlowprec.ops.quantize.philox import words_at
 from jaxlowprec.ops.rounding import magnitude_bits
+
+_KEYLESS = np.asarray((0x6A6C7021, 0x6E766634), np.uint32)
 
 
 def random_words(who: str, rounding: str, key: Any, batch: tuple[int, ...]) -> jax.Array | None:
@@ -60,9 +62,7 @@ def slice_words(words: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     if not batch:
         return words
     index = jnp.arange(math.prod(batch), dtype=jnp.uint32)
-    zero = jnp.zeros_like(index)
-    out = philox4x32((index, zero, zero, zero + 1), (words[0], words[1]))
-    return jnp.stack(out[:2], axis=-1).reshape(*batch, 2)
+    return words_at(words, index, stream=1).reshape(*batch, 2)
 
 
 def further_words(words: jax.Array, stream: int = 3) -> jax.Array:
@@ -70,9 +70,7 @@ def further_words(words: jax.Array, stream: int = 3) -> jax.Array:
 
     `stream`: 3 for the input, 4 for the weight, 9 to 11 for the sums of fprop, dgrad and wgrad.
     """
-    zero = jnp.zeros(words.shape[:-1], jnp.uint32)
-    out = philox4x32((zero, zero, zero, zero + stream), (words[..., 0], words[..., 1]))
-    return jnp.stack(out[:2], axis=-1)
+    return words_at(words, stream=stream)
 
 
 class Randomness(NamedTuple):
@@ -112,6 +110,4 @@ def keyless_words(amax: jax.Array, seed: jax.Array | np.ndarray) -> jax.Array:
     """A 64-bit mix of the bits of a tensor's amax [...] and a seed, for each slice: [..., 2]."""
     bits = magnitude_bits(amax)
     index = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
-    counter = (bits, jnp.broadcast_to(seed, bits.shape), index, jnp.full_like(bits, 2))
-    out = philox4x32(counter, (jnp.uint32(0x6A6C7021), jnp.uint32(0x6E766634)))
-    return jnp.stack(out[:2], axis=-1)
+    return words_at(jnp.asarray(_KEYLESS), bits, jnp.asarray(seed), index, stream=2)

@@ -32,6 +32,26 @@ def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array])
     return c0, c1, c2, c3
 
 
+def words_at(
+    words: jax.Array,
+    first: jax.Array | int = 0,
+    second: jax.Array | int = 0,
+    third: jax.Array | int = 0,
+    *,
+    stream: int,
+) -> jax.Array:
+    """Two further words that follow from those of a key: uint32 [..., 2].
+
+    Arguments:
+        words: uint32 [..., 2].
+        first, second, third: uint32, numbers that tell the results apart; their shapes and that of the keys broadcast.
+        stream: one for each purpose, for the same reason.
+    """
+    counter = (first, second, third, stream)
+    out = philox4x32(tuple(jnp.asarray(c, jnp.uint32) for c in counter), (words[..., 0], words[..., 1]))
+    return jnp.stack(out[:2], axis=-1)
+
+
 class Draws(NamedTuple):
     """What the random bits of an array [..., R, C] depend on.
 

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.quantized_array import QuantizedArray, check_quantized
+from jaxlowprec.ops.byte_collectives import names_of, passed_on, size_along
 from jaxlowprec.ops.checks import mesh_axes
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
-from jaxlowprec.wiring import as_bytes, from_bytes
 
 
 def all_gather_matmul(
@@ -52,8 +52,8 @@ def all_gather_matmul(
     (8, 32)
     """
     who = "all_gather_matmul"
-    devices = _checked(who, a, b, axis_name, options)
-    index = jax.lax.axis_index(axis_name)
+    axes = _checked(who, a, b, axis_name, options)
+    devices, index = size_along(axes), jax.lax.axis_index(axes)
     rows = a.shape[0]
     whole: Any = None
     for step in range(devices):
@@ -62,7 +62,7 @@ def all_gather_matmul(
         place = (index - step) % devices * rows  # the shard came from as many devices before this one
         whole = jax.lax.dynamic_update_slice_in_dim(whole, y, place, axis=0)
         if step + 1 < devices:
-            a = _passed_on(a, axis_name, devices)
+            a = jax.tree.map(lambda leaf: passed_on(leaf, axes), a)
     return whole
 
 
@@ -102,19 +102,20 @@ def matmul_reduce_scatter(
     (8, 32)
     """
     who = "matmul_reduce_scatter"
-    devices = _checked(who, a, b, axis_name, options, allowed=("implementation", "precision"))
+    axes = _checked(who, a, b, axis_name, options, allowed=("implementation", "precision"))
+    devices = size_along(axes)
     rows, unit = a.shape[0] // devices, a.format.length if a.format.tiles else 1
     if a.shape[0] % devices or rows % unit:
         raise ValueError(
             f"{who}: a {a.shape} has {a.shape[0]} rows for {devices} devices along {shown(axis_name)}; needs a "
             f"multiple of {unit} rows for each"
         )
-    index = jax.lax.axis_index(axis_name)
+    index = jax.lax.axis_index(axes)
     total: Any = None
     for step in range(1, devices + 1):
         part = (index - step) % devices  # which arrives at its device in the last step
-        y = scaled_matmul(_rows_of(a, part, rows), b, out_dtype=jnp.float32, **options)
-        total = y if total is None else _passed_on(total, axis_name, devices) + y
+        y: Any = scaled_matmul(_rows_of(a, part, rows), b, out_dtype=jnp.float32, **options)
+        total = y if total is None else passed_on(total, axes) + y
     return total.astype(out_dtype)
 
 
@@ -123,11 +124,9 @@ _OPTIONS = ("bias", "activation", "out_dtype", "implementation", "precision")
 
 def _checked(
     who: str, a: Any, b: Any, axis_name: Any, options: dict[str, Any], allowed: tuple[str, ...] = _OPTIONS
-) -> int:
-    """The number of devices."""
+) -> tuple[Hashable, ...]:
+    """The mesh axes."""
     for name, q in (("a", a), ("b", b)):
-        if not isinstance(q, QuantizedArray):
-            raise TypeError(f"{who}: {name} is a {type(q).__name__}; needs a QuantizedArray: quantise it first")
         check_quantized(who, name, q)
         if q.ndim != 2:
             raise ValueError(f"{who}: {name} has shape {q.shape}; needs a matrix: map over batch axes with jax.vmap")
@@ -136,22 +135,12 @@ def _checked(
     if further := [name for name in options if name not in allowed]:
         raise TypeError(f"{who}: {further[0]}= is not among its options; needs {', '.join(allowed)}")
     mesh_axes(who, axis_name)
-    return int(jax.lax.axis_size(axis_name))
+    return names_of(axis_name)
 
 
 def _like(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Zeros of y's dtype, which vary over the mesh axes that y varies over."""
     return jnp.zeros(shape, y.dtype) + jnp.zeros_like(y[:1, :1])
-
-
-def _passed_on(tree: Any, axis_name: Any, devices: int) -> Any:
-    """What the device before this one has, around the ring."""
-    ring = [(device, (device + 1) % devices) for device in range(devices)]
-
-    def passed(x: jax.Array) -> jax.Array:
-        return from_bytes([jax.lax.ppermute(as_bytes(x), axis_name, ring)], [x.dtype])[0]
-
-    return jax.tree.map(passed, tree)
 
 
 def _rows_of(a: QuantizedArray, part: jax.Array, rows: int) -> QuantizedArray:

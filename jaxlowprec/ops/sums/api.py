@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 from jaxlowprec import wiring
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import MXFP8
+from jaxlowprec.ops.byte_collectives import Axes, names_of, size_along
 from jaxlowprec.ops.checks import axis_from_the_front, float_array, mesh_axes
 from jaxlowprec.ops.quantize.keys import key_words
 from jaxlowprec.ops.sums import quantized
-from jaxlowprec.ops.sums.streams import Axes
 
 
 def reduce_scatter_quantized(
@@ -59,7 +59,7 @@ def reduce_scatter_quantized(
     """
     who = "reduce_scatter_quantized"
     x, names, words = _checked(who, x, axis_name, key, fmt)
-    dim, devices = axis_from_the_front(who, axis, x.ndim), quantized.size_along(names)
+    dim, devices = axis_from_the_front(who, axis, x.ndim), size_along(names)
     if x.shape[dim] % devices:
         raise ValueError(
             f"{who}: x {x.shape} has {x.shape[dim]} along axis {axis}, and there are {devices} devices along "
@@ -111,7 +111,7 @@ def _checked(who: str, x: Any, axis_name: Any, key: Any, fmt: Any) -> tuple[jax.
         )
     if key is None:
         raise ValueError(f"{who}: key=None; terms are rounded stochastically: pass one, such as jax.random.key(step)")
-    return x, axis_name if isinstance(axis_name, tuple) else (axis_name,), key_words(who, key, ())
+    return x, names_of(axis_name), key_words(who, key, ())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -16,18 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxlowprec.arrays.formats import MXFP8, Format
+from jaxlowprec.ops.byte_collectives import Axes, exchanged, gathered, size_along
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.quantize.api import quantize
-from jaxlowprec.ops.sums.streams import GATHERED, Axes, own_words, words_of_pieces
-from jaxlowprec.wiring import as_bytes, from_bytes
+from jaxlowprec.ops.sums.streams import GATHERED, own_words, words_of_pieces
 
 FORMAT = MXFP8()
 _LINE = 1024  # elements of a line, where the pieces' own last axis has no whole blocks
-
-
-def size_along(axes: Axes) -> int:
-    """The number of devices along mesh axes."""
-    return math.prod(int(jax.lax.axis_size(axis)) for axis in axes)
 
 
 def reduce_scatter(
@@ -41,11 +36,8 @@ def reduce_scatter(
         elsewhere: further mesh axes along which random bits differ.
     """
     devices = size_along(axes)
-    (
-        *lead,
-        size,
-    ) = partial.shape[: dim + 1]
-    cut = partial.reshape(*lead, devices, size // devices, *partial.shape[dim + 1 :])
+    before, size, after = partial.shape[:dim], partial.shape[dim], partial.shape[dim + 1 :]
+    cut = partial.reshape(*before, devices, size // devices, *after)
     pieces = jnp.moveaxis(cut, dim, 0)
     total = _added_up(_in_lines(pieces, fmt), axes, words, elsewhere, fmt)
     return _out_of_lines(total, pieces.shape[1:])
@@ -56,25 +48,14 @@ def all_reduce(
 ) -> jax.Array:
     """The sum over the axes on each of their devices, float32. See `reduce_scatter`."""
     devices = size_along(axes)
-    whole = devices * min(_LINE, fmt.length * max(1, -(-partial.size // (devices * fmt.length))))
+    whole = devices * _line(-(-partial.size // devices), fmt)
     flat = jnp.pad(partial.reshape(-1), (0, -partial.size % whole))
     total = _added_up(flat.reshape(devices, -1, whole // devices), axes, words, elsewhere, fmt)
     own = own_words(words, (*axes, *elsewhere), GATHERED)
     q = quantize(total, fmt, rounding="stochastic", key=own)
-
-    def gathered(leaf: jax.Array) -> jax.Array:
-        together = jax.lax.all_gather(as_bytes(leaf), tuple(axes), axis=0, tiled=True)
-        return from_bytes([together], [leaf.dtype])[0]
-
     rows = devices * total.shape[0]
-    q = dataclasses.replace(jax.tree.map(gathered, q), matrix_shape=(rows, total.shape[1]))
+    q = dataclasses.replace(jax.tree.map(lambda leaf: gathered(leaf, axes), q), matrix_shape=(rows, total.shape[1]))
     return dequantize(q, jnp.float32).reshape(-1)[: partial.size].reshape(partial.shape)
-
-
-def exchanged(x: jax.Array, axes: Axes, split: int = 0, together: int = 0) -> jax.Array:
-    """Pieces along one axis, each sent to its device; those that came, in the order of their devices along another."""
-    received = jax.lax.all_to_all(as_bytes(x), tuple(axes), split, together, tiled=True)
-    return from_bytes([received], [x.dtype])[0]
 
 
 def _added_up(pieces: jax.Array, axes: Axes, words: jax.Array, elsewhere: Axes, fmt: Format) -> jax.Array:
@@ -88,13 +69,18 @@ def _added_up(pieces: jax.Array, axes: Axes, words: jax.Array, elsewhere: Axes, 
     return total
 
 
+def _line(size: int, fmt: Format) -> int:
+    """The length of the lines in which a piece of this size is quantised."""
+    return min(_LINE, fmt.length * max(1, -(-size // fmt.length)))
+
+
 def _in_lines(pieces: jax.Array, fmt: Format) -> jax.Array:
     """Pieces [n, ...] as matrices [n, R, C] of whole blocks: their own last axis is C if it has whole blocks."""
     count, *shape = pieces.shape
     if len(shape) > 1 and shape[-1] % fmt.length == 0:
         return pieces.reshape(count, -1, shape[-1])
     size = math.prod(shape)
-    line = min(_LINE, fmt.length * max(1, -(-size // fmt.length)))
+    line = _line(size, fmt)
     flat = jnp.pad(pieces.reshape(count, size), ((0, 0), (0, -size % line)))
     return flat.reshape(count, -1, line)
 

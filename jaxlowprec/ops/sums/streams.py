@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.ops.quantize.philox import philox4x32
-
-Axes = Sequence[Hashable]
+from jaxlowprec.ops.byte_collectives import Axes
+from jaxlowprec.ops.quantize.philox import words_at
 
 PIECES, GATHERED, ROUNDED = 6, 7, 8
 """Streams: of the pieces that a device sends, of the sum that it sends to all, and of what it rounds to bfloat16."""
@@ -24,14 +22,11 @@ def index_along(axes: Axes) -> jax.Array:
 
 def own_words(words: jax.Array, axes: Axes, stream: int = ROUNDED) -> jax.Array:
     """Words [2] that only the device at its place along the axes has."""
-    zero = jnp.zeros((), jnp.uint32)
-    out = philox4x32((index_along(axes), zero, zero, zero + stream), (words[0], words[1]))
-    return jnp.stack(out[:2])
+    return words_at(words, index_along(axes), stream=stream)
 
 
 def words_of_pieces(words: jax.Array, axes: Axes, elsewhere: Axes, count: int) -> jax.Array:
     """Words [count, 2] for the pieces that the device at its place along the axes sends."""
     piece = jnp.arange(count, dtype=jnp.uint32)
     device, other = (jnp.broadcast_to(index_along(a), piece.shape) for a in (axes, elsewhere))
-    out = philox4x32((device, piece, other, jnp.full_like(piece, PIECES)), (words[0], words[1]))
-    return jnp.stack(out[:2], axis=-1)
+    return words_at(words, device, piece, other, stream=PIECES)

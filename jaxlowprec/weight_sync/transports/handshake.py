@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import os
 import socket
+from collections.abc import Callable
 
 from jaxlowprec.weight_sync.errors import PeerLost, SyncError
 from jaxlowprec.weight_sync.transports.sockets import Deadline, receive, send_all
@@ -104,16 +105,12 @@ def admit(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, bi
     _expect_magic(connection, deadline)
     theirs = bytes(receive(connection, _NONCE, deadline))
     proof = receive(connection, _PROOF, deadline)
-    key = _key(secret)
-    if not hmac.compare_digest(proof, _sign(key, b"trainer", mine, theirs, binding)):
+    signed = _signer(secret, mine, theirs, binding)
+    if not hmac.compare_digest(proof, signed(b"trainer")):
         send_all(connection, [bytes(1 + _PROOF)], deadline)
         raise NotAuthenticated("the trainer does not hold this receiver's secret")
-    send_all(connection, [b"\x01", _sign(key, b"engine", mine, theirs, binding)], deadline)
-    to_trainer, to_engine = (
-        _sign(key, b"to trainer", mine, theirs, binding),
-        _sign(key, b"to engine", mine, theirs, binding),
-    )
-    return Keys(outgoing=to_trainer, incoming=to_engine)
+    send_all(connection, [b"\x01", signed(b"engine")], deadline)
+    return Keys(outgoing=signed(b"to trainer"), incoming=signed(b"to engine"))
 
 
 def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT, binding: bytes = b"") -> Keys:
@@ -131,19 +128,16 @@ def introduce(connection: socket.socket, secret: bytes, timeout: float = TIMEOUT
     """
     deadline = Deadline(timeout, "an answer to the handshake")
     _expect_magic(connection, deadline)
-    theirs, mine, key = bytes(receive(connection, _NONCE, deadline)), os.urandom(_NONCE), _key(secret)
-    send_all(connection, [_MAGIC, mine, _sign(key, b"trainer", theirs, mine, binding)], deadline)
+    theirs, mine = bytes(receive(connection, _NONCE, deadline)), os.urandom(_NONCE)
+    signed = _signer(secret, theirs, mine, binding)
+    send_all(connection, [_MAGIC, mine, signed(b"trainer")], deadline)
     verdict = receive(connection, 1, deadline)
     proof = receive(connection, _PROOF, deadline)
     if verdict != b"\x01":
         raise NotAuthenticated("the receiver refused the secret; both sides need the same one")
-    if not hmac.compare_digest(proof, _sign(key, b"engine", theirs, mine, binding)):
+    if not hmac.compare_digest(proof, signed(b"engine")):
         raise NotAuthenticated("the receiver could not prove that it holds the secret; is it the right one?")
-    to_trainer, to_engine = (
-        _sign(key, b"to trainer", theirs, mine, binding),
-        _sign(key, b"to engine", theirs, mine, binding),
-    )
-    return Keys(outgoing=to_engine, incoming=to_trainer)
+    return Keys(outgoing=signed(b"to engine"), incoming=signed(b"to trainer"))
 
 
 def _expect_magic(connection: socket.socket, deadline: Deadline) -> None:
@@ -162,7 +156,12 @@ def _key(secret: bytes) -> bytes:
     return hashlib.sha256(b"jaxlowprec weight sync secret " + len(secret).to_bytes(8, "big") + secret).digest()
 
 
-def _sign(key: bytes, role: bytes, engine_nonce: bytes, trainer_nonce: bytes, binding: bytes) -> bytes:
-    """The HMAC of the parts. The role ends at its zero, the nonces have fixed lengths: no two inputs are equal."""
-    message = b"jaxlowprec weight sync %d " % PROTOCOL + role + b"\0" + engine_nonce + trainer_nonce + binding
-    return hmac.digest(key, message, hashlib.sha256)
+def _signer(secret: bytes, engine_nonce: bytes, trainer_nonce: bytes, binding: bytes) -> Callable[[bytes], bytes]:
+    """A function from a role to its HMAC in this connection. The role ends at its zero, the nonces have fixed lengths:
+    no two inputs are equal."""
+    key, session = _key(secret), engine_nonce + trainer_nonce + binding
+
+    def signed(role: bytes) -> bytes:
+        return hmac.digest(key, b"jaxlowprec weight sync %d " % PROTOCOL + role + b"\0" + session, hashlib.sha256)
+
+    return signed
