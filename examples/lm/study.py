@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from lm.data import Batches, read_text
+from lm.mesh import ONE_DEVICE, Layout
 from lm.model import SIZES, Config
 from lm.report import add_gaps, smooth
 from lm.training import Run, Schedule, train
@@ -52,12 +53,14 @@ def results_of(
     sides: Sequence[tuple[Run, Config]],
     part: str = "",
     seeds: Iterable[int] | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> list[dict[str, Any]]:
     """The results of all runs of all seeds, with their gaps; runs that are already in `options.out` are read.
 
     Arguments:
         part: of a study that has several, the folder of one in `options.out`.
         seeds: default: as many as `options.seeds` says.
+        layout: where arrays are placed.
     """
     found: list[dict[str, Any]] = []
     for seed in range(options.seeds) if seeds is None else seeds:
@@ -67,7 +70,7 @@ def results_of(
             folder = options.out / part / f"{steps}-{seed}-{run.folder}"
             if not (folder / "result.json").exists():
                 batches = Batches(text, options.batch, config.context, seed)
-                result = train(run, config, schedule, batches, folder, resume=False)
+                result = train(run, config, schedule, batches, folder, resume=False, layout=layout)
                 shutil.rmtree(folder / "checkpoints")
                 (folder / "result.json").write_text(json.dumps(result))
             results.append(json.loads((folder / "result.json").read_text()))
