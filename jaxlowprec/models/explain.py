@@ -30,6 +30,7 @@ from jaxlowprec.models.transform.weights import has_matrices
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, autocast, resolve
 from jaxlowprec.recipes.roles import GEMMS, Recipe, Role, Roles
+from jaxlowprec.recipes.sums import IN_FLOAT32, Sums
 
 _HIGH_PRECISION = Roles(None, None, None)
 _GROUPED = (jaxlowprec.linen.GroupedDense, jaxlowprec.nnx.GroupedLinear)
@@ -50,6 +51,7 @@ class AppliedRecipe:
         note: why it stays in high precision, or what to watch for.
         axes: the number of batch axes of the kernel, and of contracted axes after them; None if the kernel does not
             consist of such matrices.
+        sums: how devices add up partial sums of its quantised GEMMs; those of other GEMMs are XLA's.
     """
 
     path: str
@@ -57,6 +59,7 @@ class AppliedRecipe:
     roles: Roles = _HIGH_PRECISION
     note: str = ""
     axes: tuple[int, int] | None = None
+    sums: Sums = IN_FLOAT32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +79,14 @@ class Explanation:
         return {path: None if role is None else role.format for path, role in forms.items()}
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("layer", "kernel", "weight", "input", "gradient", "")]
+        tensors = ("weight", "input", "gradient")
+        some_sums = any(layer.sums != IN_FLOAT32 for layer in self.layers)
+        rows: list[tuple[str, ...]] = [("layer", "kernel", *tensors, *(["sums"] if some_sums else []), "")]
         for layer in self.layers:
             shape = "x".join(map(str, layer.kernel))
-            operands = (_operand(layer.roles, tensor) for tensor in ("weight", "input", "gradient"))
-            rows.append((layer.path or "(model)", shape, *operands, layer.note))
+            operands = (_operand(layer.roles, tensor) for tensor in tensors)
+            sums = [_kinds(layer)] if some_sums else []
+            rows.append((layer.path or "(model)", shape, *operands, *sums, layer.note))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
@@ -96,6 +102,20 @@ def _operand(roles: Roles, tensor: str) -> str:
     if len(set(found.values())) == 1:
         return next(iter(found.values()))
     return ", ".join(f"{gemm} {form}" for gemm, form in found.items())
+
+
+def _kinds(layer: AppliedRecipe) -> str:
+    """How the sums of a layer's quantised GEMMs travel; for each of them, if they differ."""
+    quantized = [gemm for gemm in GEMMS if isinstance(layer.roles.operands(gemm), tuple)]
+    kinds = {gemm: getattr(layer.sums, gemm) for gemm in quantized}
+    if len(set(kinds.values())) < 2:
+        return next(iter(kinds.values()), "-")
+    return ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
+
+
+def _sums_of(recipe: Recipe | None, is_grouped: bool) -> Sums:
+    """How the GEMMs of a layer add up partial sums; those of rows in groups do so in float32."""
+    return IN_FLOAT32 if recipe is None or is_grouped else recipe.sums
 
 
 def explain(model: Any, recipe: Recipe | None = FROM_CONTEXT, *args: Any, **kwargs: Any) -> Explanation:
@@ -163,7 +183,10 @@ def _of_function(fn: Any, recipe: Any, args: Any, kwargs: Any) -> Explanation:
         if not note and rules is not None and (ends := rules.ends(name)):
             note = f"but the first {ends[0]} and last {ends[1]} of its stack"
         layers.append(
-            _with_packed(AppliedRecipe(name, product.shape, roles, note), traced.leaves[product.weight.leaf].packed)
+            _with_packed(
+                AppliedRecipe(name, product.shape, roles, note, sums=_sums_of(own, product.grouped)),
+                traced.leaves[product.weight.leaf].packed,
+            )
         )
     for number, leaf in enumerate(traced.leaves):
         if leaf.name is not None and number not in seen and has_matrices(leaf.shape):
@@ -262,13 +285,14 @@ def _applied(
     note = "" if recipe.applies_to(name) else "left out by the recipe"
     if not name and recipe.at(name) != recipe.at(path):
         note = f"nameless; by its path {_choice(recipe.at(name), recipe.at(path))}: see jaxlowprec.nnx.name_layers"
-    roles = recipe.roles(MODULE_TYPE if isinstance(layer, _GROUPED) else "linear", name)
+    is_grouped = isinstance(layer, _GROUPED)
+    roles = recipe.roles(MODULE_TYPE if is_grouped else "linear", name)
     if roles.ste is not None and roles.weight is not None and axes is not None:
         try:
             check_whole_blocks("explain", path, _matrices_type(kernel, *axes), roles.weight.format)
         except ValueError as error:
             note = str(error)
-    return AppliedRecipe(path, kernel.shape, roles, note, axes)
+    return AppliedRecipe(path, kernel.shape, roles, note, axes, _sums_of(recipe.at(name), is_grouped))
 
 
 def _with_packed(applied: AppliedRecipe, kernel: Any) -> AppliedRecipe:

@@ -1,11 +1,13 @@
 """How devices add up the partial sums of a linear's GEMMs, as a recipe's `sums` says."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -246,3 +248,42 @@ class TestRecipes:
 
     def test_other_recipes_have_no_such_field(self):
         assert not {"sums"} & {f.name for cls in (jlp.Int4QAT, jlp.WeightQAT) for f in dataclasses.fields(cls)}
+
+
+class TestExplain:
+    def rows(self, recipe):
+        model = nnx.Dict(up=jlp.nnx.Linear(64, 64, rngs=nnx.Rngs(0)), plain=nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
+        model.experts = jlp.nnx.GroupedLinear(2, 64, 64, rngs=nnx.Rngs(0))
+        header, *rows = (re.split("  +", line) for line in str(jlp.explain(model, recipe)).splitlines())
+        place = header.index("sums") if "sums" in header else None
+        return {row[0]: place and row[place] for row in rows}
+
+    def test_one_kind(self):
+        found = self.rows(jlp.MXFP8BlockScaling(sums="bfloat16"))
+        assert found == {"up": "bfloat16", "plain": "-", "experts": "float32"}
+
+    def test_a_kind_for_each_gemm(self):
+        found = self.rows(jlp.MXFP8BlockScaling(sums=jlp.Sums(wgrad="quantized")))
+        assert found["up"] == "fprop float32, dgrad float32, wgrad quantized"
+
+    def test_only_quantised_gemms_have_them(self):
+        recipe = jlp.PerGemm(jlp.MXFP8BlockScaling(sums="bfloat16"), "dequantized", "dequantized")
+        assert self.rows(recipe)["up"] == "bfloat16"
+
+    def test_float32_is_not_worth_a_column(self):
+        assert set(self.rows(jlp.MXFP8BlockScaling()).values()) == {None}
+
+    def test_rules_of_layers(self):
+        rules = jlp.PerLayer((("up", jlp.MXFP8BlockScaling(sums="quantized")), (".*", jlp.MXFP8BlockScaling())))
+        model = nnx.Dict(up=jlp.nnx.Linear(64, 64, rngs=nnx.Rngs(0)), down=jlp.nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+        jlp.nnx.name_layers(model)
+        kinds = {layer.path: layer.sums.fprop for layer in jlp.explain(model, rules).layers}
+        assert kinds == {"up": "quantized", "down": "float32"}
+
+    def test_of_a_function(self):
+        def product(params, x):
+            return x @ params["kernel"]
+
+        arguments = {"kernel": jnp.ones((64, 64))}, jnp.ones((4, 64))
+        (layer,) = jlp.explain(product, jlp.MXFP8BlockScaling(sums="bfloat16"), *arguments).layers
+        assert layer.sums == jlp.Sums("bfloat16", "bfloat16", "bfloat16")
