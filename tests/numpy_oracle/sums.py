@@ -7,7 +7,7 @@ from tests.numpy_oracle.quantization import decode, quantize_matrix
 from tests.numpy_oracle.random_bits import philox
 
 F, U = np.float32, np.uint32
-PIECES, GATHERED, ROUNDED = 6, 7, 8
+PIECES, GATHERED, ROUNDED, FURTHER_SUMS = 6, 7, 8, 12
 LINE = 1024
 FORMAT = jlp.MXFP8()
 
@@ -52,15 +52,26 @@ def reduce_scatter(terms, axis, words, elsewhere=0, fmt=FORMAT):
     return [t.reshape(-1)[: np.prod(shape, dtype=int)].reshape(shape) for t in totals]
 
 
-def all_reduce(terms, words, fmt=FORMAT):
-    """The sum, as every device has it."""
+def all_reduce(terms, words, fmt=FORMAT, elsewhere=0, others=1):
+    """The sum, as every device has it. `elsewhere`: which of `others` parts of the partial sums these are."""
     count, shape = len(terms), terms[0].shape
     size = terms[0].size
     line = min(LINE, 32 * max(1, -(-size // (count * 32))))
     pieces = [np.pad(np.asarray(t, F).reshape(-1), (0, -size % (line * count))) for t in terms]
-    totals = _added_up([[*p.reshape(count, -1, line)] for p in pieces], words, 0, fmt)
-    gathered = [sent(total, words_of(words, device, 0, 0, GATHERED), fmt) for device, total in enumerate(totals)]
+    totals = _added_up([[*p.reshape(count, -1, line)] for p in pieces], words, elsewhere, fmt)
+    own = [words_of(words, device * others + elsewhere, 0, 0, GATHERED) for device in range(count)]
+    gathered = [sent(total, of_device, fmt) for total, of_device in zip(totals, own, strict=True)]
     return np.concatenate([g.reshape(-1) for g in gathered])[:size].reshape(shape)
+
+
+def reduce_scatter_then_all_reduce(terms, axis, words):
+    """terms[i][j] of device (i, j) -> the parts of the devices (0, j), which (1, j), ... have, too: the sum over
+    j scattered along `axis`, then the sum over i."""
+    rows, columns = len(terms), len(terms[0])
+    scattered = [reduce_scatter(row, axis, words, i) for i, row in enumerate(terms)]
+    further = words_of(words, 1, 0, 0, FURTHER_SUMS)
+    by_column = [[scattered[i][j] for i in range(rows)] for j in range(columns)]
+    return [all_reduce(parts, further, elsewhere=j, others=columns) for j, parts in enumerate(by_column)]
 
 
 def stochastic_bfloat16(x, words):

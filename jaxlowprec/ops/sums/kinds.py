@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlowprec.ops.quantize.philox import words_at
 from jaxlowprec.ops.sums import quantized
 from jaxlowprec.ops.sums.rounding import stochastic_bfloat16
-from jaxlowprec.ops.sums.streams import own_words
+from jaxlowprec.ops.sums.streams import FURTHER_SUMS, own_words
 from jaxlowprec.wiring import IN_THEIR_DTYPE, Partials, Sums
 
 SumKind = Literal["float32", "bfloat16", "bfloat16_stochastic", "quantized"]
@@ -61,8 +62,8 @@ class _Sums:
             words = words.reshape(-1, 2)[0]
         if self.kind == "quantized":
             assert words is not None
-            partial, where = _in_two_stages(partial, where, words)
-        elif words is not None:
+            return _one_after_the_other(partial, where, words)
+        if words is not None:
             axes = (*(a for axes in where.scattered.values() for a in axes), *where.reduced, *where.elsewhere)
             partial = stochastic_bfloat16(partial, own_words(words, axes))
         if not where.scattered and not where.reduced:
@@ -70,11 +71,16 @@ class _Sums:
         return IN_THEIR_DTYPE.add_up(partial.astype(jnp.bfloat16), where, None).astype(jnp.float32)
 
 
-def _in_two_stages(partial: jax.Array, where: Partials, words: jax.Array) -> tuple[jax.Array, Partials]:
-    """The sum over the devices of the first scattered dimension, or else over all; and what is left to add up."""
-    if not where.scattered:
-        return quantized.all_reduce(partial, where.reduced, words, where.elsewhere), where._replace(reduced=())
-    (dim, axes), *rest = where.scattered.items()
-    others = (*(a for _, further in rest for a in further), *where.reduced, *where.elsewhere)
-    partial = quantized.reduce_scatter(partial, axes, dim, words, others)
-    return partial, where._replace(scattered=dict(rest))
+def _one_after_the_other(partial: jax.Array, where: Partials, words: jax.Array) -> jax.Array:
+    """The sums over the devices of each scattered dimension, and then over all others, each in two stages."""
+    sums: list[tuple[int | None, tuple[str, ...]]] = list(where.scattered.items())
+    if where.reduced:
+        sums.append((None, where.reduced))
+    for number, (dim, axes) in enumerate(sums):
+        others = (*(axis for _, further in sums[:number] + sums[number + 1 :] for axis in further), *where.elsewhere)
+        drawn = words_at(words, number, stream=FURTHER_SUMS) if number else words
+        if dim is None:
+            partial = quantized.all_reduce(partial, axes, drawn, others)
+        else:
+            partial = quantized.reduce_scatter(partial, axes, dim, drawn, others)
+    return partial

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxlowprec.ops.byte_collectives import Axes
 from jaxlowprec.ops.quantize.philox import words_at
 
-PIECES, GATHERED, ROUNDED = 6, 7, 8
-"""Streams: of the pieces that a device sends, of the sum that it sends to all, and of what it rounds to bfloat16."""
+PIECES, GATHERED, ROUNDED, FURTHER_SUMS = 6, 7, 8, 12
+"""Streams: of the pieces that a device sends, of the sum that it sends to all, of what it rounds to bfloat16, and of
+the sums that follow the first."""
 
 
 def index_along(axes: Axes) -> jax.Array:

@@ -117,7 +117,7 @@ class TestRandomBits:
 @by_axis_type
 @pytest.mark.parametrize("kind", ["bfloat16", "quantized"])
 def test_data_and_tensor_parallel_at_once(kind, axis_type):
-    """Scattered over one mesh axis and added up over the other, in two steps of different kinds."""
+    """Scattered over one mesh axis and then added up over the other: quantised sums, three times."""
     mesh = mesh_of((2, 4), axis_type)
     x, w, dy = operands()
 
@@ -130,7 +130,8 @@ def test_data_and_tensor_parallel_at_once(kind, axis_type):
             return jax.jit(gradient, out_shardings=NamedSharding(mesh, P("b")))(*placed)
 
     error = relative(np.asarray(run(jlp.MXFP8BlockScaling(sums=kind))), np.asarray(run(jlp.MXFP8BlockScaling())))
-    assert ERRORS[kind][0] < error < ERRORS[kind][1]
+    least, most = {"bfloat16": ERRORS["bfloat16"], "quantized": (0.055, 0.075)}[kind]
+    assert least < error < most
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
 from jaxlowprec.ops.sums import quantized
+from jaxlowprec.ops.sums.kinds import sums_of
+from jaxlowprec.wiring import Partials
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.numpy_oracle import sums as oracle
 from tests.sharding.meshes import mesh_of, name_of
@@ -85,6 +87,15 @@ class TestBytes:
         for row in range(2):
             expected = np.stack(oracle.reduce_scatter(terms[4 * row : 4 * row + 4], 0, WORDS))
             assert_same_bytes(found[4 * row : 4 * row + 4], expected)
+
+    @pytest.mark.parametrize(("shape", "axis"), [((64, 64), 0), ((16, 256), 1), ((24, 5), 0)], ids=name_of)
+    def test_scattered_over_one_axis_then_added_up_over_another(self, shape, axis):
+        mesh, terms = mesh_of((2, 4)), terms_of(8, shape)
+        where = Partials({axis: ("b",)}, ("a",), ())
+        found = on_devices(lambda x: sums_of("quantized").add_up(x, where, WORDS), terms, mesh, ("a", "b"))
+        expected = oracle.reduce_scatter_then_all_reduce(np.asarray(terms).reshape(2, 4, *shape), axis, WORDS)
+        for held, part in zip(found, [*expected, *expected], strict=True):
+            assert_same_bytes(held, part)
 
 
 class TestHostileValues:
