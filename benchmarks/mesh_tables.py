@@ -39,6 +39,11 @@ def projection() -> str:
         flat = [seconds(whole * (n - 1) / n, NVLINK if n == 8 else INFINIBAND) for n in (8, 64, 512)]
         rows.append(("FSDP over all", *recipe, *flat))
     for recipe in recipes:
+        f, d = measured["FSDP", recipe], measured["data", recipe]
+        within, whole = (f["operands"] + f["sums"]) / NVLINK, d["sums"] * 8 / 7 / 8  # of an eighth of the gradients
+        both = [f"{1e3 * (within + whole * (n - 1) / n / INFINIBAND):.2f} ms" for n in (1, 8, 64)]
+        rows.append(("FSDP within a node, data over nodes", *recipe, *both))
+    for recipe in recipes:
         t, f = measured["tensor, sequence", recipe], measured["FSDP", recipe]
         within = (t["operands"] + t["sums"]) / NVLINK
         whole = (f["operands"] + f["sums"]) * 8 / 7 / 8  # each device of a node has an eighth of the weights
