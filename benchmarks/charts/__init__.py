@@ -13,6 +13,7 @@ CHARTS = {
     "training_step": programs.training_step,
     "weight_sync": programs.weight_sync,
     "mesh": programs.mesh,
+    "traffic": programs.traffic,
     "growth": growth.growth,
     "kept": kept.kept,
     "training_frontier": training.frontier,

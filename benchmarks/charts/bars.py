@@ -1,4 +1,4 @@
-"""Charts of speed: one row per case, one bar per series, 1x is what the panel compares with."""
+"""Charts of ratios: one row per case, one bar per series, 1x is what the panel compares with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEPS = (0.25, 0.5, 1, 2, 5, 10, 20)
 
 @dataclass(frozen=True)
 class Bar:
-    """Baseline's time over ours, and what it has to be."""
+    """A ratio, such as the baseline's time over ours, and what it has to be."""
 
     ratio: float
     target: float | None = None

@@ -74,6 +74,29 @@ def weight_sync() -> BarChart:
     )
 
 
+def traffic() -> BarChart:
+    """What devices send in a training step, against plain bfloat16."""
+    result = load("traffic")
+    sent = {(r["placement"], r["recipe"], r["kind_of_sums"]): r["operands"] + r["sums"] for r in result["results"]}
+    recipes, kinds = ("FP8 block", "NVFP4"), ("float32", "bfloat16", "quantized")
+
+    def row(placement: str, kind: str) -> Row:
+        plain = sent[placement, "bfloat16", "bfloat16"]
+        return Row(f"{kind} sums", tuple(Bar(sent[placement, recipe, kind] / plain) for recipe in recipes))
+
+    panels = tuple(
+        Panel(f"plain bfloat16, {placement}", tuple(row(placement, kind) for kind in kinds))
+        for placement in dict.fromkeys(placement for placement, *_ in sent)
+    )
+    about = (
+        "Bytes that each of eight H100s sends in a training step of a feed-forward layer of Llama 3 8B, over those of "
+        "plain bfloat16 on the same mesh: less is better. Counted in compiled programs; no GPU has run them."
+    )
+    environment = result["environment"]
+    compiled = f"Compiled by jax {environment['versions']['jax']}, commit {environment['commit']}."
+    return BarChart("Bytes on the wire", about, recipes, panels, compiled)
+
+
 def mesh() -> BarChart:
     """What sharding itself costs."""
     step = "linear, forward and backward"
