@@ -132,12 +132,11 @@ class LayerCall:
         result = out_dtype, out_sharding, rows_split
         if self.recipe is None or self.roles is None:
             loaded = weight.columnwise
-            served = weight_only.Served(loaded.format, "identity", None)
-            return self._weight_only(x, None, bias, loaded, served, result), self.state
+            return self._weight_only(x, None, bias, loaded, weight_only.served_by(loaded, None), result), self.state
         if self.roles.ste is not None and self.roles.weight is not None:
             state = self._checked_state()
             loaded = None if self.quantized is None else self.quantized.columnwise
-            served = weight_only.Served(self.roles.weight.format, self.roles.ste, self.roles.served_dtype)
+            served = weight_only.served_by(loaded, self.roles)
             probe = probes.probe(self.who, self.name)
             return self._weight_only(x, w, bias, loaded, served, result, probe), state
         prepared = self.prepared(x, w, bias, result)
@@ -186,9 +185,12 @@ class LayerCall:
         """The sharding of the product in explicit mode: the same type, whatever is kept for the backward pass."""
         if given is not None or not sharding_of(x):
             return given
+        return sharding_of_product(x, self.dimension_of_features(w))
+
+    def dimension_of_features(self, w: jax.Array | None) -> Any:
+        """What splits N of the weight [..., K, N], in explicit mode."""
         quantized: Any = self.quantized
-        features = dimensions_of(w)[-1] if w is not None else dimensions_of(quantized.columnwise.data)[-2]
-        return sharding_of_product(x, features)
+        return dimensions_of(w)[-1] if w is not None else dimensions_of(quantized.columnwise.data)[-2]
 
     def _checked_state(self) -> delayed_scaling.State | None:
         recipe: Any = self.recipe
@@ -230,7 +232,16 @@ class LayerCall:
 
 
 def layer_call(
-    who: str, kernel: Any, quantized: Any, *, recipe: Any, key: Any, name: Any, state: Any, precision: Any
+    who: str,
+    kernel: Any,
+    quantized: Any,
+    *,
+    recipe: Any,
+    key: Any,
+    name: Any,
+    state: Any,
+    precision: Any,
+    kind: str = "linear",
 ) -> tuple[jax.Array | None, LayerCall]:
     """The kernel in high precision, if one was given, and the call. A loaded kernel becomes the call's `quantized`.
 
@@ -246,11 +257,11 @@ def layer_call(
         check_kernel(who, quantized)
     own = resolve(who, recipe, name)
     if not isinstance(kernel, QuantizedArray):
-        return kernel, LayerCall(who, name, own, key, quantized, state, precision, sum_for(kernel))
+        return kernel, LayerCall(who, name, own, key, quantized, state, precision, sum_for(kernel), kind)
     if quantized is not None:
         raise ValueError(f"{who}: kernel is quantised and quantized_kernel= is given; needs one of them")
     weight_only.check_loaded(who, name, kernel, resolve(who, recipe))
-    return None, LayerCall(who, name, None, key, QuantizedKernel(None, kernel, True), state, precision)
+    return None, LayerCall(who, name, None, key, QuantizedKernel(None, kernel, True), state, precision, kind=kind)
 
 
 def check_kernel(who: str, quantized: Any) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxlowprec.arguments import one_of
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.layer_call import LayerCall, layer_call, quantized_weight
@@ -21,7 +22,7 @@ from jaxlowprec.layers.watching.watched import watched
 from jaxlowprec.ops.checks import a_sharding, float_array
 from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.roles import MODULE_TYPES, ModuleType, Recipe
 from jaxlowprec.wiring.out_sharding import resharded
 
 
@@ -32,11 +33,12 @@ def quantize_kernel(
     name: str = "",
     state: delayed_scaling.State | None = None,
     key: jax.Array | None = None,
+    module_type: ModuleType = "linear",
 ) -> QuantizedKernel:
     """Quantises a weight once, to be reused over microbatches and inference steps.
 
-    Pass it to `linear` as `quantized_kernel=`: the gradient still reaches the kernel, the master weight. It has the
-    kernel's present value: after an optimizer step, quantise again.
+    Pass it to `linear` or `grouped_matmul` as `quantized_kernel=`: the gradient still reaches the kernel, the master
+    weight. It has the kernel's present value: after an optimizer step, quantise again.
 
     Arguments:
         kernel: the master weight, bfloat16, float16 or float32.
@@ -46,9 +48,10 @@ def quantize_kernel(
         key: for recipes that rotate dgrad's operands by drawn signs (`NVFP4Eden`), or round its weight with random
             bits, as `linear` takes it; give another one in each step. None: they come from the kernel itself (its
             amax), its shape and `name`.
+        module_type: "grouped_linear" for kernels [E, K, N] of experts: recipes may treat them differently.
 
     Raises:
-        ValueError: there is no recipe, or it keeps this weight in high precision.
+        ValueError: there is no recipe, it keeps this weight in high precision, or another module_type.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> jlp.quantize_kernel(jnp.ones((64, 32)), jlp.NVFP4BlockScaling()).shape
@@ -60,7 +63,8 @@ def quantize_kernel(
     kernel = float_array("quantize_kernel", "kernel", kernel)
     if kernel.ndim < 2:
         raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
-    roles = given.roles("linear", name)
+    one_of("quantize_kernel", "module_type", module_type, *MODULE_TYPES)
+    roles = given.roles(module_type, name)
     _, column = roles.forms("weight")
     if recipe is None or not roles.quantizes_weight:
         raise ValueError(f"quantize_kernel: {given!r} keeps the weight of layer {name!r} in high precision")

@@ -39,7 +39,7 @@ from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.ops.rounding import narrowed
 from jaxlowprec.ops.scaled_matmul.api import scaled_matmul
 from jaxlowprec.ops.weight_only_matmul.dgrad import weight_only_dgrad
-from jaxlowprec.recipes.roles import Recipe, StraightThrough
+from jaxlowprec.recipes.roles import Recipe, Roles, StraightThrough
 from jaxlowprec.telemetry.probes import Probe
 from jaxlowprec.wiring.out_sharding import sharding_of
 
@@ -56,6 +56,14 @@ class Served(NamedTuple):
     format: Format
     ste: StraightThrough
     served_dtype: str | None
+
+
+def served_by(loaded: QuantizedArray | None, roles: Roles | None) -> Served:
+    """How a recipe's roles serve a weight; without roles it was loaded."""
+    if roles is None or roles.weight is None or roles.ste is None:
+        assert loaded is not None
+        return Served(loaded.format, "identity", None)
+    return Served(roles.weight.format, roles.ste, roles.served_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

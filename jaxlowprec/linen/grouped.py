@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import uses_key
-from jaxlowprec.linen.layers import _loaded, _operands, base_call
+from jaxlowprec.linen.layers import _loaded, _operands, _quantized, base_call
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
 from jaxlowprec.ops.checks import layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
@@ -92,6 +92,7 @@ def grouped_arguments(layer: GroupedDense, inputs: Array, size: int) -> tuple[Ar
     name = "/".join(layer.path)
     recipe = resolve(type(layer).__name__, layer.recipe, name)
     inputs, kernel, bias = _operands(layer, inputs, (layer.num_experts, size, layer.features))
+    quantized = _quantized(layer, kernel, 1, 1, recipe, MODULE_TYPE)
     wanted = recipe is not None and uses_key(recipe.roles(MODULE_TYPE, name))
     key = layer.make_rng("sr") if wanted and layer.has_rng("sr") and _loaded(layer) is None else None
-    return inputs, Layer(kernel, bias, None, recipe, key, name, None, layer.precision)
+    return inputs, Layer(kernel, bias, quantized, recipe, key, name, None, layer.precision)

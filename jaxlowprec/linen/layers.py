@@ -49,7 +49,7 @@ from jaxlowprec.layers.linear import QuantizedKernel, kernel_matrices, linear, q
 from jaxlowprec.layers.low_rank import LoRAKernel, is_quantized, without_adapter
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
-from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.roles import ModuleType, Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -164,19 +164,24 @@ def handed_on(layer: nn.Module, result: Any, state: Any) -> jax.Array:
 
 
 def _quantized(
-    layer: nn.Module, kernel: Any, batch_dims: int, contracted: int, recipe: Recipe | None
+    layer: nn.Module,
+    kernel: Any,
+    batch_dims: int,
+    contracted: int,
+    recipe: Recipe | None,
+    module_type: ModuleType = "linear",
 ) -> QuantizedKernel | None:
     """The kernel [batch..., contracted..., features...] quantised earlier, or now if the collection is mutable.
 
     None if the kernel was loaded, or if the recipe keeps this weight in high precision.
     """
     name = "/".join(layer.path)
-    if recipe is None or is_quantized(kernel) or not recipe.roles(name=name).quantizes_weight:
+    if recipe is None or is_quantized(kernel) or not recipe.roles(module_type, name).quantizes_weight:
         return None
     if layer.is_mutable_collection("quantized") and kernel is not None:
         matrices = kernel_matrices(without_adapter(kernel), batch_dims, contracted)
         state = None if recipe.delayed is None else _state(layer, recipe.delayed)
-        quantized = quantize_kernel(matrices, recipe, name=name, state=state)
+        quantized = quantize_kernel(matrices, recipe, name=name, state=state, module_type=module_type)
         layer.put_variable("quantized", "kernel", quantized)
     return layer.get_variable("quantized", "kernel")
 

@@ -14,8 +14,9 @@ from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.grouped.matmul import grouped_matmul, integer_sizes
 from jaxlowprec.layers.grouped.mlp import grouped_mlp_of
+from jaxlowprec.recipes.roles import ModuleType
 
-MODULE_TYPE = "grouped_linear"
+MODULE_TYPE: ModuleType = "grouped_linear"
 """The kind of these layers for recipes, see `QuantizerRole`."""
 
 
@@ -23,14 +24,15 @@ def grouped_linear(
     who: str, x: Float[Array, "T K"], group_sizes: Int32[Array, "E"], layer: Layer
 ) -> Float[Array, "T N"]:
     """Rows sorted by expert times each expert's kernel [E, K, N], plus its bias; rows past the groups' sum are zero."""
-    kernel, bias = layer.kernel, layer.bias
+    kernel, bias, quantized = layer.kernel, layer.bias, layer.quantized_kernel
     group_sizes = integer_sizes(who, group_sizes)
-    if x.ndim != 2 or group_sizes.shape != kernel.shape[:1] or x.shape[1] != kernel.shape[1]:
+    shape = (kernel if kernel is not None or quantized is None else quantized).shape
+    if x.ndim != 2 or group_sizes.shape != shape[:1] or x.shape[1] != shape[1]:
         raise ValueError(
-            f"{who}: x {x.shape}, kernel {kernel.shape} and group_sizes {group_sizes.shape}: needs x [T, K] sorted by "
+            f"{who}: x {x.shape}, kernel {shape} and group_sizes {group_sizes.shape}: needs x [T, K] sorted by "
             "expert, a kernel [E, K, N] and group_sizes [E]"
         )
-    options = {"name": layer.name, "precision": layer.precision}
+    options = {"quantized_kernel": quantized, "name": layer.name, "precision": layer.precision}
     return grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, layer.key, **options)
 
 

@@ -72,6 +72,11 @@ class GroupedLinear(_Quantizing, nnx.Module):
         self.promote_dtype = promote_dtype
         self._set_up(recipe, name, rngs)
 
+    _module_type = MODULE_TYPE
+
+    def _kernel_axes(self) -> tuple[int, int]:
+        return 1, 1
+
     def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
         """Rows [T, in_features], sorted by expert, and the number of rows per expert, to [T, out_features].
 
@@ -92,7 +97,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
         _, kernel, bias = self._operands(inputs)
         wanted = recipe is not None and uses_key(recipe.roles(MODULE_TYPE, self.name))
         key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
-        return Layer(kernel, bias, None, recipe, key, self.name, None, self.precision)
+        return Layer(kernel, bias, self._quantized_kernel(), recipe, key, self.name, None, self.precision)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
         super()._add_state(None)  # each group is a tensor of its own, so the layer has no delayed-scaling state

@@ -35,7 +35,7 @@ from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes import silence
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, current_recipe, resolve
-from jaxlowprec.recipes.roles import Recipe
+from jaxlowprec.recipes.roles import ModuleType, Recipe
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -73,6 +73,7 @@ class _Quantizing(nnx.Module):
     name: str
     sr: nnx.RngStream | None
     quantized: Quantized | None
+    _module_type: ModuleType = "linear"
 
     def _set_up(self, recipe: Any, name: str, rngs: nnx.Rngs | None) -> None:
         a_text(type(self).__name__, name=name)
@@ -160,6 +161,10 @@ class _Quantizing(nnx.Module):
                 raise used_in_a_transformation(type(self).__name__, "nnx.scan, nnx.remat") from error
         return y
 
+    def _kernel_axes(self) -> tuple[int, int] | None:
+        """The numbers of batch axes and of contracted axes of a kernel that `quantized_kernels` quantises."""
+        return None
+
     def _quantized_kernel(self):
         return None if self.quantized is None else self.quantized.get_value()
 
@@ -197,6 +202,9 @@ class Linear(_Quantizing, nnx.Linear):
     ):
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self._set_up(recipe, name, rngs)
+
+    def _kernel_axes(self) -> tuple[int, int]:
+        return 0, 1
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] -> [..., out_features]."""
@@ -259,6 +267,9 @@ class LinearGeneral(_Quantizing, nnx.LinearGeneral):
 
     def _own_axes(self) -> int:
         return len(self.batch_axis) + len(self.axis) + len(self.out_features)
+
+    def _kernel_axes(self) -> tuple[int, int]:
+        return len(self.batch_axis), len(self.axis)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts `axis` of the inputs, batched over `batch_axis`."""
@@ -385,7 +396,8 @@ def name_layers(model: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -> Iterator[None]:
-    """Within the context, the Linear and LinearGeneral layers of a model use weights that are quantised once, on entry.
+    """Within the context, the Linear, LinearGeneral and GroupedLinear layers of a model use weights that are quantised
+    once, on entry.
 
     Use it for microbatches of one optimizer step and for inference. Gradients still reach the kernels, but a kernel
     that changes within the context is not quantised again.
@@ -406,21 +418,21 @@ def quantized_kernels(model: nnx.Module, recipe: Recipe | None = FROM_CONTEXT) -
     who = "quantized_kernels"
     _check_model(who, model)
     resolve(who, recipe)
-    layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, Linear | LinearGeneral)]
+    found = [(m, m._kernel_axes()) for _, m in nnx.iter_modules(model) if isinstance(m, _Quantizing)]
+    layers = [(layer, axes) for layer, axes in found if axes is not None]
     try:
-        for layer in layers:
+        for layer, axes in layers:
             own = recipe if layer.recipe is FROM_CONTEXT else layer.recipe
             if own is None:
                 continue
             own = resolve(who, own)
-            if layer._loaded() is not None or (own is not None and not own.roles(name=layer.name).quantizes_weight):
+            kind = layer._module_type
+            if layer._loaded() is not None or (own is not None and not own.roles(kind, layer.name).quantizes_weight):
                 continue
-            contracted = 1 if isinstance(layer, Linear) else len(layer.axis)
-            batch = 0 if isinstance(layer, Linear) else len(layer.batch_axis)
-            matrices = kernel_matrices(layer.kernel[...], batch, contracted)
-            quantized = quantize_kernel(matrices, own, name=layer.name, state=layer._read_state(own))
+            matrices, state = kernel_matrices(layer.kernel[...], *axes), layer._read_state(own)
+            quantized = quantize_kernel(matrices, own, name=layer.name, state=state, module_type=kind)
             layer.quantized = nnx.data(Quantized(quantized))
         yield
     finally:
-        for layer in layers:
+        for layer, _ in layers:
             layer.quantized = nnx.data(None)

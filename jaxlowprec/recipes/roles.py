@@ -26,6 +26,9 @@ ForwardOverride = Literal["high_precision"] | None
 
 
 StraightThrough = Literal["identity", "clipped"]
+ModuleType = Literal["linear", "grouped_linear"]
+MODULE_TYPES: tuple[ModuleType, ...] = ("linear", "grouped_linear")
+"""The kinds of layers, see `QuantizerRole`."""
 
 
 @dataclasses.dataclass(frozen=True)

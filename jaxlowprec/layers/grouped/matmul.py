@@ -14,23 +14,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxlowprec import wiring
-from jaxlowprec.arguments import a_text, shown
+from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers import weight_only
 from jaxlowprec.layers.grouped.weight_only import WeightOnlyGroupsSpec, weight_only_groups
-from jaxlowprec.layers.layer_call import LayerCall, Prepared, randomness_of
+from jaxlowprec.layers.layer_call import LayerCall, Prepared, layer_call, randomness_of
+from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.product import Product, ProductSpec, QuantizedKernel
 from jaxlowprec.layers.quantized_matmul import quantized_matmuls
 from jaxlowprec.layers.residuals import in_profiles, product
 from jaxlowprec.layers.rows import RowsInGroups
-from jaxlowprec.layers.watching.accumulating import sum_for
 from jaxlowprec.layers.watching.watched import watched
 from jaxlowprec.ops.checks import float_array, float_dtype, wider_dtype
 from jaxlowprec.ops.grouped_matmul.groups import LEAST_TOO_LARGE, cut_to_rows
 from jaxlowprec.ops.grouped_matmul.plain import rows_product
-from jaxlowprec.ops.precision import checked_precision
-from jaxlowprec.ops.quantize.keys import check_key
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32
@@ -41,12 +39,13 @@ from jaxlowprec.wiring.out_sharding import sharding_of
 
 def grouped_matmul(
     x: Float[Array, "T K"],
-    kernels: Float[Array, "E K N"] | QuantizedArray,
+    kernels: Float[Array, "E K N"] | QuantizedArray | None,
     group_sizes: Int[Array, "E"],
     bias: Float[Array, "E N"] | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
     key: jax.Array | None = None,
     *,
+    quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
     out_dtype: Any = None,
     precision: Any = None,
@@ -60,7 +59,8 @@ def grouped_matmul(
     Arguments:
         x: bfloat16, float16 or float32: the dtype of the result.
         kernels: any of those dtypes, quantised from its own dtype; a float32 master weight gets a float32 gradient. Or
-            a loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`.
+            a loaded QuantizedArray [E, K, N] quantised along K (axis=-2), see `linear`. None with `quantized_kernel`,
+            for inference.
         group_sizes: integers of any width, on the device: they may change from call to call without a new compilation.
             Negative sizes count as 0, and the last groups are cut at the end of the rows. If sizes are known (numbers
             of Python or NumPy), a sum larger than the number of rows is an error.
@@ -68,6 +68,8 @@ def grouped_matmul(
         recipe: default: the context's (`autocast`). None: high precision, the kernels cast to x's dtype.
         key: for recipes that round gradients stochastically. The bits of group e are those of slice e in a batch of E
             slices of `linear`. None: the bits come from each group's gradient, see `linear`.
+        quantized_kernel: `quantize_kernel(kernels, module_type="grouped_linear")`, so that they are not quantised
+            again.
         name: the layer's name, for the bits without a key and for recipes that treat layers differently.
         out_dtype: the dtype of the result; default: x's.
         precision: precision of the three GEMMs, as for `jax.lax.dot`; for quantised ones see `scaled_matmul`.
@@ -88,40 +90,36 @@ def grouped_matmul(
     who = "grouped_matmul"
     x = float_array(who, "x", x)
     sizes = checked_sizes(who, group_sizes, x)
-    settings = {"recipe": recipe, "key": key, "name": name, "precision": precision}
-    weights, bias, call = checked_groups(who, x, sizes, kernels, bias, settings)
+    settings = {"recipe": recipe, "key": key, "name": name, "state": None, "precision": precision}
+    weights, bias, call = checked_groups(who, x, sizes, kernels, bias, quantized_kernel, settings)
     dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
     return groups_product(call, x, weights, bias, sizes, dtype)
 
 
 def checked_groups(
-    who: str, x: Any, sizes: jax.Array, kernels: Any, bias: Any, settings: dict[str, Any]
+    who: str, x: Any, sizes: jax.Array, kernels: Any, bias: Any, quantized: Any, settings: dict[str, Any]
 ) -> tuple[jax.Array | None, jax.Array | None, LayerCall]:
     """The kernels in high precision and the bias of rows in groups, if they have them, and the call.
 
-    `x`: its shape and dtype are what matters. `settings`: recipe, key, name and precision of `grouped_matmul`.
+    `x`: its shape and dtype are what matters. `quantized`: the kernels, quantised before, or None. `settings`: what
+    `layer_call` takes by name.
     """
-    recipe, key, name = settings["recipe"], settings["key"], settings["name"]
-    a_text(who, name=name)
-    check_key(who, key)
-    kernels = kernels if isinstance(kernels, QuantizedArray) else float_array(who, "kernels", kernels)
-    experts = sizes.shape[0]
-    if x.ndim != 2 or kernels.ndim != 3 or kernels.shape[:2] != (experts, x.shape[1]) or experts == 0:
+    if kernels is None and quantized is None:
+        raise ValueError(f"{who}: kernels is None; without quantized_kernel= there is no weight")
+    if kernels is not None and not isinstance(kernels, QuantizedArray):
+        kernels = float_array(who, "kernels", kernels)
+    kernels, call = layer_call(who, kernels, quantized, kind="grouped_linear", **settings)
+    weight: Any = call.quantized if kernels is None else kernels
+    shape, experts = weight.shape, sizes.shape[0]
+    if x.ndim != 2 or len(shape) != 3 or shape[:2] != (experts, x.shape[1]) or experts == 0:
         raise ValueError(
-            f"{who}: x {x.shape}, kernels {kernels.shape} and group_sizes {sizes.shape}: needs x [T, K], kernels "
+            f"{who}: x {x.shape}, kernels {shape} and group_sizes {sizes.shape}: needs x [T, K], kernels "
             "[E, K, N] and group_sizes [E], E at least 1; use jax.vmap for further axes"
         )
-    features = kernels.shape[2]
+    features = shape[2]
     if bias is not None and (bias := float_array(who, "bias", bias)).shape != (experts, features):
         raise ValueError(f"{who}: bias has shape {bias.shape}; needs {(experts, features)}")
-    precision = checked_precision(who, settings["precision"])
-    recipe, given = resolve(who, recipe, name), resolve(who, recipe)
-    kind: Any = {"kind": "grouped_linear"}
-    if isinstance(kernels, QuantizedArray):
-        weight_only.check_loaded(who, name, kernels, given)
-        loaded = QuantizedKernel(None, kernels, weight_only=True)
-        return None, bias, LayerCall(who, name, None, key, loaded, None, precision, **kind)
-    return kernels, bias, LayerCall(who, name, recipe, key, None, None, precision, sum_for(kernels), **kind)
+    return kernels, bias, call
 
 
 def groups_product(
@@ -129,35 +127,30 @@ def groups_product(
 ) -> jax.Array:
     """The product [T, N] of a checked call."""
     compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
-    weight: Any = call.quantized if kernels is None else kernels
-    return watched(call, x, kernels, compute, lambda: x.size * weight.shape[-1], sizes)[0]
+    features = features_of(call, kernels)
+    return watched(call, x, kernels, compute, lambda: x.size * features, sizes)[0]
 
 
 def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:
     """The product [T, N], and no state."""
-    who, name, recipe, precision = call.who, call.name, call.recipe, call.precision
-    if call.quantized is not None:
-        quantized: Any = call.quantized.columnwise
-        loaded = (sharding_of(x), None, sharding_of(bias))
-        served = weight_only.Served(quantized.format, "identity", None)
-        spec = WeightOnlyGroupsSpec(served, dtype, loaded, precision)
-        operands = wiring.align_varying(x, None, bias, quantized, sizes)
-        with in_profiles(name):
-            return weight_only_groups(spec, *operands, None), None
-    if recipe is None:
-        x, kernels, bias, sizes = wiring.align_varying(x, kernels, bias, sizes)
+    who, name, precision = call.who, call.name, call.precision
+    roles: Any = None if call.recipe is None else checked_roles(call)
+    if call.in_high_precision(kernels):
+        x, kernels, bias, sizes = wiring.align_varying(x, call.high_precision_weight(kernels), bias, sizes)
         wide = dtype if bias is None else jnp.dtype("float32")
         with in_profiles(name):
             y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
             return product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype)), None
-    roles = checked_roles(call)
-    if roles.ste is not None and roles.weight is not None:
-        weight_only.check_whole_blocks(who, name, kernels, roles.weight.format)
-        served = weight_only.Served(roles.weight.format, roles.ste, roles.served_dtype)
+    loaded = None if call.quantized is None else call.quantized.columnwise
+    if roles is None or (roles.ste is not None and roles.weight is not None):
+        call.check_quantized(kernels)
+        if loaded is None:
+            weight_only.check_whole_blocks(who, name, kernels, roles.weight.format)
+        served = weight_only.served_by(loaded, roles)
         spec = WeightOnlyGroupsSpec(served, dtype, _shardings(x, kernels, bias), precision)
-        operands = wiring.align_varying(x, kernels, bias, None, sizes)
+        operands = wiring.align_varying(x, kernels, bias, loaded, sizes)
         with in_profiles(name):
-            return weight_only_groups(spec, *operands, _probe(who, name)), None
+            return weight_only_groups(spec, *operands, None if roles is None else _probe(who, name)), None
     prepared = prepared_groups(call, x, kernels, bias, sizes, dtype)
     x, of_groups = wiring.align_varying(x, prepared.product)
     with in_profiles(name):
@@ -172,20 +165,22 @@ def _shardings(x: Any, kernels: Any, bias: Any) -> tuple[Any, Any, Any]:
 def prepared_groups(
     call: LayerCall,
     x: Any,
-    kernels: jax.Array,
+    kernels: jax.Array | None,
     bias: jax.Array | None,
     sizes: jax.Array,
     dtype: Any,
     out_sharding: Any = None,
 ) -> Prepared:
     """A product in which rows and weights are quantised. x may be abstract. Sums over devices are in float32."""
+    call.check_quantized(kernels)
     roles = checked_roles(call)
     recipe: Any = call.recipe
-    randomness = randomness_of(call.who, roles, call.key, kernels.shape[:1], (0, kernels.shape[2]), call.name)
+    lines = 0, features_of(call, kernels)
+    randomness = randomness_of(call.who, roles, call.key, sizes.shape, lines, call.name)
     shardings = _shardings(x, kernels, bias)
     result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
     spec = ProductSpec(roles, recipe.backward_override, IN_FLOAT32, None, *result)
-    product = call.accumulated(Product(kernels, bias, randomness, None, sizes=sizes))
+    product = call.accumulated(Product(kernels, bias, randomness, call.quantized, sizes=sizes))
     return Prepared(spec, product, (None, _probe(call.who, call.name)), None)
 
 

@@ -17,12 +17,13 @@ from jaxlowprec.layers.fused.shared_input import Layer, check_list, joined, laye
 from jaxlowprec.layers.grouped.matmul import checked_groups, checked_sizes, groups_product, prepared_groups
 from jaxlowprec.layers.layer_call import LayerCall
 from jaxlowprec.layers.linear import features_of
+from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles
 from jaxlowprec.layers.watching.watched import is_watched
 from jaxlowprec.ops.checks import float_array, float_dtype
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 from jaxlowprec.recipes.roles import Recipe
-from jaxlowprec.wiring.out_sharding import dimensions_of, sharding_of
+from jaxlowprec.wiring.out_sharding import sharding_of
 
 _Checked = tuple[Any, Any, LayerCall]
 """A layer's kernels, bias and call."""
@@ -30,7 +31,7 @@ _Checked = tuple[Any, Any, LayerCall]
 
 def grouped_mlp(
     x: Float[Array, "T K"],
-    kernels: Sequence[Float[Array, "E I O"] | QuantizedArray],
+    kernels: Sequence[Float[Array, "E I O"] | QuantizedArray | None],
     group_sizes: Int[Array, "E"],
     biases: Sequence[Float[Array, "E O"] | None] | None = None,
     recipe: Recipe | None = FROM_CONTEXT,
@@ -38,6 +39,7 @@ def grouped_mlp(
     *,
     activation: Activation = "swiglu",
     saved: Saved = "quantized",
+    quantized_kernels: Sequence[QuantizedKernel | None] | None = None,
     names: Sequence[str] | None = None,
     out_dtype: Any = None,
     precision: Any = None,
@@ -57,7 +59,7 @@ def grouped_mlp(
         recipe: default: the context's (`autocast`). None: high precision.
         key: see `grouped_matmul`; each layer has another one that is derived from it.
         activation, saved: see `mlp`.
-        names: those of each layer, see `grouped_matmul`.
+        quantized_kernels, names: those of each layer, see `grouped_matmul`.
         out_dtype: the dtype of the result; default: x's, which the hidden layer has, too.
         precision: see `grouped_matmul`.
 
@@ -79,7 +81,7 @@ def grouped_mlp(
     check_mlp(who, activation, saved, len(check_list(who, "kernels", kernels)))
     x = float_array(who, "x", x)
     dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
-    of_each = {"biases": biases, "quantized_kernels": None, "names": names, "states": None}
+    of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": None}
     layers = layers_of(who, kernels, recipe, key, precision, of_each)
     return grouped_mlp_of(who, x, group_sizes, layers, activation=activation, saved=saved, out_dtype=dtype)
 
@@ -107,10 +109,14 @@ def grouped_mlp_of(
 def _checked(who: str, x: jax.Array, sizes: jax.Array, layers: Sequence[Layer]) -> list[_Checked]:
     """The layers' kernels, biases and calls, whose shapes fit each other."""
     *hidden, down = layers
-    checked = [checked_groups(who, x, sizes, layer.kernel, layer.bias, layer.settings) for layer in hidden]
+    checked = [_checked_layer(who, x, sizes, layer) for layer in hidden]
     features = check_hidden(who, [features_of(call, kernel) for kernel, _, call in checked])
     like = jax.ShapeDtypeStruct((x.shape[0], features), x.dtype)
-    return [*checked, checked_groups(who, like, sizes, down.kernel, down.bias, down.settings)]
+    return [*checked, _checked_layer(who, like, sizes, down)]
+
+
+def _checked_layer(who: str, x: Any, sizes: jax.Array, layer: Layer) -> _Checked:
+    return checked_groups(who, x, sizes, layer.kernel, layer.bias, layer.quantized_kernel, layer.settings)
 
 
 def _is_quantized(checked: Sequence[_Checked]) -> bool:
@@ -122,10 +128,10 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
 def _prepared(x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, out_dtype: Any):
     """The arguments of `quantized_mlp`, its spec second."""
     *hidden, (down, down_bias, down_call) = checked
-    gate = hidden[0][0]
-    sharding = _sharding_of_hidden(x, gate)
+    gate, _, gate_call = hidden[0]
+    sharding = _sharding_of_hidden(x, gate_call.dimension_of_features(gate))
     prepared = [prepared_groups(call, x, w, b, sizes, x.dtype, out_sharding=sharding) for w, b, call in hidden]
-    like: Any = jax.ShapeDtypeStruct((x.shape[0], gate.shape[-1]), x.dtype, sharding=sharding)
+    like: Any = jax.ShapeDtypeStruct((x.shape[0], features_of(gate_call, gate)), x.dtype, sharding=sharding)
     prepared.append(prepared_groups(down_call, like, down, down_bias, sizes, out_dtype))
     *specs, down_spec = (p.spec for p in prepared)
     tokens, products = wiring.align_varying(x, tuple(p.product for p in prepared))
@@ -133,10 +139,10 @@ def _prepared(x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activ
     return tokens, spec, products, tuple(p.states for p in prepared)
 
 
-def _sharding_of_hidden(x: jax.Array, kernel: jax.Array) -> NamedSharding | None:
+def _sharding_of_hidden(x: jax.Array, features: Any) -> NamedSharding | None:
     """The sharding of the hidden layer in explicit mode: rows are whole, and features as the kernel has them."""
     sharding = sharding_of(x)
-    return None if sharding is None else sharding.update(spec=PartitionSpec(None, dimensions_of(kernel)[-1]))
+    return None if sharding is None else sharding.update(spec=PartitionSpec(None, features))
 
 
 def _composed(
