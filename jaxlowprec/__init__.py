@@ -10,7 +10,6 @@ from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Te
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.diagnostics.support import Supported, supported
-from jaxlowprec.layers.collectives import all_gather_quantized, all_to_all_quantized
 from jaxlowprec.layers.dot_general import dot_general, einsum
 from jaxlowprec.layers.fused.mlp import mlp
 from jaxlowprec.layers.fused.shared_input import linears
@@ -19,6 +18,8 @@ from jaxlowprec.layers.grouped.mlp import grouped_mlp
 from jaxlowprec.layers.linear import linear, quantize_kernel
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
+from jaxlowprec.layers.sharded.collectives import all_gather_quantized, all_to_all_quantized
+from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
 from jaxlowprec.models import lora
 from jaxlowprec.models.accumulation import accumulate_gradients
 from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
@@ -91,6 +92,7 @@ __all__ = [
     "Supported",
     "WeightQAT",
     "accumulate_gradients",
+    "all_gather_kernel",
     "all_gather_matmul",
     "all_gather_quantized",
     "all_reduce_quantized",

@@ -169,7 +169,7 @@ class LayerCall:
             used, state = delayed_scaling.used_and_handed_on(state)
         states = used, probes.probe(self.who, self.name)
         of_weight = weight_randomness(self.who, roles, self.key, weight.shape, self.name)
-        of_sums = sum_randomness(self.who, recipe, self.key, (*x.shape[-1:], *weight.shape[-1:]), self.name)
+        of_sums = sum_randomness(self.who, recipe.sums, self.key, (*x.shape[-1:], *weight.shape[-1:]), self.name)
         sources: Any = {"signs": signs, "of_weight": of_weight, "of_sums": of_sums}
         product = Product(w, bias, randomness, self.quantized, **sources)
         return Prepared(spec, self.accumulated(product), states, state)
@@ -388,11 +388,9 @@ def signs_for(who: str, roles: Roles, key: jax.Array | None, tokens: tuple[int, 
     return Randomness(seed=keyless_seed(*tokens, name)) if key is None else Randomness(words=key_words(who, key, ()))
 
 
-def sum_randomness(
-    who: str, recipe: Recipe, key: jax.Array | None, shape: tuple[int, int], name: str
-) -> Randomness | None:
-    """The source of what sums over devices draw, if they draw something (numerics.md 16). `shape`: of the kernel."""
-    if not recipe.sums.drawn:
+def sum_randomness(who: str, sums: Sums, key: jax.Array | None, shape: tuple[int, int], name: str) -> Randomness | None:
+    """The source of what sums over devices draw, if they draw something (numerics.md 16). `shape`: K and N."""
+    if not sums.drawn:
         return None
     return Randomness(seed=keyless_seed(*shape, name)) if key is None else Randomness(words=key_words(who, key, ()))
 
@@ -410,9 +408,19 @@ def weight_randomness(
 
 
 def quantized_weight(
-    who: str, roles: Roles, kernel: jax.Array, key: jax.Array | None, name: str, encode: jax.Array | None = None
+    who: str,
+    roles: Roles,
+    kernel: jax.Array,
+    key: jax.Array | None,
+    name: str,
+    encode: jax.Array | None = None,
+    axis_name: Any = None,
 ) -> QuantizedKernel:
-    """A kernel [..., K, N] in the forms that GEMMs with these roles read. `encode`: of delayed scaling."""
+    """A kernel [..., K, N] in the forms that GEMMs with these roles read.
+
+    `encode`: of delayed scaling. `axis_name`: mesh axes that the kernel is a shard along, in shard_map.
+    """
     randomness = weight_randomness(who, roles, key, kernel.shape, name)
     options: Any = {"requantized": "weight" in roles.requantized, "randomness": randomness, "encode": encode}
+    options["axis_name"] = axis_name
     return QuantizedKernel(*weight_both_ways(kernel, *roles.forms("weight"), **options))

@@ -57,29 +57,61 @@ def quantize_kernel(
     >>> jlp.quantize_kernel(jnp.ones((64, 32)), jlp.NVFP4BlockScaling()).shape
     (64, 32)
     """
-    recipe, given = resolve("quantize_kernel", recipe, name), resolve("quantize_kernel", recipe)
-    if given is None:
-        raise ValueError("quantize_kernel: no recipe; pass recipe= or call it within jaxlowprec.autocast(recipe)")
-    kernel = float_array("quantize_kernel", "kernel", kernel)
+    who = "quantize_kernel"
+    if resolve(who, recipe) is None:
+        raise ValueError(f"{who}: no recipe; pass recipe= or call it within jaxlowprec.autocast(recipe)")
+    kernel = check_kernel_to_quantize(who, kernel, key, module_type)
+    found = quantized_once(who, kernel, recipe, name=name, state=state, key=key, module_type=module_type)
+    if found is None:
+        raise ValueError(f"{who}: {resolve(who, recipe)!r} keeps the weight of layer {name!r} in high precision")
+    return found
+
+
+def check_kernel_to_quantize(who: str, kernel: Any, key: Any, module_type: Any) -> jax.Array:
+    """The kernel. Raises TypeError or ValueError if one of these cannot be quantised, or is none."""
+    kernel = float_array(who, "kernel", kernel)
     if kernel.ndim < 2:
-        raise ValueError(f"quantize_kernel: kernel has shape {kernel.shape}; needs [..., K, N]")
-    one_of("quantize_kernel", "module_type", module_type, *MODULE_TYPES)
-    roles = given.roles(module_type, name)
+        raise ValueError(f"{who}: kernel has shape {kernel.shape}; needs [..., K, N]")
+    one_of(who, "module_type", module_type, *MODULE_TYPES)
+    check_key(who, key)
+    return kernel
+
+
+def quantized_once(
+    who: str,
+    kernel: jax.Array,
+    recipe: Any,
+    *,
+    name: str,
+    state: Any,
+    key: Any,
+    module_type: ModuleType,
+    axes: Any = None,
+) -> QuantizedKernel | None:
+    """A kernel [..., K, N] quantised as a recipe says, or None if the recipe keeps it in high precision.
+
+    `axes`: mesh axes that it is a shard along, in shard_map.
+    """
+    recipe, given = resolve(who, recipe, name), resolve(who, recipe)
+    if recipe is None or given is None or not (roles := given.roles(module_type, name)).quantizes_weight:
+        return None
+    if axes is not None and roles.draws_for_weight:
+        raise ValueError(
+            f"{who}: {given} draws signs or bits for the weight, which would differ from shard to shard; gather the "
+            "kernel in high precision, or use another recipe"
+        )
     _, column = roles.forms("weight")
-    if recipe is None or not roles.quantizes_weight:
-        raise ValueError(f"quantize_kernel: {given!r} keeps the weight of layer {name!r} in high precision")
     if roles.ste is not None and column is not None:
-        weight_only.check_whole_blocks("quantize_kernel", name, kernel, column.format)
+        weight_only.check_whole_blocks(who, name, kernel, column.format)
         with in_profiles(name, "quantize weight"):
-            served = weight_only.quantize_weight(kernel, column.format, roles.served_dtype)
+            served = weight_only.quantize_weight(kernel, column.format, roles.served_dtype, axes)
             return QuantizedKernel(None, served, weight_only=True)
     encode = None
     if recipe.delayed is not None and column is not None:
-        state = delayed_scaling.check_state("quantize_kernel", recipe.delayed, state)
+        state = delayed_scaling.check_state(who, recipe.delayed, state)
         encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", column.format.maximum)
-    check_key("quantize_kernel", key)
     with in_profiles(name, "quantize weight"):
-        return quantized_weight("quantize_kernel", roles, kernel, key, name, encode)
+        return quantized_weight(who, roles, kernel, key, name, encode, axes)
 
 
 def kernel_matrices(kernel: Any, batch: int, contracted: int) -> jax.Array:

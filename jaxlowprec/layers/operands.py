@@ -81,13 +81,14 @@ def both_ways(
     rows_split=False,
     sign_key=None,
     row_sign_key=None,
+    axis_name=None,
 ) -> tuple[Any, Any]:
     """x quantised rowwise and columnwise, None where there is no role; in one pass if the roles allow it.
 
     `words`: for stochastic rounding. `sign_key`, `row_sign_key`: for a rotation with drawn signs, of the columnwise and
-    of the rowwise form; see `quantize`.
+    of the rowwise form; see `quantize`. `axis_name`: mesh axes that x is a shard along, in shard_map.
     """
-    options: Any = {"encode_scale": encode, "rows_split": rows_split}
+    options: Any = {"encode_scale": encode, "rows_split": rows_split, "axis_name": axis_name}
     row_amax, column_amax = amax or (None, None)
     if row is not None and column is not None and alike(row, column):
         options["sign_key"] = sign_key if column.draws_signs else None
@@ -114,6 +115,7 @@ def weight_both_ways(
     requantized: bool = False,
     encode=None,
     randomness: Randomness | None = None,
+    axis_name: Any = None,
 ) -> tuple[Any, Any]:
     """A weight [..., K, N] quantised rowwise, for dgrad, and columnwise, for fprop; see `both_ways`.
 
@@ -122,16 +124,17 @@ def weight_both_ways(
         randomness: the source of the bits and the signs that the rowwise form takes, if it takes some; see
             `Roles.draws_for_weight`.
     """
-    given: Any = {}
+    given: Any = {"encode": encode, "axis_name": axis_name}
+    drawn: Any = {}
     if row is not None and randomness is not None:
         source = randomness.words_for(lambda: tensor_amax(w, True, None)[0])
         words = further_words(source, 4)
-        given["words"] = slice_words(words, w.shape[:-2]) if words.ndim == 1 else words
-        given["row_sign_key"] = drawn_signs(source, STREAM_OF_DGRAD)
+        drawn["words"] = slice_words(words, w.shape[:-2]) if words.ndim == 1 else words
+        drawn["row_sign_key"] = drawn_signs(source, STREAM_OF_DGRAD)
     if not requantized or row is None or column is None:
-        return both_ways(w, row, column, encode=encode, **given)
-    w_column = both_ways(w, None, column, encode=encode)[1]
-    return both_ways(w_column.dequantize(jnp.bfloat16), row, None, encode=encode, **given)[0], w_column
+        return both_ways(w, row, column, **given, **drawn)
+    w_column = both_ways(w, None, column, **given)[1]
+    return both_ways(w_column.dequantize(jnp.bfloat16), row, None, **given, **drawn)[0], w_column
 
 
 def amaxes_of(row: Role | None, column: Role | None, rows_split: bool = False) -> Amaxes | None:

@@ -93,14 +93,19 @@ class ProductSpec(Gemms):
     precision: Any = None
 
     def summed(self, gemm: str, source: Randomness | None, operand: Any) -> Summed:
-        """How a GEMM adds up partial sums. `source` of their random bits, which without a key come from the first
-        operand, quantised: its largest scale."""
-        kind = getattr(self.sums, gemm)
-        if not draws(kind):
-            return Summed(kind)
-        assert source is not None
-        words = source.words_for(lambda: _largest_scale(operand))
-        return Summed(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
+        """How a GEMM adds up partial sums, see `summed`. `operand`: its first one."""
+        return summed(self.sums, gemm, source, operand)
+
+
+def summed(sums: Sums, gemm: str, source: Randomness | None, operand: Any) -> Summed:
+    """How the partial sums of a GEMM are added up. `source` of their random bits, which without a key come from a
+    quantised operand: its largest scale."""
+    kind = getattr(sums, gemm)
+    if not draws(kind):
+        return Summed(kind)
+    assert source is not None
+    words = source.words_for(lambda: _largest_scale(operand))
+    return Summed(kind, further_words(words, _STREAM_OF_SUMS[gemm]))
 
 
 _STREAM_OF_SUMS = {"fprop": 9, "dgrad": 10, "wgrad": 11}

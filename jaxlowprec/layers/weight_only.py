@@ -106,9 +106,15 @@ def matmul(
     return _matmul_jit(spec, *wiring.align_varying(x, w, bias, q), probe)
 
 
-def quantize_weight(w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None) -> QuantizedArray:
-    """A weight as it is served: rounded to the served model's dtype, then quantised along K."""
-    return dataclasses.replace(quantize(rounded_to(w, served_dtype), fmt, axis=-2), dtype=w.dtype)
+def quantize_weight(
+    w: Float[Array, "*B K N"], fmt: Format, served_dtype: str | None, axis_name: Any = None
+) -> QuantizedArray:
+    """A weight as it is served: rounded to the served model's dtype, then quantised along K.
+
+    `axis_name`: mesh axes that w is a shard along, in shard_map.
+    """
+    q = quantize(rounded_to(w, served_dtype), fmt, axis=-2, axis_name=axis_name)
+    return dataclasses.replace(q, dtype=w.dtype)
 
 
 def rounded_to(w: jax.Array, served_dtype: str | None) -> jax.Array:

@@ -47,7 +47,7 @@ def test_the_public_names_of_the_design_are_there():
         MXFP8BlockScaling Float8BlockScaling Float8CurrentScaling DelayedScaling Custom MMParams QParams
         Int4 Int4QAT WeightQAT fake_quantize explain quantize_params all_gather_quantized traffic moe
         all_reduce_quantized reduce_scatter_quantized all_to_all_quantized Sums
-        all_gather_matmul matmul_reduce_scatter
+        all_gather_kernel all_gather_matmul matmul_reduce_scatter
         grouped_matmul ragged_dot weight_sync supported checkpoint_policies
     """.split()  # noqa: SIM905
     assert set(names) <= set(jlp.__all__)

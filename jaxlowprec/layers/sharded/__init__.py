@@ -1,0 +1,1 @@
+"""Quantised arrays and kernels that are split over devices, for use inside `jax.shard_map`."""
