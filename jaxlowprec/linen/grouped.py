@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
@@ -12,8 +13,8 @@ from jaxtyping import Array, Float, Int32
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import uses_key
 from jaxlowprec.linen.layers import _loaded, _operands, _quantized, base_call
-from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
-from jaxlowprec.ops.checks import layer_inputs
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE, check_fsdp_axis, grouped_linear, whole_kernel
+from jaxlowprec.ops.checks import layer_inputs, mesh_axes
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
@@ -32,18 +33,31 @@ class HighPrecisionGroupedDense(nn.Module):
     kernel_init: Any = default_kernel_init
     bias_init: Any = nn.initializers.zeros_init()
     promote_dtype: Any = promote_dtype
+    fsdp_axis: Any = None
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "T K"], group_sizes: Int32[Array, "E"]) -> Float[Array, "T N"]:
         """Rows [T, in], sorted by expert, and the number of rows per expert, to [T, features]."""
         inputs = layer_inputs(type(self).__name__, inputs)
-        shape = (self.num_experts, inputs.shape[-1], self.features)
+        shape = (self.num_experts, _own_features(self, inputs.shape[-1]), self.features)
         self.param("kernel", self.kernel_init, shape, self.param_dtype)
         if self.use_bias:
             self.param("bias", self.bias_init, (self.num_experts, self.features), self.param_dtype)
         inputs, kernel, bias = _operands(self, inputs, shape)
         layer = Layer(kernel, bias, None, None, None, "", None, self.precision)
+        if not self.is_initializing():
+            layer = whole_kernel(type(self).__name__, layer, self.fsdp_axis)
         return grouped_linear(type(self).__name__, inputs, group_sizes, layer)
+
+
+def _own_features(layer: Any, size: int) -> int:
+    """How many input features the kernel has here: all when it is initialised, then the device's part."""
+    is_quantized = _loaded(layer) is not None or layer.has_variable("quantized", "kernel")
+    check_fsdp_axis(type(layer).__name__, layer.fsdp_axis, is_quantized)
+    if layer.fsdp_axis is None or layer.is_initializing():
+        return size
+    mesh_axes(type(layer).__name__, layer.fsdp_axis)
+    return size // jax.lax.axis_size(layer.fsdp_axis)
 
 
 class GroupedDense(HighPrecisionGroupedDense):
@@ -54,6 +68,8 @@ class GroupedDense(HighPrecisionGroupedDense):
     Attributes:
         num_experts, features: the number of experts, and the width of the result.
         precision: precision of the three GEMMs, see `jaxlowprec.grouped_matmul`.
+        fsdp_axis: the mesh axis in shard_map along which the kernel's input features are split: codes are gathered for
+            a call, and each device keeps its part of the gradient's sum, see `jaxlowprec.all_gather_kernel`.
         recipe: see `Dense`, which also has the other attributes. The kernel keeps its dtype: `dtype` is the dtype of
             the computation in high precision and of the result. `DelayedScaling` is refused, because experts have
             different amaxes; give these layers a `Float8CurrentScaling` of their own.
@@ -91,8 +107,10 @@ def grouped_arguments(layer: GroupedDense, inputs: Array, size: int) -> tuple[Ar
     """
     name = "/".join(layer.path)
     recipe = resolve(type(layer).__name__, layer.recipe, name)
+    size = _own_features(layer, size)
     inputs, kernel, bias = _operands(layer, inputs, (layer.num_experts, size, layer.features))
     quantized = _quantized(layer, kernel, 1, 1, recipe, MODULE_TYPE)
     wanted = recipe is not None and uses_key(recipe.roles(MODULE_TYPE, name))
     key = layer.make_rng("sr") if wanted and layer.has_rng("sr") and _loaded(layer) is None else None
-    return inputs, Layer(kernel, bias, quantized, recipe, key, name, None, layer.precision)
+    arguments = Layer(kernel, bias, quantized, recipe, key, name, None, layer.precision)
+    return inputs, whole_kernel(type(layer).__name__, arguments, layer.fsdp_axis)

@@ -89,6 +89,7 @@ class MoE(nn.Module):
     gated: bool = True
     routing: RouterConfig = RouterConfig()
     expert_axis: str | None = None
+    fsdp_axis: Any = None
     saved: Saved = "quantized"
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -127,7 +128,8 @@ class MoE(nn.Module):
         if self.expert_axis is not None and not self.is_initializing():
             own //= jax.lax.axis_size(self.expert_axis)
         common = (self.activation, self.gated)
-        experts = Experts(self.hidden_features, *common, inits, options, self.saved, own, name="experts")
+        of_experts = options | {"fsdp_axis": self.fsdp_axis}
+        experts = Experts(self.hidden_features, *common, inits, of_experts, self.saved, own, name="experts")
         shared = None
         if self.shared_hidden_features:
             inits = self.shared_kernel_init, self.shared_down_kernel_init or self.shared_kernel_init

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.arguments import shown
+from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.layers.fused.blocks import common_of_all
 from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.grouped.matmul import grouped_matmul, integer_sizes
 from jaxlowprec.layers.grouped.mlp import grouped_mlp_of
+from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
 from jaxlowprec.recipes.roles import ModuleType
 
 MODULE_TYPE: ModuleType = "grouped_linear"
@@ -34,6 +37,30 @@ def grouped_linear(
         )
     options = {"quantized_kernel": quantized, "name": layer.name, "precision": layer.precision}
     return grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, layer.key, **options)
+
+
+def whole_kernel(who: str, layer: Layer, fsdp_axis: Hashable | None) -> Layer:
+    """The layer with its whole kernel, of which it has a shard along K if there is an `fsdp_axis`."""
+    if fsdp_axis is None:
+        return layer
+    check_fsdp_axis(who, fsdp_axis, layer.quantized_kernel is not None or isinstance(layer.kernel, QuantizedArray))
+    options: Any = {"name": layer.name, "key": layer.key, "module_type": MODULE_TYPE}
+    kernel, quantized = all_gather_kernel(layer.kernel, fsdp_axis, layer.recipe, **options)
+    return layer._replace(kernel=kernel, quantized_kernel=quantized)
+
+
+def check_fsdp_axis(who: str, fsdp_axis: Any, is_quantized: bool = False) -> None:
+    """Raises TypeError unless it may be a mesh axis, a tuple of them, or None.
+
+    Raises ValueError if there is one and the kernel is quantised already: a shard of it cannot be told from the whole.
+    """
+    if not isinstance(fsdp_axis, Hashable):
+        raise TypeError(f"{who}: fsdp_axis={shown(fsdp_axis)}; needs an axis of the mesh, a tuple of them, or None")
+    if fsdp_axis is not None and is_quantized:
+        raise ValueError(
+            f"{who}: fsdp_axis={fsdp_axis!r} and a kernel that is quantised already; needs the master kernel's shard: "
+            "leave the axis out to serve, and call it outside of quantized_kernels"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

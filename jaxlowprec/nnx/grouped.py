@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import uses_key
-from jaxlowprec.moe.grouped_linear import MODULE_TYPE, grouped_linear
+from jaxlowprec.moe.grouped_linear import MODULE_TYPE, check_fsdp_axis, grouped_linear, whole_kernel
 from jaxlowprec.nnx.layers import _Quantizing
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -31,6 +31,8 @@ class GroupedLinear(_Quantizing, nnx.Module):
     Arguments:
         num_experts, in_features, out_features: the number of experts, and the widths of rows and results.
         precision: precision of the three GEMMs, see `jaxlowprec.grouped_matmul`.
+        fsdp_axis: the mesh axis in shard_map along which the kernel's in_features are split: codes are gathered for a
+            call, and each device keeps its part of the gradient's sum, see `jaxlowprec.all_gather_kernel`.
         recipe, name: see `Linear`, which also has the other arguments. The kernel keeps its dtype: `dtype` is the dtype
             of the computation in high precision and of the result. `DelayedScaling` is refused, because experts have
             different amaxes; give these layers a `Float8CurrentScaling` of their own.
@@ -58,6 +60,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
         promote_dtype: Any = flax_promote_dtype,
         recipe: Any = FROM_CONTEXT,
         name: str = "",
+        fsdp_axis: Any = None,
         rngs: nnx.Rngs,
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
@@ -69,7 +72,8 @@ class GroupedLinear(_Quantizing, nnx.Module):
             self.bias = nnx.Param(bias_init(rngs.params(), (num_experts, out_features), param_dtype), **bias_metadata)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.use_bias, self.dtype, self.param_dtype, self.precision = use_bias, dtype, param_dtype, precision
-        self.promote_dtype = promote_dtype
+        check_fsdp_axis(type(self).__name__, fsdp_axis)
+        self.promote_dtype, self.fsdp_axis = promote_dtype, fsdp_axis
         self._set_up(recipe, name, rngs)
 
     _module_type = MODULE_TYPE
@@ -97,7 +101,8 @@ class GroupedLinear(_Quantizing, nnx.Module):
         _, kernel, bias = self._operands(inputs)
         wanted = recipe is not None and uses_key(recipe.roles(MODULE_TYPE, self.name))
         key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
-        return Layer(kernel, bias, self._quantized_kernel(), recipe, key, self.name, None, self.precision)
+        layer = Layer(kernel, bias, self._quantized_kernel(), recipe, key, self.name, None, self.precision)
+        return whole_kernel(type(self).__name__, layer, self.fsdp_axis)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
         super()._add_state(None)  # each group is a tensor of its own, so the layer has no delayed-scaling state

@@ -70,6 +70,8 @@ class MoE(nnx.Module):
         routing: how tokens choose experts, and the coefficients of the router's losses. With `selection_bias=True` the
             block has one, float32 [num_experts], a `SelectionBias`, which is not a parameter.
         expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
+        fsdp_axis: the mesh axis in shard_map along which the first features of the experts' kernels are split, see
+            `GroupedLinear`. Other kernels are whole.
         saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see
             `jaxlowprec.grouped_mlp`. An activation with arrays of its own, or that gives another dtype, keeps it all.
         dtype, param_dtype, precision, kernel_init: see `GroupedLinear`; no layer has a bias.
@@ -99,6 +101,7 @@ class MoE(nnx.Module):
         gated: bool = True,
         routing: RouterConfig = _ROUTING,
         expert_axis: str | None = None,
+        fsdp_axis: Any = None,
         saved: Saved = "quantized",
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -123,7 +126,8 @@ class MoE(nnx.Module):
 
         def expert(inputs: int, outputs: int, init: Any, part: str) -> grouped.GroupedLinear:
             whole = named(f"experts/{part}")
-            return grouped.GroupedLinear(num_experts, inputs, outputs, kernel_init=init, name=whole, **common)
+            own: Any = {"kernel_init": init, "name": whole, "fsdp_axis": fsdp_axis}
+            return grouped.GroupedLinear(num_experts, inputs, outputs, **own, **common)
 
         def shared(inputs: int, outputs: int, init: Any, part: str) -> Linear:
             return Linear(inputs, outputs, kernel_init=init, name=named(f"shared_experts/{part}"), **common)

@@ -86,7 +86,9 @@ class Nnx:
         return NnxModel(module, numbers(nnx.to_pure_dict(nnx.state(module, nnx.Param)), seed))
 
     def like(self, model, make):
-        return NnxModel(nnx.eval_shape(lambda: make(nnx.Rngs(0))), model.tree)
+        module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        jlp.nnx.name_layers(module)
+        return NnxModel(module, model.tree)
 
     def initial(self, make, *inputs):
         return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key))))).lower(jax.random.key(0))
