@@ -52,6 +52,20 @@ def projection() -> str:
     return markdown(rows)
 
 
+def expert_exchange() -> str:
+    """A step of experts by all-to-all, against tokens on all devices."""
+    result = load("expert_exchange")
+    rows = [("recipe", "speed", "target", "all-to-all, ms", "tokens on all devices, ms")]
+    for c in result["cases"]:
+        ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
+        rows.append((c["case"].partition(",")[0], f"{c['ratio']['median']:.2f}x", f"{c['target']}x", ours, theirs))
+    sizes = (
+        f"{result['tokens']} tokens, {result['top_k']} of {result['experts']} experts each, {result['width']} by "
+        f"{result['hidden']}, {result['devices']} virtual CPU devices; "
+    )
+    return markdown(rows) + "\n\n" + sizes + where(result)
+
+
 def mesh_overhead() -> str:
     """What sharding itself costs."""
     result = load("mesh_overhead")

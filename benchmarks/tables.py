@@ -37,7 +37,7 @@ TABLES = {
             study_tables.policy_study,
             study_tables.saved_study,
         ),
-        *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
+        *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead, mesh_tables.expert_exchange),
         *peer_tables.TABLES,
         *(recipe_table.recipes, memory_tables.block, memory_tables.checkpoint_policies),
         *(memory_tables.lora_memory, memory_tables.accumulation),

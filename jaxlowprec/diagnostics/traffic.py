@@ -31,11 +31,14 @@ class Collective:
         kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", ...
         results: dtype (XLA's name: "u8", "bf16", "f32") and shape of each array that a device has afterwards.
         devices: the number of devices in each group that exchanges data.
+        most: of a ragged all-to-all, whose sizes only the devices know: bytes that a device sends at most, on average
+            over the devices; the smaller of its operand and its result. None: of any other.
     """
 
     kind: str
     results: tuple[tuple[str, tuple[int, ...]], ...]
     devices: int
+    most: int | None = None
 
     @property
     def elements(self) -> int:
@@ -49,8 +52,10 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends, with the algorithms that send the fewest (rings)."""
+        """Bytes that each device sends, with the algorithms that send the fewest (rings); see also `most`."""
         others = self.devices - 1
+        if self.most is not None:
+            return self.most
         if self.kind == "reduce-scatter":
             return self.nbytes * others  # each result is one device's part
         if self.kind == "all-reduce":
@@ -61,7 +66,8 @@ class Collective:
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.results)
-        return f"{self.kind} among {self.devices}: {shapes}, {self.wire_bytes:,.0f} bytes sent by each"
+        count = f"{self.wire_bytes:,.0f}" if self.most is None else f"at most {self.most:,}"
+        return f"{self.kind} among {self.devices}: {shapes}, {count} bytes sent by each"
 
 
 def collectives(compiled: Any) -> list[Collective]:
@@ -77,13 +83,34 @@ def collectives(compiled: Any) -> list[Collective]:
     if not isinstance(compiled, str) and not callable(getattr(compiled, "as_text", None)):
         raise TypeError(f"collectives: compiled={shown(compiled)}; needs jax.jit(f).lower(...).compile(), or its text")
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    return [_collective(m[1], m[2], m[3], line) for line in text.splitlines() if (m := _INSTRUCTION.search(line))]
+    found = (m for line in text.splitlines() if (m := _INSTRUCTION.search(line)))
+    return [_ragged(m, text) if m[2].startswith("ragged") else _collective(m[1], m[2], m[3], m.string) for m in found]
+
+
+def _ragged(found: re.Match[str], text: str) -> Collective:
+    """A ragged all-to-all. Its offsets and sizes are one-dimensional arrays of integers."""
+    rows = [array for array in _arrays(found[1]) if array[0] not in ("s32", "s64") or len(array[1]) != 1]
+    operand, result = rows[0], rows[-1]
+    if not found[3]:  # the type is that of the result alone; the operand's is beside it, or where that was made
+        written = found.string[found.end() :]
+        name = re.match(r"%?([\w.-]+)[,)]", written)
+        if name:
+            made = re.search(rf"^\s*%?{re.escape(name[1])} = (.*)$", text, re.MULTILINE)
+            written = made[1] if made else ""
+        operand = (_arrays(written) or rows)[0]
+    sizes = [math.prod(shape) * _bits(dtype) // 8 for dtype, shape in (operand, result)]
+    return Collective(found[2], (result,), _group_size(found.string, 1), min(sizes))
+
+
+def _arrays(types: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtypes and shapes in XLA's text of a type."""
+    return [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(types)]
 
 
 def _collective(types: str, kind: str, start: str | None, line: str) -> Collective:
     operands = _operands(types) if start else ""
     types = types[len(operands) :]
-    arrays = [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(types)]
+    arrays = _arrays(types)
     if start and kind == "collective-permute":
         arrays = arrays[1:2]  # operand, result, two contexts
     elif start and not operands and kind != "all-reduce":

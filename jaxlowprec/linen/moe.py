@@ -14,7 +14,7 @@ from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense, promoted_inputs
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
-from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
+from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router_config import RouterConfig
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
@@ -39,8 +39,8 @@ class Experts(nn.Module):
     num_experts: int | None = None
 
     @nn.compact
-    def __call__(self, x: Array, *group_sizes: Array) -> Array:
-        """Rows [..., features] to rows [..., features]."""
+    def __call__(self, x: Array, *groups: Groups) -> Array:
+        """Rows [..., features] to rows [..., features]; those of experts as `groups` has them run."""
 
         def layer(features: int, init: Any, name: str) -> Any:
             if self.num_experts is None:
@@ -50,7 +50,7 @@ class Experts(nn.Module):
         names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         layers = [layer(self.hidden, self.inits[0], name) for name in names]
         layers.append(layer(x.shape[-1], self.inits[1], "down_proj"))
-        if group_sizes and not self.is_initializing():
+        if groups and not self.is_initializing():
             inputs = common_inputs(
                 x, [functools.partial(promoted_inputs, layer) for layer in layers], self.activation, self.hidden
             )
@@ -59,10 +59,15 @@ class Experts(nn.Module):
                 given = [
                     grouped.grouped_arguments(layer, inputs, size)[1] for layer, size in zip(layers, sizes, strict=True)
                 ]
-                return fused_experts("MoE", inputs, group_sizes[0], given, self.activation, self.saved)
-        *gate, up = (layer(x, *group_sizes) for layer in layers[:-1])
-        hidden = self.activation(gate[0]) * up if gate else self.activation(up)
-        return layers[-1](hidden, *group_sizes)
+                options: Any = {"layers": given, "activation": self.activation, "saved": self.saved}
+                return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, pure=True)
+
+        def separate(x: Array, *group_sizes: Array) -> Array:
+            *gate, up = (layer(x, *group_sizes) for layer in layers[:-1])
+            hidden = self.activation(gate[0]) * up if gate else self.activation(up)
+            return layers[-1](hidden, *group_sizes)
+
+        return groups[0].run(separate, x, pure=False) if groups else separate(x)
 
 
 class MoE(nn.Module):
@@ -89,6 +94,8 @@ class MoE(nn.Module):
     gated: bool = True
     routing: RouterConfig = RouterConfig()
     expert_axis: str | None = None
+    exchange: Exchange = "sum"
+    buffer_factor: float = 2.0
     fsdp_axis: Any = None
     saved: Saved = "quantized"
     dtype: Any = None
@@ -110,7 +117,9 @@ class MoE(nn.Module):
         `tape`: [..., top_k], the experts to send tokens to, such as `aux.tape` of another pass; a row of -1 chooses
         afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
         """
-        settings = Settings(self.num_experts, self.top_k, self.routing, self.expert_axis)
+        settings = Settings(
+            self.num_experts, self.top_k, self.routing, self.expert_axis, self.exchange, self.buffer_factor
+        )
         check_block(type(self).__name__, settings, self.gated, self.saved)
         options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
         options |= {"precision": self.precision, "recipe": self.recipe}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,14 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxlowprec.arguments import a_flag, array, one_of, shown, whole_number
 from jaxlowprec.moe.dispatching import combine, dispatch, scatter_to_experts
+from jaxlowprec.moe.exchange import AllToAll, InPlace
 from jaxlowprec.moe.router import Routing, route
 from jaxlowprec.moe.router_config import RouterConfig, check_config
 from jaxlowprec.moe.tape_dtype import fetched, narrowed
 from jaxlowprec.ops.checks import mesh_axes
+
+Exchange = Literal["sum", "all_to_all"]
+Groups = InPlace | AllToAll
 
 
 @jax.tree_util.register_dataclass
@@ -47,12 +51,14 @@ class MoEAux:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a block routes; see `jaxlowprec.nnx.MoE`."""
+    """How a block routes, and where its experts are; see `jaxlowprec.nnx.MoE`."""
 
     num_experts: int
     top_k: int
     routing: RouterConfig
     expert_axis: str | None
+    exchange: Exchange = "sum"
+    buffer_factor: float = 2.0
 
 
 def mixture(
@@ -61,7 +67,7 @@ def mixture(
     tape: Int[Array, "*T k"] | None,
     settings: Settings,
     router: Callable[[Array], Array],
-    experts: Callable[[Array, Array], Array],
+    experts: Callable[[Array, Groups], Array],
     shared: Callable[[Array], Array] | None,
     *,
     bias: Float[Array, "E"] | None,
@@ -70,7 +76,7 @@ def mixture(
 
     Arguments:
         router: float32 tokens [..., D] to logits [..., experts].
-        experts: takes rows sorted by expert, and group sizes; returns rows; see `GroupedLinear`.
+        experts: takes rows sorted by expert, and what runs them; returns rows; see `GroupedLinear`.
         shared: processes every token; its result is added in float32, before the result is rounded once.
         bias: the selection bias, if `settings.routing` has one.
     """
@@ -94,7 +100,9 @@ def mixture(
         bias=bias,
         sequence_length=lead[-1] if lead and tokens else None,
     )
-    rows_of = _sharded_experts if settings.expert_axis is not None else _experts
+    rows_of = _experts
+    if settings.expert_axis is not None:
+        rows_of = _exchanged_experts if settings.exchange == "all_to_all" else _sharded_experts
     y, dtype = rows_of(x.reshape(tokens, x.shape[-1]), routing, experts, settings)
     y = y.reshape(*lead, y.shape[-1])
     if shared is not None:
@@ -121,15 +129,12 @@ def _losses(routing: Routing, config: RouterConfig) -> tuple[Array, Array, Array
 def _experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
     """The weighted sum of the experts' outputs in float32, and the dtype of these outputs."""
     where = dispatch(routing.experts, settings.num_experts)
-    rows = experts(scatter_to_experts(x, where), where.group_sizes)
+    rows = experts(scatter_to_experts(x, where), InPlace(where.group_sizes))
     return combine(rows, routing.weights, where), rows.dtype
 
 
-def _sharded_experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
-    """`_experts` within shard_map, where each device along the axis has a part of the experts.
-
-    All devices along the axis have the same tokens. Each computes the rows of its own experts; the sum is in float32.
-    """
+def _own_experts(settings: Settings) -> int:
+    """How many experts each device along the axis has."""
     axis = settings.expert_axis
     mesh_axes("MoE", axis)
     local, rest = divmod(settings.num_experts, jax.lax.axis_size(axis))
@@ -138,9 +143,27 @@ def _sharded_experts(x: Array, routing: Routing, experts: Any, settings: Setting
             f"MoE: {settings.num_experts} experts over expert_axis={axis!r} of {jax.lax.axis_size(axis)} devices; "
             "needs a multiple of them"
         )
+    return local
+
+
+def _exchanged_experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
+    """`_experts` within shard_map, where each device along the axis has tokens of its own and a part of the experts."""
+    _own_experts(settings)
+    where = dispatch(routing.experts, settings.num_experts)
+    groups = AllToAll(where, settings.expert_axis, settings.buffer_factor)
+    rows = experts(scatter_to_experts(x, where), groups)
+    return combine(rows, routing.weights, where), rows.dtype
+
+
+def _sharded_experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
+    """`_experts` within shard_map, where each device along the axis has a part of the experts.
+
+    All devices along the axis have the same tokens. Each computes the rows of its own experts; the sum is in float32.
+    """
+    local, axis = _own_experts(settings), settings.expert_axis
     own = routing.experts - local * jax.lax.axis_index(axis).astype(jnp.int32)
     where = dispatch(own, local)
-    rows = experts(scatter_to_experts(x, where), where.group_sizes)
+    rows = experts(scatter_to_experts(x, where), InPlace(where.group_sizes))
     return jax.lax.psum(combine(rows, routing.weights, where), axis), rows.dtype
 
 
@@ -154,5 +177,11 @@ def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
     check_config(who, settings.routing).check(who, experts, k)
     one_of(who, "saved", saved, "quantized", "8bit", "recompute")
     a_flag(who, gated=gated)
+    one_of(who, "exchange", settings.exchange, "sum", "all_to_all")
+    if settings.exchange == "all_to_all" and settings.expert_axis is None:
+        raise ValueError(f'{who}: exchange="all_to_all" and no expert_axis; needs the mesh axis of the experts')
+    factor: Any = settings.buffer_factor
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ValueError(f"{who}: buffer_factor={shown(factor)}; needs a number above 0, such as 2.0")
     if not isinstance(settings.expert_axis, Hashable):
         raise TypeError(f"{who}: expert_axis={shown(settings.expert_axis)}; needs an axis of the mesh, or None")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxlowprec.arguments import a_text
 from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
-from jaxlowprec.moe.mixture import MoEAux, Settings, check_block, mixture
+from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router_config import RouterConfig
 from jaxlowprec.nnx import grouped
 from jaxlowprec.nnx.layers import Linear
@@ -42,14 +43,21 @@ class Experts(nnx.Module):
         self.up_proj = make(features, hidden, inits[0], "up_proj")
         self.down_proj = make(hidden, features, inits[1], "down_proj")
 
-    def __call__(self, x: Array, *group_sizes: Array) -> Array:
-        """Rows [..., features] to rows [..., features]."""
+    def __call__(self, x: Array, *groups: Groups) -> Array:
+        """Rows [..., features] to rows [..., features]; those of experts as `groups` has them run."""
+        if not groups:
+            return self._separate(x)
         layers = [layer for layer in (self.gate_proj, self.up_proj, self.down_proj) if layer is not None]
-        if group_sizes and all(type(layer) is grouped.GroupedLinear for layer in layers):
+        if all(type(layer) is grouped.GroupedLinear for layer in layers):
             inputs = common_inputs(x, [layer.promoted for layer in layers], self.activation, self.down_proj.in_features)
             if inputs is not None:
                 given = [layer.arguments(inputs) for layer in layers]
-                return fused_experts("MoE", inputs, group_sizes[0], given, self.activation, self.saved)
+                options: Any = {"layers": given, "activation": self.activation, "saved": self.saved}
+                return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, pure=True)
+        return groups[0].run(self._separate, x, pure=False)
+
+    def _separate(self, x: Array, *group_sizes: Array) -> Array:
+        """The layers one after the other."""
         up = self.up_proj(x, *group_sizes)
         if self.gate_proj is None:
             return self.down_proj(self.activation(up), *group_sizes)
@@ -70,6 +78,12 @@ class MoE(nnx.Module):
         routing: how tokens choose experts, and the coefficients of the router's losses. With `selection_bias=True` the
             block has one, float32 [num_experts], a `SelectionBias`, which is not a parameter.
         expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
+        exchange: how tokens get to the experts of other devices along `expert_axis`. "sum": all devices have the same
+            tokens, and their results are added up. "all_to_all": each has tokens of its own, and rows are sent to their
+            experts and back. No token is dropped.
+        buffer_factor: for "all_to_all": buffers are for so many times the mean rows that a device sends another. A step
+            in which any pair of devices has more uses larger buffers and recomputes the experts in its backward pass:
+            the same result, slower.
         fsdp_axis: the mesh axis in shard_map along which the first features of the experts' kernels are split, see
             `GroupedLinear`. Other kernels are whole.
         saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see
@@ -101,6 +115,8 @@ class MoE(nnx.Module):
         gated: bool = True,
         routing: RouterConfig = _ROUTING,
         expert_axis: str | None = None,
+        exchange: Exchange = "sum",
+        buffer_factor: float = 2.0,
         fsdp_axis: Any = None,
         saved: Saved = "quantized",
         dtype: Any = None,
@@ -115,7 +131,7 @@ class MoE(nnx.Module):
         name: str = "",
         rngs: nnx.Rngs,
     ):
-        self.settings = Settings(num_experts, top_k, routing, expert_axis)
+        self.settings = Settings(num_experts, top_k, routing, expert_axis, exchange, buffer_factor)
         check_block(type(self).__name__, self.settings, gated, saved)
         a_text(type(self).__name__, name=name)
         common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}

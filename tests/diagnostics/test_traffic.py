@@ -64,6 +64,28 @@ def test_every_form_is_read(line, expected):
     assert collectives(f"ENTRY %main {{\n{line}\n}}") == [expected]
 
 
+OFFSETS = "s64[8]{0}, s64[8]{0}, s64[8]{0}, s64[8]{0}"
+GROUP = "replica_groups={{0,1,2,3,4,5,6,7}}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"%s = (bf16[96,32]{{1,0}}, bf16[512,32]{{1,0}}, {OFFSETS}) ragged-all-to-all-start(%x, %o, %a, %b), {GROUP}",
+        f"%s = ((bf16[96,32]{{1,0}}, bf16[512,32]{{1,0}}, {OFFSETS}), bf16[512,32]{{1,0}}) "
+        f"ragged-all-to-all-start(%x, %o, %a, %b), {GROUP}",
+        f"%x.1 = bf16[96,32]{{1,0}} fusion(%y)\n  %r = bf16[512,32]{{1,0}} ragged-all-to-all(%x.1, %o, %a), {GROUP}",
+        f"%r = bf16[512,32]{{1,0}} ragged-all-to-all(bf16[96,32]{{1,0}} %x.1, bf16[512,32]{{1,0}} %o), {GROUP}",
+    ],
+    ids=["flat start", "start", "operand by name", "operand with its type"],
+)
+def test_a_ragged_collective_has_a_bound(text):
+    """Its sizes are known on the device only. No device sends more than it has, and on average no more than arrives."""
+    (found,) = collectives("  " + text)
+    assert found == Collective("ragged-all-to-all", (("bf16", (512, 32)),), 8, 96 * 32 * 2)
+    assert found.wire_bytes == 96 * 32 * 2 and "at most 6,144 bytes sent by each" in str(found)
+
+
 def test_what_only_uses_a_collective_is_none():
     text = "  %r.4 = f32[] get-tuple-element(%all-reduce.2), index=0\n  %d = f32[8]{0} all-reduce-done(%s)\n"
     assert collectives(text) == []

@@ -99,7 +99,18 @@ def _nnx_moe(x, tape=None, **arguments):
     return block(x, tape=tape)
 
 
-_MOE = ("top_k", "num_experts", "gated", "routing", "expert_axis", "fsdp_axis", "recipe", "name")
+_MOE = (
+    "top_k",
+    "num_experts",
+    "gated",
+    "routing",
+    "expert_axis",
+    "exchange",
+    "buffer_factor",
+    "fsdp_axis",
+    "recipe",
+    "name",
+)
 _DIMENSIONS = "(((1,), (0,)), ((), ()))"
 _DENSE = flax.linen.Dense(4)
 _RESET = jlp.OsciReset(jlp.NVFP4BlockScaling(), every=8, window=4)
