@@ -23,6 +23,8 @@ from jaxlowprec.weight_sync.sending.bucketizer import Bucketizer
 from jaxlowprec.weight_sync.sending.fan_out import Delivery, FanOut
 from jaxlowprec.weight_sync.sending.session import Session, push
 from jaxlowprec.weight_sync.sending.source import WeightSource
+from jaxlowprec.weight_sync.sharded.joining import ShardedReceiver
+from jaxlowprec.weight_sync.sharded.sending import push_shards
 from jaxlowprec.weight_sync.transports.in_process import InProcess
 from jaxlowprec.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemoryTransport
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver, TcpTransport
@@ -44,6 +46,7 @@ __all__ = [
     "Refused",
     "SGLang",
     "Session",
+    "ShardedReceiver",
     "SharedMemoryReceiver",
     "SharedMemoryTransport",
     "SyncError",
@@ -56,5 +59,6 @@ __all__ = [
     "differences",
     "pull",
     "push",
+    "push_shards",
     "to_tree",
 ]
