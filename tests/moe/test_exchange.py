@@ -21,7 +21,7 @@ FORMS = ("padded", "ragged")
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`jax.lax.ragged_all_to_all`, which CPUs lack. Where sizes contradict each other, rows are NaN."""
+    """`jax.lax.ragged_all_to_all`, which CPUs lack. Where sizes contradict each other, rows are NaN, or bytes 127."""
     rows, begins, sizes, ends = (
         jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
     )
@@ -30,7 +30,8 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
         within = place - ends[device, me]
         here = (within >= 0) & (within < sizes[device, me])
         found = rows[device, jnp.where(here, begins[device, me] + within, 0)]
-        found = jnp.where(recv_sizes[device] == sizes[device, me], found, jnp.nan)
+        wrong = jnp.asarray(jnp.nan if jnp.issubdtype(found.dtype, jnp.floating) else 0x7F, found.dtype)
+        found = jnp.where(recv_sizes[device] == sizes[device, me], found, wrong)
         output = jnp.where(here[:, None], found, output)
     return output
 
