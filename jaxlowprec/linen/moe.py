@@ -16,6 +16,7 @@ from jaxlowprec.linen.layers import Dense, promoted_inputs
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router_config import RouterConfig
+from jaxlowprec.moe.wire import Wire
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
@@ -60,14 +61,14 @@ class Experts(nn.Module):
                     grouped.grouped_arguments(layer, inputs, size)[1] for layer, size in zip(layers, sizes, strict=True)
                 ]
                 options: Any = {"layers": given, "activation": self.activation, "saved": self.saved}
-                return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, pure=True)
+                return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, given)
 
         def separate(x: Array, *group_sizes: Array) -> Array:
             *gate, up = (layer(x, *group_sizes) for layer in layers[:-1])
             hidden = self.activation(gate[0]) * up if gate else self.activation(up)
             return layers[-1](hidden, *group_sizes)
 
-        return groups[0].run(separate, x, pure=False) if groups else separate(x)
+        return groups[0].run(separate, x) if groups else separate(x)
 
 
 class MoE(nn.Module):
@@ -96,6 +97,7 @@ class MoE(nn.Module):
     expert_axis: str | None = None
     exchange: Exchange = "sum"
     buffer_factor: float = 2.0
+    wire: Wire = "rows"
     fsdp_axis: Any = None
     saved: Saved = "quantized"
     dtype: Any = None
@@ -118,7 +120,7 @@ class MoE(nn.Module):
         afresh. Only the choice is frozen: weights are recomputed, and gradients flow. See `jaxlowprec.moe.route`.
         """
         settings = Settings(
-            self.num_experts, self.top_k, self.routing, self.expert_axis, self.exchange, self.buffer_factor
+            self.num_experts, self.top_k, self.routing, self.expert_axis, self.exchange, self.buffer_factor, self.wire
         )
         check_block(type(self).__name__, settings, self.gated, self.saved)
         options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}

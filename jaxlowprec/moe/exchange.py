@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxlowprec import wiring
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.moe.dispatching import Dispatch
+from jaxlowprec.moe.wire import AS_THEY_ARE, Formats, Wire, formats_of, sent
 
 
 class Plan(NamedTuple):
@@ -87,6 +90,7 @@ class Route:
         rows: those of this device, of all experts.
         form: "padded": an all-to-all of `pair` rows for each pair of devices. "ragged": only the rows that there are,
             by XLA's ragged-all-to-all, which CPUs lack. None: ragged where there is one.
+        formats: in what rows travel to experts. Back, they travel as they are.
     """
 
     axis: Any
@@ -94,6 +98,7 @@ class Route:
     pair: int
     rows: int
     form: str | None = None
+    formats: Formats = AS_THEY_ARE
 
     @property
     def most(self) -> int:
@@ -138,7 +143,7 @@ def _sorted_by_device(rows: Array, plan: Plan) -> Array:
     return _taken(rows, starts[expert, device] + within, valid)
 
 
-def _to_experts(route: Route, rows: Array, plan: Plan) -> Array:
+def _to_experts(route: Route, rows: Array, plan: Plan, fmt: Format | None) -> Array:
     def padded(rows: Array, plan: Plan) -> Array:
         received = _padded(route, rows, _starts(plan.sent), plan.sent)
         starts = jnp.arange(route.devices, dtype=jnp.int32) * route.pair
@@ -150,7 +155,7 @@ def _to_experts(route: Route, rows: Array, plan: Plan) -> Array:
         received = _ragged(route, rows, route.most, *offsets)
         return _sorted_by_expert(received, plan, _starts(sizes), route.most)
 
-    return route.by_form(padded, ragged, rows, plan)
+    return sent(rows, fmt, lambda rows: route.by_form(padded, ragged, rows, plan))
 
 
 def _to_tokens(route: Route, rows: Array, plan: Plan) -> Array:
@@ -172,9 +177,10 @@ def _to_tokens(route: Route, rows: Array, plan: Plan) -> Array:
 def to_experts(route: Route, rows: Float[Array, "T*k *D"], plan: Plan) -> Float[Array, "R *D"]:
     """Rows sorted by expert, of all experts, to rows of this device's experts, sorted likewise; zeros after the last.
 
-    The inverse of `to_tokens`, and the gradient of each is the other: rows are only moved.
+    The inverse of `to_tokens`, and the gradient of each is the other. Quantising, where rows travel in codes, counts as
+    the identity.
     """
-    return _to_experts(route, rows, plan)
+    return _to_experts(route, rows, plan, route.formats.rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -184,12 +190,12 @@ def to_tokens(route: Route, rows: Float[Array, "R *D"], plan: Plan) -> Float[Arr
 
 
 to_experts.defvjp(
-    lambda route, rows, plan: (_to_experts(route, rows, plan), plan),
+    lambda route, rows, plan: (_to_experts(route, rows, plan, route.formats.rows), plan),
     lambda route, plan, gradient: (_to_tokens(route, gradient, plan), None),
 )
 to_tokens.defvjp(
     lambda route, rows, plan: (_to_tokens(route, rows, plan), plan),
-    lambda route, plan, gradient: (_to_experts(route, gradient, plan), None),
+    lambda route, plan, gradient: (_to_experts(route, gradient, plan, route.formats.gradient), None),
 )
 
 
@@ -203,9 +209,11 @@ class InPlace:
 
     group_sizes: Int32[Array, "E"]
 
-    def run(self, compute: Callable[[Array, Array], Array], rows: Array, pure: bool) -> Array:
+    def run(
+        self, compute: Callable[[Array, Array], Array], rows: Array, layers: Sequence[Layer] | None = None
+    ) -> Array:
         """compute(rows, group sizes): the experts' results."""
-        del pure
+        del layers
         return compute(rows, self.group_sizes)
 
 
@@ -219,21 +227,32 @@ class AllToAll:
         factor: buffers are for so many times the mean rows of a pair of devices. Where any pair has more, all devices
             use buffers that are large enough in any case.
         form: see `Route`.
+        wire: "codes": rows travel to experts as the experts' layers quantise them, see `formats_of`.
     """
 
     where: Dispatch
     axis: Any
     factor: float
     form: str | None = None
+    wire: Wire = "rows"
 
-    def run(self, compute: Callable[[Array, Array], Array], rows: Array, pure: bool) -> Array:
+    def run(
+        self, compute: Callable[[Array, Array], Array], rows: Array, layers: Sequence[Layer] | None = None
+    ) -> Array:
         """The experts' results for rows that are sent to them.
 
         Arguments:
             compute: rows sorted by expert, and group sizes, to rows.
             rows: sorted by expert.
-            pure: compute only reads what it has captured, so that it may be traced twice, in branches.
+            layers: what compute computes, down's last, if it only reads what it has captured, so that it may be traced
+                twice, in branches. None: anything.
         """
+        if layers is None and self.wire == "codes":
+            raise ValueError(
+                'MoE: wire="codes" and experts that are not one function; needs layers of GroupedLinear or '
+                'GroupedDense, and an activation without arrays of its own: or take wire="rows"'
+            )
+        formats = formats_of("MoE", layers, rows.dtype) if layers is not None and self.wire == "codes" else AS_THEY_ARE
         tokens, k = self.where.places.shape
         devices = jax.lax.axis_size(self.axis)
         plan = plan_of(self.where, self.axis)
@@ -241,10 +260,10 @@ class AllToAll:
         usual = min(most, math.ceil(self.factor * tokens * k / devices))
 
         def with_buffers(pair: int) -> Callable[[Array], Array]:
-            route = Route(self.axis, devices, pair, tokens * k, self.form)
+            route = Route(self.axis, devices, pair, tokens * k, self.form, formats)
             return lambda rows: to_tokens(route, compute(to_experts(route, rows, plan), plan.group_sizes), plan)
 
-        if usual == most or not pure:
+        if usual == most or layers is None:
             return with_buffers(most)(rows)
         fits = jax.lax.pmax(plan.sent.max(), self.axis) <= usual
         # The large buffers are for the exception: nothing of their size is kept for the backward pass.

@@ -17,6 +17,7 @@ from jaxlowprec.moe.exchange import AllToAll, InPlace
 from jaxlowprec.moe.router import Routing, route
 from jaxlowprec.moe.router_config import RouterConfig, check_config
 from jaxlowprec.moe.tape_dtype import fetched, narrowed
+from jaxlowprec.moe.wire import Wire
 from jaxlowprec.ops.checks import mesh_axes
 
 Exchange = Literal["sum", "all_to_all"]
@@ -59,6 +60,7 @@ class Settings:
     expert_axis: str | None
     exchange: Exchange = "sum"
     buffer_factor: float = 2.0
+    wire: Wire = "rows"
 
 
 def mixture(
@@ -150,7 +152,7 @@ def _exchanged_experts(x: Array, routing: Routing, experts: Any, settings: Setti
     """`_experts` within shard_map, where each device along the axis has tokens of its own and a part of the experts."""
     _own_experts(settings)
     where = dispatch(routing.experts, settings.num_experts)
-    groups = AllToAll(where, settings.expert_axis, settings.buffer_factor)
+    groups = AllToAll(where, settings.expert_axis, settings.buffer_factor, wire=settings.wire)
     rows = experts(scatter_to_experts(x, where), groups)
     return combine(rows, routing.weights, where), rows.dtype
 
@@ -180,6 +182,9 @@ def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
     one_of(who, "exchange", settings.exchange, "sum", "all_to_all")
     if settings.exchange == "all_to_all" and settings.expert_axis is None:
         raise ValueError(f'{who}: exchange="all_to_all" and no expert_axis; needs the mesh axis of the experts')
+    one_of(who, "wire", settings.wire, "rows", "codes")
+    if settings.wire == "codes" and settings.exchange != "all_to_all":
+        raise ValueError(f'{who}: wire="codes" and exchange={settings.exchange!r}; needs exchange="all_to_all"')
     factor: Any = settings.buffer_factor
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise ValueError(f"{who}: buffer_factor={shown(factor)}; needs a number above 0, such as 2.0")

@@ -15,6 +15,7 @@ from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router_config import RouterConfig
+from jaxlowprec.moe.wire import Wire
 from jaxlowprec.nnx import grouped
 from jaxlowprec.nnx.layers import Linear
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
@@ -53,8 +54,8 @@ class Experts(nnx.Module):
             if inputs is not None:
                 given = [layer.arguments(inputs) for layer in layers]
                 options: Any = {"layers": given, "activation": self.activation, "saved": self.saved}
-                return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, pure=True)
-        return groups[0].run(self._separate, x, pure=False)
+                return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, given)
+        return groups[0].run(self._separate, x)
 
     def _separate(self, x: Array, *group_sizes: Array) -> Array:
         """The layers one after the other."""
@@ -84,6 +85,9 @@ class MoE(nnx.Module):
         buffer_factor: for "all_to_all": buffers are for so many times the mean rows that a device sends another. A step
             in which any pair of devices has more uses larger buffers and recomputes the experts in its backward pass:
             the same result, slower.
+        wire: in what rows travel for "all_to_all". "rows": as they are; results and gradients are those of one device.
+            "codes": rows, and the gradient of the experts' results, are quantised before they travel to experts. The
+            forward pass has the same bits, and the gradients of kernels come from decoded rows; see docs/how-to/moe.md.
         fsdp_axis: the mesh axis in shard_map along which the first features of the experts' kernels are split, see
             `GroupedLinear`. Other kernels are whole.
         saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see
@@ -117,6 +121,7 @@ class MoE(nnx.Module):
         expert_axis: str | None = None,
         exchange: Exchange = "sum",
         buffer_factor: float = 2.0,
+        wire: Wire = "rows",
         fsdp_axis: Any = None,
         saved: Saved = "quantized",
         dtype: Any = None,
@@ -131,7 +136,7 @@ class MoE(nnx.Module):
         name: str = "",
         rngs: nnx.Rngs,
     ):
-        self.settings = Settings(num_experts, top_k, routing, expert_axis, exchange, buffer_factor)
+        self.settings = Settings(num_experts, top_k, routing, expert_axis, exchange, buffer_factor, wire)
         check_block(type(self).__name__, self.settings, gated, saved)
         a_text(type(self).__name__, name=name)
         common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}

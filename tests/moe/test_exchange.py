@@ -21,7 +21,7 @@ FORMS = ("padded", "ragged")
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`jax.lax.ragged_all_to_all`, which CPUs lack. Where sizes contradict each other, rows are NaN."""
+    """`jax.lax.ragged_all_to_all`, which CPUs lack. Where sizes contradict each other, rows are NaN, or bytes 127."""
     rows, begins, sizes, ends = (
         jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
     )
@@ -30,7 +30,8 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
         within = place - ends[device, me]
         here = (within >= 0) & (within < sizes[device, me])
         found = rows[device, jnp.where(here, begins[device, me] + within, 0)]
-        found = jnp.where(recv_sizes[device] == sizes[device, me], found, jnp.nan)
+        wrong = jnp.asarray(jnp.nan if jnp.issubdtype(found.dtype, jnp.floating) else 0x7F, found.dtype)
+        found = jnp.where(recv_sizes[device] == sizes[device, me], found, wrong)
         output = jnp.where(here[:, None], found, output)
     return output
 
@@ -69,7 +70,7 @@ def over_devices(mesh, factor=2.0, form="padded", recipe=None, pure=True):
     def local(x, kernels, weights, experts):
         where = jlp.moe.dispatch(experts, EXPERTS)
         groups = AllToAll(where, "a", factor, form)
-        rows = groups.run(products(kernels, recipe), jlp.moe.scatter_to_experts(x, where), pure)
+        rows = groups.run(products(kernels, recipe), jlp.moe.scatter_to_experts(x, where), [] if pure else None)
         return jlp.moe.combine(rows, weights, where)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(P("a"),) * 4, out_specs=P("a"))
@@ -238,11 +239,27 @@ class TestBlocks:
         self.same_but_for_the_router(y, wanted)
 
     @each_library
+    def test_codes_on_the_wire_keep_the_result(self, library):
+        alone, x = library.model(self.block(library), self.x()), self.x()
+        specs = jax.tree.map(lambda leaf: P("a") if leaf.ndim == 3 else P(), alone.tree)
+
+        def result(wire):
+            split = self.split(library, alone, wire=wire)
+            options = {"mesh": mesh_of((4,)), "in_specs": (specs, P("a")), "out_specs": P("a")}
+            mapped = jax.shard_map(lambda tree, x: split.apply(tree, x)[0], **options)
+            return jax.jit(mapped, compiler_options=EXACT)(alone.tree, x)
+
+        with jlp.autocast(jlp.MXFP8BlockScaling()):
+            assert_same_bytes(result("codes"), result("rows"))
+
+    @each_library
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ({"exchange": "ring"}, "exchange='ring'; needs"),
             ({"expert_axis": None}, 'exchange="all_to_all" and no expert_axis; needs the mesh axis'),
+            ({"wire": "codes", "exchange": "sum"}, 'wire="codes" and exchange=\'sum\'; needs exchange="all_to_all"'),
+            ({"wire": "bits"}, "wire='bits'; needs"),
             ({"buffer_factor": 0}, "buffer_factor=0; needs a number above 0"),
             ({"buffer_factor": True}, "buffer_factor=True; needs a number above 0"),
             ({"buffer_factor": float("nan")}, "buffer_factor=nan; needs a number above 0"),

@@ -1,0 +1,206 @@
+"""Rows that travel to experts as codes: the forward pass is that of one device, and gradients are of what travelled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxlowprec as jlp
+from jaxlowprec import traffic
+from jaxlowprec.layers.fused.shared_input import Layer
+from jaxlowprec.moe.exchange import AllToAll
+from jaxlowprec.moe.grouped_linear import fused_experts
+from jaxlowprec.moe.wire import formats_of, is_kept, sent
+from tests.helpers import assert_same_bytes, often, random_array
+from tests.moe.test_exchange import CASES, EXPERTS, FORMS, K, choices, ragged_on_cpus, step
+from tests.sharding.meshes import mesh_of
+
+TOKENS, WIDTH, HIDDEN = 12, 128, 64
+MX, BLOCK = jlp.MXFP8BlockScaling(), jlp.Float8BlockScaling(use_f32_scales=False)
+HYBRID = jlp.MXFP8BlockScaling(fp8_format="HYBRID")
+KEPT = [
+    *(jlp.MXFP8(element, scale_rule=rule) for element in ("e4m3", "e5m2") for rule in ("up", "floor", "even")),
+    *(jlp.MXFP4(scale_rule=rule) for rule in ("up", "floor", "even")),
+    *(jlp.Float8Block(element) for element in ("e4m3", "e5m2")),
+    jlp.Float8Block(amax_epsilon=0.5),
+]
+assert ragged_on_cpus  # a fixture
+
+
+def hostile(dtype):
+    """Rows of any magnitude, whose largest elements lie all over a binade, with zeros, infinities and NaN."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((512, 300)) * np.exp2(rng.integers(-100, 100, (512, 1)))
+    x[:64, 5] = np.exp2(rng.uniform(8, 10, 64))
+    x[64], x[65, 7], x[66, 200] = 0, np.inf, np.nan
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fmt", KEPT, ids=repr)
+def test_what_travelled_is_quantised_again_without_another_error(fmt, dtype):
+    x = hostile(dtype)
+    assert is_kept(fmt)
+    once = jlp.quantize(x, fmt).dequantize()
+    assert_same_bytes(sent(x, fmt, lambda rows: rows), once)
+    again = jlp.quantize(once, fmt).dequantize()
+    np.testing.assert_array_equal(np.float32(again), np.float32(once))  # a zero may have the other sign
+
+
+@pytest.mark.parametrize(
+    "fmt", [jlp.NVFP4(), jlp.Float8Tensor(), jlp.Float8Block(power_of_two=False), jlp.MXFP8(block=(32, 32))], ids=str
+)
+def test_others_are_not_kept(fmt):
+    assert not is_kept(fmt)
+
+
+def layers_of(kernels, recipe):
+    names = ("experts/gate_proj", "experts/up_proj", "experts/down_proj")
+    return [Layer(w, None, None, recipe, None, name, None, None) for w, name in zip(kernels, names, strict=True)]
+
+
+def experts_of(layers):
+    return functools.partial(fused_experts, "MoE", layers=layers, activation=jax.nn.silu, saved="quantized")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def through(x, fmt, of_gradient):
+    """x as it travels, and its gradient likewise."""
+    return x if fmt is None else jlp.quantize(x, fmt).dequantize()
+
+
+through.defvjp(
+    lambda x, fmt, of_gradient: (through(x, fmt, of_gradient), None),
+    lambda fmt, of_gradient, _, dx: (through(dx, of_gradient, None),),
+)
+
+
+def on_one_device(x, kernels, weights, experts, recipe, travels=True):
+    where, layers = jlp.moe.dispatch(experts, EXPERTS), layers_of(kernels, recipe)
+    fmt, of_gradient = formats_of("MoE", layers, x.dtype) if travels else (None, None)
+    rows = through(jlp.moe.scatter_to_experts(x, where), fmt, None)
+    rows = through(experts_of(layers)(rows, where.group_sizes), None, of_gradient)
+    return jlp.moe.combine(rows, weights, where)
+
+
+def over_devices(devices, recipe, form="padded", factor=2.0, wire="codes"):
+    def local(x, kernels, weights, experts):
+        where, layers = jlp.moe.dispatch(experts, EXPERTS), layers_of(kernels, recipe)
+        groups = AllToAll(where, "a", factor, form, wire)
+        rows = groups.run(experts_of(layers), jlp.moe.scatter_to_experts(x, where), layers)
+        return jlp.moe.combine(rows, weights, where)
+
+    return jax.shard_map(local, mesh=mesh_of((devices,)), in_specs=(P("a"),) * 4, out_specs=P("a"))
+
+
+def operands(case, devices):
+    tokens = devices * TOKENS
+    sizes = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+    return (
+        random_array((tokens, WIDTH)),
+        tuple(random_array((EXPERTS, *size), "float32", seed=seed) for seed, size in enumerate(sizes)),
+        random_array((tokens, K), "float32", seed=9),
+        jnp.asarray(choices(case, devices)),
+    )
+
+
+@pytest.mark.usefixtures("ragged_on_cpus")
+@pytest.mark.parametrize("case", often([CASES[0]], CASES[1:]))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("devices", often([4], [1, 2, 8]))
+@pytest.mark.parametrize("recipe", often([MX], [HYBRID, BLOCK, None]), ids=str)
+def test_a_step(recipe, devices, form, case):
+    """The forward pass is that of one device to the bit, and gradients are those of the numbers that travelled."""
+    given = operands(case, devices)
+    y, *gradients, of_weights = step(over_devices(devices, recipe, form))(*given)
+    assert_same_bytes(y, jax.jit(functools.partial(on_one_device, recipe=recipe, travels=False))(*given))
+    *expected, expected_of_weights = step(functools.partial(on_one_device, recipe=recipe))(*given)
+    assert_same_bytes((y, *gradients), tuple(expected))
+    np.testing.assert_allclose(of_weights, expected_of_weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [0.1, 100])
+def test_buffers_of_any_size(factor):
+    given = operands("even", 4)
+    wanted = step(over_devices(4, MX))(*given)
+    assert_same_bytes(step(over_devices(4, MX, factor=factor))(*given), wanted)
+
+
+def test_under_remat_and_scan():
+    given = operands("even", 4)
+    function = over_devices(4, MX)
+    wanted = step(function)(*given)
+    assert_same_bytes(step(jax.checkpoint(function))(*given)[:2], wanted[:2])
+
+    def scanned(x, kernels, weights, experts):
+        again = jax.lax.scan(lambda _, x: (0, function(x, kernels, weights, experts)), 0, x[None])
+        return again[1][0]
+
+    assert_same_bytes(step(scanned)(*given)[:2], wanted[:2])
+
+
+def test_gradients_of_kernels_are_as_near_as_those_of_whole_rows():
+    """Numbers are rounded to as many digits twice, with scales that are powers of two: only tiny ones change again."""
+    x, kernels, weights, experts = operands("even", 4)
+    dy = random_array(x.shape, "float32", seed=5)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def of_kernels(function):
+        return jax.grad(lambda kernels: jnp.vdot(function(x, kernels, weights, experts), dy))(kernels)
+
+    exact = of_kernels(functools.partial(on_one_device, recipe=None))
+
+    def error(wire):
+        found = of_kernels(over_devices(4, MX, wire=wire))
+        return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(found, exact, strict=True)]
+
+    np.testing.assert_allclose(error("codes"), error("rows"), rtol=0.01)
+
+
+def test_codes_travel():
+    given = operands("even", 8)
+    compiled = step(over_devices(8, MX, factor=100)).lower(*given).compile()
+    large = [c for c in traffic.collectives(compiled) if c.elements > 64 * EXPERTS]
+    assert {c.kind for c in large} == {"all-to-all"}
+    kinds = [dtype for c in large for dtype in {dtype for dtype, _ in c.results}]
+    assert kinds.count("u8") == 2 and len(kinds) == 4  # the others are bfloat16, which XLA widens on CPUs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "error", "message"),
+    [
+        (jlp.NVFP4BlockScaling(), "bfloat16", ValueError, "experts that read NVFP4 1x16; needs formats with a power"),
+        (jlp.Float8CurrentScaling(), "bfloat16", ValueError, "Float8Tensor E4M3; needs formats with a power"),
+        (jlp.Float8BlockScaling(use_f32_scales=True), "bfloat16", ValueError, "Float8Block E4M3 1x128; needs"),
+        (MX, "float16", TypeError, "rows of float16, which does not hold all numbers that MXFP8 E4M3 1x32 stands for"),
+    ],
+    ids=str,
+)
+def test_what_cannot_travel_is_named(recipe, dtype, error, message):
+    with pytest.raises(error, match=message):
+        formats_of("MoE", layers_of((None,) * 3, recipe), dtype)
+
+
+def test_layers_in_high_precision_get_rows_as_they_are():
+    layers = layers_of((None,) * 3, MX)
+    assert formats_of("MoE", layers, "bfloat16") == (jlp.MXFP8(), jlp.MXFP8())
+    up, down = (
+        layers[:1] + [layers[1]._replace(recipe=None)] + layers[2:],
+        [*layers[:2], layers[2]._replace(recipe=None)],
+    )
+    assert formats_of("MoE", up, "bfloat16") == (None, jlp.MXFP8())
+    assert formats_of("MoE", down, "bfloat16") == (jlp.MXFP8(), None)
+    overridden = jlp.MXFP8BlockScaling(backward_override="high_precision")
+    assert formats_of("MoE", layers_of((None,) * 3, overridden), "bfloat16") == (jlp.MXFP8(), None)
+
+
+def test_experts_of_several_functions_are_refused():
+    def local(x):
+        groups = AllToAll(jlp.moe.dispatch(jnp.zeros((4, 1), jnp.int32), 4), "a", 2.0, "padded", "codes")
+        return groups.run(lambda rows, sizes: rows, x)
+
+    with pytest.raises(ValueError, match="experts that are not one function"):
+        jax.shard_map(local, mesh=mesh_of((1,)), in_specs=P("a"), out_specs=P("a"))(jnp.ones((4, 32)))
