@@ -108,10 +108,10 @@ def operands(case, devices):
 
 
 @pytest.mark.usefixtures("ragged_on_cpus")
-@pytest.mark.parametrize("case", often([CASES[0]], CASES[1:]))
+@pytest.mark.parametrize("case", often(CASES[:1], CASES))
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("devices", often([4], [1, 2, 8]))
-@pytest.mark.parametrize("recipe", often([MX], [HYBRID, BLOCK, None]), ids=str)
+@pytest.mark.parametrize("devices", often([4], [1, 2, 4, 8]))
+@pytest.mark.parametrize("recipe", often([MX], [MX, HYBRID, BLOCK, None]), ids=str)
 def test_a_step(recipe, devices, form, case):
     """The forward pass is that of one device to the bit, and gradients are those of the numbers that travelled."""
     given = operands(case, devices)
