@@ -27,7 +27,7 @@ def test_only_the_rows_that_there_are_travel(recipe, factor):
             rows = AllToAll(where, "a", factor).run(
                 lambda rows, sizes: jlp.grouped_matmul(rows, kernels, sizes, recipe=recipe),
                 jlp.moe.scatter_to_experts(x, where),
-                pure=True,
+                layers=[],
             )
             return jlp.moe.combine(rows, weights, where)
 
