@@ -131,6 +131,7 @@ def test_the_programs_of_experts_of_the_documents_run():
         exec(program, names)
     assert names["aux"].group_sizes.sum() == 4 * 32 * 2 and jax.numpy.isfinite(names["value"])
     assert names["tape"].experts.shape == (1, 1, 3, 2) and names["used"].shape == (4, 32, 2)
+    assert names["choices"].shape == (names["devices"] * 4, 32, 2) and names["outputs"].shape == names["tokens"].shape
     found = names["found"]
     assert (found.tokens == 128).all() and (found.same_order <= found.same_set).all() and (found.same_set > 0.5).all()
 
