@@ -73,11 +73,18 @@ def _frontier(result: dict) -> str:
     less = "less than `nvfp4`"
     rows = [("in bf16", "steps", "run", "loss gap", "by seed", less, "validation gap", less)]
     for s in result["summary"]:
-        loss, validation = s["loss_gap_percent"], s["validation_loss_gap_percent"]
-        seeds = ", ".join(f"{g:+.2f}" for g in loss["by_seed"])
-        gaps = _with_error(loss), seeds, *_less(s, loss), _with_error(validation), *_less(s, validation)
-        rows.append((_KEPT[s["kept"]], f"{s['steps']:,}", s["run"], *gaps))
+        rows.append((_KEPT[s["kept"]], f"{s['steps']:,}", s["run"], *_paired(s)))
     return f"{markdown(rows)}\n\n{_about(result)}"
+
+
+def sums_study() -> str:
+    """The default recipe by how sums over devices travel."""
+    result = load("sums_study")
+    less = "less than `nvfp4`"
+    rows = [("mesh", "run", "loss gap", "by seed", less, "validation gap", less)]
+    for s in result["summary"]:
+        rows.append((s["mesh"], s["run"], *_paired(s)))
+    return f"{markdown(rows)}\n\n{_about(result, 'last block in bf16')}"
 
 
 def frontier_cost() -> str:
@@ -96,6 +103,13 @@ def frontier_cost() -> str:
         )
     commit = counted["environment"]["commit"]
     return f"{markdown(rows)}\n\nCounted in machine code, commit {commit}; no GPU has run it."
+
+
+def _paired(entry: dict) -> tuple[str, ...]:
+    """The gaps of a run, of the training and of the validation loss, and how far they are from the default recipe's."""
+    loss, validation = entry["loss_gap_percent"], entry["validation_loss_gap_percent"]
+    seeds = ", ".join(f"{g:+.2f}" for g in loss["by_seed"])
+    return _with_error(loss), seeds, *_less(entry, loss), _with_error(validation), *_less(entry, validation)
 
 
 def _with_error(values: dict) -> str:
