@@ -56,9 +56,7 @@ def expert_exchange() -> str:
     """A step of experts by all-to-all, against tokens on all devices."""
     result = load("expert_exchange")
     rows = [("recipe", "speed", "target", "all-to-all, ms", "tokens on all devices, ms")]
-    for c in result["cases"]:
-        ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
-        rows.append((c["case"].partition(",")[0], f"{c['ratio']['median']:.2f}x", f"{c['target']}x", ours, theirs))
+    rows += [_compared(c["case"].partition(",")[0], c) for c in result["cases"]]
     sizes = (
         f"{result['tokens']} tokens, {result['top_k']} of {result['experts']} experts each, {result['width']} by "
         f"{result['hidden']}, {result['devices']} virtual CPU devices; "
@@ -70,8 +68,12 @@ def mesh_overhead() -> str:
     """What sharding itself costs."""
     result = load("mesh_overhead")
     rows = [("NVFP4, on eight virtual devices", "speed of one device", "target", "eight, ms", "one, ms")]
-    for c in result["cases"]:
-        ours, theirs = (milliseconds(c[k]["median"]) for k in ("ours", "theirs"))
-        target = "" if c["target"] is None else f"{c['target']}x"
-        rows.append((c["case"], f"{c['ratio']['median']:.2f}x", target, ours, theirs))
+    rows += [_compared(c["case"], c) for c in result["cases"]]
     return markdown(rows) + "\n\n" + where(result)
+
+
+def _compared(name: str, case: dict) -> tuple[str, ...]:
+    """A row: the ratio, its target, and both times."""
+    ours, theirs = (milliseconds(case[k]["median"]) for k in ("ours", "theirs"))
+    target = "" if case["target"] is None else f"{case['target']}x"
+    return name, f"{case['ratio']['median']:.2f}x", target, ours, theirs

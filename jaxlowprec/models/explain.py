@@ -99,18 +99,20 @@ def _operand(roles: Roles, tensor: str) -> str:
     for gemm in (gemm for gemm, operands in GEMMS.items() if tensor in operands):
         role, decoded = roles.operand(tensor, gemm), decodable and roles.operands(gemm) == "dequantized"
         found[gemm] = "decoded" if decoded else "-" if role is None else str(role.format)
-    if len(set(found.values())) == 1:
-        return next(iter(found.values()))
-    return ", ".join(f"{gemm} {form}" for gemm, form in found.items())
+    return _of_each_gemm(found)
+
+
+def _of_each_gemm(found: Mapping[str, str]) -> str:
+    """What was found for each GEMM, once if it is the same for all."""
+    if len(set(found.values())) < 2:
+        return next(iter(found.values()), "-")
+    return ", ".join(f"{gemm} {what}" for gemm, what in found.items())
 
 
 def _kinds(layer: AppliedRecipe) -> str:
     """How the sums of a layer's quantised GEMMs travel; for each of them, if they differ."""
     quantized = [gemm for gemm in GEMMS if isinstance(layer.roles.operands(gemm), tuple)]
-    kinds = {gemm: getattr(layer.sums, gemm) for gemm in quantized}
-    if len(set(kinds.values())) < 2:
-        return next(iter(kinds.values()), "-")
-    return ", ".join(f"{gemm} {kind}" for gemm, kind in kinds.items())
+    return _of_each_gemm({gemm: getattr(layer.sums, gemm) for gemm in quantized})
 
 
 def _sums_of(recipe: Recipe | None, is_grouped: bool) -> Sums:

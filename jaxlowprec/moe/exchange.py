@@ -113,10 +113,11 @@ class Route:
 
 
 def _padded(route: Route, rows: Array, starts: Array, sizes: Array) -> Array:
-    """[n, pair, ...] as it was received, of rows whose parts for each device begin at `starts`."""
+    """[most, ...], `pair` rows of each device, of rows whose parts for each device begin at `starts`."""
     slot = jnp.arange(route.pair, dtype=jnp.int32)
     buffer = _taken(rows, starts[:, None] + slot, slot < sizes[:, None])
-    return jax.lax.all_to_all(buffer, route.axis, 0, 0, tiled=True)
+    received = jax.lax.all_to_all(buffer, route.axis, 0, 0, tiled=True)
+    return received.reshape(route.most, *rows.shape[1:])
 
 
 def _ragged(route: Route, rows: Array, count: int, *offsets: Array) -> Array:
@@ -126,10 +127,10 @@ def _ragged(route: Route, rows: Array, count: int, *offsets: Array) -> Array:
     return jax.lax.ragged_all_to_all(*aligned, axis_name=route.axis)
 
 
-def _sorted_by_expert(received: Array, plan: Plan, starts: Array, most: int) -> Array:
+def _sorted_by_expert(received: Array, plan: Plan, starts: Array) -> Array:
     """Rows by expert, and within that by device, of rows by device; a device's begin at `starts`."""
     devices = plan.received.shape[0]
-    cell, within, valid = _found(plan.received.T.reshape(-1), most)
+    cell, within, valid = _found(plan.received.T.reshape(-1), received.shape[0])
     expert, device = cell // devices, cell % devices
     return _taken(received, starts[device] + _starts(plan.received)[device, expert] + within, valid)
 
@@ -147,13 +148,13 @@ def _to_experts(route: Route, rows: Array, plan: Plan, fmt: Format | None) -> Ar
     def padded(rows: Array, plan: Plan) -> Array:
         received = _padded(route, rows, _starts(plan.sent), plan.sent)
         starts = jnp.arange(route.devices, dtype=jnp.int32) * route.pair
-        return _sorted_by_expert(received.reshape(route.most, *rows.shape[1:]), plan, starts, route.most)
+        return _sorted_by_expert(received, plan, starts)
 
     def ragged(rows: Array, plan: Plan) -> Array:
         sizes = plan.received.sum(axis=1)
         offsets = _starts(plan.sent), plan.sent, plan.starts_there, sizes
         received = _ragged(route, rows, route.most, *offsets)
-        return _sorted_by_expert(received, plan, _starts(sizes), route.most)
+        return _sorted_by_expert(received, plan, _starts(sizes))
 
     return sent(rows, fmt, lambda rows: route.by_form(padded, ragged, rows, plan))
 
@@ -163,7 +164,7 @@ def _to_tokens(route: Route, rows: Array, plan: Plan) -> Array:
         sizes = plan.received.sum(axis=1)
         received = _padded(route, _sorted_by_device(rows, plan), _starts(sizes), sizes)
         device, within, valid = _found(plan.sent, route.rows)
-        return _taken(received.reshape(route.most, *rows.shape[1:]), device * route.pair + within, valid)
+        return _taken(received, device * route.pair + within, valid)
 
     def ragged(rows: Array, plan: Plan) -> Array:
         sizes = plan.received.sum(axis=1)

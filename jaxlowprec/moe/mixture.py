@@ -102,9 +102,8 @@ def mixture(
         bias=bias,
         sequence_length=lead[-1] if lead and tokens else None,
     )
-    rows_of = _experts
-    if settings.expert_axis is not None:
-        rows_of = _exchanged_experts if settings.exchange == "all_to_all" else _sharded_experts
+    same_tokens = settings.expert_axis is not None and settings.exchange == "sum"
+    rows_of = _sharded_experts if same_tokens else _experts
     y, dtype = rows_of(x.reshape(tokens, x.shape[-1]), routing, experts, settings)
     y = y.reshape(*lead, y.shape[-1])
     if shared is not None:
@@ -131,7 +130,11 @@ def _losses(routing: Routing, config: RouterConfig) -> tuple[Array, Array, Array
 def _experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
     """The weighted sum of the experts' outputs in float32, and the dtype of these outputs."""
     where = dispatch(routing.experts, settings.num_experts)
-    rows = experts(scatter_to_experts(x, where), InPlace(where.group_sizes))
+    groups: Groups = InPlace(where.group_sizes)
+    if settings.exchange == "all_to_all":  # each device has tokens of its own and a part of the experts
+        _own_experts(settings)
+        groups = AllToAll(where, settings.expert_axis, settings.buffer_factor, wire=settings.wire)
+    rows = experts(scatter_to_experts(x, where), groups)
     return combine(rows, routing.weights, where), rows.dtype
 
 
@@ -146,15 +149,6 @@ def _own_experts(settings: Settings) -> int:
             "needs a multiple of them"
         )
     return local
-
-
-def _exchanged_experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
-    """`_experts` within shard_map, where each device along the axis has tokens of its own and a part of the experts."""
-    _own_experts(settings)
-    where = dispatch(routing.experts, settings.num_experts)
-    groups = AllToAll(where, settings.expert_axis, settings.buffer_factor, wire=settings.wire)
-    rows = experts(scatter_to_experts(x, where), groups)
-    return combine(rows, routing.weights, where), rows.dtype
 
 
 def _sharded_experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:

@@ -16,7 +16,7 @@ from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.quantize.api import quantize
 from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.roles import Recipe, Role
-from jaxlowprec.wiring import as_bytes
+from jaxlowprec.wiring import as_bytes, from_bytes
 
 Wire = Literal["rows", "codes"]
 
@@ -108,8 +108,7 @@ def _bytes_of(x: jax.Array) -> jax.Array:
 
 def _from_bytes(x: jax.Array, like: jax.Array) -> jax.Array:
     """The inverse of `_bytes_of`, for matrices of another one's dtype."""
-    if like.dtype == x.dtype:
-        return x
     size = like.dtype.itemsize
-    wide = x if size == 1 else x.reshape(x.shape[0], x.shape[1] // size, size)
-    return jax.lax.bitcast_convert_type(wide, like.dtype)
+    if size == 1:
+        return from_bytes([x], [like.dtype])[0]
+    return jax.lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // size, size), like.dtype)

@@ -15,7 +15,7 @@ from jaxlowprec.moe.exchange import AllToAll
 from jaxlowprec.moe.grouped_linear import fused_experts
 from jaxlowprec.moe.wire import formats_of, is_kept, sent
 from tests.helpers import assert_same_bytes, often, random_array
-from tests.moe.exchange.test_exchange import CASES, EXPERTS, FORMS, K, choices, ragged_on_cpus, step
+from tests.moe.exchange.test_exchange import CASES, EXPERTS, FORMS, K, choices, step
 from tests.sharding.meshes import mesh_of
 
 TOKENS, WIDTH, HIDDEN = 12, 128, 64
@@ -27,7 +27,6 @@ KEPT = [
     *(jlp.Float8Block(element) for element in ("e4m3", "e5m2")),
     jlp.Float8Block(amax_epsilon=0.5),
 ]
-assert ragged_on_cpus  # a fixture
 
 
 def hostile(dtype):
