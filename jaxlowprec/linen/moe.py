@@ -40,8 +40,8 @@ class Experts(nn.Module):
     num_experts: int | None = None
 
     @nn.compact
-    def __call__(self, x: Array, *groups: Groups) -> Array:
-        """Rows [..., features] to rows [..., features]; those of experts as `groups` has them run."""
+    def __call__(self, x: Array, *groups: Groups) -> Any:
+        """Tokens [..., features] to outputs of that shape; with `groups`, what they make of tokens [T, features]."""
 
         def layer(features: int, init: Any, name: str) -> Any:
             if self.num_experts is None:

@@ -29,6 +29,7 @@ class Dispatch:
 
     Attributes:
         order: int32 [T*k]: for each place, the choice that is there: token * k + the choice's index in the token's row.
+            Shorter, if the last places, which belong to no expert, were cut.
         places: int32 [T, k]: the place of each choice; the inverse of `order`.
         group_sizes: int32 [experts]: rows of each expert. Rows past their sum belong to no expert.
     """
@@ -71,6 +72,11 @@ def dispatch(experts: Int32[Array, "T k"], num_experts: int) -> Dispatch:
     return Dispatch(order, places, group_sizes)
 
 
+def first_places(where: Dispatch, count: int) -> Dispatch:
+    """The dispatch without places after the first `count`, which must be at least the sum of the group sizes."""
+    return dataclasses.replace(where, order=where.order[:count])
+
+
 def scatter_to_experts(x: Float[Array, "T D"], where: Dispatch) -> Float[Array, "T*k D"]:
     """Each token's row k times, sorted by expert. The gradient of x is summed in float32, in the order of the k.
 
@@ -92,16 +98,22 @@ def _places(who: str, where: Any) -> tuple[int, int]:
     if not isinstance(where, Dispatch):
         raise TypeError(f"{who}: where={shown(where)}; needs a Dispatch, as jaxlowprec.moe.dispatch returns")
     shape = jnp.shape(where.places)
-    if len(shape) != 2 or jnp.shape(where.order) != (shape[0] * shape[1],):
-        raise ValueError(
-            f"{who}: where has places {shape} and order {jnp.shape(where.order)}; needs [tokens, k] and [tokens * k]"
-        )
+    order = jnp.shape(where.order)
+    if len(shape) != 2 or len(order) != 1 or order[0] > shape[0] * shape[1]:
+        raise ValueError(f"{who}: where has places {shape} and order {order}; needs [tokens, k] and [tokens * k]")
     return shape
 
 
 def _rows(x: Array, indices: Array) -> Array:
     """x[indices], which come from sorting and are in bounds."""
     return x.at[indices].get(mode="promise_in_bounds")
+
+
+def _rows_at(x: Array, places: Array) -> Array:
+    """x[places]; zeros for places that were cut."""
+    if x.shape[0] == places.size:
+        return _rows(x, places)
+    return x.at[places].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
@@ -114,7 +126,7 @@ def _scatter_fwd(x: Array, order: Array, places: Array) -> tuple[Array, Array]:
 
 
 def _scatter_bwd(places: Array, gradient: Array) -> tuple[Array, None, None]:
-    return in_order(_rows(gradient, places).astype(jnp.float32)).astype(gradient.dtype), None, None
+    return in_order(_rows_at(gradient, places).astype(jnp.float32)).astype(gradient.dtype), None, None
 
 
 _scatter.defvjp(_scatter_fwd, _scatter_bwd)
@@ -134,7 +146,7 @@ def combine(rows: Float[Array, "T*k N"], weights: Float[Array, "T k"], where: Di
     who = "combine"
     places = _places(who, where)
     rows, weights = array(who, "rows", rows), array(who, "weights", weights)
-    if rows.ndim != 2 or rows.shape[0] != places[0] * places[1] or weights.shape != places:
+    if rows.ndim != 2 or rows.shape[0] != jnp.shape(where.order)[0] or weights.shape != places:
         raise ValueError(
             f"{who}: rows {rows.shape} and weights {weights.shape} of a dispatch of {places}; needs rows "
             "[tokens * k, N] and weights [tokens, k]"
@@ -144,7 +156,7 @@ def combine(rows: Float[Array, "T*k N"], weights: Float[Array, "T k"], where: Di
 
 @jax.custom_vjp
 def _combine(rows: Array, weights: Array, order: Array, places: Array) -> Array:
-    return in_order(rounded(_rows(rows, places).astype(jnp.float32) * weights[..., None]))
+    return in_order(rounded(_rows_at(rows, places).astype(jnp.float32) * weights[..., None]))
 
 
 def _combine_fwd(rows: Array, weights: Array, order: Array, places: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -154,7 +166,7 @@ def _combine_fwd(rows: Array, weights: Array, order: Array, places: Array) -> tu
 def _combine_bwd(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, None, None]:
     rows, weights, order, places = saved
     of_rows = _rows(gradient, order // places.shape[1]) * _rows(weights.reshape(-1), order)[:, None]
-    of_weights = jnp.sum(_rows(rows, places).astype(jnp.float32) * gradient[:, None, :], axis=-1)
+    of_weights = jnp.sum(_rows_at(rows, places).astype(jnp.float32) * gradient[:, None, :], axis=-1)
     return of_rows.astype(rows.dtype), of_weights, None, None
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 from jaxlowprec import wiring
 from jaxlowprec.arrays.formats import Format
 from jaxlowprec.layers.fused.shared_input import Layer
-from jaxlowprec.moe.dispatching import Dispatch
+from jaxlowprec.moe.dispatching import Dispatch, combine, scatter_to_experts
 from jaxlowprec.moe.wire import AS_THEY_ARE, Formats, Wire, formats_of, sent
 
 
@@ -90,7 +90,7 @@ class Route:
         rows: those of this device, of all experts.
         form: "padded": an all-to-all of `pair` rows for each pair of devices. "ragged": only the rows that there are,
             by XLA's ragged-all-to-all, which CPUs lack. None: ragged where there is one.
-        formats: in what rows travel to experts. Back, they travel as they are.
+        formats: in what rows travel.
     """
 
     axis: Any
@@ -144,7 +144,9 @@ def _sorted_by_device(rows: Array, plan: Plan) -> Array:
     return _taken(rows, starts[expert, device] + within, valid)
 
 
-def _to_experts(route: Route, rows: Array, plan: Plan, fmt: Format | None) -> Array:
+def rows_to_experts(route: Route, rows: Array, plan: Plan, fmt: Format | None) -> Array:
+    """`to_experts` in a format of the caller, and without a gradient."""
+
     def padded(rows: Array, plan: Plan) -> Array:
         received = _padded(route, rows, _starts(plan.sent), plan.sent)
         starts = jnp.arange(route.devices, dtype=jnp.int32) * route.pair
@@ -159,7 +161,7 @@ def _to_experts(route: Route, rows: Array, plan: Plan, fmt: Format | None) -> Ar
     return sent(rows, fmt, lambda rows: route.by_form(padded, ragged, rows, plan))
 
 
-def _to_tokens(route: Route, rows: Array, plan: Plan) -> Array:
+def _to_tokens(route: Route, rows: Array, plan: Plan, fmt: Format | None) -> Array:
     def padded(rows: Array, plan: Plan) -> Array:
         sizes = plan.received.sum(axis=1)
         received = _padded(route, _sorted_by_device(rows, plan), _starts(sizes), sizes)
@@ -171,7 +173,7 @@ def _to_tokens(route: Route, rows: Array, plan: Plan) -> Array:
         offsets = _starts(sizes), sizes, plan.starts_back, plan.sent
         return _ragged(route, _sorted_by_device(rows, plan), route.rows, *offsets)
 
-    return route.by_form(padded, ragged, rows, plan)
+    return sent(rows, fmt, lambda rows: route.by_form(padded, ragged, rows, plan))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -181,79 +183,81 @@ def to_experts(route: Route, rows: Float[Array, "T*k *D"], plan: Plan) -> Float[
     The inverse of `to_tokens`, and the gradient of each is the other. Quantising, where rows travel in codes, counts as
     the identity.
     """
-    return _to_experts(route, rows, plan, route.formats.rows)
+    return rows_to_experts(route, rows, plan, route.formats.rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def to_tokens(route: Route, rows: Float[Array, "R *D"], plan: Plan) -> Float[Array, "T*k *D"]:
     """Rows of this device's experts back to the devices that sent them, in the order that they had there."""
-    return _to_tokens(route, rows, plan)
+    return _to_tokens(route, rows, plan, route.formats.back)
 
 
 to_experts.defvjp(
-    lambda route, rows, plan: (_to_experts(route, rows, plan, route.formats.rows), plan),
-    lambda route, plan, gradient: (_to_tokens(route, gradient, plan), None),
+    lambda route, rows, plan: (rows_to_experts(route, rows, plan, route.formats.rows), plan),
+    lambda route, plan, gradient: (_to_tokens(route, gradient, plan, route.formats.back), None),
 )
 to_tokens.defvjp(
-    lambda route, rows, plan: (_to_tokens(route, rows, plan), plan),
-    lambda route, plan, gradient: (_to_experts(route, gradient, plan, route.formats.gradient), None),
+    lambda route, rows, plan: (_to_tokens(route, rows, plan, route.formats.back), plan),
+    lambda route, plan, gradient: (rows_to_experts(route, gradient, plan, route.formats.gradient), None),
 )
+
+
+Compute = Callable[[Array, Array], Array]
+"""Rows sorted by expert, and group sizes, to the experts' rows."""
+
+Combined = tuple[Array, Array]
+"""The weighted sum of the experts' results, float32 [tokens, N], and a scalar of the dtype of these results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InPlace:
-    """Experts that are where the rows are.
+    """Experts that are where the tokens are.
 
     Attributes:
-        group_sizes: int32 [experts].
+        where: the places of the tokens' rows.
+        weights: float32 [tokens, k].
     """
 
-    group_sizes: Int32[Array, "E"]
+    where: Dispatch
+    weights: Float[Array, "T k"]
 
-    def run(
-        self, compute: Callable[[Array, Array], Array], rows: Array, layers: Sequence[Layer] | None = None
-    ) -> Array:
-        """compute(rows, group sizes): the experts' results."""
+    def run(self, compute: Compute, x: Array, layers: Sequence[Layer] | None = None) -> Combined:
+        """The tokens' experts, by `compute`."""
         del layers
-        return compute(rows, self.group_sizes)
+        rows = compute(scatter_to_experts(x, self.where), self.where.group_sizes)
+        return combine(rows, self.weights, self.where), jnp.zeros((), rows.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Experts on other devices.
+    """Experts on other devices, to which rows travel.
 
     Attributes:
         where: the rows' places; group sizes are those of all experts.
+        weights: float32 [tokens, k].
         axis: the mesh axis of the experts.
         factor: buffers are for so many times the mean rows of a pair of devices. Where any pair has more, all devices
             use buffers that are large enough in any case.
         form: see `Route`.
-        wire: "codes": rows travel to experts as the experts' layers quantise them, see `formats_of`.
+        wire: in what rows travel, see `formats_of`.
     """
 
     where: Dispatch
+    weights: Float[Array, "T k"]
     axis: Any
     factor: float
     form: str | None = None
     wire: Wire = "rows"
 
-    def run(
-        self, compute: Callable[[Array, Array], Array], rows: Array, layers: Sequence[Layer] | None = None
-    ) -> Array:
-        """The experts' results for rows that are sent to them.
+    def run(self, compute: Compute, x: Array, layers: Sequence[Layer] | None = None) -> Combined:
+        """The tokens' experts, by `compute` on the devices that have them.
 
         Arguments:
-            compute: rows sorted by expert, and group sizes, to rows.
-            rows: sorted by expert.
-            layers: what compute computes, down's last, if it only reads what it has captured, so that it may be traced
-                twice, in branches. None: anything.
+            x: [tokens, D], those of this device.
+            layers: what `compute` computes, down's last, if it only reads what it has captured, so that it may be
+                traced twice, in branches. None: anything.
         """
-        if layers is None and self.wire == "codes":
-            raise ValueError(
-                'MoE: wire="codes" and experts that are not one function; needs layers of GroupedLinear or '
-                'GroupedDense, and an activation without arrays of its own: or take wire="rows"'
-            )
-        formats = formats_of("MoE", layers, rows.dtype) if layers is not None and self.wire == "codes" else AS_THEY_ARE
+        formats = formats_of("MoE", layers, x.dtype, self.wire)
         tokens, k = self.where.places.shape
         devices = jax.lax.axis_size(self.axis)
         plan = plan_of(self.where, self.axis)
@@ -264,8 +268,18 @@ class AllToAll:
             route = Route(self.axis, devices, pair, tokens * k, self.form, formats)
             return lambda rows: to_tokens(route, compute(to_experts(route, rows, plan), plan.group_sizes), plan)
 
-        if usual == most or layers is None:
-            return with_buffers(most)(rows)
-        fits = jax.lax.pmax(plan.sent.max(), self.axis) <= usual
-        # The large buffers are for the exception: nothing of their size is kept for the backward pass.
-        return jax.lax.cond(fits, with_buffers(usual), jax.checkpoint(with_buffers(most)), rows)
+        fits = None
+        if usual < most and layers is not None:
+            fits = jax.lax.pmax(plan.sent.max(), self.axis) <= usual
+        rows = with_usual_buffers(fits, with_buffers(usual), with_buffers(most), scatter_to_experts(x, self.where))
+        return combine(rows, self.weights, self.where), jnp.zeros((), rows.dtype)
+
+
+def with_usual_buffers(
+    fits: Array | None, usual: Callable[..., Any], most: Callable[..., Any], *operands: Array
+) -> Any:
+    """The result of the function whose buffers are large enough; `fits`: whether the usual ones are, if that may be."""
+    if fits is None:
+        return most(*operands)
+    # The large buffers are for the exception: nothing of their size is kept for the backward pass.
+    return jax.lax.cond(fits, usual, jax.checkpoint(most), *operands)

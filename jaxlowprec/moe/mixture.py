@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxlowprec.arguments import a_flag, array, one_of, shown, whole_number
-from jaxlowprec.moe.dispatching import combine, dispatch, scatter_to_experts
-from jaxlowprec.moe.exchange import AllToAll, InPlace
+from jaxlowprec.moe.deduplicated import Deduplicated
+from jaxlowprec.moe.dispatching import dispatch
+from jaxlowprec.moe.exchange import AllToAll, Combined, InPlace
 from jaxlowprec.moe.router import Routing, route
 from jaxlowprec.moe.router_config import RouterConfig, check_config
 from jaxlowprec.moe.tape_dtype import fetched, narrowed
-from jaxlowprec.moe.wire import Wire
+from jaxlowprec.moe.wire import WIRES, Wire
 from jaxlowprec.ops.checks import mesh_axes
 
-Exchange = Literal["sum", "all_to_all"]
-Groups = InPlace | AllToAll
+Exchange = Literal["sum", "all_to_all", "deduplicated"]
+Groups = InPlace | AllToAll | Deduplicated
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +70,7 @@ def mixture(
     tape: Int[Array, "*T k"] | None,
     settings: Settings,
     router: Callable[[Array], Array],
-    experts: Callable[[Array, Groups], Array],
+    experts: Callable[[Array, Groups], Combined],
     shared: Callable[[Array], Array] | None,
     *,
     bias: Float[Array, "E"] | None,
@@ -78,7 +79,7 @@ def mixture(
 
     Arguments:
         router: float32 tokens [..., D] to logits [..., experts].
-        experts: takes rows sorted by expert, and what runs them; returns rows; see `GroupedLinear`.
+        experts: takes tokens, and what runs their experts.
         shared: processes every token; its result is added in float32, before the result is rounded once.
         bias: the selection bias, if `settings.routing` has one.
     """
@@ -102,16 +103,14 @@ def mixture(
         bias=bias,
         sequence_length=lead[-1] if lead and tokens else None,
     )
-    same_tokens = settings.expert_axis is not None and settings.exchange == "sum"
-    rows_of = _sharded_experts if same_tokens else _experts
-    y, dtype = rows_of(x.reshape(tokens, x.shape[-1]), routing, experts, settings)
+    y, like = _combined(x.reshape(tokens, x.shape[-1]), routing, experts, settings)
     y = y.reshape(*lead, y.shape[-1])
     if shared is not None:
         y = y + shared(x).astype(jnp.float32)
     used = routing.experts.reshape(*lead, k)
     if tape is not None:
         used = narrowed(used, tape.dtype, settings.num_experts)
-    return y.astype(dtype), MoEAux(*_losses(routing, settings.routing), used, routing.group_sizes)
+    return y.astype(like.dtype), MoEAux(*_losses(routing, settings.routing), used, routing.group_sizes)
 
 
 def _losses(routing: Routing, config: RouterConfig) -> tuple[Array, Array, Array]:
@@ -127,15 +126,20 @@ def _losses(routing: Routing, config: RouterConfig) -> tuple[Array, Array, Array
     return balance, of_sequences, of_logits
 
 
-def _experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
-    """The weighted sum of the experts' outputs in float32, and the dtype of these outputs."""
-    where = dispatch(routing.experts, settings.num_experts)
-    groups: Groups = InPlace(where.group_sizes)
-    if settings.exchange == "all_to_all":  # each device has tokens of its own and a part of the experts
-        _own_experts(settings)
-        groups = AllToAll(where, settings.expert_axis, settings.buffer_factor, wire=settings.wire)
-    rows = experts(scatter_to_experts(x, where), groups)
-    return combine(rows, routing.weights, where), rows.dtype
+def _combined(x: Array, routing: Routing, experts: Callable[[Array, Groups], Combined], settings: Settings) -> Combined:
+    """The weighted sum of the experts' outputs."""
+    axis, experts_in_all = settings.expert_axis, settings.num_experts
+    if axis is None:
+        return experts(x, InPlace(dispatch(routing.experts, experts_in_all), routing.weights))
+    own = _own_experts(settings)
+    if settings.exchange == "sum":  # all devices along the axis have the same tokens
+        chosen = routing.experts - own * jax.lax.axis_index(axis).astype(jnp.int32)
+        y, like = experts(x, InPlace(dispatch(chosen, own), routing.weights))
+        return jax.lax.psum(y, axis), like
+    how: Any = {"axis": axis, "factor": settings.buffer_factor, "wire": settings.wire}
+    if settings.exchange == "deduplicated":
+        return experts(x, Deduplicated(routing, **how))
+    return experts(x, AllToAll(dispatch(routing.experts, experts_in_all), routing.weights, **how))
 
 
 def _own_experts(settings: Settings) -> int:
@@ -151,18 +155,6 @@ def _own_experts(settings: Settings) -> int:
     return local
 
 
-def _sharded_experts(x: Array, routing: Routing, experts: Any, settings: Settings) -> tuple[Array, Any]:
-    """`_experts` within shard_map, where each device along the axis has a part of the experts.
-
-    All devices along the axis have the same tokens. Each computes the rows of its own experts; the sum is in float32.
-    """
-    local, axis = _own_experts(settings), settings.expert_axis
-    own = routing.experts - local * jax.lax.axis_index(axis).astype(jnp.int32)
-    where = dispatch(own, local)
-    rows = experts(scatter_to_experts(x, where), InPlace(where.group_sizes))
-    return jax.lax.psum(combine(rows, routing.weights, where), axis), rows.dtype
-
-
 def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
     """Raises TypeError or ValueError if a block with these arguments cannot be made."""
     experts, k = settings.num_experts, settings.top_k
@@ -173,12 +165,13 @@ def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
     check_config(who, settings.routing).check(who, experts, k)
     one_of(who, "saved", saved, "quantized", "8bit", "recompute")
     a_flag(who, gated=gated)
-    one_of(who, "exchange", settings.exchange, "sum", "all_to_all")
-    if settings.exchange == "all_to_all" and settings.expert_axis is None:
-        raise ValueError(f'{who}: exchange="all_to_all" and no expert_axis; needs the mesh axis of the experts')
-    one_of(who, "wire", settings.wire, "rows", "codes")
-    if settings.wire == "codes" and settings.exchange != "all_to_all":
-        raise ValueError(f'{who}: wire="codes" and exchange={settings.exchange!r}; needs exchange="all_to_all"')
+    exchange, wire = settings.exchange, settings.wire
+    one_of(who, "exchange", exchange, *get_args(Exchange))
+    if exchange != "sum" and settings.expert_axis is None:
+        raise ValueError(f'{who}: exchange="{exchange}" and no expert_axis; needs the mesh axis of the experts')
+    one_of(who, "wire", wire, *WIRES)
+    if wire != "rows" and exchange == "sum":
+        raise ValueError(f'{who}: wire="{wire}" and exchange="sum"; needs exchange="all_to_all" or "deduplicated"')
     factor: Any = settings.buffer_factor
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise ValueError(f"{who}: buffer_factor={shown(factor)}; needs a number above 0, such as 2.0")

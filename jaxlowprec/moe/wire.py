@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.formats import MXFP8, Format
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE
 from jaxlowprec.ops.dequantize.api import dequantize
@@ -18,7 +18,8 @@ from jaxlowprec.recipes.autocast import resolve
 from jaxlowprec.recipes.roles import Recipe, Role
 from jaxlowprec.wiring import as_bytes, from_bytes
 
-Wire = Literal["rows", "codes"]
+Wire = Literal["rows", "codes", "codes_both_ways"]
+WIRES = get_args(Wire)
 
 
 class Formats(NamedTuple):
@@ -27,10 +28,12 @@ class Formats(NamedTuple):
     Attributes:
         rows: of the rows on their way to experts.
         gradient: of the gradient of the experts' results, on its way to experts.
+        back: of the experts' results, and of the gradient of their rows, on the way back.
     """
 
     rows: Format | None = None
     gradient: Format | None = None
+    back: Format | None = None
 
 
 AS_THEY_ARE = Formats()
@@ -45,36 +48,46 @@ def is_kept(fmt: Format) -> bool:
     return not fmt.tiles and (fmt.scaling == "e8m0" or (fmt.scaling == "float32" and fmt.power_of_two))
 
 
-def formats_of(who: str, layers: Sequence[Layer], dtype: Any) -> Formats:
-    """What experts' layers, down's last, quantise their rows and the gradient of their results to.
+def formats_of(who: str, layers: Sequence[Layer] | None, dtype: Any, wire: Wire) -> Formats:
+    """What rows and gradients are quantised to before they travel: what the experts' layers read, where a decoded row
+    keeps its numbers, and otherwise MXFP8. What no layer quantises travels as it is.
 
     Arguments:
+        layers: those of the experts, down's last; None: they are not one function.
         dtype: of the rows.
 
     Raises:
         TypeError: rows of a dtype that does not hold all decoded numbers.
-        ValueError: a format in which rows cannot travel.
+        ValueError: rows are to be quantised for layers that are not known.
     """
+    if wire == "rows":
+        return AS_THEY_ARE
+    if layers is None:
+        raise ValueError(
+            f'{who}: wire="{wire}" and experts that are not one function; needs layers of GroupedLinear or '
+            'GroupedDense, and an activation without arrays of its own: or take wire="rows"'
+        )
     *hidden, down = (resolve(who, layer.recipe, layer.name) for layer in layers)
     *names, name_of_down = (layer.name for layer in layers)
     inputs = {_role(recipe, name, "fprop") for recipe, name in zip(hidden, names, strict=True)}
     (role,) = inputs if len(inputs) == 1 else (None,)
-    of_gradient = _role(down, name_of_down, "dgrad")
-    if of_gradient is not None and (of_gradient.rounding != "nearest" or of_gradient.hadamard is not None):
-        of_gradient = None
-    found = Formats(*(None if r is None else r.format for r in (role, of_gradient)))
-    for fmt in found:
-        if fmt is not None and not is_kept(fmt):
-            raise ValueError(
-                f'{who}: wire="codes" and experts that read {fmt}; needs formats with a power of two for each block of '
-                'a row, such as MXFP8 or Float8Block(power_of_two=True): take wire="rows" or another recipe'
-            )
-    if found != AS_THEY_ARE and jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+    found = Formats(_travelling(role), _travelling(_role(down, name_of_down, "dgrad")))
+    if found == AS_THEY_ARE:
+        return found
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         raise TypeError(
-            f'{who}: wire="codes" and rows of {jnp.dtype(dtype)}, which does not hold all numbers that '
+            f'{who}: wire="{wire}" and rows of {jnp.dtype(dtype)}, which does not hold all numbers that '
             f'{found.rows or found.gradient} stands for; needs bfloat16 or float32, or wire="rows"'
         )
-    return found
+    return found._replace(back=MXFP8()) if wire == "codes_both_ways" else found
+
+
+def _travelling(role: Role | None) -> Format | None:
+    """In what the operand of a role travels."""
+    if role is None:
+        return None
+    as_read = is_kept(role.format) and role.rounding == "nearest" and role.hadamard is None
+    return role.format if as_read else MXFP8()
 
 
 def _role(recipe: Recipe | None, name: str, gemm: str) -> Role | None:

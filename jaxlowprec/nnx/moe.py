@@ -44,8 +44,8 @@ class Experts(nnx.Module):
         self.up_proj = make(features, hidden, inits[0], "up_proj")
         self.down_proj = make(hidden, features, inits[1], "down_proj")
 
-    def __call__(self, x: Array, *groups: Groups) -> Array:
-        """Rows [..., features] to rows [..., features]; those of experts as `groups` has them run."""
+    def __call__(self, x: Array, *groups: Groups) -> Any:
+        """Tokens [..., features] to outputs of that shape; with `groups`, what they make of tokens [T, features]."""
         if not groups:
             return self._separate(x)
         layers = [layer for layer in (self.gate_proj, self.up_proj, self.down_proj) if layer is not None]
@@ -81,13 +81,14 @@ class MoE(nnx.Module):
         expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
         exchange: how tokens get to the experts of other devices along `expert_axis`. "sum": all devices have the same
             tokens, and their results are added up. "all_to_all": each has tokens of its own, and rows are sent to their
-            experts and back. No token is dropped.
-        buffer_factor: for "all_to_all": buffers are for so many times the mean rows that a device sends another. A step
-            in which any pair of devices has more uses larger buffers and recomputes the experts in its backward pass:
-            the same result, slower.
-        wire: in what rows travel for "all_to_all". "rows": as they are; results and gradients are those of one device.
-            "codes": rows, and the gradient of the experts' results, are quantised before they travel to experts. The
-            forward pass has the same bits, and the gradients of kernels come from decoded rows; see docs/how-to/moe.md.
+            experts and back. "deduplicated": the same, but a token is sent once to each device that has experts of it,
+            which sends back the sum of their results. No token is dropped.
+        buffer_factor: where each device has tokens of its own: buffers are for so many times the mean rows. A step in
+            which any device has more uses larger buffers and recomputes the experts in its backward pass: the same
+            result, slower.
+        wire: in what rows travel then. "rows": as they are. "codes": rows, and the gradient of the experts' results,
+            are quantised before they travel to experts. "codes_both_ways": so are results, and the gradient of rows, on
+            the way back. See docs/how-to/moe.md for the bytes and the error of each.
         fsdp_axis: the mesh axis in shard_map along which the first features of the experts' kernels are split, see
             `GroupedLinear`. Other kernels are whole.
         saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see

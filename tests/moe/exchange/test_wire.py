@@ -21,6 +21,7 @@ from tests.sharding.meshes import mesh_of
 TOKENS, WIDTH, HIDDEN = 12, 128, 64
 MX, BLOCK = jlp.MXFP8BlockScaling(), jlp.Float8BlockScaling(use_f32_scales=False)
 HYBRID = jlp.MXFP8BlockScaling(fp8_format="HYBRID")
+FP4 = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)
 KEPT = [
     *(jlp.MXFP8(element, scale_rule=rule) for element in ("e4m3", "e5m2") for rule in ("up", "floor", "even")),
     *(jlp.MXFP4(scale_rule=rule) for rule in ("up", "floor", "even")),
@@ -77,20 +78,18 @@ through.defvjp(
 )
 
 
-def on_one_device(x, kernels, weights, experts, recipe, travels=True):
+def on_one_device(x, kernels, weights, experts, recipe, wire="codes"):
     where, layers = jlp.moe.dispatch(experts, EXPERTS), layers_of(kernels, recipe)
-    fmt, of_gradient = formats_of("MoE", layers, x.dtype) if travels else (None, None)
-    rows = through(jlp.moe.scatter_to_experts(x, where), fmt, None)
-    rows = through(experts_of(layers)(rows, where.group_sizes), None, of_gradient)
+    found = formats_of("MoE", layers, x.dtype, wire)
+    rows = through(jlp.moe.scatter_to_experts(x, where), found.rows, found.back)
+    rows = through(experts_of(layers)(rows, where.group_sizes), found.back, found.gradient)
     return jlp.moe.combine(rows, weights, where)
 
 
 def over_devices(devices, recipe, form="padded", factor=2.0, wire="codes"):
     def local(x, kernels, weights, experts):
         where, layers = jlp.moe.dispatch(experts, EXPERTS), layers_of(kernels, recipe)
-        groups = AllToAll(where, "a", factor, form, wire)
-        rows = groups.run(experts_of(layers), jlp.moe.scatter_to_experts(x, where), layers)
-        return jlp.moe.combine(rows, weights, where)
+        return AllToAll(where, weights, "a", factor, form, wire).run(experts_of(layers), x, layers)[0]
 
     return jax.shard_map(local, mesh=mesh_of((devices,)), in_specs=(P("a"),) * 4, out_specs=P("a"))
 
@@ -110,15 +109,22 @@ def operands(case, devices):
 @pytest.mark.parametrize("case", often(CASES[:1], CASES))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("devices", often([4], [1, 2, 4, 8]))
-@pytest.mark.parametrize("recipe", often([MX], [MX, HYBRID, BLOCK, None]), ids=str)
-def test_a_step(recipe, devices, form, case):
-    """The forward pass is that of one device to the bit, and gradients are those of the numbers that travelled."""
+@pytest.mark.parametrize("wire", ["codes", "codes_both_ways"])
+@pytest.mark.parametrize("recipe", often([MX], [MX, HYBRID, BLOCK, FP4, None]), ids=str)
+def test_a_step(recipe, wire, devices, form, case):
+    """The result and the gradients are those of one device, of the numbers that travelled, to the bit."""
     given = operands(case, devices)
-    y, *gradients, of_weights = step(over_devices(devices, recipe, form))(*given)
-    assert_same_bytes(y, jax.jit(functools.partial(on_one_device, recipe=recipe, travels=False))(*given))
-    *expected, expected_of_weights = step(functools.partial(on_one_device, recipe=recipe))(*given)
-    assert_same_bytes((y, *gradients), tuple(expected))
+    *found, of_weights = step(over_devices(devices, recipe, form, wire=wire))(*given)
+    *expected, expected_of_weights = step(functools.partial(on_one_device, recipe=recipe, wire=wire))(*given)
+    assert_same_bytes(found, expected)
     np.testing.assert_allclose(of_weights, expected_of_weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [MX, BLOCK, None], ids=str)
+def test_codes_that_experts_read_keep_the_result(recipe):
+    given = operands("even", 4)
+    found = jax.jit(over_devices(4, recipe))(*given)
+    assert_same_bytes(found, jax.jit(functools.partial(on_one_device, recipe=recipe, wire="rows"))(*given))
 
 
 @pytest.mark.parametrize("factor", [0.1, 100])
@@ -169,37 +175,36 @@ def test_codes_travel():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype", "error", "message"),
+    ("recipe", "rows", "gradient"),
     [
-        (jlp.NVFP4BlockScaling(), "bfloat16", ValueError, "experts that read NVFP4 1x16; needs formats with a power"),
-        (jlp.Float8CurrentScaling(), "bfloat16", ValueError, "Float8Tensor E4M3; needs formats with a power"),
-        (jlp.Float8BlockScaling(use_f32_scales=True), "bfloat16", ValueError, "Float8Block E4M3 1x128; needs"),
-        (MX, "float16", TypeError, "rows of float16, which does not hold all numbers that MXFP8 E4M3 1x32 stands for"),
+        (HYBRID, jlp.MXFP8(), jlp.MXFP8("e5m2")),
+        (jlp.NVFP4BlockScaling(), jlp.MXFP8(), jlp.MXFP8()),
+        (jlp.Float8CurrentScaling(), jlp.MXFP8(), jlp.MXFP8()),
+        (jlp.Float8BlockScaling(use_f32_scales=True), jlp.MXFP8(), jlp.MXFP8()),
+        (jlp.MXFP8BlockScaling(backward_override="high_precision"), jlp.MXFP8(), None),
+        (None, None, None),
     ],
     ids=str,
 )
-def test_what_cannot_travel_is_named(recipe, dtype, error, message):
-    with pytest.raises(error, match=message):
-        formats_of("MoE", layers_of((None,) * 3, recipe), dtype)
+def test_what_travels(recipe, rows, gradient):
+    """What is read, if it keeps its numbers, and otherwise MXFP8."""
+    layers = layers_of((None,) * 3, recipe)
+    assert formats_of("MoE", layers, "bfloat16", "rows") == (None, None, None)
+    assert formats_of("MoE", layers, "bfloat16", "codes") == (rows, gradient, None)
+    back = None if recipe is None else jlp.MXFP8()
+    assert formats_of("MoE", layers, "bfloat16", "codes_both_ways") == (rows, gradient, back)
 
 
 def test_layers_in_high_precision_get_rows_as_they_are():
     layers = layers_of((None,) * 3, MX)
-    assert formats_of("MoE", layers, "bfloat16") == (jlp.MXFP8(), jlp.MXFP8())
-    up, down = (
-        layers[:1] + [layers[1]._replace(recipe=None)] + layers[2:],
-        [*layers[:2], layers[2]._replace(recipe=None)],
-    )
-    assert formats_of("MoE", up, "bfloat16") == (None, jlp.MXFP8())
-    assert formats_of("MoE", down, "bfloat16") == (jlp.MXFP8(), None)
-    overridden = jlp.MXFP8BlockScaling(backward_override="high_precision")
-    assert formats_of("MoE", layers_of((None,) * 3, overridden), "bfloat16") == (jlp.MXFP8(), None)
+    up = layers[:1] + [layers[1]._replace(recipe=None)] + layers[2:]
+    down = [*layers[:2], layers[2]._replace(recipe=None)]
+    assert formats_of("MoE", up, "bfloat16", "codes") == (None, jlp.MXFP8(), None)
+    assert formats_of("MoE", down, "bfloat16", "codes") == (jlp.MXFP8(), None, None)
 
 
-def test_experts_of_several_functions_are_refused():
-    def local(x):
-        groups = AllToAll(jlp.moe.dispatch(jnp.zeros((4, 1), jnp.int32), 4), "a", 2.0, "padded", "codes")
-        return groups.run(lambda rows, sizes: rows, x)
-
-    with pytest.raises(ValueError, match="experts that are not one function"):
-        jax.shard_map(local, mesh=mesh_of((1,)), in_specs=P("a"), out_specs=P("a"))(jnp.ones((4, 32)))
+def test_what_cannot_travel_is_named():
+    with pytest.raises(TypeError, match="rows of float16, which does not hold all numbers that MXFP8 E4M3 1x32 stands"):
+        formats_of("MoE", layers_of((None,) * 3, MX), "float16", "codes")
+    with pytest.raises(ValueError, match='wire="codes" and experts that are not one function'):
+        formats_of("MoE", None, "bfloat16", "codes")
