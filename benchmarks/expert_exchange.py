@@ -2,14 +2,19 @@
 
     python benchmarks/expert_exchange.py
 
-Both have the same tokens and experts. With `exchange="sum"` each device has all tokens, computes the rows of its own
+All have the same tokens and experts. With `exchange="sum"` each device has all tokens, computes the rows of its own
 experts in buffers for all rows, and results are added up. With "all_to_all" it has an eighth of the tokens and sends
-rows. Choices are those of an untrained router: uneven, but no expert takes all.
+rows; "deduplicated" sends a token once to each device that has experts of it. Choices are those of an untrained router:
+uneven, but no expert takes all.
+
+Bytes are those of dispatch and combine, forward and backward: the bytes of a row in each collective of the compiled
+program, times the rows that the router sends to other devices.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 import jax
@@ -21,32 +26,61 @@ from jax.sharding import PartitionSpec as P
 from timing import Cases, keep_memory, save
 
 import jaxlowprec as jlp
+from jaxlowprec import traffic
 
 DEVICES, EXPERTS, TOP_K, WIDTH, HIDDEN = 8, 64, 8, 512, 256
 TOKENS = 4096  # of all devices
 RECIPES = {"bfloat16": None, "MXFP8": jlp.MXFP8BlockScaling(), "NVFP4": jlp.NVFP4BlockScaling()}
-TARGET = 2.0
+ROUTERS = {
+    "top-8 of all": jlp.moe.RouterConfig(),
+    "top-8 of 4 of 8 groups": jlp.moe.RouterConfig(scoring="sigmoid", groups=8, groups_per_token=4),
+}
+EXCHANGES = ("all_to_all", "deduplicated")
+WIRES = ("rows", "codes", "codes_both_ways")
+TARGET, TARGET_OF_BYTES = 2.0, 0.35
+ITEM_SIZES = {"f32": 4, "s32": 4, "u8": 1}
+WIDE = 4096  # of the tokens whose bytes are counted
 
 
-def compiled(mesh: Mesh, recipe: Any, exchange: Any, x: jax.Array) -> Any:
-    """The step, and its arguments."""
-    options: Any = {"expert_axis": "experts", "exchange": exchange, "top_k": TOP_K, "dtype": jnp.bfloat16}
-    graph, parameters = nnx.split(jlp.nnx.MoE(EXPERTS, WIDTH, HIDDEN, **options, rngs=nnx.Rngs(0)))
+def compiled(mesh: Mesh, recipe: Any, x: jax.Array, **options: Any) -> tuple[Any, Any, Any]:
+    """The compiled step, its arguments, and the experts that tokens choose."""
+    options |= {"expert_axis": "experts", "top_k": TOP_K, "dtype": jnp.bfloat16}
+    graph, parameters = nnx.split(jlp.nnx.MoE(EXPERTS, x.shape[1], HIDDEN, **options, rngs=nnx.Rngs(0)))
     places = jax.tree.map(lambda p: P("experts") if p.ndim == 3 else P(), parameters)
-    tokens = P("experts") if exchange == "all_to_all" else P()
+    tokens = P() if options["exchange"] == "sum" else P("experts")
 
-    def loss(parameters: Any, x: jax.Array) -> jax.Array:
-        y, _ = nnx.merge(graph, parameters)(x)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
+    def loss(parameters: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, aux = nnx.merge(graph, parameters)(x)
+        return jnp.sum(y.astype(jnp.float32) ** 2), aux.tape
 
     def step(parameters: Any, x: jax.Array) -> Any:
-        return jax.grad(loss, argnums=(0, 1))(parameters, x)
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(parameters, x)
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(places, tokens), out_specs=(places, tokens))
+    specs: Any = {"in_specs": (places, tokens), "out_specs": ((places, tokens), tokens)}
     with jlp.autocast(recipe, enabled=recipe is not None):
-        function = jax.jit(mapped).lower(parameters, x).compile()
+        function = jax.jit(jax.shard_map(step, mesh=mesh, **specs)).lower(parameters, x).compile()
     given = jax.device_put((parameters, x), function.input_shardings[0])
-    return lambda: function(*given)
+    return function, given, lambda: function(*given)
+
+
+def bytes_of(mesh: Mesh, exchange: str, wire: str, router: str, x: jax.Array) -> float:
+    """What all devices send others of rows and what goes with them, in bytes, in a step under MXFP8."""
+    options: Any = {"exchange": exchange, "wire": wire, "routing": ROUTERS[router]}
+    large = {"buffer_factor": 1e9}  # so that there is one size of buffers
+    function, given, _ = compiled(mesh, RECIPES["MXFP8"], x, **options, **large)
+    homes = np.asarray(function(*given)[1]).reshape(DEVICES, -1, TOP_K) // (EXPERTS // DEVICES)
+    there = np.arange(DEVICES)[:, None, None] != homes
+    if exchange == "deduplicated":
+        there &= np.array([[[home not in row[:i] for i, home in enumerate(row)] for row in of] for of in homes])
+    # Buffers have room for each row that a device could send another.
+    room = DEVICES * (TOKENS // DEVICES) * (1 if exchange == "deduplicated" else min(TOP_K, EXPERTS // DEVICES))
+    of_row = 0
+    for collective in traffic.collectives(function):
+        width, rest = divmod(collective.elements, room)
+        for dtype, _ in collective.results[:1] if width and not rest else ():
+            # XLA widens bfloat16 on CPUs.
+            of_row += width * (2 if width == x.shape[1] and dtype == "f32" else ITEM_SIZES[dtype])
+    return float(of_row * there.sum())
 
 
 def main() -> None:
@@ -60,11 +94,22 @@ def main() -> None:
     x = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH), jnp.bfloat16)
     cases = Cases()
     for name, recipe in RECIPES.items():
-        ours, theirs = (compiled(mesh, recipe, exchange, x) for exchange in ("all_to_all", "sum"))
-        cases.add(f"{name}, a training step of {EXPERTS} experts", "tokens on all devices", TARGET, ours, theirs, 9)
+        theirs = compiled(mesh, recipe, x, exchange="sum")[-1]
+        for exchange in EXCHANGES:
+            ours = compiled(mesh, recipe, x, exchange=exchange)[-1]
+            cases.add(f"{name}, {exchange}", "tokens on all devices", TARGET, ours, theirs, 9)
+    wide = jax.random.normal(jax.random.key(0), (TOKENS, WIDE), jnp.bfloat16)
+    found = []
+    for router, exchange, wire in itertools.product(ROUTERS, EXCHANGES, WIRES):
+        entry = {"router": router, "exchange": exchange, "wire": wire}
+        found.append(entry | {"bytes": bytes_of(mesh, x=wide, **entry)})
+        (of_rows,) = (e["bytes"] for e in found if list(e.values())[:3] == [router, "all_to_all", "rows"])
+        found[-1]["of_rows"] = found[-1]["bytes"] / of_rows
+        print(f"{router:24} {exchange:14} {wire:16} {found[-1]['of_rows']:.3f} of the bytes of bfloat16 rows")
     if options.save:
         sizes = {"tokens": TOKENS, "top_k": TOP_K, "experts": EXPERTS, "width": WIDTH, "hidden": HIDDEN}
-        print(save("expert_exchange", sizes | {"devices": DEVICES, "cases": cases.found}))
+        bytes_sent = {"width": WIDE, "target": TARGET_OF_BYTES, "found": found}
+        print(save("expert_exchange", sizes | {"devices": DEVICES, "cases": cases.found, "bytes": bytes_sent}))
 
 
 if __name__ == "__main__":

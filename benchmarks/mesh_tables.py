@@ -55,11 +55,27 @@ def projection() -> str:
 def expert_exchange() -> str:
     """A step of experts by all-to-all, against tokens on all devices."""
     result = load("expert_exchange")
-    rows = [("recipe", "speed", "target", "all-to-all, ms", "tokens on all devices, ms")]
-    rows += [_compared(c["case"].partition(",")[0], c) for c in result["cases"]]
+    rows = [("recipe, exchange", "speed", "target", "ms", "tokens on all devices, ms")]
+    rows += [_compared(c["case"], c) for c in result["cases"]]
     sizes = (
         f"{result['tokens']} tokens, {result['top_k']} of {result['experts']} experts each, {result['width']} by "
         f"{result['hidden']}, {result['devices']} virtual CPU devices; "
+    )
+    return markdown(rows) + "\n\n" + sizes + where(result)
+
+
+def exchange_bytes() -> str:
+    """What dispatch and combine send, of the bytes of rows in bfloat16."""
+    result = load("expert_exchange")
+    found = result["bytes"]["found"]
+    routers = list(dict.fromkeys(e["router"] for e in found))
+    rows = [("`exchange=`", "`wire=`", *routers)]
+    for exchange, wire in dict.fromkeys((e["exchange"], e["wire"]) for e in found):
+        mine = {e["router"]: e for e in found if (e["exchange"], e["wire"]) == (exchange, wire)}
+        rows.append((f'`"{exchange}"`', f'`"{wire}"`', *(f"{mine[router]['of_rows']:.2f}" for router in routers)))
+    sizes = (
+        f"Forward and backward pass under MXFP8, target {result['bytes']['target']}; {result['experts']} experts on "
+        f"{result['devices']} devices, tokens {result['bytes']['width']} wide, an untrained router; "
     )
     return markdown(rows) + "\n\n" + sizes + where(result)
 

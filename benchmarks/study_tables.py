@@ -56,7 +56,9 @@ def _about(result: dict, *kept: str) -> str:
         f"{settings['parameters']:,} parameters, {step_bytes} bytes per step, peak learning rate "
         f"{settings['learning_rate']}, {seeds}"
     )
-    return f"{', '.join([about, *kept])}; jax {settings['jax']} on {settings['platform']}, commit {settings['commit']}."
+    commits = [settings["commit"]] if "commit" in settings else dict.fromkeys(s["commit"] for s in result["summary"])
+    made = f"jax {settings['jax']} on {settings['platform']}, commit {' and '.join(commits)}"
+    return f"{', '.join([about, *kept])}; {made}."
 
 
 def frontier_study() -> str:

@@ -9,6 +9,10 @@ against bf16 on the same mesh.
 
 from __future__ import annotations
 
+import argparse
+import json
+from typing import Any
+
 import jax
 from lm import mesh
 from lm.model import SIZES
@@ -45,7 +49,18 @@ def main() -> None:
         print(f"{sizes}: sums of {' and '.join(VARIED[sizes])}")
         print_gaps(gaps)
     settings = settings_of(options, config, found[0]["parameters"], text)
-    write(options.save, {"settings": settings, "summary": summary})
+    commit = settings.pop("commit")
+    summary = [{"commit": commit, **entry} for entry in summary]
+    write(options.save, {"settings": settings, "summary": [*saved_before(options, settings), *summary]})
+
+
+def saved_before(options: argparse.Namespace, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the file to write has of other meshes, if it is of the same settings."""
+    if not options.save or not options.save.exists():
+        return []
+    saved = json.loads(options.save.read_text())
+    same = saved["settings"] == settings
+    return [entry for entry in saved["summary"] if same and entry["mesh"] not in options.mesh]
 
 
 if __name__ == "__main__":
