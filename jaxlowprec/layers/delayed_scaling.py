@@ -28,6 +28,7 @@ from jaxlowprec.arguments import array, shown, whole_number
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The name of the Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
@@ -162,7 +163,8 @@ def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
         )
     if axes := tuple(sorted(varying - own)):
         amax = largest_over(amax, axes)
-    return _largest_mapped(amax, _as_float32(history)[..., 0])
+    slot = _as_float32(history)[..., 0]
+    return _largest_mapped(resharded(amax, sharding_of(slot)), slot)
 
 
 @custom_vmap

@@ -9,7 +9,6 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.layers.delayed_scaling import init_state
-from jaxlowprec.ops.grouped_matmul.api import quantize_groups
 from tests.helpers import assert_same_bytes, random_array
 from tests.layers.fused.layers import EXACT
 
@@ -110,18 +109,6 @@ class TestBits:
             expected = loop_of_linear(recipe, *given, case, of_linears)
             assert_agree(found, expected)
             of_groups, of_linears = found[-1], expected[-1]
-
-    def test_of_the_reference(self):
-        """Rows in groups are quantised by given scales as the kernel quantises them."""
-        x, sizes = operands()[0], jnp.asarray(SIZES["uneven"], jnp.int32)
-        scales = jnp.asarray([2.0, 3.0, 0.0, jnp.nan, 1e30], jnp.float32)
-        options = {"rowwise": True, "columnwise": True, "encode_scale": scales}
-        for fmt in (jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")):
-            ours, reference = (
-                quantize_groups(x, sizes, fmt, **options, implementation=implementation)
-                for implementation in (None, "reference")
-            )
-            assert_same_bytes(ours, reference)
 
 
 class TestAnExpertWithoutRows:

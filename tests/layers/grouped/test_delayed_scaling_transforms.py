@@ -212,8 +212,9 @@ class TestOnAMesh:
         np.testing.assert_allclose(dw, expected_dw, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected_dw).max()))
 
     @by_axis_type
+    @pytest.mark.parametrize("of_state", [P(), P("a")], ids=str)
     @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)
-    def test_split_kernels_have_the_new_state_of_one_device(self, spec, axis_type):
+    def test_split_kernels_have_the_new_state_of_one_device(self, spec, of_state, axis_type):
         x, w = random_array((150, 256)), random_array((4, 256, 512), "float32", 1)
         sizes, state, mesh = jnp.asarray([40, 0, 77, 33], jnp.int32), seen_state(RECIPE, 4), mesh_of((2,), axis_type)
         dy = random_array((150, 512), seed=2)
@@ -228,8 +229,7 @@ class TestOnAMesh:
         expected = jax.jit(run)(x, w, dy, sizes, state)
         with jax.set_mesh(mesh):
             x, dy, sizes = (place(a, mesh, P()) for a in (x, dy, sizes))
-            of_experts = P("a") if spec == P("a") else P()
-            state = {name: place(leaf, mesh, of_experts) for name, leaf in state.items()}
+            state = {name: place(leaf, mesh, of_state) for name, leaf in state.items()}
             assert_same_bytes(jax.jit(run)(x, place(w, mesh, spec), dy, sizes, state), expected)
 
 
