@@ -93,7 +93,7 @@ class TestBits:
     @by_recipe
     @pytest.mark.parametrize("case", SIZES)
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    def test_of_an_expert_are_those_of_linear_with_its_part_of_the_state(self, recipe, case, dtype):
+    def test_of_an_expert_are_those_of_linear(self, recipe, case, dtype):
         state, sizes = seen_state(recipe), jnp.asarray(SIZES[case], jnp.int32)
         found, after = step(recipe, *operands(dtype), sizes, state)
         assert_agree(found, loop_of_linear(recipe, *operands(dtype), SIZES[case], state))

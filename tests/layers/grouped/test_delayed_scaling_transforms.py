@@ -183,7 +183,7 @@ class TestOnAMesh:
         given = x, kernels, dy, sizes, state
         assert_same_bytes(jax.jit(mapped)(*given), jax.jit(local)(*given))
 
-    def test_amaxes_are_those_of_all_rows_where_devices_have_parts_of_them(self):
+    def test_amaxes_are_those_of_the_rows_of_all_devices(self):
         rows, state = random_array((2, 75, K), seed=7), seen_state(RECIPE)
         sizes = jnp.asarray([[10, 0, 1, 30, 20], [0, 5, 0, 40, 25]], jnp.int32)
         dy = random_array((2, 75, N), seed=8)
