@@ -123,8 +123,8 @@ struct GroupedResult {
 };
 
 /// x [..., rows, columns], sizes [..., groups], for formats with a tensor scale an amax [..., groups] a direction, or the
-/// encode scale (only kTensor), and for stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines and of their sixteens, those
-/// along the rows counted from each group's first -> data and scale per direction.
+/// encode scale (only kTensor), and for stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines
+/// and of their sixteens, those along the rows counted from each group's first -> data and scale per direction.
 ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sizes, ffi::RemainingArgs args,
                             ffi::RemainingRets results, ffi::Dictionary format_attributes, bool rowwise, bool columnwise,
                             bool rotate_columns, bool stochastic, bool encode_scale_given, bool eden, int32_t sign_mask) {
