@@ -22,7 +22,7 @@ from lm import mesh, processes
 from lm.data import Batches, read_text
 from lm.model import SIZES
 from lm.preemption import Notice, Preempted
-from lm.recipes import NEEDS, recipes_of, run_named
+from lm.recipes import NEEDS, run_named
 from lm.report import add_gaps, table, write
 from lm.training import Run, Schedule, train
 
@@ -63,8 +63,6 @@ def arguments() -> argparse.Namespace:
         parser.error("--bf16-first and --bf16-last need 0 or more")
     if options.experts < 0 or (options.experts and not 1 <= options.top_k <= options.experts):
         parser.error(f"--experts {options.experts} --top-k {options.top_k}: needs 1 <= top-k <= experts")
-    if options.experts and "fp8_delayed" in recipes_of(names):
-        parser.error("--recipe fp8_delayed: has no place for experts, whose amaxes differ; fp8_current has")
     if options.sequence_parallel and not options.mesh:
         parser.error("--sequence-parallel needs --mesh with tensor=N")
     if not options.resume and list(options.out.glob("*/checkpoints/[0-9]*")):

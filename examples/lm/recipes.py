@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jaxlowprec as jlp
 from lm.training import Run
@@ -66,8 +66,3 @@ def run_named(name: str, steps: int) -> Run:
         except ValueError:
             raise ValueError(f"{name}: {at} is neither a step nor a share of all steps; needs {NEEDS}") from None
     return Run(name, jlp.recipe_schedule(phases, total_steps=steps))
-
-
-def recipes_of(names: Iterable[str]) -> set[str]:
-    """The names of all recipes of these runs."""
-    return {part for name in names for part in name.split(":")[::2]}

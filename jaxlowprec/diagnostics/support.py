@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxlowprec.arguments import one_of
 from jaxlowprec.arrays.formats import Format
-from jaxlowprec.layers import delayed_scaling
+from jaxlowprec.layers.delayed_scaling import init_state
 from jaxlowprec.layers.grouped.matmul import grouped_matmul
 from jaxlowprec.layers.linear import linear
 from jaxlowprec.layers.operands import Gemms
@@ -100,7 +100,8 @@ def supported(recipe: Recipe | None, platform: str | None = None, op: str | None
     >>> ok, why = jlp.supported(jlp.NVFP4BlockScaling())
     >>> ok
     True
-    >>> jlp.supported(jlp.DelayedScaling(), op="grouped_matmul").supported  # its state is one layer's, not an expert's
+    >>> tiles = jlp.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)  # would lie on two groups
+    >>> jlp.supported(tiles, op="grouped_matmul").supported
     False
     """
     who = "supported"
@@ -255,11 +256,10 @@ def _why_refused(recipe: Recipe, grouped: bool) -> str | None:
     x, w = jax.ShapeDtypeStruct((n, n), jnp.bfloat16), jax.ShapeDtypeStruct((n, n), jnp.float32)
 
     def layer(x, w):
-        if grouped:
-            return grouped_matmul(x, w[None], jnp.full(1, n, jnp.int32), recipe=recipe).sum()
-        state = None if recipe.delayed is None else delayed_scaling.init_state(recipe.delayed)
-        y = linear(x, w, recipe=recipe, state=state)
-        return (y if state is None else y[0]).sum()
+        delayed, experts = recipe.delayed, 1 if grouped else None
+        options = {"recipe": recipe, "state": None if delayed is None else init_state(delayed, experts)}
+        y = grouped_matmul(x, w[None], jnp.full(1, n, jnp.int32), **options) if grouped else linear(x, w, **options)
+        return (y if delayed is None else y[0]).sum()
 
     try:
         jax.eval_shape(jax.grad(layer, argnums=(0, 1)), x, w)

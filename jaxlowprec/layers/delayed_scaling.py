@@ -1,9 +1,11 @@
 """Delayed scaling: per-tensor FP8 scaled by the amaxes of earlier steps, and the state that holds them.
 
 The state of a layer is six float32 arrays, named as Flax's `fp8_ops` names them: for `input`, `kernel` and
-`output_grad` a `<name>_amax_history` [L] and a `<name>_scale` [1]. Slot 0 of a history is the latest step's amax. As in
-Flax, the state travels with the parameters: **its gradient is its new value**, which replaces the old one. So one
-backward pass shifts every history once, and values that a layer saw in several places are combined by max.
+`output_grad` a `<name>_amax_history` [L] and a `<name>_scale` [1]. Slot 0 of a history is the latest step's amax. A
+layer of E experts has them for each expert, [E, L] and [E, 1]; an expert without rows in a step has seen the amaxes 0,
+and that of its kernel. As in Flax, the state travels with the parameters: **its gradient is its new value**, which
+replaces the old one. So one backward pass shifts every history once, and values that a layer saw in several places are
+combined by max.
 
 * In an optimizer: `overwrite_with_gradient(optax.adamw(...))`. Flax's `TrainState` overwrites on its own.
 * Adding up the gradients of microbatches: `add_gradients(a, b)`.
@@ -22,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from jaxlowprec.arguments import array, shown
+from jaxlowprec.arguments import array, shown, whole_number
 from jaxlowprec.ops.amax.op import largest_over
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 from jaxlowprec.wiring.defining import varying_axes
+from jaxlowprec.wiring.out_sharding import resharded, sharding_of
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The name of the Flax collection, or NNX attribute, of leaves whose gradient is their new value."""
@@ -38,21 +41,40 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # limits that keep reciproc
 State = dict[str, Any]
 
 
-def init_state(recipe: DelayedScaling) -> State:
+def init_state(recipe: DelayedScaling, num_experts: int | None = None) -> State:
     """A layer's state before its first step: empty histories and scales of 1.
+
+    Arguments:
+        recipe: the recipe whose `amax_history_len` is used.
+        num_experts: for `grouped_matmul`: each expert has histories and scales of its own, [E, L] and [E, 1]. None: the
+            state of `linear`, [L] and [1].
+
+    Raises:
+        TypeError, ValueError: the recipe is another one, or the number is none.
 
     >>> import jaxlowprec as jlp
     >>> state = jlp.delayed_scaling.init_state(jlp.DelayedScaling(amax_history_len=16))
     >>> state["input_amax_history"].shape, state["input_scale"].shape
     ((16,), (1,))
+    >>> jlp.delayed_scaling.init_state(jlp.DelayedScaling(amax_history_len=16), num_experts=8)["kernel_scale"].shape
+    (8, 1)
     """
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(f"init_state: recipe={shown(recipe)}; needs a DelayedScaling")
+    if num_experts is not None:
+        num_experts = whole_number("init_state", "num_experts", num_experts, 1)
     state = {}
     for tensor in TENSORS:
-        state[f"{tensor}_amax_history"] = jnp.zeros(recipe.amax_history_len, jnp.float32)
-        state[f"{tensor}_scale"] = jnp.ones(1, jnp.float32)
+        of_history, of_scale = _shapes(recipe, num_experts)
+        state[f"{tensor}_amax_history"] = jnp.zeros(of_history, jnp.float32)
+        state[f"{tensor}_scale"] = jnp.ones(of_scale, jnp.float32)
     return state
+
+
+def _shapes(recipe: DelayedScaling, experts: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those of a history and of a scale."""
+    lead = () if experts is None else (experts,)
+    return (*lead, recipe.amax_history_len), (*lead, 1)
 
 
 def check_mapping(who: str, state: Any) -> None:
@@ -68,24 +90,28 @@ def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
-    """Checks that the state fits this recipe, and returns it."""
+def check_state(who: str, recipe: DelayedScaling, state: Any, experts: int | None = None) -> State:
+    """Checks that the state fits this recipe, and returns it. `experts`: of a layer that has some."""
     if state is None:
+        of_experts = "" if experts is None else f", num_experts={experts}"
         raise ValueError(
             f"{who}: DelayedScaling needs the layer's amax histories and there are none: initialise the model within "
             "autocast(recipe), call jaxlowprec.nnx.add_delayed_scaling(model, recipe), or pass "
-            "state=jaxlowprec.delayed_scaling.init_state(recipe)"
+            f"state=jaxlowprec.delayed_scaling.init_state(recipe{of_experts})"
         )
     check_mapping(who, state)
+    of_history, of_scale = _shapes(recipe, experts)
     for tensor in TENSORS:
-        for name, shape in ((f"{tensor}_amax_history", (recipe.amax_history_len,)), (f"{tensor}_scale", (1,))):
+        for name, shape in ((f"{tensor}_amax_history", of_history), (f"{tensor}_scale", of_scale)):
             leaf = state.get(name)
             found, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
             if found == shape and not (_is_float(dtype) and isinstance(leaf, jax.Array | np.ndarray)):
                 raise TypeError(f"{who}: state[{name!r}] is a {type(leaf).__name__} of {dtype}; needs a float32 array")
             if found != shape:
+                of_experts = "" if experts is None else f" and {experts} experts"
                 raise ValueError(
                     f"{who}: state[{name!r}] has shape {found}; {recipe} needs {shape}: make it anew for this recipe"
+                    f"{of_experts}"
                 )
     return dict(state)
 
@@ -94,7 +120,7 @@ def check_state(who: str, recipe: DelayedScaling, state: Any) -> State:
 
 
 def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: float) -> jax.Array:
-    """The encode scale of a tensor in this step: maximum * 2^-margin / amax of the history.
+    """The encode scale of a tensor in this step: maximum * 2^-margin / amax of the history. [], or [E] of experts.
 
     The scale stays unchanged while the amax is zero or not finite.
 
@@ -103,8 +129,8 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
         maximum: the largest element of its format.
     """
     history = _as_float32(state[f"{tensor}_amax_history"])
-    stored = _as_float32(state[f"{tensor}_scale"])[0]
-    amax = history[0] if recipe.amax_compute_algo == "most_recent" else history.max()
+    stored = _as_float32(state[f"{tensor}_scale"])[..., 0]
+    amax = history[..., 0] if recipe.amax_compute_algo == "most_recent" else history.max(axis=-1)
     stored = jnp.where((stored > 0) & jnp.isfinite(stored), stored, 1.0)
     known = (amax > 0) & jnp.isfinite(amax)
     scale = jnp.float32(maximum * 2.0**-recipe.margin) / jnp.where(known, amax, 1.0)
@@ -112,12 +138,12 @@ def encode_scale(recipe: DelayedScaling, state: State, tensor: str, maximum: flo
 
 
 def updated(recipe: DelayedScaling, state: State, tensor: str, maximum: float, amaxes: jax.Array) -> State:
-    """The new history and scale of a tensor whose slices had these amaxes."""
+    """The new history and scale of a tensor whose slices had these amaxes; [..., E] of experts."""
     name = f"{tensor}_amax_history"
     amax = _largest(amaxes, state[name])
-    history = jnp.roll(_as_float32(state[name]), -1).at[0].set(amax)
+    history = jnp.roll(_as_float32(state[name]), -1, axis=-1).at[..., 0].set(amax)
     scale = 1.0 / encode_scale(recipe, state, tensor, maximum)
-    new = {name: history, f"{tensor}_scale": scale[None]}
+    new = {name: history, f"{tensor}_scale": scale[..., None]}
     return {k: jax.lax.convert_element_type(v, state[k].dtype) for k, v in new.items()}
 
 
@@ -128,7 +154,7 @@ def _as_float32(leaf: jax.Array) -> jax.Array:
 
 def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
     """The largest amax of those that share a history: over batch axes, and mesh axes that do not split the history."""
-    amax = amaxes.max(initial=0.0)
+    amax = amaxes.max(axis=tuple(range(amaxes.ndim - history.ndim + 1)), initial=0.0)
     varying, own = (varying_axes(v) for v in (amax, history))
     if any(axis not in varying_axes(jax.lax.axis_index(axis)) for axis in jax.sharding.get_abstract_mesh().manual_axes):
         raise ValueError(
@@ -137,7 +163,8 @@ def _largest(amaxes: jax.Array, history: jax.Array) -> jax.Array:
         )
     if axes := tuple(sorted(varying - own)):
         amax = largest_over(amax, axes)
-    return _largest_mapped(amax, _as_float32(history)[0])
+    slot = _as_float32(history)[..., 0]
+    return _largest_mapped(resharded(amax, sharding_of(slot)), slot)
 
 
 @custom_vmap

@@ -103,12 +103,17 @@ class LayerCall:
             )
         return w
 
-    def recorded(self, x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, delayed_scaling.State]:
-        """A product and its state (calibrating): x, w and the gradient of y give the state's gradient."""
+    def recorded(
+        self, x: jax.Array, w: jax.Array, y: jax.Array, sizes: jax.Array | None = None
+    ) -> tuple[jax.Array, delayed_scaling.State | None]:
+        """A product and its state (calibrating): x, w and the gradient of y give the state's gradient.
+
+        `sizes`: of the groups of x's rows, if they are in groups.
+        """
         recipe: Any = self.recipe
-        state = delayed_scaling.check_state(self.who, recipe.delayed, self.state)
-        used, state = delayed_scaling.used_and_handed_on(state)
-        return recording(recipe.delayed, *wiring.align_varying(x, w, y), used), state
+        used, state = self.used_state(w)
+        x, w, y, sizes = wiring.align_varying(x, w, y, sizes)
+        return recording(recipe.delayed, x, w, y, used, sizes), state
 
     def matmul(
         self,
@@ -134,7 +139,7 @@ class LayerCall:
             loaded = weight.columnwise
             return self._weight_only(x, None, bias, loaded, weight_only.served_by(loaded, None), result), self.state
         if self.roles.ste is not None and self.roles.weight is not None:
-            state = self._checked_state()
+            _, state = self.used_state(weight)
             loaded = None if self.quantized is None else self.quantized.columnwise
             served = weight_only.served_by(loaded, self.roles)
             probe = probes.probe(self.who, self.name)
@@ -156,7 +161,6 @@ class LayerCall:
         weight: Any = w if w is not None else self.quantized
         out_dtype, out_sharding, rows_split = result
         out_sharding = self._out_sharding(x, w, out_sharding)
-        state = self._checked_state()
         shardings = sharding_of(x), sharding_of(w), sharding_of(bias)
         of_recipe = recipe.backward_override, recipe.sums, recipe.delayed
         spec = ProductSpec(roles, *of_recipe, jnp.dtype(out_dtype), shardings, out_sharding, rows_split, self.precision)
@@ -164,9 +168,7 @@ class LayerCall:
         tokens = math.prod(x.shape[len(batch) : -1])
         randomness = randomness_of(self.who, roles, self.key, batch, (tokens, weight.shape[-1]), self.name)
         signs = signs_for(self.who, roles, self.key, (tokens, x.shape[-1]), self.name)
-        used = None
-        if recipe.delayed is not None:
-            used, state = delayed_scaling.used_and_handed_on(state)
+        used, state = self.used_state(weight)
         states = used, probes.probe(self.who, self.name)
         of_weight = weight_randomness(self.who, roles, self.key, weight.shape, self.name)
         of_sums = sum_randomness(self.who, recipe.sums, self.key, (*x.shape[-1:], *weight.shape[-1:]), self.name)
@@ -192,11 +194,17 @@ class LayerCall:
         quantized: Any = self.quantized
         return dimensions_of(w)[-1] if w is not None else dimensions_of(quantized.columnwise.data)[-2]
 
-    def _checked_state(self) -> delayed_scaling.State | None:
+    def used_state(self, w: Any) -> tuple[delayed_scaling.State | None, delayed_scaling.State | None]:
+        """The state of delayed scaling for the call, None if its recipe has none, and for the layer's next call.
+
+        `w`: the weight [..., K, N].
+        """
         recipe: Any = self.recipe
         if recipe.delayed is None:
-            return self.state
-        return delayed_scaling.check_state(self.who, recipe.delayed, self.state)
+            return None, self.state
+        experts = w.shape[0] if self.kind == "grouped_linear" else None
+        state = delayed_scaling.check_state(self.who, recipe.delayed, self.state, experts)
+        return delayed_scaling.used_and_handed_on(state)
 
     def _weight_only(self, x, w, bias, loaded, served, result, probe=None) -> jax.Array:
         """The product if only the weight is quantised."""

@@ -44,7 +44,7 @@ def quantize_kernel(
         kernel: the master weight, bfloat16, float16 or float32.
         recipe: the recipe whose weight role is used; default: the context's.
         name: the layer's name, for recipes that treat layers differently (`Custom`).
-        state: the state of delayed scaling, see `linear`.
+        state: the state of delayed scaling, see `linear` and `grouped_matmul`.
         key: for recipes that rotate dgrad's operands by drawn signs (`NVFP4Eden`), or round its weight with random
             bits, as `linear` takes it; give another one in each step. None: they come from the kernel itself (its
             amax), its shape and `name`.
@@ -108,7 +108,8 @@ def quantized_once(
             return QuantizedKernel(None, served, weight_only=True)
     encode = None
     if recipe.delayed is not None and column is not None:
-        state = delayed_scaling.check_state(who, recipe.delayed, state)
+        experts = kernel.shape[0] if module_type == "grouped_linear" and kernel.ndim > 2 else None
+        state = delayed_scaling.check_state(who, recipe.delayed, state, experts)
         encode = delayed_scaling.encode_scale(recipe.delayed, state, "kernel", column.format.maximum)
     with in_profiles(name, "quantize weight"):
         return quantized_weight(who, roles, kernel, key, name, encode, axes)

@@ -163,13 +163,15 @@ def for_both_ways(found: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array] | N
     return (found[0], found[-1]) if found else None
 
 
-def groups_both_ways(x, sizes, row: Role | None, column: Role | None, *, words=None, amaxes=None) -> tuple[Any, Any]:
+def groups_both_ways(
+    x, sizes, row: Role | None, column: Role | None, *, words=None, amaxes=None, encode=None
+) -> tuple[Any, Any]:
     """The rows of each group of x [..., T, C], as `both_ways`: GroupedQuantizedArrays."""
 
     def some(role: Role, rowwise: bool, columnwise: bool):
         used = words if role.rounding != "nearest" else None
         options: Any = {"hadamard": column.hadamard if column is not None else None, "words": used, "amaxes": amaxes}
-        options["eden"] = role.rounding == "eden"
+        options |= {"eden": role.rounding == "eden", "encode_scale": encode}
         return quantize_groups(x, sizes, role.format, rowwise=rowwise, columnwise=columnwise, **options)
 
     if row is not None and column is not None and alike(row, column):

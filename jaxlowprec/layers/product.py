@@ -129,9 +129,8 @@ def _encode_scale(spec: ProductSpec, state, tensor: str):
     return delayed_scaling.encode_scale(spec.delayed, state, tensor, _maximum(spec.delayed, tensor))
 
 
-def recorded(delayed: DelayedScaling, state, tensor: str, x, rows_split=False):
+def recorded(delayed: DelayedScaling, state, tensor: str, amax: jax.Array):
     """The state with the tensor's new history and scale."""
-    (amax,) = tensor_amax(jnp.atleast_2d(x), True, None, rows_split=rows_split)
     return state | delayed_scaling.updated(delayed, state, tensor, _maximum(delayed, tensor), amax)
 
 
@@ -280,8 +279,8 @@ def forward(spec: ProductSpec, given: Input, product: Product, states: States):
     y, kernel = fprop(spec, given, product, state, keep=True)
     kept_w = kernel.rowwise if spec.dgrad else kernel.columnwise if spec.decodes("dgrad") or w is None else w
     if spec.delayed is not None:
-        state = recorded(spec.delayed, state, "input", given.x, spec.rows_split)
-        state = state if w is None else recorded(spec.delayed, state, "kernel", w)
+        state = recorded(spec.delayed, state, "input", rows_of(spec, product.sizes).amax(given.x))
+        state = state if w is None else recorded(spec.delayed, state, "kernel", tensor_amax(w, True, None)[0])
     found = None
     if probe is not None:
         forms = given[1:], (kernel.rowwise, kernel.columnwise)
@@ -361,7 +360,7 @@ def backward(spec: ProductSpec, x, kept: KeptProduct, dy, dx_dtype, *, amaxes=No
             dw = rows.plain_wgrad(x, dy, dtype, w_sharding)
             dw = dw if total is None else total + dw
     if spec.delayed is not None:
-        state = recorded(spec.delayed, state, "output_grad", dy, spec.rows_split)
+        state = recorded(spec.delayed, state, "output_grad", rows.amax(dy))
     if found is not None:
         found = measured_backward(found, (x, w), dy, (dy_row, dy_column), spec.rows_split, sizes)
     dbias = rows.bias_gradient(dy, like_bias, bias_sharding, sums)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from jaxlowprec.layers.normed_input import input_gradients, inputs_of, like_input
 from jaxlowprec.layers.product import (
@@ -22,6 +23,8 @@ from jaxlowprec.layers.product import (
     recorded,
 )
 from jaxlowprec.layers.residuals import differentiated_once, product
+from jaxlowprec.ops.amax.api import amax as tensor_amax
+from jaxlowprec.ops.grouped_matmul.api import group_amaxes
 from jaxlowprec.recipes.transformer_engine import DelayedScaling
 
 
@@ -59,18 +62,25 @@ x may be a NormedInput. A list of further results comes second, see `normed_inpu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recording(delayed: DelayedScaling, x, w, y, state):
-    """y, for calibrating: x, w and the gradient of y give the state's gradient."""
-    del delayed, x, w, state
+def recording(delayed: DelayedScaling, x, w, y, state, sizes):
+    """y, for calibrating: x, w and the gradient of y give the state's gradient. `sizes`: see `Product`."""
+    del delayed, x, w, state, sizes
     return y
 
 
-def _recording_forward(delayed: DelayedScaling, x, w, y, state):
-    return y, recorded(delayed, recorded(delayed, state, "input", x), "kernel", w)
+def _amax(x: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
+    x = jnp.atleast_2d(x)
+    return (tensor_amax(x, True, None) if sizes is None else group_amaxes(x, sizes, True, None))[0]
 
 
-def _recording_backward(delayed: DelayedScaling, state, dy):
-    return None, None, dy, recorded(delayed, state, "output_grad", dy)
+def _recording_forward(delayed: DelayedScaling, x, w, y, state, sizes):
+    state = recorded(delayed, state, "input", _amax(x, sizes))
+    return y, (recorded(delayed, state, "kernel", _amax(w)), sizes)
+
+
+def _recording_backward(delayed: DelayedScaling, residuals, dy):
+    state, sizes = residuals
+    return None, None, dy, recorded(delayed, state, "output_grad", _amax(dy, sizes)), None
 
 
 recording.defvjp(_recording_forward, _recording_backward)

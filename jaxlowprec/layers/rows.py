@@ -55,7 +55,7 @@ class AllRows:
         return amaxes_both_ways(x, wanted)
 
     def amax(self, x: jax.Array) -> jax.Array:
-        """The amax from which random bits are derived where there is no key."""
+        """The amax of x: what delayed scaling records, and what random bits are derived from without a key."""
         return tensor_amax(x, True, None, rows_split=self.split)[0]
 
     def by_weight(self, a, b, bias, out_dtype, sharding, sums=IN_FLOAT32) -> jax.Array:
@@ -108,8 +108,8 @@ class RowsInGroups:
         self, x, row, column, *, words=None, amax=None, encode=None, sign_key=None, row_sign_key=None
     ) -> tuple[Any, Any]:
         """See `operands.groups_both_ways`."""
-        del encode, sign_key, row_sign_key  # groups have neither a state of delayed scaling nor drawn signs
-        return groups_both_ways(x, self.sizes, row, column, words=words, amaxes=amax)
+        del sign_key, row_sign_key  # groups have no drawn signs
+        return groups_both_ways(x, self.sizes, row, column, words=words, amaxes=amax, encode=encode)
 
     def amaxes(self, x: jax.Array, wanted: Amaxes | None) -> tuple[jax.Array, jax.Array] | None:
         """See `AllRows.amaxes`: [..., E]."""

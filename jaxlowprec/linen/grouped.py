@@ -10,12 +10,14 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.layers.delayed_scaling import State, used_and_handed_on
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import uses_key
-from jaxlowprec.linen.layers import _loaded, _operands, _quantized, base_call
+from jaxlowprec.linen.layers import _loaded, _operands, _quantized, _state, base_call, handed_on, make_state
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, check_fsdp_axis, grouped_linear, whole_kernel
 from jaxlowprec.ops.checks import layer_inputs, mesh_axes
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
+from jaxlowprec.recipes.roles import Recipe
 
 default_kernel_init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
 """Initialises each expert's kernel like the kernel of a linear of its size."""
@@ -71,8 +73,7 @@ class GroupedDense(HighPrecisionGroupedDense):
         fsdp_axis: the mesh axis in shard_map along which the kernel's input features are split: codes are gathered for
             a call, and each device keeps its part of the gradient's sum, see `jaxlowprec.all_gather_kernel`.
         recipe: see `Dense`, which also has the other attributes. The kernel keeps its dtype: `dtype` is the dtype of
-            the computation in high precision and of the result. `DelayedScaling` is refused, because experts have
-            different amaxes; give these layers a `Float8CurrentScaling` of their own.
+            the computation in high precision and of the result. The state of `DelayedScaling` is one of each expert.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> layer, sizes = jlp.linen.GroupedDense(2, 32), jnp.asarray([5, 3], jnp.int32)
@@ -92,6 +93,8 @@ class GroupedDense(HighPrecisionGroupedDense):
         """
         name = "/".join(self.path)
         recipe = resolve(type(self).__name__, self.recipe, name)
+        if self.is_initializing():
+            make_state(self, recipe, self.num_experts)
         if self.is_initializing() or recipe is None and _loaded(self) is None:
             return base_call(GroupedDense, self)(inputs, group_sizes)
         inputs = layer_inputs(type(self).__name__, inputs)
@@ -112,5 +115,19 @@ def grouped_arguments(layer: GroupedDense, inputs: Array, size: int) -> tuple[Ar
     quantized = _quantized(layer, kernel, 1, 1, recipe, MODULE_TYPE)
     wanted = recipe is not None and uses_key(recipe.roles(MODULE_TYPE, name))
     key = layer.make_rng("sr") if wanted and layer.has_rng("sr") and _loaded(layer) is None else None
-    arguments = Layer(kernel, bias, quantized, recipe, key, name, None, layer.precision)
+    arguments = Layer(kernel, bias, quantized, recipe, key, name, _used_state(layer, recipe), layer.precision)
     return inputs, whole_kernel(type(layer).__name__, arguments, layer.fsdp_axis)
+
+
+def _used_state(layer: GroupedDense, recipe: Recipe | None) -> State | None:
+    """The state for a call, which the layer hands on at once: the call may be in a branch."""
+    before = (
+        None
+        if recipe is None or recipe.delayed is None or _loaded(layer) is not None
+        else _state(layer, recipe.delayed)
+    )
+    if before is None:
+        return None
+    used, after = used_and_handed_on(before)
+    handed_on(layer, (used, after), before)
+    return used

@@ -69,11 +69,19 @@ def _recipe(layer: nn.Module, given: Any, name: str | None = None) -> Recipe | N
     recipe = resolve(who, given, "/".join(layer.path) if name is None else name)
     if computes_own_product(who, layer, given, recipe):
         return None
-    if recipe is not None and recipe.delayed is not None and layer.is_initializing():
-        for variable, value in init_state(recipe.delayed).items():
-            if not layer.has_variable(OVERWRITE_WITH_GRADIENT, variable):
-                layer.put_variable(OVERWRITE_WITH_GRADIENT, variable, value)
-    return None if layer.is_initializing() else recipe
+    if layer.is_initializing():
+        make_state(layer, recipe)
+        return None
+    return recipe
+
+
+def make_state(layer: nn.Module, recipe: Recipe | None, experts: int | None = None) -> None:
+    """Gives a layer that is initialised the state of delayed scaling, if the recipe needs it and there is none."""
+    if recipe is None or recipe.delayed is None:
+        return
+    for variable, value in init_state(recipe.delayed, experts).items():
+        if not layer.has_variable(OVERWRITE_WITH_GRADIENT, variable):
+            layer.put_variable(OVERWRITE_WITH_GRADIENT, variable, value)
 
 
 def _loaded(layer: nn.Module) -> QuantizedArray | LoRAKernel | None:

@@ -50,7 +50,7 @@ def quantize_matmuls(
 
     `DelayedScaling` keeps amax histories for each layer, in an argument that the new function has and fn has not:
     `scaling_state`. `quantized.init_state(*args)` makes it. Its gradient is its new value, as `delayed_scaling` says;
-    the layers of a stack share one.
+    the layers of a stack share one, and the experts of a `ragged_dot` have their own.
 
     Arguments:
         fn: a function that JAX can trace.
@@ -210,14 +210,20 @@ class TracedFunction:
         """The names of the layers that a recipe can change."""
         return [product.weight.name for product in self.following.products if not product.reason]
 
-    def _delayed(self) -> dict[str, DelayedScaling]:
-        """The recipes of the layers that keep amax histories, by the layers' names."""
-        recipes = {name: self.following.recipe_at(name) for name in self.products}
-        return {name: recipe.delayed for name, recipe in recipes.items() if recipe is not None and recipe.delayed}
+    def _delayed(self) -> dict[str, tuple[DelayedScaling, int | None]]:
+        """The recipes of the layers that keep amax histories, and the number of experts if a layer has some, by the
+        layers' names."""
+        found = {}
+        for product in self.following.products:
+            name = product.weight.name
+            recipe = None if product.reason else self.following.recipe_at(name)
+            if recipe is not None and recipe.delayed:
+                found[name] = recipe.delayed, product.shape[0] if product.grouped else None
+        return found
 
     def init_state(self) -> dict[str, Any]:
         """The state of delayed scaling before the first step."""
-        states = {name: delayed_scaling.init_state(recipe) for name, recipe in self._delayed().items()}
+        states = {name: delayed_scaling.init_state(*needed) for name, needed in self._delayed().items()}
         return {delayed_scaling.OVERWRITE_WITH_GRADIENT: states} if states else {}
 
     def computed(self, scaling_state: Any) -> Any:

@@ -23,6 +23,7 @@ from jaxlowprec.moe.exchange import (
     Compute,
     Plan,
     Route,
+    on_all_devices,
     plan_of,
     rows_to_experts,
     to_experts,
@@ -81,7 +82,7 @@ class Deduplicated:
         fits = None
         if usual != most and layers is not None:
             of_devices = jax.lax.psum(self.routing.group_sizes, self.axis).reshape(devices, own).sum(axis=1)
-            fits = (jax.lax.pmax(plan.sent.max(), self.axis) <= usual[0]) & (of_devices.max() <= usual[1])
+            fits = on_all_devices((plan.sent.max() <= usual[0]) & (of_devices.max() <= usual[1]), self.axis)
         return with_usual_buffers(fits, with_buffers(*usual), with_buffers(*most), x, weights)
 
 

@@ -270,9 +270,16 @@ class AllToAll:
 
         fits = None
         if usual < most and layers is not None:
-            fits = jax.lax.pmax(plan.sent.max(), self.axis) <= usual
+            fits = on_all_devices(plan.sent.max() <= usual, self.axis)
         rows = with_usual_buffers(fits, with_buffers(usual), with_buffers(most), scatter_to_experts(x, self.where))
         return combine(rows, self.weights, self.where), jnp.zeros((), rows.dtype)
+
+
+def on_all_devices(fits: Array, axis: Any) -> Array:
+    """Whether that is so on all devices: those along the axis, and those with other tokens. They take the same branch,
+    in which kernels and states of delayed scaling are reduced over all of them."""
+    axes = {*(axis if isinstance(axis, tuple) else (axis,)), *wiring.varying_axes(fits)}
+    return jax.lax.pmin(fits.astype(jnp.int32), tuple(sorted(axes, key=str))) == 1
 
 
 def with_usual_buffers(

@@ -35,8 +35,9 @@ def grouped_linear(
             f"{who}: x {x.shape}, kernel {shape} and group_sizes {group_sizes.shape}: needs x [T, K] sorted by "
             "expert, a kernel [E, K, N] and group_sizes [E]"
         )
-    options = {"quantized_kernel": quantized, "name": layer.name, "precision": layer.precision}
-    return grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, layer.key, **options)
+    options = {"quantized_kernel": quantized, "name": layer.name, "state": layer.state, "precision": layer.precision}
+    y = grouped_matmul(x, kernel, group_sizes, bias, layer.recipe, layer.key, **options)
+    return y if layer.state is None else y[0]
 
 
 def whole_kernel(who: str, layer: Layer, fsdp_axis: Hashable | None) -> Layer:
@@ -82,7 +83,8 @@ def fused_experts(
     `activation`: of gate, and then times up, or of up alone.
     """
     function = activation if len(layers) == 2 else Gated(activation)
-    return grouped_mlp_of(who, x, group_sizes, layers, activation=function, saved=saved, out_dtype=x.dtype)
+    options: Any = {"activation": function, "saved": saved, "out_dtype": x.dtype}
+    return grouped_mlp_of(who, x, group_sizes, layers, **options)[0]
 
 
 def is_plain(activation: Any, features: int, dtype: Any) -> bool:

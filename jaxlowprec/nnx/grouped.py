@@ -11,13 +11,14 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jaxtyping import Array, Float, Int32
 
+from jaxlowprec.layers.delayed_scaling import State, used_and_handed_on
 from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.layers.layer_call import uses_key
 from jaxlowprec.moe.grouped_linear import MODULE_TYPE, check_fsdp_axis, grouped_linear, whole_kernel
 from jaxlowprec.nnx.layers import _Quantizing
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes.autocast import FROM_CONTEXT
-from jaxlowprec.recipes.transformer_engine import DelayedScaling
+from jaxlowprec.recipes.roles import Recipe
 
 default_kernel_init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
 """Initialises each expert's kernel like the kernel of a linear of its size."""
@@ -34,8 +35,7 @@ class GroupedLinear(_Quantizing, nnx.Module):
         fsdp_axis: the mesh axis in shard_map along which the kernel's in_features are split: codes are gathered for a
             call, and each device keeps its part of the gradient's sum, see `jaxlowprec.all_gather_kernel`.
         recipe, name: see `Linear`, which also has the other arguments. The kernel keeps its dtype: `dtype` is the dtype
-            of the computation in high precision and of the result. `DelayedScaling` is refused, because experts have
-            different amaxes; give these layers a `Float8CurrentScaling` of their own.
+            of the computation in high precision and of the result. The state of `DelayedScaling` is one of each expert.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -101,8 +101,21 @@ class GroupedLinear(_Quantizing, nnx.Module):
         _, kernel, bias = self._operands(inputs)
         wanted = recipe is not None and uses_key(recipe.roles(MODULE_TYPE, self.name))
         key = self.sr() if wanted and self.sr is not None and self._loaded() is None else None
-        layer = Layer(kernel, bias, self._quantized_kernel(), recipe, key, self.name, None, self.precision)
+        state = self._used_state(recipe)
+        layer = Layer(kernel, bias, self._quantized_kernel(), recipe, key, self.name, state, self.precision)
         return whole_kernel(type(self).__name__, layer, self.fsdp_axis)
 
-    def _add_state(self, recipe: DelayedScaling | None) -> None:
-        super()._add_state(None)  # each group is a tensor of its own, so the layer has no delayed-scaling state
+    def _used_state(self, recipe: Recipe | None) -> State | None:
+        """The state for a call, which the layer hands on at once: the call may be in a branch."""
+        before = None if self._loaded() is not None else self._read_state(recipe)
+        if before is None:
+            return None
+        used, after = used_and_handed_on(before)
+        self._handed_on((used, after), before)
+        return used
+
+    def _own_axes(self) -> int:
+        return 3
+
+    def _experts(self) -> int:
+        return self.kernel.get_value().shape[-3]

@@ -86,7 +86,7 @@ class _Quantizing(nnx.Module):
         self._add_state(None if own is None else own.delayed)
 
     def _add_state(self, recipe: DelayedScaling | None) -> None:
-        state = {} if recipe is None or own_product(self) else init_state(recipe)
+        state = {} if recipe is None or own_product(self) else init_state(recipe, self._experts())
         kernel = self.kernel.get_value()
         stacked = kernel.shape[: max(0, kernel.ndim - self._own_axes())]  # by nnx.vmap: each layer has its own state
         variables = {
@@ -98,6 +98,10 @@ class _Quantizing(nnx.Module):
     def _own_axes(self) -> int:
         """The number of axes of the kernel of one layer."""
         return 2
+
+    def _experts(self) -> int | None:
+        """The number of experts of one layer, each with its part of the state; None: it has none."""
+        return None
 
     def _recipe(self) -> Recipe | None:
         """The recipe to follow in this call; None if Flax computes the product."""
@@ -139,7 +143,8 @@ class _Quantizing(nnx.Module):
             remedy = "restore it with the parameters, or call jaxlowprec.nnx.add_delayed_scaling"
             message = f"its delayed-scaling state is abstract, as nnx.eval_shape leaves it, and counts as new; {remedy}"
             silence.warn_once(type(self).__name__, recipe, [message], depth=2)
-            state |= {name: value for name, value in init_state(recipe.delayed).items() if name in abstract}
+            new = init_state(recipe.delayed, self._experts())
+            state |= {name: value for name, value in new.items() if name in abstract}
         return state
 
     def _handed_on(self, result: Any, before: Any) -> jax.Array:

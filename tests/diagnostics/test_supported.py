@@ -86,14 +86,16 @@ class TestOnTheCpu:
             assert "nothing is quantised" in jlp.supported(jlp.current_recipe()).reason
 
 
+TILES = jlp.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+
+
 class TestRefused:
     """The reason is the error that the layer raises."""
 
     @pytest.mark.parametrize(
         ("recipe", "op", "message"),
         [
-            (jlp.DelayedScaling(), "grouped_matmul", "use current scaling"),
-            (jlp.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), "grouped_matmul", "square tiles"),
+            (TILES, "grouped_matmul", "square tiles"),
             (jlp.Custom(lambda r: jlp.MXFP8() if r.tensor_type == "input" else jlp.NVFP4()), None, "there is no GEMM"),
             (
                 jlp.Custom(lambda r: jlp.MXFP8() if r.tensor_type == "input" else jlp.NVFP4()),
@@ -114,12 +116,13 @@ class TestRefused:
         assert why.endswith(str(raised.value))
 
     def test_of_per_layer_the_rule_is_named(self):
-        delayed = jlp.DelayedScaling()
-        recipe = jlp.PerLayer(((".*head", None), (".*/out", delayed)), default=jlp.NVFP4BlockScaling())
+        rules = (".*head", None), (".*/in", TILES), (".*/out", jlp.DelayedScaling())
+        recipe = jlp.PerLayer(rules, default=jlp.NVFP4BlockScaling())
         ok, why = jlp.supported(recipe)
         assert ok and "DelayedScaling: quantize" in why and "NVFP4BlockScaling: quantize" in why
         ok, why = jlp.supported(recipe, op="grouped_matmul")
-        assert not ok and why.startswith("cpu: DelayedScaling: grouped_matmul") and "NVFP4BlockScaling" not in why
+        assert not ok and why.startswith("cpu: Float8BlockScaling: grouped_matmul")
+        assert "DelayedScaling" not in why and "NVFP4BlockScaling" not in why
 
     def test_bad_arguments(self):
         with pytest.raises(TypeError, match="supported: recipe='nvfp4'; needs a recipe such as"):

@@ -111,7 +111,7 @@ def test_other_recipes_start_alike(name, on_one_device, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_delayed"])
 def test_experts_start_alike_and_their_kernels_are_split(recipe, on_one_device, tmp_path):
     """Later a token whose logits are all but equal goes to another expert, and the runs part."""
     config = dataclasses.replace(ONE_BLOCK, experts=4)

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.layers.delayed_scaling import OVERWRITE_WITH_GRADIENT
 from tests.flax.experts import EXPERTS, HIDDEN, WIDTH, K, X, block, compiled, made, total
 from tests.flax.libraries import LIBRARIES, weighted
 from tests.helpers import assert_same_bytes, often
@@ -265,17 +264,6 @@ class TestPolicy:
         with jlp.autocast(RECIPES[name]):
             expected = compiled(model)(model.tree, X)
         assert_same_bytes(compiled(served)(served.tree, X), expected)
-
-    def test_delayed_scaling_is_refused_with_what_to_do(self, library):
-        with jlp.autocast(jlp.DelayedScaling()):
-            model = made(library, shared_hidden_features=32)
-            with pytest.raises(ValueError, match="Float8CurrentScaling"):
-                jax.eval_shape(model, X)
-            current = made(library, recipe=jlp.Float8CurrentScaling())
-            assert jnp.all(jnp.isfinite(compiled(current)(current.tree, X)[0]))
-        assert all(set(layer) == {"kernel"} for layer in model.tree["experts"].values())
-        shared = model.tree["shared_experts"].values()
-        assert len(shared) == 3 and all(set(layer) == {"kernel", OVERWRITE_WITH_GRADIENT} for layer in shared)
 
     def test_a_pattern_leaves_experts_out(self, library):
         model = made(library)

@@ -55,6 +55,20 @@ def test_every_format_rounding_and_direction(cpu, gpu, fmt, dtype):
         assert_same_bytes_on((cpu, gpu), run, x, sizes, words)
 
 
+@pytest.mark.parametrize("fmt", [jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")], ids=format_name)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_by_given_scales(cpu, gpu, fmt, dtype):
+    for sizes, rows, columns in CASES:
+        scales = np.linspace(0, 100, len(sizes), dtype=np.float32)
+
+        def run(x, sizes, scales):
+            options = {"rowwise": True, "columnwise": True, "implementation": "ffi"}
+            return quantize_groups(x, sizes, fmt, encode_scale=scales, **options)
+
+        x = random_array((rows, columns), dtype, seed=rows)
+        assert_same_bytes_on((cpu, gpu), run, x, np.array(sizes, np.int32), scales)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [None, np.nan, np.inf])
 def test_amaxes(cpu, gpu, dtype, bad):

@@ -359,6 +359,20 @@ class TestDelayedScaling:
         largest = jnp.abs(STACKED["up"]["kernel"]).max()
         assert new[self.KEY]["up"]["kernel_amax_history"].tolist() == [largest, 0, 0]
 
+    def test_experts_have_states_of_their_own(self):
+        kernels, sizes = random_array((3, 32, 16), "float32", 7), jnp.asarray([5, 0, 9], jnp.int32)
+        function = jlp.quantize_matmuls(lambda p, x: lax.ragged_dot(x, p["e"]["w"].astype(x.dtype), sizes), self.RECIPE)
+        states = function.init_state({"e": {"w": kernels}}, X)
+        assert states[self.KEY]["e"]["kernel_amax_history"].shape == (3, 3)
+
+        def layer(states, x):
+            return jlp.grouped_matmul(x, kernels, sizes, recipe=self.RECIPE, name="e", state=states)[0]
+
+        run = with_gradients(lambda states, x: function({"e": {"w": kernels}}, x, scaling_state=states))
+        found, (new, of_x) = run(states, X)
+        expected, (of_layer, of_x_of_layer) = with_gradients(layer)(states[self.KEY]["e"], X)
+        assert_same_bytes((found, new[self.KEY]["e"], of_x), (expected, of_layer, of_x_of_layer))
+
     @pytest.mark.parametrize("state", [None, {}, {KEY: {"up": {}}}])
     def test_a_missing_state_is_named(self, state):
         function = jlp.quantize_matmuls(THEIRS["plain"], self.RECIPE)

@@ -53,6 +53,19 @@ def measured(function, *args):
     return jlp.telemetry.read(found)
 
 
+def test_delayed_scaling_measures_by_the_scales_of_the_state():
+    recipe = jlp.DelayedScaling()
+    state = jlp.delayed_scaling.init_state(recipe, num_experts=4)
+
+    def function(w, state, x):
+        y, _ = jlp.grouped_matmul(x, w, SIZES, recipe=recipe, name="experts", state=state)
+        return jnp.square(y.astype(jnp.float32)).mean()
+
+    found = measured(function, W, state, 1000 * X)["experts"]
+    assert found["input rowwise"].saturation > 0  # the first step's scale is 1
+    assert list(found) == ALL
+
+
 def forms_of(recipe):
     """The names of the quantised forms of rows, with their arrays, axes and roles."""
     roles = recipe.roles("grouped_linear")

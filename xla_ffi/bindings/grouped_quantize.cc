@@ -122,12 +122,12 @@ struct GroupedResult {
   }
 };
 
-/// x [..., rows, columns], sizes [..., groups], for formats with a tensor scale an amax [..., groups] a direction, and for
-/// stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines and of their sixteens, those
-/// along the rows counted from each group's first -> data and scale per direction.
+/// x [..., rows, columns], sizes [..., groups], for formats with a tensor scale an amax [..., groups] a direction, or the
+/// encode scale (only kTensor), and for stochastic rounding keys [..., groups, 2] and, a direction, the indices of its lines
+/// and of their sixteens, those along the rows counted from each group's first -> data and scale per direction.
 ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sizes, ffi::RemainingArgs args,
                             ffi::RemainingRets results, ffi::Dictionary format_attributes, bool rowwise, bool columnwise,
-                            bool rotate_columns, bool stochastic, bool eden, int32_t sign_mask) {
+                            bool rotate_columns, bool stochastic, bool encode_scale_given, bool eden, int32_t sign_mask) {
   const auto type = element_type(x.element_type());
   const auto format = decode_format(format_attributes);
   JLP_REQUIRE(type.has_value() && format.has_value() && format->code != CodeType::kInt4);
@@ -135,6 +135,7 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   const bool has_tensor = format->scaling == Scaling::kTwoLevel || format->scaling == Scaling::kTensor;
   const size_t directions = rowwise + columnwise, tensors = has_tensor ? directions : 0;
   JLP_REQUIRE(!rotate_columns || format->scaling == Scaling::kTwoLevel);
+  JLP_REQUIRE(!encode_scale_given || format->scaling == Scaling::kTensor);
   JLP_REQUIRE(!eden || (stochastic && format->scaling == Scaling::kTwoLevel));
   JLP_REQUIRE(args.size() == tensors + (stochastic ? 1 + 2 * directions : 0));
   JLP_REQUIRE(results.size() == 2 * directions);
@@ -145,7 +146,7 @@ ffi::Error grouped_quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   QuantizeProblem whole{};
   whole.type = *type, whole.batch = 1, whole.columns = m.columns, whole.format = *format;
   whole.rotate_columns = rotate_columns, whole.sign_mask = static_cast<uint32_t>(sign_mask);
-  whole.eden = eden;
+  whole.encode_scale_given = encode_scale_given, whole.eden = eden;
   std::vector<GroupedResult> wanted;
   for (size_t i = 0; i < directions; ++i) {
     const bool is_row = rowwise && i == 0;
@@ -215,6 +216,7 @@ JLP_DEFINE_CPU_HANDLER(grouped_quantize, grouped_quantize,
                            .Attr<bool>("columnwise")
                            .Attr<bool>("rotate_columns")
                            .Attr<bool>("stochastic")
+                           .Attr<bool>("encode_scale_given")
                            .Attr<bool>("eden")
                            .Attr<int32_t>("sign_mask"));
 

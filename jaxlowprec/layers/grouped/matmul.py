@@ -17,7 +17,7 @@ from jaxlowprec import wiring
 from jaxlowprec.arguments import shown
 from jaxlowprec.arrays.formats import BLOCK
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.layers import weight_only
+from jaxlowprec.layers import delayed_scaling, weight_only
 from jaxlowprec.layers.grouped.weight_only import WeightOnlyGroupsSpec, weight_only_groups
 from jaxlowprec.layers.layer_call import LayerCall, Prepared, layer_call, randomness_of
 from jaxlowprec.layers.linear import features_of
@@ -32,7 +32,6 @@ from jaxlowprec.ops.grouped_matmul.plain import rows_product
 from jaxlowprec.recipes.autocast import FROM_CONTEXT, resolve
 from jaxlowprec.recipes.roles import Recipe, Roles
 from jaxlowprec.recipes.sums import IN_FLOAT32
-from jaxlowprec.recipes.transformer_engine import Calibrating
 from jaxlowprec.telemetry import probes
 from jaxlowprec.wiring.out_sharding import sharding_of
 
@@ -47,14 +46,15 @@ def grouped_matmul(
     *,
     quantized_kernel: QuantizedKernel | None = None,
     name: str = "",
+    state: delayed_scaling.State | None = None,
     out_dtype: Any = None,
     precision: Any = None,
-) -> Float[Array, "T N"]:
+) -> Any:
     """Each group of rows times its own kernel; operands of the three GEMMs are quantised as the recipe says.
 
     The rows of the groups lie one after the other, without padding; a group may be empty. The result of a group depends
-    only on its rows and its kernel: quantised bytes included, it is that of `linear(x_e, kernels[e])`. Rows after the
-    last group give zeros and get zero gradients.
+    only on its rows, its kernel and its part of a state: quantised bytes included, it is that of
+    `linear(x_e, kernels[e])`. Rows after the last group give zeros and get zero gradients.
 
     Arguments:
         x: bfloat16, float16 or float32: the dtype of the result.
@@ -71,13 +71,19 @@ def grouped_matmul(
         quantized_kernel: `quantize_kernel(kernels, module_type="grouped_linear")`, so that they are not quantised
             again.
         name: the layer's name, for the bits without a key and for recipes that treat layers differently.
+        state: the state of delayed scaling, of `jaxlowprec.delayed_scaling.init_state(recipe, num_experts=E)`: for each
+            group that of a `linear`. Its gradient is its new value. A group without rows has seen the amax 0 of its
+            rows and of their gradient, and the amax of its kernel.
         out_dtype: the dtype of the result; default: x's.
         precision: precision of the three GEMMs, as for `jax.lax.dot`; for quantised ones see `scaled_matmul`.
 
+    Returns:
+        [T, N]. With `state`, a pair of that and the state for the layer's next call, see `linear`.
+
     Raises:
         TypeError: dtypes do not fit, or the recipe is not a recipe.
-        ValueError: shapes do not fit; or a recipe that grouped activations cannot follow: delayed scaling, whose state
-            is one layer's, square tiles for activations, rotations other than NVFP4's of size 16.
+        ValueError: shapes do not fit; or a recipe that grouped activations cannot follow: square tiles for activations,
+            rotations other than NVFP4's of size 16.
 
     Source: numerics.md 3, 4 and 9 for each group.
 
@@ -90,10 +96,11 @@ def grouped_matmul(
     who = "grouped_matmul"
     x = float_array(who, "x", x)
     sizes = checked_sizes(who, group_sizes, x)
-    settings = {"recipe": recipe, "key": key, "name": name, "state": None, "precision": precision}
+    settings = {"recipe": recipe, "key": key, "name": name, "state": state, "precision": precision}
     weights, bias, call = checked_groups(who, x, sizes, kernels, bias, quantized_kernel, settings)
     dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
-    return groups_product(call, x, weights, bias, sizes, dtype)
+    y, out_state = groups_product(call, x, weights, bias, sizes, dtype)
+    return y if state is None else (y, out_state)
 
 
 def checked_groups(
@@ -124,15 +131,15 @@ def checked_groups(
 
 def groups_product(
     call: LayerCall, x: jax.Array, kernels: jax.Array | None, bias: Any, sizes: jax.Array, dtype: Any
-) -> jax.Array:
-    """The product [T, N] of a checked call."""
+) -> tuple[jax.Array, Any]:
+    """The product [T, N] of a checked call, and the state for the next one."""
     compute = functools.partial(_product, bias=bias, sizes=sizes, dtype=dtype)
     features = features_of(call, kernels)
-    return watched(call, x, kernels, compute, lambda: x.size * features, sizes)[0]
+    return watched(call, x, kernels, compute, lambda: x.size * features, sizes)
 
 
-def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, None]:
-    """The product [T, N], and no state."""
+def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype: Any) -> tuple[jax.Array, Any]:
+    """The product [T, N], and the state of delayed scaling if there is one."""
     who, name, precision = call.who, call.name, call.precision
     roles: Any = None if call.recipe is None else checked_roles(call)
     if call.in_high_precision(kernels):
@@ -140,7 +147,8 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
         wide = dtype if bias is None else jnp.dtype("float32")
         with in_profiles(name):
             y = rows_product(x, jnp.asarray(kernels, x.dtype), sizes, wide, precision)
-            return product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype)), None
+            y = product(RowsInGroups(sizes, precision).biased(y, bias).astype(dtype))
+        return call.recorded(x, kernels, y, sizes) if call.calibrates else (y, call.state)
     loaded = None if call.quantized is None else call.quantized.columnwise
     if roles is None or (roles.ste is not None and roles.weight is not None):
         call.check_quantized(kernels)
@@ -150,12 +158,12 @@ def _product(call: LayerCall, x: Any, kernels: Any, bias: Any, sizes: Any, dtype
         spec = WeightOnlyGroupsSpec(served, dtype, _shardings(x, kernels, bias), precision)
         operands = wiring.align_varying(x, kernels, bias, loaded, sizes)
         with in_profiles(name):
-            return weight_only_groups(spec, *operands, None if roles is None else _probe(who, name)), None
+            return weight_only_groups(spec, *operands, None if roles is None else _probe(who, name)), call.state
     prepared = prepared_groups(call, x, kernels, bias, sizes, dtype)
     x, of_groups = wiring.align_varying(x, prepared.product)
     with in_profiles(name):
         (y,), _ = quantized_matmuls((prepared.spec,), x, (of_groups,), (prepared.states,))
-        return y, None
+        return y, prepared.state
 
 
 def _shardings(x: Any, kernels: Any, bias: Any) -> tuple[Any, Any, Any]:
@@ -179,9 +187,10 @@ def prepared_groups(
     randomness = randomness_of(call.who, roles, call.key, sizes.shape, lines, call.name)
     shardings = _shardings(x, kernels, bias)
     result = jnp.dtype(dtype), shardings, out_sharding, False, call.precision
-    spec = ProductSpec(roles, recipe.backward_override, IN_FLOAT32, None, *result)
+    spec = ProductSpec(roles, recipe.backward_override, IN_FLOAT32, recipe.delayed, *result)
     product = call.accumulated(Product(kernels, bias, randomness, call.quantized, sizes=sizes))
-    return Prepared(spec, product, (None, _probe(call.who, call.name)), None)
+    used, state = call.used_state(call.quantized if kernels is None else kernels)
+    return Prepared(spec, product, (used, _probe(call.who, call.name)), state)
 
 
 def ragged_dot(
@@ -259,12 +268,6 @@ def checked_sizes(who: str, group_sizes: Any, x: jax.Array) -> jax.Array:
 
 def checked_roles(call: LayerCall) -> Roles:
     """The roles of a call with a recipe, if rows in groups can have them."""
-    recipe: Any = call.recipe
-    if recipe.delayed is not None or isinstance(recipe, Calibrating):
-        raise ValueError(
-            f"{call.who}: {recipe} has a state for each layer, but groups are tensors of their own; use current "
-            "scaling (Float8CurrentScaling) for layers of experts, or leave them out by exclude= or a policy"
-        )
     roles: Any = call.roles
     _check_rows(call.who, roles)
     return roles

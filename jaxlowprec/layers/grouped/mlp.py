@@ -11,11 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxlowprec import wiring
 from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.layers import delayed_scaling
 from jaxlowprec.layers.fused.mlp import check_hidden, check_mlp, composed
 from jaxlowprec.layers.fused.mlp_product import Activation, MlpSpec, Saved, quantized_mlp
 from jaxlowprec.layers.fused.shared_input import Layer, check_list, joined, layers_of, share_their_input
 from jaxlowprec.layers.grouped.matmul import checked_groups, checked_sizes, groups_product, prepared_groups
-from jaxlowprec.layers.layer_call import LayerCall
+from jaxlowprec.layers.layer_call import LayerCall, Prepared
 from jaxlowprec.layers.linear import features_of
 from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import in_profiles
@@ -41,9 +42,10 @@ def grouped_mlp(
     saved: Saved = "quantized",
     quantized_kernels: Sequence[QuantizedKernel | None] | None = None,
     names: Sequence[str] | None = None,
+    states: Sequence[delayed_scaling.State | None] | None = None,
     out_dtype: Any = None,
     precision: Any = None,
-) -> Float[Array, "T N"]:
+) -> Any:
     """`mlp` of rows in groups, each group by kernels of its own: the experts of a mixture.
 
     The result and the gradients of kernels and biases are those of `grouped_matmul` for gate, up and down with the
@@ -59,9 +61,12 @@ def grouped_mlp(
         recipe: default: the context's (`autocast`). None: high precision.
         key: see `grouped_matmul`; each layer has another one that is derived from it.
         activation, saved: see `mlp`.
-        quantized_kernels, names: those of each layer, see `grouped_matmul`.
+        quantized_kernels, names, states: those of each layer, see `grouped_matmul`.
         out_dtype: the dtype of the result; default: x's, which the hidden layer has, too.
         precision: see `grouped_matmul`.
+
+    Returns:
+        [T, N]. With `states`, a pair of it and the tuple of states for the next call.
 
     Raises:
         TypeError: dtypes do not fit, or the recipe is not a recipe.
@@ -81,9 +86,11 @@ def grouped_mlp(
     check_mlp(who, activation, saved, len(check_list(who, "kernels", kernels)))
     x = float_array(who, "x", x)
     dtype = x.dtype if out_dtype is None else float_dtype(who, "out_dtype", out_dtype)
-    of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": None}
+    of_each = {"biases": biases, "quantized_kernels": quantized_kernels, "names": names, "states": states}
     layers = layers_of(who, kernels, recipe, key, precision, of_each)
-    return grouped_mlp_of(who, x, group_sizes, layers, activation=activation, saved=saved, out_dtype=dtype)
+    options: Any = {"activation": activation, "saved": saved, "out_dtype": dtype}
+    y, new_states = grouped_mlp_of(who, x, group_sizes, layers, **options)
+    return y if states is None else (y, new_states)
 
 
 def grouped_mlp_of(
@@ -95,15 +102,17 @@ def grouped_mlp_of(
     activation: Activation,
     saved: Saved,
     out_dtype: Any,
-) -> jax.Array:
-    """The MLP of these layers, down's last."""
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """The MLP of these layers, down's last, and their states for the next call."""
     sizes = checked_sizes(who, group_sizes, x)
     checked = _checked(who, x, sizes, layers)
     if is_watched() or not _is_quantized(checked):
         return _composed(who, x, checked, sizes, activation, saved, out_dtype)
-    tokens, spec, products, states = _prepared(x, checked, sizes, activation, saved, out_dtype)
+    spec, prepared = _prepared(x, checked, sizes, activation, saved, out_dtype)
+    tokens, products = wiring.align_varying(x, tuple(p.product for p in prepared))
     with in_profiles(joined([layer.name for layer in layers])):
-        return quantized_mlp(spec, tokens, products, states)[0]
+        y, _ = quantized_mlp(spec, tokens, products, tuple(p.states for p in prepared))
+    return y, tuple(p.state for p in prepared)
 
 
 def _checked(who: str, x: jax.Array, sizes: jax.Array, layers: Sequence[Layer]) -> list[_Checked]:
@@ -125,8 +134,10 @@ def _is_quantized(checked: Sequence[_Checked]) -> bool:
     return all(share_their_input([call for *_, call in part], [w for w, *_ in part]) for part in (hidden, [down]))
 
 
-def _prepared(x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, out_dtype: Any):
-    """The arguments of `quantized_mlp`, its spec second."""
+def _prepared(
+    x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, out_dtype: Any
+) -> tuple[MlpSpec, list[Prepared]]:
+    """The spec of the MLP, and its products."""
     *hidden, (down, down_bias, down_call) = checked
     gate, _, gate_call = hidden[0]
     sharding = _sharding_of_hidden(x, gate_call.dimension_of_features(gate))
@@ -134,9 +145,7 @@ def _prepared(x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activ
     like: Any = jax.ShapeDtypeStruct((x.shape[0], features_of(gate_call, gate)), x.dtype, sharding=sharding)
     prepared.append(prepared_groups(down_call, like, down, down_bias, sizes, out_dtype))
     *specs, down_spec = (p.spec for p in prepared)
-    tokens, products = wiring.align_varying(x, tuple(p.product for p in prepared))
-    spec = MlpSpec(activation, tuple(specs), down_spec, saved)
-    return tokens, spec, products, tuple(p.states for p in prepared)
+    return MlpSpec(activation, tuple(specs), down_spec, saved), prepared
 
 
 def _sharding_of_hidden(x: jax.Array, features: Any) -> NamedSharding | None:
@@ -147,14 +156,15 @@ def _sharding_of_hidden(x: jax.Array, features: Any) -> NamedSharding | None:
 
 def _composed(
     who: str, x: jax.Array, checked: Sequence[_Checked], sizes: jax.Array, activation: Any, saved: Any, dtype: Any
-) -> jax.Array:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """The MLP from separate products."""
     *hidden, (down, down_bias, down_call) = checked
 
     def multiply(x: jax.Array) -> tuple[Any, Any]:
-        return tuple(groups_product(call, x, w, bias, sizes, x.dtype) for w, bias, call in hidden), ()
+        ys, states = zip(*(groups_product(call, x, w, bias, sizes, x.dtype) for w, bias, call in hidden), strict=True)
+        return ys, states
 
-    def finish(a: jax.Array) -> tuple[jax.Array, None]:
-        return groups_product(down_call, a, down, down_bias, sizes, dtype), None
+    def finish(a: jax.Array) -> tuple[jax.Array, Any]:
+        return groups_product(down_call, a, down, down_bias, sizes, dtype)
 
-    return composed(x, multiply, finish, activation, saved, who=who)[0]
+    return composed(x, multiply, finish, activation, saved, who=who)

@@ -115,7 +115,8 @@ def multiply(eqn: Any, product: Product, operands: list[Any], master: Any, recip
     out_dtype, name = eqn.outvars[0].aval.dtype, product.weight.name
     options: Any = {"recipe": recipe, "name": name, "precision": eqn.params["precision"]}
     if product.grouped:
-        return grouped_matmul(operands[0], master, operands[2], out_dtype=out_dtype, **options)
+        y = grouped_matmul(operands[0], master, operands[2], out_dtype=out_dtype, state=state, **options)
+        return y if state is None else y[0]
     contract, batch = eqn.params["dimension_numbers"]
     x, other = operands[1 - product.side], 1 - product.side
     # Contracted axes in the input's order, as `einsum` and the layers have them: it decides what a block is.

@@ -83,6 +83,7 @@ def quantize_groups(
     amaxes: tuple[Any, Any] | None = None,
     implementation: Implementation = None,
     eden: bool = False,
+    encode_scale: Float[Array, "*B E"] | None = None,
 ) -> tuple[GroupedQuantizedArray | None, GroupedQuantizedArray | None]:
     """Quantises the rows of each group, along the features, along the rows, or both in one pass.
 
@@ -98,6 +99,7 @@ def quantize_groups(
         eden: with words: it is scales that are rounded so; see `quantize`.
         amaxes: [..., E] rowwise and columnwise, where they are known.
         implementation: None, "ffi" or "reference".
+        encode_scale: [..., E], for Float8Tensor: what to multiply each group by; see `quantize`.
 
     Returns:
         The rowwise and the columnwise array, None where not wanted.
@@ -112,9 +114,12 @@ def quantize_groups(
         return _quantize_rows(x, sizes, fmt, implementation), None
     hadamard = hadamard if columnwise else None
     stochastic, unit = words is not None, max(fmt.length, BLOCK if words is not None else 1)
-    spec = GroupedQuantizeSpec(fmt, rowwise, columnwise, hadamard, stochastic, columns % unit != 0, eden)
+    directions, given = (rowwise, columnwise), encode_scale is not None
+    spec = GroupedQuantizeSpec(fmt, *directions, hadamard, stochastic, columns % unit != 0, eden, given)
     tensors: list[jax.Array] = []
-    if fmt.has_tensor_scale:
+    if encode_scale is not None:
+        tensors = [encode_scale] * spec.directions
+    elif fmt.has_tensor_scale:
         found = amaxes or group_amaxes(x, sizes, rowwise or hadamard is None, hadamard, implementation)
         tensors = [found[0]] * rowwise + [found[-1]] * columnwise
     random: list[Any] = [] if words is None else [words]

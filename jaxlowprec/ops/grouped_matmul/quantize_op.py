@@ -46,7 +46,7 @@ class GroupedQuantizeSpec:
         hadamard: a rotation of size 16 along the rows of each group for the columnwise direction; only for NVFP4.
         stochastic: random bits round the codes, or the scales if `eden`.
         ragged_columns: C is not a multiple of the elements that must stay together along it.
-        eden: see `QuantizeSpec`.
+        eden, encode_scale_given: see `QuantizeSpec`.
     """
 
     format: Any
@@ -56,6 +56,7 @@ class GroupedQuantizeSpec:
     stochastic: bool
     ragged_columns: bool
     eden: bool = False
+    encode_scale_given: bool = False
 
     @property
     def directions(self) -> int:
@@ -103,8 +104,9 @@ def _rule(spec: GroupedQuantizeSpec) -> wiring.ShardingRule:
 
 @functools.cache
 def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementation):
-    """x [..., T, C], sizes [..., E], an amax [..., E] per direction for formats with a tensor scale, then if stochastic
-    keys [..., E, 2] and indices of lines and sixteens per direction -> codes and scales per direction.
+    """x [..., T, C], sizes [..., E], an amax [..., E] (or encode scale) per direction for formats with a tensor scale,
+    then if stochastic keys [..., E, 2] and indices of lines and sixteens per direction -> codes and scales per
+    direction.
 
     Indices along T are counted from each group's first row.
     """
@@ -131,10 +133,11 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             columnwise = i == 1 or not spec.rowwise
             stream = columnwise + (FIRST_STREAM if spec.eden else 0)
             draws = Draws(random[0], *random[1 + 2 * i : 3 + 2 * i], stream) if random else None
+            options: Any = {"draws": draws, "eden": spec.eden, "encode_scale_given": spec.encode_scale_given}
             if columnwise:
-                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, draws, spec.eden)
+                out += reference.quantize_columnwise(x, sizes, fmt, spec.hadamard, tensor, **options)
             else:
-                out += reference.quantize_rowwise(x, sizes, fmt, tensor, draws, spec.eden)
+                out += reference.quantize_rowwise(x, sizes, fmt, tensor, **options)
         return out
 
     def run_reference(x, sizes, *operands):
@@ -154,6 +157,7 @@ def grouped_quantize_op(spec: GroupedQuantizeSpec, implementation: Implementatio
             columnwise=spec.columnwise,
             rotate_columns=spec.hadamard is not None,
             stochastic=spec.stochastic,
+            encode_scale_given=spec.encode_scale_given,
             eden=spec.eden,
             sign_mask=_mask(spec.hadamard),
         )

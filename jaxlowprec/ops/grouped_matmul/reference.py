@@ -47,10 +47,12 @@ def quantize_rowwise(
     sizes: jax.Array,
     fmt: Format,
     tensor: jax.Array | None,
+    *,
     draws: Draws | None = None,
     eden: bool = False,
+    encode_scale_given: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """x [T, C], sizes [E], amaxes [E] -> codes [T, bytes], scales [T, blocks] (a tensor's: [E]).
+    """x [T, C], sizes [E], amaxes or encode scales [E] -> codes [T, bytes], scales [T, blocks] (a tensor's: [E]).
 
     `draws` has the words [E, 2] of each group; its indices along T are counted from a group's first row.
     """
@@ -61,9 +63,11 @@ def quantize_rowwise(
         local = draws.lines[jnp.arange(x.shape[0]) - groups.start[group]]
         draws = draws._replace(words=draws.words[group], lines=local[:, None])
     of_row = None if tensor is None else tensor[group]
-    data, scale = quantize_rows(x[:, None, :], fmt, of_row, False, draws, eden=eden)
+    data, scale = quantize_rows(x[:, None, :], fmt, of_row, encode_scale_given, draws, eden=eden)
     data = where_else_zero(there, data[:, 0])
-    return data, _tensor_scales(tensor, groups, fmt) if fmt.scaling == "tensor" else where_else_zero(there, scale[:, 0])
+    if fmt.scaling == "tensor":
+        return data, _tensor_scales(tensor, groups, fmt, encode_scale_given)
+    return data, where_else_zero(there, scale[:, 0])
 
 
 def quantize_columnwise(
@@ -72,8 +76,10 @@ def quantize_columnwise(
     fmt: Format,
     hadamard: Hadamard | None,
     tensor: jax.Array | None,
+    *,
     draws: Draws | None = None,
     eden: bool = False,
+    encode_scale_given: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `quantize_rowwise` along the rows: packed codes [C, slots * bytes], 8-bit ones [C, T], scales [C, slots]."""
     block = max(fmt.length, BLOCK)  # at least a sixteen of random bytes
@@ -87,7 +93,7 @@ def quantize_columnwise(
         within = jnp.minimum(within, draws.sixteens.shape[0] - 1)  # the draws of padding do not matter
         draws = draws._replace(words=draws.words[slots.group], sixteens=draws.sixteens[within])
     of_slot = None if tensor is None else tensor[slots.group]
-    data, scale = quantize_rows(values, fmt, of_slot, False, draws, eden=eden)
+    data, scale = quantize_rows(values, fmt, of_slot, encode_scale_given, draws, eden=eden)
     used = (slots.valid > 0)[:, None, None]
     if fmt.packed:
         data = jnp.moveaxis(where_else_zero(used, data), 0, -2)
@@ -99,13 +105,13 @@ def quantize_columnwise(
         slot = groups.start[group] // block + group + local // block
         data = where_else_zero(there, data[slot, :, local % block]).T
     if fmt.scaling == "tensor":
-        return data, _tensor_scales(tensor, groups, fmt)
+        return data, _tensor_scales(tensor, groups, fmt, encode_scale_given)
     return data, where_else_zero(used, scale)[..., 0].T
 
 
-def _tensor_scales(tensor: Any, groups: Groups, fmt: Format) -> jax.Array:
+def _tensor_scales(tensor: Any, groups: Groups, fmt: Format, encode_scale_given: bool) -> jax.Array:
     """One scale per group; 1 where it is empty."""
-    return jnp.where(groups.count > 0, tensor_scale(tensor, fmt, False)[0], 1.0)
+    return jnp.where(groups.count > 0, tensor_scale(tensor, fmt, encode_scale_given)[0], 1.0)
 
 
 def where_else_zero(there: jax.Array, x: jax.Array) -> jax.Array:

@@ -37,8 +37,10 @@ def quantize(spec: Any, x: jax.Array, sizes: jax.Array, *operands: jax.Array) ->
     slots = Slots.of(groups, TILE)
     of_slots = [amax[slots.group] for amax in operands[: spec.tensors]]
     of_slots += _random(spec, slots, operands[spec.tensors :])
+    directions = spec.rowwise, spec.columnwise
+    options = {"encode_scale_given": spec.encode_scale_given, "ragged_rows": False, "ragged_columns": False}
     matrices = quantize_op.QuantizeSpec(
-        spec.format, spec.rowwise, spec.columnwise, spec.hadamard, spec.stochastic, False, False, False, eden=spec.eden
+        spec.format, *directions, spec.hadamard, spec.stochastic, **options, eden=spec.eden
     )
     found = quantize_op.native_call(matrices, slots.take(x, TILE), *of_slots, vmap_method="expand_dims")
     results: list[jax.Array] = []

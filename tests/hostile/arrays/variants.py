@@ -296,18 +296,21 @@ def grouped_quantize(rng):
     rows, columns = pick(rng, SIZES[:20]), pick(rng, SIZES[:14])
     rotation = jlp.Hadamard() if fmt.scaling == "two_level" and rng.random() < 0.5 else None
     stochastic = rng.random() < 0.3
+    scaled = fmt.scaling == "tensor" and rng.random() < 0.5
 
     def operands(rng, count):
         found = [numbers(rng, count, (rows, columns), dtype), _group_sizes(rng, count, rows, groups)]
-        return (*found, *[_words(rng, count, (groups,))] * stochastic)
+        found += [_words(rng, count, (groups,))] * stochastic
+        return (*found, *[numbers(rng, count, (groups,), "float32")] * scaled)
 
-    def call(implementation, x, sizes, *words):
+    def call(implementation, x, sizes, *further):
         options = {"rowwise": True, "columnwise": True, "hadamard": rotation, "implementation": implementation}
-        both = quantize_groups(x, sizes, fmt, words=words[0] if words else None, **options)
+        options |= {"words": further[0] if stochastic else None, "encode_scale": further[-1] if scaled else None}
+        both = quantize_groups(x, sizes, fmt, **options)
         return jax.tree.leaves([both, group_amaxes(x, sizes, True, rotation, implementation)])
 
     text = f"{groups} groups of {dtype}[{rows}, {columns}] to {fmt!r}, hadamard={rotation}, stochastic={stochastic}"
-    return Variant(text, operands, call)
+    return Variant(f"{text}, scaled={scaled}", operands, call)
 
 
 def grouped_product(rng):

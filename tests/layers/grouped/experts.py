@@ -14,10 +14,10 @@ SIZES = {
     "nobody": (0, 0, 0, 0, 0),
 }
 NAMES = ("experts/gate", "experts/up", "experts/down")
-# Recipes that rows in groups refuse: a state for each layer, square tiles of rows, another rotation than NVFP4's.
-REFUSED = ("fp8_delayed", "fp8_delayed margin", "fp8_block input 2d", "fp8_block gradient 2d")
-REFUSED += ("fp8_current rotated stochastic",)
-TAKEN = {name: recipe for name, recipe in EVERY.items() if name not in REFUSED}
+# Recipes that rows in groups refuse: square tiles of rows, another rotation than NVFP4's.
+REFUSED = ("fp8_block input 2d", "fp8_block gradient 2d", "fp8_current rotated stochastic")
+WITH_STATES = ("fp8_delayed", "fp8_delayed margin")  # see test_delayed_scaling.py
+TAKEN = {name: recipe for name, recipe in EVERY.items() if name not in REFUSED + WITH_STATES}
 
 
 def mlp_operands(*, gated=True, dtype="bfloat16", experts=E, features=N):

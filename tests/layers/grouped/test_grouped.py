@@ -342,7 +342,7 @@ class TestErrors:
             ({"group_sizes": np.full(E, 100)}, ValueError, "sum up to 500, and x has 150 rows"),
             ({"x": jnp.ones((3, K), jnp.int32)}, TypeError, "bfloat16, float16 or float32"),
             ({"bias": jnp.ones(N)}, ValueError, r"bias has shape \(80,\); needs \(5, 80\)"),
-            ({"recipe": jlp.DelayedScaling()}, ValueError, "use current scaling"),
+            ({"recipe": jlp.DelayedScaling()}, ValueError, r"pass state=.*init_state\(recipe, num_experts=5\)"),
             (
                 {"recipe": jlp.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)},
                 ValueError,

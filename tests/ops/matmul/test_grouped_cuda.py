@@ -76,6 +76,16 @@ class TestQuantizing:
             found = tiled_quantize(spec)(x, sizes, *operands)
             assert_same_bytes(found, grouped_quantize_op(spec, "ffi")(x, sizes, *operands))
 
+    @by_case
+    @pytest.mark.parametrize("directions", DIRECTIONS)
+    def test_by_given_scales(self, case, directions):
+        x, sizes = rows_of(case)
+        spec = GroupedQuantizeSpec(
+            *(jlp.Float8Tensor(), *DIRECTIONS[directions], None, False, True), encode_scale_given=True
+        )
+        scales = [jnp.asarray(np.linspace(0, 9, len(sizes), dtype=np.float32))] * spec.directions
+        assert_same_bytes(tiled_quantize(spec)(x, sizes, *scales), grouped_quantize_op(spec, "ffi")(x, sizes, *scales))
+
     @pytest.mark.parametrize("fmt", [jlp.NVFP4(), jlp.Float8Tensor()], ids=format_name)
     def test_batches_share_lines_of_features_and_nothing_else(self, fmt):
         x, sizes = random_array((2, 3, 150, 32)), jnp.asarray(np.random.default_rng(0).integers(0, 80, (2, 3, 4)))

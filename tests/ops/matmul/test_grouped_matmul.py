@@ -99,6 +99,28 @@ class TestQuantizing:
     def test_both_implementations_give_the_same_bytes(self, fmt, case, stochastic):
         assert_same_bytes(quantized(fmt, case, stochastic, "ffi")[1], quantized(fmt, case, stochastic, "reference")[1])
 
+    @pytest.mark.parametrize("case", often(["uneven", "more than there are"], SIZES))
+    @pytest.mark.parametrize("fmt", [jlp.Float8Tensor(), jlp.Float8Tensor("e5m2")], ids=format_name)
+    def test_by_given_scales(self, fmt, case):
+        """The bytes are those of the group's rows alone, which a scale that is none makes NaN."""
+        sizes, rows, columns = SIZES[case]
+        x = random_array((rows, columns)) if rows else jnp.zeros((0, columns), jnp.bfloat16)
+        scales = jnp.asarray(np.resize([2.0, 448.0, 0.0, np.nan, 1e30, -1.0, 3.0], len(sizes)), jnp.float32)
+        options = {"rowwise": True, "columnwise": True, "encode_scale": scales}
+        (row, column), reference = (
+            quantize_groups(x, jnp.asarray(sizes, jnp.int32), fmt, **options, implementation=implementation)
+            for implementation in ("ffi", "reference")
+        )
+        assert_same_bytes((row, column), reference)
+        used = dict.fromkeys(range(len(sizes)), 1.0)
+        for index, first, end in groups_of(sizes, rows):
+            alone = jlp.quantize_both(x[first:end], fmt, encode_scale=scales[index])
+            if first < end:
+                assert_same_bytes((row.data[first:end], column.data[:, first:end]), [a.data for a in alone])
+                used[index] = alone[0].scale
+        for both in (row, column):
+            np.testing.assert_array_equal(both.scale, np.asarray(list(used.values())))
+
     @by_format
     @by_sizes
     @by_rounding
