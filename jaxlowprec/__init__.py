@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlowprec import checkpoint_policies, debug, delayed_scaling, layouts, telemetry, traffic
+from jaxlowprec import checkpoint_policies, delayed_scaling, layouts, telemetry
 from jaxlowprec.arrays.formats import MXFP4, MXFP8, NVFP4, Float8Block, Float8Tensor, Int4
 from jaxlowprec.arrays.hadamard import DEFAULT_SIGNS, Hadamard
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.diagnostics.support import Supported, supported
 from jaxlowprec.layers.dot_general import dot_general, einsum
 from jaxlowprec.layers.fused.mlp import mlp
 from jaxlowprec.layers.fused.shared_input import linears
@@ -20,8 +19,6 @@ from jaxlowprec.layers.product import QuantizedKernel
 from jaxlowprec.layers.residuals import CHECKPOINT_NAMES
 from jaxlowprec.layers.sharded.collectives import all_gather_quantized, all_to_all_quantized
 from jaxlowprec.layers.sharded.gathered_kernel import all_gather_kernel
-from jaxlowprec.models import lora
-from jaxlowprec.models.accumulation import accumulate_gradients
 from jaxlowprec.ops.activations.api import geglu, gelu, relu_squared, silu, swiglu
 from jaxlowprec.ops.dequantize.api import dequantize
 from jaxlowprec.ops.fake_quantize.api import fake_quantize
@@ -49,8 +46,11 @@ from jaxlowprec.recipes.transformer_engine import (
 )
 
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, linen, moe, nnx, weight_sync
+    from jaxlowprec import checkpoints, debug, linen, moe, nnx, traffic, weight_sync
+    from jaxlowprec.diagnostics.support import Supported, supported
     from jaxlowprec.linen.hooks import flax_dot_general_cls
+    from jaxlowprec.models import lora
+    from jaxlowprec.models.accumulation import accumulate_gradients
     from jaxlowprec.models.explain import explain, quantize_params
     from jaxlowprec.models.find_policy import Policy, find_policy
     from jaxlowprec.models.oscillation import OsciReset
@@ -145,22 +145,26 @@ __all__ = [
 ]
 
 
-_MODULES = ("checkpoints", "linen", "moe", "nnx", "weight_sync")
+_MODULES = {name: name for name in ("checkpoints", "debug", "linen", "moe", "nnx", "traffic", "weight_sync")}
+_MODULES["lora"] = "models.lora"
 _FROM = {
     "OsciReset": "models.oscillation",
     "Policy": "models.find_policy",
+    "Supported": "diagnostics.support",
+    "accumulate_gradients": "models.accumulation",
     "explain": "models.explain",
     "find_policy": "models.find_policy",
     "flax_dot_general_cls": "linen.hooks",
     "quantize_matmuls": "models.quantize_matmuls",
     "quantize_params": "models.explain",
+    "supported": "diagnostics.support",
 }
 
 
 def __getattr__(name: str) -> Any:
     """What is loaded when it is first used: it loads Flax, or sockets and files, or few programs need it."""
     if name in _MODULES:
-        return importlib.import_module(f"jaxlowprec.{name}")
+        return importlib.import_module(f"jaxlowprec.{_MODULES[name]}")
     if name in _FROM:
         return getattr(importlib.import_module(f"jaxlowprec.{_FROM[name]}"), name)
     raise AttributeError(f"module 'jaxlowprec' has no attribute {name!r}")
