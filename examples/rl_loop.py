@@ -1,6 +1,7 @@
 """Reinforcement learning with 4-bit rollouts: a trainer and a rollout as two processes that agree to the bit.
 
     python examples/rl_loop.py --iterations 120 --out runs/rl
+    python examples/rl_loop.py --engine ray --rollouts 2 --out runs/rl    # actors of Ray, restarted if they die
 
 A small policy with experts learns to sort digits only from its reward (GRPO), under INT4 quantisation-aware training.
 In each iteration the trainer sends 4-bit weights to the rollout, which writes answers with them. The trainer replays
@@ -10,23 +11,24 @@ the rollout's routing, and ends with an error unless the rollout's log-probabili
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib.util
 import os
 import pathlib
+import re
 import signal
 import sys
-import time
+from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from rl import rollout
-from rl.engine import Rollout, RolloutLost, Stale
-from rl.grpo import Settings, optimizer
-from rl.learning import Disagreement, learn
-from rl.policy import RECIPE, Config, Policy
+from rl.engine import ClusterMissing, Rollout, RolloutLost, Stale, TrainerLost
+from rl.grpo import Settings
+from rl.learning import Disagreement
+from rl.policy import RECIPE, Config
 from rl.report import Progress, write
 from rl.task import Task
+from rl.training import Plan, Training
 
 
 def arguments() -> argparse.Namespace:
@@ -48,10 +50,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--damage-version", type=int, help="let the rollout change one 4-bit code of this version, to see it caught"
     )
+    parser.add_argument("--engine", choices=["process", "ray"], default="process", help="what runs the rollout")
+    ray = parser.add_argument_group("with --engine ray")
+    ray.add_argument("--rollouts", type=int, default=1, help="workers among which prompts are divided")
+    ray.add_argument("--checkpoint-every", type=int, default=10, help="iterations; a restarted trainer goes on there")
+    ray.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
+    ray.add_argument("--ray-address", metavar="HOST:PORT", help="of a cluster; default: one is started for this run")
     options = parser.parse_args()
-    for name in ("iterations", "digits", "prompts", "updates", "layers"):
+    for name in ("iterations", "digits", "prompts", "updates", "layers", "rollouts", "checkpoint_every"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} needs 1 or more")
+            parser.error(f"--{name.replace('_', '-')} needs 1 or more")
     if options.answers < 2 or options.experts < 2:
         parser.error("--answers and --experts need 2 or more: answers are compared, and each token has two experts")
     heads, groups = Config.heads, RECIPE.group_size
@@ -61,36 +69,65 @@ def arguments() -> argparse.Namespace:
         parser.error("--seed needs 0 or more")
     if not options.learning_rate > 0 or not options.kl >= 0 or not 0 < options.timeout < float("inf"):
         parser.error("--learning-rate and --timeout need more than 0, --kl 0 or more")
+    if options.engine == "process":
+        for name in ("rollouts", "checkpoint_every", "resume", "ray_address"):
+            if getattr(options, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')}: needs --engine ray")
+        return options
+    if importlib.util.find_spec("ray") is None:
+        parser.error("--engine ray: Ray is not installed; pip install 'jaxlowprec[ray]'")
+    if options.ray_address is not None and not re.fullmatch(r".+:[0-9]{1,5}", options.ray_address):
+        parser.error(f"--ray-address {options.ray_address}: needs HOST:PORT")
+    if options.rollouts > options.prompts:
+        parser.error(f"--rollouts {options.rollouts}: needs at most as many as --prompts, {options.prompts}")
     return options
 
 
-def train(options: argparse.Namespace) -> None:
-    """Trains: the trainer's process."""
-    task = Task(options.digits)
-    config = Config(layers=options.layers, width=options.width, experts=options.experts, length=task.length)
+def planned(options: argparse.Namespace) -> Plan:
+    """The run that the command line asks for."""
+    length = Task(options.digits).length
+    config = Config(layers=options.layers, width=options.width, experts=options.experts, length=length)
     settings = Settings(options.prompts, options.answers, options.updates, options.learning_rate, kl=options.kl)
-    policy = Policy(config, nnx.Rngs(options.seed))
-    initial = nnx.clone(policy) if settings.kl else None
-    state = nnx.Optimizer(policy, optimizer(settings, options.iterations), wrt=nnx.Param)
-    described = {"config": dataclasses.asdict(config), "grpo": dataclasses.asdict(settings)}
-    weights = RECIPE.weight_format
-    print(f"jaxlowprec on {jax.default_backend()}, jax {jax.__version__}: {weights}, {config}, {settings}", flush=True)
+    return Plan(options.digits, config, settings, options.iterations, options.seed)
 
-    records = []
-    with Rollout(config, options.timeout, options.damage_version) as engine, Progress(options.iterations) as progress:
+
+def train(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Trains in this process, with a rollout in another one. Returns the records of all iterations."""
+    training, records = Training(plan), []
+    with Rollout(plan.config, options.timeout, options.damage_version) as engine, Progress(plan.iterations) as progress:
         print(f"rollout: process {engine.process.pid}, listening at {engine.address}", flush=True)
-        for version in range(1, options.iterations + 1):
-            sync_bytes, sync_seconds = engine.push(policy, version)
-            prompts = np.repeat(task.prompts(settings.prompts, options.seed, version), settings.answers, axis=0)
-            started = time.perf_counter()
-            answers = engine.generate(prompts, options.seed, version)
-            generated = time.perf_counter() - started
-            record = learn(policy, state, answers, task, settings, engine, initial)
-            took = {"sync_bytes": sync_bytes, "sync_ms": 1e3 * sync_seconds, "generate_ms": 1e3 * generated}
-            records.append(record | took)
+        for version in range(1, plan.iterations + 1):
+            records.append(training.step(engine, version))
             progress.show(records[-1])
+    return records
 
-    write(records, described | {"seed": options.seed, "recipe": repr(RECIPE), "jax": jax.__version__}, options.out)
+
+def train_on_ray(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Trains in actors of Ray. Returns the records of all iterations."""
+    from rl.on_ray import cluster
+
+    try:
+        plan.claim(options.out, options.resume)
+    except ValueError as error:
+        sys.exit(f"rl_loop: {error}")
+    # What a process has compiled, the one that replaces it loads.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.out.absolute() / "compiled"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    with cluster.joined(options.ray_address, options.rollouts + 1):
+        from rl.on_ray import driver
+
+        return driver.train(plan, options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Trains, and writes the report."""
+    plan = planned(options)
+    on_ray = options.engine == "ray"
+    where = "Ray" if on_ray else jax.default_backend()  # whose threads would be in the way of starting Ray
+    weights = RECIPE.weight_format
+    print(f"jaxlowprec on {where}, jax {jax.__version__}: {weights}, {plan.config}, {plan.settings}", flush=True)
+    records = (train_on_ray if on_ray else train)(plan, options)
+    write(records, plan.described(), options.out)
     last = records[-10:]
     print(
         f"\nreward of the last {len(last)} iterations: {np.mean([r['reward'] for r in last]):.3f}; "
@@ -110,8 +147,8 @@ def main() -> None:
     # collection, because its callbacks (JAX has one) may not raise.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        train(arguments())
-    except (RolloutLost, Stale, Disagreement) as error:
+        run(arguments())
+    except (ClusterMissing, RolloutLost, TrainerLost, Stale, Disagreement) as error:
         sys.exit(f"rl_loop: {error}")
 
 

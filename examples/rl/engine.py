@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -28,6 +29,14 @@ class RolloutLost(Exception):
     """The rollout's process has ended, or does not answer in time."""
 
 
+class TrainerLost(Exception):
+    """The trainer's process does not come back in time; only for a trainer that is restarted."""
+
+
+class ClusterMissing(Exception):
+    """No cluster answers at the address that was given."""
+
+
 class Stale(Exception):
     """Answers that another version of the weights wrote."""
 
@@ -40,6 +49,23 @@ class Answers:
     tokens: np.ndarray
     log_probabilities: np.ndarray
     routed_experts: np.ndarray
+
+
+class Engine(Protocol):
+    """What writes answers, as the trainer sees it."""
+
+    def push(self, policy: Policy, version: int) -> tuple[int, float]:
+        """Exports the policy in 4 bits and sends it. Returns the bytes of the version, and the seconds it took."""
+
+    def generate(self, prompts: np.ndarray, seed: int, version: int) -> Answers:
+        """Answers to prompts int32 [sequences, prompt], written by this version of the weights.
+
+        Raises:
+            Stale: another version wrote them.
+        """
+
+    def differing_weights(self, policy: Policy) -> list[str]:
+        """Names of the engine's live tensors that differ in a bit from the exported policy's."""
 
 
 class Rollout:
@@ -85,7 +111,7 @@ class Rollout:
         self.close()
 
     def push(self, policy: Policy, version: int) -> tuple[int, float]:
-        """Exports the policy in 4 bits and sends it. Returns the number of bytes sent, and the seconds it took."""
+        """See `Engine`."""
         started = time.perf_counter()
         source = WeightSource(jlp.quantize_params(policy, RECIPE))
         with self._naming_its_end(f"syncing version {version}"):
@@ -93,11 +119,7 @@ class Rollout:
         return source.manifest.nbytes, time.perf_counter() - started
 
     def generate(self, prompts: np.ndarray, seed: int, version: int) -> Answers:
-        """Answers to prompts [sequences, prompt], written by this version of the weights.
-
-        Raises:
-            Stale: another version wrote them.
-        """
+        """See `Engine`."""
         with self._naming_its_end("generating"):
             self._channel.send({"do": "generate", "seed": seed}, {"prompts": prompts}, timeout=self._timeout)
             said, arrays = self._channel.receive(timeout=self._timeout)
@@ -109,7 +131,7 @@ class Rollout:
         return Answers(said["version"], **arrays)
 
     def differing_weights(self, policy: Policy) -> list[str]:
-        """Names of the rollout's live tensors that differ in a bit from the exported policy's."""
+        """See `Engine`."""
         with self._naming_its_end("comparing weights"):
             self._channel.send({"do": "digests"}, timeout=self._timeout)
             theirs = self._channel.receive(timeout=self._timeout)[0]["digests"]

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from rl.agreement import Agreement, compare
-from rl.engine import Answers, Rollout
+from rl.engine import Answers, Engine
 from rl.grpo import Experience, Settings, advantages, update
 from rl.policy import RECIPE, Policy, afresh, of_next, scores
 from rl.task import Task
@@ -36,7 +36,7 @@ def replay(policy: Policy, answers: Answers) -> tuple[jlp.moe.RoutingTape, jax.A
     return tape, of_next(found, jnp.asarray(answers.tokens))
 
 
-def check(agreement: Agreement, version: int, policy: Policy, engine: Rollout) -> None:
+def check(agreement: Agreement, version: int, policy: Policy, engine: Engine) -> None:
     """Raises Disagreement, with the differences, unless the log-probabilities are the same to the bit."""
     if agreement.exact:
         return
@@ -51,7 +51,7 @@ def learn(
     answers: Answers,
     task: Task,
     settings: Settings,
-    engine: Rollout,
+    engine: Engine,
     initial: Policy | None,
 ) -> dict[str, Any]:
     """Replays the routing, checks the bits, and takes the optimizer's steps. Returns the iteration's record.

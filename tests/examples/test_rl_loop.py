@@ -20,6 +20,8 @@ from rl.task import Task
 
 from tests.helpers import often, python_environment, run_python
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 SCRIPT = str(EXAMPLES / "rl_loop.py")
@@ -30,18 +32,6 @@ TINY = Config(layers=1, width=32, length=5)
 def outcome(out, *options):
     done = run_python(SCRIPT, "--out", str(out), *SMALL, *options)
     return done.stdout, json.loads((out / "report.json").read_text())["iterations"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """All these processes compile the same programs; `make test` has a cache for them already."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
 
 
 @pytest.fixture(scope="module")

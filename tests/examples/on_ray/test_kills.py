@@ -1,0 +1,105 @@
+"""kill -9 of the trainer and of workers, at random moments of one run."""
+
+import collections
+import contextlib
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.examples.on_ray.runs import EXAMPLES, Run, records_of
+from tests.helpers import python_environment
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install jaxlowprec[ray]")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+
+KILLS = 100
+ITERATIONS = 180  # more than there are between the kills
+
+
+@contextlib.contextmanager
+def watched(folder):
+    """Gives the list to which another process adds what the workers of a run serve; whole after the block."""
+    environment = python_environment()
+    environment["PYTHONPATH"] += f":{EXAMPLES}"
+    command = [sys.executable, "-m", "tests.examples.on_ray.watching", str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    watcher = subprocess.Popen(command, env=environment, cwd=EXAMPLES.parent, text=True, **pipes)
+    lines, errors, seen = [], [], []
+    readers = [
+        threading.Thread(target=to.extend, args=(pipe,))
+        for to, pipe in ((lines, watcher.stdout), (errors, watcher.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        yield seen
+        assert watcher.poll() is None, "".join(errors)
+        watcher.stdin.close()
+        assert watcher.wait(60) == 0, "".join(errors)
+    finally:
+        watcher.kill()
+        for reader in readers:
+            reader.join(30)
+        seen.extend(map(json.loads, lines))
+
+
+def kill(run, draw):
+    """Kills the trainer or a worker, once one lives. Returns the process."""
+    killed = False
+    while not killed:
+        run.wait_for(lambda: run.of("worker", "trainer"))
+        with contextlib.suppress(IndexError):  # of none, if it has just died
+            victim = draw.choice(sorted(run.of("worker", "trainer"), key=lambda process: process.pid))
+            killed = victim.kill()
+    return victim
+
+
+def kills(run, draw):
+    """Kills while iterations run, until the trainer is hit, then others while it restarts, and again without an end."""
+    while True:
+        before = run.iterations
+        run.wait_for(lambda: run.iterations > before)  # so the run goes on after each kill but those in between
+        time.sleep(draw.uniform(0, 0.1))
+        yield (victim := kill(run, draw))
+        for _ in range(2 if victim.role == "trainer" else 0):
+            before, until = run.iterations, time.monotonic() + draw.uniform(0, 3)
+            run.wait_for(lambda: time.monotonic() > until or run.iterations > before)
+            yield kill(run, draw)
+
+
+def test_no_kill_at_any_moment_leaves_half_a_version(tmp_path):
+    """It takes four minutes on two cores, most of them for the restarts of trainers."""
+    draw = random.Random(25)
+    options = ("--iterations", str(ITERATIONS), "--rollouts", "3", "--checkpoint-every", "2")
+    with Run(tmp_path, *options) as run:
+        run.wait_for(lambda: run.iterations)
+        with watched(run.folder) as seen:
+            killed = list(itertools.islice(kills(run, draw), KILLS))
+        assert run.wait() == 0, run.text
+        assert run.survivors() == []
+
+    assert len(set(killed)) == KILLS  # so at least 96 of them had been restarted
+    assert {process.role for process in killed} == {"worker", "trainer"}
+    assert sum(process.does == "step" for process in killed) >= 5
+    lost = collections.Counter(re.findall(r"rollout \d was lost while (\w+)", run.text))
+    assert min(lost["receiving"], lost["answering"]) >= 2, lost
+
+    records = records_of(tmp_path)
+    assert [record["version"] for record in records] == list(range(1, ITERATIONS + 1))
+    assert all(record["train_rollout_logprob_abs_diff"] == 0 for record in records)
+    published = {record["version"]: record["published_digest"] for record in records}
+    assert len(set(published.values())) == ITERATIONS
+    for record in records:
+        assert {part["weights_digest"] for part in record["answered_by"]} == {published[record["version"]]}
+
+    states = collections.Counter(one["state"] for one in seen)
+    assert states["receiving"] >= 10, states  # they had parts of a version, and served the one before it
+    assert len({one["version"] for one in seen}) >= 20
+    assert [one for one in seen if one["digest"] != published[one["version"]]] == []
