@@ -16,7 +16,17 @@ from jaxlowprec.moe.router import Routing
 from jaxlowprec.moe.wire import formats_of
 from tests.helpers import assert_same_bytes, often, random_array
 from tests.moe.exchange.test_exchange import CASES, EXPERTS, FORMS, K, step
-from tests.moe.exchange.test_wire import FP4, MX, TOKENS, WIDTH, experts_of, layers_of, operands, through
+from tests.moe.exchange.test_wire import (
+    FP4,
+    MX,
+    TOKENS,
+    WIDTH,
+    assert_same_in_remat_and_scan,
+    experts_of,
+    layers_of,
+    operands,
+    through,
+)
 from tests.sharding.meshes import mesh_of
 
 
@@ -93,14 +103,7 @@ def test_buffers_of_any_size(factor, pure):
 def test_under_remat_scan_and_without_tokens():
     x, kernels, weights, experts = given = operands("even", 4)
     function = over_devices(4, MX, wire="codes_both_ways")
-    wanted = step(function)(*given)
-    assert_same_bytes(step(jax.checkpoint(function))(*given)[:2], wanted[:2])
-
-    def scanned(x, kernels, weights, experts):
-        again = jax.lax.scan(lambda _, x: (0, function(x, kernels, weights, experts)), 0, x[None])
-        return again[1][0]
-
-    assert_same_bytes(step(scanned)(*given)[:2], wanted[:2])
+    assert_same_in_remat_and_scan(function, given)
     assert jax.jit(function)(x[:0], kernels, weights[:0], experts[:0]).shape == (0, x.shape[1])
 
 

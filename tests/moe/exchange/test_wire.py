@@ -134,9 +134,7 @@ def test_buffers_of_any_size(factor):
     assert_same_bytes(step(over_devices(4, MX, factor=factor))(*given), wanted)
 
 
-def test_under_remat_and_scan():
-    given = operands("even", 4)
-    function = over_devices(4, MX)
+def assert_same_in_remat_and_scan(function, given):
     wanted = step(function)(*given)
     assert_same_bytes(step(jax.checkpoint(function))(*given)[:2], wanted[:2])
 
@@ -145,6 +143,10 @@ def test_under_remat_and_scan():
         return again[1][0]
 
     assert_same_bytes(step(scanned)(*given)[:2], wanted[:2])
+
+
+def test_under_remat_and_scan():
+    assert_same_in_remat_and_scan(over_devices(4, MX), operands("even", 4))
 
 
 def test_gradients_of_kernels_are_as_near_as_those_of_whole_rows():
