@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -133,51 +134,85 @@ class FanOut:
         number = None if version is None else whole_number(version)
         if version is not None and number is None:
             raise ValueError(f"FanOut.push: version is {version!r}; needs a whole number, or None for one more")
-        failed: dict[str, Exception] = {}
-        live = _reached({name: _Worker(name, *receiver) for name, receiver in self._receivers.items()}, failed)
-        if number is None:
-            number = 1 + max([self._version, *(worker.served for worker in live.values())])
-        if live:
-            live = _reached(self._sent(source, number, live, failed), failed)
-        self._version = max(self._version, number)
-        for name, error in failed.items():
-            if not isinstance(error, Refused):
-                self._receivers.pop(name)
-        if not live:
-            reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
-            raise SyncError(f"FanOut.push: no receiver got version {number}: {reasons}")
-        return Delivery(number, tuple(live), failed)
+        with self.begin() as pushing:
+            delivery = pushing.push(source, pushing.newest + 1 if number is None else number)
+        if not delivery.served:
+            reasons = "; ".join(f"{name}: {error}" for name, error in delivery.failed.items())
+            raise SyncError(f"FanOut.push: no receiver got version {delivery.version}: {reasons}")
+        return delivery
 
-    def _sent(
-        self, source: WeightSource, version: int, live: dict[str, _Worker], failed: dict[str, Exception]
-    ) -> dict[str, _Worker]:
-        """The receivers that have all buckets."""
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[Pushing]:
+        """Reaches all receivers, for callers that choose the version's number by what these serve.
+
+        Receivers that failed for another reason than a refusal are dropped at the end of the block.
+        """
+        workers = {name: _Worker(name, *receiver) for name, receiver in self._receivers.items()}
         arrays = all(transport.takes_arrays for transport, _ in self._receivers.values())
+        pushing = Pushing(workers, self._version, self._bucketizer, arrays, self._bucket_timeout)
         try:
-            for worker in live.values():
-                worker.give((version, source.manifest))
-            with self._bucketizer.buckets(source, version, as_arrays=arrays, timeout=self._bucket_timeout) as buckets:
-                for bucket in buckets:
-                    for worker in live.values():
-                        worker.give(bucket)
-                    live = _reached(live, failed)
-                    if not live:
-                        break
-        except BaseException as error:
-            for worker in live.values():
-                worker.give(Aborted(f"{type(error).__name__}: {error}"))
-            _reached(live, {})
+            yield pushing
+            pushing.end("nothing was sent")
+        except BaseException as failure:
+            pushing.end(f"{type(failure).__name__}: {failure}")
             raise
-        return live
+        finally:
+            self._version = max(self._version, pushing.version)
+            for name, error in pushing.failed.items():
+                if not isinstance(error, Refused):
+                    self._receivers.pop(name, None)
 
 
-def _reached(workers: dict[str, _Worker], failed: dict[str, Exception]) -> dict[str, _Worker]:
-    """Waits until each has taken its step or failed; those that have not failed."""
-    for name, worker in workers.items():
-        error = worker.wait()
-        if error is not None:
-            failed[name] = error
-    return {name: worker for name, worker in workers.items() if name not in failed}
+class Pushing:
+    """A push in progress, see `FanOut.begin`.
+
+    Attributes:
+        newest: the newest version that any receiver serves or that was sent before.
+        version: what was sent; 0: nothing yet.
+        failed: the errors of the receivers that failed. Others may be added.
+    """
+
+    def __init__(
+        self, workers: dict[str, _Worker], newest: int, bucketizer: Bucketizer, arrays: bool, bucket_timeout: float
+    ):
+        self.failed: dict[str, Exception] = {}
+        self.version = 0
+        self._bucketizer, self._arrays, self._bucket_timeout = bucketizer, arrays, bucket_timeout
+        self._live = self._reached(workers)
+        self.newest = max([newest, *(worker.served for worker in self._live.values())])
+
+    def push(self, source: WeightSource, version: int) -> Delivery:
+        """Sends a version to all receivers that were reached. Errors while the buckets are made: see `FanOut.push`."""
+        self.version = version
+        for worker in self._live.values():
+            worker.give((version, source.manifest))
+        options: Any = {"as_arrays": self._arrays, "timeout": self._bucket_timeout}
+        if self._live:
+            with self._bucketizer.buckets(source, version, **options) as buckets:
+                for bucket in buckets:
+                    for worker in self._live.values():
+                        worker.give(bucket)
+                    self._live = self._reached(self._live)
+                    if not self._live:
+                        break
+        served, self._live = self._reached(self._live), {}
+        return Delivery(version, tuple(served), self.failed)
+
+    def end(self, reason: str) -> None:
+        """Aborts what is not sent whole; the receivers keep their version."""
+        for worker in self._live.values():
+            worker.give(Aborted(reason))
+        for worker in self._live.values():
+            worker.wait()
+        self._live = {}
+
+    def _reached(self, workers: dict[str, _Worker]) -> dict[str, _Worker]:
+        """Waits until each has taken its step or failed; those that have not failed."""
+        for name, worker in workers.items():
+            error = worker.wait()
+            if error is not None:
+                self.failed[name] = error
+        return {name: worker for name, worker in workers.items() if name not in self.failed}
 
 
 class _Worker:

@@ -6,7 +6,17 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlowprec.weight_sync import InProcess, Manifest, Receiver, Refused, ShardedReceiver, WeightSource, push
+from jaxlowprec.weight_sync import (
+    FanOut,
+    InProcess,
+    Manifest,
+    Receiver,
+    Refused,
+    ShardedReceiver,
+    SyncError,
+    WeightSource,
+    push,
+)
 from jaxlowprec.weight_sync import push_shards as push_all
 from jaxlowprec.weight_sync.sharded.part import NOTE, part_of, shard_name
 from tests.weight_sync.syncing import Engine
@@ -39,9 +49,9 @@ def joined():
     return ShardedReceiver(Receiver(), 2, timeout=5)
 
 
-def assert_served(joined, version):
+def assert_served(joined, version, of=None):
     assert joined.receiver.version == version and joined.receiver.state == "serving"
-    wanted = tree(version)
+    wanted = tree(of or version)
     assert all(np.array_equal(joined.receiver.weights[name], wanted[name]) for name in wanted)
 
 
@@ -161,3 +171,25 @@ def test_mistakes_are_raised_before_anything_is_sent():
     with pytest.raises(ValueError, match="processes=0; needs the number"):
         ShardedReceiver(Receiver(), 0)
     assert joined.parts[0].version == 0
+
+
+def test_many_receivers_of_one_process():
+    receivers = {name: ShardedReceiver(Receiver(), 1) for name in ("a", "b", "c")}
+    fan_out = FanOut({name: InProcess(joined.parts[0]) for name, joined in receivers.items()})
+    assert push_all(tree(1), fan_out).served == ("a", "b", "c")
+    fan_out.remove("c")
+    receivers["b"].receiver.pause(0.0)  # somebody else sends to it: the commit of the part is refused
+    found = push_all(tree(2), fan_out, 5)
+    assert (found.version, found.served, list(found.failed)) == (5, ("a",), ["b"])
+    assert fan_out.receivers == ("a", "b")  # who refused stays
+    assert [joined.receiver.version for joined in receivers.values()] == [5, 1, 1]
+    assert_served(receivers["a"], 5, of=2)
+
+
+def test_nobody_to_send_to():
+    with pytest.raises(ValueError, match="no receivers are left; add one"):
+        push_all(tree(1), FanOut())
+    joined = ShardedReceiver(Receiver(), 1)
+    joined.receiver.pause(0.0)
+    with pytest.raises(SyncError, match="no receiver got version 1: a: .*pause"):
+        push_all(tree(1), FanOut({"a": InProcess(joined.parts[0])}))

@@ -121,3 +121,30 @@ def test_all_processes_learn_that_one_failed(tmp_path):
         assert "SyncError: push_shards: process 1 of 2 could not prepare" in trainer.logs[0].read_text()
         assert "Connection refused; needs a TcpReceiver" in trainer.logs[1].read_text()
         assert joined.receiver.version == joined.parts[0].version == 0
+
+
+def test_many_receivers_of_which_a_process_does_not_reach_one(tmp_path):
+    with listening("tcp", tmp_path, 2) as (a, of_a), listening("tcp", tmp_path, 2) as (b, of_b):
+        of_b[1] = free_port()  # nobody listens there
+        with listening("tcp", tmp_path, 2) as (c, of_c):
+            addresses = [f"a={of_a[p]},b={of_b[p]},c={of_c[p]}" for p in (0, 1)]
+            trainer = Trainer(tmp_path, "fan_out", addresses, versions=3)
+            assert trainer.wait() == [0, 0], trainer.output()
+    for receiver, version in ((a, 3), (b, 0), (c, 3)):
+        assert receiver.receiver.version == version
+    assert_whole(a.receiver.weights)
+    assert_whole(c.receiver.weights)
+    for log in trainer.logs:
+        first, *others = [line for line in log.read_text().splitlines() if line[:1] in "123"]
+        assert first.startswith("1 a c [('b', ") and first.endswith("('a', 'c')")
+        assert others == ["2 a c [] ('a', 'c')", "3 a c [] ('a', 'c')"]
+    assert "process 1 of 2 could not send its part" in trainer.logs[0].read_text()
+
+
+def test_processes_with_other_receivers_send_nothing(tmp_path):
+    with listening("tcp", tmp_path, 2) as (joined, addresses):
+        trainer = Trainer(tmp_path, "fan_out", [f"{name}={port}" for name, port in zip("ab", addresses, strict=True)])
+        assert 0 not in trainer.wait()
+        for log in trainer.logs:
+            assert "make a FanOut of the same names in all processes" in log.read_text()
+        assert joined.parts[0].version == 0 and joined.parts[0].state == "serving"

@@ -3,7 +3,8 @@
     python -m tests.weight_sync.sharded.trainer COORDINATOR PROCESSES PROCESS KIND VERSIONS FIRST ADDRESS
 
 VERSIONS: how many versions to send; 0: no end. FIRST: the number of the first. ADDRESS: of this process's part, a port
-(tcp), a socket's path (shared) or a folder (directory). Prints each version that is served.
+(tcp), a socket's path (shared) or a folder (directory); or names and ports of many receivers (fan_out), as "a=1,b=2".
+Prints each version that is served, and by whom if they are many.
 """
 
 import functools
@@ -17,7 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlowprec as jlp
-from jaxlowprec.weight_sync import DirectoryTransport, SharedMemoryTransport, TcpTransport, WeightSource, push_shards
+from jaxlowprec.weight_sync import (
+    DirectoryTransport,
+    FanOut,
+    SharedMemoryTransport,
+    TcpTransport,
+    WeightSource,
+    push_shards,
+)
 from tests.weight_sync.syncing import SECRET
 
 ROWS, COLUMNS = 64, 128
@@ -27,6 +35,7 @@ SPECS = {
     "both": P("e", "f"),
     "everywhere": P(),
     "step": P(),
+    "empty": P("d"),
     "quantized": P("d"),
 }
 
@@ -40,6 +49,7 @@ def model(version):
         "both": ramp.astype(jnp.int32) - version,
         "everywhere": jnp.full(7, version, jnp.float32),
         "step": jnp.int32(version),
+        "empty": jnp.zeros((0, COLUMNS), jnp.bfloat16),
         "quantized": jlp.quantize(ramp, jlp.NVFP4(), axis=-1),
     }
 
@@ -68,8 +78,18 @@ def expected(version):
     return dict(WeightSource({**model(version), "own": np.full(3, version, np.int64)}).arrays())
 
 
+def tcp(address):
+    return TcpTransport("127.0.0.1", int(address), SECRET)
+
+
+def fan_out(address):
+    receivers = dict(receiver.split("=") for receiver in address.split(","))
+    return FanOut({name: tcp(port) for name, port in receivers.items()})
+
+
 TRANSPORTS = {
-    "tcp": lambda address: TcpTransport("127.0.0.1", int(address), SECRET),
+    "tcp": tcp,
+    "fan_out": fan_out,
     "shared": lambda address: SharedMemoryTransport(address, SECRET),
     "directory": DirectoryTransport,
 }
@@ -81,8 +101,13 @@ def main(coordinator, processes, process, kind, versions, first, address):
     for version in itertools.count(int(first)):
         if int(versions) and version == int(first) + int(versions):
             return
-        assert push_shards(sharded(version), transport, version, timeout=60) == version
-        print(version, flush=True)
+        found = push_shards(sharded(version), transport, version, timeout=60)
+        if kind == "fan_out":
+            failed = sorted((name, str(error)) for name, error in found.failed.items())
+            print(found.version, *found.served, failed, transport.receivers, flush=True)
+        else:
+            assert found == version
+            print(version, flush=True)
 
 
 if __name__ == "__main__":
