@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from tests.examples.on_ray.runs import SCRIPT, SMALL, Run, answering, numbers, records_of
-from tests.helpers import refused
+from tests.helpers import refused, run_python
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install jaxlowprec[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
@@ -49,6 +49,13 @@ def test_two_workers_answer_and_every_bit_agrees(whole):
         assert {part["weights_digest"] for part in record["answered_by"]} == {record["published_digest"]}
     assert len({record["published_digest"] for record in records}) == 40  # each version has other weights
     assert "train_rollout_logprob_abs_diff: 0 in 40 iterations" in run.text and "lost" not in run.text
+
+
+def test_the_numbers_are_those_without_ray(whole, tmp_path):
+    run_python(SCRIPT, "--out", str(tmp_path), *SMALL, *ITERATIONS)
+    alone, on_ray = numbers(records_of(tmp_path)), numbers(records_of(whole[0]))
+    assert alone == [{name: record[name] for name in alone[0]} for record in on_ray]
+    assert set(on_ray[0]) - set(alone[0]) == {"published_digest"}
 
 
 def test_it_listens_on_loopback_only(whole):
