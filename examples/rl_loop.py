@@ -33,7 +33,9 @@ from rl.training import Plan, Training
 
 def arguments() -> argparse.Namespace:
     """Parses and checks the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    # Abbreviations are refused: --rollout alone is what the rollout process is started with.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--iterations", type=int, default=120)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/rl"))
     parser.add_argument("--seed", type=int, default=0, help="seed of initial parameters, prompts and answers")
