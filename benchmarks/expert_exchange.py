@@ -14,6 +14,7 @@ program, times the rows that the router sends to other devices.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from typing import Any
 
@@ -42,8 +43,8 @@ ITEM_SIZES = {"f32": 4, "s32": 4, "u8": 1}
 WIDE = 4096  # of the tokens whose bytes are counted
 
 
-def compiled(mesh: Mesh, recipe: Any, x: jax.Array, **options: Any) -> tuple[Any, Any, Any]:
-    """The compiled step, its arguments, and the experts that tokens choose."""
+def compiled(mesh: Mesh, recipe: Any, x: jax.Array, **options: Any) -> tuple[Any, Any]:
+    """The compiled step, which returns the experts that tokens choose beside the gradients, and its arguments."""
     options |= {"expert_axis": "experts", "top_k": TOP_K, "dtype": jnp.bfloat16}
     graph, parameters = nnx.split(jlp.nnx.MoE(EXPERTS, x.shape[1], HIDDEN, **options, rngs=nnx.Rngs(0)))
     places = jax.tree.map(lambda p: P("experts") if p.ndim == 3 else P(), parameters)
@@ -60,14 +61,14 @@ def compiled(mesh: Mesh, recipe: Any, x: jax.Array, **options: Any) -> tuple[Any
     with jlp.autocast(recipe, enabled=recipe is not None):
         function = jax.jit(jax.shard_map(step, mesh=mesh, **specs)).lower(parameters, x).compile()
     given = jax.device_put((parameters, x), function.input_shardings[0])
-    return function, given, lambda: function(*given)
+    return function, given
 
 
 def bytes_of(mesh: Mesh, exchange: str, wire: str, router: str, x: jax.Array) -> float:
     """What all devices send others of rows and what goes with them, in bytes, in a step under MXFP8."""
     options: Any = {"exchange": exchange, "wire": wire, "routing": ROUTERS[router]}
     large = {"buffer_factor": 1e9}  # so that there is one size of buffers
-    function, given, _ = compiled(mesh, RECIPES["MXFP8"], x, **options, **large)
+    function, given = compiled(mesh, RECIPES["MXFP8"], x, **options, **large)
     homes = np.asarray(function(*given)[1]).reshape(DEVICES, -1, TOP_K) // (EXPERTS // DEVICES)
     there = np.arange(DEVICES)[:, None, None] != homes
     if exchange == "deduplicated":
@@ -94,18 +95,23 @@ def main() -> None:
     x = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH), jnp.bfloat16)
     cases = Cases()
     for name, recipe in RECIPES.items():
-        theirs = compiled(mesh, recipe, x, exchange="sum")[-1]
-        for exchange in EXCHANGES:
-            ours = compiled(mesh, recipe, x, exchange=exchange)[-1]
+        steps = {}
+        for exchange in ("sum", *EXCHANGES):
+            function, given = compiled(mesh, recipe, x, exchange=exchange)
+            steps[exchange] = functools.partial(function, *given)
+        theirs = steps.pop("sum")
+        for exchange, ours in steps.items():
             cases.add(f"{name}, {exchange}", "tokens on all devices", TARGET, ours, theirs, 9)
     wide = jax.random.normal(jax.random.key(0), (TOKENS, WIDE), jnp.bfloat16)
     found = []
-    for router, exchange, wire in itertools.product(ROUTERS, EXCHANGES, WIRES):
-        entry = {"router": router, "exchange": exchange, "wire": wire}
-        found.append(entry | {"bytes": bytes_of(mesh, x=wide, **entry)})
-        (of_rows,) = (e["bytes"] for e in found if list(e.values())[:3] == [router, "all_to_all", "rows"])
-        found[-1]["of_rows"] = found[-1]["bytes"] / of_rows
-        print(f"{router:24} {exchange:14} {wire:16} {found[-1]['of_rows']:.3f} of the bytes of bfloat16 rows")
+    for router in ROUTERS:
+        of_rows = None  # the bytes of the first pair, bfloat16 rows by all-to-all
+        for exchange, wire in itertools.product(EXCHANGES, WIRES):
+            nbytes = bytes_of(mesh, exchange, wire, router, wide)
+            of_rows = of_rows or nbytes
+            entry = {"router": router, "exchange": exchange, "wire": wire}
+            found.append(entry | {"bytes": nbytes, "of_rows": nbytes / of_rows})
+            print(f"{router:24} {exchange:14} {wire:16} {nbytes / of_rows:.3f} of the bytes of bfloat16 rows")
     if options.save:
         sizes = {"tokens": TOKENS, "top_k": TOP_K, "experts": EXPERTS, "width": WIDTH, "hidden": HIDDEN}
         bytes_sent = {"width": WIDE, "target": TARGET_OF_BYTES, "found": found}

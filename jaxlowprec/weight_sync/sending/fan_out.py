@@ -136,10 +136,7 @@ class FanOut:
             raise ValueError(f"FanOut.push: version is {version!r}; needs a whole number, or None for one more")
         with self.begin() as pushing:
             delivery = pushing.push(source, pushing.newest + 1 if number is None else number)
-        if not delivery.served:
-            reasons = "; ".join(f"{name}: {error}" for name, error in delivery.failed.items())
-            raise SyncError(f"FanOut.push: no receiver got version {delivery.version}: {reasons}")
-        return delivery
+        return served_by_any("FanOut.push", delivery)
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[Pushing]:
@@ -161,6 +158,14 @@ class FanOut:
             for name, error in pushing.failed.items():
                 if not isinstance(error, Refused):
                     self._receivers.pop(name, None)
+
+
+def served_by_any(who: str, delivery: Delivery) -> Delivery:
+    """A delivery that reached somebody. Raises SyncError, with all reasons, for one that reached nobody."""
+    if not delivery.served:
+        reasons = "; ".join(f"{name}: {error}" for name, error in delivery.failed.items())
+        raise SyncError(f"{who}: no receiver got version {delivery.version}: {reasons}")
+    return delivery
 
 
 class Pushing:

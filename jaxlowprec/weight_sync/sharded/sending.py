@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlowprec.weight_sync.errors import Refused, SyncError
 from jaxlowprec.weight_sync.sending.bucketizer import DEFAULT_BYTES
-from jaxlowprec.weight_sync.sending.fan_out import Delivery, FanOut, Pushing
+from jaxlowprec.weight_sync.sending.fan_out import Delivery, FanOut, Pushing, served_by_any
 from jaxlowprec.weight_sync.sending.session import push
 from jaxlowprec.weight_sync.sending.source import WeightSource
 from jaxlowprec.weight_sync.sharded.part import part_of, shard_name
@@ -138,10 +138,7 @@ def _to_all(part: WeightSource, version: int, names: list[str], pushing: Pushing
         if (of_all := _of_all(pushing.failed.get(name), codes)) is not None:
             pushing.failed[name] = of_all
     served = tuple(name for name in names if name not in pushing.failed)
-    if not served:
-        reasons = "; ".join(f"{name}: {why}" for name, why in pushing.failed.items())
-        raise SyncError(f"push_shards: no receiver got version {version}: {reasons}")
-    return Delivery(version, served, pushing.failed)
+    return served_by_any("push_shards", Delivery(version, served, pushing.failed))
 
 
 def _code(error: Exception | None, version: int) -> int:
@@ -174,9 +171,8 @@ def _own_shards(source: WeightSource, process: int) -> dict[str, Any]:
             own = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
             shards |= {shard_name(member.name, shard.index, leaf.shape): shard.data for shard in own}
         elif process == 0:
-            whole = (
-                leaf if leaf.size else np.empty(leaf.shape, leaf.dtype)
-            )  # of an array without elements no shard differs
+            # The shards of an array without elements are all the same.
+            whole = leaf if leaf.size else np.empty(leaf.shape, leaf.dtype)
             shards[shard_name(member.name, [slice(None)] * len(leaf.shape), leaf.shape)] = whole
     return shards
 
