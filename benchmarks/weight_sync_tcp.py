@@ -131,7 +131,7 @@ def main() -> None:
         case = {
             "case": f"TCP on loopback, {what}",
             "against": "a plain socket copy",
-            **({} if target is None else {"target": target}),
+            "target": target,
             "bytes": nbytes,
             "ratio": {
                 "median": statistics.median(p / o for p, o in zip(plain, ours, strict=True)),

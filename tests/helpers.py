@@ -35,7 +35,8 @@ def pairwise(**parameters):
     two values are 240 combinations, and 20 by pairs.
     """
     columns = [
-        [value if hasattr(value, "marks") else pytest.param(value) for value in values] for values in parameters.values()
+        [value if hasattr(value, "marks") else pytest.param(value) for value in values]
+        for values in parameters.values()
     ]
     rest = list(itertools.product(*(range(len(column)) for column in columns)))
 
