@@ -1,4 +1,3 @@
-import collections
 import gc
 import os
 import sys
@@ -10,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from jaxlowprec.wiring import native
 from tests.helpers import FAST_COMPILATION
 from tests.on_gpu import why_only_on_the_cpu
+from tests.which_cases import keep_pairs, skip_slow_ones
 
 ON_GPU = os.environ.get("JAXLOWPREC_TESTS_ON") == "cuda"  # the whole suite, as far as it is not about the CPU
 
@@ -20,6 +20,8 @@ settings.load_profile("default")
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--every-case", action="store_true", help="with --slow: all cases of functions that have many")
+    parser.addoption("--optimized", action="store_true", help="compile programs as users do, which takes twice the time")
 
 
 def pytest_configure(config):
@@ -27,8 +29,8 @@ def pytest_configure(config):
     words = config.option.markexpr.split()
     both = "gpu" in words and "not" not in words
     jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else None if both else "cpu")
-    # Half of the suite's time goes into XLA's compiler; CI, with the slow tests, runs all as users run their programs.
-    if not config.getoption("--slow"):
+    # Half of the suite's time goes into XLA's compiler. CI runs what matters most as users run their programs.
+    if not config.getoption("--optimized"):
         given = os.environ.get("XLA_FLAGS", "").split()
         known = {flag.partition("=")[0] for flag in given}
         added = [flag for flag in FAST_COMPILATION if flag.partition("=")[0] not in known]
@@ -41,20 +43,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=why))
     if not config.getoption("--slow"):
         skip_slow_ones(items)
-
-
-def skip_slow_ones(items):
-    """Skips tests marked slow; of a function marked sampled(n), and of all functions of such a module, it leaves every
-    n-th case. As n is prime, these have every instruction set."""
-    seen = collections.Counter()
-    for item in items:
-        function, sampled = item.nodeid.partition("[")[0], item.get_closest_marker("sampled")
-        if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
-            continue
-        if sampled and seen[function] % sampled.args[0]:
-            item.add_marker(pytest.mark.skip(reason=f"one of {sampled.args[0]} cases runs; run all with --slow"))
-        seen[function] += 1
+    elif not config.getoption("--every-case"):
+        keep_pairs(config, items)
 
 
 def pytest_collection_finish():

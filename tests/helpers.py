@@ -28,37 +28,6 @@ def often(chosen, values, arguments=1):
     ]
 
 
-def pairwise(**parameters):
-    """A parametrisation by so many combinations of values that any two values of two parameters meet in one of them.
-
-    Combinations of values that `often` leaves unmarked all run; the others run with --slow. Five, four, three, two and
-    two values are 240 combinations, and 20 by pairs.
-    """
-    columns = [
-        [value if hasattr(value, "marks") else pytest.param(value) for value in values]
-        for values in parameters.values()
-    ]
-    rest = list(itertools.product(*(range(len(column)) for column in columns)))
-
-    def pairs(row):
-        return set(itertools.combinations(enumerate(row), 2))
-
-    def is_often(row):
-        return not any(column[i].marks for column, i in zip(columns, row, strict=True))
-
-    chosen = [row for row in rest if is_often(row)]
-    missing = set().union(*map(pairs, rest)).difference(*map(pairs, chosen))
-    while missing:
-        chosen.append(max(rest, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(chosen[-1])
-
-    def case(row):
-        found = [column[i].values[0] for column, i in zip(columns, row, strict=True)]
-        return pytest.param(*found, id="-".join(map(str, found)), marks=[] if is_often(row) else pytest.mark.slow)
-
-    return pytest.mark.parametrize(tuple(parameters), [case(row) for row in chosen])
-
-
 FLOATS = ("bfloat16", "float16", "float32")
 FLOAT8 = ("e4m3", "e5m2")
 SCALE_RULES = ("up", "floor", "even")

@@ -14,7 +14,7 @@ from jaxlowprec import traffic
 from jaxlowprec.moe.deduplicated import Deduplicated, to_devices
 from jaxlowprec.moe.router import Routing
 from jaxlowprec.moe.wire import formats_of
-from tests.helpers import assert_same_bytes, often, pairwise, random_array
+from tests.helpers import assert_same_bytes, often, random_array
 from tests.moe.exchange.test_exchange import CASES, EXPERTS, FORMS, K, step
 from tests.moe.exchange.test_wire import (
     FP4,
@@ -68,13 +68,11 @@ def in_turn(x, kernels, weights, experts, devices, recipe, wire="rows"):
 
 
 @pytest.mark.usefixtures("ragged_on_cpus")
-@pairwise(
-    recipe=often([MX], [MX, FP4, None]),
-    wire=["rows", "codes", "codes_both_ways"],
-    devices=often([4], [1, 2, 4, 8]),
-    form=FORMS,
-    case=often(CASES[:1], CASES),
-)
+@pytest.mark.parametrize("case", often(CASES[:1], CASES))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("devices", often([4], [1, 2, 4, 8]))
+@pytest.mark.parametrize("wire", ["rows", "codes", "codes_both_ways"])
+@pytest.mark.parametrize("recipe", often([MX], [MX, FP4, None]), ids=str)
 def test_a_step(recipe, wire, devices, form, case):
     given = operands(case, devices)
     *found, of_weights = step(over_devices(devices, recipe, form, wire=wire))(*given)

@@ -14,7 +14,7 @@ from jaxlowprec.layers.fused.shared_input import Layer
 from jaxlowprec.moe.exchange import AllToAll
 from jaxlowprec.moe.grouped_linear import fused_experts
 from jaxlowprec.moe.wire import formats_of, is_kept, sent
-from tests.helpers import assert_same_bytes, often, pairwise, random_array
+from tests.helpers import assert_same_bytes, often, random_array
 from tests.moe.exchange.test_exchange import CASES, EXPERTS, FORMS, K, choices, step
 from tests.sharding.meshes import mesh_of
 
@@ -106,13 +106,11 @@ def operands(case, devices):
 
 
 @pytest.mark.usefixtures("ragged_on_cpus")
-@pairwise(
-    recipe=often([MX], [MX, HYBRID, BLOCK, FP4, None]),
-    wire=["codes", "codes_both_ways"],
-    devices=often([4], [1, 2, 4, 8]),
-    form=FORMS,
-    case=often(CASES[:1], CASES),
-)
+@pytest.mark.parametrize("case", often(CASES[:1], CASES))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("devices", often([4], [1, 2, 4, 8]))
+@pytest.mark.parametrize("wire", ["codes", "codes_both_ways"])
+@pytest.mark.parametrize("recipe", often([MX], [MX, HYBRID, BLOCK, FP4, None]), ids=str)
 def test_a_step(recipe, wire, devices, form, case):
     """The result and the gradients are those of one device, of the numbers that travelled, to the bit."""
     given = operands(case, devices)
