@@ -20,7 +20,7 @@ settings.load_profile("default")
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
-    parser.addoption("--every-case", action="store_true", help="with --slow: all cases of functions that have many")
+    parser.addoption("--every-case", action="store_true", help="with --slow: no case is left out")
     parser.addoption("--optimized", action="store_true", help="compile as users do, in twice the time")
 
 

@@ -18,7 +18,7 @@ def skip_slow_ones(items):
     seen = collections.Counter()
     for item in items:
         function, sampled = _function(item), item.get_closest_marker("sampled")
-        if "slow" in item.keywords:
+        if {"slow", "every_case"} & set(item.keywords):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
             continue
         if sampled and seen[function] % sampled.args[0]:
@@ -27,13 +27,15 @@ def skip_slow_ones(items):
 
 
 def keep_pairs(config, items):
-    """Of a function with many cases, leaves so many that any two values of two parameters meet in one of them.
+    """Leaves out what is marked every_case; of a function with many cases, leaves so many that any two values of two
+    parameters meet in one of them.
 
     Parameters are those of fixtures, too. Five, four, three, two and two values are 240 cases, and about 20 by pairs.
     """
     cases = collections.defaultdict(list)
     for item in items:
-        cases[_function(item)].append(item)
+        if "every_case" not in item.keywords:
+            cases[_function(item)].append(item)
     chosen = {item for found in cases.values() for item in (found if len(found) <= MANY else covering(found))}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]

@@ -19,9 +19,6 @@ from tests.helpers import python_environment
 pytest.importorskip("ray", reason="Ray is not installed: pip install jaxlowprec[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
-KILLS = 100
-ITERATIONS = 180  # more than there are between the kills
-
 
 @contextlib.contextmanager
 def watched(folder):
@@ -74,32 +71,34 @@ def kills(run, draw):
             yield kill(run, draw)
 
 
-def test_no_kill_at_any_moment_leaves_half_a_version(tmp_path):
-    """It takes four minutes on two cores, most of them for the restarts of trainers."""
+@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.every_case)])
+def test_no_kill_at_any_moment_leaves_half_a_version(tmp_path, count):
+    """A hundred take four minutes on two cores, most of them for the restarts of trainers."""
     draw = random.Random(25)
-    options = ("--iterations", str(ITERATIONS), "--rollouts", "3", "--checkpoint-every", "2")
+    iterations = 9 * count // 5  # more than there are between the kills
+    options = ("--iterations", str(iterations), "--rollouts", "3", "--checkpoint-every", "2")
     with Run(tmp_path, *options) as run:
         run.wait_for(lambda: run.iterations)
         with watched(run.folder) as seen:
-            killed = list(itertools.islice(kills(run, draw), KILLS))
+            killed = list(itertools.islice(kills(run, draw), count))
         assert run.wait() == 0, run.text
         assert run.survivors() == []
 
-    assert len(set(killed)) == KILLS  # so at least 96 of them had been restarted
+    assert len(set(killed)) == count  # so all but four of them had been restarted
     assert {process.role for process in killed} == {"worker", "trainer"}
-    assert sum(process.does == "step" for process in killed) >= 5
+    assert sum(process.does == "step" for process in killed) >= count // 20
     lost = collections.Counter(re.findall(r"rollout \d was lost while (\w+)", run.text))
-    assert min(lost["receiving"], lost["answering"]) >= 2, lost
+    assert min(lost["receiving"], lost["answering"]) >= count // 50, lost
 
     records = records_of(tmp_path)
-    assert [record["version"] for record in records] == list(range(1, ITERATIONS + 1))
+    assert [record["version"] for record in records] == list(range(1, iterations + 1))
     assert all(record["train_rollout_logprob_abs_diff"] == 0 for record in records)
     published = {record["version"]: record["published_digest"] for record in records}
-    assert len(set(published.values())) == ITERATIONS
+    assert len(set(published.values())) == iterations
     for record in records:
         assert {part["weights_digest"] for part in record["answered_by"]} == {published[record["version"]]}
 
     states = collections.Counter(one["state"] for one in seen)
-    assert states["receiving"] >= 10, states  # they had parts of a version, and served the one before it
-    assert len({one["version"] for one in seen}) >= 20
+    assert states["receiving"] >= count // 10, states  # they had parts of a version, and served the one before it
+    assert len({one["version"] for one in seen}) >= count // 5
     assert [one for one in seen if one["digest"] != published[one["version"]]] == []
