@@ -16,7 +16,7 @@ from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
-from jaxlowprec.checkpoints.trees.families import QWEN3_MOE
+from jaxlowprec.checkpoints import QWEN3_MOE
 from jaxlowprec.weight_sync import WeightSource
 from jaxlowprec.weight_sync.bucket import entry_of
 from jaxlowprec.weight_sync.sending.source import described
