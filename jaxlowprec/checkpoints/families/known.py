@@ -90,16 +90,16 @@ def mapping_for(config: Mapping[str, Any], tree: Source = "hugging_face", *, nor
 
 def _from_config(family: Family, rules: list[Rule], sizes: Mapping[str, int], config: Mapping[str, Any]) -> list[Rule]:
     """Rules that follow from a config: for layers that are stacked in two parts, and for fused heads."""
-    made: list[Rule] = []
-    if family.dense_first is not None:
-        first = _size(config, family.dense_first, least=0) or 0
-        layers = [rule for rule in rules if "{i}" in rule.paths[0]]
-        stacked = (*with_stacked(layers, "dense_layers"), *with_stacked(layers, "moe_layers", first))
-        made += [rule for rule in stacked if rule not in layers]
-    if family.splits_qkv and {"H", "G"} <= set(sizes):
-        heads = sizes["H"], sizes["G"]
-        made += with_stacked((fused_qkv(*heads), fused_qkv_bias(*heads)))
-    return made
+    heads = sizes.get("H"), sizes.get("G")
+    fused: tuple[Rule, ...] = ()
+    if family.splits_qkv and None not in heads:
+        fused = (fused_qkv(sizes["H"], sizes["G"]), fused_qkv_bias(sizes["H"], sizes["G"]))
+    if family.dense_first is None:
+        return list(with_stacked(fused))
+    first = _size(config, family.dense_first, least=0) or 0
+    layers = (*(rule for rule in rules if "{i}" in rule.paths[0]), *fused)
+    dense, sparse = with_stacked(layers, "dense_layers"), with_stacked(layers, "moe_layers", first)
+    return [*fused, *dense[len(layers) :], *sparse[len(layers) :]]
 
 
 def _foreign(config: Mapping[str, Any], tree: str) -> TreeMapping:

@@ -76,8 +76,10 @@ class Layout:
 
     def of_batch(self) -> Layout:
         """The layout of a number for each matrix."""
-        joined = PLUS if self.joined == PLUS and self.splits_leaf else None
-        return dataclasses.replace(self, left=self.left[:-2], right=(), joined=joined)
+        counts = self.joined == PLUS and self.splits_leaf
+        return dataclasses.replace(
+            self, left=self.left[:-2], right=(), joined=PLUS if counts else None, splits_leaf=counts
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,6 +107,8 @@ def _parsed(text: str) -> Layout:
             raise ValueError(f"layout {text!r}: an axis occurs twice on one side")
     if unknown := [axis for axis in flat(right) if axis != PLUS and axis not in flat(left)]:
         raise ValueError(f"layout {text!r}: the leaf has no axis {', '.join(unknown)}")
+    if any(len(group) > 1 and PLUS in group for group in left):
+        raise ValueError(f"layout {text!r}: the leaf's + is merged with another axis; it needs to be alone")
     layout = Layout(text, left, right, from_left or from_right, from_left is not None)
     if any(len(group) > 1 and set(group) & set(layout.counted) for group in left):
         raise ValueError(f"layout {text!r}: an axis that counts tensors is merged with another; it needs to be alone")

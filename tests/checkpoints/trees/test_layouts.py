@@ -1,7 +1,5 @@
 """Layouts of rules: stacked, with heads, joined, split, padded, tied, with offsets; floats and quantised kernels."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import Rule, TreeMapping, schemes
+from jaxlowprec.checkpoints import DEFAULTS, Rule, Rules, TreeMapping, schemes
 from jaxlowprec.checkpoints.trees.layout import parsed
 from jaxlowprec.weight_sync import WeightSource
+from tests.checkpoints.weights import assert_same_tensors
 from tests.helpers import assert_same_bytes
 
-D, H, G, W, L, E, I, V = 32, 4, 2, 8, 3, 2, 48, 11
+D, H, G, W, L, E, F, V = 32, 4, 2, 8, 3, 2, 48, 11
 
 
 def numbers(*shape, dtype="float32", seed=0):
@@ -51,18 +50,18 @@ LAYOUTS = [  # the rule, the leaves' shapes, and what each tensor is, by einops'
     (Rule("q.kernel", "q.weight", "D H d -> (H d) D"), [(D, H, W)], lambda x: [x.reshape(D, H * W).T]),
     (Rule("o.kernel", "o.weight", "H d D -> D (H d)"), [(H, W, D)], lambda x: [x.reshape(H * W, D).T]),
     (Rule("q.bias", "q.bias", "H d -> (H d)"), [(H, W)], lambda x: [x.reshape(-1)]),
-    (Rule("k", "l.{i}.weight", "i D N -> N D"), [(L, D, I)], lambda x: [x[i].T for i in range(L)]),
+    (Rule("k", "l.{i}.weight", "i D N -> N D"), [(L, D, F)], lambda x: [x[i].T for i in range(L)]),
     (
         Rule("k", "l.{i}.weight", "D i H d -> (H d) D"),
         [(D, L, H, W)],
         lambda x: [x[:, i].reshape(D, -1).T for i in range(L)],
     ),
     (Rule("s", "l.{i}.weight", "D i -> D"), [(D, L)], lambda x: list(x.T)),
-    (Rule("l.kernel", "l.{i}.weight"), [(L, D, I)], lambda x: [x[i].T for i in range(L)]),
+    (Rule("l.kernel", "l.{i}.weight"), [(L, D, F)], lambda x: [x[i].T for i in range(L)]),
     (Rule("l.scale", "l.{i}.weight"), [(L, D)], list),
     (
         Rule("k", "l.{i}.e.{expert}.w", "expert i K N -> N K"),
-        [(E, L, D, I)],
+        [(E, L, D, F)],
         lambda x: [x[e, i].T for e in range(E) for i in range(L)],
     ),
     (
@@ -75,13 +74,8 @@ LAYOUTS = [  # the rule, the leaves' shapes, and what each tensor is, by einops'
         [(D, H + 2 * G, W)],
         lambda x: [p.reshape(D, -1).T for p in (x[:, :H], x[:, H : H + G], x[:, H + G :])],
     ),
-    (Rule("k", ("g.w", "u.w"), "+ D I -> I D"), [(2, D, I)], lambda x: [x[0].T, x[1].T]),
-    (Rule("k", ("g.w", "u.w"), "D + I -> I D"), [(D, 2, I)], lambda x: [x[:, 0].T, x[:, 1].T]),
-    (
-        Rule("k", ("g.w", "u.w"), "D (I +) -> I D", sizes=(("I", I),)),
-        [(D, 2 * I)],
-        lambda x: [x[:, ::2].T, x[:, 1::2].T],
-    ),
+    (Rule("k", ("g.w", "u.w"), "+ D I -> I D"), [(2, D, F)], lambda x: [x[0].T, x[1].T]),
+    (Rule("k", ("g.w", "u.w"), "D + I -> I D"), [(D, 2, F)], lambda x: [x[:, 0].T, x[:, 1].T]),
     (
         Rule("k", ("q.w", "k.w"), "D (G +H d) -> (G H d) D", parts=(2, 1), sizes=(("G", G),)),
         [(D, G * 3 * W)],
@@ -98,19 +92,19 @@ LAYOUTS = [  # the rule, the leaves' shapes, and what each tensor is, by einops'
         [(L, D, 32), (L, D, 16)],
         lambda q, k: [np.concatenate([q[i], k[i]], 1).T for i in range(L)],
     ),
-    (Rule(("g", "u"), "gate_up", "E D I -> E D +I"), [(E, D, I)] * 2, lambda g, u: [np.concatenate([g, u], 2)]),
-    (Rule(("g", "u"), "gate_up", "E D I -> E +I D"), [(E, D, I)] * 2, lambda g, u: [np.concatenate([g, u], 2).mT]),
+    (Rule(("g", "u"), "gate_up", "E D I -> E D +I"), [(E, D, F)] * 2, lambda g, u: [np.concatenate([g, u], 2)]),
+    (Rule(("g", "u"), "gate_up", "E D I -> E +I D"), [(E, D, F)] * 2, lambda g, u: [np.concatenate([g, u], 2).mT]),
     (
         Rule(("g", "u"), "gate_up", "E D I -> E D (I +)"),
-        [(E, D, I)] * 2,
-        lambda g, u: [np.stack([g, u], -1).reshape(E, D, 2 * I)],
+        [(E, D, F)] * 2,
+        lambda g, u: [np.stack([g, u], -1).reshape(E, D, 2 * F)],
     ),
     (
         Rule("q", "q.weight", "D H (d 2) -> (H 2 d) D"),
         [(D, H, W)],
         lambda x: [np.concatenate([x[..., ::2], x[..., 1::2]], -1).reshape(D, -1).T],
     ),
-    (Rule("k", "l.{2*i+1}.weight", "i D N -> N D"), [(L, D, I)], lambda x: [x[i].T for i in range(L)]),
+    (Rule("k", "l.{2*i+1}.weight", "i D N -> N D"), [(L, D, F)], lambda x: [x[i].T for i in range(L)]),
 ]
 
 
@@ -152,7 +146,7 @@ def test_any_sizes_there_and_back(sizes, stacked, split, axis):
 
 def test_numbers_of_a_stack_follow_the_name():
     mapping = TreeMapping((Rule("l.{n}.k", "m.{6*i+2}.{n+3}.w", "i D N -> N D"),))
-    assert list(mapping.to_tensors({"l": [{"k": numbers(2, D, I)}]})) == ["m.2.3.w", "m.8.3.w"]
+    assert list(mapping.to_tensors({"l": [{"k": numbers(2, D, F)}]})) == ["m.2.3.w", "m.8.3.w"]
 
 
 class TestPadding:
@@ -233,7 +227,7 @@ class TestOffsets:
 
     def test_a_trained_leaf_is_rounded_only_if_asked(self):
         leaf = np.asarray([1e-9, 0.3, 1.0], np.float32)
-        with pytest.raises(ValueError, match="scale: float32 cannot hold 1e-09.*pass dtype="):
+        with pytest.raises(ValueError, match="scale: float32 cannot hold 9.99.*pass dtype="):
             self.MAPPING.to_tensors({"scale": leaf})
         made = self.MAPPING.to_tensors({"scale": leaf}, dtype="float32")["weight"]
         assert_same_bytes(made, (leaf.astype(np.float64) - 1).astype(np.float32))
@@ -246,7 +240,7 @@ class TestOffsets:
 
     def test_factors(self):
         mapping = TreeMapping((Rule("q.kernel", "q.weight", factor=0.125),))
-        leaf = numbers(D, I)
+        leaf = numbers(D, F)
         tensors = mapping.to_tensors({"q": {"kernel": leaf}})
         assert_same_bytes(tensors["q.weight"], np.ascontiguousarray(leaf.T * 8))
         assert_same_bytes(mapping.from_tensors(tensors, {"q": {"kernel": leaf}})["q"]["kernel"], jnp.asarray(leaf))
@@ -273,8 +267,8 @@ class TestQuantisedKernels:
         tensors = round_trip(rule, {"l.e.kernel": leaf}, scheme)
         alone = TreeMapping((Rule("kernel", "x.weight"),))
         one = alone.to_tensors({"kernel": jax.tree.map(lambda x: x[1, 0], leaf)}, scheme)
-        for part, tensor in one.items():
-            assert_same_bytes(tensors[part.replace("x.", "l.1.e.0.")], tensor)
+        names = {part: part.replace("x.", "l.1.e.0.") for part in one}
+        assert_same_tensors({part: tensors[name] for part, name in names.items()}, one)
 
     def test_split_along_rows(self, name):
         scheme = schemes.by_name(name)
@@ -292,7 +286,7 @@ class TestQuantisedKernels:
         parts = apart.from_tensors(tensors, like, scheme)
         fused = joined.to_tensors(parts, scheme)
         whole = TreeMapping((Rule("qk.kernel", "{i}.qk.weight"),)).to_tensors({"qk": {"kernel": leaf}}, scheme)
-        assert_same_bytes(fused, whole)
+        assert_same_tensors(fused, whole)
         assert_same_bytes(joined.from_tensors(whole, like, scheme), parts)
 
     def test_gate_and_up_stacked(self, name):
@@ -313,8 +307,6 @@ class TestQuantisedKernels:
 
     def test_compressed_on_the_way(self, name):
         """Weight sync quantises what a layout makes as if it were a tree of single matrices."""
-        from jaxlowprec.checkpoints import DEFAULTS, Rules
-
         scheme = schemes.by_name(name)
         leaf = numbers(L, K, 384, dtype="bfloat16")
         split = TreeMapping(
@@ -325,7 +317,7 @@ class TestQuantisedKernels:
         tree = {"l": [{"a": {"kernel": x[:, :256]}, "b": {"kernel": x[:, 256:]}} for x in leaf]}
         theirs = WeightSource(tree, single, scheme, quantize=Rules(defaults=DEFAULTS))
         assert ours.manifest == theirs.manifest
-        assert_same_bytes(dict(ours.arrays()), dict(theirs.arrays()))
+        assert_same_tensors(dict(ours.arrays()), dict(theirs.arrays()))
 
 
 class TestQuantisedFaults:
@@ -357,11 +349,11 @@ class TestFaults:
 
     def test_a_stack_of_other_depth(self):
         mapping = TreeMapping((Rule("l.kernel", "l.{i}.weight"),))
-        tensors = mapping.to_tensors({"l": {"kernel": numbers(L, D, I)}})
+        tensors = mapping.to_tensors({"l": {"kernel": numbers(L, D, F)}})
         with pytest.raises(ValueError, match="missing tensors: l.3.weight$"):
-            mapping.from_tensors(tensors, {"l": {"kernel": numbers(L + 1, D, I)}})
+            mapping.from_tensors(tensors, {"l": {"kernel": numbers(L + 1, D, F)}})
         with pytest.raises(ValueError, match="unexpected tensors: l.2.weight$"):
-            mapping.from_tensors(tensors, {"l": {"kernel": numbers(L - 1, D, I)}})
+            mapping.from_tensors(tensors, {"l": {"kernel": numbers(L - 1, D, F)}})
 
     def test_other_numbers_of_heads(self):
         mapping = TreeMapping((Rule("q.kernel", "q.weight", "D H d -> (H d) D", sizes=(("H", H), ("d", W))),))
@@ -411,17 +403,18 @@ class TestFaults:
             ("D N", '"->"'),
             ("D N -> N (D", "a bracket is open"),
             ("D ((N)) -> N D", "brackets within brackets"),
-            ("D ? -> D", "is unknown"),
+            ("D ? -> D", "is not understood"),
             ("D D -> D", "occurs twice"),
             ("D -> D N", "the leaf has no axis N"),
             ("D +N -> +N D", "both sides have a \\+"),
             ("+D +N -> N D", "several \\+"),
-            ("(i D) -> D", "merged with another"),
+            ("(i D) -> D", "counts tensors is merged with another"),
+            ("D (N +) -> N D", "the leaf's \\+ is merged with another"),
             ("D N -> N D | A B -> B A", "same number of axes"),
         ],
     )
     def test_a_layout_that_is_none(self, layout, message):
-        with pytest.raises(ValueError, match=f"layout {re.escape(repr(layout))[:8]}.*{message}"):
+        with pytest.raises(ValueError, match=f"^layout .*{message}"):
             parsed(layout)
 
     @pytest.mark.parametrize(
@@ -429,7 +422,7 @@ class TestFaults:
         [
             ({"path": ("a", "b"), "name": ("c", "d")}, "several paths and several names"),
             ({"path": ("a", "b"), "name": "c"}, "needs a layout with a \\+"),
-            ({"path": "a", "name": "c", "layout": "D +N -> N D"}, "needs a \\+ where there are parts"),
+            ({"path": "a", "name": "c", "layout": "D +N -> N D"}, "needs one \\+, on the side of what has parts"),
             ({"path": "l.{i}.a", "name": "c"}, "the name lacks {i}"),
             ({"path": "a", "name": "l.{i}.a", "layout": "D N -> N D"}, "the name counts"),
             ({"path": "a", "name": "a", "layout": "j D -> D"}, "the tensor lacks"),
