@@ -9,6 +9,7 @@ import pytest
 from jaxlowprec.checkpoints import CheckpointError, mapping_for
 from tests.checkpoints.families.trees import nested
 from tests.helpers import assert_same_bytes
+from tests.package.test_readme import programs
 
 D, H, G, W, F, V, E = 16, 4, 2, 8, 24, 20, 3
 SIZES = {
@@ -36,9 +37,8 @@ def file_of(layers, norms=NORMS, experts=0, head_norms=False, biases=False):
         if head_norms:
             shapes |= {f"{at}.self_attn.{p}_norm.weight": (W,) for p in "qk"}
         for inside in [f"mlp.experts.{e}" for e in range(experts)] or ["mlp"]:
-            shapes |= {
-                f"{at}.{inside}.{p}_proj.weight": (D, F) if p == "down" else (F, D) for p in ("gate", "up", "down")
-            }
+            shapes |= {f"{at}.{inside}.{part}_proj.weight": (F, D) for part in ("gate", "up")}
+            shapes |= {f"{at}.{inside}.down_proj.weight": (D, F)}
         if experts:
             shapes |= {f"{at}.mlp.gate.weight": (experts, D)}
     random = np.random.default_rng(0)
@@ -227,3 +227,8 @@ def test_a_tree_that_is_not_known():
 def test_a_config_without_the_sizes_that_factors_need():
     with pytest.raises(CheckpointError, match="hidden_size of the config is None; MaxText's layout follows from it"):
         mapping_for({"architectures": ["LlamaForCausalLM"]}, "maxtext")
+
+
+def test_the_documents_examples():
+    for program in programs("docs/how-to/models.md"):
+        exec(program, {})
