@@ -22,7 +22,7 @@ from jaxlowprec.checkpoints.trees.mapping import EXPERT, Rule, TreeMapping
 
 _LAYER = "decoder.layers.{i}."
 _MLP = tuple(zip(("wi_0", "wi_1", "wo"), GATED, strict=True))
-_TURNS = "D {0} (d 2) -> ({0} 2 d) D"
+_TURNS = "D {0} (r 2) -> ({0} 2 r) D"
 _PLAIN = "D {0} d -> ({0} d) D"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.trees.groups import Group, groups
 from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, Placed
@@ -100,6 +101,9 @@ class TreeMapping:
             kind = group.rule.is_kernel and len(group.layout.right) == 2, scheme, dtype
             for place in group.places():
                 stored.append(LeafTensors(group.path_of(place), place.name, Placed(group, place), *kind))
+        if twice := repeated(tensors.name for tensors in stored):
+            paths = " and ".join(tensors.path for tensors in stored if tensors.name == twice)
+            raise ValueError(f"to_tensors: {paths} are both called {twice}; needs one of them, stacked or not")
         return stored
 
     def from_tensors(self, tensors: Arrays, like: Any, scheme: Scheme | None = None) -> Any:

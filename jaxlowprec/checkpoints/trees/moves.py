@@ -44,11 +44,6 @@ class Moves:
         pairs = zip(self.layout.left, self.shape, strict=True)
         return {group[0]: size for group, size in pairs if group[0] in counted}
 
-    def out_shape(self, part: int = 0) -> tuple[int, ...]:
-        """The shape of a part as the tensor's side has it, unmerged."""
-        sizes = self.file_sizes(part)
-        return tuple(sizes[axis] for axis in self._right)
-
     def file_sizes(self, part: int = 0) -> dict[str, int]:
         """The size of each axis in the tensor."""
         sizes = self._leaf_sizes(part)
@@ -86,11 +81,11 @@ class Moves:
         if inner:
             at, begin = left.index(str(self.layout.joined)), self._begin(part)
             array = array[(*[slice(None)] * at, slice(begin, begin + self.shares[part]))]
-        return array.transpose([left.index(axis) for axis in self._right if axis != PLUS])
+        return array.transpose([left.index(axis) for axis in self._right])
 
     def back(self, parts: Sequence[Any]) -> Any:
         """The inverse of `out` for all parts: the leaf without the axes that count tensors."""
-        left, right = self._left, tuple(axis for axis in self._right if axis != PLUS)
+        left, right = self._left, self._right
         inner = tuple(axis for axis in left if axis != PLUS)
         arrays = [part.transpose([right.index(axis) for axis in inner]) for part in parts]
         array = joined(arrays, left, self.layout.joined) if self.layout.splits_leaf else arrays[0]
@@ -141,7 +136,8 @@ class Moves:
                     wanted = " : ".join(map(str, self.shares))
                     raise ValueError(self._misfit(f"its axis {group[0]}, {size}, cannot be split {wanted}"))
                 size = size // sum(self.shares) * self.shares[part]
-            given = {axis: self._said(axis, known) for axis in group} if len(group) > 1 else {}
+            asked = len(group) > 1 or group[0].isdigit()
+            given = {axis: self._said(axis, known) for axis in group} if asked else {}
             fixed = {axis: n for axis, n in given.items() if n is not None}
             rest, product = [axis for axis in group if axis not in fixed], math.prod(fixed.values())
             if len(rest) > 1:

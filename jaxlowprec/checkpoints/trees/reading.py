@@ -59,6 +59,12 @@ class Reading:
             pairs = zip(places, found, strict=True)
             parts = [list(unmerged(array, group.layout, group.moves, place.part)) for place, array in pairs]
             made = [self._leaf(group, n, moves, [each[n] for each in parts]) for n, moves in enumerate(group.moves)]
+        for path, moves, leaf in zip(group.paths, group.moves, made, strict=True):
+            if tuple(leaf.shape) != moves.shape:
+                raise ValueError(
+                    f"from_tensors: {path} is {tuple(leaf.shape)} and quantised in the checkpoint, and {moves.shape} "
+                    "with padding in the model; needs a leaf without padding, or a float tensor"
+                )
         return dict(zip(group.paths, made, strict=True))
 
     def require_tied(self, name: str, other: str) -> None:

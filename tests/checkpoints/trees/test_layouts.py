@@ -177,6 +177,9 @@ class TestPadding:
         leaf = jlp.quantize(jnp.asarray(numbers(32, 48)), scheme.format, axis=-2)
         with pytest.raises(ValueError, match="h.kernel is quantised and padded; store it without its padding"):
             TreeMapping((rule,)).to_tensors({"h": {"kernel": leaf}}, scheme)
+        tensors = TreeMapping((rule,)).to_tensors({"h": {"kernel": quantized(scheme, 32, 40)}}, scheme)
+        with pytest.raises(ValueError, match=r"h.kernel is \(32, 40\) and quantised .* \(32, 48\) with padding"):
+            TreeMapping((rule,)).from_tensors(tensors, {"h": {"kernel": leaf}}, scheme)
 
 
 class TestTies:
@@ -384,6 +387,17 @@ class TestFaults:
         mapping = TreeMapping((Rule("q.kernel", "q.weight", "D N -> N D | D H d -> (H d) D"),))
         with pytest.raises(ValueError, match=r"q.kernel has shape \(32,\); its rule needs \[D N\] or \[D H d\]"):
             mapping.to_tensors({"q": {"kernel": numbers(D)}})
+
+    def test_a_layer_that_is_stacked_and_apart(self):
+        mapping = TreeMapping((Rule("l.scale", "l.{i}.weight"), Rule("l.{i}.scale", "l.{i}.weight")))
+        tree = {"l": {"scale": numbers(2, D), "1": {"scale": numbers(D)}}}
+        with pytest.raises(ValueError, match=r"l.scale\[1\] and l.1.scale are both called l.1.weight"):
+            mapping.to_tensors(tree)
+
+    def test_an_axis_of_another_size_than_its_number(self):
+        mapping = TreeMapping((Rule("k", "w", "D 2 -> 2 D"),))
+        with pytest.raises(ValueError, match=r"k has shape \[32, 3\] .* needs a multiple of 2"):
+            mapping.to_tensors({"k": numbers(D, 3)})
 
     def test_layers_of_a_stack_that_differ(self):
         mapping = TreeMapping((Rule("l.scale", "l.{i}.weight"),))
