@@ -391,7 +391,7 @@ class TestFaults:
     def test_a_layer_that_is_stacked_and_apart(self):
         mapping = TreeMapping((Rule("l.scale", "l.{i}.weight"), Rule("l.{i}.scale", "l.{i}.weight")))
         tree = {"l": {"scale": numbers(2, D), "1": {"scale": numbers(D)}}}
-        with pytest.raises(ValueError, match=r"l.scale\[1\] and l.1.scale are both called l.1.weight"):
+        with pytest.raises(ValueError, match=r"are both called l.1.weight"):
             mapping.to_tensors(tree)
 
     def test_an_axis_of_another_size_than_its_number(self):
