@@ -182,21 +182,35 @@ def test_stacked_experts_are_stored_quantised(name):
                 tree[path] = jlp.quantize(jnp.asarray(leaf), scheme.format, axis=-2, amax=amax)
         return tree
 
-    def tree_of(flat):
-        made = nested({path: 0 for path in flat})
-        for path, leaf in flat.items():
-            *parents, last = path.split(".")
-            functools.reduce(lambda at, key: at[key], parents, made)[last] = leaf
-        return made
-
     flat = leaves_of(tensors)
-    separate, stack = (tree_of(quantised(each)) for each in (flat, stacked(flat)))
+    separate, stack = (nested(quantised(each)) for each in (flat, stacked(flat)))
     ours, theirs = mapping.to_tensors(stack, scheme), mapping.to_tensors(separate, scheme)
     assert set(ours) == set(theirs)
     assert all(ours[n].tobytes() == theirs[n].tobytes() and ours[n].dtype == theirs[n].dtype for n in ours)
     assert_same_bytes(mapping.from_tensors(ours, stack, scheme), jax.tree.map(jnp.asarray, stack))
     left = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     assert sorted(mapping.float_modules(stack)) == left
+
+
+def test_heads_of_latent_attention():
+    tensors, config = published("DeepSeek V3")
+    flat, heads = leaves_of(tensors), config["num_attention_heads"]
+    for path, leaf in flat.items():
+        if path.endswith(("q_b_proj.kernel", "kv_b_proj.kernel")):
+            flat[path] = leaf.reshape(leaf.shape[0], heads, -1)
+        if path.endswith("o_proj.kernel"):
+            flat[path] = leaf.reshape(heads, -1, leaf.shape[-1])
+    assert_round_trip(mapping_for(config), flat, tensors)
+
+
+def test_experts_in_the_arrays_of_the_file():
+    tensors, config = published("GPT-OSS")
+    flat = {path: leaf for path, leaf in leaves_of(tensors).items() if ".experts." not in path or "down" in path}
+    for name, tensor in tensors.items():
+        if "gate_up_proj" in name:
+            path = name.removeprefix("model.").removesuffix("_bias")
+            flat[f"{path}.{'bias' if name.endswith('bias') else 'kernel'}"] = tensor
+    assert_round_trip(mapping_for(config), flat, tensors)
 
 
 class TestConfigs:

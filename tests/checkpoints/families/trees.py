@@ -85,5 +85,5 @@ def nested(leaves):
         at = tree
         for parent in parents:
             at = at.setdefault(parent, {})
-        at[last] = np.ascontiguousarray(leaf)
+        at[last] = leaf
     return tree

@@ -12,6 +12,7 @@ import jaxlowprec as jlp
 from jaxlowprec.checkpoints import DEFAULTS, Rule, Rules, TreeMapping, schemes
 from jaxlowprec.checkpoints.trees.layout import parsed
 from jaxlowprec.weight_sync import WeightSource
+from tests.checkpoints.families.trees import nested
 from tests.checkpoints.weights import assert_same_tensors
 from tests.helpers import assert_same_bytes
 
@@ -21,18 +22,6 @@ D, H, G, W, L, E, F, V = 32, 4, 2, 8, 3, 2, 48, 11
 def numbers(*shape, dtype="float32", seed=0):
     made = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return made.astype(getattr(ml_dtypes, dtype, dtype))
-
-
-def nested(leaves):
-    """A tree of leaves by their paths."""
-    tree = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split(".")
-        at = tree
-        for parent in parents:
-            at = at.setdefault(parent, {})
-        at[last] = leaf
-    return tree
 
 
 def round_trip(rule, leaves, scheme=None):
