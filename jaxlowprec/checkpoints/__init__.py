@@ -11,7 +11,9 @@ from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspectio
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.trees.families import LLAMA, QWEN3_MOE
+from jaxlowprec.checkpoints.families.known import mapping_for
+from jaxlowprec.checkpoints.families.llama import LLAMA
+from jaxlowprec.checkpoints.families.qwen import QWEN3_MOE
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from jaxlowprec.checkpoints.trees.trees import load, save
 
@@ -32,6 +34,7 @@ __all__ = [
     "dequantize",
     "inspect",
     "load",
+    "mapping_for",
     "save",
     "schemes",
 ]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlowprec.checkpoints.trees.families import LLAMA
+from jaxlowprec.checkpoints import LLAMA
 from jaxlowprec.weight_sync import DirectoryTransport, WeightSource, differences, to_tree
 from jaxlowprec.weight_sync.engines.vllm import VLLM
 from jaxlowprec.weight_sync.sending.source import natural

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from jaxlowprec.checkpoints.trees.families import LLAMA
+from jaxlowprec.checkpoints import LLAMA
 from jaxlowprec.weight_sync import InProcess, Receiver, WeightSource, push
 from jaxlowprec.weight_sync.bucket import Bucket, BucketHeader, checksum, pack
 from jaxlowprec.weight_sync.manifest import Manifest

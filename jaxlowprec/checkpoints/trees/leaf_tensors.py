@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
@@ -15,6 +15,12 @@ from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
 from jaxlowprec.checkpoints.schemes.magnitudes import amax, limit
+from jaxlowprec.checkpoints.trees.groups import Group, Place, right_axes
+from jaxlowprec.checkpoints.trees.layout import PLUS, Layout
+from jaxlowprec.checkpoints.trees.moves import Moves, joined, merged
+from jaxlowprec.checkpoints.trees.numbers import differ, of_file
+from jaxlowprec.checkpoints.trees.quantized_rows import field_moves, require_whole_tiles, rows_joined
+from jaxlowprec.checkpoints.trees.rule import Rule
 from jaxlowprec.checkpoints.trees.tree_paths import on_host
 
 T = TypeVar("T")
@@ -24,16 +30,15 @@ _ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class LeafTensors:
-    """A leaf and the way in which it is stored.
+    """A leaf, or what leaves hold of one tensor, and the way in which it is stored.
 
     Attributes:
         path: the leaf's path in its tree.
         name: the tensor's name; for a quantised kernel the name of the float weight.
-        leaf: an array, or a QuantizedArray [K, N] quantised along K.
-        is_kernel: whether the leaf is a matrix [K, N] that is stored as [N, K].
+        leaf: an array, a QuantizedArray [K, N] quantised along K, or `Placed` in the tensor by a rule's layout.
+        is_kernel: whether the tensor is a matrix [N, K] of a linear layer, for which the leaf is [K, N].
         scheme: the format of quantised leaves.
         dtype: the dtype that a float leaf is rounded to; None: its own.
-        expert: the index into the leaf's first axis, if each expert has its own tensors; None: the whole leaf.
 
     >>> stored = LeafTensors("up.kernel", "up.weight", np.zeros((2, 3), np.float32), True, dtype="bfloat16")
     >>> stored.specs()
@@ -48,13 +53,16 @@ class LeafTensors:
     is_kernel: bool = False
     scheme: Scheme | None = None
     dtype: Any = None
-    expert: int | None = None
+
+    @functools.cached_property
+    def placed(self) -> Placed:
+        """The leaf with its layout."""
+        return self.leaf if isinstance(self.leaf, Placed) else whole(self.path, self.leaf, self.is_kernel)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is stored, before a kernel is transposed."""
-        shape = tuple(self.leaf.shape)
-        return shape if self.expert is None else shape[1:]
+        """The float tensor's shape; a kernel's is [N, K]."""
+        return self.placed.shape
 
     @property
     def module(self) -> str:
@@ -64,20 +72,14 @@ class LeafTensors:
     @property
     def is_quantized(self) -> bool:
         """Whether the leaf is a QuantizedArray."""
-        return isinstance(self.leaf, QuantizedArray)
+        return isinstance(self.leaf.group.leaves[0] if isinstance(self.leaf, Placed) else self.leaf, QuantizedArray)
 
     def specs(self) -> dict[str, TensorSpec]:
         """Dtypes and shapes of the tensors, by their names; nothing is computed."""
-        shape = self.shape
-        if self.is_kernel and len(shape) != 2:
-            raise ValueError(
-                f"{self.path} has shape {shape}; a kernel's needs two axes (a rule for kernels of experts, [E, K, N], "
-                "has {expert} in its name)"
-            )
-        shape = shape[::-1] if self.is_kernel else shape
         if self.is_quantized:
-            return output_specs(self._scheme(), self.module, TensorSpec(file_dtype(self.leaf.dtype), shape))
-        return {self.name: TensorSpec(file_dtype(as_dtype(self.dtype or self.leaf.dtype)), shape)}
+            self.placed.require_rows()
+            return output_specs(self._scheme(), self.module, TensorSpec(file_dtype(self.placed.dtype), self.shape))
+        return {self.name: TensorSpec(file_dtype(as_dtype(self.dtype or self.placed.dtype)), self.shape)}
 
     def make(self, on_device: bool = False) -> dict[str, Any]:
         """The tensors, by their names.
@@ -87,42 +89,120 @@ class LeafTensors:
         """
         if self.is_quantized:
             scheme = self._scheme()
-            stored = about(self.path, lambda: scheme.store(self.taken().mT))
+            stored = about(self.path, lambda: scheme.store(self.placed.quantized()))
             return {f"{self.module}.{part}": tensor for part, tensor in stored.items()}
-        array = self.taken() if on_device else self.on_host()
-        if self.dtype is not None:
-            array = rounded(self.path, array, as_dtype(self.dtype))
-        if self.is_kernel:
-            array = transposed(self.path, array)
+        dtype = None if self.dtype is None else as_dtype(self.dtype)
+        array = self.placed.array(on_device, dtype)
         if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
             array = contiguous(array)
         return {self.name: array}
 
-    def taken(self) -> Any:
-        """The leaf, or the expert's part of it, on its device."""
-        if self.expert is None:
-            return self.leaf
-        return jax.tree.map(lambda array: array[self.expert], self.leaf)
-
     def on_host(self) -> np.ndarray:
-        """The float leaf, or the expert's part of it, as a numpy array."""
-        return on_host(self.path, self.taken())
+        """The float tensor as a numpy array, before it is rounded."""
+        return self.placed.array(False, None)
 
     def _scheme(self) -> Scheme:
         if self.scheme is None:
-            raise ValueError(f"to_tensors: {self.path} is quantised to {self.leaf.format}; pass scheme= to store it")
+            fmt = self.placed.group.leaves[0].format
+            raise ValueError(f"to_tensors: {self.path} is quantised to {fmt}; pass scheme= to store it")
         return self.scheme
 
 
-def transposed(path: str, array: Any) -> Any:
-    """A kernel as the file holds it, or the inverse. Raises ValueError unless it has two axes.
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """What leaves hold of one tensor, as a rule's layout places it there.
 
-    >>> transposed("up.kernel", np.ones((2, 3))).shape
-    (3, 2)
+    Attributes:
+        group: the leaves and their rule.
+        place: the tensor.
     """
-    if array.ndim != 2:
-        raise ValueError(f"{path} has shape {array.shape}; a kernel's needs two axes")
-    return array.T
+
+    group: Group
+    place: Place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The float tensor's shape."""
+        return self.group.shape_of(self.place)
+
+    @property
+    def dtype(self) -> Any:
+        """The leaves' dtype. Raises ValueError if they differ."""
+        dtypes = {np.dtype(leaf.dtype) for leaf in self.group.leaves}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(dtype.name for dtype in dtypes))
+            raise ValueError(f"{self.group.path} are joined to one tensor and have dtypes {names}; needs one dtype")
+        return dtypes.pop()
+
+    def array(self, on_device: bool, dtype: np.dtype | None) -> Any:
+        """The float tensor, as a view where that is possible.
+
+        Arguments:
+            on_device: leaves that are JAX arrays stay on their devices.
+            dtype: what to round to; None: the leaves' dtype stays.
+        """
+        assert self.dtype is not None  # raises ValueError if there are several
+        group, place = self.group, self.place
+        parts = []
+        for path, leaf, moves in zip(group.paths, group.leaves, group.moves, strict=True):
+            taken = moves.taken(leaf, place.counts, place.part)
+            array = taken if on_device else on_host(path, taken)
+            array = of_file(path, array, group.rule, dtype)
+            if dtype is not None:
+                array = rounded(path, array, dtype)
+            parts.append(moves.arranged(array, place.part))
+        axes = right_axes(group.layout)
+        array = parts[0] if len(parts) == 1 else joined(parts, axes, group.layout.joined)
+        return array if array.shape == self.shape else merged(array, axes, group.layout.right)
+
+    def require_rows(self) -> None:
+        """Raises ValueError unless quantised leaves can be placed so."""
+        group = self.group
+        if differ(group.rule):
+            raise ValueError(f"{group.path} is quantised, and its numbers are not the file's (factor, offset)")
+        if not group.holds_matrices:
+            raise ValueError(
+                f"{group.path} of shape {group.moves[0].shape} is quantised; the layout {group.layout.text!r} is for "
+                "float leaves, because codes and scales belong to rows of a matrix; quantise the kernel as a matrix "
+                "[.., K, N] along K, or dequantise it"
+            )
+        if group.rule.padded and any(moves.shape[-1] != self.shape[0] for moves in group.moves):
+            raise ValueError(f"{group.path} is quantised and padded; store it without its padding, or dequantise it")
+
+    def quantized(self) -> QuantizedArray:
+        """The quantised tensor [N, K]."""
+        self.require_rows()
+        group = self.group
+        return rows_joined(
+            group, [self._rows(leaf, moves) for leaf, moves in zip(group.leaves, group.moves, strict=True)]
+        )
+
+    def _rows(self, q: QuantizedArray, moves: Moves) -> QuantizedArray:
+        """The part of a leaf [.., K, N] that the tensor has: [N, K]."""
+        group, place = self.group, self.place
+        if q.axis != -2:
+            raise ValueError(f"it, of shape {q.shape}, is quantised along axis -1; needs the contracted axis, -2")
+
+        def taken(array: Any, layout: Layout) -> Any:
+            if array is None:
+                return None
+            return field_moves(moves, array.shape, layout).out(array, place.counts, place.part)
+
+        rows, batch = group.layout.of_rows(), group.layout.of_batch()
+        matrix = (self.shape[0] if group.layout.splits_leaf else q.shape[-1], q.shape[-2])
+        if group.layout.splits_leaf and group.layout.joined != PLUS:
+            sizes = [moves.file_sizes(part)[str(group.layout.joined)] for part in range(len(group.rule.names))]
+            require_whole_tiles(group.path, q.format, sizes)
+        amax = q.amax if q.format.row_scaled else taken(q.amax, batch)  # no scheme stores an amax per row
+        data, scale, zeros = taken(q.data, rows), taken(q.scale, rows), taken(q.zero_point, rows)
+        return dataclasses.replace(q, data=data, scale=scale, amax=amax, zero_point=zeros, matrix_shape=matrix, axis=-1)
+
+
+def whole(path: str, leaf: Any, is_kernel: bool) -> Placed:
+    """A leaf that is a tensor by itself, without a mapping."""
+    rule = Rule("kernel" if is_kernel else "leaf", "tensor")
+    group = Group(rule, {}, (path,), (leaf,), (rule.moves(path, leaf),))
+    return Placed(group, group.places()[0])
 
 
 def rounded(path: str, array: Any, dtype: np.dtype) -> Any:

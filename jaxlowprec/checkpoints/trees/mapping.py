@@ -1,68 +1,35 @@
 """Flax parameter trees and Hugging Face tensors: a list of rules that map one to the other, in both directions.
 
-    kernel       [K, N]   <->   weight [N, K]      the only transposition; the bytes of a quantised kernel stay
+    kernel       [K, N]   <->   weight [N, K]      the bytes of a quantised kernel stay
     embedding    [V, D]   <->   weight [V, D]
     scale, bias  [N]      <->   weight, bias [N]
 
 A rule's path is the path of a leaf in the tree, its name the name of a tensor. `{i}` stands for a number, the same in
 both: `layers.{i}.q.kernel` is `layers[i].q.kernel` of an NNX module and `layers_i/q/kernel` of Linen parameters. A name
 with `{expert}`, which the path does not have, stands for one tensor per expert: kernels [E, K, N] <-> E weights [N, K].
+Stacked layers, heads, joined and split matrices have a layout, see `jaxlowprec.checkpoints.trees.layout`.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
-from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, about, transposed
+from jaxlowprec.checkpoints.files.strict_json import repeated
+from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.trees.groups import Group, groups
+from jaxlowprec.checkpoints.trees.leaf_tensors import LeafTensors, Placed
+from jaxlowprec.checkpoints.trees.reading import Reading, same
+from jaxlowprec.checkpoints.trees.rule import EXPERT, Rule
 from jaxlowprec.checkpoints.trees.tree_paths import leaves, rebuilt
 
 Arrays = Mapping[str, np.ndarray]
 
-EXPERT = "{expert}"
-"""Stands for the number of an expert in a rule's name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Maps one kind of leaf to its tensor.
-
-    Attributes:
-        path: the leaf's path in the tree, parts joined by dots, `{i}` for a number.
-        name: the tensor's name.
-
-    >>> rule = Rule("mlp.{i}.up_proj.kernel", "model.{i}.experts.{expert}.up_proj.weight")
-    >>> rule.name_of("mlp.3.up_proj.kernel")
-    'model.3.experts.{expert}.up_proj.weight'
-    """
-
-    path: str
-    name: str
-
-    @property
-    def of_experts(self) -> bool:
-        """Whether the leaf's first axis counts experts, each of which has a tensor."""
-        return EXPERT in self.name and EXPERT not in self.path
-
-    @property
-    def is_kernel(self) -> bool:
-        """Whether the leaf is a matrix [K, N] that the file holds as [N, K]."""
-        return self.path.endswith("kernel")
-
-    def name_of(self, path: str) -> str | None:
-        """The tensor's name for a leaf, with `{expert}` in it for experts; None if the rule does not match the path."""
-        pattern = re.sub(r"\\\.\\\{(\w+)\\\}", r"[._](?P<\1>\\d+)", re.escape(self.path))
-        match = re.fullmatch(pattern, path)
-        return None if match is None else self.name.format(**{"expert": EXPERT} | match.groupdict())
+__all__ = ["EXPERT", "Rule", "TreeMapping"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +38,30 @@ class TreeMapping:
 
     `to_tensors` and `from_tensors` are inverse to each other: for float leaves up to the requested dtype, for quantised
     leaves byte for byte.
+
+    Attributes:
+        rules: a leaf has the first rule that matches its path.
+        left_out: regular expressions for whole names of tensors that `from_tensors` leaves out if no leaf needs them.
     """
 
     rules: tuple[Rule, ...]
+    left_out: tuple[str, ...] = ()
 
     def names(self, tree: Any) -> dict[str, str]:
         """Maps each leaf's path to its tensor's name; a kernel's is that of the float weight, even if it is quantised.
 
-        The names of experts' tensors have `{expert}` in them.
+        The names of experts' tensors have `{expert}` in them, those of stacked layers `{i}`; the names of a leaf that
+        is split are joined by commas.
 
         Raises:
             ValueError: leaves that no rule matches, or two leaves with one name.
         """
-        return {path: name for path, name, _, _ in self._named("names", tree)}
+        found = self._groups("names", tree)
+        return {path: ", ".join(group.names) for group in found for path in group.paths}
 
     def float_modules(self, tree: Any) -> list[str]:
         """The names of modules whose kernels are not quantised."""
-        stored = self._stored("float_modules", tree, None, None)
+        stored = self._stored(self._groups("float_modules", tree), None, None)
         return [tensors.module for tensors in stored if tensors.is_kernel and not tensors.is_quantized]
 
     def to_tensors(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> dict[str, np.ndarray]:
@@ -100,7 +74,8 @@ class TreeMapping:
             dtype: the dtype that float leaves are rounded to. None: each keeps its own.
 
         Raises:
-            ValueError: leaves that no rule matches; quantised leaves without a scheme, or that the scheme cannot hold.
+            ValueError: leaves that no rule matches or that do not fit its layout; quantised leaves without a scheme, or
+                that the scheme or the layout cannot hold; a tied leaf that differs from what it is tied to.
         """
         tensors: dict[str, np.ndarray] = {}
         for stored in self.stored(tree, scheme, dtype):
@@ -108,19 +83,28 @@ class TreeMapping:
         return tensors
 
     def stored(self, tree: Any, scheme: Scheme | None = None, dtype: Any = None) -> list[LeafTensors]:
-        """The leaves, each expert by itself, before anything is computed or gathered. Arguments as in `to_tensors`."""
-        return self._stored("to_tensors", tree, scheme, dtype)
+        """The leaves, each expert and each layer by itself, before they are computed or gathered.
 
-    def _stored(self, who: str, tree: Any, scheme: Scheme | None, dtype: Any) -> list[LeafTensors]:
-        found: list[LeafTensors] = []
-        for path, name, rule, leaf in self._named(who, tree):
-            kind = rule.is_kernel, scheme, dtype
-            if not rule.of_experts:
-                found.append(LeafTensors(path, name, leaf, *kind))
+        Only leaves that are tied to another tensor are compared with it. Arguments as in `to_tensors`.
+        """
+        found = self._groups("to_tensors", tree)
+        stored = self._stored(found, scheme, dtype)
+        _require_tied(found, stored)
+        return stored
+
+    def _stored(self, found: list[Group], scheme: Scheme | None, dtype: Any) -> list[LeafTensors]:
+        """The tensors of the groups, without those that are tied to another."""
+        stored = []
+        for group in found:
+            if group.rule.tied_to is not None:
                 continue
-            for i in _experts(who, path, leaf):
-                found.append(LeafTensors(f"{path}[{i}]", _name_of_expert(name, i), leaf, *kind, expert=i))
-        return found
+            kind = group.rule.is_kernel and len(group.layout.right) == 2, scheme, dtype
+            for place in group.places():
+                stored.append(LeafTensors(group.path_of(place), place.name, Placed(group, place), *kind))
+        if twice := repeated(tensors.name for tensors in stored):
+            paths = " and ".join(tensors.path for tensors in stored if tensors.name == twice)
+            raise ValueError(f"to_tensors: {paths} are both called {twice}; needs one of them, stacked or not")
+        return stored
 
     def from_tensors(self, tensors: Arrays, like: Any, scheme: Scheme | None = None) -> Any:
         """A tree with a checkpoint's numbers.
@@ -140,103 +124,36 @@ class TreeMapping:
                 checkpoint holds.
         """
         found: dict[str, Any] = {}
-        missing: list[str] = []
-        used: set[str] = set()
-        read = functools.partial(_read, tensors, scheme, used)
-        for path, name, rule, leaf in self._named("from_tensors", like):
-            if rule.of_experts:
-                names = [_name_of_expert(name, i) for i in _experts("from_tensors", path, leaf)]
-            else:
-                names = [name]
-            arrays = [read(path, one, rule.is_kernel, leaf.dtype) for one in names]
-            if absent := [one for one, array in zip(names, arrays, strict=True) if array is None]:
-                missing += absent
-                continue
-            found[path] = _stacked(path, arrays) if rule.of_experts else arrays[0]
-            if found[path].shape != tuple(leaf.shape):
-                given, needed = found[path].shape, tuple(leaf.shape)
-                raise ValueError(f"from_tensors: {path} has shape {given} in the checkpoint; the model has {needed}")
-        if missing or len(used) < len(tensors):
-            raise ValueError(f"from_tensors: {_differences(missing, sorted(set(tensors) - used))}")
+        reading = Reading(tensors, scheme)
+        for group in self._groups("from_tensors", like):
+            found |= reading.leaves(group) or {}
+        for rule in self.rules:
+            if rule.tied_to is not None:
+                reading.require_tied(rule.names[0], rule.tied_to)
+        unexpected = [name for name in sorted(set(tensors) - reading.used) if not self._leaves_out(name)]
+        if reading.missing or unexpected:
+            raise ValueError(f"from_tensors: {_differences(reading.missing, unexpected)}")
         return rebuilt(like, found)
 
-    def _named(self, who: str, tree: Any) -> Iterator[tuple[str, str, Rule, Any]]:
-        """Yields (path, name, rule, leaf) for each leaf."""
-        found = leaves(tree)
-        ruled = {path: match for path in found if (match := self._rule(path))}
-        if unknown := [path for path in found if path not in ruled]:
-            known = ", ".join(rule.path for rule in self.rules)
-            raise ValueError(f"{who}: no rule is about {', '.join(unknown)}; there are rules for {known}")
-        counts = collections.Counter(name for _, name in ruled.values())
-        if double := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"{who}: several leaves are called {', '.join(double)}")
-        for path, (rule, name) in ruled.items():
-            yield path, name, rule, found[path]
+    def _leaves_out(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.left_out)
 
-    def _rule(self, path: str) -> tuple[Rule, str] | None:
-        return next(((rule, name) for rule in self.rules if (name := rule.name_of(path))), None)
+    def _groups(self, who: str, tree: Any) -> list[Group]:
+        return groups(who, self.rules, leaves(tree))
 
 
-def _experts(who: str, path: str, leaf: Any) -> range:
-    """The indices of a leaf's first axis."""
-    if not leaf.shape:
-        raise ValueError(f"{who}: {path} is a scalar; a rule with {EXPERT} in its name needs a first axis of experts")
-    return range(leaf.shape[0])
-
-
-def _name_of_expert(name: str, index: int) -> str:
-    return name.replace(EXPERT, str(index))
-
-
-def _stacked(path: str, arrays: list[Any]) -> Any:
-    """The experts' arrays as one leaf; raises ValueError if they differ in shape, dtype or format."""
-    kinds = {
-        (jax.tree.structure(array), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(array))) for array in arrays
-    }
-    if len(kinds) > 1:
-        raise ValueError(f"from_tensors: {path}: the experts' tensors differ in shape, dtype or format")
-    return jax.tree.map(lambda *each: jnp.stack(each), *arrays)
-
-
-def _read(
-    tensors: Arrays, scheme: Scheme | None, used: set[str], path: str, name: str, is_kernel: bool, dtype: Any
-) -> Any:
-    """A leaf, or one expert's part of it, from its tensors, which are added to `used`; None if they are missing."""
-    array = tensors.get(name)
-    quantized = is_kernel and (array is None or array.dtype.name not in FLOATS)
-    if quantized and scheme is not None and (parts := _quantized_parts(tensors, name, scheme)):
-        read = {} if array is None else {name: array}
-        suffixed = {part: read[full] if full in read else tensors[full] for part, full in parts.items()}
-        used |= set(parts.values())
-        stored = scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
-        return about(path, functools.partial(stored.load, suffixed, dtype)).mT
-    if array is None:
-        return None
-    used.add(name)
-    return _widened(path, transposed(path, array) if is_kernel else array, dtype)
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _quantized_parts(tensors: Arrays, name: str, scheme: Scheme) -> dict[str, str]:
-    """The tensors of a module in a scheme's format: maps their last parts to their full names."""
-    parts = {part: f"{_module(name)}.{part}" for part in (*scheme.required, *scheme.optional)}
-    return {part: full for part, full in parts.items() if full in tensors}
-
-
-def _widened(path: str, array: np.ndarray, dtype: Any) -> jax.Array:
-    """The array in a dtype that holds its numbers exactly."""
-    if array.dtype.name not in FLOATS:
-        raise ValueError(f"from_tensors: {path} is {array.dtype.name} in the checkpoint; needs {' or '.join(FLOATS)}")
-    dtype = as_dtype(dtype)
-    if array.dtype != dtype and dtype.name != "float32":
-        raise ValueError(
-            f"from_tensors: {path} is {array.dtype.name} in the checkpoint and {dtype.name} in the model, which would "
-            "round it; cast the checkpoint's tensors first, or make the model's parameters float32"
-        )
-    return jnp.asarray(np.ascontiguousarray(array).astype(dtype, copy=False))
+def _require_tied(found: list[Group], stored: list[LeafTensors]) -> None:
+    """Raises ValueError if a leaf differs from what it is tied to, whose tensor stands for both."""
+    made = {tensors.name: tensors for tensors in stored}
+    for group in found:
+        other = group.rule.tied_to
+        if other is None:
+            continue
+        remedy = "use a mapping without tied_to (tie_word_embeddings is false), which stores both"
+        if other not in made or made[other].is_quantized or hasattr(group.leaves[0], "dequantize"):
+            raise ValueError(f"to_tensors: {group.path} is tied to {other}; needs a float leaf for each; {remedy}")
+        if not same(Placed(group, group.places()[0]).array(False, None), made[other].on_host()):
+            raise ValueError(f"to_tensors: {group.path} differs from {made[other].path}, to which it is tied; {remedy}")
 
 
 def _differences(missing: list[str], unexpected: list[str]) -> str:

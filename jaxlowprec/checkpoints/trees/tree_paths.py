@@ -13,6 +13,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.files.strict_json import repeated
 from jaxlowprec.nnx import Quantized
+from jaxlowprec.nnx.moe import SelectionBias
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _is_leaf(x: Any) -> bool:
 
 def _as_tree(tree: Any) -> Any:
     if isinstance(tree, nnx.Module):
-        return nnx.state(tree, nnx.Any(nnx.Param, Quantized))
+        return nnx.state(tree, nnx.Any(nnx.Param, Quantized, SelectionBias))
     return tree["params"] if isinstance(tree, Mapping) and set(tree) == {"params"} else tree
 
 

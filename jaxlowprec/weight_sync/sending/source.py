@@ -232,7 +232,7 @@ def _compressed(stored: Sequence[LeafTensors], quantize: Rules | None) -> frozen
         )
     for module, kernel in chosen.items():
         assert kernel.scheme is not None
-        if reason := kernel.scheme.check(kernel.shape[::-1]):
+        if reason := kernel.scheme.check(kernel.shape):
             raise ValueError(
                 f"WeightSource: {kernel.scheme.name} cannot hold {module}: {reason}; leave it alone with "
                 "quantize=Rules(ignore=...)"

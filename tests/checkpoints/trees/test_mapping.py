@@ -13,10 +13,9 @@ from lm.model import Config, LanguageModel
 from lm.names import DEMO
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints import LLAMA, QWEN3_MOE, schemes
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.trees import trees
-from jaxlowprec.checkpoints.trees.families import LLAMA, QWEN3_MOE
 from jaxlowprec.checkpoints.trees.leaf_tensors import contiguous
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from tests.checkpoints.weights import SCHEMES

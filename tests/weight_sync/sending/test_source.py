@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxlowprec as jlp
+from jaxlowprec.checkpoints import QWEN3_MOE
 from jaxlowprec.checkpoints.conversion.convert import convert
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.schemes import by_name
 from jaxlowprec.checkpoints.trees import trees
-from jaxlowprec.checkpoints.trees.families import QWEN3_MOE
 from jaxlowprec.weight_sync import WeightSource
 from jaxlowprec.weight_sync.bucket import entry_of
 from jaxlowprec.weight_sync.sending.source import described

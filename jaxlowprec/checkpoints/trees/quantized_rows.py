@@ -1,0 +1,115 @@
+"""Quantised matrices [N, K] as rows of codes and scales, which are joined and split as arrays are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.trees.groups import Group
+from jaxlowprec.checkpoints.trees.layout import PLUS, Layout
+from jaxlowprec.checkpoints.trees.moves import Moves, stacked
+
+
+def field_moves(moves: Moves, shape: Sequence[int], layout: Layout) -> Moves:
+    """The moves of a leaf for one of its fields, such as its scales, whose sizes are proportional to the leaf's."""
+    unit = math.gcd(*moves.shares)
+    return Moves(layout, tuple(shape), tuple(share // unit for share in moves.shares))
+
+
+def require_whole_tiles(path: str, fmt: Format, sizes: Sequence[int]) -> None:
+    """Raises ValueError if a scale covers rows of two parts.
+
+    Arguments:
+        path: the leaf's path.
+        fmt: its format.
+        sizes: the numbers of rows of the parts.
+    """
+    if fmt.tiles and any(size % fmt.length for size in sizes[:-1]):
+        raise ValueError(
+            f"{path} is quantised in tiles of {fmt.length} rows, and its parts have {', '.join(map(str, sizes))}; "
+            "needs multiples of that, or a format with a scale for each row"
+        )
+
+
+def rows_joined(group: Group, parts: Sequence[QuantizedArray]) -> QuantizedArray:
+    """Matrices [N, K] below each other as one. Raises ValueError if they have different formats or tensor scales."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    require_whole_tiles(group.path, first.format, [part.shape[0] for part in parts])
+    statics = {(part.format, part.matrix_shape[1], part.hadamard) for part in parts}
+    if len(statics) > 1 or first.signs is not None:
+        raise ValueError(f"{group.path} are quantised in different formats; one tensor needs one format")
+    _require_one_amax(group.path, [part.amax for part in parts])
+
+    def joined(name: str) -> Any:
+        arrays = [getattr(part, name) for part in parts]
+        return None if arrays[0] is None else jnp.concatenate(arrays)
+
+    matrix = (sum(part.shape[0] for part in parts), first.shape[1])
+    return dataclasses.replace(
+        first, matrix_shape=matrix, data=joined("data"), scale=joined("scale"), zero_point=joined("zero_point")
+    )
+
+
+def rows_split(group: Group, q: QuantizedArray) -> list[QuantizedArray]:
+    """The inverse of `rows_joined`: each leaf's rows."""
+    if len(group.moves) == 1:
+        return [q]
+    sizes = [moves.file_sizes()[str(group.layout.joined)] for moves in group.moves]
+    require_whole_tiles(group.path, q.format, sizes)
+    made, begin = [], 0
+    for size in sizes:
+        fields: dict[str, Any] = {}
+        for name in ("data", "scale", "zero_point"):
+            array = getattr(q, name)
+            unit = q.format.length if q.format.tiles and name == "scale" else 1
+            fields[name] = None if array is None else array[begin // unit : -(-(begin + size) // unit)]
+        made.append(dataclasses.replace(q, matrix_shape=(size, q.shape[1]), **fields))
+        begin += size
+    return made
+
+
+def leaf_of_rows(group: Group, moves: Moves, matrices: Sequence[QuantizedArray]) -> QuantizedArray:
+    """A leaf [.., K, N] of the matrices [N, K] of all its tensors, part by part for each index."""
+    layout, parts = group.layout, len(group.rule.names)
+    first = matrices[0]
+    by_rows = layout.splits_leaf and layout.joined != PLUS
+    if by_rows:
+        require_whole_tiles(group.path, first.format, [matrix.shape[0] for matrix in matrices[:parts]])
+        for begin in range(0, len(matrices), parts):
+            _require_one_amax(group.path, [matrix.amax for matrix in matrices[begin : begin + parts]])
+
+    def field(name: str, arrangement: Layout) -> Any:
+        arrays = [getattr(matrix, name) for matrix in matrices]
+        if arrays[0] is None:
+            return None
+        taken = parts if arrangement.splits_leaf and arrangement.joined is not None else 1
+        like = Moves(arrangement, ())
+        made = [like.back(arrays[begin : begin + taken]) for begin in range(0, len(arrays), parts)]
+        return stacked(made, moves.counts, arrangement)
+
+    fields: dict[str, Any] = {name: field(name, layout.of_rows()) for name in ("data", "scale", "zero_point")}
+    amax = field("amax", layout.of_batch())
+    rows = sum(matrix.shape[0] for matrix in matrices[:parts]) if by_rows else first.shape[0]
+    return dataclasses.replace(first, **fields, amax=amax, matrix_shape=(first.shape[1], rows), axis=-2)
+
+
+def _require_one_amax(path: str, values: Sequence[jax.Array | None]) -> None:
+    if values[0] is None:
+        return
+    found = [np.asarray(value) for value in values]
+    if any(not np.array_equal(value, found[0]) for value in found):
+        shown = ", ".join(f"{float(value.max()):.6g}" for value in found)
+        raise ValueError(
+            f"{path}: the parts have tensor scales of amax {shown}, and one tensor has one; quantise them with the "
+            "same amax=, the largest"
+        )
