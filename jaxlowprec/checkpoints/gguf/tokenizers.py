@@ -22,7 +22,7 @@ from jaxlowprec.checkpoints.gguf.header import Value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 NO_TOKENIZER: Mapping[str, Value] = {"tokenizer.ggml.model": "none"}
-"""What llama.cpp needs to load a model without a tokenizer: programs then give it the numbers of tokens."""
+"""What llama.cpp's library needs to load a model without a tokenizer; programs then give it the numbers of tokens."""
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -74,8 +74,8 @@ def tokenizer_metadata(
     except (Unfit, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         reason = str(error) if isinstance(error, Unfit) else f"{path} lacks what a tokenizer has ({brief(str(error))})"
         return dict(NO_TOKENIZER), [
-            f"no tokenizer is written: {reason}; llama.cpp loads the model, and takes numbers of tokens instead of "
-            "text. llama.cpp's convert_hf_to_gguf.py --vocab-only makes a file of the tokenizer alone"
+            f"no tokenizer is written: {reason}; the library of llama.cpp loads the model and takes numbers of tokens, "
+            "but llama-cli and llama-server need a tokenizer: convert_hf_to_gguf.py --vocab-only makes a file of one"
         ]
 
 
@@ -204,7 +204,7 @@ def _special(
     number_of = {added["content"]: added["id"] for added in content.get("added_tokens", ())}
     found: dict[str, Value] = {}
     numbers: dict[str, int] = {}
-    for kind, name in _SPECIAL.items():
+    for kind in _SPECIAL:
         named = settings.get(f"{kind}_token")
         named = named.get("content") if isinstance(named, Mapping) else named
         said = config.get(f"{kind}_token_id")
@@ -212,15 +212,13 @@ def _special(
         number = number_of.get(named, said) if isinstance(named, str) else said
         if type(number) is int and 0 <= number < size:
             numbers[kind] = number
-            found[f"tokenizer.ggml.{name}_token_id"] = np.uint32(number)
     first, last = _around(content.get("post_processor"))
     for kind, token in (("bos", first), ("eos", last)):
-        told = settings.get(f"add_{kind}_token")
-        does = token is not None and number_of.get(token) == numbers.get(kind)
-        if token is not None and not does:
+        if token is not None and number_of[token] != numbers.setdefault(kind, number_of[token]):
             raise Unfit(f"texts get {brief(token)} at an end, which is not the {kind} token")
-        found[f"tokenizer.ggml.add_{kind}_token"] = does or (content.get("post_processor") is None and told is True)
-    return found
+        told = content.get("post_processor") is None and settings.get(f"add_{kind}_token") is True
+        found[f"tokenizer.ggml.add_{kind}_token"] = token is not None or told
+    return found | {f"tokenizer.ggml.{_SPECIAL[kind]}_token_id": np.uint32(number) for kind, number in numbers.items()}
 
 
 def _around(processor: Any) -> tuple[str | None, str | None]:
