@@ -159,6 +159,12 @@ class Config:
                     f"{self._where}: {key} is {brief(self._config[key])}, which llama.cpp's {self._architecture.name} "
                     f"does not compute; needs {allowed[0]!r}"
                 )
+        hidden = self.size("hidden_size")
+        if self._architecture.name == "qwen2" and self.heads * self.head_dim != hidden:
+            raise CheckpointError(
+                f"{self._where}: {self.heads} heads of {self.head_dim} in a width of {hidden}; llama.cpp's qwen2 needs "
+                "heads that are as wide as the model"
+            )
         if self._architecture.name == "qwen3moe" and self._config.get("norm_topk_prob") is not True:
             raise CheckpointError(
                 f"{self._where}: norm_topk_prob is {brief(self._config.get('norm_topk_prob'))}; llama.cpp's qwen3moe "

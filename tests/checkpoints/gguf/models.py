@@ -8,6 +8,10 @@ import numpy as np
 from tests.checkpoints.small_models import write_checkpoint
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY, EXPERTS = 64, 96, 2, 4, 2, 32, 300, 4
+QWEN2 = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # heads as wide as the model, as llama.cpp needs them there
 SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
@@ -44,14 +48,15 @@ MOE = {
 
 
 def config(family="llama", **more):
-    return {"architectures": [CLASSES[family]], "model_type": family, **SIZES, **MOE.get(family, {}), **more}
+    sizes = SIZES | (QWEN2 if family == "qwen2" else {})
+    return {"architectures": [CLASSES[family]], "model_type": family, **sizes, **MOE.get(family, {}), **more}
 
 
 def tensors(family="llama", dtype=ml_dtypes.bfloat16, seed=0, tied=False):
     """The tensors of a tiny model, as its folder has them."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
     shapes |= {} if tied else {"lm_head.weight": (VOCABULARY, HIDDEN)}
-    q, kv = HEADS * HEAD, KV_HEADS * HEAD
+    q, kv = (HIDDEN, HEAD) if family == "qwen2" else (HEADS * HEAD, KV_HEADS * HEAD)
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.self_attn.{p}_proj.weight": (q if p == "q" else kv, HIDDEN) for p in "qkv"}
@@ -142,7 +147,7 @@ def byte_level(merges=(("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ
     }
 
 
-WORDS = ("▁he", "ll", "▁hell", "lo", "▁hello", "wo", "▁wo", "rl", "ld", "rld")
+WORDS = ("he", "ll", "▁he", "hell", "▁hell", "lo", "hello", "▁hello", "wo", "▁wo", "rl", "ld", "rld")
 
 
 def from_sentencepiece():

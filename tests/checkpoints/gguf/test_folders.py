@@ -248,3 +248,8 @@ def test_an_import_that_was_stopped_is_continued(tmp_path, monkeypatch):
         import_gguf(tmp_path / "a.gguf", tmp_path / "again", dtype="float32")
     report = import_gguf(tmp_path / "a.gguf", tmp_path / "again")
     assert report.kept == ["model.safetensors"] and contents(tmp_path / "again") == contents(tmp_path / "whole")
+
+
+def test_heads_of_qwen2_are_as_wide_as_the_model(tmp_path):
+    with pytest.raises(CheckpointError, match="2 heads of 64 in a width of 64; llama.cpp's qwen2 needs"):
+        export_gguf(folder(tmp_path / "hf", "qwen2", head_dim=64), tmp_path / "a.gguf")

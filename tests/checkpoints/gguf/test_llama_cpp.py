@@ -1,7 +1,8 @@
 """llama.cpp loads what is exported, computes what transformers computes, and splits texts into the same tokens.
 
-With F32 weights, both compute in float32, and differ by the order of additions. With others llama.cpp rounds activations
-to the weights' F16 or BF16, or to 8 bits in blocks of 32 (Q8_0) for Q4_0 and MXFP4; the weights themselves are equal.
+With F32 weights, both compute in float32, and differ by the order of additions. With others llama.cpp rounds
+activations to the weights' F16 or BF16, or to 8 bits in blocks of 32 (Q8_0) for Q4_0 and MXFP4; the weights themselves
+are equal.
 """
 
 import copy
@@ -13,7 +14,7 @@ import pytest
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.gguf import export_gguf, import_gguf
 from tests.checkpoints.gguf.llama_cpp import ask
-from tests.checkpoints.gguf.models import CLASSES, VOCABULARY, byte_level, folder, from_sentencepiece, tensors
+from tests.checkpoints.gguf.models import CLASSES, EXPERTS, VOCABULARY, byte_level, folder, from_sentencepiece, tensors
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install jaxlowprec[llama_cpp]")
@@ -57,7 +58,7 @@ def difference(gguf_file, path):
     return np.abs(np.asarray(found) - expected(path)).max()
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", [family for family in CLASSES if family != "mistral"])
 def test_float32_models_agree(tmp_path, family):
     source = folder(tmp_path / "hf", family, held=tensors(family, np.float32), tokenizer=byte_level())
     assert not export_gguf(source, tmp_path / "a.gguf").warnings
@@ -85,7 +86,9 @@ def test_models_of_16_bits_agree(tmp_path, dtype):
 @pytest.mark.parametrize("kind", SCHEMES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_quantised_models_agree(tmp_path, family, kind):
-    source = folder(tmp_path / "hf", family, held=tensors(family, np.float32), tokenizer=byte_level())
+    held = tensors(family, np.float32)
+    more = {"num_experts_per_tok": EXPERTS} if family == "qwen3_moe" else {}  # rounding chooses no other experts then
+    source = folder(tmp_path / "hf", family, held=held, tokenizer=byte_level(), **more)
     export_gguf(source, tmp_path / "a.gguf", SCHEMES[kind])
     import_gguf(tmp_path / "a.gguf", tmp_path / "decoded", dtype="float32", keep=False)
     assert difference(tmp_path / "a.gguf", tmp_path / "decoded") <= BOUNDS[kind]
