@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pathlib
 import threading
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
-from jaxlowprec.checkpoints.files.file_bytes import OpenFile, about, memory
-from jaxlowprec.checkpoints.files.written_whole import NewFile, publish
+from jaxlowprec.checkpoints.files.file_bytes import OpenFile, memory
+from jaxlowprec.checkpoints.files.written_whole import FilledFile
 from jaxlowprec.checkpoints.gguf.block_types import DECODED
 from jaxlowprec.checkpoints.gguf.cursor import Cursor
 from jaxlowprec.checkpoints.gguf.header import (
@@ -42,13 +40,7 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        if not self.path.is_file():
-            raise CheckpointError(f"{self.path}: no such file")
-        try:
-            self._file = OpenFile(self.path, os.open(self.path, os.O_RDONLY))
-        except OSError as error:
-            remedy = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}{remedy}") from None
+        self._file = OpenFile.to_read(self.path)
         try:
             self.header: Header = parse_header(Cursor(self._file))
             if self.metadata.get(_SPLIT, 0) not in (0, 1):
@@ -135,7 +127,7 @@ def decoded(spec: TensorSpec, data: np.ndarray) -> np.ndarray:
     return numbers.reshape(-1)
 
 
-class GGUFWriter:
+class GGUFWriter(FilledFile):
     """Writes a GGUF file whose tensors are all known beforehand; they may come in any order, from any thread.
 
     Use it as a context manager: the file gets its name when the block ends and every byte was written. If the block
@@ -158,19 +150,11 @@ class GGUFWriter:
         metadata: Mapping[str, Value],
         alignment: int = ALIGNMENT,
     ):
-        self.path = path
         prefix, self.header = layout_header(str(path), specs, metadata, alignment)
         self._missing = {name: spec.nbytes for name, spec in specs.items() if spec.nbytes}
         self._parts: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
-        self._file = NewFile(path)
-        try:
-            with about(path):
-                os.truncate(self._file.descriptor, self.header.size)
-            self._file.write(0, memoryview(prefix))
-        except BaseException:
-            self.abandon()
-            raise
+        super().__init__(path, prefix, self.header.size)
 
     def write(self, name: str, array: np.ndarray, part: int | None = None) -> None:
         """Writes a tensor.
@@ -202,28 +186,6 @@ class GGUFWriter:
                 del self._missing[name]
         return entry
 
-    def commit(self) -> None:
-        """Flushes the file to the disk and gives it its name; removes it if that fails."""
-        try:
-            if self._missing:
-                missing = f"{len(self._missing)} tensors were not written whole: {min(self._missing)}"
-                raise CheckpointError(f"{self.path}: {missing}")
-            self._file.put_on_disk()
-            publish(self.path)
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Closes the file, and removes it if it did not get its name."""
-        self._file.abandon()
-
-    def __enter__(self) -> GGUFWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abandon()
+    def unwritten(self) -> Collection[str]:
+        """See `FilledFile`."""
+        return self._missing

@@ -21,12 +21,16 @@ ROPE_FREQS = "rope_freqs.weight"
 QUANTIZATION_VERSION = 2  # of ggml's blocks
 
 _LLAMA3_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_YARN = {
-    "extrapolation_factor": "yarn_ext_factor",
-    "attention_factor": "yarn_attn_factor",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN),
+    "llama3": ("factor", *_LLAMA3_DEFAULTS),
 }
+"""Kinds of scaled rotations, and the parameters that both sides read in the same way."""
+
+_EVERY_ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 _SIZES = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -97,7 +101,10 @@ class Config:
             found["rope.scaling.type"] = kind
             found["rope.scaling.factor"] = np.float32(self.number("factor", self.rope))
         if kind == "yarn":
-            original = self.rope.get("original_max_position_embeddings") or self.size("max_position_embeddings")
+            key = "original_max_position_embeddings"
+            original = (
+                self.size("max_position_embeddings") if self.rope.get(key) is None else self.number(key, self.rope)
+            )
             found["rope.scaling.original_context_length"] = np.uint32(original)
             given = {key: name for key, name in _YARN.items() if self.rope.get(key) is not None}
             found |= {f"rope.scaling.{name}": np.float32(self.number(key, self.rope)) for key, name in given.items()}
@@ -107,7 +114,10 @@ class Config:
         """The tensor `ROPE_FREQS`, or None if the model has no scaling of Llama 3's kind."""
         if self.rope["rope_type"] != "llama3":
             return None
-        return llama3_divisors(self.head_dim, self.number("rope_theta", self.rope), _LLAMA3_DEFAULTS | self.rope)
+        rope = _LLAMA3_DEFAULTS | {key: self.number(key, self.rope) for key in _ROPE_KEYS["llama3"] if key in self.rope}
+        if "factor" not in rope or rope["high_freq_factor"] <= rope["low_freq_factor"]:
+            raise CheckpointError(f"{self._where}: rope_scaling is {brief(rope)}; needs a factor, and low below high")
+        return llama3_divisors(self.head_dim, self.number("rope_theta", self.rope), rope)
 
     def warnings(self) -> list[str]:
         """What llama.cpp computes otherwise for long texts."""
@@ -138,11 +148,18 @@ class Config:
                 raise CheckpointError(f"{self._where}: {key} is {brief(given)}; needs an object")
             found |= given
         found["rope_type"] = found.get("rope_type", found.get("type", "default"))
-        known = ("default", "linear", "yarn", "llama3")
-        if found["rope_type"] not in known or (found["rope_type"] == "llama3" and self._architecture.name != "llama"):
+        kind = found["rope_type"]
+        remedy = "leave rope_scaling out if texts stay within the original context"
+        if kind not in _ROPE_KEYS or (kind == "llama3" and self._architecture.name != "llama"):
             raise CheckpointError(
-                f"{self._where}: rope_type is {brief(found['rope_type'])}; to GGUF go {', '.join(known)} (llama3 for "
-                "Llama only): leave rope_scaling out if texts stay within the original context"
+                f"{self._where}: rope_type is {brief(kind)}; to GGUF go {', '.join(_ROPE_KEYS)} "
+                f"(llama3 for Llama only); {remedy}"
+            )
+        known = (*_EVERY_ROPE, *_ROPE_KEYS[kind])
+        if unknown := sorted(key for key, value in found.items() if key not in known and value is not None):
+            raise CheckpointError(
+                f"{self._where}: rope_scaling has {', '.join(map(brief, unknown))}, which llama.cpp reads otherwise "
+                f"or not; {remedy}"
             )
         return found
 
@@ -223,6 +240,11 @@ def config_of_metadata(
     if scaling == "linear":
         config["rope_scaling"] = {"rope_type": "linear", "factor": given("rope.scaling.factor")}
     elif scaling == "yarn":
+        for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
+            if f"{architecture.name}.{key}" in metadata:
+                raise CheckpointError(
+                    f"{where}: has {architecture.name}.{key}, which transformers reads otherwise or not"
+                )
         rope = {"rope_type": "yarn", "factor": given("rope.scaling.factor")}
         rope["original_max_position_embeddings"] = int(given("rope.scaling.original_context_length"))
         rope |= {

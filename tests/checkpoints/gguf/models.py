@@ -46,6 +46,14 @@ MOE = {
     },
 }
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def config(family="llama", **more):
     sizes = SIZES | (QWEN2 if family == "qwen2" else {})

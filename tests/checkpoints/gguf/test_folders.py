@@ -9,18 +9,11 @@ import pytest
 from jaxlowprec.checkpoints import CheckpointError, Run, convert, schemes
 from jaxlowprec.checkpoints.gguf import GGUFFile, export_gguf, import_gguf
 from jaxlowprec.checkpoints.gguf.names import to_halves, to_neighbours
-from tests.checkpoints.gguf.models import CLASSES, EXPERTS, HEAD, HEADS, HIDDEN, INNER, folder, tensors
+from tests.checkpoints.gguf.models import CLASSES, EXPERTS, HEAD, HEADS, HIDDEN, INNER, LLAMA3, folder, tensors
 from tests.checkpoints.small_models import contents, read_config, read_tensors, same
 
 W4A16 = schemes.by_name("w4a16", group_size=32, scale_dtype="float16")
 MXFP4 = schemes.by_name("mxfp4")
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def assert_same_tensors(found, expected):
@@ -178,6 +171,11 @@ REFUSED = {
     ),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "another rotation": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+    "a parameter of its own": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.0}},
+        "rope_scaling has 'attention_factor', which llama.cpp reads otherwise",
+    ),
+    "a factor that is missing": ({"rope_scaling": {"rope_type": "llama3"}}, "needs a factor, and low below high"),
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is None; needs a whole number"),
     "text for a number": ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; needs a number"),

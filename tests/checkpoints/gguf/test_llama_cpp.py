@@ -14,7 +14,16 @@ import pytest
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.gguf import export_gguf, import_gguf
 from tests.checkpoints.gguf.llama_cpp import ask
-from tests.checkpoints.gguf.models import CLASSES, EXPERTS, VOCABULARY, byte_level, folder, from_sentencepiece, tensors
+from tests.checkpoints.gguf.models import (
+    CLASSES,
+    EXPERTS,
+    LLAMA3,
+    VOCABULARY,
+    byte_level,
+    folder,
+    from_sentencepiece,
+    tensors,
+)
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install jaxlowprec[llama_cpp]")
@@ -25,13 +34,6 @@ PROMPTS = [[3, 17, 200, 5, 9], np.random.default_rng(0).integers(0, 256, 60).tol
 BOUNDS = {"F32": 2e-5, "F16": 1e-2, "BF16": 6e-2, "Q4_0": 1e-1, "MXFP4": 1e-1}
 """The largest difference of a log-probability. Those of the tiny models have a standard deviation of about 0.8."""
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 ROPES = {
     "llama3": ("llama", LLAMA3),
     "linear": ("llama", {"rope_type": "linear", "factor": 4.0}),
