@@ -73,7 +73,7 @@ def test_products_with_negative_scales_are_right():
     np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
-def test_what_jaxlowprec_quantises_is_what_the_package_gguf_reads():
+def test_the_package_gguf_reads_the_same_numbers():
     oracle = pytest.importorskip("gguf", reason="gguf is not installed: pip install jaxlowprec[oracles]")
     for name, scheme in (("Q4_0", "w4a16"), ("MXFP4", "mxfp4")):
         options = {"group_size": 32, "scale_dtype": "float16"} if scheme == "w4a16" else {}
