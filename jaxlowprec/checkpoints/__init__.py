@@ -5,7 +5,7 @@
 'w4a16'
 """
 
-from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints import gguf, schemes
 from jaxlowprec.checkpoints.conversion.convert import Report, Run, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, WeightError, inspect
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
@@ -32,6 +32,7 @@ __all__ = [
     "WeightError",
     "convert",
     "dequantize",
+    "gguf",
     "inspect",
     "load",
     "mapping_for",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 from collections import Counter
 from collections.abc import Sequence
 
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
+from jaxlowprec.checkpoints.gguf.gguf_file import SUFFIX
 from jaxlowprec.cli.progress import bar, readable
 from jaxlowprec.cli.streams import as_json, emit, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments that these commands share."""
-    parser.add_argument("source", metavar="SRC", help="folder of a Hugging Face checkpoint")
-    parser.add_argument("destination", metavar="DST", help="new folder; or one that this command left unfinished")
+    parser.add_argument("source", metavar="SRC", help="folder of a Hugging Face checkpoint, or a GGUF file")
+    parser.add_argument(
+        "destination", metavar="DST", help="new folder, or one that this command left unfinished; or a GGUF file"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
     parser.add_argument(
         "--verify", action="store_true", help="at the end compute all again and compare it with the files"
@@ -26,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=2, metavar="N", help="tensors at work, and in memory (default 2)"
     )
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file."""
+    return pathlib.Path(path).suffix == SUFFIX
 
 
 def run_of(options: argparse.Namespace) -> Run:

@@ -1,4 +1,4 @@
-"""`jaxlowprec convert`: makes a quantised checkpoint from a plain one."""
+"""`jaxlowprec convert`: makes a quantised checkpoint from a plain one, and GGUF files from folders and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.conversion import convert
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.gguf.exporting import export_gguf, scheme_for_gguf
+from jaxlowprec.checkpoints.gguf.importing import import_gguf
 from jaxlowprec.cli import conversion
 
 _RULE = "a module's name, or \"re:\" and a regular expression matched from the name's start"
@@ -15,9 +18,11 @@ _RULE = "a module's name, or \"re:\" and a regular expression matched from the n
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser("convert", help="quantise a checkpoint")
+    parser = commands.add_parser("convert", help="quantise a checkpoint, or convert to and from GGUF")
     conversion.add_arguments(parser)
-    parser.add_argument("--scheme", required=True, choices=schemes.NAMES, help="format of the new weights")
+    parser.add_argument(
+        "--scheme", choices=schemes.NAMES, help="format of the new weights; may be left out to or from a GGUF file"
+    )
     parser.add_argument("--group-size", type=int, metavar="N", help="elements that share a scale, where that is open")
     parser.add_argument(
         "--ignore", nargs="+", action="extend", default=[], metavar="RULE", help=f"leave alone: {_RULE}"
@@ -39,14 +44,33 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    report = convert.convert(
-        options.source,
-        options.destination,
-        convert.scheme_for(options.source, options.scheme, group_size=options.group_size),
-        ignore=options.ignore,
-        include=options.include,
-        defaults=() if options.no_defaults else DEFAULTS,
-        leave_unfit=options.leave_unfit,
-        run=conversion.run_of(options),
-    )
-    return conversion.show(report, options)
+    return conversion.show(_report(options), options)
+
+
+def _report(options: argparse.Namespace) -> convert.Report:
+    rules: dict[str, Any] = {
+        "ignore": options.ignore,
+        "include": options.include,
+        "defaults": () if options.no_defaults else DEFAULTS,
+        "leave_unfit": options.leave_unfit,
+    }
+    run, name, size = conversion.run_of(options), options.scheme, options.group_size
+    if conversion.is_gguf(options.source):
+        _refuse_rules(options, "from GGUF codes are kept as they are; `dequantize` decodes them")
+        return import_gguf(options.source, options.destination, run=run)
+    if conversion.is_gguf(options.destination):
+        if name is None:
+            _refuse_rules(options, "to GGUF without --scheme nothing is quantised")
+            return export_gguf(options.source, options.destination, run=run)
+        return export_gguf(options.source, options.destination, scheme_for_gguf(name, size), **rules, run=run)
+    if name is None:
+        raise CheckpointError(f"--scheme is missing; needs one of {', '.join(schemes.NAMES)}")
+    scheme = convert.scheme_for(options.source, name, group_size=size)
+    return convert.convert(options.source, options.destination, scheme, **rules, run=run)
+
+
+def _refuse_rules(options: argparse.Namespace, reason: str) -> None:
+    """Raises CheckpointError for options about quantising where nothing is quantised."""
+    given = ("scheme", "group_size", "ignore", "include", "no_defaults", "leave_unfit")
+    if named := [f"--{option.replace('_', '-')}" for option in given if getattr(options, option)]:
+        raise CheckpointError(f"{', '.join(named)} does nothing here: {reason}")

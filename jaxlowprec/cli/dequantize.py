@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 from jaxlowprec.checkpoints.conversion import convert
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.gguf.importing import import_gguf
 from jaxlowprec.cli import conversion
 
 
@@ -21,7 +23,13 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    report = convert.dequantize(
-        options.source, options.destination, dtype=options.dtype, run=conversion.run_of(options)
-    )
+    run = conversion.run_of(options)
+    if conversion.is_gguf(options.destination):
+        raise CheckpointError(
+            f"{options.destination}: is a GGUF file; needs a folder: `jaxlowprec convert` writes GGUF"
+        )
+    if conversion.is_gguf(options.source):
+        report = import_gguf(options.source, options.destination, dtype=options.dtype, keep=False, run=run)
+    else:
+        report = convert.dequantize(options.source, options.destination, dtype=options.dtype, run=run)
     return conversion.show(report, options)

@@ -8,6 +8,8 @@ from typing import Any
 from jaxlowprec.checkpoints.conversion.inspect import InspectedModule, Inspection, inspect
 from jaxlowprec.checkpoints.conversion.plot import plot_sqnr
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.gguf.listing import inspect_gguf
+from jaxlowprec.cli.conversion import is_gguf
 from jaxlowprec.cli.progress import bar, readable
 from jaxlowprec.cli.streams import as_json, emit, printable
 
@@ -17,7 +19,7 @@ _WIDEST = 120  # characters of a column; longer cells stick out, so that a name 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser("inspect", help="formats, sizes and errors of a checkpoint's weights")
-    parser.add_argument("path", metavar="PATH", help="folder of a checkpoint, plain or quantised")
+    parser.add_argument("path", metavar="PATH", help="folder of a checkpoint, plain or quantised; or a GGUF file")
     parser.add_argument("--reference", metavar="PATH", help="the same checkpoint in high precision, to compare with")
     parser.add_argument("--json", action="store_true", help="for machines, and no progress bar")
     parser.add_argument("--plot", metavar="FILE", help="a picture of the SQNR of each layer (needs --reference)")
@@ -31,7 +33,14 @@ def run(options: argparse.Namespace) -> int:
         raise CheckpointError("--plot draws errors; give --reference, the checkpoint in high precision")
     if options.workers < 1:
         raise CheckpointError(f"--workers {options.workers}; needs 1 or more")
-    found = inspect(options.path, options.reference, workers=options.workers, progress=bar(options.json))
+    if is_gguf(options.path):
+        if options.reference:
+            raise CheckpointError(
+                "--reference compares folders; make one with `jaxlowprec dequantize FILE.gguf FOLDER`"
+            )
+        found = inspect_gguf(options.path)
+    else:
+        found = inspect(options.path, options.reference, workers=options.workers, progress=bar(options.json))
     if options.plot:
         plot_sqnr(found, options.plot)
     emit(as_json(found.as_json()) if options.json else render(found))

@@ -7,6 +7,7 @@ SIGBUS, which Python code cannot catch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 from collections.abc import Iterator
@@ -41,6 +42,17 @@ class OpenFile:
 
     def __init__(self, path: pathlib.Path, descriptor: int):
         self.path, self.descriptor = path, descriptor
+
+    @classmethod
+    def to_read(cls, path: pathlib.Path) -> OpenFile:
+        """A file, open for reading. Raises CheckpointError if it is missing or cannot be read."""
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
+        try:
+            return cls(path, os.open(path, os.O_RDONLY))
+        except OSError as error:
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}{remedy}") from None
 
     def read(self, begin: int, destination: np.ndarray) -> None:
         """Fills contiguous memory from a position in the file.

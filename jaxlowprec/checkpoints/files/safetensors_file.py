@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pathlib
 import threading
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.dtypes import file_dtype, numpy_dtype
-from jaxlowprec.checkpoints.files.file_bytes import OpenFile, about, copy_range, memory
+from jaxlowprec.checkpoints.files.file_bytes import OpenFile, copy_range, memory
 from jaxlowprec.checkpoints.files.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -23,7 +21,7 @@ from jaxlowprec.checkpoints.files.safetensors_header import (
     layout_header,
     parse_header,
 )
-from jaxlowprec.checkpoints.files.written_whole import NewFile, publish
+from jaxlowprec.checkpoints.files.written_whole import FilledFile
 
 METADATA = {"format": "pt"}
 """Metadata that Hugging Face's loaders require in a file."""
@@ -41,13 +39,7 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        if not self.path.is_file():
-            raise CheckpointError(f"{self.path}: no such file")
-        try:
-            self._file = OpenFile(self.path, os.open(self.path, os.O_RDONLY))
-        except OSError as error:
-            remedy = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}{remedy}") from None
+        self._file = OpenFile.to_read(self.path)
         try:
             self.header = read_header(self._file)
         except BaseException:
@@ -139,7 +131,7 @@ def read_header(file: OpenFile) -> Header:
     return parse_header(str(path), text.tobytes(), size)
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(FilledFile):
     """Writes a file whose tensors are all known beforehand; they may come in any order, from any thread.
 
     Use it as a context manager: the file gets its name when the block ends and every tensor was written. If the block
@@ -155,18 +147,10 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: pathlib.Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] = METADATA):
-        self.path = path
         prefix, self.header = layout_header(str(path), specs, metadata)
         self._missing = set(specs)
         self._lock = threading.Lock()
-        self._file = NewFile(path)
-        try:
-            with about(path):
-                os.truncate(self._file.descriptor, self.header.size)
-            self._file.write(0, memoryview(prefix))
-        except BaseException:
-            self.abandon()
-            raise
+        super().__init__(path, prefix, self.header.size)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Writes a tensor."""
@@ -184,20 +168,9 @@ class SafetensorsWriter:
             raise CheckpointError(f"{self.path}: tensor {name!r} was announced as {entry.spec}; the source's differs")
         source.copy_to(source_name, self._file, entry.offset)
 
-    def commit(self) -> None:
-        """Flushes the file to the disk and gives it its name; removes it if that fails."""
-        try:
-            if self._missing:
-                missing = f"{len(self._missing)} tensors were not written: {min(self._missing)}"
-                raise CheckpointError(f"{self.path}: {missing}")
-            self._file.put_on_disk()
-            publish(self.path)
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Closes the file, and removes it if it did not get its name."""
-        self._file.abandon()
+    def unwritten(self) -> Collection[str]:
+        """See `FilledFile`."""
+        return self._missing
 
     def _claim(self, name: str) -> TensorEntry:
         with self._lock:
@@ -206,14 +179,3 @@ class SafetensorsWriter:
                 raise CheckpointError(f"{self.path}: tensor {name!r} {fault}")
             self._missing.remove(name)
         return self.header.tensors[name]
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abandon()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hashlib
 import json
 import os
 import pathlib
 import stat
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from types import TracebackType
+from typing import Any, Self
 
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.file_bytes import OpenFile, about, copy_range
@@ -67,6 +69,58 @@ class NewFile(OpenFile):
         """Closes the file, and removes it if it did not get its name."""
         self.close()
         temporary_path(self.path).unlink(missing_ok=True)
+
+
+class FilledFile(abc.ABC):
+    """A file of a size that is known beforehand, and whose tensors are written to their places in any order.
+
+    As a context manager it gets its name when the block ends, and is removed when the block raises.
+
+    Arguments:
+        path: the final path.
+        prefix: the first bytes.
+        size: bytes of the whole file.
+    """
+
+    def __init__(self, path: pathlib.Path, prefix: bytes, size: int):
+        self.path = path
+        self._file = NewFile(path)
+        try:
+            with about(path):
+                os.truncate(self._file.descriptor, size)
+            self._file.write(0, memoryview(prefix))
+        except BaseException:
+            self.abandon()
+            raise
+
+    @abc.abstractmethod
+    def unwritten(self) -> Collection[str]:
+        """Names of the tensors that are not written, or not whole."""
+
+    def commit(self) -> None:
+        """Flushes the file to the disk and gives it its name; removes it if that fails."""
+        try:
+            if missing := self.unwritten():
+                raise CheckpointError(f"{self.path}: {len(missing)} tensors were not written: {min(missing)}")
+            self._file.put_on_disk()
+            publish(self.path)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the file, and removes it if it did not get its name."""
+        self._file.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abandon()
 
 
 @contextlib.contextmanager

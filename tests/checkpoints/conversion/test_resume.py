@@ -138,7 +138,7 @@ def test_a_disk_that_fails_leaves_what_was_finished(source, uninterrupted, tmp_p
             raise OSError("no space left")
         publish(path)
 
-    monkeypatch.setattr("jaxlowprec.checkpoints.files.safetensors_file.publish", failing)
+    monkeypatch.setattr("jaxlowprec.checkpoints.files.written_whole.publish", failing)
     with pytest.raises(OSError, match="no space left"):
         convert(source, tmp_path / "low", NVFP4)
     left = contents(tmp_path / "low")
