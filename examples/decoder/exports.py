@@ -33,7 +33,7 @@ def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, sc
     content = json.loads((source / CONFIG).read_text())
     config = {key: value for key, value in content.items() if key not in (*_QUANTIZATION, "torch_dtype")}
     state = nnx.state(decoder, _WEIGHTS)
-    state = state if scheme is not None else _decoded(state)
+    state = state if scheme is not None else decoded(state)
     mapping = mapping_of(decoder.config)
     checkpoints.save(destination, state, mapping, config | {"dtype": "bfloat16"}, scheme=scheme, dtype=jnp.bfloat16)
     copy_tokenizer(source, destination)
@@ -67,7 +67,9 @@ def export_adapters(source: pathlib.Path, destination: pathlib.Path, decoder: De
     (destination / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n")
 
 
-def _decoded(state: Any) -> Any:
+def decoded(state: Any) -> Any:
+    """The state with arrays in place of QuantizedArrays, in the dtypes that they were quantised from."""
+
     def decode(leaf: Any) -> Any:
         return leaf.dequantize() if isinstance(leaf, jlp.QuantizedArray) else leaf
 

@@ -3,7 +3,6 @@
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoder import folders
