@@ -107,13 +107,15 @@ def products(decoder: Decoder) -> Any:
 
 def steps(generator: Generator) -> Any:
     """A call of TOKENS steps after a prompt, as `Generator` makes them. The cache is used again."""
-    keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
+    keys, span = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32)), generator.span(PROMPT + TOKENS)
     held = {"cache": generator.prefill([[1] * PROMPT])[1]}
 
     def call() -> jax.Array:
         cache, tokens = Cache(held["cache"].layers, jnp.full(1, PROMPT, jnp.int32)), jnp.ones(1, jnp.int32)
         for _ in range(TOKENS):
-            cache, tokens, _ = generator._step(generator.arrays, cache, tokens, keys, jnp.float32(1), greedy=True)
+            cache, tokens, _ = generator._step(
+                generator.arrays, cache, tokens, keys, jnp.float32(1), greedy=True, span=span
+            )
         held["cache"] = cache
         return tokens
 

@@ -42,6 +42,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
         *,
         starts: jax.Array | None = None,
+        span: int | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attends from each token to those before it.
 
@@ -51,6 +52,7 @@ class Attention(nnx.Module):
             tables: of the rotary embedding, see `Rope.tables`.
             cache: the keys and values of earlier tokens. These tokens' are added to it.
             starts: int32 [batch], the place of the first token; None: 0.
+            span: no token of the cache is at this place or a later one; None: they may be anywhere.
 
         Returns:
             [batch, time, width], and the cache.
@@ -65,7 +67,8 @@ class Attention(nnx.Module):
         if cache is None:
             seen = LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
         else:
-            seen = cache = cache.written(k, v, starts)
+            cache = cache.written(k, v, starts)
+            seen = cache if span is None else cache.first(span)
         y = attended(q, seen, positions, self.window)
         return self.o_proj(y.reshape(batch, time, -1).astype(x.dtype)), cache
 

@@ -41,6 +41,10 @@ class LayerCache:
             new[f"{name}s"] = _put(held, rows.astype(held.dtype), starts)
         return LayerCache(**new)
 
+    def first(self, span: int) -> LayerCache:
+        """The first so many places of each sequence."""
+        return jax.tree.map(lambda array: array[:, :, :span], self)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

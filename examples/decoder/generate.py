@@ -21,7 +21,7 @@ from flax import nnx
 from decoder.cache import EIGHT_BITS, Cache
 from decoder.model import Decoder, log_probabilities
 
-SMALLEST_PREFILL = 16
+SMALLEST_PREFILL, SMALLEST_SPAN = 16, 256
 CACHES = ("float32", "bfloat16", *EIGHT_BITS)
 
 
@@ -62,7 +62,7 @@ class Generator:
         self.arrays, tree = jax.tree.flatten(state)  # once: it has hundreds of leaves
         merged = functools.partial(_merged, graph, tree)
         self._prefill = jax.jit(functools.partial(_prefill, merged), donate_argnums=1)
-        self._step = jax.jit(functools.partial(_step, merged), donate_argnums=1, static_argnames="greedy")
+        self._step = jax.jit(functools.partial(_step, merged), donate_argnums=1, static_argnames=("greedy", "span"))
         self._choose = jax.jit(_choose, static_argnames="greedy")
 
     def __call__(
@@ -91,13 +91,14 @@ class Generator:
         greedy, temperature = temperature == 0, jnp.float32(temperature or 1.0)
         logits, cache = self.prefill(prompts)
         chosen = [self._choose(logits, cache.lengths, keys, temperature, greedy=greedy)]
-        ended = np.zeros(len(prompts), bool)
+        ended, longest = np.zeros(len(prompts), bool), max(len(prompt) for prompt in prompts)
         while len(chosen) < count:
             if stop:
                 ended |= np.isin(np.asarray(chosen[-1][0]), stop)
                 if ended.all():
                     break
-            cache, *found = self._step(self.arrays, cache, chosen[-1][0], keys, temperature, greedy=greedy)
+            span = self.span(longest + len(chosen))
+            cache, *found = self._step(self.arrays, cache, chosen[-1][0], keys, temperature, greedy=greedy, span=span)
             chosen.append(found)
         tokens, scores = (np.stack([np.asarray(found[i]) for found in chosen], axis=1) for i in range(2))
         lengths = [_until(row, stop) for row in tokens]
@@ -105,6 +106,13 @@ class Generator:
             [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)],
             [row[:n] for row, n in zip(scores, lengths, strict=True)],
         )
+
+    def span(self, length: int) -> int:
+        """How many places a step attends to, for sequences of so many tokens or fewer: a power of two, or all.
+
+        A step is compiled for each span. Places after a sequence's last token would cost time and change nothing.
+        """
+        return min(self.places, max(SMALLEST_SPAN, 1 << (length - 1).bit_length()))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, Cache]:
         """The logits [batch, vocabulary] after each prompt, and a cache with the prompts.
@@ -145,15 +153,15 @@ def _merged(graph: Any, tree: Any, arrays: list[jax.Array]) -> Decoder:
 
 def _prefill(merged, arrays, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
     decoder = merged(arrays)
-    hidden, cache, _ = decoder.hidden(tokens, cache)
+    hidden, cache, _ = decoder.hidden(tokens, cache, span=tokens.shape[1])
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return decoder.logits(last), dataclasses.replace(cache, lengths=lengths)
 
 
-def _step(merged, arrays, cache: Cache, tokens, keys, temperature, greedy: bool):
+def _step(merged, arrays, cache: Cache, tokens, keys, temperature, greedy: bool, span: int):
     """The cache with the tokens [batch], the next tokens, and their log-probabilities."""
     decoder = merged(arrays)
-    hidden, new, _ = decoder.hidden(tokens[:, None], cache, starts=cache.lengths)
+    hidden, new, _ = decoder.hidden(tokens[:, None], cache, starts=cache.lengths, span=span)
     new = dataclasses.replace(new, lengths=cache.lengths + 1)
     return new, *_choose(decoder.logits(hidden[:, 0]), new.lengths, keys, temperature, greedy)
 

@@ -39,10 +39,10 @@ class Layer(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, tables: Any, cache: LayerCache | None, starts: jax.Array | None
+        self, x: jax.Array, positions: jax.Array, tables: Any, cache: LayerCache | None, **places: Any
     ) -> tuple[jax.Array, LayerCache | None, jlp.moe.MoEAux | None]:
         """Activations [batch, time, width], the cache, and the experts' `MoEAux`; see `Attention`."""
-        y, cache = self.self_attn(self.input_layernorm(x), positions, tables, cache, starts=starts)
+        y, cache = self.self_attn(self.input_layernorm(x), positions, tables, cache, **places)
         normed, x = self.post_attention_layernorm(y, residual=x)
         if self.sparse:
             y, aux = self.mlp(normed)
@@ -80,7 +80,12 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(tokens)[0])
 
     def hidden(
-        self, tokens: jax.Array, cache: Cache | None = None, *, starts: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        cache: Cache | None = None,
+        *,
+        starts: jax.Array | None = None,
+        span: int | None = None,
     ) -> tuple[jax.Array, Cache | None, list[jlp.moe.MoEAux]]:
         """What the head reads, [batch, time, width]; the cache with these tokens; the `MoEAux` of layers with experts.
 
@@ -88,6 +93,7 @@ class Decoder(nnx.Module):
             tokens: int32 [batch, time].
             cache: of earlier tokens; its lengths stay as they are.
             starts: int32 [batch], the place of each sequence's first token; None: 0.
+            span: see `Attention`.
         """
         time = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = time + (jnp.zeros((tokens.shape[0], 1), jnp.int32) if starts is None else starts[:, None])
@@ -96,7 +102,9 @@ class Decoder(nnx.Module):
         caches: list[LayerCache] = []
         said: list[jlp.moe.MoEAux] = []
         for i, layer in enumerate(self.layers):
-            x, new, aux = layer(x, positions, tables, None if cache is None else cache.layers[i], starts)
+            x, new, aux = layer(
+                x, positions, tables, None if cache is None else cache.layers[i], starts=starts, span=span
+            )
             caches += [] if new is None else [new]
             said += [] if aux is None else [aux]
         return self.norm(x), None if cache is None else Cache(tuple(caches), cache.lengths), said

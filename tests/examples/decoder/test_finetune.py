@@ -66,7 +66,8 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("family", ["llama3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 def test_a_resumed_run_ends_with_the_same_bytes(family, models, run, tmp_path, monkeypatch):
     said = run(models(family), tmp_path / "whole", *INT4)
     assert "Int4 1x32" in said and "The " in said and "export: " in said
@@ -91,6 +92,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(family, models, run, tmp_path, m
     assert same(whole, resumed) and any(name.endswith("weight_packed") for name in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 def test_transformers_loads_the_weights_of_the_export(family, models, run, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
@@ -117,7 +119,8 @@ def test_transformers_loads_the_weights_of_the_export(family, models, run, tmp_p
             np.testing.assert_array_equal(found[f"{at}.down_proj"][expert], parts[2])
 
 
-@pytest.mark.parametrize("export", ["bf16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("export", ["bf16", "nvfp4"])
 def test_nvfp4_trains_and_exports(export, models, run, tmp_path):
     said = run(models("llama3"), tmp_path, "--recipe", "nvfp4", "--export", export)
     assert "NVFP4" in said
@@ -127,6 +130,7 @@ def test_nvfp4_trains_and_exports(export, models, run, tmp_path):
     assert before["lm_head.weight"].tobytes() != after["lm_head.weight"].tobytes()
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_merged(models, run, tmp_path):
     from safetensors.numpy import load_file
 
@@ -145,6 +149,7 @@ def test_adapters_are_trained_and_merged(models, run, tmp_path):
     np.testing.assert_allclose(exported, merged, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_stay_frozen_beside_adapters(models, run, tmp_path):
     run(models("qwen3_moe"), tmp_path, "--recipe", "qlora", "--base", "mxfp4", "--rank", "4")
     name = "model.layers.0.mlp.experts.2.up_proj.weight"
