@@ -136,6 +136,13 @@ def test_the_programs_of_experts_of_the_documents_run():
     assert (found.tokens == 128).all() and (found.same_order <= found.same_set).all() and (found.same_set > 0.5).all()
 
 
+@pytest.mark.slow
+def test_the_program_of_fine_tuning_writes_texts():
+    names = {}
+    exec(programs("docs/how-to/finetune.md")[0], names)
+    assert all((scores < 0).all() for scores in names["written"].log_probabilities)
+
+
 def test_the_error_that_the_readme_computes_is_that_of_4_bits():
     names = {}
     exec(PROGRAMS[0], names)

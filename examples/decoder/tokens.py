@@ -1,0 +1,95 @@
+"""Text as a model's tokens: by the folder's tokenizer, or bytes for a vocabulary of 256."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+TOKENIZER = "tokenizer.json"
+
+
+class Tokens(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without those that begin or end one."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+
+
+class Bytes:
+    """A token for each byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Bytes that are not UTF-8 become replacement characters."""
+        return bytes(tokens).decode(errors="replace")
+
+
+class FromFile:
+    """The tokenizer of a tokenizer.json."""
+
+    def __init__(self, file: pathlib.Path):
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens, without special ones."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        return self._tokenizer.decode(list(tokens))
+
+
+def tokens_of(folder: pathlib.Path, vocabulary: int) -> Tokens:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ValueError: there is none and the vocabulary is not that of bytes, it cannot be read, or a package is missing.
+    """
+    file = folder / TOKENIZER
+    if not file.exists():
+        if vocabulary != 256:
+            raise ValueError(
+                f"{folder}: has no {TOKENIZER}, and its vocabulary of {vocabulary} is not that of bytes, 256; put the "
+                "model's tokenizer there (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(folder))"
+            )
+        return Bytes()
+    try:
+        return FromFile(file)
+    except ImportError:
+        raise ValueError(f"{file}: needs the package tokenizers: pip install tokenizers") from None
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ValueError(f"{file}: {error}; needs a file of the package tokenizers") from None
+
+
+def encoded_file(file: pathlib.Path, tokens: Tokens, vocabulary: int, least: int) -> np.ndarray:
+    """The tokens of a text file, int32.
+
+    Raises:
+        ValueError: it is not UTF-8, is too short, or has tokens that the model lacks.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: {error}; needs a text file in UTF-8") from None
+    found = np.asarray(tokens.encode(text), np.int32)
+    if found.size < least:
+        raise ValueError(
+            f"{file}: has {found.size} tokens; needs {least} or more: a longer text, or a smaller --context"
+        )
+    if found.max() >= vocabulary:
+        raise ValueError(
+            f"{file}: the tokenizer gives token {found.max()}, but the model's vocabulary is {vocabulary}; needs the "
+            "tokenizer of this model"
+        )
+    return found

@@ -1,0 +1,213 @@
+"""examples/finetune.py as a user runs it, on tiny models: what it trains, resumes, exports and refuses."""
+
+import json
+import pathlib
+import sys
+
+import finetune
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoder import exports, folders, training
+from flax import nnx
+
+import jaxlowprec as jlp
+from jaxlowprec.checkpoints.files.folder import CheckpointFolder
+from tests.examples.decoder import tiny
+
+OPTIONS = ("--steps", "4", "--batch", "2", "--context", "16", "--checkpoint-every", "2", "--tokens", "3")
+RATE = ("--learning-rate", "0.01")
+INT4 = ("--recipe", "int4_qat", "--group-size", "32")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text("the low bits of a block " * 100)
+    return file
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = tiny.folder(tmp_path_factory.mktemp(family) / "model", family)
+            (made[family] / "generation_config.json").write_text('{"temperature": 0.5}')
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, text):
+    """Runs the program; what it printed."""
+
+    def run(model, out, *more):
+        command = ["finetune.py", "--model", model, "--text", text, "--out", out, *OPTIONS, *RATE, *more]
+        monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+        finetune.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def tensors(folder):
+    with CheckpointFolder(folder) as opened:
+        return {name: opened.read(name).copy() for name in opened.shard_of}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_a_resumed_run_ends_with_the_same_bytes(family, models, run, tmp_path, monkeypatch):
+    said = run(models(family), tmp_path / "whole", *INT4)
+    assert "Int4 1x32" in said and "The " in said and "export: " in said
+    losses = json.loads((tmp_path / "whole" / "losses.json").read_text())
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+    save = training.Checkpoints.save
+
+    def save_and_end(self, *content):
+        save(self, *content)
+        self.close()
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Checkpoints, "save", save_and_end)
+        with pytest.raises(Killed):
+            run(models(family), tmp_path / "killed", *INT4)
+    assert len(json.loads((tmp_path / "killed" / "losses.json").read_text())) == 2
+    run(models(family), tmp_path / "killed", *INT4)
+    assert json.loads((tmp_path / "killed" / "losses.json").read_text()) == losses
+    whole, resumed = (tensors(tmp_path / name / "export") for name in ("whole", "killed"))
+    assert same(whole, resumed) and any(name.endswith("weight_packed") for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_transformers_loads_the_weights_of_the_export(family, models, run, tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    run(models(family), tmp_path / "out", *INT4)
+    folder = tmp_path / "out" / "export"
+    assert (folder / "generation_config.json").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False), dtype=torch.bfloat16
+    )
+    found = {name: tensor.view(torch.int16).numpy() for name, tensor in model.state_dict().items()}
+    decoder = folders.load(folder, param_dtype=jnp.bfloat16)
+    mapping = folders.mapping_of(decoder.config)
+    expected = mapping.to_tensors(exports.decoded(nnx.state(decoder, nnx.Param)), dtype=jnp.bfloat16)
+    for name, tensor in expected.items():
+        if ".experts." not in name:
+            np.testing.assert_array_equal(found[name], tensor.view(np.int16), err_msg=name)
+    for layer in range(2 if family == "qwen3_moe" else 0):
+        at = f"model.layers.{layer}.mlp.experts"
+        for expert in range(4):
+            parts = [expected[f"{at}.{expert}.{part}_proj.weight"].view(np.int16) for part in ("gate", "up", "down")]
+            np.testing.assert_array_equal(found[f"{at}.gate_up_proj"][expert], np.concatenate(parts[:2]))
+            np.testing.assert_array_equal(found[f"{at}.down_proj"][expert], parts[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export", ["bf16", "nvfp4"])
+def test_nvfp4_trains_and_exports(export, models, run, tmp_path):
+    said = run(models("llama3"), tmp_path, "--recipe", "nvfp4", "--export", export)
+    assert "NVFP4" in said
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and ("quantization_config" in config) == (export == "nvfp4")
+    before, after = tensors(models("llama3")), tensors(tmp_path / "export")
+    assert before["lm_head.weight"].tobytes() != after["lm_head.weight"].tobytes()
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_and_merged(models, run, tmp_path):
+    from safetensors.numpy import load_file
+
+    run(models("llama3"), tmp_path, "--recipe", "qlora", "--base", "int4", "--rank", "4", "--alpha", "8")
+    adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert said["r"] == 4 and said["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (adapters[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    base = jlp.quantize(tensors(models("llama3"))[f"{name}.weight"].astype(np.float32), jlp.Int4(32)).dequantize()
+    merged = np.asarray(base, np.float32) + 8 / 4 * b @ a
+    exported = tensors(tmp_path / "export")[f"{name}.weight"].astype(np.float32)
+    assert np.abs(b).max() > 0
+    np.testing.assert_allclose(exported, merged, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_experts_stay_frozen_beside_adapters(models, run, tmp_path):
+    run(models("qwen3_moe"), tmp_path, "--recipe", "qlora", "--base", "mxfp4", "--rank", "4")
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    base = jlp.quantize(tensors(models("qwen3_moe"))[name].astype(np.float32), jlp.MXFP4()).dequantize()
+    exported = tensors(tmp_path / "export")[name]
+    assert exported.tobytes() == np.asarray(base.astype(jnp.bfloat16)).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--recipe", "int3"), "invalid choice: 'int3'"),
+        (("--recipe", "int4_qat", "--group-size", "96"), "needs a divisor of the model's widths [128, 256], not [128"),
+        (("--recipe", "nvfp4", "--steps", "0"), "need 1 or more"),
+        (("--recipe", "nvfp4", "--context", "500"), "--context 500: the model was made for 128"),
+        (("--recipe", "nvfp4", "--context", "127"), "needs 2580 or more: a longer text, or a smaller --context"),
+        (("--recipe", "nvfp4", "--text", "/nowhere"), "--text /nowhere: no such file"),
+        (("--recipe", "nvfp4", "--prompt", ""), "one or more of --prompt"),
+        (("--recipe", "nvfp4", "--model", "/nowhere"), "/nowhere: has no config.json"),
+    ],
+)
+def test_a_wrong_argument_is_named(models, text, tmp_path, refused_by, more, message):
+    base = ("--model", models("llama3"), "--text", text, "--out", tmp_path / "out", *OPTIONS)
+    assert message in refused_by(finetune.main, *base, *more)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_foreign_folder_is_not_touched(models, text, tmp_path, refused_by):
+    (tmp_path / "mine.txt").write_text("x")
+    command = ("--model", models("llama3"), "--text", text, "--out", tmp_path, *OPTIONS, *INT4)
+    assert "holds something that is not a run of finetune.py" in refused_by(finetune.main, *command)
+
+
+def test_other_settings_are_refused(models, text, tmp_path, refused_by):
+    (tmp_path / finetune.SETTINGS).write_text(json.dumps({"steps": "5"}))
+    command = ("--model", models("llama3"), "--text", text, "--out", tmp_path, *OPTIONS, *INT4)
+    assert "was begun with other settings" in refused_by(finetune.main, *command)
+
+
+def test_a_vocabulary_without_a_tokenizer_is_refused(text, tmp_path, refused_by):
+    model = tiny.folder(tmp_path / "model", "llama2", vocab_size=300)
+    command = ("--model", model, "--text", text, "--out", tmp_path / "out", *OPTIONS, *INT4)
+    assert "has no tokenizer.json, and its vocabulary of 300" in refused_by(finetune.main, *command)
+
+
+def test_a_tokenizer_file_is_used(text, models, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from decoder.tokens import encoded_file, tokens_of
+
+    words = tokenizers.models.WordLevel({"the": 0, "low": 1, "bits": 2, "?": 3}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = tokens_of(tmp_path, 300)
+    assert tokens.encode("the low bits") == [0, 1, 2] and "low bits" in tokens.decode([1, 2])
+    assert encoded_file(pathlib.Path(text), tokens, 300, 10)[:4].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="the tokenizer gives token 3, but the model's vocabulary is 3"):
+        encoded_file(pathlib.Path(text), tokens, 3, 10)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json: .*needs a file of the package tokenizers"):
+        tokens_of(tmp_path, 300)

@@ -1,0 +1,141 @@
+"""The generator: its tokens and log-probabilities beside those of the pass over the whole text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoder import generate
+from decoder.cache import in_8_bits
+from decoder.generate import Generator
+from decoder.model import log_probabilities
+from flax import nnx
+
+import jaxlowprec as jlp
+from tests.examples.decoder import tiny
+from tests.helpers import often
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [200], [17, 99, 31]]
+COUNT = 12
+BOUND = 1e-5
+"""In float32: a pass over many places and a pass over one add up attention and the head's products in other orders."""
+
+
+def of_whole_text(decoder, prompt, tokens):
+    """The log-probabilities of the tokens by one pass over prompt and tokens, and the most likely tokens."""
+    text = jnp.asarray([prompt + tokens])
+    logits = nnx.jit(lambda decoder, text: decoder(text))(decoder, text)[0, len(prompt) - 1 : -1]
+    return np.asarray(log_probabilities(logits, text[0, len(prompt) :])), np.asarray(logits.argmax(-1))
+
+
+@pytest.fixture(
+    scope="module", params=["llama3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen3_moe"))]
+)
+def decoder(request):
+    return tiny.decoder(request.param)
+
+
+def test_greedy_tokens_are_those_of_the_whole_text(decoder):
+    written = Generator(decoder, 32)(PROMPTS, COUNT)
+    for prompt, tokens, scores in zip(PROMPTS, written.tokens, written.log_probabilities, strict=True):
+        expected, most_likely = of_whole_text(decoder, prompt, tokens)
+        assert tokens == most_likely.tolist() and len(tokens) == COUNT
+        np.testing.assert_allclose(scores, expected, atol=BOUND, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny.decoder("llama3")
+
+
+@pytest.fixture(scope="module")
+def quantized(llama):
+    """INT4 kernels, which bfloat16 activations are multiplied by."""
+    return jlp.quantize_params(llama, jlp.Int4QAT(group_size=32))
+
+
+def test_a_longer_span_is_compiled_when_it_is_needed(llama, monkeypatch):
+    monkeypatch.setattr(generate, "SMALLEST_SPAN", 16)
+    write = Generator(llama, 32)
+    assert [write.span(length) for length in (1, 16, 17, 32)] == [16, 16, 32, 32]
+    written = write(PROMPTS[:1], COUNT)
+    expected, most_likely = of_whole_text(llama, PROMPTS[0], written.tokens[0])
+    assert written.tokens[0] == most_likely.tolist()
+    np.testing.assert_allclose(written.log_probabilities[0], expected, atol=BOUND, rtol=0)
+
+
+def test_quantised_kernels_write_what_training_scores(llama, quantized):
+    """The log-probabilities of a rollout are those of the trainer's own pass, under the recipe."""
+    written = Generator(quantized, 32)(PROMPTS, COUNT, temperature=1.0)
+    for prompt, tokens, scores in zip(PROMPTS, written.tokens, written.log_probabilities, strict=True):
+        with jlp.autocast(jlp.Int4QAT(group_size=32)):
+            expected, _ = of_whole_text(llama, prompt, tokens)
+        np.testing.assert_allclose(scores, expected, atol=BOUND, rtol=0)
+
+
+def test_draws_depend_on_the_sequence_alone(quantized):
+    write = Generator(quantized, 32)
+    together = write(PROMPTS, COUNT, temperature=1.0, seeds=[5, 6, 7])
+    alone = write(PROMPTS[1:2], COUNT, temperature=1.0, seeds=[6])
+    assert together.tokens[1] == alone.tokens[0]
+    np.testing.assert_allclose(together.log_probabilities[1], alone.log_probabilities[0], atol=BOUND, rtol=0)
+    assert write(PROMPTS[1:2], COUNT, temperature=1.0, seeds=[7]).tokens[0] != alone.tokens[0]
+    cold = write(PROMPTS[1:2], COUNT, temperature=1e-4, seeds=[6])
+    assert cold.tokens == write(PROMPTS[1:2], COUNT).tokens != alone.tokens
+
+
+def test_a_text_ends_at_a_stop_token(quantized):
+    write = Generator(quantized, 32)
+    whole = write(PROMPTS, COUNT).tokens
+    stop = whole[0][4]
+    written = write(PROMPTS, COUNT, stop=[stop])
+    for tokens, full, scores in zip(written.tokens, whole, written.log_probabilities, strict=True):
+        assert tokens == (full[: full.index(stop) + 1] if stop in full else full)
+        assert len(scores) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("cache", "bound"),
+    often((("float8_e4m3fn", 0.1),), (("float8_e4m3fn", 0.1), ("int8", 0.02), ("bfloat16", 0.01)), 2),
+)
+def test_a_smaller_cache_costs_this_much(llama, cache, bound):
+    """The largest change of a log-probability, of tokens that the other cache chose."""
+    written = Generator(llama, 32, cache)(PROMPTS, COUNT)
+    worst = 0.0
+    for prompt, tokens, scores in zip(PROMPTS, written.tokens, written.log_probabilities, strict=True):
+        worst = max(worst, np.abs(scores - of_whole_text(llama, prompt, tokens)[0]).max())
+    print(f"cache in {cache}: log-probabilities change by up to {worst:.4f}")
+    assert 0 < worst < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float8_e4m3fn", 2**-4), ("int8", 0.5 / 127)])
+def test_8_bit_rows_keep_their_largest_number(dtype, bound):
+    rows = jax.random.normal(jax.random.key(0), (3, 5, 64)).at[1, 2].set(0)
+    codes, scales = in_8_bits(rows, dtype)
+    decoded = codes.astype(jnp.float32) * scales[..., None]
+    amax = jnp.abs(rows).max(-1, keepdims=True)
+    assert codes.dtype == dtype and bool((jnp.abs(decoded - rows) <= bound * amax * 1.001).all())
+    np.testing.assert_allclose(jnp.abs(decoded).max(-1), amax[..., 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "needs a prompt or more"),
+        ([[1], []], {}, "one token or more each"),
+        ([[256]], {}, "outside of the vocabulary, 0 to 255"),
+        ([[1] * 30], {}, "a prompt of 30 tokens and count=4 more; there are places=32"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0; needs 0 or more"),
+        ([[1]], {"seeds": [1, 2]}, "2 seeds for 1 prompts"),
+    ],
+)
+def test_a_wrong_request_is_named(llama, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        Generator(llama, 32)(prompts, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("places", "cache", "message"), [(32, "int4", "cache='int4'; needs one of float32"), (129, None, "1 to 128")]
+)
+def test_a_wrong_cache_is_named(llama, places, cache, message):
+    with pytest.raises(ValueError, match=message):
+        Generator(llama, places, cache)
