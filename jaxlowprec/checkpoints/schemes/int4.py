@@ -99,7 +99,7 @@ class Int4Groups(Scheme):
         """See `Scheme`."""
         if self.group_size != -1 or len(shape) != 2 or not shape[1]:
             return self
-        return dataclasses.replace(self, group_size=int(shape[1]))
+        return dataclasses.replace(self, group_size=int(shape[1]))  # type: ignore[call-arg]
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:
         """See `Scheme`."""

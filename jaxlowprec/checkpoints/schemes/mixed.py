@@ -146,7 +146,7 @@ class Mixed(Scheme):
 
     def _modelopt_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         self._refuse_regexes([*ignore, *self._targets])
-        layers = {}
+        layers: dict[str, Any] = {}
         for group in self.groups:
             config = group.scheme.quantization_config([])
             entry = {key: config[key] for key in ("quant_algo", "group_size") if key in config}

@@ -94,7 +94,7 @@ class _Rows(Scheme):
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`. Scales have the weight's dtype."""
         n, k = shape
-        specs = {"weight": (self.codes, (n, k)), "weight_scale": (as_dtype(dtype).name, (n, 1))}
+        specs: dict[str, Spec] = {"weight": (self.codes, (n, k)), "weight_scale": (as_dtype(dtype).name, (n, 1))}
         return specs if self.activations == "dynamic" else {**specs, "input_scale": ("float32", (1,))}
 
     def load(self, tensors: Tensors, dtype: Any = "bfloat16") -> QuantizedArray:

@@ -71,7 +71,10 @@ class Float8PerTensor(Scheme):
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`."""
         n, k = shape
-        specs = {"weight": ("float8_e4m3fn", (n, k)), "weight_scale": (self.scale_dtype, self.scalar_shape)}
+        specs: dict[str, Spec] = {
+            "weight": ("float8_e4m3fn", (n, k)),
+            "weight_scale": (self.scale_dtype, self.scalar_shape),
+        }
         return specs if self.activations == "dynamic" else {**specs, "input_scale": ("float32", self.scalar_shape)}
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
