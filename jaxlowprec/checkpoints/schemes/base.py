@@ -237,8 +237,10 @@ class Scheme(abc.ABC):
         return dtype if self.format.served_dtype is None else as_dtype(self.format.served_dtype)
 
     def _require_finite(self, made: Tensors, weight: np.ndarray) -> None:
-        """Raises ValueError if a finite weight's tensors decode to infinity in the dtype that engines compute in."""
+        """Raises ValueError if a weight is not finite, or decodes to infinity in the dtype that engines compute in."""
         dtype, largest = self.compute_dtype(weight.dtype), amax(weight)
+        if not np.isfinite(largest):
+            raise ValueError(f"{self.name}.compress: the weight is not finite: it holds NaN or infinity")
         if largest <= limit(dtype) / _MOST_THAT_ROUNDING_ADDS:
             return
         with np.errstate(over="ignore", invalid="ignore"):

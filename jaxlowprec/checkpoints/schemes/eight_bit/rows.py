@@ -184,6 +184,7 @@ class Int8Rows(_Rows):
     """Compressed-tensors "int-quantized": 8-bit integers with one scale per row ("channel")."""
 
     name: ClassVar[str] = "int8_channel"
+    optional: ClassVar[tuple[str, ...]] = ("input_scale", "input_zero_point")
     codes: ClassVar[str] = "int8"
     instead: ClassVar[str] = "Int4() or MXFP8(), schemes w4a16 and mxfp8"
 
