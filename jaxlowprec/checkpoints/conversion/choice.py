@@ -7,12 +7,10 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-from jaxlowprec.checkpoints.conversion.rules import check_rule, fused_units, matching
+from jaxlowprec.checkpoints.conversion.rules import check_rule, experts_of, fused_units, matching
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed
-
-_EXPERT = re.compile(r"(.*\.experts)\.[0-9]+\..+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +56,8 @@ def config_scheme(chosen: Mapping[str, Scheme]) -> Scheme:
     """
     of_scheme: dict[Scheme, dict[str, None]] = defaultdict(dict)
     for module, scheme in sorted(chosen.items()):
-        expert = _EXPERT.fullmatch(module) if scheme.regex_ignores else None
-        of_scheme[scheme][rf"re:{re.escape(expert[1])}\." if expert else module] = None
+        experts = experts_of(module) if scheme.regex_ignores else None
+        of_scheme[scheme][rf"re:{re.escape(experts)}\." if experts else module] = None
     if len(of_scheme) == 1:
         return next(iter(of_scheme))
     return Mixed(tuple(Group(tuple(targets), scheme) for scheme, targets in of_scheme.items()))

@@ -27,6 +27,7 @@ from jaxlowprec.checkpoints.conversion.rules import (
     Rules,
     config_ignore,
     disagreements,
+    experts_of,
     fused_siblings,
     matching,
     splits,
@@ -43,7 +44,6 @@ _QUANTISED_NAMES = re.compile(
 )
 ARRAYS = "all experts' weights in one array"
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[^.]+")
-_ONE_EXPERT = re.compile(r"(.*\.experts)\.[0-9]+\..+")
 
 
 def plan_quantization(source: CheckpointFolder, choice: Choice, rules: Rules, leave_unfit: bool = False) -> Plan:
@@ -229,7 +229,7 @@ def _experts_to_ignore(left: set[str], quantised: set[str], ignore: list[str]) -
     names, expressions = set(ignore), [rule for rule in ignore if rule.startswith("re:")]
     found: list[str] = []
     parents = {f[1] for m in left if (f := _FUSED_EXPERTS.fullmatch(m))}
-    parents -= {f[1] for m in quantised if (f := _ONE_EXPERT.fullmatch(m))}
+    parents -= {parent for module in quantised if (parent := experts_of(module))}
     for parent in sorted(parents, key=lambda name: f"{name}."):
         asked = f"{parent}.0.gate_proj"
         if asked not in names and not _lies_in(asked, found) and not matching(asked, expressions):

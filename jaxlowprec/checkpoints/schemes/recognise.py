@@ -161,23 +161,23 @@ def _compressed_tensors(entry: Mapping[str, Any]) -> Scheme:
     groups = _object(entry.get("config_groups"), "config_groups")
     if not groups:
         raise ValueError(f"{_WHO}: config_groups is {{}}; needs one group or more")
-    found = []
+    found: dict[str, Group] = {}
     for name, value in groups.items():
         group = _object(value, f"group {brief(name)}")
         if len(groups) > 1 and "format" not in group and group.get("weights") is None:
             continue  # activations only, such as those of attention
         scheme = _group(entry, group)
         try:
-            found.append(Group(_targets(group, needed=False), scheme))
+            found[name] = Group(_targets(group), scheme)
         except ValueError as error:
             raise ValueError(f"{_WHO}: group {brief(name)}: {error}") from None
     if not found:
         raise ValueError(f"{_WHO}: no group of config_groups has weights")
-    if len({group.scheme for group in found}) == 1:
-        return found[0].scheme
-    if unnamed := [name for name, value in groups.items() if not value.get("targets")]:
+    if len({group.scheme for group in found.values()}) == 1:
+        return next(iter(found.values())).scheme
+    if unnamed := [name for name, group in found.items() if not group.targets]:
         raise ValueError(f"{_WHO}: group {brief(unnamed[0])} has no targets; needs the names of its modules or classes")
-    return _mixed(found)
+    return _mixed(list(found.values()))
 
 
 def _mixed(groups: list[Group]) -> Mixed:
@@ -187,9 +187,9 @@ def _mixed(groups: list[Group]) -> Mixed:
         raise ValueError(f"{_WHO}: {error}") from None
 
 
-def _targets(group: Mapping[str, Any], needed: bool) -> tuple[str, ...]:
+def _targets(group: Mapping[str, Any]) -> tuple[str, ...]:
     targets = group.get("targets")
-    if targets is None and not needed:
+    if targets is None:
         return ()
     if not isinstance(targets, list):
         raise ValueError(f"targets is {brief(targets)}; needs a list of names of modules or classes")
@@ -201,6 +201,8 @@ def _targets(group: Mapping[str, Any], needed: bool) -> tuple[str, ...]:
 def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
     format = group.get("format") or entry.get("format")
     weights = _object(group.get("weights") or {}, "weights")
+    if format == "mixed-precision":
+        format = _implied_format(weights, group.get("input_activations") is not None)
     if format == "pack-quantized":
         _need(weights, "num_bits", 4)
         strategy = _need(weights, "strategy", "group", "channel")
@@ -220,6 +222,18 @@ def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
         supported = ", ".join(["pack-quantized", "float-quantized", "int-quantized", *names])
         raise ValueError(f"{_WHO}: format is {brief(format)}; supported are {supported}")
     return by_name(names[format])
+
+
+def _implied_format(weights: Mapping[str, Any], has_inputs: bool) -> str:
+    """The format of a group that names none, as compressed-tensors infers it from how weights are quantised."""
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    if weights.get("type") == "int":
+        return "int-quantized" if has_inputs else "pack-quantized"
+    if bits == 4:
+        return "nvfp4-pack-quantized" if strategy == "tensor_group" else "mxfp4-pack-quantized"
+    if strategy == "group" and weights.get("scale_dtype") == "torch.uint8":
+        return "mxfp8-quantized"
+    return "float-quantized"
 
 
 def _eight_bits(format: str, weights: Mapping[str, Any], inputs: Any) -> Scheme:

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 compressors = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
 quantization = pytest.importorskip("compressed_tensors.quantization")
 dequantize = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward").dequantize
+infer_module_format = pytest.importorskip("compressed_tensors.compressors.format").infer_module_format
 match_targets = pytest.importorskip("compressed_tensors.utils.match").match_targets
 helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
 
@@ -245,6 +246,17 @@ class TestMixed:
         for i in range(2)
         for m in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj", "other")
     ]
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_a_group_without_a_format_has_the_one_that_they_infer(self, name):
+        config = mixed.Mixed(
+            (mixed.Group(("a",), schemes.by_name(name)), mixed.Group(("b",), schemes.by_name("w4a16", group_size=16)))
+        ).quantization_config([])
+        group, config["format"] = config["config_groups"]["group_0"], "mixed-precision"
+        said = group.pop("format")
+        parsed = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
+        assert infer_module_format(torch.nn.Linear, parsed.config_groups["group_0"]).value == said
+        assert schemes.from_config(config).of_module("a") == schemes.by_name(name)
 
     @pytest.mark.parametrize("seed", range(4))
     def test_targets_have_their_precedence(self, seed):
