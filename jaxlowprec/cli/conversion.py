@@ -61,6 +61,8 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
         f"{report.scheme}: {verb} {len(report.changed)} weights; {readable(report.source_bytes)} -> "
         f"{readable(report.output_bytes)}"
     ]
+    if len(report.formats) > 1:
+        lines += [f"  {count} {name}" for name, count in report.formats.items()]
     if options.dry_run:
         lines += [f"  {module}" for module in report.changed]
     if report.left:

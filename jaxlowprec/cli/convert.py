@@ -23,7 +23,17 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--scheme", choices=schemes.NAMES, help="format of the new weights; may be left out to or from a GGUF file"
     )
-    parser.add_argument("--group-size", type=int, metavar="N", help="elements that share a scale, where that is open")
+    parser.add_argument(
+        "--group-size", type=int, metavar="N", help="elements that share a scale, where that is open; -1: a whole row"
+    )
+    parser.add_argument(
+        "--scheme-for",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="RULE=SCHEME",
+        help=f"another format for some weights, as NAME or NAME:GROUP_SIZE. A rule is {_RULE}; the first counts",
+    )
     parser.add_argument(
         "--ignore", nargs="+", action="extend", default=[], metavar="RULE", help=f"leave alone: {_RULE}"
     )
@@ -62,15 +72,34 @@ def _report(options: argparse.Namespace) -> convert.Report:
         if name is None:
             _refuse_rules(options, "to GGUF without --scheme nothing is quantised")
             return export_gguf(options.source, options.destination, run=run)
+        if options.scheme_for:
+            raise CheckpointError("--scheme-for does nothing here: a GGUF file is written in one format")
         return export_gguf(options.source, options.destination, scheme_for_gguf(name, size), **rules, run=run)
     if name is None:
         raise CheckpointError(f"--scheme is missing; needs one of {', '.join(schemes.NAMES)}")
     scheme = convert.scheme_for(options.source, name, group_size=size)
-    return convert.convert(options.source, options.destination, scheme, **rules, run=run)
+    return convert.convert(options.source, options.destination, scheme, **rules, overrides=_overrides(options), run=run)
 
 
 def _refuse_rules(options: argparse.Namespace, reason: str) -> None:
     """Raises CheckpointError for options about quantising where nothing is quantised."""
-    given = ("scheme", "group_size", "ignore", "include", "no_defaults", "leave_unfit")
+    given = ("scheme", "group_size", "scheme_for", "ignore", "include", "no_defaults", "leave_unfit")
     if named := [f"--{option.replace('_', '-')}" for option in given if getattr(options, option)]:
         raise CheckpointError(f"{', '.join(named)} does nothing here: {reason}")
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, schemes.Scheme]:
+    """What --scheme-for says: rules and their schemes."""
+    found: dict[str, schemes.Scheme] = {}
+    for given in options.scheme_for:
+        rule, equals, said = given.rpartition("=")
+        name, colon, size = said.partition(":")
+        if not equals or name not in schemes.NAMES or (colon and not size.removeprefix("-").isdecimal()):
+            raise CheckpointError(
+                f"--scheme-for {given!r}; needs RULE=SCHEME or RULE=SCHEME:GROUP_SIZE, such as "
+                f"'re:.*self_attn=fp8_channel'; schemes are {', '.join(schemes.NAMES)}"
+            )
+        if rule in found:
+            raise CheckpointError(f"--scheme-for {given!r}: the rule {rule!r} was given before; needs one scheme")
+        found[rule] = convert.scheme_for(options.source, name, group_size=int(size) if colon else None)
+    return found

@@ -20,6 +20,11 @@ SCHEMES = {
     "mxfp8": schemes.by_name("mxfp8"),
     "mxfp8 floor": schemes.by_name("mxfp8", scale_rule="floor"),
     "fp8_block": schemes.by_name("fp8_block"),
+    "fp8_tensor": schemes.by_name("fp8_tensor"),
+    "fp8_tensor static": schemes.by_name("fp8_tensor", activations="static", input_scale=0.5),
+    "autofp8": schemes.by_name("autofp8"),
+    "autofp8 static": schemes.by_name("autofp8", activations="static"),
+    "modelopt_fp8": schemes.by_name("modelopt_fp8"),
     "deepseek_fp8": schemes.by_name("deepseek_fp8"),
     "deepseek_fp8 ue8m0": schemes.by_name("deepseek_fp8", power_of_two=True),
     "modelopt_nvfp4": schemes.by_name("modelopt_nvfp4"),
@@ -29,7 +34,21 @@ SCHEMES = {
     "awq": schemes.by_name("awq"),
     "awq symmetric": schemes.by_name("awq", group_size=32, symmetric=True),
 }
-"""Every scheme, and its options."""
+"""Every scheme whose format is the same for all matrices, and its options."""
+
+ROW_GROUPS = {
+    name: schemes.by_name(name, group_size=-1, scale_dtype=dtype)
+    for name, dtype in (("w4a16", "bfloat16"), ("w4a16_asym", "float16"), ("gptq", "bfloat16"), ("awq", "float16"))
+}
+"""INT4 with one group per row."""
+
+ROW_SCALES = {
+    "fp8_channel": schemes.by_name("fp8_channel"),
+    "fp8_channel static": schemes.by_name("fp8_channel", activations="static", input_scale=0.25),
+    "int8_channel": schemes.by_name("int8_channel"),
+    "int8_channel static": schemes.by_name("int8_channel", activations="static"),
+}
+"""Schemes that no QuantizedArray holds."""
 
 
 def weight(shape, dtype="bfloat16", seed=0):

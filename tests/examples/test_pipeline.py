@@ -11,6 +11,7 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.helpers import often, run_python
+from tests.layers.fused.layers import EXACT
 from tests.sharding.meshes import collectives
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -30,8 +31,12 @@ def test_losses_and_gradients_are_those_of_the_sequential_model(recipe, stages, 
     """A weight's gradient sums microbatches in another order: float32's rounding."""
     parameters, x, target = problem(stages, count)
     mesh = pipeline.pipeline_mesh(stages)
-    expected = jax.jit(jax.value_and_grad(lambda p: pipeline.sequential_loss(p, x, target, recipe)))(parameters)
-    actual = jax.jit(jax.value_and_grad(lambda p: pipeline.pipelined_loss(p, x, target, recipe, mesh)))(parameters)
+
+    def step(loss, *more):
+        run = jax.value_and_grad(lambda p: loss(p, x, target, recipe, *more))
+        return jax.jit(run, compiler_options=EXACT)(parameters)
+
+    expected, actual = step(pipeline.sequential_loss), step(pipeline.pipelined_loss, mesh)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=0, atol=4e-6 * np.abs(e).max())
 

@@ -27,8 +27,13 @@ SCHEMES = {
     "mxfp4": {},
     "mxfp8": {},
     "fp8_block": {},
+    "fp8_channel": {},
+    "fp8_tensor": {"activations": "static"},
+    "int8_channel": {},
     "deepseek_fp8": {},
+    "autofp8": {},
     "modelopt_nvfp4": {},
+    "modelopt_fp8": {},
     "gptq": {"group_size": 32},
     "awq": {"group_size": 32},
 }

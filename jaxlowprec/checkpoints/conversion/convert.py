@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.dequantizing import plan_dequantization
 from jaxlowprec.checkpoints.conversion.engine import Progress, compare_shards, write_shards
 from jaxlowprec.checkpoints.conversion.modules import scheme_of
@@ -35,6 +37,7 @@ class Report:
     Attributes:
         scheme: the format that weights were converted to, or from.
         changed: modules whose format changed.
+        formats: how many of them are in each format.
         left: matrices that stayed as they were, with the reasons.
         ignore: the entry of the new config.
         warnings: complete sentences.
@@ -47,6 +50,7 @@ class Report:
 
     scheme: str
     changed: Sequence[str]
+    formats: Mapping[str, int]
     left: Sequence[Left]
     ignore: Sequence[str]
     warnings: Sequence[str]
@@ -110,6 +114,7 @@ def convert(
     destination: Path,
     scheme: Scheme,
     *,
+    overrides: Mapping[str, Scheme] | None = None,
     ignore: Sequence[str] = (),
     include: Sequence[str] = (),
     defaults: Sequence[str] = DEFAULTS,
@@ -122,6 +127,9 @@ def convert(
         source: folder of a Hugging Face checkpoint in bfloat16, float16 or float32.
         destination: folder that does not exist or is empty, or one that the same conversion left unfinished.
         scheme: the format of the new weights.
+        overrides: other formats for the modules that rules match (see `Rules`), such as
+            `{"re:.*self_attn": schemes.by_name("fp8_channel")}`; the first rule that matches is followed. Formats in
+            one checkpoint are all of compressed-tensors or all of ModelOpt.
         ignore, include, defaults: which weights are left alone; see `Rules`.
         leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
         run: how the conversion is carried out.
@@ -130,10 +138,11 @@ def convert(
         CheckpointError: the source, the destination or the rules do not allow it; see `plan_quantization`.
     """
     rules = Rules(tuple(ignore), tuple(include), tuple(defaults))
+    choice = Choice(scheme, tuple((overrides or {}).items()))
     if not run.dry_run:
         on_the_cpu()  # raises at once if JAX cannot use the CPU
     with CheckpointFolder(source) as opened:
-        plan = plan_quantization(opened, scheme, rules, leave_unfit)
+        plan = plan_quantization(opened, choice, rules, leave_unfit)
         options = {
             "command": "convert",
             "scheme": repr(scheme),
@@ -142,7 +151,9 @@ def convert(
             "defaults": list(rules.defaults),
             "leave_unfit": leave_unfit,
         }
-        return _carry_out(plan, opened, pathlib.Path(destination), scheme, options, run)
+        if choice.overrides:
+            options["overrides"] = [[rule, repr(other)] for rule, other in choice.overrides]
+        return _carry_out(plan, opened, pathlib.Path(destination), options, run)
 
 
 def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run: Run = Run()) -> Report:  # noqa: B008
@@ -162,20 +173,22 @@ def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run:
         scheme = scheme_of(opened)
         plan = plan_dequantization(opened, scheme, dtype)
         options = {"command": "dequantize", "scheme": repr(scheme), "dtype": dtype}
-        return _carry_out(plan, opened, pathlib.Path(destination), scheme, options, run)
+        return _carry_out(plan, opened, pathlib.Path(destination), options, run)
 
 
 def _carry_out(
-    plan: Plan, source: CheckpointFolder, destination: pathlib.Path, scheme: Scheme, options: dict[str, Any], run: Run
+    plan: Plan, source: CheckpointFolder, destination: pathlib.Path, options: dict[str, Any], run: Run
 ) -> Report:
     started = time.perf_counter()
     check_apart(source.path, destination)
     copied, left_out = other_files(source, plan.drop_files)
     for path in [*map(pathlib.Path, own_files(source)), *copied]:
         real_path(source.path, path, run.follow_links)
+    formats = dict(Counter(plan.formats.values()).most_common())
     report = Report(
-        scheme=scheme.name,
+        scheme="mixed" if len(formats) > 1 else next(iter(formats)),
         changed=plan.changed,
+        formats=formats,
         left=plan.left,
         ignore=plan.ignore,
         warnings=plan.warnings,

@@ -17,7 +17,7 @@ _OTHER_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.
 
 
 def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) -> Plan:
-    """The plan that decodes every quantised weight of a checkpoint to `<module>.weight` in the given dtype.
+    """The plan that decodes every quantised weight of a checkpoint to one tensor in the given dtype.
 
     A weight goes to the file that holds the first of its tensors. All other tensors stay as they are.
 
@@ -30,7 +30,7 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
         raise CheckpointError(f"{source.path}: its config says {scheme.name}, but no tensor is in that format")
     consumed = {name: module for module, held in modules.items() for name in held.tensors.values()}
     jobs = {module: _job(source, held, dtype) for module, held in modules.items()}
-    first = {held.tensors[scheme.required[0]]: module for module, held in modules.items()}
+    first = {held.tensors[held.scheme.required[0]]: module for module, held in modules.items()}
     shards: dict[str, list[Job]] = {}
     for shard, file in source.shards.items():
         held = [
@@ -45,12 +45,13 @@ def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) ->
         shards=shards,
         config=without_quantization(source.config()),
         changed=sorted(modules),
+        formats={module: held.scheme.name for module, held in modules.items()},
         drop_files=_OTHER_CONFIGS,
     )
 
 
 def _job(source: CheckpointFolder, held: QuantisedModule, dtype: str) -> Job:
-    name = f"{held.name}.weight"
+    name = held.weight_name
     if name in source.shard_of and name not in held.tensors.values():
         raise CheckpointError(f"{source.path}: module {held.name!r} has a weight, and quantised tensors as well")
     spec = TensorSpec(file_dtype(as_dtype(dtype)), held.shape(source))

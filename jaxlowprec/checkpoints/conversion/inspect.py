@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxlowprec.checkpoints.conversion.engine import Counter, Progress, in_parallel
-from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, quantised_modules, scheme_of
+from jaxlowprec.checkpoints.conversion.expert_arrays import Weight, weights_in
+from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, is_quantised, quantised_modules, scheme_of
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.files.config import quantization_of
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
 from jaxlowprec.checkpoints.schemes.base import Scheme
@@ -115,9 +115,7 @@ def inspect(
 
 
 def _scheme_of(folder: CheckpointFolder) -> Scheme | None:
-    if not (folder.path / CONFIG_FILE).exists():
-        return None
-    return scheme_of(folder) if quantization_of(folder.config()) else None
+    return scheme_of(folder) if is_quantised(folder) else None
 
 
 def _modules(folder: CheckpointFolder, held: Mapping[str, QuantisedModule]) -> list[InspectedModule]:
@@ -142,24 +140,32 @@ def _compared(
     progress: Progress | None,
 ) -> list[InspectedModule]:
     counter = Counter(sum(module.nbytes for module in modules), "comparing", progress)
+    config = reference.config() if (reference.path / CONFIG_FILE).exists() else {}
+    of_arrays = weights_in(reference, config)
     found: list[InspectedModule] = []
 
     def compare(module: InspectedModule) -> None:
+        own = held.get(module.name)
         name = module.name if module.name in folder.shard_of else f"{module.name}.weight"
-        if name not in reference.shard_of:
+        name = own.weight_name if own else name
+        if name in reference.shard_of:
+            against = Weight(module.name, name, reference.spec(name))
+        elif module.name in of_arrays:
+            against = of_arrays[module.name]
+        else:
             raise CheckpointError(f"{reference.path}: has no {name!r} to compare with")
-        other = reference.spec(name)
+        other = against.spec
         if other.shape != module.shape:
             raise CheckpointError(
                 f"{reference.path}: {name!r} is {list(other.shape)}, in {folder.path} it is {list(module.shape)}"
             )
-        if module.name in held:
-            decoded = held[module.name].decode(folder, "float32")
+        if own:
+            decoded = own.decode(folder, "float32")
         elif other.dtype in HIGH_PRECISION and folder.spec(name).dtype in HIGH_PRECISION:
             decoded = folder.read(name)
         else:
             decoded = None
-        error = None if decoded is None else error_of(decoded, reference.read(name))
+        error = None if decoded is None else error_of(decoded, against.read(reference))
         found.append(dataclasses.replace(module, error=error))
         counter.add(module.nbytes)
 

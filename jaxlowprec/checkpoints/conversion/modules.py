@@ -10,10 +10,16 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.checkpoints.files.config import quantization_of
 from jaxlowprec.checkpoints.files.dtypes import numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CONFIG_FILE, CheckpointFolder
+from jaxlowprec.checkpoints.files.written_whole import read_json_object
 from jaxlowprec.checkpoints.schemes import Scheme, from_config
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, amax, limit
+from jaxlowprec.checkpoints.schemes.mixed import Mixed
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where ModelOpt's older checkpoints say how they are quantised."""
 
 _PLAIN = ("weight", "bias")
 _SHAPE_BYTES = 64  # the most that a tensor holding a shape takes
@@ -37,8 +43,13 @@ class QuantisedModule:
         """The module's tensors, by the last parts of their names."""
         return {last: source.read(name) for last, name in self.tensors.items()}
 
-    def shape(self, source: CheckpointFolder) -> tuple[int, int]:
-        """[N, K] of the weight. Raises CheckpointError unless the tensors fit the scheme."""
+    @property
+    def weight_name(self) -> str:
+        """The name of the tensor that holds the weight in high precision."""
+        return self.scheme.weight_name(self.name)
+
+    def shape(self, source: CheckpointFolder) -> tuple[int, ...]:
+        """The weight's, [N, K]. Raises CheckpointError unless the tensors fit the scheme."""
         with naming(source, self.name):
             return self.scheme.shape_of({last: _announced(source, name) for last, name in self.tensors.items()})
 
@@ -89,22 +100,33 @@ def naming(source: CheckpointFolder, module: str) -> Iterator[None]:
 
 def scheme_of(source: CheckpointFolder) -> Scheme:
     """The scheme that a checkpoint's config names. Raises CheckpointError if it names none that is supported."""
+    file = CONFIG_FILE
+    config = source.config()
+    if quantization_of(config) is None and (source.path / MODELOPT_FILE).is_file():
+        file, config = MODELOPT_FILE, read_json_object(source.path / MODELOPT_FILE)
     try:
-        return from_config(source.config())
+        return from_config(config)
     except ValueError as error:
-        raise CheckpointError(f"{source.path / CONFIG_FILE}: {error}") from None
+        raise CheckpointError(f"{source.path / file}: {error}") from None
+
+
+def is_quantised(source: CheckpointFolder) -> bool:
+    """Whether a checkpoint's configuration says that it is quantised."""
+    if not (source.path / CONFIG_FILE).exists():
+        return False
+    return bool(quantization_of(source.config())) or (source.path / MODELOPT_FILE).is_file()
 
 
 def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, QuantisedModule]:
-    """The modules held in a scheme's format, by their names.
+    """The modules held in a scheme's format, by their names; of a `Mixed`, each in its own scheme.
 
     Raises:
-        CheckpointError: a module has some of the format's tensors, and lacks others.
+        CheckpointError: a module has some of the format's tensors, and lacks others; or no target names it.
     """
     known = {*scheme.required, *scheme.optional}
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name in source.shard_of:
-        module, _, last = name.rpartition(".")
+        module, _, last = name.rpartition(scheme.joint)
         if last in known:
             found[module][last] = name
     modules = {}
@@ -114,12 +136,24 @@ def quantised_modules(source: CheckpointFolder, scheme: Scheme) -> dict[str, Qua
         if not module:
             listed = ", ".join(repr(name) for name in tensors.values())
             raise CheckpointError(f"{source.path}: {listed} belong to a module without a name, which no model has")
-        if missing := [last for last in scheme.required if last not in tensors]:
+        own = _own_scheme(source, scheme, module, tensors)
+        if missing := [last for last in own.required if last not in tensors]:
             raise CheckpointError(
-                f"{source.path}: module {module!r} has {', '.join(sorted(tensors))}; {scheme.name} also needs "
+                f"{source.path}: module {module!r} has {', '.join(sorted(tensors))}; {own.name} also needs "
                 f"{', '.join(missing)}"
             )
         dtypes = {last: numpy_dtype(source.spec(name).dtype) for last, name in tensors.items()}
-        stored = scheme.as_stored({last: dtype.name for last, dtype in dtypes.items() if dtype})
+        stored = own.as_stored({last: dtype.name for last, dtype in dtypes.items() if dtype})
         modules[module] = QuantisedModule(module, stored, tensors)
     return modules
+
+
+def _own_scheme(source: CheckpointFolder, scheme: Scheme, module: str, tensors: Mapping[str, str]) -> Scheme:
+    own = scheme.of_module(module)
+    if own is None:
+        why = scheme.why_no_scheme(module) if isinstance(scheme, Mixed) else "no scheme"
+        raise CheckpointError(
+            f"{source.path / CONFIG_FILE}: module {module!r} holds {', '.join(sorted(tensors))}, but {why}; add it to "
+            "the targets of a group"
+        )
+    return own

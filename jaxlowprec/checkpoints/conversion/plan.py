@@ -51,6 +51,7 @@ class Plan:
         shards: file name to the jobs whose tensors it holds.
         config: the config of the new checkpoint.
         changed: modules whose format changes.
+        formats: the names of their schemes.
         left: matrices that stay as they are. Vectors and scalars stay too, and are not listed.
         warnings: complete sentences.
         ignore: the `ignore` entry of the new config.
@@ -60,6 +61,7 @@ class Plan:
     shards: Mapping[str, Sequence[Job]]
     config: dict[str, Any]
     changed: Sequence[str]
+    formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left: Sequence[Left] = ()
     warnings: Sequence[str] = ()
     ignore: Sequence[str] = ()
@@ -109,6 +111,6 @@ def output_specs(scheme: Scheme, module: str, spec: TensorSpec) -> dict[str, Ten
     dtype = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[spec.dtype]
     announced = scheme.output_specs(spec.shape, dtype).items()
     return {
-        f"{module}.{suffix}": TensorSpec(file_dtype(as_dtype(name)), tuple(shape))
+        f"{module}{scheme.joint}{suffix}": TensorSpec(file_dtype(as_dtype(name)), tuple(shape))
         for suffix, (name, shape) in announced
     }

@@ -7,16 +7,27 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from jaxlowprec.checkpoints.conversion.modules import naming
+from jaxlowprec.checkpoints.conversion.choice import Choice, config_scheme, require_one_scheme_in_a_unit
+from jaxlowprec.checkpoints.conversion.expert_arrays import (
+    ARRAY,
+    GPT_OSS,
+    Weight,
+    is_transposed,
+    model_types,
+    weights_of,
+)
+from jaxlowprec.checkpoints.conversion.modules import is_quantised, naming
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Left, Plan, copy_job, output_specs, require_distinct
 from jaxlowprec.checkpoints.conversion.presets import KINDS
 from jaxlowprec.checkpoints.conversion.rules import (
     Rules,
     config_ignore,
     disagreements,
+    experts_of,
     fused_siblings,
     matching,
     splits,
@@ -25,108 +36,130 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, QUANTISED, numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
-from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.magnitudes import amax
 
 _QUANTISED_NAMES = re.compile(
     r".*(\.(weight_packed|weight_scale|weight_scale_inv|weight_scale_2|weight_zero_point|qweight|qzeros)|_blocks|_scale_inv)"
 )
+ARRAYS = "all experts' weights in one array"
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[^.]+")
 
 
-def plan_quantization(source: CheckpointFolder, scheme: Scheme, rules: Rules, leave_unfit: bool = False) -> Plan:
+def plan_quantization(source: CheckpointFolder, choice: Choice, rules: Rules, leave_unfit: bool = False) -> Plan:
     """The plan that quantises a checkpoint.
 
-    Every matrix `<module>.weight` of bfloat16, float16 or float32 that no rule leaves alone is quantised.
+    Every matrix `<module>.weight` of bfloat16, float16 or float32 that no rule leaves alone is quantised, and so are
+    the experts in arrays that hold all experts of a layer, if the config's model type says how.
 
     Arguments:
         source: a checkpoint in high precision.
-        scheme: the format of the new weights.
+        choice: the format of each new weight.
         rules: which weights are left alone.
-        leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
+        leave_unfit: leave weights alone that their scheme cannot hold, instead of raising an error.
 
     Raises:
         CheckpointError: the source is quantised already, a weight does not fit, nothing is left to quantise, a
-            projection that engines fuse with others is left alone without them, or a tensor has the name of another's
-            codes or scales.
+            projection that engines fuse with others is left alone without them or has another scheme, or a tensor has
+            the name of another's codes or scales.
     """
     config = source.config()
     _require_high_precision(source, config)
-    kinds = {name: _kind(name, source.spec(name), rules) for name in source.shard_of}
-    chosen = {name.removesuffix(".weight"): name for name, kind in kinds.items() if kind is None}
-    left = [Left(_module(name), kind) for name, kind in kinds.items() if kind]
-    unfit = {m: why for m, name in chosen.items() if (why := scheme.check(source.spec(name).shape))}
+    chosen, left = _weights(source, config, choice, rules)
+    unfit = {m: why for m, weight in chosen.items() if (why := choice.of(m).check(weight.spec.shape))}
     if unfit and not leave_unfit:
-        raise CheckpointError(_unfit_message(scheme, unfit))
+        raise CheckpointError(_unfit_message(choice, unfit))
     left += [Left(module, why) for module, why in unfit.items()]
-    quantised = {m: name for m, name in chosen.items() if m not in unfit}
+    quantised = {m: weight for m, weight in chosen.items() if m not in unfit}
     if not quantised:
         raise CheckpointError(f"{source.path}: nothing to quantise: every matrix is left alone, {_reasons(left)}")
     left_modules = {entry.module for entry in left}
     _require_whole(left_modules, set(quantised))
-    ignore = _ignore(rules, left_modules, set(quantised)) if scheme.regex_ignores else sorted(left_modules)
-    modules = {**{m: f"{m}.weight" for m in left_modules if f"{m}.weight" in kinds}, **quantised}
+    schemes = {module: choice.of(module) for module in quantised}
+    require_one_scheme_in_a_unit(schemes)
+    writes = config_scheme(schemes)
+    ignore = _ignore(rules, left_modules, set(quantised)) if _regexes(choice) else _named(source, left_modules, choice)
+    modules = {m: f"{m}.weight" for m in left_modules if f"{m}.weight" in source.shard_of}
+    modules |= {m: weight.tensor if weight.part is None else f"{m}.weight" for m, weight in quantised.items()}
     return Plan(
-        shards=_shards(source, scheme, quantised),
-        config=with_quantization(config, scheme.quantization_config(ignore)),
+        shards=_shards(source, schemes, quantised),
+        config=with_quantization(config, writes.quantization_config(ignore)),
         changed=sorted(quantised),
+        formats={module: scheme.name for module, scheme in schemes.items()},
         left=sorted(left, key=lambda entry: entry.module),
-        warnings=_warnings(rules, ignore, modules, left),
+        warnings=_warnings(rules, choice, ignore, modules, left),
         ignore=ignore,
     )
 
 
-def _shards(source: CheckpointFolder, scheme: Scheme, quantised: Mapping[str, str]) -> dict[str, list[Job]]:
+def _regexes(choice: Choice) -> bool:
+    return all(scheme.regex_ignores for scheme in choice.schemes)
+
+
+def _named(source: CheckpointFolder, left: set[str], choice: Choice) -> list[str]:
+    """The config's entry where only names are read. Beside arrays of experts, only modules are named."""
+    of_arrays = choice.default.of_expert_arrays
+    return sorted(module for module in left if not of_arrays or f"{module}.weight" in source.shard_of)
+
+
+def _shards(
+    source: CheckpointFolder, schemes: Mapping[str, Scheme], quantised: Mapping[str, Weight]
+) -> dict[str, list[Job]]:
     amaxes = _Amaxes(source, quantised)
-    module_of = {name: module for module, name in quantised.items()}
+    held: dict[str, list[Weight]] = {}
+    for weight in quantised.values():
+        held.setdefault(weight.tensor, []).append(weight)
 
-    def job(name: str) -> Job:
-        spec, module = source.spec(name), module_of.get(name)
-        if module is None:
-            return copy_job(name, spec)
-        make = functools.partial(_compress, source, scheme, module, name, amaxes)
-        decode = functools.partial(_decompress, scheme, module, spec.dtype)
-        return Job(module, output_specs(scheme, module, spec), spec.nbytes, make, decode)
+    def job(weight: Weight) -> Job:
+        scheme, module = schemes[weight.module], weight.module
+        make = functools.partial(_compress, source, scheme, weight, amaxes)
+        decode = functools.partial(_decompress, scheme, module, weight.spec.dtype)
+        return Job(module, output_specs(scheme, module, weight.spec), weight.spec.nbytes, make, decode)
 
-    shards = {shard: [job(name) for name in file.header.tensors] for shard, file in source.shards.items()}
+    shards = {}
+    for shard, file in source.shards.items():
+        shards[shard] = [
+            each
+            for name in file.header.tensors
+            for each in ([job(w) for w in held[name]] if name in held else [copy_job(name, source.spec(name))])
+        ]
     require_distinct(source.path, shards)
     return shards
 
 
-def _compress(source: CheckpointFolder, scheme: Scheme, module: str, name: str, amaxes: _Amaxes) -> Arrays:
-    amax = None
-    if scheme.format.has_tensor_scale:
+def _compress(source: CheckpointFolder, scheme: Scheme, weight: Weight, amaxes: _Amaxes) -> Arrays:
+    amax, module = None, weight.module
+    if scheme.has_tensor_scale:
         amax = amaxes.shared(module) if scheme.shares_global_scale else amaxes.own(module)
     try:
         with naming(source, module):
-            made = scheme.compress(source.read(name), amax=amax)
+            made = scheme.compress(weight.read(source), amax=amax)
     except CheckpointError:
         amaxes.own(module)  # raises if the weight is not finite, which no scale can hold
         raise
-    return {f"{module}.{suffix}": array for suffix, array in made.items()}
+    return {f"{module}{scheme.joint}{suffix}": array for suffix, array in made.items()}
 
 
 def _decompress(scheme: Scheme, module: str, dtype: str, tensors: Arrays) -> np.ndarray:
-    suffixed = {name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items()}
+    suffixed = {name.removeprefix(f"{module}{scheme.joint}"): tensor for name, tensor in tensors.items()}
     return scheme.decompress(suffixed, scheme.compute_dtype(np.dtype(numpy_dtype(dtype))))
 
 
 class _Amaxes:
     """The largest magnitudes of weights. Each is computed once."""
 
-    def __init__(self, source: CheckpointFolder, quantised: Mapping[str, str]):
+    def __init__(self, source: CheckpointFolder, quantised: Mapping[str, Weight]):
         self._source, self._quantised = source, quantised
         self._known: dict[str, float] = {}
 
     def own(self, module: str) -> float:
         """The amax of a module's weight. Raises CheckpointError for NaN and infinity, which no scale can hold."""
         if module not in self._known:
-            name = self._quantised[module]
-            found = amax(self._source.read(name))
+            weight = self._quantised[module]
+            found = amax(weight.read(self._source))
             if not np.isfinite(found):
                 raise CheckpointError(
-                    f"{self._source.path}: tensor {name!r} holds NaN or infinity, which no scale can hold"
+                    f"{self._source.path}: tensor {weight.tensor!r} holds NaN or infinity, which no scale can hold"
                 )
             self._known[module] = found
         return self._known[module]
@@ -136,19 +169,45 @@ class _Amaxes:
         return max(self.own(sibling) for sibling in fused_siblings(module, self._quantised))
 
 
-def _kind(name: str, spec: TensorSpec, rules: Rules) -> str | None:
-    """Why a tensor is left alone; "" if it is not a matrix; None if it is to be quantised."""
-    if len(spec.shape) < 2:
-        return ""
-    if not name.endswith(".weight"):
-        if len(spec.shape) == 3 and _FUSED_EXPERTS.fullmatch(name):
-            return "all experts' weights in one array"
-        return "not the weight of a module"
-    if rule := rules.why_left_alone(name.removesuffix(".weight")):
+def _weights(
+    source: CheckpointFolder, config: dict[str, Any], choice: Choice, rules: Rules
+) -> tuple[dict[str, Weight], list[Left]]:
+    """The weights to quantise by their modules, and the matrices that are left alone."""
+    transposed = is_transposed(config)
+    chosen: dict[str, Weight] = {}
+    left: list[Left] = []
+    for name in source.shard_of:
+        spec, of_arrays = source.spec(name), choice.default.of_expert_arrays
+        if len(spec.shape) < 2:
+            continue
+        found = {_module(name): Weight(_module(name), name, spec)}
+        if ARRAY.fullmatch(name) and not of_arrays and transposed is not None:
+            found = weights_of(name, spec, transposed) or found
+        reasons = {module: _why_left_alone(w, rules, of_arrays, config) for module, w in found.items()}
+        if all(reasons.values()):
+            left.append(Left(_module(name), next(iter(reasons.values())) or ""))
+        else:
+            left += [Left(module, why) for module, why in reasons.items() if why]
+            chosen |= {module: found[module] for module, why in reasons.items() if not why}
+    return chosen, left
+
+
+def _why_left_alone(weight: Weight, rules: Rules, of_arrays: bool, config: dict[str, Any]) -> str | None:
+    """Why a matrix is left alone; None if it is to be quantised."""
+    name, shape = weight.tensor, weight.spec.shape
+    is_array = len(shape) == 3 and bool(_FUSED_EXPERTS.fullmatch(name))
+    if weight.part is None and not name.endswith(".weight") and not (of_arrays and is_array):
+        if not is_array:
+            return "not the weight of a module"
+        interleaved = any(kind in GPT_OSS for kind in model_types(config))
+        return ARRAYS + (" with gate and up in turns, which gpt_oss_mxfp4 holds" if interleaved else "")
+    if rule := rules.why_left_alone(weight.module):
         return f"default: {KINDS[rule]}" if rule in KINDS else f"rule {rule}"
-    if len(spec.shape) > 2:
-        return f"{len(spec.shape)} dimensions"
-    return None if spec.dtype in HIGH_PRECISION else f"dtype {spec.dtype}"
+    if of_arrays and not is_array:
+        return "not an array of experts"
+    if len(shape) > 2 and not of_arrays:
+        return f"{len(shape)} dimensions"
+    return None if weight.spec.dtype in HIGH_PRECISION else f"dtype {weight.spec.dtype}"
 
 
 def _module(name: str) -> str:
@@ -160,16 +219,18 @@ def _ignore(rules: Rules, left: set[str], quantised: set[str]) -> list[str]:
     """The config's entry. It also names the head of a model with tied embeddings, which has no tensor."""
     ignore = config_ignore(rules, left, quantised)
     head = ["lm_head"] if rules.why_left_alone("lm_head") and not matching("lm_head", ignore) else []
-    experts = _experts_to_ignore(left, ignore)
+    experts = _experts_to_ignore(left, quantised, ignore)
     ignore = [rule for rule in ignore if not _lies_in(rule, experts)]
     return ignore + [rf"re:{re.escape(parent)}(\.|$)" for parent in sorted(experts)] + head
 
 
-def _experts_to_ignore(left: set[str], ignore: list[str]) -> list[str]:
+def _experts_to_ignore(left: set[str], quantised: set[str], ignore: list[str]) -> list[str]:
     """Parents of experts that are held in one array and that no rule names yet; none lies inside another."""
     names, expressions = set(ignore), [rule for rule in ignore if rule.startswith("re:")]
     found: list[str] = []
-    for parent in sorted({f[1] for m in left if (f := _FUSED_EXPERTS.fullmatch(m))}, key=lambda name: f"{name}."):
+    parents = {f[1] for m in left if (f := _FUSED_EXPERTS.fullmatch(m))}
+    parents -= {parent for module in quantised if (parent := experts_of(module))}
+    for parent in sorted(parents, key=lambda name: f"{name}."):
         asked = f"{parent}.0.gate_proj"
         if asked not in names and not _lies_in(asked, found) and not matching(asked, expressions):
             found.append(parent)
@@ -184,8 +245,9 @@ def _lies_in(module: str, parents: list[str]) -> bool:
 
 def _require_high_precision(source: CheckpointFolder, config: dict) -> None:
     remedy = "; start from the checkpoint in high precision, or run `jaxlowprec dequantize` first"
-    if entry := quantization_of(config):
-        method = entry.get("quant_method") or entry.get("quant_algo")
+    if is_quantised(source):
+        entry = quantization_of(config) or {}
+        method = entry.get("quant_method") or entry.get("quant_algo") or "modelopt"
         raise CheckpointError(f"{source.path}: is quantised already: its config says {method!r}{remedy}")
     for name in source.shard_of:
         dtype = source.spec(name).dtype
@@ -205,12 +267,13 @@ def _require_whole(left: set[str], quantised: set[str]) -> None:
         )
 
 
-def _unfit_message(scheme: Scheme, unfit: Mapping[str, str]) -> str:
+def _unfit_message(choice: Choice, unfit: Mapping[str, str]) -> str:
     names = sorted(unfit)
+    who = " and ".join(sorted({choice.of(name).name for name in names}))
     listed = "; ".join(f"{name}: {unfit[name]}" for name in names[:8])
     more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
     return (
-        f"{scheme.name} cannot hold {len(names)} weights ({listed}{more}); leave them in high precision with "
+        f"{who} cannot hold {len(names)} weights ({listed}{more}); leave them in high precision with "
         "--leave-unfit or --ignore, or choose another --group-size"
     )
 
@@ -219,17 +282,19 @@ def _reasons(left: list[Left]) -> str:
     return ", ".join(f"{count} for {reason}" for reason, count in Counter(e.reason for e in left).most_common())
 
 
-def _warnings(rules: Rules, ignore: list[str], modules: Mapping[str, str], left: list[Left]) -> list[str]:
+def _warnings(
+    rules: Rules, choice: Choice, ignore: list[str], modules: Mapping[str, str], left: list[Left]
+) -> list[str]:
     found = [
         f"rule {rule!r} matches no weight"
-        for rule in (*rules.ignore, *rules.include)
+        for rule in (*rules.ignore, *rules.include, *(rule for rule, _ in choice.overrides))
         if not any(matching(module, [rule]) for module in modules)
     ]
     asked = {*rules.ignore, *rules.defaults}  # all programs read expressions for experts' arrays alike
     found += disagreements([rule for rule in ignore if rule in asked or not rule.startswith("re:")], modules)
-    if fused := [entry.module for entry in left if entry.reason.startswith("all experts")]:
+    if fused := [entry.module for entry in left if entry.reason.startswith(ARRAYS)]:
         found.append(
-            f"{len(fused)} arrays that hold all experts of a layer are left alone, such as {fused[0]}: only weights of "
-            "single experts are quantised"
+            f"{len(fused)} arrays that hold all experts of a layer are left alone, such as {fused[0]}: the config's "
+            "model type does not say how gate and up, inputs and outputs are ordered in them"
         )
     return found

@@ -117,9 +117,19 @@ def fused_units(module: str) -> list[str]:
     parent, _, last = module.rpartition(".")
     if last in _FUSED_OF:
         units.append(f"{parent}.{'+'.join(_FUSED_OF[last])}")
-    if expert := _EXPERT.fullmatch(module):
-        units.append(expert[1])
+    if experts := experts_of(module):
+        units.append(experts)
     return units
+
+
+def experts_of(module: str) -> str | None:
+    """The name of what holds all experts of a layer, if a module is in one expert.
+
+    >>> experts_of("model.layers.3.mlp.experts.7.up_proj")
+    'model.layers.3.mlp.experts'
+    """
+    expert = _EXPERT.fullmatch(module)
+    return expert[1] if expert else None
 
 
 def fused_siblings(module: str, modules: Collection[str]) -> list[str]:

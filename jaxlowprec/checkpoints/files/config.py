@@ -19,7 +19,7 @@ def with_quantization(config: dict[str, Any], quantization: dict[str, Any]) -> d
     build the text model only from its own config would otherwise take packed weights for plain ones.
     """
     config = copy.deepcopy(config)
-    for place in _places(config):
+    for place in text_configs(config):
         place["quantization_config"] = copy.deepcopy(quantization)
     return config
 
@@ -27,7 +27,7 @@ def with_quantization(config: dict[str, Any], quantization: dict[str, Any]) -> d
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     """The config without such entries: the inverse of `with_quantization`."""
     config = copy.deepcopy(config)
-    for place in _places(config):
+    for place in text_configs(config):
         for key in _KEYS:
             place.pop(key, None)
     return config
@@ -39,7 +39,7 @@ def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the entry is not an object.
     """
-    for place in _places(config):
+    for place in text_configs(config):
         for key in _KEYS:
             entry = place.get(key)
             if entry is not None and not isinstance(entry, dict):
@@ -51,15 +51,15 @@ def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def deployment_dtype(config: dict[str, Any]) -> str:
     """The dtype that engines compute in: float16 if the config says so, otherwise bfloat16."""
-    said = (place.get(key) for place in _places(config) for key in ("dtype", "torch_dtype"))
+    said = (place.get(key) for place in text_configs(config) for key in ("dtype", "torch_dtype"))
     first = next((dtype for dtype in said if isinstance(dtype, str)), "bfloat16")
     return "float16" if first.removeprefix("torch.") == "float16" else "bfloat16"
 
 
-def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
+def text_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The config itself, and the configs of text models nested in it."""
     places = [config]
     for key in _TEXT_MODELS:
         if isinstance(config.get(key), dict):
-            places += _places(config[key])
+            places += text_configs(config[key])
     return places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import pathlib
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
 from jaxlowprec.checkpoints.conversion.engine import Counter, in_parallel
 from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, naming, quantised_modules, scheme_of
@@ -127,7 +129,9 @@ def export_gguf(
     with CheckpointFolder(source) as folder:
         plan = None
         if scheme is not None:
-            plan = plan_quantization(folder, scheme, Rules(tuple(ignore), tuple(include), tuple(defaults)), leave_unfit)
+            plan = plan_quantization(
+                folder, Choice(scheme), Rules(tuple(ignore), tuple(include), tuple(defaults)), leave_unfit
+            )
         model = _model(folder, scheme, plan)
         pieces, specs = _planned(model)
         metadata, warnings = _metadata(model, specs)
@@ -135,6 +139,7 @@ def export_gguf(
         report = Report(
             scheme="GGUF" if not changed else f"GGUF {type_of_scheme(model.held[changed[0]].scheme).name}",
             changed=changed,
+            formats=dict(collections.Counter(type_of_scheme(held.scheme).name for held in model.held.values())),
             left=plan.left if plan else (),
             ignore=plan.ignore if plan else (),
             warnings=[*(plan.warnings if plan else ()), *model.config.warnings(), *warnings],

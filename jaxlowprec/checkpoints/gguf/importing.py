@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -88,6 +89,7 @@ def import_gguf(
         report = Report(
             scheme=f"GGUF to {model.scheme.name if model.scheme else 'plain weights'}",
             changed=plan.changed,
+            formats=dict(collections.Counter(plan.formats.values())),
             left=plan.left,
             ignore=plan.ignore,
             warnings=plan.warnings,
@@ -224,7 +226,15 @@ def _planned(model: _Model) -> Plan:
     content = config.content
     if model.scheme is not None:
         content = with_quantization(content, model.scheme.quantization_config(ignore))
-    return Plan(_shards(jobs), content, changed, left, _warnings(model), ignore if model.scheme else ())
+    return Plan(
+        _shards(jobs),
+        content,
+        changed,
+        formats={module: model.scheme.name for module in changed} if model.scheme else {},
+        left=left,
+        warnings=_warnings(model),
+        ignore=ignore if model.scheme else (),
+    )
 
 
 def _job(model: _Model, name: str, place: Place) -> tuple[Job, str | None]:

@@ -15,19 +15,19 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.base import Spec, Tensors
 from jaxlowprec.checkpoints.schemes.codes import AWQ_ORDER, pack_bytes, pack_words, unpack_bytes, unpack_words
-from jaxlowprec.checkpoints.schemes.int4 import decode
+from jaxlowprec.checkpoints.schemes.int4 import Int4Groups, decode
 
 
 @dataclasses.dataclass(frozen=True)
-class AWQ(Scheme):
+class AWQ(Int4Groups):
     """AWQ's GEMM files in 4 bits.
 
     Arguments:
-        group_size: elements along K that share a scale.
+        group_size: elements along K that share a scale; -1: a whole row (channelwise).
         symmetric: whether all zero points are 8. AWQ's own files are asymmetric.
         scale_dtype: "float16" or "bfloat16".
     """
@@ -37,14 +37,8 @@ class AWQ(Scheme):
     scale_dtype: str = "float16"
 
     name: ClassVar[str] = "awq"
-    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
     regex_ignores: ClassVar[bool] = False
-
-    @property
-    def format(self) -> Format:
-        """The Int4 format."""
-        return Int4(self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
 
     def check(self, shape: Sequence[int]) -> str | None:
         """See `Scheme.check`."""
@@ -54,7 +48,7 @@ class AWQ(Scheme):
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme.output_specs`."""
         n, k = shape
-        groups = k // self.group_size
+        groups = self.groups_of(k)
         return {
             "qweight": ("int32", (k, n // 8)),
             "qzeros": ("int32", (groups, n // 8)),

@@ -46,6 +46,12 @@ class Scheme(abc.ABC):
             one `amax`, the largest of them.
         scale_dtypes: dtypes that scales may have, for schemes with a `scale_dtype` of their own.
         regex_ignores: whether `quantization_config` can name modules by regular expressions ("re:...").
+        family: the `quant_method` whose configurations can name several schemes; None: only one.
+        loadable: whether a QuantizedArray can hold the format, so that `format`, `load` and `store` exist.
+        of_expert_arrays: whether weights are arrays that hold all experts of a layer, instead of matrices.
+        joint: what stands between a module's name and the last part of a tensor's.
+        scalars: required tensors whose shape may be [].
+        also_shaped: other shapes that `load` accepts for a tensor.
     """
 
     name: ClassVar[str]
@@ -54,6 +60,12 @@ class Scheme(abc.ABC):
     shares_global_scale: ClassVar[bool] = False
     scale_dtypes: ClassVar[tuple[str, ...]] = ()
     regex_ignores: ClassVar[bool] = True
+    family: ClassVar[str | None] = None
+    loadable: ClassVar[bool] = True
+    of_expert_arrays: ClassVar[bool] = False
+    joint: ClassVar[str] = "."
+    scalars: ClassVar[tuple[str, ...]] = ()
+    also_shaped: ClassVar[Mapping[str, tuple[tuple[int, ...], ...]]] = {}
     also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Other dtypes that `load` accepts for a tensor."""
 
@@ -95,6 +107,23 @@ class Scheme(abc.ABC):
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         """The inverse of `_read`."""
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether the amax of a whole weight is needed before its elements can be cast."""
+        return self.format.has_tensor_scale
+
+    def of_module(self, module: str) -> Scheme | None:
+        """The scheme of one module: this one, unless a configuration names several (`Mixed`). None: no scheme."""
+        return self
+
+    def of_shape(self, shape: Sequence[int]) -> Scheme:
+        """The scheme for weights of one shape: this one, unless its groups are whole rows (`group_size=-1`)."""
+        return self
+
+    def weight_name(self, module: str) -> str:
+        """The name of the tensor that holds a module's weight in high precision."""
+        return f"{module}.weight"
+
     def check(self, shape: Sequence[int]) -> str | None:
         """Why a weight of this shape does not fit the format; None if it fits."""
         if len(shape) != 2:
@@ -122,12 +151,16 @@ class Scheme(abc.ABC):
         if weight.dtype.name not in FLOATS:
             raise TypeError(f"{self.name}.compress: weight has dtype {weight.dtype}; needs {' or '.join(FLOATS)}")
         self._require(weight.shape, "compress")
+        made = self._compress(weight, amax)
+        self._require_finite(made, weight)
+        return made
+
+    def _compress(self, weight: np.ndarray, amax: float | None) -> dict[str, np.ndarray]:
+        """Quantises a weight whose dtype and shape were checked."""
         with on_the_cpu():
             given = None if amax is None else jnp.float32(amax)
             x = jax.device_put(weight)  # uses the same memory if it is aligned; jnp.asarray would copy it
-            made = self.store(quantize(x, self.format, amax=given))
-        self._require_finite(made, weight)
-        return made
+            return self.store(quantize(x, self.of_shape(weight.shape).format, amax=given))
 
     def shape_of(self, tensors: Tensors) -> tuple[int, int]:
         """Checks the tensors; returns [N, K] of the weight that they hold. Raises ValueError as `decompress` does."""
@@ -142,7 +175,8 @@ class Scheme(abc.ABC):
         target = as_dtype(dtype)
         if target.name not in FLOATS:
             raise TypeError(f"{self.name}.decompress: dtype={target.name}; needs {' or '.join(FLOATS)}")
-        return self._decode(tensors, self._checked(tensors, "decompress"), target)
+        shape = self._checked(tensors, "decompress")
+        return self.of_shape(shape)._decode(tensors, shape, target)
 
     def load(self, tensors: Tensors, dtype: Any = "bfloat16") -> QuantizedArray:
         """The tensors as a QuantizedArray [N, K] with `axis=-1`; codes and scales stay as they are.
@@ -154,7 +188,8 @@ class Scheme(abc.ABC):
         Raises:
             ValueError: as in `decompress`.
         """
-        return self._read(tensors, self._checked(tensors, "load"), as_dtype(dtype))
+        shape = self._checked(tensors, "load")
+        return self.of_shape(shape)._read(tensors, shape, as_dtype(dtype))
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Scheme:
         """The scheme with the scale dtype that a module's tensors have, if supported; no configuration names it.
@@ -177,10 +212,11 @@ class Scheme(abc.ABC):
         who = f"{self.name}.store"
         if not isinstance(q, QuantizedArray):
             raise TypeError(f"{who}: q is a {type(q).__name__}; needs a QuantizedArray")
-        if not self._holds(q.format):
-            raise ValueError(f"{who}: q has format {q.format!r}; needs {self.format!r}")
         if q.axis != -1:
             raise ValueError(f"{who}: q, of shape {q.shape}, is quantised along axis -2; pass q.mT, which is [N, K]")
+        fixed = self.of_shape(q.shape)
+        if not fixed.holds(q):
+            raise ValueError(f"{who}: q has format {q.format!r}; needs {fixed.format!r}")
         if q.hadamard is not None:
             raise ValueError(f"{who}: q is rotated by {q.hadamard}, which this format cannot say; quantise without it")
         self._require(q.shape, "store")
@@ -188,20 +224,23 @@ class Scheme(abc.ABC):
             raise ValueError(
                 f"{who}: a scale of q is not finite: the weight held NaN or infinity, or its dtype's limit"
             )
-        return self._write(q)
+        return fixed._write(q)
 
-    def _holds(self, fmt: Format) -> bool:
-        """Whether codes and scales of the given format have this scheme's layout, however they were chosen."""
+    def holds(self, q: QuantizedArray) -> bool:
+        """Whether codes and scales of an array have this scheme's layout, however they were chosen."""
         layout = operator.attrgetter("element", "block", "scale_dtype", "has_zero_point", "row_scaled")
-        return type(fmt) is type(self.format) and layout(fmt) == layout(self.format)
+        own = self.of_shape(q.shape).format
+        return type(q.format) is type(own) and layout(q.format) == layout(own)
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:
         """The dtype that engines decode a weight to: for INT4 that of its scales, otherwise the weight's own."""
         return dtype if self.format.served_dtype is None else as_dtype(self.format.served_dtype)
 
     def _require_finite(self, made: Tensors, weight: np.ndarray) -> None:
-        """Raises ValueError if a finite weight's tensors decode to infinity in the dtype that engines compute in."""
+        """Raises ValueError if a weight is not finite, or decodes to infinity in the dtype that engines compute in."""
         dtype, largest = self.compute_dtype(weight.dtype), amax(weight)
+        if not np.isfinite(largest):
+            raise ValueError(f"{self.name}.compress: the weight is not finite: it holds NaN or infinity")
         if largest <= limit(dtype) / _MOST_THAT_ROUNDING_ADDS:
             return
         with np.errstate(over="ignore", invalid="ignore"):
@@ -233,7 +272,7 @@ class Scheme(abc.ABC):
         if unexpected := sorted(set(tensors) - set(known)):
             raise ValueError(f"{who}: unexpected tensors {', '.join(unexpected)}; the format has {', '.join(known)}")
         for name in self.required:
-            if tensors[name].ndim == 0 and name not in ("weight_scale_2", "input_scale"):
+            if tensors[name].ndim == 0 and name not in self.scalars:
                 raise ValueError(f"{who}: {name} is a scalar; needs an array")
         shape = self._shape(tensors)
         self._require(shape, verb)
@@ -242,7 +281,7 @@ class Scheme(abc.ABC):
             if given is None:
                 continue
             dtypes = (dtype, *self.also_read.get(name, ()))
-            if given.dtype.name not in dtypes or given.shape != needed:
+            if given.dtype.name not in dtypes or given.shape not in (needed, *self.also_shaped.get(name, ())):
                 raise ValueError(
                     f"{who}: {name} is {given.dtype.name} {list(given.shape)}; needs {' or '.join(dtypes)} "
                     f"{list(needed)} for a weight of shape {list(shape)}"

@@ -17,19 +17,19 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowprec.arrays.formats import SYMMETRIC_ZERO, Format, Int4
+from jaxlowprec.arrays.formats import SYMMETRIC_ZERO
 from jaxlowprec.arrays.quantized_array import QuantizedArray
-from jaxlowprec.checkpoints.schemes.base import Scheme, Spec, Tensors
+from jaxlowprec.checkpoints.schemes.base import Spec, Tensors
 from jaxlowprec.checkpoints.schemes.codes import bytes_of_words, pack_words, unpack_words, words_of_bytes
-from jaxlowprec.checkpoints.schemes.int4 import decode
+from jaxlowprec.checkpoints.schemes.int4 import Int4Groups, decode, not_loadable, scattered
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTQ(Scheme):
+class GPTQ(Int4Groups):
     """GPTQ's 4-bit files. Files with groups that are not consecutive (act-order) can be decompressed but not loaded.
 
     Arguments:
-        group_size: elements along K that share a scale.
+        group_size: elements along K that share a scale; -1: a whole row (channelwise).
         symmetric: whether all zero points are 8.
         scale_dtype: "float16" or "bfloat16".
         version: 1: zero points are stored minus one, so 0 cannot be stored; 2: they are stored as they are.
@@ -41,17 +41,11 @@ class GPTQ(Scheme):
     version: Literal[1, 2] = 1
 
     name: ClassVar[str] = "gptq"
-    scale_dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
 
     def __post_init__(self):
         if self.version not in (1, 2):
             raise ValueError(f"gptq: version={self.version!r}; needs 1 or 2")
-
-    @property
-    def format(self) -> Format:
-        """The Int4 format."""
-        return Int4(self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
 
     def check(self, shape: Sequence[int]) -> str | None:
         """See `Scheme`."""
@@ -63,7 +57,7 @@ class GPTQ(Scheme):
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
         """See `Scheme`."""
         n, k = shape
-        groups = k // self.group_size
+        groups = self.groups_of(k)
         return {
             "qweight": ("int32", (k // 8, n)),
             "qzeros": ("int32", (groups, n // 8)),
@@ -108,12 +102,7 @@ class GPTQ(Scheme):
 
     def _groups(self, tensors: Tensors, k: int) -> np.ndarray | None:
         """The group of each k, or None where groups are consecutive."""
-        groups = tensors["g_idx"]
-        if np.array_equal(groups, np.arange(k) // self.group_size):
-            return None
-        if groups.min() < 0 or groups.max() >= k // self.group_size:
-            raise ValueError(f"gptq: g_idx names group {groups.max()}; there are {k // self.group_size}")
-        return groups
+        return scattered("gptq: g_idx", tensors["g_idx"], self.group_size)
 
     def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
         n, k = shape
@@ -126,10 +115,7 @@ class GPTQ(Scheme):
     def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
         n, k = shape
         if self._groups(tensors, k) is not None:
-            raise ValueError(
-                "gptq.load: g_idx is not k // group_size (act-order): groups of a QuantizedArray are consecutive; "
-                "use decompress, then quantise"
-            )
+            raise not_loadable("gptq", "g_idx")
         data, zeros = bytes_of_words(tensors["qweight"].T, k), self._zeros(tensors, n)
         scale = jnp.asarray(np.ascontiguousarray(tensors["scales"].T))
         zero_point = None if self.symmetric else jnp.asarray(zeros)

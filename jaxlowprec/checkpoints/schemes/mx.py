@@ -67,6 +67,7 @@ class PackedMXFP4(_MX):
     name: ClassVar[str] = "mxfp4"
     required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
     optional: ClassVar[tuple[str, ...]] = ("input_global_scale",)
+    family: ClassVar[str | None] = "compressed-tensors"
     codes: ClassVar[str] = "weight_packed"
 
     @property
@@ -99,6 +100,7 @@ class QuantizedMXFP8(_MX):
 
     name: ClassVar[str] = "mxfp8"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    family: ClassVar[str | None] = "compressed-tensors"
     codes: ClassVar[str] = "weight"
 
     @property
@@ -128,6 +130,7 @@ class MilesMXFP8(QuantizedMXFP8):
 
     name: ClassVar[str] = "miles_mxfp8"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_inv")
+    family: ClassVar[str | None] = None
     scales: ClassVar[str] = "weight_scale_inv"
     regex_ignores: ClassVar[bool] = False
 

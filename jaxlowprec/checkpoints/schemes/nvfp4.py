@@ -152,6 +152,7 @@ class PackedNVFP4(_TwoLevel):
     name: ClassVar[str] = "nvfp4"
     required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_global_scale")
     optional: ClassVar[tuple[str, ...]] = ("input_global_scale",)
+    family: ClassVar[str | None] = "compressed-tensors"
     codes: ClassVar[str] = "weight_packed"
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
@@ -198,7 +199,9 @@ class ModelOptNVFP4(_TwoLevel):
     name: ClassVar[str] = "modelopt_nvfp4"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_scale_2")
     optional: ClassVar[tuple[str, ...]] = ("input_scale",)
+    family: ClassVar[str | None] = "modelopt"
     codes: ClassVar[str] = "weight"
+    scalars: ClassVar[tuple[str, ...]] = ("weight_scale_2",)
     regex_ignores: ClassVar[bool] = False
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:

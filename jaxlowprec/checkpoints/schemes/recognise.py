@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed, check_target
 from jaxlowprec.checkpoints.schemes.registry import by_name
 
 _WHO = "schemes.from_config"
@@ -14,15 +17,14 @@ _LARGEST_GROUP = 1 << 30
 
 
 def from_config(config: Mapping[str, Any]) -> Scheme:
-    """The scheme that a configuration names.
+    """The scheme that a configuration names; a `Mixed` where groups of modules are in different formats.
 
     Arguments:
         config: a config.json (a nested text model may hold the entry), only its `quantization_config`, or ModelOpt's
             hf_quant_config.json.
 
     Raises:
-        ValueError: no scheme, one that is not supported, or groups of modules in different formats (mixed precision);
-            for these, `detect` finds the scheme of each module from its tensors.
+        ValueError: no scheme, one that is not supported, or targets that are not valid.
     """
     entry = _entry(_object(config, "the configuration"))
     method = entry.get("quant_method")
@@ -30,7 +32,10 @@ def from_config(config: Mapping[str, Any]) -> Scheme:
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
         "modelopt": _modelopt,
+        "modelopt_fp4": _modelopt,
+        "modelopt_mixed": _modelopt,
         "mxfp8": _mxfp8,
+        "mxfp4": _mxfp4,
         "gptq": _gptq,
         "awq": _awq,
     }
@@ -68,12 +73,26 @@ def detect(tensors: Mapping[str, Any]) -> Scheme | None:
             return by_name("mxfp8" if scale == "weight_scale" else "miles_mxfp8")
         case None, "float8_e4m3fn", "float32" | "bfloat16" as dtype if _tiles(specs["weight"][1], specs[scale][1]):
             return by_name("fp8_block" if scale == "weight_scale" else "deepseek_fp8", scale_dtype=dtype)
+        case None, "int8" | "float8_e4m3fn" as codes, "float32" | "bfloat16" | "float16" if scale == "weight_scale":
+            return _of_rows_or_tensor(codes, specs)
     return _words_along_columns(specs) if {"qweight", "qzeros", "scales"} <= set(specs) else None
 
 
 def _spec(tensor: Any) -> tuple[str, tuple[int, ...]]:
     dtype, shape = tensor if isinstance(tensor, tuple) else (tensor.dtype, tensor.shape)
     return str(getattr(dtype, "name", dtype)), tuple(shape)
+
+
+def _of_rows_or_tensor(codes: str, specs: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of 8-bit codes with one scale per row or tensor; None for another shape of scales."""
+    dtype, shape = specs["weight_scale"]
+    activations = "static" if "input_scale" in specs else "dynamic"
+    if shape == (*specs["weight"][1][:1], 1) and len(shape) == 2:
+        return by_name("fp8_channel" if codes == "float8_e4m3fn" else "int8_channel", activations=activations)
+    if codes != "float8_e4m3fn" or shape not in ((), (1,)):
+        return None
+    # AutoFP8's files and ModelOpt's differ only in their configurations
+    return by_name("fp8_tensor" if shape else "autofp8", activations=activations, scale_dtype=dtype)
 
 
 def _tiles(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
@@ -131,10 +150,10 @@ def _flag(entry: Mapping[str, Any], key: str, default: bool) -> bool:
 
 def _group_size(entry: Mapping[str, Any], default: int | None) -> int | None:
     size = entry.get("group_size", default)
-    if size == -1:
-        raise ValueError(f"{_WHO}: group_size is -1 (one scale per row); supported are groups")
+    if size == -1 and type(size) is int:
+        return -1
     if size != default and (type(size) is not int or not 0 < size <= _LARGEST_GROUP):
-        raise ValueError(f"{_WHO}: group_size is {brief(size)}; needs a whole number of 1 to {_LARGEST_GROUP}")
+        raise ValueError(f"{_WHO}: group_size is {brief(size)}; needs a whole number of 1 to {_LARGEST_GROUP}, or -1")
     return size
 
 
@@ -142,46 +161,139 @@ def _compressed_tensors(entry: Mapping[str, Any]) -> Scheme:
     groups = _object(entry.get("config_groups"), "config_groups")
     if not groups:
         raise ValueError(f"{_WHO}: config_groups is {{}}; needs one group or more")
-    found = {name: _group(entry, _object(group, f"group {brief(name)}")) for name, group in groups.items()}
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{name}: {scheme.name}" for name, scheme in found.items())
-        raise ValueError(f"{_WHO}: groups are in different formats ({listed}); use schemes.detect on each module")
-    return next(iter(found.values()))
+    found: dict[str, Group] = {}
+    for name, value in groups.items():
+        group = _object(value, f"group {brief(name)}")
+        if len(groups) > 1 and "format" not in group and group.get("weights") is None:
+            continue  # activations only, such as those of attention
+        scheme = _group(entry, group)
+        try:
+            found[name] = Group(_targets(group), scheme)
+        except ValueError as error:
+            raise ValueError(f"{_WHO}: group {brief(name)}: {error}") from None
+    if not found:
+        raise ValueError(f"{_WHO}: no group of config_groups has weights")
+    if len({group.scheme for group in found.values()}) == 1:
+        return next(iter(found.values())).scheme
+    if unnamed := [name for name, group in found.items() if not group.targets]:
+        raise ValueError(f"{_WHO}: group {brief(unnamed[0])} has no targets; needs the names of its modules or classes")
+    return _mixed(list(found.values()))
+
+
+def _mixed(groups: list[Group]) -> Mixed:
+    try:
+        return Mixed(tuple(groups))
+    except ValueError as error:
+        raise ValueError(f"{_WHO}: {error}") from None
+
+
+def _targets(group: Mapping[str, Any]) -> tuple[str, ...]:
+    targets = group.get("targets")
+    if targets is None:
+        return ()
+    if not isinstance(targets, list):
+        raise ValueError(f"targets is {brief(targets)}; needs a list of names of modules or classes")
+    for target in targets:
+        check_target(target)
+    return tuple(targets)
 
 
 def _group(entry: Mapping[str, Any], group: Mapping[str, Any]) -> Scheme:
     format = group.get("format") or entry.get("format")
     weights = _object(group.get("weights") or {}, "weights")
+    if format == "mixed-precision":
+        format = _implied_format(weights, group.get("input_activations") is not None)
     if format == "pack-quantized":
         _need(weights, "num_bits", 4)
-        _need(weights, "strategy", "group")
-        _need(weights, "actorder", None, "weight", "static")
+        strategy = _need(weights, "strategy", "group", "channel")
+        _need(weights, "actorder", None, False, True, "weight", "static", "group", "dynamic")
         name = "w4a16" if _flag(weights, "symmetric", True) else "w4a16_asym"
-        return by_name(name, group_size=_group_size(weights, None))
-    if format == "float-quantized":
-        _need(weights, "strategy", "block")
-        _need(weights, "block_structure", [128, 128])
-        return by_name("fp8_block")
+        if strategy == "channel":
+            _need(weights, "group_size", None, -1)
+            return by_name(name, group_size=-1)
+        size = _group_size(weights, None)
+        if size == -1:
+            raise ValueError(f'{_WHO}: group_size is -1, but strategy is "group"; needs strategy "channel"')
+        return by_name(name, group_size=size)
+    if format in ("float-quantized", "int-quantized", "naive-quantized"):
+        return _eight_bits(format, weights, group.get("input_activations"))
     names = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
     if not isinstance(format, str) or format not in names:
-        supported = ", ".join(["pack-quantized", "float-quantized", *names])
+        supported = ", ".join(["pack-quantized", "float-quantized", "int-quantized", *names])
         raise ValueError(f"{_WHO}: format is {brief(format)}; supported are {supported}")
     return by_name(names[format])
 
 
+def _implied_format(weights: Mapping[str, Any], has_inputs: bool) -> str:
+    """The format of a group that names none, as compressed-tensors infers it from how weights are quantised."""
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    if weights.get("type") == "int":
+        return "int-quantized" if has_inputs else "pack-quantized"
+    if bits == 4:
+        return "nvfp4-pack-quantized" if strategy == "tensor_group" else "mxfp4-pack-quantized"
+    if strategy == "group" and weights.get("scale_dtype") == "torch.uint8":
+        return "mxfp8-quantized"
+    return "float-quantized"
+
+
+def _eight_bits(format: str, weights: Mapping[str, Any], inputs: Any) -> Scheme:
+    type_ = {"float-quantized": "float", "int-quantized": "int"}.get(format)
+    type_ = _need(weights, "type", type_) if type_ else _need(weights, "type", "float", "int")
+    _need(weights, "num_bits", 8)
+    if not _flag(weights, "symmetric", True):
+        raise ValueError(f"{_WHO}: symmetric is false for weights of 8 bits; supported is true")
+    strategy = _need(weights, "strategy", *(("block", "channel", "tensor") if type_ == "float" else ("channel",)))
+    if strategy == "block":
+        _need(weights, "block_structure", [128, 128])
+        return by_name("fp8_block")
+    dynamic = True if inputs is None else _object(inputs, "input_activations").get("dynamic", False)
+    if not isinstance(dynamic, bool):
+        raise ValueError(f"{_WHO}: dynamic is {brief(dynamic)}; needs true or false")
+    name = {"float": {"channel": "fp8_channel", "tensor": "fp8_tensor"}, "int": {"channel": "int8_channel"}}
+    return by_name(name[type_][strategy], activations="dynamic" if dynamic else "static")
+
+
 def _fp8(entry: Mapping[str, Any]) -> Scheme:
+    if entry.get("weight_block_size") is None:
+        return by_name("autofp8", activations=_need(entry, "activation_scheme", "dynamic", "static"))
     _need(entry, "weight_block_size", [128, 128])
     return by_name("deepseek_fp8", power_of_two=_need(entry, "scale_fmt", None, "ue8m0") == "ue8m0")
 
 
 def _modelopt(entry: Mapping[str, Any]) -> Scheme:
-    _need(entry, "quant_algo", "NVFP4")
-    return by_name("modelopt_nvfp4")
+    algorithm = _need(entry, "quant_algo", *_MODELOPT, "MIXED_PRECISION")
+    if algorithm != "MIXED_PRECISION":
+        return by_name(_MODELOPT[algorithm])
+    layers = _object(entry.get("quantized_layers"), "quantized_layers")
+    groups: dict[str, list[str]] = {}
+    for name, value in layers.items():
+        layer = _object(value, f"quantized_layers of {brief(name)}")
+        scheme = _MODELOPT[_need(layer, "quant_algo", *_MODELOPT)]
+        groups.setdefault(scheme, []).extend(_of_layer(name))
+    if not groups:
+        raise ValueError(f"{_WHO}: quantized_layers is {{}}; needs the quant_algo of each layer")
+    if len(groups) == 1:
+        return by_name(next(iter(groups)))
+    return _mixed([Group(tuple(targets), by_name(scheme)) for scheme, targets in groups.items()])
+
+
+_MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}
+
+
+def _of_layer(name: str) -> tuple[str, ...]:
+    """Targets for a key of ModelOpt's "quantized_layers": a module, with all modules in it, or with wildcards."""
+    if "*" in name or "?" in name:
+        return (f"re:{fnmatch.translate(name)}",)
+    return (name, rf"re:{re.escape(name)}\.")
 
 
 def _mxfp8(entry: Mapping[str, Any]) -> Scheme:
     _need(entry, "weight_block_size", [1, 32])
     return by_name("miles_mxfp8")
+
+
+def _mxfp4(entry: Mapping[str, Any]) -> Scheme:
+    return by_name("gpt_oss_mxfp4")
 
 
 def _gptq(entry: Mapping[str, Any]) -> Scheme:

@@ -6,7 +6,10 @@ from typing import Any
 
 from jaxlowprec.checkpoints.schemes.awq import AWQ
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.schemes.float8_block import DeepSeekFloat8, Float8Tiles
+from jaxlowprec.checkpoints.schemes.eight_bit.rows import Float8Rows, Int8Rows
+from jaxlowprec.checkpoints.schemes.eight_bit.tensor import AutoFloat8, Float8PerTensor, ModelOptFloat8
+from jaxlowprec.checkpoints.schemes.eight_bit.tiles import DeepSeekFloat8, Float8Tiles
+from jaxlowprec.checkpoints.schemes.gpt_oss import GPTOSSMXFP4
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
 from jaxlowprec.checkpoints.schemes.int4 import PackedInt4, PackedInt4Asymmetric
 from jaxlowprec.checkpoints.schemes.mx import MilesMXFP8, PackedMXFP4, QuantizedMXFP8
@@ -19,9 +22,15 @@ _CLASSES: tuple[type[Scheme], ...] = (
     PackedMXFP4,
     QuantizedMXFP8,
     Float8Tiles,
+    Float8Rows,
+    Float8PerTensor,
+    Int8Rows,
     DeepSeekFloat8,
+    AutoFloat8,
     ModelOptNVFP4,
+    ModelOptFloat8,
     MilesMXFP8,
+    GPTOSSMXFP4,
     GPTQ,
     AWQ,
 )
@@ -36,8 +45,8 @@ def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Sche
 
     Arguments:
         name: one of `NAMES`.
-        group_size: elements along K that share a scale, for the INT4 schemes, which leave it open. None: the scheme's
-            default.
+        group_size: elements along K that share a scale, for the INT4 schemes, which leave it open; -1: a whole row.
+            None: the scheme's default.
         options: other fields of the scheme's class.
 
     Raises:
@@ -52,6 +61,10 @@ def by_name(name: str, *, group_size: int | None = None, **options: Any) -> Sche
     if unknown := sorted(set(options) - set(fields)):
         raise ValueError(f"schemes.by_name: {name} has no option {', '.join(unknown)}; it has {', '.join(fields)}")
     made = scheme(**options)
-    if group_size not in (None, made.format.length):
+    if getattr(made, "group_size", None) == -1 or group_size is None:
+        return made
+    if not made.loadable or made.format.scaling == "tensor":
+        raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has no groups: leave it out")
+    if group_size != made.format.length:
         raise ValueError(f"schemes.by_name: group_size={group_size}; {name} has groups of {made.format.length}")
     return made

@@ -22,6 +22,7 @@ from jaxlowprec.checkpoints.schemes import by_name, marlin
 from jaxlowprec.checkpoints.schemes.base import Scheme
 from jaxlowprec.checkpoints.schemes.codes import pack_words, unpack_words
 from jaxlowprec.checkpoints.schemes.gptq import GPTQ
+from jaxlowprec.checkpoints.schemes.int4 import Int4Groups
 from jaxlowprec.weight_sync.receiving.given_scales import requantized
 
 Arrays = dict[str, Any]
@@ -60,7 +61,7 @@ def _to_plain(tensors: Arrays, scheme: Scheme, dtype: Any) -> tuple[Arrays, Arra
 
 def _certain(tensors: Arrays, scheme: Scheme, dtype: np.dtype) -> bool:
     """Whether the codes certainly follow from the decoded weight and its scales."""
-    q = scheme.load(tensors, dtype) if scheme.format.element == "int4" else None
+    q = scheme.load(tensors, dtype) if isinstance(scheme, Int4Groups) else None
     if q is None or dtype.name == "float16":
         return False
     scale = np.abs(np.asarray(q.scale).astype(np.float32))

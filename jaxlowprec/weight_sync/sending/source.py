@@ -69,7 +69,7 @@ class Bundle:
         scheme, (weight,) = member.scheme, dataclasses.replace(member, dtype=None).make().values()
         assert scheme is not None  # WeightSource quantises only with a scheme
         largest = shared
-        if scheme.format.has_tensor_scale and not scheme.shares_global_scale:
+        if scheme.has_tensor_scale and not scheme.shares_global_scale:
             largest = amax(weight)
         made = about(member.path, lambda: scheme.compress(weight, amax=largest))
         yield from ((f"{member.module}.{part}", tensor) for part, tensor in made.items())
@@ -78,7 +78,7 @@ class Bundle:
         """The largest magnitude of all kernels, if the scheme scales them by one number."""
         kernels = [member for member in self.members if member.path in self.compressed]
         scheme = kernels[0].scheme if kernels else None
-        if scheme is None or not (scheme.format.has_tensor_scale and scheme.shares_global_scale):
+        if scheme is None or not (scheme.has_tensor_scale and scheme.shares_global_scale):
             return None
         return max(amax(kernel.on_host()) for kernel in kernels)
 

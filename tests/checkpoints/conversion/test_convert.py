@@ -40,6 +40,14 @@ SCHEMES = {
     "miles_mxfp8": schemes.by_name("miles_mxfp8"),
     "gptq": schemes.by_name("gptq", group_size=32),
     "awq": schemes.by_name("awq", group_size=32),
+    "fp8_channel": schemes.by_name("fp8_channel"),
+    "fp8_tensor": schemes.by_name("fp8_tensor"),
+    "int8_channel": schemes.by_name("int8_channel"),
+    "autofp8": schemes.by_name("autofp8", activations="static"),
+    "modelopt_fp8": schemes.by_name("modelopt_fp8"),
+    "w4a16 of rows": schemes.by_name("w4a16", group_size=-1),
+    "gptq of rows": schemes.by_name("gptq", group_size=-1),
+    "awq of rows": schemes.by_name("awq", group_size=-1),
 }
 MXFP4 = SCHEMES["mxfp4"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -79,7 +87,7 @@ def test_every_scheme_and_back(source, tmp_path, name):
     assert set(low) == set(expected) and all(same(low[n], expected[n]) for n in low)
     assert read_index(tmp_path / "low")["metadata"] == {"total_size": sum(a.nbytes for a in low.values())}
     config = read_config(tmp_path / "low")
-    assert schemes.from_config(config).name == name
+    assert schemes.from_config(config).name == scheme.name
     assert {**config, "quantization_config": None} == {**CONFIG, "quantization_config": None}
 
     back = dequantize(tmp_path / "low", tmp_path / "back", run=Run(verify=True))

@@ -8,6 +8,7 @@ import pytest
 
 import jaxlowprec as jlp
 from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.schemes import mixed
 from tests.checkpoints.weights import assert_same_tensors, weight
 from tests.helpers import as_bytes
 
@@ -15,9 +16,21 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 compressors = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
 quantization = pytest.importorskip("compressed_tensors.quantization")
 dequantize = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward").dequantize
+infer_module_format = pytest.importorskip("compressed_tensors.compressors.format").infer_module_format
+match_targets = pytest.importorskip("compressed_tensors.utils.match").match_targets
 helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
 
-FORMATS = ("w4a16", "w4a16_asym", "nvfp4", "mxfp4", "mxfp8", "fp8_block")
+FORMATS = (
+    "w4a16",
+    "w4a16_asym",
+    "nvfp4",
+    "mxfp4",
+    "mxfp8",
+    "fp8_block",
+    "fp8_channel",
+    "fp8_tensor",
+    "int8_channel",
+)
 TORCH = {
     "bfloat16": (np.int16, torch.bfloat16),
     "float8_e4m3fn": (np.uint8, torch.float8_e4m3fn),
@@ -108,6 +121,15 @@ class TestDecompress:
         tensors = scheme.compress(weight(shape))
         np.testing.assert_array_equal(as_bytes(decompressed(scheme, tensors)), as_bytes(scheme.decompress(tensors)))
 
+    @pytest.mark.parametrize("name", ["w4a16", "w4a16_asym"])
+    @pytest.mark.parametrize("shape", [(16, 256), (13, 37)])
+    def test_groups_of_rows(self, name, shape):
+        scheme = schemes.by_name(name, group_size=-1)
+        tensors = scheme.compress(weight(shape))
+        group, _ = scheme_of(scheme.quantization_config([]))
+        assert (group.weights.strategy, group.weights.group_size) == ("channel", None)
+        np.testing.assert_array_equal(as_bytes(decompressed(scheme, tensors)), as_bytes(scheme.decompress(tensors)))
+
     def test_tiles_that_are_partly_filled(self):
         scheme = schemes.by_name("fp8_block")
         tensors = scheme.compress(weight((200, 200)))
@@ -135,7 +157,23 @@ class TestCompress:
             assert theirs[suffix].numpy().dtype == ours[suffix].dtype
             np.testing.assert_array_equal(theirs[suffix].numpy(), ours[suffix], suffix)
 
-    @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8_block"])
+    @pytest.mark.parametrize("name", ["fp8_channel", "int8_channel"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_scales_and_codes_of_rows_are_theirs(self, name, dtype):
+        """Their codes of float32 copies: in float32 they divide as their kernels do, and as we do."""
+        w, scheme = weight((64, 256), dtype), schemes.by_name(name)
+        ours = scheme.compress(w)
+        group, compressor = scheme_of(scheme.quantization_config([]))
+        x = torch.from_numpy(w) if dtype == "float16" else to_torch(w)
+        scale, _ = quantization.utils.calculate_qparams(
+            x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), group.weights
+        )
+        np.testing.assert_array_equal(scale.float().numpy(), ours["weight_scale"].astype(np.float32))
+        theirs = compressor.compress({"weight": x.float(), "weight_scale": scale.float()}, group)["weight"]
+        assert to_numpy(theirs).dtype == ours["weight"].dtype
+        np.testing.assert_array_equal(as_bytes(to_numpy(theirs)), as_bytes(ours["weight"]))
+
+    @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_tensor"])
     def test_our_decoded_weight_has_our_bytes(self, name):
         scheme = schemes.by_name(name)
         ours = scheme.compress(weight((16, 256)))
@@ -193,6 +231,49 @@ class TestScales:
         np.testing.assert_array_equal(as_bytes(to_numpy(decoded)), as_bytes(scheme.decompress(tensors)))
 
 
+class TestMixed:
+    """Which scheme a module has, where targets overlap."""
+
+    TARGETS = (
+        ("model.layers.0.mlp.up_proj", "re:.*mlp.*"),
+        ("Linear",),
+        ("re:.*mlp.up_proj", "re:.*self_attn.*", "re:model.layers.1.*"),
+        ("model.layers.1.self_attn.q_proj",),
+    )
+    NAMES = ("nvfp4", "mxfp8", "fp8_channel", "int8_channel")
+    MODULES = [
+        f"model.layers.{i}.{m}"
+        for i in range(2)
+        for m in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj", "other")
+    ]
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_a_group_without_a_format_has_the_one_that_they_infer(self, name):
+        config = mixed.Mixed(
+            (mixed.Group(("a",), schemes.by_name(name)), mixed.Group(("b",), schemes.by_name("w4a16", group_size=16)))
+        ).quantization_config([])
+        group, config["format"] = config["config_groups"]["group_0"], "mixed-precision"
+        said = group.pop("format")
+        parsed = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
+        assert infer_module_format(torch.nn.Linear, parsed.config_groups["group_0"]).value == said
+        assert schemes.from_config(config).of_module("a") == schemes.by_name(name)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_targets_have_their_precedence(self, seed):
+        order = np.random.default_rng(seed).permutation(4)
+        groups = tuple(mixed.Group(self.TARGETS[i], schemes.by_name(self.NAMES[i])) for i in order)
+        config = mixed.Mixed(groups).quantization_config(["lm_head"])
+        parsed = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
+        assert parsed.format == "mixed-precision"
+        theirs = {target: group.format for group in parsed.config_groups.values() for target in group.targets}
+        ours, linear = schemes.from_config(config), torch.nn.Linear(1, 1)
+        for module in self.MODULES:
+            first = match_targets(module, linear, theirs)[0]
+            own = ours.of_module(module)
+            assert own is not None
+            assert own.quantization_config([])["format"] == theirs[first], module
+
+
 class TestConfig:
     @pytest.mark.parametrize("name", FORMATS)
     def test_they_accept_it_and_find_the_same_format(self, name):
@@ -212,10 +293,14 @@ class TestConfig:
             ("mxfp4", "MXFP4A16"),
             ("mxfp8", "MXFP8"),
             ("fp8_block", "FP8_BLOCK"),
+            ("fp8_channel", "FP8_DYNAMIC"),
+            ("fp8_tensor", "FP8"),
+            ("int8_channel", "W8A8"),
         ],
     )
     def test_it_says_what_their_preset_says(self, name, preset):
-        ours, _ = scheme_of(schemes.by_name(name).quantization_config([]))
+        options = {"activations": "static"} if preset == "FP8" else {}
+        ours, _ = scheme_of(schemes.by_name(name, **options).quantization_config([]))
         theirs = quantization.preset_name_to_scheme(preset, ["Linear"])
         left_open = {"weights": {"observer", "observer_kwargs"}, "input_activations": {"observer", "observer_kwargs"}}
         assert ours.model_dump(exclude={"format": True, **left_open}) == theirs.model_dump(

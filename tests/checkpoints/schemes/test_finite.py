@@ -13,7 +13,7 @@ from jaxlowprec.checkpoints.schemes.magnitudes import all_finite, limit
 from jaxlowprec.checkpoints.trees import trees
 from jaxlowprec.checkpoints.trees.mapping import Rule, TreeMapping
 from tests.checkpoints.small_models import CONFIG, read_tensors, write_checkpoint
-from tests.checkpoints.weights import SCHEMES
+from tests.checkpoints.weights import ROW_SCALES, SCHEMES
 
 MODULE = "model.layers.0.mlp.down_proj"
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -28,10 +28,10 @@ def large(dtype, share, seed=0):
     return np.clip(w, -top, top).astype(dtype)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", SCHEMES | ROW_SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_near_its_dtypes_end_decodes_or_is_refused(name, dtype):
-    scheme, refused = SCHEMES[name], 0
+    scheme, refused = (SCHEMES | ROW_SCALES)[name], 0
     for share in (0.25, 0.5, 0.9, 0.97, 1):
         weight = large(DTYPES[dtype], share)
         try:

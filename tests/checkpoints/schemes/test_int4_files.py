@@ -159,7 +159,7 @@ class TestGPTQ:
         tensors = scheme.store(q)
         order = np.random.default_rng(0).permutation(256)
         shuffled = {**tensors, "g_idx": tensors["g_idx"][order]}
-        with pytest.raises(ValueError, match="g_idx is not k // group_size"):
+        with pytest.raises(ValueError, match="g_idx is not k // group_size.*run `jaxlowprec dequantize`"):
             scheme.load(shuffled)
         codes, _ = codes_of(q)
         scale = np.asarray(q.scale, np.float32)[:, shuffled["g_idx"]]
@@ -168,6 +168,12 @@ class TestGPTQ:
         with pytest.raises(ValueError, match="g_idx names group 9; there are 4"):
             scheme.decompress({**tensors, "g_idx": np.full(256, 9, np.int32)})
 
+    def test_act_order_of_a_group_of_rows_is_no_order(self):
+        scheme, w = schemes.by_name("gptq", group_size=-1), weight((16, 256))
+        tensors = scheme.compress(w)
+        assert not tensors["g_idx"].any() and tensors["scales"].shape == (1, 16) and tensors["qzeros"].shape == (1, 2)
+        scheme.load(tensors)
+
     def test_sizes_fill_words(self):
         assert "multiples of 8" in schemes.by_name("gptq").check((12, 128))
         assert "multiples of 8" in schemes.by_name("gptq", group_size=12).check((16, 36))
@@ -175,6 +181,51 @@ class TestGPTQ:
     def test_versions(self):
         with pytest.raises(ValueError, match="version=3; needs 1 or 2"):
             schemes.by_name("gptq", version=3)
+
+
+class TestActOrderOfCompressedTensors:
+    """`"actorder": "group"`, which compressed-tensors wrote before 0.20."""
+
+    @pytest.mark.parametrize("name", ["w4a16", "w4a16_asym"])
+    def test_decompresses_and_does_not_load(self, name):
+        scheme, w = schemes.by_name(name, group_size=64), weight((16, 256))
+        order = np.random.default_rng(0).permutation(256)
+        tensors = scheme.compress(np.ascontiguousarray(w[:, order]))  # groups are consecutive in this order
+        words = schemes.int4.unpack_words(tensors["weight_packed"], 256)[:, np.argsort(order)]
+        tensors["weight_packed"] = schemes.int4.pack_words(np.ascontiguousarray(words))
+        g_idx = (np.argsort(order) // 64).astype(np.int32)
+        ordered = {**tensors, "weight_g_idx": g_idx}
+        expected = scheme.decompress(scheme.compress(np.ascontiguousarray(w[:, order])))[:, np.argsort(order)]
+        np.testing.assert_array_equal(scheme.decompress(ordered), expected)
+        with pytest.raises(ValueError, match="weight_g_idx is not k // group_size.*run `jaxlowprec dequantize`"):
+            scheme.load(ordered)
+
+    def test_an_order_that_is_none_loads(self):
+        scheme = schemes.by_name("w4a16", group_size=64)
+        tensors = scheme.compress(weight((16, 256)))
+        for g_idx in (np.arange(256, dtype=np.int32) // 64, np.full(256, -1, np.int32)):
+            loaded = scheme.load({**tensors, "weight_g_idx": g_idx})
+            assert_same_tensors(scheme.store(loaded), tensors)
+
+    @pytest.mark.parametrize(
+        ("g_idx", "message"),
+        [
+            (np.full(256, 4, np.int32), "weight_g_idx names group 4; there are 4"),
+            (np.r_[np.full(255, 1), -1].astype(np.int32), "weight_g_idx names group -1"),
+            (np.zeros(255, np.int32), r"weight_g_idx is int32 \[255\]; needs int32 or int64 \[256\]"),
+            (np.zeros(256, np.float32), "weight_g_idx is float32"),
+        ],
+    )
+    def test_groups_that_are_none(self, g_idx, message):
+        scheme = schemes.by_name("w4a16", group_size=64)
+        with pytest.raises(ValueError, match=message):
+            scheme.decompress({**scheme.compress(weight((16, 256))), "weight_g_idx": g_idx})
+
+    @pytest.mark.parametrize("order", ["group", "weight", True, False, None])
+    def test_the_configuration_says_it(self, order):
+        entry = schemes.by_name("w4a16").quantization_config([])
+        entry["config_groups"]["group_0"]["weights"]["actorder"] = order
+        assert schemes.from_config(entry) == schemes.by_name("w4a16")
 
 
 class TestAWQ:

@@ -7,15 +7,22 @@ import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints import schemes
-from tests.checkpoints.weights import SCHEMES, weight
+from tests.checkpoints.weights import ROW_GROUPS, ROW_SCALES, SCHEMES, weight
 
-over_schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+ALL = SCHEMES | {f"{name} of rows": scheme for name, scheme in ROW_GROUPS.items()} | ROW_SCALES
+over_schemes = pytest.mark.parametrize("scheme", ALL.values(), ids=ALL)
+
+
+CHANGED = ("w4a16", "w4a16_asym", "gptq", "awq", "deepseek_fp8", "autofp8", "fp8_channel", "fp8_tensor", "int8_channel")
+"""Schemes that a changed configuration may name."""
 
 
 def as_config_says(scheme):
     """A scheme with the fields that no configuration holds at their defaults."""
     unsaid = {field.name: field.default for field in dataclasses.fields(scheme)}
-    said = {name: getattr(scheme, name) for name in ("group_size", "symmetric", "version") if name in unsaid}
+    said = {
+        name: getattr(scheme, name) for name in ("group_size", "symmetric", "version", "activations") if name in unsaid
+    }
     if scheme.name == "deepseek_fp8":
         said["power_of_two"] = scheme.power_of_two
     return schemes.by_name(scheme.name, **(unsaid | said))
@@ -48,19 +55,14 @@ class TestFromConfig:
         entry["config_groups"]["group_1"] = entry["config_groups"]["group_0"]
         assert schemes.from_config(entry) == schemes.by_name("w4a16")
 
-    def test_groups_of_different_formats_are_told_to_use_detect(self):
-        entry = schemes.by_name("w4a16").quantization_config([])
-        entry["config_groups"]["group_1"] = schemes.by_name("nvfp4").quantization_config([])["config_groups"]["group_0"]
-        entry["format"] = "mixed-precision"
-        with pytest.raises(ValueError, match=r"group_0: w4a16, group_1: nvfp4\); use schemes.detect"):
-            schemes.from_config(entry)
-
     @pytest.mark.parametrize(
         ("change", "message"),
         [
             ({"num_bits": 8}, "num_bits is 8; supported is 4"),
-            ({"strategy": "channel"}, "strategy is 'channel'; supported is 'group'"),
-            ({"actorder": "group"}, "actorder is 'group'"),
+            ({"strategy": "tensor"}, "strategy is 'tensor'; supported is 'group' or 'channel'"),
+            ({"strategy": "channel"}, "group_size is 128; supported is None or -1"),
+            ({"group_size": -1}, 'group_size is -1, but strategy is "group"'),
+            ({"actorder": "columns"}, "actorder is 'columns'"),
         ],
     )
     def test_unsupported_weights(self, change, message):
@@ -74,11 +76,12 @@ class TestFromConfig:
         [
             ({}, "no quantization_config"),
             ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported are compressed-tensors"),
-            ({"quant_method": "fp8"}, "weight_block_size is None"),
+            ({"quant_method": "fp8"}, "activation_scheme is None; supported is 'dynamic' or 'static'"),
+            ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
             ({"quant_method": "gptq", "bits": 8}, "bits is 8"),
-            ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "group_size is -1"),
+            ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size is -2"),
             ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
-            ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'FP8'; supported is 'NVFP4'"),
+            ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo is 'W4A8'; supported is 'NVFP4' or 'FP8'"),
             ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is {}"),
             (
                 {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}},
@@ -119,7 +122,7 @@ class TestFromConfig:
                 except ValueError as error:
                     assert str(error).startswith("schemes.")
                 else:
-                    assert found == read or found.name in ("w4a16", "w4a16_asym", "gptq", "awq", "deepseek_fp8")
+                    assert found == read or found.name in CHANGED
 
 
 def changed_everywhere(content, value):
@@ -143,9 +146,9 @@ class TestDetect:
             return
         found = schemes.detect({**tensors, "bias": np.zeros(128, np.float32)})
         assert found is not None
-        assert found.name == scheme.name
+        assert found.name == {"modelopt_fp8": "autofp8"}.get(scheme.name, scheme.name)  # their tensors are the same
         if scheme.name in ("w4a16", "w4a16_asym"):
-            assert found == scheme
+            assert found == scheme.of_shape((128, 384))
 
     def test_specs_do_as_well(self):
         scheme = schemes.by_name("w4a16_asym", group_size=32)
@@ -164,5 +167,6 @@ class TestDetect:
     def test_a_float_weight_is_in_no_scheme(self, dtype):
         assert schemes.detect({"weight": (dtype, (4, 4)), "bias": (dtype, (4,))}) is None
 
-    def test_per_tensor_float8_is_in_no_scheme(self):
-        assert schemes.detect({"weight": ("float8_e4m3fn", (256, 256)), "weight_scale": ("float32", (1,))}) is None
+    @pytest.mark.parametrize(("codes", "shape"), [("float8_e4m3fn", (256,)), ("int8", (1,)), ("float8_e4m3fn", (3, 5))])
+    def test_scales_of_another_shape_are_in_no_scheme(self, codes, shape):
+        assert schemes.detect({"weight": (codes, (256, 256)), "weight_scale": ("float32", shape)}) is None

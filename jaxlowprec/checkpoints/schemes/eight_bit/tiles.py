@@ -38,6 +38,7 @@ class Float8Tiles(Scheme):
 
     name: ClassVar[str] = "fp8_block"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    family: ClassVar[str | None] = "compressed-tensors"
     scales: ClassVar[str] = "weight_scale"
     scale_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
@@ -96,6 +97,7 @@ class DeepSeekFloat8(Float8Tiles):
 
     name: ClassVar[str] = "deepseek_fp8"
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale_inv")
+    family: ClassVar[str | None] = None
     scales: ClassVar[str] = "weight_scale_inv"
     regex_ignores: ClassVar[bool] = False
 

@@ -1,0 +1,208 @@
+"""Eight bits with one scale per row of the weight: compressed-tensors "float-quantized" and "int-quantized" (W8A8).
+
+    w = code * scale       in float32, rounded once
+
+An engine scales each token at run time, or by the module's `input_scale`. compressed-tensors' rule of quantising:
+
+    scale = RNE_dtype(amax of the row / (448 or 127.5)), in the weight's dtype; the dtype's epsilon where that is 0
+    code  = RNE(clamp(fl(w / scale)))                    in float32
+
+Its kernels divide in float32, as here. Its other path, on CPUs, rounds the quotient to the weight's dtype too.
+Source: compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from jaxlowprec.arrays.formats import Format
+from jaxlowprec.arrays.quantized_array import QuantizedArray
+from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, Spec, Tensors, as_dtype
+from jaxlowprec.checkpoints.schemes.codes import E4M3
+from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
+from jaxlowprec.checkpoints.schemes.eight_bit.tensor import FLOAT8, PER_TOKEN, Activations
+from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
+
+_AT_ONCE = 1 << 22  # elements
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows(Scheme):
+    """The common part. No QuantizedArray has one scale per row, so weights are only compressed and decompressed.
+
+    Arguments:
+        activations, input_scale: see `Float8PerTensor`.
+    """
+
+    activations: Activations = "dynamic"
+    input_scale: float = 1.0
+
+    required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    optional: ClassVar[tuple[str, ...]] = ("input_scale",)
+    family: ClassVar[str | None] = "compressed-tensors"
+    loadable: ClassVar[bool] = False
+    also_shaped = {"input_scale": ((),)}  # noqa: RUF012
+    also_read = {"weight_scale": FLOATS, "input_scale": FLOATS}  # noqa: RUF012
+    codes: ClassVar[str]
+    """The dtype of codes."""
+    instead: ClassVar[str]
+    """What a model of this library trains with instead."""
+
+    def __post_init__(self):
+        if self.activations not in ("dynamic", "static"):
+            raise ValueError(f'{self.name}: activations={self.activations!r}; needs "dynamic" or "static"')
+
+    @abc.abstractmethod
+    def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """Codes of rows in float32, scaled by [rows, 1]."""
+
+    @abc.abstractmethod
+    def _numbers(self, codes: np.ndarray) -> np.ndarray:
+        """Codes as float32 numbers; the result may be overwritten."""
+
+    @property
+    @abc.abstractmethod
+    def _half_range(self) -> float:
+        """What a row's amax is divided by."""
+
+    @property
+    def format(self) -> Format:
+        """Raises ValueError: no format of this library has one scale per row."""
+        raise ValueError(self._not_loadable("format"))
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """See `Scheme`."""
+        return False
+
+    def check(self, shape: Sequence[int]) -> str | None:
+        """See `Scheme`."""
+        if len(shape) != 2:
+            return f"it has {len(shape)} dimensions; {self.name} holds matrices [N, K]"
+        return "it is empty" if 0 in shape else None
+
+    def compute_dtype(self, dtype: np.dtype) -> np.dtype:
+        """See `Scheme`."""
+        return dtype
+
+    def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:
+        """See `Scheme`. Scales have the weight's dtype."""
+        n, k = shape
+        specs: dict[str, Spec] = {"weight": (self.codes, (n, k)), "weight_scale": (as_dtype(dtype).name, (n, 1))}
+        return specs if self.activations == "dynamic" else {**specs, "input_scale": ("float32", (1,))}
+
+    def load(self, tensors: Tensors, dtype: Any = "bfloat16") -> QuantizedArray:
+        """Raises ValueError: no format of this library has one scale per row."""
+        self._checked(tensors, "load")
+        raise ValueError(self._not_loadable("load"))
+
+    def store(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        """Raises ValueError: no format of this library has one scale per row."""
+        raise ValueError(self._not_loadable("store"))
+
+    def holds(self, q: QuantizedArray) -> bool:
+        """See `Scheme`: never."""
+        return False
+
+    def _not_loadable(self, verb: str) -> str:
+        return (
+            f"{self.name}.{verb}: no format of this library has one scale per row; run `jaxlowprec dequantize`, load "
+            f"the result and quantise it, for example to {self.instead}"
+        )
+
+    def _compress(self, weight: np.ndarray, amax: float | None) -> dict[str, np.ndarray]:
+        if amax is not None:
+            raise ValueError(f"{self.name}.compress: amax={amax!r}; its scales are those of rows")
+        if not all_finite(weight):
+            raise ValueError(f"{self.name}.compress: the weight holds NaN or infinity, which no scale can hold")
+        n, k = weight.shape
+        scale = np.empty((n, 1), weight.dtype)
+        codes = np.empty((n, k), as_dtype(self.codes))
+        step = max(1, _AT_ONCE // k)
+        for begin in range(0, n, step):
+            rows = slice(begin, begin + step)
+            part = weight[rows].astype(np.float32)
+            largest = np.abs(part).max(axis=1, keepdims=True)
+            found = (largest / np.float32(self._half_range)).astype(weight.dtype)
+            found[found == 0] = ml_dtypes.finfo(weight.dtype).eps
+            scale[rows] = found
+            codes[rows] = self._quantised(part, found.astype(np.float32))
+        made = {"weight": codes, "weight_scale": scale}
+        if self.activations == "static":
+            made["input_scale"] = np.full((1,), self.input_scale, np.float32)
+        return made
+
+    def _shape(self, tensors: Tensors) -> tuple[int, int]:
+        return tensors["weight"].shape  # type: ignore[return-value]
+
+    def _decode(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+        values = self._numbers(tensors["weight"])
+        values *= tensors["weight_scale"].astype(np.float32)
+        return values.astype(dtype, copy=False)
+
+    def _read(self, tensors: Tensors, shape: tuple[int, int], dtype: np.dtype) -> QuantizedArray:
+        raise ValueError(self._not_loadable("load"))
+
+    def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
+        raise ValueError(self._not_loadable("store"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Rows(_Rows):
+    """Compressed-tensors "float-quantized" with one scale per row ("channel")."""
+
+    name: ClassVar[str] = "fp8_channel"
+    codes: ClassVar[str] = "float8_e4m3fn"
+    instead: ClassVar[str] = "Float8Block(block=(128, 128)), scheme fp8_block"
+
+    @property
+    def _half_range(self) -> float:
+        return 448.0
+
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Scheme`."""
+        static = {**FLOAT8, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
+        activations = PER_TOKEN if self.activations == "dynamic" else static
+        return config_of("float-quantized", {**FLOAT8, "strategy": "channel"}, ignore, activations)
+
+    def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        weight /= scale
+        return np.clip(weight, -448, 448, out=weight).astype(ml_dtypes.float8_e4m3fn)
+
+    def _numbers(self, codes: np.ndarray) -> np.ndarray:
+        return E4M3[codes.view(np.uint8)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Rows(_Rows):
+    """Compressed-tensors "int-quantized": 8-bit integers with one scale per row ("channel")."""
+
+    name: ClassVar[str] = "int8_channel"
+    optional: ClassVar[tuple[str, ...]] = ("input_scale", "input_zero_point")
+    codes: ClassVar[str] = "int8"
+    instead: ClassVar[str] = "Int4() or MXFP8(), schemes w4a16 and mxfp8"
+
+    @property
+    def _half_range(self) -> float:
+        return 127.5
+
+    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Scheme`."""
+        common = {"num_bits": 8, "type": "int", "symmetric": True}
+        per_token = {**common, "strategy": "token", "dynamic": True}
+        static = {**common, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
+        activations = per_token if self.activations == "dynamic" else static
+        return config_of("int-quantized", {**common, "strategy": "channel"}, ignore, activations)
+
+    def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        weight /= scale
+        return np.rint(np.clip(weight, -128, 127, out=weight), out=weight).astype(np.int8)
+
+    def _numbers(self, codes: np.ndarray) -> np.ndarray:
+        return codes.astype(np.float32)
