@@ -11,13 +11,14 @@ import pytest
 
 import jaxlowprec as jlp
 from tests.helpers import often, run_python
-from tests.layers.fused.layers import EXACT
 from tests.sharding.meshes import collectives
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 PLAIN = jlp.NVFP4BlockScaling(disable_stochastic_rounding=True)  # without a key, random bits follow the amax
 RECIPES = [None, jlp.MXFP8BlockScaling(), jlp.Float8CurrentScaling(), PLAIN]
+# Without optimisations a multiplication and an addition are rounded once here and twice there: other codes of FP8.
+AS_USERS = {"xla_backend_optimization_level": 3}
 
 
 def problem(stages, count=6, width=32):
@@ -34,7 +35,7 @@ def test_losses_and_gradients_are_those_of_the_sequential_model(recipe, stages, 
 
     def step(loss, *more):
         run = jax.value_and_grad(lambda p: loss(p, x, target, recipe, *more))
-        return jax.jit(run, compiler_options=EXACT)(parameters)
+        return jax.jit(run, compiler_options=AS_USERS)(parameters)
 
     expected, actual = step(pipeline.sequential_loss), step(pipeline.pipelined_loss, mesh)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
