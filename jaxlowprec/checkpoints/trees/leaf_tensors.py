@@ -19,7 +19,7 @@ from jaxlowprec.checkpoints.trees.groups import Group, Place, right_axes
 from jaxlowprec.checkpoints.trees.layout import PLUS, Layout
 from jaxlowprec.checkpoints.trees.moves import Moves, joined, merged
 from jaxlowprec.checkpoints.trees.numbers import differ, of_file
-from jaxlowprec.checkpoints.trees.quantized_rows import field_moves, require_whole_tiles, rows_joined
+from jaxlowprec.checkpoints.trees.quantized_rows import field_moves, has_tensor_scale, require_whole_tiles, rows_joined
 from jaxlowprec.checkpoints.trees.rule import Rule
 from jaxlowprec.checkpoints.trees.tree_paths import on_host
 
@@ -194,7 +194,8 @@ class Placed:
             sizes = [moves.file_sizes(part)[str(group.layout.joined)] for part in range(len(group.rule.names))]
             require_whole_tiles(group.path, q.format, sizes)
         amax = q.amax if q.format.row_scaled else taken(q.amax, batch)  # no scheme stores an amax per row
-        data, scale, zeros = taken(q.data, rows), taken(q.scale, rows), taken(q.zero_point, rows)
+        scale = taken(q.scale, batch if has_tensor_scale(q) else rows)
+        data, zeros = taken(q.data, rows), taken(q.zero_point, rows)
         return dataclasses.replace(q, data=data, scale=scale, amax=amax, zero_point=zeros, matrix_shape=matrix, axis=-1)
 
 

@@ -24,6 +24,16 @@ def field_moves(moves: Moves, shape: Sequence[int], layout: Layout) -> Moves:
     return Moves(layout, tuple(shape), tuple(share // unit for share in moves.shares))
 
 
+def has_tensor_scale(q: QuantizedArray) -> bool:
+    """Whether a whole matrix has one scale, which is then not the scale of some rows.
+
+    >>> import jaxlowprec as jlp
+    >>> [has_tensor_scale(jlp.quantize(jnp.ones((2, 32)), fmt)) for fmt in (jlp.Float8Tensor(), jlp.MXFP8())]
+    [True, False]
+    """
+    return q.scale.ndim == q.data.ndim - 2
+
+
 def require_whole_tiles(path: str, fmt: Format, sizes: Sequence[int]) -> None:
     """Raises ValueError if a scale covers rows of two parts.
 
@@ -48,15 +58,16 @@ def rows_joined(group: Group, parts: Sequence[QuantizedArray]) -> QuantizedArray
     statics = {(part.format, part.matrix_shape[1], part.hadamard) for part in parts}
     if len(statics) > 1 or first.signs is not None:
         raise ValueError(f"{group.path} are quantised in different formats; one tensor needs one format")
-    _require_one_amax(group.path, [part.amax for part in parts])
+    _require_one_scale(group.path, parts)
 
     def joined(name: str) -> Any:
         arrays = [getattr(part, name) for part in parts]
         return None if arrays[0] is None else jnp.concatenate(arrays)
 
     matrix = (sum(part.shape[0] for part in parts), first.shape[1])
+    scale = first.scale if has_tensor_scale(first) else joined("scale")
     return dataclasses.replace(
-        first, matrix_shape=matrix, data=joined("data"), scale=joined("scale"), zero_point=joined("zero_point")
+        first, matrix_shape=matrix, data=joined("data"), scale=scale, zero_point=joined("zero_point")
     )
 
 
@@ -69,7 +80,7 @@ def rows_split(group: Group, q: QuantizedArray) -> list[QuantizedArray]:
     made, begin = [], 0
     for size in sizes:
         fields: dict[str, Any] = {}
-        for name in ("data", "scale", "zero_point"):
+        for name in ("data", "zero_point") if has_tensor_scale(q) else ("data", "scale", "zero_point"):
             array = getattr(q, name)
             unit = q.format.length if q.format.tiles and name == "scale" else 1
             fields[name] = None if array is None else array[begin // unit : -(-(begin + size) // unit)]
@@ -86,7 +97,7 @@ def leaf_of_rows(group: Group, moves: Moves, matrices: Sequence[QuantizedArray])
     if by_rows:
         require_whole_tiles(group.path, first.format, [matrix.shape[0] for matrix in matrices[:parts]])
         for begin in range(0, len(matrices), parts):
-            _require_one_amax(group.path, [matrix.amax for matrix in matrices[begin : begin + parts]])
+            _require_one_scale(group.path, matrices[begin : begin + parts])
 
     def field(name: str, arrangement: Layout) -> Any:
         arrays = [getattr(matrix, name) for matrix in matrices]
@@ -97,19 +108,28 @@ def leaf_of_rows(group: Group, moves: Moves, matrices: Sequence[QuantizedArray])
         made = [like.back(arrays[begin : begin + taken]) for begin in range(0, len(arrays), parts)]
         return stacked(made, moves.counts, arrangement)
 
-    fields: dict[str, Any] = {name: field(name, layout.of_rows()) for name in ("data", "scale", "zero_point")}
-    amax = field("amax", layout.of_batch())
+    batch, by_row = layout.of_batch(), layout.of_rows()
+    fields: dict[str, Any] = {name: field(name, by_row) for name in ("data", "zero_point")}
+    fields["scale"] = field("scale", batch if has_tensor_scale(first) else by_row)
+    amax = field("amax", batch)
     rows = sum(matrix.shape[0] for matrix in matrices[:parts]) if by_rows else first.shape[0]
     return dataclasses.replace(first, **fields, amax=amax, matrix_shape=(first.shape[1], rows), axis=-2)
 
 
-def _require_one_amax(path: str, values: Sequence[jax.Array | None]) -> None:
+def _require_one_scale(path: str, parts: Sequence[QuantizedArray]) -> None:
+    """Raises ValueError if matrices that one tensor holds have different scales of a whole matrix."""
+    _require_equal(path, "amax", [part.amax for part in parts])
+    if has_tensor_scale(parts[0]):
+        _require_equal(path, "scale", [part.scale for part in parts])
+
+
+def _require_equal(path: str, what: str, values: Sequence[jax.Array | None]) -> None:
     if values[0] is None:
         return
     found = [np.asarray(value) for value in values]
     if any(not np.array_equal(value, found[0]) for value in found):
         shown = ", ".join(f"{float(value.max()):.6g}" for value in found)
         raise ValueError(
-            f"{path}: the parts have tensor scales of amax {shown}, and one tensor has one; quantise them with the "
+            f"{path}: the parts have tensor scales of {what} {shown}, and one tensor has one; quantise them with the "
             "same amax=, the largest"
         )

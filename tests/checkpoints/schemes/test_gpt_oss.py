@@ -39,7 +39,7 @@ def model():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_load_and_store_are_inverse_and_compressing_is_quantising(dtype):
+def test_store_is_the_inverse_of_load_and_compress_quantises(dtype):
     w = array(dtype=dtype)
     tensors = SCHEME.compress(w)
     assert {n: (t.dtype.name, t.shape) for n, t in tensors.items()} == SCHEME.output_specs(w.shape, dtype)
