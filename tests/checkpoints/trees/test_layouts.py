@@ -238,13 +238,13 @@ class TestOffsets:
         assert_same_bytes(mapping.from_tensors(tensors, {"q": {"kernel": leaf}})["q"]["kernel"], jnp.asarray(leaf))
 
 
-SCHEMES = ("w4a16", "w4a16_asym", "nvfp4", "mxfp8", "fp8_block")
+SCHEMES = ("w4a16", "w4a16_asym", "nvfp4", "mxfp8", "fp8_block", "fp8_tensor")
 N, K = 256, 128
 
 
 def quantized(scheme, *shape, seed=0):
     kernel = jnp.asarray(numbers(*shape, dtype="bfloat16", seed=seed))
-    amax = jnp.full(shape[:-2], 6.0, jnp.float32) if scheme.format.has_tensor_scale else None
+    amax = jnp.full(shape[:-2], 6.0, jnp.float32) if scheme.shares_global_scale else None
     return jlp.quantize(kernel, scheme.format, axis=-2, amax=amax)
 
 
