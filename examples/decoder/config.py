@@ -12,7 +12,15 @@ from typing import Any
 from decoder.rope import Rope
 
 CONFIG = "config.json"
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""Architectures by `model_type`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,24 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from decoder.config import DecoderConfig
+from decoder.config import FAMILIES, DecoderConfig
 from decoder.model import Decoder
 from jaxlowprec import checkpoints
-from jaxlowprec.checkpoints import LLAMA, QWEN3_MOE, Rule, TreeMapping
+from jaxlowprec.checkpoints import TreeMapping, mapping_for
 
-MIXTRAL = TreeMapping(
-    (
-        *LLAMA.rules,
-        Rule("layers.{i}.mlp.router.kernel", "model.layers.{i}.block_sparse_moe.gate.weight"),
-        *(
-            Rule(
-                f"layers.{{i}}.mlp.experts.{ours}.kernel",
-                f"model.layers.{{i}}.block_sparse_moe.experts.{{expert}}.{theirs}.weight",
-            )
-            for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-        ),
-    )
-)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -42,7 +29,8 @@ TOKENIZER_FILES = (
 
 def mapping_of(config: DecoderConfig) -> TreeMapping:
     """The names of a decoder's parameters in its family's checkpoints."""
-    return {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}.get(config.family, LLAMA)
+    architecture = FAMILIES[config.family]
+    return mapping_for({"architectures": [architecture], "tie_word_embeddings": config.tied})
 
 
 def load(folder: pathlib.Path, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32) -> Decoder:
