@@ -145,6 +145,7 @@ class Repository:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     def check(self, *phases, **variables):

@@ -1,6 +1,8 @@
 """Every phase of scripts/gpu_check.sh, with a CPU in the GPU's place and a few empty tests in those of tests/gpu."""
 
+import contextlib
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -35,6 +37,16 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def kill_session(leader):
+    """SIGKILL to a process and to all that it has started, workers of pytest among them."""
+    for file in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            session = int(file.read_text().rpartition(")")[2].split()[3])
+            if session == leader.pid:
+                os.kill(int(file.parent.name), signal.SIGKILL)
+    leader.communicate(timeout=30)
 
 
 READS_FILES = """
@@ -259,8 +271,7 @@ class TestCutOff:
         process = repository.start("test", WORKERS="2")
         file = repository.out / "tests.jsonl"
         wait_for(lambda: file.exists() and "test_sleeps" in file.read_text() and file.read_text().count("passed") >= 4)
-        process.kill()
-        process.communicate(timeout=30)
+        kill_session(process)
         file.write_text(file.read_text() + '{"run": "test, cut o')  # in the middle of a line
         repository.test("quantize", SLEEPS.format(0))
         status, printed = repository.check("test")
