@@ -22,8 +22,8 @@ def q4_0(shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
     return blocks.reshape(n, -1)
 
 
-def write_gguf(file: pathlib.Path, config: Any) -> int:
-    """Writes a Llama of a `DecoderConfig`, all matrices in Q4_0; the bytes that a step multiplies by."""
+def write_gguf(file: pathlib.Path, config: Any) -> None:
+    """Writes a Llama of a `DecoderConfig`, all matrices in Q4_0."""
     import gguf
 
     writer, random = gguf.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
@@ -45,12 +45,9 @@ def write_gguf(file: pathlib.Path, config: Any) -> int:
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(words)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    read = 0
 
-    def matrix(name: str, n: int, k: int) -> int:
-        data = q4_0((n, k), random)
-        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-        return data.nbytes
+    def matrix(name: str, n: int, k: int) -> None:
+        writer.add_tensor(name, q4_0((n, k), random), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
 
     def norm(name: str) -> None:
         writer.add_tensor(name, np.ones(config.width, np.float32))
@@ -58,7 +55,7 @@ def write_gguf(file: pathlib.Path, config: Any) -> int:
     heads, keys = config.heads * config.head, config.key_heads * config.head
     matrix("token_embd.weight", config.vocabulary, config.width)
     norm("output_norm.weight")
-    read += matrix("output.weight", config.vocabulary, config.width)
+    matrix("output.weight", config.vocabulary, config.width)
     for i in range(config.layers):
         for name, n, k in (
             ("attn_q", heads, config.width),
@@ -69,14 +66,13 @@ def write_gguf(file: pathlib.Path, config: Any) -> int:
             ("ffn_up", config.hidden, config.width),
             ("ffn_down", config.width, config.hidden),
         ):
-            read += matrix(f"blk.{i}.{name}.weight", n, k)
+            matrix(f"blk.{i}.{name}.weight", n, k)
         norm(f"blk.{i}.attn_norm.weight")
         norm(f"blk.{i}.ffn_norm.weight")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return read
 
 
 class LlamaCpp:

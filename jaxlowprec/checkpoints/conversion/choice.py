@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jaxlowprec.checkpoints.conversion.rules import check_rule, experts_of, fused_units, matching
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed
+from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed, why_not_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Choice:
         if mixed := [scheme for scheme in self.schemes if isinstance(scheme, Mixed)]:
             names = ", ".join(scheme.name for scheme in mixed[0].schemes)
             raise CheckpointError(f"scheme is a Mixed ({names}); give one of its schemes, and the others as overrides")
-        _require_one_family(self.schemes)
+        if len(self.schemes) > 1 and (why := why_not_together(self.schemes)):
+            raise CheckpointError(why)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -74,13 +75,3 @@ def require_one_scheme_in_a_unit(chosen: Mapping[str, Scheme]) -> None:
                     f"{other} would be {chosen[other].name} and {module} {chosen[module].name}, but engines hold them "
                     "as one weight; give both one scheme: a --scheme-for rule must match both or neither"
                 )
-
-
-def _require_one_family(schemes: tuple[Scheme, ...]) -> None:
-    families = {scheme.family for scheme in schemes}
-    if len(schemes) > 1 and (None in families or len(families) > 1):
-        kinds = "; ".join(f"{s.name}: {s.family or 'no other scheme beside it'}" for s in schemes)
-        raise CheckpointError(
-            f"no config names these schemes together ({kinds}); choose several of compressed-tensors, or several of "
-            "modelopt"
-        )

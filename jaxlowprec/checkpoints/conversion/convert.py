@@ -63,6 +63,26 @@ class Report:
     verified: int | None = None
     seconds: float = 0.0
 
+    @classmethod
+    def of_plan(cls, plan: Plan, scheme: str | None = None) -> Report:
+        """What a plan says, before it is carried out.
+
+        Arguments:
+            plan: the plan.
+            scheme: see the attributes. None: the plan's only format, or "mixed".
+        """
+        formats = dict(Counter(plan.formats.values()).most_common())
+        return cls(
+            scheme=scheme or ("mixed" if len(formats) > 1 else next(iter(formats))),
+            changed=plan.changed,
+            formats=formats,
+            left=plan.left,
+            ignore=plan.ignore,
+            warnings=plan.warnings,
+            source_bytes=plan.source_bytes,
+            output_bytes=plan.output_bytes,
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
         return dataclasses.asdict(self)
@@ -184,18 +204,8 @@ def _carry_out(
     copied, left_out = other_files(source, plan.drop_files)
     for path in [*map(pathlib.Path, own_files(source)), *copied]:
         real_path(source.path, path, run.follow_links)
-    formats = dict(Counter(plan.formats.values()).most_common())
-    report = Report(
-        scheme="mixed" if len(formats) > 1 else next(iter(formats)),
-        changed=plan.changed,
-        formats=formats,
-        left=plan.left,
-        ignore=plan.ignore,
-        warnings=plan.warnings,
-        source_bytes=plan.source_bytes,
-        output_bytes=plan.output_bytes,
-        copied=[str(path) for path in copied],
-        left_out=[str(path) for path in left_out],
+    report = dataclasses.replace(
+        Report.of_plan(plan), copied=[str(path) for path in copied], left_out=[str(path) for path in left_out]
     )
     wanted = fingerprint(source, options)
     if run.dry_run:

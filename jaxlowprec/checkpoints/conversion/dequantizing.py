@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from jaxlowprec.checkpoints.conversion.modules import QuantisedModule, quantised_modules
+from jaxlowprec.checkpoints.conversion.modules import MODELOPT_FILE, QuantisedModule, quantised_modules
 from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan, copy_job, require_distinct
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import without_quantization
@@ -13,7 +13,7 @@ from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 
-_OTHER_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_OTHER_CONFIGS = (MODELOPT_FILE, "quantize_config.json", "quant_config.json")
 
 
 def plan_dequantization(source: CheckpointFolder, scheme: Scheme, dtype: str) -> Plan:

@@ -21,13 +21,14 @@ from jaxlowprec.checkpoints.files.safetensors_header import (
     layout_header,
     parse_header,
 )
+from jaxlowprec.checkpoints.files.tensor_file import TensorFile
 from jaxlowprec.checkpoints.files.written_whole import FilledFile
 
 METADATA = {"format": "pt"}
 """Metadata that Hugging Face's loaders require in a file."""
 
 
-class SafetensorsFile:
+class SafetensorsFile(TensorFile[TensorEntry, Header]):
     """A safetensors file, open for reading.
 
     Tensors are read when they are asked for. The arrays are read-only and stay valid after `close`. If the file becomes
@@ -38,13 +39,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
-        self._file = OpenFile.to_read(self.path)
-        try:
-            self.header = read_header(self._file)
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(path, read_header)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -96,22 +91,6 @@ class SafetensorsFile:
         """Copies a tensor's bytes into another file, inside the kernel where possible."""
         entry = self._entry(name)
         copy_range(self._file, entry.offset, destination, offset, entry.spec.nbytes)
-
-    def _entry(self, name: str) -> TensorEntry:
-        try:
-            return self.header.tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}") from None
-
-    def close(self) -> None:
-        """Closes the file; arrays that were read stay valid."""
-        self._file.close()
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_header(file: OpenFile) -> Header:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxlowprec.checkpoints.errors import CheckpointError, brief
 from jaxlowprec.checkpoints.files.file_bytes import OpenFile, memory
+from jaxlowprec.checkpoints.files.tensor_file import TensorFile
 from jaxlowprec.checkpoints.files.written_whole import FilledFile
 from jaxlowprec.checkpoints.gguf.block_types import DECODED
 from jaxlowprec.checkpoints.gguf.cursor import Cursor
@@ -28,7 +29,7 @@ SUFFIX = ".gguf"
 _SPLIT = "split.count"
 
 
-class GGUFFile:
+class GGUFFile(TensorFile[TensorEntry, Header]):
     """A GGUF file (version 2 or 3), open for reading.
 
     Tensors are read when they are asked for. The arrays stay valid after `close`. Shapes have numpy's order: the last
@@ -39,18 +40,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
-        self._file = OpenFile.to_read(self.path)
-        try:
-            self.header: Header = parse_header(Cursor(self._file))
-            if self.metadata.get(_SPLIT, 0) not in (0, 1):
-                raise CheckpointError(
-                    f"{self.path}: is one of {self.metadata[_SPLIT]} parts of a model; put them together with "
-                    "llama.cpp's llama-gguf-split --merge"
-                )
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(path, _read_header)
 
     @property
     def metadata(self) -> Mapping[str, Value]:
@@ -97,21 +87,16 @@ class GGUFFile:
         with np.errstate(over="ignore", invalid="ignore"):
             return decoded(spec, data).reshape(shape)
 
-    def _entry(self, name: str) -> TensorEntry:
-        try:
-            return self.header.tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}") from None
 
-    def close(self) -> None:
-        """Closes the file; arrays that were read stay valid."""
-        self._file.close()
-
-    def __enter__(self) -> GGUFFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _read_header(file: OpenFile) -> Header:
+    """The checked header of an open file that holds a whole model."""
+    header = parse_header(Cursor(file))
+    if (parts := header.metadata.get(_SPLIT, 0)) not in (0, 1):
+        raise CheckpointError(
+            f"{file.path}: is one of {parts} parts of a model; put them together with llama.cpp's "
+            "llama-gguf-split --merge"
+        )
+    return header
 
 
 _DECODED_AT_ONCE = 1 << 16  # blocks: some megabytes of intermediate results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -86,16 +85,7 @@ def import_gguf(
         model = _model(file, dtype, keep)
         plan = _planned(model)
         wanted = _fingerprint(file, {"command": "import_gguf", "dtype": dtype, "keep": keep})
-        report = Report(
-            scheme=f"GGUF to {model.scheme.name if model.scheme else 'plain weights'}",
-            changed=plan.changed,
-            formats=dict(collections.Counter(plan.formats.values())),
-            left=plan.left,
-            ignore=plan.ignore,
-            warnings=plan.warnings,
-            source_bytes=plan.source_bytes,
-            output_bytes=plan.output_bytes,
-        )
+        report = Report.of_plan(plan, f"GGUF to {model.scheme.name if model.scheme else 'plain weights'}")
         if run.dry_run:
             check_claim(path, wanted)
             return report

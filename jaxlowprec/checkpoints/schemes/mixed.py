@@ -63,13 +63,8 @@ class Mixed(Scheme):
     def __post_init__(self):
         if not self.groups:
             raise ValueError("mixed: there are no groups; needs one or more")
-        families = {group.scheme.family for group in self.groups}
-        if None in families or len(families) > 1:
-            kinds = "; ".join(f"{s.name}: {s.family or 'one scheme in a checkpoint'}" for s in self.schemes)
-            raise ValueError(
-                f"mixed: no configuration names these schemes together ({kinds}); needs several of compressed-tensors, "
-                "or several of modelopt"
-            )
+        if why := why_not_together(self.schemes):
+            raise ValueError(f"mixed: {why}")
         seen: dict[str, Scheme] = {}
         for group in self.groups:
             for target in group.targets:
@@ -215,6 +210,18 @@ class Mixed(Scheme):
 
     def _write(self, q: QuantizedArray) -> dict[str, np.ndarray]:
         return self.store(q)
+
+
+def why_not_together(schemes: Sequence[Scheme]) -> str | None:
+    """Why no configuration names these schemes beside others; None if one does: all are of one family."""
+    families = {scheme.family for scheme in schemes}
+    if None not in families and len(families) == 1:
+        return None
+    kinds = "; ".join(f"{s.name}: {s.family or 'no other scheme beside it'}" for s in schemes)
+    return (
+        f"no config names these schemes together ({kinds}); choose several of compressed-tensors, or several of "
+        "modelopt"
+    )
 
 
 def check_target(target: object) -> None:

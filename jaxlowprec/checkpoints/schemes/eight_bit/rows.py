@@ -26,7 +26,7 @@ from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, Spec, Tensors, as_dtype
 from jaxlowprec.checkpoints.schemes.codes import E4M3
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
-from jaxlowprec.checkpoints.schemes.eight_bit.tensor import FLOAT8, PER_TOKEN, Activations
+from jaxlowprec.checkpoints.schemes.eight_bit.tensor import FLOAT8, Activations, activations_of, check_activations
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
 
 _AT_ONCE = 1 << 22  # elements
@@ -55,8 +55,7 @@ class _Rows(Scheme):
     """What a model of this library trains with instead."""
 
     def __post_init__(self):
-        if self.activations not in ("dynamic", "static"):
-            raise ValueError(f'{self.name}: activations={self.activations!r}; needs "dynamic" or "static"')
+        check_activations(self.name, self.activations)
 
     @abc.abstractmethod
     def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -167,8 +166,7 @@ class Float8Rows(_Rows):
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """See `Scheme`."""
-        static = {**FLOAT8, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
-        activations = PER_TOKEN if self.activations == "dynamic" else static
+        activations = activations_of(FLOAT8, self.activations)
         return config_of("float-quantized", {**FLOAT8, "strategy": "channel"}, ignore, activations)
 
     def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -195,9 +193,7 @@ class Int8Rows(_Rows):
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """See `Scheme`."""
         common = {"num_bits": 8, "type": "int", "symmetric": True}
-        per_token = {**common, "strategy": "token", "dynamic": True}
-        static = {**common, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
-        activations = per_token if self.activations == "dynamic" else static
+        activations = activations_of(common, self.activations)
         return config_of("int-quantized", {**common, "strategy": "channel"}, ignore, activations)
 
     def _quantised(self, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ Source: compressed-tensors 0.20; vLLM's Fp8Config and ModelOptFp8Config; numeric
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -22,9 +22,25 @@ from jaxlowprec.checkpoints.schemes.codes import E4M3
 from jaxlowprec.checkpoints.schemes.compressed_tensors import config_of
 
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
-PER_TOKEN = {**FLOAT8, "strategy": "token", "dynamic": True}
 
 Activations = Literal["dynamic", "static"]
+
+
+def check_activations(name: str, activations: str) -> None:
+    """Raises ValueError unless activations are "dynamic" or "static"."""
+    if activations not in ("dynamic", "static"):
+        raise ValueError(f'{name}: activations={activations!r}; needs "dynamic" or "static"')
+
+
+def activations_of(element: Mapping[str, Any], activations: Activations) -> dict[str, Any]:
+    """A configuration's entry about activations of an element type: a scale per token at run time, or a fixed one.
+
+    >>> activations_of(FLOAT8, "dynamic")["strategy"]
+    'token'
+    """
+    if activations == "dynamic":
+        return {**element, "strategy": "token", "dynamic": True}
+    return {**element, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +76,7 @@ class Float8PerTensor(Scheme):
     def __post_init__(self):
         if self.scale_dtype not in self.scale_dtypes:
             raise ValueError(f"{self.name}: scale_dtype={self.scale_dtype!r}; needs {' or '.join(self.scale_dtypes)}")
-        if self.activations not in ("dynamic", "static"):
-            raise ValueError(f'{self.name}: activations={self.activations!r}; needs "dynamic" or "static"')
+        check_activations(self.name, self.activations)
 
     @property
     def format(self) -> Format:
@@ -79,8 +94,7 @@ class Float8PerTensor(Scheme):
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """See `Scheme`."""
-        static = {**FLOAT8, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
-        activations = PER_TOKEN if self.activations == "dynamic" else static
+        activations = activations_of(FLOAT8, self.activations)
         return config_of("float-quantized", {**FLOAT8, "strategy": "tensor"}, ignore, activations)
 
     def _shape(self, tensors: Tensors) -> tuple[int, int]:
