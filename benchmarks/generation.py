@@ -1,4 +1,4 @@
-"""Generation of one sequence by the decoder of examples/: tokens per second, and the share of the read bandwidth.
+"""Generation of one sequence by `models.decoder`: tokens per second, and the share of the read bandwidth.
 
     python benchmarks/generation.py [--layers 8] [--llama-cpp] [--save]
     python benchmarks/generation.py --one-core --llama-cpp      # where other programs run
@@ -35,13 +35,7 @@ from llama_cpp import LlamaCpp, write_gguf
 from timing import environment, keep_memory, save
 
 import jaxlowprec as jlp
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-
-from decoder.cache import Cache
-from decoder.config import DecoderConfig
-from decoder.generate import Generator
-from decoder.model import Decoder
+from jaxlowprec.models.decoder import Cache, Decoder, DecoderConfig, Generator
 
 SHAPE = {
     "model_type": "llama",

@@ -21,17 +21,18 @@ import json
 import pathlib
 
 import jax.numpy as jnp
-from decoder import exports, folders, training
-from decoder.config import CONFIG, DecoderConfig
-from decoder.generate import Generator
-from decoder.model import Decoder
-from decoder.tokens import encoded_file, tokens_of
 from flax import nnx
+from lm import finetuning
 from lm.data import Batches
 from lm.training import Schedule
 
 import jaxlowprec as jlp
 from jaxlowprec import checkpoints
+from jaxlowprec.checkpoints.decoders import exports, folders
+from jaxlowprec.checkpoints.decoders.tokens import encoded_file, tokens_of
+from jaxlowprec.models.decoder.config import CONFIG, DecoderConfig
+from jaxlowprec.models.decoder.generate import Generator
+from jaxlowprec.models.decoder.model import Decoder
 
 RECIPES = ("int4_qat", "nvfp4", "qlora")
 BASES = {"nvfp4": jlp.NVFP4(), "mxfp4": jlp.MXFP4(), "int4": jlp.Int4(32)}
@@ -137,9 +138,9 @@ def main() -> None:
     (options.out / SETTINGS).write_text(json.dumps(settings(options), indent=2) + "\n")
     schedule = Schedule(options.steps, options.learning_rate, options.batch, options.seed, options.checkpoint_every)
     batches = Batches(options.encoded, options.batch, options.context, options.seed)
-    before = training.validation_loss(decoder, recipe, batches)
-    training.train(decoder, wanted, recipe, batches, schedule, options.out)
-    after = training.validation_loss(decoder, recipe, batches)
+    before = finetuning.validation_loss(decoder, recipe, batches)
+    finetuning.train(decoder, wanted, recipe, batches, schedule, options.out)
+    after = finetuning.validation_loss(decoder, recipe, batches)
     print(f"loss on text that was not trained on: {before:.3f} before, {after:.3f} after")
     write(options, decoder, recipe)
     print(f"\nexport: {options.out / 'export'}\n\n{sample(options)}")

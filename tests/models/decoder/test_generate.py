@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder import generate
-from decoder.cache import in_8_bits
-from decoder.generate import Generator
-from decoder.model import log_probabilities
 from flax import nnx
 
 import jaxlowprec as jlp
-from tests.examples.decoder import tiny
+from jaxlowprec.models.decoder import generate
+from jaxlowprec.models.decoder.cache import in_8_bits
+from jaxlowprec.models.decoder.generate import Generator
+from jaxlowprec.models.decoder.model import log_probabilities
 from tests.helpers import often
+from tests.models.decoder import tiny
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [200], [17, 99, 31]]
 COUNT = 12

@@ -13,10 +13,10 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jaxlowprec as jlp
-from decoder.config import CONFIG
-from decoder.folders import copy_tokenizer, mapping_of
-from decoder.model import Decoder
 from jaxlowprec import checkpoints
+from jaxlowprec.checkpoints.decoders.folders import copy_tokenizer, mapping_of
+from jaxlowprec.models.decoder.config import CONFIG
+from jaxlowprec.models.decoder.model import Decoder
 
 _WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized)
 _QUANTIZATION = ("quantization_config", "compression_config")

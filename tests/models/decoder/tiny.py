@@ -1,12 +1,12 @@
 """Tiny decoders: what config.json of each family says, and folders of random numbers."""
 
 import jax.numpy as jnp
-from decoder.config import DecoderConfig
-from decoder.folders import mapping_of
-from decoder.model import Decoder
 from flax import nnx
 
 from jaxlowprec import checkpoints
+from jaxlowprec.checkpoints.decoders.folders import mapping_of
+from jaxlowprec.models.decoder.config import DecoderConfig
+from jaxlowprec.models.decoder.model import Decoder
 
 SIZES = {
     "vocab_size": 256,

@@ -8,12 +8,13 @@ import finetune
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder import exports, folders, training
 from flax import nnx
+from lm import finetuning
 
 import jaxlowprec as jlp
+from jaxlowprec.checkpoints.decoders import exports, folders
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
-from tests.examples.decoder import tiny
+from tests.models.decoder import tiny
 
 OPTIONS = ("--steps", "4", "--batch", "2", "--context", "16", "--checkpoint-every", "2", "--tokens", "3")
 RATE = ("--learning-rate", "0.01")
@@ -74,7 +75,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(family, models, run, tmp_path, m
     losses = json.loads((tmp_path / "whole" / "losses.json").read_text())
     assert len(losses) == 4 and losses[-1] < losses[0]
 
-    save = training.Checkpoints.save
+    save = finetuning.Checkpoints.save
 
     def save_and_end(self, *content):
         save(self, *content)
@@ -82,7 +83,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(family, models, run, tmp_path, m
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Checkpoints, "save", save_and_end)
+        patch.setattr(finetuning.Checkpoints, "save", save_and_end)
         with pytest.raises(Killed):
             run(models(family), tmp_path / "killed", *INT4)
     assert len(json.loads((tmp_path / "killed" / "losses.json").read_text())) == 2
@@ -197,7 +198,7 @@ def test_a_vocabulary_without_a_tokenizer_is_refused(text, tmp_path, refused_by)
 
 def test_a_tokenizer_file_is_used(text, models, tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    from decoder.tokens import encoded_file, tokens_of
+    from jaxlowprec.checkpoints.decoders.tokens import encoded_file, tokens_of
 
     words = tokenizers.models.WordLevel({"the": 0, "low": 1, "bits": 2, "?": 3}, unk_token="?")
     tokenizer = tokenizers.Tokenizer(words)

@@ -7,9 +7,9 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from decoder.rope import Rope
+from jaxlowprec.models.decoder.rope import Rope
 
 CONFIG = "config.json"
 FAMILIES = {
@@ -108,7 +108,7 @@ class DecoderConfig:
         if not isinstance(content, Mapping):
             raise ValueError(f"{where}: holds {type(content).__name__}; needs a JSON object")
         said = _Said(content, where)
-        family = content.get("model_type")
+        family = str(content.get("model_type"))
         if family not in FAMILIES:
             said.refuse("model_type", f"one of {', '.join(FAMILIES)}; other families need layers of their own")
         if (activation := content.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -151,7 +151,7 @@ class _Said:
     def __init__(self, content: Mapping[str, Any], where: str):
         self.content, self.where = content, where
 
-    def refuse(self, key: str, needed: str) -> Any:
+    def refuse(self, key: str, needed: str) -> NoReturn:
         """Raises ValueError about a key."""
         raise ValueError(f"{self.where}: {key} is {self.content.get(key)!r}; this decoder needs {needed}")
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from decoder.config import FAMILIES, DecoderConfig
-from decoder.model import Decoder
 from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints import TreeMapping, mapping_for
+from jaxlowprec.models.decoder.config import FAMILIES, DecoderConfig
+from jaxlowprec.models.decoder.model import Decoder
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decoder.config import DecoderConfig
+from jaxlowprec.models.decoder.config import DecoderConfig
 
 EIGHT_BITS = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """The 8-bit types of a cache, and the largest number that a row is scaled to."""

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from decoder.cache import EIGHT_BITS, Cache
-from decoder.model import Decoder, log_probabilities
+from jaxlowprec.models.decoder.cache import EIGHT_BITS, Cache
+from jaxlowprec.models.decoder.model import Decoder, log_probabilities
 
 SMALLEST_PREFILL, SMALLEST_SPAN = 16, 256
 CACHES = ("float32", "bfloat16", *EIGHT_BITS)
@@ -158,15 +158,15 @@ def _prefill(merged, arrays, cache: Cache, tokens: jax.Array, lengths: jax.Array
     return decoder.logits(last), dataclasses.replace(cache, lengths=lengths)
 
 
-def _step(merged, arrays, cache: Cache, tokens, keys, temperature, greedy: bool, span: int):
+def _step(merged, arrays, cache: Cache, tokens, keys, temperature, *, greedy: bool, span: int):
     """The cache with the tokens [batch], the next tokens, and their log-probabilities."""
     decoder = merged(arrays)
     hidden, new, _ = decoder.hidden(tokens[:, None], cache, starts=cache.lengths, span=span)
     new = dataclasses.replace(new, lengths=cache.lengths + 1)
-    return new, *_choose(decoder.logits(hidden[:, 0]), new.lengths, keys, temperature, greedy)
+    return new, *_choose(decoder.logits(hidden[:, 0]), new.lengths, keys, temperature, greedy=greedy)
 
 
-def _choose(logits, places, keys, temperature, greedy: bool) -> tuple[jax.Array, jax.Array]:
+def _choose(logits, places, keys, temperature, *, greedy: bool) -> tuple[jax.Array, jax.Array]:
     """A token for each place, and the logarithm of its probability."""
     if greedy:
         tokens = jnp.argmax(logits, axis=-1)
@@ -179,5 +179,5 @@ def _choose(logits, places, keys, temperature, greedy: bool) -> tuple[jax.Array,
 
 def _until(row: np.ndarray, stop: Sequence[int]) -> int:
     """How many tokens there are up to the first that ends a text."""
-    ends = np.flatnonzero(np.isin(row, stop)) if stop else []
+    ends = np.flatnonzero(np.isin(row, stop or []))
     return int(ends[0]) + 1 if len(ends) else len(row)

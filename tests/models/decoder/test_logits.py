@@ -5,13 +5,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from decoder import folders
 from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec import checkpoints
-from tests.examples.decoder import tiny
+from jaxlowprec.checkpoints.decoders import folders
 from tests.helpers import often
+from tests.models.decoder import tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 24), np.int32)
 SCHEMES = ("w4a16", "w4a16_asym", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxlowprec as jlp
-from decoder.attention import Attention
-from decoder.cache import Cache, LayerCache
-from decoder.config import DecoderConfig
+from jaxlowprec.models.decoder.attention import Attention
+from jaxlowprec.models.decoder.cache import Cache, LayerCache
+from jaxlowprec.models.decoder.config import DecoderConfig
 
 
 class Layer(nnx.Module):
@@ -23,9 +23,10 @@ class Layer(nnx.Module):
             jlp.nnx.RMSNorm(config.width, epsilon=config.epsilon, **dtypes) for _ in range(2)
         )
         self.self_attn = Attention(config, layer, options)
-        self.sparse = config.sparse[layer]
-        if not self.sparse:
-            self.mlp = jlp.nnx.MLP(config.width, config.hidden, use_bias=config.mlp_bias, **options)
+        if not config.sparse[layer]:
+            self.mlp: jlp.nnx.MLP | jlp.nnx.MoE = jlp.nnx.MLP(
+                config.width, config.hidden, use_bias=config.mlp_bias, **options
+            )
             return
         experts = config.experts
         assert experts is not None
@@ -44,7 +45,7 @@ class Layer(nnx.Module):
         """Activations [batch, time, width], the cache, and the experts' `MoEAux`; see `Attention`."""
         y, cache = self.self_attn(self.input_layernorm(x), positions, tables, cache, **places)
         normed, x = self.post_attention_layernorm(y, residual=x)
-        if self.sparse:
+        if isinstance(self.mlp, jlp.nnx.MoE):
             y, aux = self.mlp(normed)
             return x + y, cache, aux
         return x + self.mlp(normed), cache, None

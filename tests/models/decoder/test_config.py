@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from decoder import folders
-from decoder.config import DecoderConfig
-from decoder.rope import KINDS
 
-from tests.examples.decoder import tiny
+from jaxlowprec.checkpoints.decoders import folders
+from jaxlowprec.models.decoder.config import DecoderConfig
+from jaxlowprec.models.decoder.rope import KINDS
+from tests.models.decoder import tiny
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxlowprec as jlp
-from decoder.cache import LayerCache
-from decoder.config import DecoderConfig
-from decoder.rope import rotated
+from jaxlowprec.models.decoder.cache import LayerCache
+from jaxlowprec.models.decoder.config import DecoderConfig
+from jaxlowprec.models.decoder.rope import rotated
 
 
 class Attention(nnx.Module):
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
         q, k, v = jlp.nnx.linears(x, [self.q_proj, self.k_proj, self.v_proj])
         q = q.reshape(batch, time, config.heads, config.head)
         k, v = (y.reshape(batch, time, config.key_heads, config.head) for y in (k, v))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotated(q, tables), rotated(k, tables)
         if cache is None:

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from lm.checkpoints import Checkpoints
-from lm.data import Batches
-from lm.training import Schedule, optimizer, recipe_context
 from tqdm import tqdm
 
 import jaxlowprec as jlp
-from decoder.model import Decoder, loss
+from jaxlowprec.models.decoder.model import Decoder, loss
+from lm.checkpoints import Checkpoints
+from lm.data import Batches
+from lm.training import Schedule, optimizer, recipe_context
 
 VALIDATION = 8  # batches
 
