@@ -11,7 +11,9 @@ them their names. The conversion is measured in this process: starting Python an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -32,35 +34,56 @@ from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes import by_name
 
-HIDDEN, INNER, VOCABULARY = 2048, 8192, 8192
 TARGET = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama-like model.
+
+    Attributes:
+        hidden, inner, vocabulary: features of the residual stream and of the MLP; tokens.
+        key_heads: the features of keys and of values, as a share of `hidden`.
+        head: whether it has a head of its own.
+    """
+
+    hidden: int
+    inner: int
+    vocabulary: int
+    key_heads: float
+    head: bool
+
+    def tensors(self, layers: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors, by their Hugging Face names."""
+        hidden, keys = self.hidden, round(self.key_heads * self.hidden)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, hidden)}
+        for layer in range(layers):
+            at = f"model.layers.{layer}"
+            found |= {f"{at}.self_attn.{p}_proj.weight": (hidden, hidden) for p in "qo"}
+            found |= {f"{at}.self_attn.{p}_proj.weight": (keys, hidden) for p in "kv"}
+            found |= {f"{at}.mlp.{p}_proj.weight": (self.inner, hidden) for p in ("gate", "up")}
+            found |= {f"{at}.mlp.down_proj.weight": (hidden, self.inner)}
+            found |= {f"{at}.{p}_layernorm.weight": (hidden,) for p in ("input", "post_attention")}
+        found["model.norm.weight"] = (hidden,)
+        return found | ({"lm_head.weight": (self.vocabulary, hidden)} if self.head else {})
+
+
+SMALL = Shape(hidden=2048, inner=8192, vocabulary=8192, key_heads=0.25, head=False)
 _SHARD_BYTES = 256 << 20
 
 
-def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama-like model, by their Hugging Face names."""
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-    }
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        found |= {f"{at}.self_attn.{p}_proj.weight": (HIDDEN, HIDDEN) for p in "qo"}
-        found |= {f"{at}.self_attn.{p}_proj.weight": (HIDDEN // 4, HIDDEN) for p in "kv"}
-        found |= {f"{at}.mlp.{p}_proj.weight": (INNER, HIDDEN) for p in ("gate", "up")}
-        found |= {f"{at}.mlp.down_proj.weight": (HIDDEN, INNER)}
-        found |= {f"{at}.{p}_layernorm.weight": (HIDDEN,) for p in ("input", "post_attention")}
-    return found
+def layers_of(shape: Shape, mebibytes: int) -> int:
+    """How many layers have about a size."""
+    each = sum(2 * math.prod(s) for name, s in shape.tensors(1).items() if ".layers." in name)
+    return max(1, (mebibytes << 20) // each)
 
 
-def make_checkpoint(folder: pathlib.Path, mebibytes: int) -> None:
-    """Writes one of about a size."""
-    layer_bytes = sum(2 * int(np.prod(shape)) for name, shape in shapes(1).items() if ".layers." in name)
-    tensors = shapes(max(1, (mebibytes << 20) // layer_bytes))
+def make_checkpoint(folder: pathlib.Path, shape: Shape, layers: int, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Writes one, in files of up to so many bytes."""
     shards: list[dict[str, TensorSpec]] = [{}]
-    for name, shape in tensors.items():
-        spec = TensorSpec(file_dtype(ml_dtypes.bfloat16), shape)
-        if sum(s.nbytes for s in shards[-1].values()) + spec.nbytes > _SHARD_BYTES:
+    for name, size in shape.tensors(layers).items():
+        spec = TensorSpec(file_dtype(ml_dtypes.bfloat16), size)
+        if sum(s.nbytes for s in shards[-1].values()) + spec.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = spec
     random = np.random.default_rng(0)
@@ -126,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = pathlib.Path(folder)
         source = work / "source"
-        make_checkpoint(source, options.mebibytes)
+        make_checkpoint(source, SMALL, layers_of(SMALL, options.mebibytes))
         with CheckpointFolder(source) as opened:
             nbytes = opened.nbytes
         cases = []
