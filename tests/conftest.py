@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from jaxlowprec.wiring import native
 from tests.helpers import FAST_COMPILATION
 from tests.on_gpu import why_only_on_the_cpu
-from tests.which_cases import keep_pairs, skip_slow_ones
+from tests.which_cases import keep_pairs, keep_values
 
 ON_GPU = os.environ.get("JAXLOWPREC_TESTS_ON") == "cuda"  # the whole suite, as far as it is not about the CPU
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
         if why := why_only_on_the_cpu(item):
             item.add_marker(pytest.mark.skip(reason=why))
     if not config.getoption("--slow"):
-        skip_slow_ones(items)
+        keep_values(config, items)
     elif not config.getoption("--every-case"):
         keep_pairs(config, items)
 

@@ -1,4 +1,4 @@
-"""Which cases of the suite run: few, with --slow those of all pairs of values, with --every-case all.
+"""Which cases of the suite run: each value of a parameter, with --slow each pair of values, with --every-case all.
 
 Most mistakes show where two parameters have certain values; a function with hundreds of cases compiles for minutes.
 """
@@ -8,22 +8,27 @@ import itertools
 
 import pytest
 
-MANY = 30
-"""Functions with more cases than this run by pairs."""
+FEW, MANY = 4, 8
+"""Functions with more cases than this run by single values, and with --slow by pairs."""
 
 
-def skip_slow_ones(items):
-    """Skips tests marked slow; of a function marked sampled(n), and of all functions of such a module, it leaves every
-    n-th case. As n is prime, these have every instruction set."""
-    seen = collections.Counter()
+def keep_values(config, items):
+    """Skips tests marked slow; of a function with more than a few cases, leaves so many that each value of a parameter
+    is in one of them. So each instruction set is there, and each format.
+
+    Of a function marked sampled(n), whose single parameters have many values, it leaves every n-th case. As n is prime,
+    these have every instruction set.
+    """
+    slow, others, seen = [], [], collections.Counter()
     for item in items:
-        function, sampled = _function(item), item.get_closest_marker("sampled")
+        sampled = item.get_closest_marker("sampled")
         if {"slow", "every_case"} & set(item.keywords):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+            slow.append(item)
             continue
-        if sampled and seen[function] % sampled.args[0]:
-            item.add_marker(pytest.mark.skip(reason=f"one of {sampled.args[0]} cases runs; run more with --slow"))
-        seen[function] += 1
+        others += [] if sampled and seen[_function(item)] % sampled.args[0] else [item]
+        seen[_function(item)] += 1
+    _keep(config, items, {*slow, *_covering_many(others, FEW, 1)})
 
 
 def keep_pairs(config, items):
@@ -32,35 +37,44 @@ def keep_pairs(config, items):
 
     Parameters are those of fixtures, too. Five, four, three, two and two values are 240 cases, and about 20 by pairs.
     """
-    cases = collections.defaultdict(list)
-    for item in items:
-        if "every_case" not in item.keywords:
-            cases[_function(item)].append(item)
-    chosen = {item for found in cases.values() for item in (found if len(found) <= MANY else covering(found))}
+    _keep(config, items, _covering_many((item for item in items if "every_case" not in item.keywords), MANY, 2))
+
+
+def _keep(config, items, chosen):
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
 
-def covering(cases):
-    """Cases of one function in which each value, and each pair of values that a case has, occurs."""
-    pairs = {case: _pairs(case.callspec.params) for case in cases}
-    missing = set().union(*pairs.values())
+def _covering_many(items, most, size):
+    """The items, but of functions with more than so many cases only covering ones."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        cases[_function(item)].append(item)
+    return {item for found in cases.values() for item in (found if len(found) <= most else covering(found, size))}
+
+
+def covering(cases, size):
+    """Cases of one function in which each value occurs, and with a size of 2 each pair of values that a case has."""
+    combinations = {case: _combinations(case.callspec.params, size) for case in cases}
+    missing = set().union(*combinations.values())
     chosen = []
     while missing:
-        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
-        missing -= pairs[chosen[-1]]
+        chosen.append(max(cases, key=lambda case: len(combinations[case] & missing)))
+        missing -= combinations[chosen[-1]]
     return chosen
 
 
-def _pairs(parameters):
-    """Single values and pairs of them, as texts that tell them apart."""
+def _combinations(parameters, most):
+    """Single values, and up to so many of them together, as texts that tell them apart."""
     values = [f"{name}={_identity(value)}" for name, value in sorted(parameters.items())]
-    return {some for size in (1, 2) for some in itertools.combinations(values, size)}
+    return {some for size in range(1, most + 1) for some in itertools.combinations(values, size)}
 
 
 def _identity(value):
     """The same for the same value of a parameter: a case has the very object that the list of values has."""
-    return (type(value), value) if isinstance(value, str | int | float) else id(value)
+    if isinstance(value, int):
+        return type(value), hex(value)  # decimal digits of large numbers take long
+    return (type(value), value) if isinstance(value, str | float) else id(value)
 
 
 def _function(item):

@@ -11,6 +11,7 @@ PAGES = ["docs/index.md", *(page for page in TUTORIALS if pieces(page))]
 SHORT = ["docs/index.md", "docs/tutorials/first_matmul.md"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page", often(SHORT, PAGES))
 def test_a_page_prints_what_it_shows(page):
     names = {}

@@ -113,6 +113,7 @@ def latest(folder):
     return max((int(step.name) for step in folder.glob("checkpoints/*") if step.name.isdecimal()), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", often(["saving", 0.05], ["saving", *(0.01 * i for i in range(1, 12))]))
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint(moment, tmp_path):
     for _ in range(2):  # the second begins with what the first has left

@@ -102,6 +102,7 @@ def test_a_killed_rollout_ends_the_trainer_with_a_message(trainer):
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", often([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))
 def test_the_rollout_ends_when_the_trainer_does(trainer, how):
     """It shares the trainer's standard error, whose end is read only when both have ended."""

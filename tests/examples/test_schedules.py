@@ -46,6 +46,7 @@ def whole(tmp_path_factory):
     return trained(CHANGED, tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", often([4], [2, 4, 7]))
 def test_a_run_goes_on_in_the_phase_of_its_step(whole, tmp_path, stopped):
     with pytest.raises(Interrupted):

@@ -186,6 +186,7 @@ def step_of(model):
 class TestSaved:
     """What is kept of the experts' hidden layer."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("saved", ["quantized", "recompute"])
     @pytest.mark.parametrize("gated", [True, False])
     @near_recipes
@@ -215,6 +216,7 @@ class TestSaved:
         elements = X.size // WIDTH * K * HIDDEN
         assert found == ([4 * elements, 2 * elements, elements] if name == "nvfp4" else [4 * elements] * 2 + [0])
 
+    @pytest.mark.slow
     def test_an_activation_with_parameters_still_learns(self):
         class Scaled(nnx.Module):
             def __init__(self):

@@ -64,6 +64,7 @@ class TestTraining:
 TAPES = [("bf16", jnp.float32), ("nvfp4", jnp.bfloat16), ("nvfp4", jnp.float32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), often([("nvfp4", jnp.bfloat16)], TAPES, 2))
 def test_scan_and_remat_record_and_replay_a_tape(library, name, dtype):
     def call(block, x, tape):

@@ -44,6 +44,7 @@ def assert_as_in_jnp(ours, theirs, *operands):
 
 
 class TestProducts:
+    @pytest.mark.sampled(5)
     @pytest.mark.sampled(7)
     @pytest.mark.parametrize(  # of all recipes no rows, and no contraction; of two any shape
         ("recipe", "shape"),
@@ -67,6 +68,7 @@ class TestProducts:
 
         assert_as_in_jnp(ours, lambda x, w, bias: x @ w.astype(x.dtype) + bias.astype(x.dtype), x, w, bias)
 
+    @pytest.mark.sampled(5)
     @pytest.mark.parametrize("recipe", often([RECIPES["nvfp4"]], RECIPES.values()), ids=RECIPES)
     @pytest.mark.parametrize(
         "lhs, rhs, dims",

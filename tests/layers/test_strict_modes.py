@@ -56,6 +56,7 @@ def without_a_mode(name):
     return vjp_of_linear(RECIPES[name])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.sampled(7)
 @by_mode_and_recipe(
     *(("disable_jit", name) for name in ("nvfp4", "int4_qat clipped", "nvfp4_qat 2d")),
@@ -68,6 +69,7 @@ def test_linear_and_its_gradients(mode, name):
     assert_same_bytes(found, without_a_mode(name))
 
 
+@pytest.mark.sampled(5)
 @by_mode_and_recipe(("disable_jit", "nvfp4_qat 2d"), ("strict", "nvfp4"))
 def test_rows_in_groups_and_their_gradients(mode, name):
     recipe = RECIPES[name]
@@ -87,6 +89,7 @@ def test_rows_in_groups_and_their_gradients(mode, name):
         assert_same_bytes(run(), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.sampled(7)
 @slowly_by_mode
 @pytest.mark.parametrize(

@@ -95,10 +95,12 @@ def primitives_of(eqn):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 class TestBits:
+    @pytest.mark.sampled(3)
     def test_are_those_of_the_mean_of_separate_steps(self, recipe):
         with under(recipe):
             assert_trees(jax.jit(jlp.accumulate_gradients(loss, PARTS))(PARAMS, X), by_hand(loss, PARAMS, X))
 
+    @pytest.mark.sampled(3)
     def test_with_bfloat16_parameters(self, recipe):
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
         with under(recipe):
@@ -153,6 +155,7 @@ def several(params, x):
 MODELS = [reused, tied, cast, with_decay, within_jit, checkpointed, in_a_scan, mlp, several]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_whatever_reads_the_kernels(model):
     params = PARAMS | {"square": random_array((K, K), "float32", 4) / 8}
@@ -210,6 +213,7 @@ def grouped(params, x):
 
 
 class TestExperts:
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     @pytest.mark.parametrize("loss", [experts, grouped])
     def test_bits_are_those_of_the_mean_of_separate_steps(self, loss, recipe):

@@ -64,6 +64,7 @@ def test_errors_of_gemms_add_up(by_gemm):
     assert sum(row.effect.error for row in by_gemm.table) == pytest.approx(by_gemm.quantized.error, rel=0.5)
 
 
+@pytest.mark.slow
 def test_effects_are_those_of_training_under_the_rules(model):
     params, batches = model
     mxfp8 = jlp.find_policy(loss, params, batches[:1], MXFP8, 0, repeats=1)  # nothing is rounded stochastically
@@ -81,6 +82,7 @@ def test_effects_are_those_of_training_under_the_rules(model):
     assert np.isnan(mxfp8.table[0].effect.error_se)
 
 
+@pytest.mark.slow
 def test_it_is_deterministic_and_other_keys_differ(model, by_gemm):
     assert jlp.find_policy(loss, *model, NVFP4, 1 / 9) == by_gemm
     other = jlp.find_policy(loss, *model, NVFP4, 1 / 9, key=jax.random.key(1))
@@ -246,6 +248,7 @@ def test_the_result_is_plain_data(by_gemm):
     assert dataclasses.asdict(by_gemm.table[0])["effect"]["cosine"] == by_gemm.table[0].effect.cosine
 
 
+@pytest.mark.slow
 def test_experts_of_a_layer_are_chosen_together(model):
     sizes, x = jnp.array([50, 0, 70]), jax.random.normal(jax.random.key(3), (1, 128, SIZE), jnp.bfloat16)
 

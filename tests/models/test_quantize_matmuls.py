@@ -101,6 +101,7 @@ def casting_first(function):
 
 
 class TestBytes:
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("form", often(set(THEIRS) - set(SOMETIMES), THEIRS))
     def test_are_those_of_the_layers(self, form):
         args = params_of(form), X

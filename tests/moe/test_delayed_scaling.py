@@ -80,6 +80,7 @@ class TestStates:
         having, plain = made(library), library.model(block(library), X)
         assert_same_bytes(compiled(having)(having.tree, X), compiled(plain)(plain.tree, X))
 
+    @pytest.mark.slow
     @each_library
     def test_of_a_stack_are_each_layers(self, library):
         def call(block, x):

@@ -42,6 +42,7 @@ class TestByHand:
         replayed = call(x, other_bias, fresh.experts)
         assert_same_bytes((replayed.experts, replayed.weights), (fresh.experts, fresh.weights))
 
+    @pytest.mark.sampled(3)
     @each_model
     def test_gradients_are_those_of_the_scores_and_reach_no_bias(self, model):
         config, k = MODELS[model]

@@ -119,6 +119,7 @@ class TestNarrow:
 
 
 class TestHostMemory:
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["int32", *NARROW])
     def test_replays_from_there_within_scan(self, dtype):
         moe, params, x = stack.block(), stack.parameters(), stack.tokens()

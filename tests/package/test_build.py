@@ -33,6 +33,7 @@ def compiler(folder, script):
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

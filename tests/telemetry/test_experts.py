@@ -115,6 +115,7 @@ class TestTelemetry:
             np.testing.assert_allclose(found[name].rms, rms, rtol=1e-5)
             np.testing.assert_allclose(found[name].outliers, float((jnp.abs(real) > 6 * rms).mean()), rtol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", [*RECIPES, jlp.Int4QAT(16)], ids=lambda r: type(r).__name__)
     def test_a_sample_of_everything_is_the_error_of_the_result(self, recipe):
         sizes = jnp.array([5, 0, 7, 4])
@@ -198,6 +199,7 @@ class TestTransformations:
                     found[f"experts[{i}]"][name].values, alone[name].values, rtol=1e-5, atol=1e-6, err_msg=name
                 )
 
+    @pytest.mark.slow
     def test_vmap_is_the_mean(self):
         def function(w, xs):
             return jax.vmap(loss, (None, 0, 0))(w, xs, jnp.stack([SIZES, SIZES[::-1]])).sum()
@@ -210,6 +212,7 @@ class TestTransformations:
             wanted = np.mean([each[name].scalars()["relative_error"] ** 2 for each in alone])
             np.testing.assert_allclose(found[name].square_error, wanted, rtol=1e-5, err_msg=name)
 
+    @pytest.mark.slow
     @by_axis_type
     @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)
     def test_are_those_of_one_device(self, spec, axis_type):
@@ -225,6 +228,7 @@ class TestTransformations:
         for name in ALL:
             np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-4, atol=1e-5, err_msg=name)
 
+    @pytest.mark.slow
     def test_within_shard_map_they_are_of_all_experts(self):
         mesh, sizes = mesh_of((2,)), jnp.array([20, 17, 60, 4])
         x, dy = X[:128], DY[:128]

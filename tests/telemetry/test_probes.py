@@ -227,6 +227,7 @@ class TestTransformations:
 
 
 class TestMeshes:
+    @pytest.mark.slow
     @by_axis_type
     @pytest.mark.parametrize("sizes", [(2,), (4, 2), (8,)], ids=str)
     def test_are_those_of_one_device(self, sizes, axis_type):

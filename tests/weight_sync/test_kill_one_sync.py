@@ -18,6 +18,7 @@ def outcomes(case, kills):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", often([FEW], [FEW, MANY]))
 @pytest.mark.parametrize("case", ["directory_trainer", "delta_trainer"])
 def test_a_killed_trainer_leaves_a_whole_version(case, kills):

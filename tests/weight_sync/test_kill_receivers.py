@@ -11,6 +11,7 @@ from tests.weight_sync.killing_receivers import TIMEOUT
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="forks, and reads /proc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", often([1], [1, 10]))
 @pytest.mark.parametrize("kind", ["tcp", "shared"])
 def test_dead_and_stopped_receivers_hold_no_other_back(kind, rounds, tmp_path):

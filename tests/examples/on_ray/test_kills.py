@@ -71,7 +71,7 @@ def kills(run, draw):
             yield kill(run, draw)
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize("count", [15, pytest.param(100, marks=pytest.mark.every_case)])
 def test_no_kill_at_any_moment_leaves_half_a_version(tmp_path, count):
     """A hundred take four minutes on two cores, most of them for the restarts of trainers."""
     draw = random.Random(25)

@@ -81,6 +81,7 @@ def operands_of(kind, layers):
     return {name: OPERANDS[name] for name in names}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layers", PAIRS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,6 +177,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @by_axis_type
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("layers", PAIRS)

@@ -80,6 +80,7 @@ def summed_dx(recipe, x, kernels, dys, options):
     return jax.jit(total, compiler_options=EXACT)(x, kernels, dys)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recipe", often(OFTEN, EVERY))
 def test_bits_are_those_of_separate_linears(recipe):
     given = operands((40, 64), FEATURES)

@@ -113,6 +113,7 @@ def on_one_device(recipe, saved):
     return jax.jit(functools.partial(step, function))(*operands())
 
 
+@pytest.mark.slow
 @by_axis_type
 @over_parallelisms
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def expected_of(recipe, activation="swiglu"):
     return (x, kernels, dy), options, step(composed_mlp, x, kernels, dy, **options)
 
 
+@pytest.mark.sampled(5)
 @each_exact
 @pytest.mark.parametrize("recipe", often(OFTEN, EVERY))
 def test_bits_are_those_of_layers(recipe, saved):
@@ -128,6 +129,7 @@ def step_from_8bit(recipe, x, kernels, dy, *, biases, names, key, activation, st
     return found, exact_down
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("recipe", "activation"),
     often(

@@ -159,6 +159,7 @@ def stacked(layers, t=T, k=K, f=F):
     return x, [random_array((layers, *w.shape), "float32", 7 + i) / 8 for i, w in enumerate(kernels)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", [NVFP4, MXFP8], ids=["nvfp4", "mxfp8"])
 def test_a_training_step_holds_less_and_less(recipe):

@@ -143,6 +143,7 @@ class TestWatching:
     def measured(self, function, **options):
         return measured(functools.partial(loss, function, **options), KERNELS, X)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("saved", ["quantized", "recompute"])
     def test_telemetry(self, saved):
         results, found = self.measured(jlp.mlp, saved=saved)

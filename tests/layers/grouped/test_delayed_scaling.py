@@ -99,6 +99,7 @@ class TestBits:
         assert_agree(found, loop_of_linear(recipe, *operands(dtype), SIZES[case], state))
         assert_same_bytes(after, state)
 
+    @pytest.mark.slow
     @by_recipe
     def test_of_several_steps_from_the_start(self, recipe):
         x, kernels, bias, dy = operands()

@@ -58,6 +58,7 @@ def assert_agree(found, expected, gated):
     np.testing.assert_allclose(dx, wanted, rtol=2**-6, atol=2**-7 * np.abs(wanted).max())
 
 
+@pytest.mark.sampled(5)
 @each_exact
 @pytest.mark.parametrize("recipe", often(OFTEN, TAKEN))
 def test_bits_are_those_of_products(recipe, saved):
@@ -87,6 +88,7 @@ def test_any_sizes(recipe, case, saved):
     assert_agree(step(jlp.grouped_mlp, *given, **options, saved=saved), expected, gated=True)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("recipe", often(OFTEN, TAKEN))
 def test_eight_bits_change_gradients_a_little(recipe):
     given, options, expected = expected_of(recipe)

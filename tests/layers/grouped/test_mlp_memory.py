@@ -135,6 +135,7 @@ def test_sizes_are_no_reason_to_compile_again(case):
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_training_step_holds_less_and_less():
     """By what a layer keeps, eight times, as XLA counts it."""
     x, kernels = stacked(8)

@@ -119,6 +119,7 @@ class TestMeshes:
     kernels = [random_array((4, 256, 256), "float32", 1 + i) / 8 for i in range(3)]
     sizes = jnp.asarray([40, 0, 77, 33], jnp.int32)
 
+    @pytest.mark.slow
     @by_axis_type
     @pytest.mark.parametrize("recipe", often(["nvfp4"], ["nvfp4", "mxfp8", "fp8_current"]))
     @pytest.mark.parametrize("saved", SAVED)
@@ -177,6 +178,7 @@ class TestWatching:
     def measured(self, function, **options):
         return measured(functools.partial(loss, function, **options), KERNELS, X)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("saved", ["quantized", "recompute"])
     def test_telemetry(self, saved):
         results, found = self.measured(jlp.grouped_mlp, saved=saved)
@@ -192,6 +194,7 @@ class TestWatching:
         )
         assert_same_traces(found, expected, NAMES, values=saved != "8bit")
 
+    @pytest.mark.slow
     def test_find_policy(self):
         batches = random_array((2, ROWS, K), seed=70)
         found = jlp.find_policy(lambda w, x: loss(jlp.grouped_mlp, w, x), KERNELS, batches, NVFP4, 1 / 9)

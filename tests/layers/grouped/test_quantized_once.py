@@ -28,6 +28,7 @@ def quantized(kernels, recipe):
     return [jlp.quantize_kernel(w, recipe, name=n, **EXPERT) for w, n in zip(kernels, NAMES, strict=True)]
 
 
+@pytest.mark.sampled(5)
 @by_recipe
 def test_a_training_step(name):
     x, kernels, biases, dy = mlp_operands()

@@ -159,6 +159,7 @@ class TestTransformations:
         for i in range(2):
             assert_same_bytes(jax.tree.map(lambda a, i=i: a[i], found), step(x[i], w[i], dy[i], keys[i]))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("spec", "size"), [(P("a", None), 16), (P(None, "a"), 16), (P("a", None), 128)])
     def test_meshes_have_the_signs_of_one_device(self, spec, size):
         x, w, dy = operands((512, 64, 64))
@@ -188,6 +189,7 @@ class TestTransformations:
             parts = [step(own, w, d, key, name="up")[2] for own, d in shards]
             np.testing.assert_allclose(f(x, w, dy), sum(parts), atol=1e-3)
 
+    @pytest.mark.slow
     def test_telemetry_measures_what_was_rotated(self):
         """As with the same fixed signs."""
         x, w, _ = operands((128, 64, 64))

@@ -250,6 +250,7 @@ class TestProducts:
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pullback))
         assert kept < 0.7 * (X.size + 128 * 128)  # w is padded from 96 columns to a whole transform
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("saved", often(["recompute"], ["quantized", "8bit", "recompute"]))
     @pytest.mark.parametrize("recipe", often([AGAIN], [RECIPE, AGAIN]), ids=["default", "requantize_input"])
     def test_an_mlp_is_linears_and_its_activation(self, saved, recipe):
@@ -280,6 +281,7 @@ class TestProducts:
         each = [jax.grad(loss)(params, jax.tree.map(lambda a, i=i: a[i::2], batch))["w"] for i in range(2)]
         np.testing.assert_allclose(found["w"], sum(each) / 2, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", often([P(None, "a")], [P("a", None), P(None, "a")]), ids=["rows", "features"])
     def test_meshes_have_the_bits_of_one_device(self, spec):
         """Of eight devices; features in shards of whole transforms."""
@@ -295,6 +297,7 @@ class TestProducts:
                 np.testing.assert_allclose(np.float32(found), np.float32(expected), atol=0.02 * np.abs(expected).max())
             assert_same_bytes(dx if spec[1] is None else dw, alone[1] if spec[1] is None else alone[2])
 
+    @pytest.mark.slow
     def test_telemetry_measures_what_dgrad_reads(self):
         def loss(w):
             return jnp.mean(jlp.linear(X, w, name="layer").astype(jnp.float32) ** 2)

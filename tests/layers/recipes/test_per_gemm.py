@@ -326,6 +326,7 @@ class TestExperts:
 
     sizes = (40, 0, 1, 64, 33)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", often(["one each"], [n for n in MIXTURES if "tensors" not in n]))
     def test_have_the_gemms_of_linear(self, name):
         """XLA adds products in high precision up in an order that depends on their shape."""

@@ -104,6 +104,7 @@ def test_only_the_input_of_fprop_can_be_row_scaled(tensor):
     jlp.Roles(**plain, fprop=(jlp.Role(ROWS), plain["weight"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, True])
 def test_telemetry_measures_what_it_did_to_each_row(experts):
     x, w = tokens(), kernel()

@@ -96,6 +96,7 @@ def test_a_value_for_each_gemm():
 @pytest.mark.parametrize("kind", DRAWN)
 @pytest.mark.parametrize("placement", ["fprop", "wgrad, scattered"])
 class TestRandomBits:
+    @pytest.mark.slow
     def test_of_every_mesh_with_as_many_devices_are_the_same(self, kind, placement):
         recipe = jlp.MXFP8BlockScaling(sums=kind)
         first, _ = on_mesh(recipe, placement, mesh_of((8,)))
@@ -106,6 +107,7 @@ class TestRandomBits:
             for actual, expected in zip(results, first, strict=True):
                 assert_same_bytes(actual, expected)
 
+    @pytest.mark.slow
     def test_follow_the_key_and_without_one_the_operand(self, kind, placement):
         recipe = jlp.MXFP8BlockScaling(sums=kind)
         i = RESULTS[placement.partition(",")[0]]

@@ -89,6 +89,7 @@ def test_a_token_travels_once_to_a_device():
     assert (where.order // 3).tolist()[:6] == [0, 1, 2, 1, 0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.1, 0.6, 100])
 @pytest.mark.parametrize("pure", [True, False])
 def test_buffers_of_any_size(factor, pure):
@@ -100,6 +101,7 @@ def test_buffers_of_any_size(factor, pure):
     np.testing.assert_allclose(of_weights, wanted_of_weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_remat_scan_and_without_tokens():
     x, kernels, weights, experts = given = operands("even", 4)
     function = over_devices(4, MX, wire="codes_both_ways")
@@ -107,6 +109,7 @@ def test_under_remat_scan_and_without_tokens():
     assert jax.jit(function)(x[:0], kernels, weights[:0], experts[:0]).shape == (0, x.shape[1])
 
 
+@pytest.mark.slow
 def test_the_result_is_near_that_of_one_device():
     """A bf16 sum of each device, and codes on top, are rounded once each: 2^-9 and 2^-4 of a number at most."""
     *given, experts = operands("even", 4)

@@ -127,6 +127,7 @@ def test_codes_that_experts_read_keep_the_result(recipe):
     assert_same_bytes(found, jax.jit(functools.partial(on_one_device, recipe=recipe, wire="rows"))(*given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.1, 100])
 def test_buffers_of_any_size(factor):
     given = operands("even", 4)
@@ -145,6 +146,7 @@ def assert_same_in_remat_and_scan(function, given):
     assert_same_bytes(step(scanned)(*given)[:2], wanted[:2])
 
 
+@pytest.mark.slow
 def test_under_remat_and_scan():
     assert_same_in_remat_and_scan(over_devices(4, MX), operands("even", 4))
 

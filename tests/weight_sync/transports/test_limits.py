@@ -62,6 +62,7 @@ def test_a_thousand_versions_leak_neither_memory_nor_descriptors(kind):
     assert descriptors <= 2  # a connection that is being closed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mebibytes", "bucket"), often([(256, 32)], [(256, 32), (2048, 128)], 2))
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 def test_a_model_syncs_in_two_buckets_of_extra_memory(kind, mebibytes, bucket, tmp_path):
