@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints import convert, schemes
 from jaxlowprec.checkpoints.decoders import exports, folders
 from jaxlowprec.checkpoints.families.known import mapping_for
 from jaxlowprec.models.decoder.config import FAMILIES
@@ -57,6 +57,21 @@ def arrays(decoder):
 
     found = jax.tree.leaves_with_path(nnx.state(decoder), is_leaf=is_one)
     return {jax.tree_util.keystr(path): leaf for path, leaf in found if is_one(leaf)}
+
+
+def test_experts_in_the_arrays_of_gpt_oss(tmp_path):
+    """Codes of gate and up are taken apart and joined again."""
+    source, scheme = tiny.folder(tmp_path / "source", "gpt_oss"), schemes.by_name("gpt_oss_mxfp4")
+    convert(source, tmp_path / "codes", scheme)
+    decoder = folders.load(tmp_path / "codes", param_dtype=jnp.bfloat16)
+    gate = read_tensors(source)["model.layers.1.mlp.experts.gate_up_proj"][..., ::2]
+    found = arrays(decoder)
+    assert len(found) == 6
+    q = jlp.quantize(jnp.asarray(gate), scheme.format, axis=-2)
+    held = next(leaf for path, leaf in found.items() if "'layers'][1]" in path and "gate_proj" in path)
+    assert_same_bytes((held.data, held.scale), (q.data, q.scale))
+    exports.export(tmp_path / "codes", tmp_path / "export", decoder, scheme)
+    assert_same_bytes(read_tensors(tmp_path / "export"), read_tensors(tmp_path / "codes"))
 
 
 def test_adapters_of_parts_are_joined(tmp_path):

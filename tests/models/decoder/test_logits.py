@@ -70,6 +70,16 @@ def matrices(config):
     return [path for path in paths if path[-1] == "kernel" and not set(path) & set(left)]
 
 
+@pytest.mark.slow
+def test_gpt_oss_in_the_format_that_it_is_published_in(saved, theirs, tmp_path):
+    """Experts in MXFP4, in arrays of all experts with the rows of gate and up in turn."""
+    scheme = checkpoints.schemes.by_name("gpt_oss_mxfp4")
+    checkpoints.convert(saved("gpt_oss"), tmp_path / "codes", scheme)
+    checkpoints.dequantize(tmp_path / "codes", tmp_path / "decoded", dtype="float32")
+    decoder, logits = ours(tmp_path / "codes")
+    np.testing.assert_allclose(logits, theirs(tmp_path / "decoded"), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", often(OFTEN, tiny.FAMILIES))
 def test_logits_are_those_of_transformers(family, saved, theirs):
     folder = saved(family)
