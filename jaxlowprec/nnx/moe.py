@@ -39,7 +39,7 @@ class Experts(nnx.Module):
 
     def __init__(self, make: Any, sizes: tuple[int, int], activation: Any, gated: Any, saved: Saved, inits: Any):
         features, hidden = sizes
-        self.activation, self.saved = hidden_activation(activation, gated), saved
+        self.activation, self.gated, self.saved = activation, gated, saved
         self.gate_proj = nnx.data(make(features, hidden, inits[0], "gate_proj") if gated else None)
         self.up_proj = make(features, hidden, inits[0], "up_proj")
         self.down_proj = make(hidden, features, inits[1], "down_proj")
@@ -50,22 +50,27 @@ class Experts(nnx.Module):
             return self._separate(x)
         layers = [*self._hidden, self.down_proj]
         if all(type(layer) is grouped.GroupedLinear for layer in layers):
-            inputs = common_inputs(x, [layer.promoted for layer in layers], self.activation, self.down_proj.in_features)
+            inputs = common_inputs(x, [layer.promoted for layer in layers], self._activated, self.down_proj.in_features)
             if inputs is not None:
                 given = [layer.arguments(inputs) for layer in layers]
-                options: Any = {"layers": given, "activation": self.activation, "saved": self.saved}
+                options: Any = {"layers": given, "activation": self._activated, "saved": self.saved}
                 return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, given)
         return groups[0].run(self._separate, x)
 
     def _separate(self, x: Array, *group_sizes: Array) -> Array:
         """The layers one after the other."""
         hidden = [layer(x, *group_sizes) for layer in self._hidden]
-        return self.down_proj(self.activation(*hidden), *group_sizes)
+        return self.down_proj(self._activated(*hidden), *group_sizes)
 
     @property
     def _hidden(self) -> list[Any]:
         """The layers before down_proj."""
         return [layer for layer in (self.gate_proj, self.up_proj) if layer is not None]
+
+    @property
+    def _activated(self) -> Any:
+        """The activation of the results of these."""
+        return hidden_activation(self.activation, self.gated)
 
 
 class MoE(nnx.Module):

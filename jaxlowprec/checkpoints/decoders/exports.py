@@ -17,9 +17,8 @@ from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints.decoders.folders import copy_tokenizer, mapping_of
 from jaxlowprec.models.decoder.config import CONFIG
 from jaxlowprec.models.decoder.model import Decoder
-from jaxlowprec.nnx.moe import SelectionBias
 
-_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, SelectionBias)
+_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, jlp.nnx.SelectionBias)
 _QUANTIZATION = ("quantization_config", "compression_config")
 _DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
 

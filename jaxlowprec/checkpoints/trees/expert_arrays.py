@@ -29,9 +29,7 @@ def columns_split(group: Group, q: QuantizedArray) -> list[QuantizedArray]:
     count = len(group.moves)
     rows = q.shape[-1] // count
     return [
-        dataclasses.replace(
-            q, data=q.data[:, n::count], scale=q.scale[:, n::count], matrix_shape=(q.shape[-2], rows)
-        )
+        dataclasses.replace(q, data=q.data[:, n::count], scale=q.scale[:, n::count], matrix_shape=(q.shape[-2], rows))
         for n in range(count)
     ]
 

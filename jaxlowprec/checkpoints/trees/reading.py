@@ -99,7 +99,8 @@ class Reading:
             return self.tensors.get(group.rule.tied_to)
         if group.rule.tied_to is not None:
             self.require_tied(name, group.rule.tied_to)
-        is_kernel = group.rule.is_kernel or holds_expert_arrays(group)
+        arrays = self.scheme is not None and self.scheme.of_expert_arrays and holds_expert_arrays(group)
+        is_kernel = group.rule.is_kernel or arrays
         quantized = is_kernel and (array is None or array.dtype.name not in FLOATS)
         if quantized and self.scheme is not None and (parts := self._parts(self.scheme, name)):
             return self._quantized(group, place, parts, array)

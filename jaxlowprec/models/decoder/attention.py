@@ -17,13 +17,18 @@ class Attention(nnx.Module):
 
     def __init__(self, parts: Parts, layer: int):
         config = parts.config
-        heads, keys = config.heads * config.head, config.key_heads * config.head
         self.config, self.window, self.rope = config, config.windows[layer], config.rope_of(layer)
+        self.sinks = nnx.data(parts.parameter(config.heads) if config.sinks else None)
+        self._make(parts)
+
+    def _make(self, parts: Parts) -> None:
+        """Makes the linears and their norms."""
+        config = parts.config
+        heads, keys = config.heads * config.head, config.key_heads * config.head
         self.q_proj = parts.linear(config.width, heads, config.qkv_bias)
         self.k_proj, self.v_proj = (parts.linear(config.width, keys, config.qkv_bias) for _ in range(2))
         self.o_proj = parts.linear(heads, config.width, config.out_bias)
         self.q_norm, self.k_norm = (nnx.data(parts.norm(config.head) if config.query_norm else None) for _ in range(2))
-        self.sinks = nnx.data(parts.parameter(config.heads) if config.sinks else None)
 
     def __call__(
         self,
@@ -48,21 +53,29 @@ class Attention(nnx.Module):
         Returns:
             [batch, time, width], and the cache.
         """
-        config, (batch, time, _) = self.config, x.shape
-        q, k, v = jlp.nnx.linears(x, [self.q_proj, self.k_proj, self.v_proj])
-        q = q.reshape(batch, time, config.heads, config.head)
-        k, v = (y.reshape(batch, time, config.key_heads, config.head) for y in (k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope.apply(q, tables), self.rope.apply(k, tables)
+        q, k, v = self._projected(x, tables)
         if cache is None:
             seen = LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
         else:
             cache = cache.written(k, v, starts)
             seen = cache if span is None else cache.first(span)
         sinks = None if self.sinks is None else self.sinks[...]
-        y = attended(q, seen, positions, self.window, config=config, sinks=sinks)
-        return self.o_proj(y.reshape(batch, time, -1).astype(x.dtype)), cache
+        y = attended(q, self._read(seen, x.dtype), positions, self.window, config=self.config, sinks=sinks)
+        return self.o_proj(y.reshape(*x.shape[:2], -1).astype(x.dtype)), cache
+
+    def _projected(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, and what the cache keeps as keys and values: [batch, time, heads, features]."""
+        config, (batch, time, _) = self.config, x.shape
+        q, k, v = jlp.nnx.linears(x, [self.q_proj, self.k_proj, self.v_proj])
+        q = q.reshape(batch, time, config.heads, config.head)
+        k, v = (y.reshape(batch, time, config.key_heads, config.head) for y in (k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.rope.apply(q, tables), self.rope.apply(k, tables), v
+
+    def _read(self, seen: LayerCache, dtype: jnp.dtype) -> LayerCache:
+        """The keys and values that queries attend to, of those that are kept."""
+        return seen
 
 
 def attended(

@@ -161,6 +161,16 @@ class DecoderConfig:
         return self.head if self.latent is None else self.latent.rotated
 
     @property
+    def widths(self) -> set[int]:
+        """The features that products are summed over, but for the router's and the head's."""
+        found = {self.width, self.heads * (self.head if self.latent is None else self.latent.value)}
+        if self.latent is not None:
+            found |= {self.latent.rank} | ({self.latent.query_rank} if self.latent.query_rank else set())
+        if self.experts is not None:
+            found |= {self.experts.width} | ({self.experts.shared} if self.experts.shared else set())
+        return found if all(self.sparse) else found | {self.hidden}
+
+    @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The numbers of heads and of their features that a cache has for keys, and for values."""
         if self.latent is not None:

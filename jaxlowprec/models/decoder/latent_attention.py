@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from jaxlowprec.models.decoder.attention import attended
+from jaxlowprec.models.decoder.attention import Attention
 from jaxlowprec.models.decoder.cache import LayerCache
+from jaxlowprec.models.decoder.configs.options import Latent
 from jaxlowprec.models.decoder.parts import Parts
 
 EPSILON = 1e-6
 """Of the latents' norms, whatever the config says of the others."""
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Attention):
     """Latent attention of one layer, as in DeepSeek V2 and V3 (arXiv 2405.04434, section 2.1).
 
     A token's latent [rank] and its rotated key, which all heads share, are the values and the keys of the cache. Keys
     and values of the heads are made of them when they are read.
     """
 
-    def __init__(self, parts: Parts, layer: int):
-        config, latent = parts.config, parts.config.latent
-        assert latent is not None
-        self.config, self.latent, self.rope = config, latent, config.rope_of(layer)
+    def _make(self, parts: Parts) -> None:
+        config, latent = parts.config, self._latent
         queries = config.heads * config.head
         if latent.query_rank is None:
             self.q_proj = parts.linear(config.width, queries)
@@ -37,40 +35,23 @@ class LatentAttention(nnx.Module):
         self.kv_b_proj = parts.linear(latent.rank, config.heads * (latent.plain + latent.value))
         self.o_proj = parts.linear(config.heads * latent.value, config.width, config.out_bias)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        tables: tuple[jax.Array, jax.Array],
-        cache: LayerCache | None = None,
-        *,
-        starts: jax.Array | None = None,
-        span: int | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Attends from each token to those before it; see `Attention`."""
-        latent, (batch, time, _) = self.latent, x.shape
-        q = self._queries(x).reshape(batch, time, self.config.heads, self.config.head)
-        plain, turned = jnp.split(q, [latent.plain], axis=-1)
+    @property
+    def _latent(self) -> Latent:
+        assert self.config.latent is not None
+        return self.config.latent
+
+    def _projected(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, the rotated keys [batch, time, 1, rotated], and the latents [batch, time, 1, rank]."""
+        config, latent = self.config, self._latent
+        q = self.q_proj(x) if latent.query_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        plain, turned = jnp.split(q.reshape(*x.shape[:2], config.heads, config.head), [latent.plain], axis=-1)
         q = jnp.concatenate([plain, self.rope.apply(turned, tables)], axis=-1)
-        values, keys = jnp.split(self.kv_a_proj_with_mqa(x), [latent.rank], axis=-1)
-        values, keys = self.kv_a_layernorm(values)[:, :, None], self.rope.apply(keys[:, :, None], tables)
-        if cache is None:
-            seen = LayerCache(jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2))
-        else:
-            cache = cache.written(keys, values, starts)
-            seen = cache if span is None else cache.first(span)
-        y = attended(q, self._heads_of(seen, x.dtype), positions, None, config=self.config)
-        return self.o_proj(y.reshape(batch, time, -1).astype(x.dtype)), cache
+        latents, keys = jnp.split(self.kv_a_proj_with_mqa(x)[:, :, None], [latent.rank], axis=-1)
+        return q, self.rope.apply(keys, tables), self.kv_a_layernorm(latents)
 
-    def _queries(self, x: jax.Array) -> jax.Array:
-        """[batch, time, heads * head]."""
-        if self.latent.query_rank is None:
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-
-    def _heads_of(self, seen: LayerCache, dtype: jnp.dtype) -> LayerCache:
+    def _read(self, seen: LayerCache, dtype: jnp.dtype) -> LayerCache:
         """The keys and values of the heads, of the latents that a cache has."""
-        latent, heads = self.latent, self.config.heads
+        latent, heads = self._latent, self.config.heads
         keys, latents = (
             (codes if scales is None else codes.astype(jnp.float32) * scales[..., None]).astype(dtype)[:, 0]
             for codes, scales in ((seen.keys, seen.key_scales), (seen.values, seen.value_scales))

@@ -25,9 +25,7 @@ class Layer(nnx.Module):
         for name in self.names:
             if name is not None:
                 setattr(self, name, parts.norm(config.width))
-        self.self_attn: Attention | LatentAttention = (
-            Attention(parts, layer) if config.latent is None else LatentAttention(parts, layer)
-        )
+        self.self_attn = (Attention if config.latent is None else LatentAttention)(parts, layer)
         self.mlp = mixture_of(parts) if config.sparse[layer] else mlp_of(parts)
 
     def __call__(

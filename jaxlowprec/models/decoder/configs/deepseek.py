@@ -28,7 +28,7 @@ def deepseek_v2(said: Said) -> dict[str, Any]:
         groups=said.size("n_group") if limited else 1,
         groups_per_token=said.size("topk_group") if limited else 1,
         group_score="max",
-        load_balance_coef=float(said.get("aux_loss_alpha", 0.0)),
+        **_balance(said),
     )
     found = _latent(said) | {"mlp_bias": said.flag("mlp_bias")}
     if found["mlp_bias"]:
@@ -65,7 +65,7 @@ def biased_experts(said: Said, *, scale: float, groups: tuple[int, int]) -> Expe
         groups=said.size("n_group", groups[0]),
         groups_per_token=said.size("topk_group", groups[1]),
         selection_bias=True,
-        load_balance_coef=0.0,
+        **_balance(said),
     )
     return Experts(number, per_token(said, number, 8), width, routing, shared=_shared(said, 1) * width)
 
@@ -75,6 +75,15 @@ def dense_first(said: Said, layers: int, default: int) -> tuple[bool, ...]:
     said.only("moe_layer_freq", 1, "experts in every layer after the dense ones, 1")
     first = said.size("first_k_dense_replace", default, least=0)
     return tuple(i >= first for i in range(layers))
+
+
+def _balance(said: Said) -> dict[str, Any]:
+    """The coefficients of the balance losses."""
+    coefficient, by_sequence = float(said.get("aux_loss_alpha", 0.0)), said.flag("seq_aux", True)
+    return {
+        "load_balance_coef": 0.0 if by_sequence else coefficient,
+        "sequence_balance_coef": coefficient if by_sequence else 0.0,
+    }
 
 
 def _shared(said: Said, default: int) -> int:
