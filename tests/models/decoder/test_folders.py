@@ -13,7 +13,7 @@ from jaxlowprec.checkpoints import convert, schemes
 from jaxlowprec.checkpoints.decoders import exports, folders
 from jaxlowprec.checkpoints.families.known import mapping_for
 from jaxlowprec.models.decoder.config import FAMILIES
-from tests.checkpoints.small_models import read_config, read_tensors
+from tests.checkpoints.small_models import read_config, read_tensors, write_checkpoint
 from tests.helpers import assert_same_bytes, often
 from tests.models.decoder import tiny
 
@@ -35,6 +35,13 @@ def test_a_bias_that_chooses_experts_is_not_rounded(tmp_path):
     exports.export(source, tmp_path / "export", decoder)
     assert_same_bytes(folders.load(tmp_path / "export").layers[1].mlp.selection_bias.get_value(), bias)
     assert read_config(tmp_path / "export")["num_nextn_predict_layers"] == 0
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    source = tiny.folder(tmp_path / "source", "glm4_moe")
+    draft = {"model.layers.2.enorm.weight": np.ones(128, np.float32)}
+    write_checkpoint(tmp_path / "whole", read_tensors(source) | draft, 1, read_config(source))
+    assert_same_bytes(*(nnx.state(folders.load(folder)) for folder in (tmp_path / "whole", source)))
 
 
 @pytest.mark.parametrize("family", ["phi3", pytest.param("glm4", marks=pytest.mark.slow)])
