@@ -27,10 +27,11 @@ def of_whole_text(decoder, prompt, tokens):
     return np.asarray(log_probabilities(logits, text[0, len(prompt) :])), np.asarray(logits.argmax(-1))
 
 
-OTHERS = ("mistral", "qwen3_moe", "phi3", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "deepseek_v2")
+FAMILIES = ("llama3", "mistral", "qwen3_moe", "phi3", "gemma2", "gemma3", "glm4_moe", "gpt_oss")
+LATENT = ("deepseek_v2", "deepseek_v3")
 
 
-@pytest.fixture(scope="module", params=often(("llama3", "deepseek_v3"), ("llama3", "deepseek_v3", *OTHERS)))
+@pytest.fixture(scope="module", params=often(("llama3",), (*FAMILIES, *LATENT)))
 def decoder(request):
     return tiny.decoder(request.param)
 
