@@ -4,8 +4,8 @@
     python examples/finetune.py --model DIR --recipe qlora --text FILE --out runs/qlora --steps 500
     python examples/finetune.py --model DIR --recipe nvfp4 --export nvfp4 --text FILE --out runs/nvfp4
 
-The model is a folder with config.json, safetensors files and tokenizer.json: Llama, Mistral, Mixtral, Qwen 2 and 3,
-Qwen3-MoE. The same command goes on from the latest checkpoint in --out. At the end there are
+The model is a folder with config.json, safetensors files and tokenizer.json, of a family that docs/how-to/finetune.md
+lists. The same command goes on from the latest checkpoint in --out. At the end there are
 
     OUT/export     a folder for vLLM, SGLang and transformers: INT4 (int4_qat), bfloat16 or NVFP4 (nvfp4), or bfloat16
                    with the adapters merged (qlora)
@@ -90,9 +90,12 @@ def check(options: argparse.Namespace) -> None:
             f"--model {options.model}: its weights are quantised, and --recipe {options.recipe} trains weights; use "
             "--recipe qlora, or decode them first: jaxlowprec dequantize"
         )
-    group = {"int4_qat": options.group_size}.get(options.recipe, 1)
-    widths = {config.width, config.heads * config.head, *([config.experts.width] if config.experts else [])}
-    widths |= set() if all(config.sparse) else {config.hidden}
+    if options.recipe == "int4_qat" and config.family == "gpt_oss":
+        raise ValueError(
+            f"--recipe int4_qat: no format has INT4 experts of {config.family}, whose files hold them in whole arrays; "
+            "use --recipe nvfp4 or qlora"
+        )
+    group, widths = {"int4_qat": options.group_size}.get(options.recipe, 1), config.widths
     if group < 1 or (unfit := [width for width in sorted(widths) if width % group]):
         raise ValueError(f"--group-size {group}: needs a divisor of the model's widths {sorted(widths)}, not {unfit}")
     options.vocabulary = tokens_of(options.model, config.vocabulary)

@@ -121,6 +121,28 @@ def test_transformers_loads_the_weights_of_the_export(family, models, run, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma3", INT4),
+        ("deepseek_v3", INT4),
+        ("phi4-mini", INT4),
+        ("gpt_oss", ("--recipe", "nvfp4")),
+        ("glm4_moe", ("--recipe", "qlora", "--base", "int4", "--rank", "4")),
+    ],
+)
+def test_other_families_learn(family, options, models, run, tmp_path):
+    """The export is loaded and writes a text, and has the tensors of the source, quantised or not."""
+    assert "The " in run(models(family), tmp_path, *options)
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert losses[-1] < losses[0]
+    before, after = tensors(models(family)), tensors(tmp_path / "export")
+    packed = {name.removesuffix("_packed") for name in after if name.endswith("_packed")}
+    assert {name for name in after if not name.endswith(("_packed", "_scale", "_shape"))} | packed == set(before)
+    assert bool(packed) == (options == INT4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("export", ["bf16", "nvfp4"])
 def test_nvfp4_trains_and_exports(export, models, run, tmp_path):
     said = run(models("llama3"), tmp_path, "--recipe", "nvfp4", "--export", export)
@@ -176,6 +198,11 @@ def test_a_wrong_argument_is_named(models, text, tmp_path, refused_by, more, mes
     base = ("--model", models("llama3"), "--text", text, "--out", tmp_path / "out", *OPTIONS)
     assert message in refused_by(finetune.main, *base, *more)
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_that_no_format_holds_are_refused(models, text, tmp_path, refused_by):
+    command = ("--model", models("gpt_oss"), "--text", text, "--out", tmp_path / "out", *OPTIONS, *INT4)
+    assert "no format has INT4 experts of gpt_oss" in refused_by(finetune.main, *command)
 
 
 def test_a_foreign_folder_is_not_touched(models, text, tmp_path, refused_by):

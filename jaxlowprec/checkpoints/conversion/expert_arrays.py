@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -70,14 +71,19 @@ class Weight:
         """The weight. Of an array only the expert's matrix is read."""
         if self.part is None:
             return source.read(self.tensor)
+        return self.part.of(self._expert(source, self.part.expert))
+
+    def experts(self, source: CheckpointFolder) -> Iterator[np.ndarray]:
+        """Of a whole array, the experts' matrices one after the other, as the array has them."""
+        return (self._expert(source, expert) for expert in range(self.spec.shape[0]))
+
+    def _expert(self, source: CheckpointFolder, expert: int) -> np.ndarray:
         spec = source.spec(self.tensor)
         dtype = numpy_dtype(spec.dtype)
         assert dtype is not None  # arrays are taken apart only in high precision
         matrix = np.empty(spec.shape[1:], dtype)
-        source.file_of(self.tensor).read_into(
-            self.tensor, matrix.view(np.uint8).reshape(-1), self.part.expert * matrix.nbytes
-        )
-        return self.part.of(matrix)
+        source.file_of(self.tensor).read_into(self.tensor, matrix.view(np.uint8).reshape(-1), expert * matrix.nbytes)
+        return matrix
 
 
 def model_types(config: dict[str, Any]) -> list[str]:

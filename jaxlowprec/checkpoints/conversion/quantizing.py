@@ -36,7 +36,7 @@ from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.config import quantization_of, with_quantization
 from jaxlowprec.checkpoints.files.dtypes import HIGH_PRECISION, QUANTISED, numpy_dtype
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
-from jaxlowprec.checkpoints.schemes.base import Scheme
+from jaxlowprec.checkpoints.schemes.base import Scheme, as_dtype
 from jaxlowprec.checkpoints.schemes.magnitudes import amax
 
 _QUANTISED_NAMES = re.compile(
@@ -133,11 +133,25 @@ def _compress(source: CheckpointFolder, scheme: Scheme, weight: Weight, amaxes: 
         amax = amaxes.shared(module) if scheme.shares_global_scale else amaxes.own(module)
     try:
         with naming(source, module):
-            made = scheme.compress(weight.read(source), amax=amax)
+            made = (
+                _by_expert(source, scheme, weight)
+                if scheme.of_expert_arrays
+                else scheme.compress(weight.read(source), amax=amax)
+            )
     except CheckpointError:
         amaxes.own(module)  # raises if the weight is not finite, which no scale can hold
         raise
     return {f"{module}{scheme.joint}{suffix}": array for suffix, array in made.items()}
+
+
+def _by_expert(source: CheckpointFolder, scheme: Scheme, weight: Weight) -> Arrays:
+    """The tensors of an array of experts, of whose weights only one expert's are in memory."""
+    specs = scheme.output_specs(weight.spec.shape).items()
+    made = {suffix: np.empty(shape, as_dtype(dtype)) for suffix, (dtype, shape) in specs}
+    for expert, matrix in enumerate(weight.experts(source)):
+        for suffix, part in scheme.compress(matrix[None]).items():
+            made[suffix][expert] = part[0]
+    return made
 
 
 def _decompress(scheme: Scheme, module: str, dtype: str, tensors: Arrays) -> np.ndarray:

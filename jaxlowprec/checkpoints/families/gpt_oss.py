@@ -1,4 +1,4 @@
-"""GPT-OSS in high precision: attention sinks, and experts in whole arrays with the columns of gate and up in turn."""
+"""GPT-OSS: attention sinks, and experts in whole arrays with the columns of gate and up in turn."""
 
 from jaxlowprec.checkpoints.families.family import Family
 from jaxlowprec.checkpoints.families.parts import IN_FILE, LAYER, attention, ends, linears, norms, with_stacked
@@ -20,4 +20,4 @@ NORMS = norms("input_layernorm", "post_attention_layernorm")
 
 MAPPING = TreeMapping((*ends(), *with_stacked((*attention(), *SINKS, *EXPERTS, *NORMS))))
 
-FAMILY = Family("GPT-OSS (bfloat16)", ("GptOssForCausalLM",), MAPPING)
+FAMILY = Family("GPT-OSS", ("GptOssForCausalLM",), MAPPING)

@@ -124,6 +124,10 @@ class Scheme(abc.ABC):
         """The name of the tensor that holds a module's weight in high precision."""
         return f"{module}.weight"
 
+    def module_of(self, weight: str) -> str:
+        """The module of a weight's name: the inverse of `weight_name`, whatever the last part of the name is."""
+        return weight.rpartition(".")[0]
+
     def check(self, shape: Sequence[int]) -> str | None:
         """Why a weight of this shape does not fit the format; None if it fits."""
         if len(shape) != 2:

@@ -56,6 +56,10 @@ class GPTOSSMXFP4(Scheme):
         """See `Scheme`. The array has no ".weight"."""
         return module
 
+    def module_of(self, weight: str) -> str:
+        """See `Scheme`."""
+        return weight
+
     def check(self, shape: Sequence[int]) -> str | None:
         """See `Scheme`."""
         if len(shape) != 3:

@@ -15,6 +15,7 @@ from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
 from jaxlowprec.checkpoints.schemes.magnitudes import amax, limit
+from jaxlowprec.checkpoints.trees.expert_arrays import columns_joined, holds_expert_arrays
 from jaxlowprec.checkpoints.trees.groups import Group, Place, right_axes
 from jaxlowprec.checkpoints.trees.layout import PLUS, Layout
 from jaxlowprec.checkpoints.trees.moves import Moves, joined, merged
@@ -77,8 +78,9 @@ class LeafTensors:
     def specs(self) -> dict[str, TensorSpec]:
         """Dtypes and shapes of the tensors, by their names; nothing is computed."""
         if self.is_quantized:
-            self.placed.require_rows()
-            return output_specs(self._scheme(), self.module, TensorSpec(file_dtype(self.placed.dtype), self.shape))
+            scheme, spec = self._scheme(), TensorSpec(file_dtype(self.placed.dtype), self.shape)
+            self.placed.require_rows(scheme)
+            return output_specs(scheme, scheme.module_of(self.name), spec)
         return {self.name: TensorSpec(file_dtype(as_dtype(self.dtype or self.placed.dtype)), self.shape)}
 
     def make(self, on_device: bool = False) -> dict[str, Any]:
@@ -89,8 +91,9 @@ class LeafTensors:
         """
         if self.is_quantized:
             scheme = self._scheme()
-            stored = about(self.path, lambda: scheme.store(self.placed.quantized()))
-            return {f"{self.module}.{part}": tensor for part, tensor in stored.items()}
+            stored = about(self.path, lambda: scheme.store(self.placed.quantized(scheme)))
+            module = f"{scheme.module_of(self.name)}{scheme.joint}"
+            return {f"{module}{part}": tensor for part, tensor in stored.items()}
         dtype = None if self.dtype is None else as_dtype(self.dtype)
         array = self.placed.array(on_device, dtype)
         if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
@@ -155,12 +158,12 @@ class Placed:
         array = parts[0] if len(parts) == 1 else joined(parts, axes, group.layout.joined)
         return array if array.shape == self.shape else merged(array, axes, group.layout.right)
 
-    def require_rows(self) -> None:
-        """Raises ValueError unless quantised leaves can be placed so."""
+    def require_rows(self, scheme: Scheme) -> None:
+        """Raises ValueError unless quantised leaves can be placed so in a scheme's tensors."""
         group = self.group
         if differ(group.rule):
             raise ValueError(f"{group.path} is quantised, and its numbers are not the file's (factor, offset)")
-        if not group.holds_matrices:
+        if not group.holds_matrices and not (scheme.of_expert_arrays and holds_expert_arrays(group)):
             raise ValueError(
                 f"{group.path} of shape {group.moves[0].shape} is quantised; the layout {group.layout.text!r} is for "
                 "float leaves, because codes and scales belong to rows of a matrix; quantise the kernel as a matrix "
@@ -169,10 +172,12 @@ class Placed:
         if group.rule.padded and any(moves.shape[-1] != self.shape[0] for moves in group.moves):
             raise ValueError(f"{group.path} is quantised and padded; store it without its padding, or dequantise it")
 
-    def quantized(self) -> QuantizedArray:
-        """The quantised tensor [N, K]."""
-        self.require_rows()
+    def quantized(self, scheme: Scheme) -> QuantizedArray:
+        """The quantised tensor [N, K], or [E, N, K] of all experts."""
+        self.require_rows(scheme)
         group = self.group
+        if holds_expert_arrays(group):
+            return columns_joined(group, group.leaves).mT
         return rows_joined(
             group, [self._rows(leaf, moves) for leaf, moves in zip(group.leaves, group.moves, strict=True)]
         )

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import FLOATS, Scheme, as_dtype
+from jaxlowprec.checkpoints.trees.expert_arrays import columns_split, holds_expert_arrays
 from jaxlowprec.checkpoints.trees.groups import Group, Place, unmerged
 from jaxlowprec.checkpoints.trees.leaf_tensors import about
 from jaxlowprec.checkpoints.trees.moves import Moves, stacked
@@ -52,7 +53,9 @@ class Reading:
         _require_one_kind(group, found)
         for place, array in zip(places, found, strict=True):
             _require_shape(group, place, array)
-        if isinstance(found[0], QuantizedArray):
+        if isinstance(found[0], QuantizedArray) and holds_expert_arrays(group):
+            made = columns_split(group, found[0])
+        elif isinstance(found[0], QuantizedArray):
             rows = [about(group.path, functools.partial(rows_split, group, array)) for array in found]
             made = [leaf_of_rows(group, moves, [each[n] for each in rows]) for n, moves in enumerate(group.moves)]
         else:
@@ -96,7 +99,9 @@ class Reading:
             return self.tensors.get(group.rule.tied_to)
         if group.rule.tied_to is not None:
             self.require_tied(name, group.rule.tied_to)
-        quantized = group.rule.is_kernel and (array is None or array.dtype.name not in FLOATS)
+        arrays = self.scheme is not None and self.scheme.of_expert_arrays and holds_expert_arrays(group)
+        is_kernel = group.rule.is_kernel or arrays
+        quantized = is_kernel and (array is None or array.dtype.name not in FLOATS)
         if quantized and self.scheme is not None and (parts := self._parts(self.scheme, name)):
             return self._quantized(group, place, parts, array)
         if array is not None:
@@ -105,14 +110,15 @@ class Reading:
 
     def _parts(self, scheme: Scheme, name: str) -> dict[str, str]:
         """The tensors of a module in the scheme's format: maps their last parts to their full names."""
-        module = name.rpartition(".")[0]
-        parts = {part: f"{module}.{part}" for part in (*scheme.required, *scheme.optional)}
+        module = scheme.module_of(name)
+        parts = {part: f"{module}{scheme.joint}{part}" for part in (*scheme.required, *scheme.optional)}
         return {part: full for part, full in parts.items() if full in self.tensors}
 
     def _quantized(self, group: Group, place: Place, parts: Mapping[str, str], read: np.ndarray | None) -> Any:
         assert self.scheme is not None
         path = group.path_of(place)
-        if not group.holds_matrices:
+        arrays = holds_expert_arrays(group)
+        if not group.holds_matrices and not arrays:
             raise ValueError(
                 f"from_tensors: {group.path} of shape {group.moves[0].shape} has the layout {group.layout.text!r}, and "
                 f"the checkpoint holds {place.name} quantised to {self.scheme.name}; needs a leaf [K, N] for it, or a "
@@ -123,7 +129,8 @@ class Reading:
         }
         self.used |= set(parts.values())
         stored = self.scheme.as_stored({part: tensor.dtype.name for part, tensor in suffixed.items()})
-        return about(path, functools.partial(stored.load, suffixed, group.leaves[0].dtype))
+        q = about(path, functools.partial(stored.load, suffixed, group.leaves[0].dtype))
+        return q.mT if arrays else q
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:

@@ -1,5 +1,7 @@
 """MXFP4 in GPT-OSS's arrays: transformers decodes the same bits, and conversion gives what it reads."""
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -97,6 +99,20 @@ def test_a_checkpoint_and_back(tmp_path):
     dequantize(tmp_path / "again", tmp_path / "same")
     for name, tensor in read_tensors(tmp_path / "same").items():
         np.testing.assert_array_equal(tensor, high[name])
+
+
+def test_one_expert_is_in_memory_beside_the_codes(tmp_path):
+    whole = array((16, 128, 256), "float32")
+    source = write_checkpoint(tmp_path / "source", {f"{EXPERTS}.down_proj": whole}, 1, CONFIG)
+    convert(source, tmp_path / "warm", SCHEME)
+    tracemalloc.start()
+    convert(source, tmp_path / "low", SCHEME, run=Run(workers=1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    codes = sum(tensor.nbytes for tensor in read_tensors(tmp_path / "low").values())
+    assert codes < peak < codes + whole.nbytes / 2
+    for part, made in SCHEME.compress(whole).items():
+        assert same(read_tensors(tmp_path / "low")[f"{EXPERTS}.down_proj_{part}"], made)
 
 
 def test_a_model_of_transformers_loads_it(tmp_path):

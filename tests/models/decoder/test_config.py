@@ -1,7 +1,9 @@
 """What a config.json may say, and what it may not."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from jaxlowprec.checkpoints.decoders import folders
@@ -56,3 +58,151 @@ def test_older_files_say_the_same(tmp_path):
     old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert DecoderConfig.of_folder(tmp_path) == DecoderConfig.of(new)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("phi3", {"rope_parameters": {"rope_type": "llama3"}}, "needs the numbers factor"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope or none for Phi"),
+        ("phi3", {"head_dim": 64}, "have 16 and 16 numbers; a head has 32 pairs"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "needs long_factor, a list"),
+        ("phi4-mini", {"partial_rotary_factor": 2.0, "rope_parameters": None}, "a number above 0, up to 1"),
+        ("gemma2", {"hidden_activation": "relu"}, "gelu_pytorch_tanh or gelu_new, not relu"),
+        ("gemma2", {"use_bidirectional_attention": True}, "attention to earlier tokens only"),
+        ("gemma3", {"final_logit_softcapping": -1}, "final_logit_softcapping is -1; this decoder needs a number above"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "full_attention or sliding_attention for each of 2 layers"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; this decoder needs sigmoid"),
+        ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5; this decoder needs 4 or less"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "greedy or group_limited_greedy"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "weights that are not scaled to sum to 1"),
+        ("deepseek_v2", {"mlp_bias": True}, "layers without biases"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "experts in every layer after the dense ones"),
+        ("deepseek_v3", {"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15; this decoder needs an even number"),
+    ],
+)
+def test_what_a_family_lacks_is_named(family, changed, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        DecoderConfig.of(tiny.config(family, **changed), "m/config.json")
+    assert str(refused.value).startswith("m/config.json: ")
+
+
+PUBLISHED = {
+    "microsoft/Phi-4-mini-instruct": {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 200064,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+    },
+    "google/gemma-3-1b-it": {
+        "model_type": "gemma3_text",
+        "head_dim": 256,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 26,
+        "vocab_size": 262144,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "openai/gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "sliding_window": 128,
+    },
+    "deepseek-ai/DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "num_hidden_layers": 61,
+        "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "q_lora_rank": 1536,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.5,
+    },
+}
+"""What of published config.json files decides the function."""
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("microsoft/Phi-4-mini-instruct", lambda c: (c.rope.rotated_of(c.head), c.rope.factor) == (96, 32)),
+        ("google/gemma-3-1b-it", lambda c: c.windows[:6] == (512,) * 5 + (None,) and c.tied and len(c.ropes) == 2),
+        ("openai/gpt-oss-20b", lambda c: c.windows[:2] == (128, None) and c.experts.number == 32),
+        ("deepseek-ai/DeepSeek-V3", lambda c: c.cached == ((1, 64), (1, 512)) and sum(c.sparse) == 58),
+    ],
+)
+def test_published_configs_are_read(model, expected):
+    assert expected(DecoderConfig.of(PUBLISHED[model]))
+
+
+def test_kimi_is_a_deepseek():
+    ours, kimi = (DecoderConfig.of(tiny.config("deepseek_v3", model_type=name)) for name in ("deepseek_v3", "kimi_k2"))
+    assert dataclasses.replace(kimi, family="deepseek_v3") == ours
+
+
+def test_long_texts_have_divisors_of_their_own():
+    rope = DecoderConfig.of(tiny.config("phi4-mini")).rope
+    short, long = rope.frequencies(32, 16), rope.frequencies(32, 17)
+    np.testing.assert_allclose(short * rope.short, long * rope.long, rtol=1e-6)
+    assert len(short) == 12 and (short[1:] > long[1:]).all()
+
+
+def test_the_scale_of_deepseeks_scores():
+    """YaRN's factor for the longer context is squared: equation 22 of arXiv 2309.00071, times mscale_all_dim."""
+    found = DecoderConfig.of(PUBLISHED["deepseek-ai/DeepSeek-V3"])
+    assert found.rope.attention_factor == 1 and abs(found.score_scale - 192**-0.5 * 1.3688879454**2) < 1e-9
