@@ -26,7 +26,9 @@ class RMSNorm(nn.Module):
     before it multiplies them by the scale.
 
     Attributes:
-        epsilon, dtype, param_dtype, use_scale, scale_init: Flax's.
+        epsilon, dtype, param_dtype, use_scale: Flax's.
+        scale_init: default: ones, or zeros if the scale is centred at zero.
+        zero_centered_scale: rows are multiplied by 1 + scale, as in Gemma; see `jaxlowprec.rms_norm`.
 
     >>> import jax, jax.numpy as jnp, jaxlowprec as jlp
     >>> y, _ = jlp.linen.RMSNorm().init_with_output(jax.random.key(0), jnp.ones((8, 64), jnp.bfloat16))
@@ -38,7 +40,8 @@ class RMSNorm(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     use_scale: bool = True
-    scale_init: Any = nn.initializers.ones
+    scale_init: Any = None
+    zero_centered_scale: bool = False
 
     @nn.compact
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
@@ -79,11 +82,14 @@ _NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
 
 def _norm_of(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: Any, parameter: Callable[..., Any]) -> Norm:
     """A layer's norm. `parameter`: of a name and an initialiser, gives the parameter."""
-    scale, bias = parameter("scale", layer.scale_init) if layer.use_scale else None, None
     kind = "layer" if isinstance(layer, LayerNorm) else "rms"
+    centred = isinstance(layer, RMSNorm) and layer.zero_centered_scale
+    init = layer.scale_init or (nn.initializers.zeros if centred else nn.initializers.ones)
+    scale, bias = parameter("scale", init) if layer.use_scale else None, None
     if isinstance(layer, LayerNorm) and layer.use_bias:
         bias = parameter("bias", layer.bias_init)
-    return norm_of(kind, type(layer).__name__, inputs, residual, (scale, bias), layer.epsilon, layer.dtype)
+    parameters, who = (scale, bias), type(layer).__name__
+    return norm_of(kind, who, inputs, residual, parameters, layer.epsilon, layer.dtype, zero_centered=centred)
 
 
 def _called(layer: RMSNorm | LayerNorm, inputs: jax.Array, residual: jax.Array | None) -> Any:

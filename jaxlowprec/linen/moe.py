@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxlowprec.layers.fused.mlp_product import Saved
 from jaxlowprec.linen import grouped
 from jaxlowprec.linen.layers import Dense, promoted_inputs
-from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
+from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router_config import RouterConfig
 from jaxlowprec.moe.wire import Wire
@@ -21,7 +21,7 @@ from jaxlowprec.recipes.autocast import FROM_CONTEXT
 
 
 class Experts(nn.Module):
-    """An expert: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
+    """An expert: the activation of gate_proj and up_proj, or of up_proj, then down_proj.
 
     Attributes:
         hidden: the hidden size.
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
     hidden: int
     activation: Any
-    gated: bool
+    gated: bool | Literal["joint"]
     inits: tuple[Any, Any]
     options: Any
     saved: Saved
@@ -49,24 +49,24 @@ class Experts(nn.Module):
             return grouped.GroupedDense(self.num_experts, features, kernel_init=init, name=name, **self.options)
 
         names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        activation = hidden_activation(self.activation, self.gated)
         layers = [layer(self.hidden, self.inits[0], name) for name in names]
         layers.append(layer(x.shape[-1], self.inits[1], "down_proj"))
         if groups and not self.is_initializing():
             inputs = common_inputs(
-                x, [functools.partial(promoted_inputs, layer) for layer in layers], self.activation, self.hidden
+                x, [functools.partial(promoted_inputs, layer) for layer in layers], activation, self.hidden
             )
             if inputs is not None:
                 sizes = [x.shape[-1]] * len(names) + [self.hidden]
                 given = [
                     grouped.grouped_arguments(layer, inputs, size)[1] for layer, size in zip(layers, sizes, strict=True)
                 ]
-                options: Any = {"layers": given, "activation": self.activation, "saved": self.saved}
+                options: Any = {"layers": given, "activation": activation, "saved": self.saved}
                 return groups[0].run(functools.partial(fused_experts, "MoE", **options), inputs, given)
 
         def separate(x: Array, *group_sizes: Array) -> Array:
-            *gate, up = (layer(x, *group_sizes) for layer in layers[:-1])
-            hidden = self.activation(gate[0]) * up if gate else self.activation(up)
-            return layers[-1](hidden, *group_sizes)
+            hidden = [layer(x, *group_sizes) for layer in layers[:-1]]
+            return layers[-1](activation(*hidden), *group_sizes)
 
         return groups[0].run(separate, x) if groups else separate(x)
 
@@ -92,7 +92,9 @@ class MoE(nn.Module):
     top_k: int
     shared_hidden_features: int = 0
     activation: Any = jax.nn.silu
-    gated: bool = True
+    gated: bool | Literal["joint"] = True
+    use_bias: bool = False
+    router_bias: bool = False
     routing: RouterConfig = RouterConfig()
     expert_axis: str | None = None
     exchange: Exchange = "sum"
@@ -122,12 +124,13 @@ class MoE(nn.Module):
         settings = Settings(
             self.num_experts, self.top_k, self.routing, self.expert_axis, self.exchange, self.buffer_factor, self.wire
         )
-        check_block(type(self).__name__, settings, self.gated, self.saved)
-        options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
+        biases = {"use_bias": self.use_bias, "router_bias": self.router_bias}
+        check_block(type(self).__name__, settings, self.gated, self.saved, **biases)
+        options = {"use_bias": self.use_bias, "dtype": self.dtype, "param_dtype": self.param_dtype}
         options |= {"precision": self.precision, "recipe": self.recipe}
         router = Dense(
             self.num_experts,
-            use_bias=False,
+            use_bias=self.router_bias,
             dtype=jnp.float32,
             precision=jax.lax.Precision.HIGHEST,
             kernel_init=self.router_kernel_init,

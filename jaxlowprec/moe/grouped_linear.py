@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jaxtyping import Array, Float, Int32
@@ -64,6 +64,11 @@ def check_fsdp_axis(who: str, fsdp_axis: Any, is_quantized: bool = False) -> Non
         )
 
 
+def hidden_activation(activation: Callable[..., jax.Array], gated: bool | Literal["joint"]) -> Callable[..., jax.Array]:
+    """The activation as a function of the results of gate and up, or of up; see `jaxlowprec.nnx.MoE`."""
+    return Gated(activation) if gated is True else activation
+
+
 @dataclasses.dataclass(frozen=True)
 class Gated:
     """activation(gate) * up as one function, equal to others of the same activation: equal blocks are traced once."""
@@ -80,15 +85,14 @@ def fused_experts(
 ) -> Float[Array, "T N"]:
     """The layers of an expert, down's last, as one function; see `grouped_mlp`. x: rows as all of the layers take them.
 
-    `activation`: of gate, and then times up, or of up alone.
+    `activation`: of the results of the layers before down.
     """
-    function = activation if len(layers) == 2 else Gated(activation)
-    options: Any = {"activation": function, "saved": saved, "out_dtype": x.dtype}
+    options: Any = {"activation": activation, "saved": saved, "out_dtype": x.dtype}
     return grouped_mlp_of(who, x, group_sizes, layers, **options)[0]
 
 
-def is_plain(activation: Any, features: int, dtype: Any) -> bool:
-    """Whether an activation of rows of these features can be computed again in the backward pass.
+def is_plain(activation: Any, operands: int, features: int, dtype: Any) -> bool:
+    """Whether an activation of so many operands of these features can be computed again in the backward pass.
 
     It cannot if it has arrays of its own, which would get no gradient, or gives another shape or dtype.
     """
@@ -97,7 +101,7 @@ def is_plain(activation: Any, features: int, dtype: Any) -> bool:
     except TypeError:
         return False
     like = jax.ShapeDtypeStruct((8, features), dtype)
-    traced = jax.make_jaxpr(activation)(like)
+    traced = jax.make_jaxpr(activation)(*[like] * operands)
     results = [(result.shape, result.dtype) for result in traced.out_avals]
     return not traced.consts and results == [(like.shape, like.dtype)]
 
@@ -112,4 +116,4 @@ def common_inputs(
         hidden: the features of the activation.
     """
     x = common_of_all(inputs, promoted)
-    return x if x is not None and is_plain(activation, hidden, x.dtype) else None
+    return x if x is not None and is_plain(activation, len(promoted) - 1, hidden, x.dtype) else None

@@ -155,7 +155,7 @@ def _own_experts(settings: Settings) -> int:
     return local
 
 
-def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
+def check_block(who: str, settings: Settings, gated: Any, saved: Any, **flags: Any) -> None:
     """Raises TypeError or ValueError if a block with these arguments cannot be made."""
     experts, k = settings.num_experts, settings.top_k
     for name, size in (("num_experts", experts), ("top_k", k)):
@@ -164,7 +164,9 @@ def check_block(who: str, settings: Settings, gated: Any, saved: Any) -> None:
         raise ValueError(f"{who}: top_k={k} of num_experts={experts}; needs 1 <= top_k <= num_experts")
     check_config(who, settings.routing).check(who, experts, k)
     one_of(who, "saved", saved, "quantized", "8bit", "recompute")
-    a_flag(who, gated=gated)
+    if gated != "joint":
+        a_flag(who, gated=gated)
+    a_flag(who, **flags)
     exchange, wire = settings.exchange, settings.wire
     one_of(who, "exchange", exchange, *get_args(Exchange))
     if exchange != "sum" and settings.expert_axis is None:

@@ -26,7 +26,9 @@ class RMSNorm(nnx.RMSNorm):
     inputs and the scale by default, and rounds the normed inputs before it multiplies them by the scale.
 
     Arguments:
-        num_features, epsilon, dtype, param_dtype, use_scale, scale_init, scale_metadata: Flax's.
+        num_features, epsilon, dtype, param_dtype, use_scale, scale_metadata: Flax's.
+        scale_init: default: ones, or zeros if the scale is centred at zero.
+        zero_centered_scale: rows are multiplied by 1 + scale, as in Gemma; see `jaxlowprec.rms_norm`.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
     >>> from flax import nnx
@@ -42,13 +44,16 @@ class RMSNorm(nnx.RMSNorm):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         use_scale: bool = True,
-        scale_init: Any = nnx.initializers.ones,
+        scale_init: Any = None,
         scale_metadata: Mapping[str, Any] | None = None,
+        zero_centered_scale: bool = False,
         rngs: nnx.Rngs,
     ):
+        scale_init = scale_init or (nnx.initializers.zeros if zero_centered_scale else nnx.initializers.ones)
         options: Any = {} if scale_metadata is None else {"scale_metadata": scale_metadata}
         options |= {"epsilon": epsilon, "dtype": dtype, "param_dtype": param_dtype, "use_scale": use_scale}
         super().__init__(num_features, scale_init=scale_init, rngs=rngs, **options)
+        self.zero_centered_scale = zero_centered_scale
 
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> Any:
         """[..., num_features] -> [..., num_features]; with `residual` a pair, see `jaxlowprec.rms_norm`."""
@@ -57,7 +62,9 @@ class RMSNorm(nnx.RMSNorm):
     def prepared(self, inputs: jax.Array, residual: jax.Array | None = None) -> Norm:
         """The norm for a function that computes it with what reads it."""
         scale = None if self.scale is None else self.scale[...]
-        return norm_of("rms", type(self).__name__, inputs, residual, (scale, None), self.epsilon, self.dtype)
+        parameters, centred = (scale, None), self.zero_centered_scale
+        who = type(self).__name__
+        return norm_of("rms", who, inputs, residual, parameters, self.epsilon, self.dtype, zero_centered=centred)
 
 
 class LayerNorm(nnx.LayerNorm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlowprec.arguments import a_text
 from jaxlowprec.layers.fused.mlp_product import Saved
-from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts
+from jaxlowprec.moe.grouped_linear import common_inputs, fused_experts, hidden_activation
 from jaxlowprec.moe.mixture import Exchange, Groups, MoEAux, Settings, check_block, mixture
 from jaxlowprec.moe.router_config import RouterConfig
 from jaxlowprec.moe.wire import Wire
@@ -32,14 +32,14 @@ class SelectionBias(nnx.Variable):
 
 
 class Experts(nnx.Module):
-    """An expert: activation(gate_proj) * up_proj, or activation(up_proj), then down_proj.
+    """An expert: the activation of gate_proj and up_proj, or of up_proj, then down_proj.
 
     Its layers are `Linear`s (shared experts, over tokens) or `GroupedLinear`s (over rows sorted by expert).
     """
 
-    def __init__(self, make: Any, sizes: tuple[int, int], activation: Any, gated: bool, saved: Saved, inits: Any):
+    def __init__(self, make: Any, sizes: tuple[int, int], activation: Any, gated: Any, saved: Saved, inits: Any):
         features, hidden = sizes
-        self.activation, self.saved = activation, saved
+        self.activation, self.saved = hidden_activation(activation, gated), saved
         self.gate_proj = nnx.data(make(features, hidden, inits[0], "gate_proj") if gated else None)
         self.up_proj = make(features, hidden, inits[0], "up_proj")
         self.down_proj = make(hidden, features, inits[1], "down_proj")
@@ -48,7 +48,7 @@ class Experts(nnx.Module):
         """Tokens [..., features] to outputs of that shape; with `groups`, what they make of tokens [T, features]."""
         if not groups:
             return self._separate(x)
-        layers = [layer for layer in (self.gate_proj, self.up_proj, self.down_proj) if layer is not None]
+        layers = [*self._hidden, self.down_proj]
         if all(type(layer) is grouped.GroupedLinear for layer in layers):
             inputs = common_inputs(x, [layer.promoted for layer in layers], self.activation, self.down_proj.in_features)
             if inputs is not None:
@@ -59,10 +59,13 @@ class Experts(nnx.Module):
 
     def _separate(self, x: Array, *group_sizes: Array) -> Array:
         """The layers one after the other."""
-        up = self.up_proj(x, *group_sizes)
-        if self.gate_proj is None:
-            return self.down_proj(self.activation(up), *group_sizes)
-        return self.down_proj(self.activation(self.gate_proj(x, *group_sizes)) * up, *group_sizes)
+        hidden = [layer(x, *group_sizes) for layer in self._hidden]
+        return self.down_proj(self.activation(*hidden), *group_sizes)
+
+    @property
+    def _hidden(self) -> list[Any]:
+        """The layers before down_proj."""
+        return [layer for layer in (self.gate_proj, self.up_proj) if layer is not None]
 
 
 class MoE(nnx.Module):
@@ -75,7 +78,9 @@ class MoE(nnx.Module):
         num_experts, in_features, hidden_features: sizes; outputs have in_features, too.
         top_k: experts per token.
         shared_hidden_features: hidden size of the shared experts, which process every token; 0: there are none.
-        activation, gated: an expert is down(activation(gate(x)) * up(x)), or ungated down(activation(up(x))).
+        activation, gated: an expert is down(activation(gate(x)) * up(x)); with gated="joint" down(activation(gate(x),
+            up(x))); ungated down(activation(up(x))).
+        use_bias, router_bias: whether the layers of experts and of shared experts, and the router, have biases.
         routing: how tokens choose experts, and the coefficients of the router's losses. With `selection_bias=True` the
             block has one, float32 [num_experts], a `SelectionBias`, which is not a parameter.
         expert_axis: the mesh axis in shard_map along which the experts' kernels are split, see docs/how-to/moe.md.
@@ -93,7 +98,7 @@ class MoE(nnx.Module):
             `GroupedLinear`. Other kernels are whole.
         saved: "quantized", "8bit" or "recompute": what is kept of the experts' hidden layer for the backward pass, see
             `jaxlowprec.grouped_mlp`. An activation with arrays of its own, or that gives another dtype, keeps it all.
-        dtype, param_dtype, precision, kernel_init: see `GroupedLinear`; no layer has a bias.
+        dtype, param_dtype, precision, kernel_init: see `GroupedLinear`.
         down_kernel_init, router_kernel_init: initialisers of these kernels. `shared_kernel_init` and
             `shared_down_kernel_init` are for the shared experts' kernels, which have no axis of experts.
         recipe, name: see `Linear`; the parts are named name/experts/up_proj and so on.
@@ -117,7 +122,9 @@ class MoE(nnx.Module):
         top_k: int,
         shared_hidden_features: int = 0,
         activation: Any = jax.nn.silu,
-        gated: bool = True,
+        gated: bool | Literal["joint"] = True,
+        use_bias: bool = False,
+        router_bias: bool = False,
         routing: RouterConfig = _ROUTING,
         expert_axis: str | None = None,
         exchange: Exchange = "sum",
@@ -138,9 +145,10 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.settings = Settings(num_experts, top_k, routing, expert_axis, exchange, buffer_factor, wire)
-        check_block(type(self).__name__, self.settings, gated, saved)
+        biases = {"use_bias": use_bias, "router_bias": router_bias}
+        check_block(type(self).__name__, self.settings, gated, saved, **biases)
         a_text(type(self).__name__, name=name)
-        common = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}
+        common = {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "precision": precision}
         common |= {"recipe": recipe, "rngs": rngs}
 
         def named(part: str) -> str:
@@ -157,7 +165,7 @@ class MoE(nnx.Module):
         self.router = Linear(
             in_features,
             num_experts,
-            use_bias=False,
+            use_bias=router_bias,
             dtype=jnp.float32,
             precision=jax.lax.Precision.HIGHEST,
             kernel_init=router_kernel_init,

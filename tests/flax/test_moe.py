@@ -30,20 +30,31 @@ near_recipes = pytest.mark.parametrize(
 nnx_often = pytest.mark.parametrize("library", often(["nnx"], list(LIBRARIES)))
 
 
+def limited(gate, up):
+    """A gated activation that is not a function of gate, times up."""
+    return gate * (up.clip(-1, 1) + 1)
+
+
 def by_hand(tree, x, k, gated, shared):
-    """The block in float64, token by token."""
+    """The block in float64, token by token; `gated`: True, False, or an activation of gate and up."""
     tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
     x = np.asarray(x, np.float64).reshape(-1, WIDTH)
 
     def silu(v):
         return v / (1 + np.exp(-v))
 
-    def expert(parts, rows):
-        up = rows @ parts["up_proj"]["kernel"]
-        hidden = silu(rows @ parts["gate_proj"]["kernel"]) * up if gated else silu(up)
-        return hidden @ parts["down_proj"]["kernel"]
+    def product(rows, part):
+        return rows @ part["kernel"] + part.get("bias", 0)
 
-    logits = x @ tree["router"]["kernel"]
+    def expert(parts, rows):
+        up = product(rows, parts["up_proj"])
+        hidden = silu(up)
+        if gated:
+            gate = product(rows, parts["gate_proj"])
+            hidden = gated(gate, up) if callable(gated) else silu(gate) * up
+        return product(hidden, parts["down_proj"])
+
+    logits = product(x, tree["router"])
     y = expert(tree["shared_experts"], x) if shared else np.zeros_like(x)
     for token, row in enumerate(logits):
         chosen = np.argsort(-row, kind="stable")[:k]
@@ -69,6 +80,17 @@ class TestNumbers:
         np.testing.assert_allclose(np.asarray(y).reshape(-1, WIDTH), expected, atol=2e-6)
         assert y.shape == X.shape and aux.tape.shape == (8, 16, k)
         np.testing.assert_array_equal(aux.group_sizes, np.bincount(np.ravel(aux.tape), minlength=experts))
+
+    @nnx_often
+    def test_with_biases_and_an_activation_of_gate_and_up(self, library):
+        options = {"use_bias": True, "router_bias": True, "activation": limited, "gated": "joint"}
+        x, shared = X.astype(jnp.float32), {"shared_hidden_features": 48}
+        model = made(LIBRARIES[library], 4, 2, **FLOAT32, **options, **shared)
+        keys = iter(jax.random.split(jax.random.key(1), 20))
+        tree = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape), model.tree)
+        y, _ = compiled(model)(tree, x)
+        expected = by_hand(tree, x, 2, limited, True)
+        np.testing.assert_allclose(np.asarray(y).reshape(-1, WIDTH), expected, atol=1e-5)
 
     @near_recipes
     def test_under_a_recipe_are_near(self, library, name):

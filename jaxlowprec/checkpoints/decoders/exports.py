@@ -17,13 +17,16 @@ from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints.decoders.folders import copy_tokenizer, mapping_of
 from jaxlowprec.models.decoder.config import CONFIG
 from jaxlowprec.models.decoder.model import Decoder
+from jaxlowprec.nnx.moe import SelectionBias
 
-_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized)
+_WEIGHTS = nnx.Any(nnx.Param, jlp.nnx.Quantized, SelectionBias)
 _QUANTIZATION = ("quantization_config", "compression_config")
+_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, scheme: Any = None) -> None:
-    """Writes a decoder as a Hugging Face folder, float tensors in bfloat16.
+    """Writes a decoder as a Hugging Face folder, float tensors in bfloat16. Layers that predict further tokens, which
+    the decoder leaves out, are not in the export, and its config says so.
 
     Arguments:
         source: the folder that it was loaded from, whose config and tokenizer are kept.
@@ -32,6 +35,7 @@ def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, sc
     """
     content = json.loads((source / CONFIG).read_text())
     config = {key: value for key, value in content.items() if key not in (*_QUANTIZATION, "torch_dtype")}
+    config |= {key: 0 for key in _DRAFTS if key in config}
     state = nnx.state(decoder, _WEIGHTS)
     state = state if scheme is not None else decoded(state)
     mapping = mapping_of(decoder.config)
@@ -40,16 +44,16 @@ def export(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, sc
 
 
 def export_adapters(source: pathlib.Path, destination: pathlib.Path, decoder: Decoder, rank: int, alpha: float) -> None:
-    """Writes the adapters of a decoder in the form of the package peft, float32."""
-    tensors, targets = {}, set()
-    for path, layer in nnx.iter_modules(decoder):
-        if not isinstance(layer, jlp.nnx.LoRALinear):
-            continue
-        module = ".".join(map(str, path))
-        targets.add(str(path[-1]))
-        for name, matrix in (("lora_A", layer.lora.lora_a), ("lora_B", layer.lora.lora_b)):
-            array = np.ascontiguousarray(np.asarray(matrix[...], np.float32).T)
-            tensors[f"base_model.model.model.{module}.{name}.weight"] = array
+    """Writes the adapters of a decoder in the form of the package peft, float32.
+
+    Adapters of layers that the file joins to one matrix become one of the sum of their ranks, which is the same update.
+    """
+    tensors, ranks = {}, {}
+    for module, adapters in _adapters(decoder).items():
+        downs, ups = ([np.asarray(pair[n][...], np.float32).T for pair in adapters] for n in range(2))
+        tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(downs))
+        tensors[f"base_model.model.{module}.lora_B.weight"] = _diagonal(ups)
+        ranks[module.rpartition(".")[2]] = rank * len(adapters)
     destination.mkdir(parents=True, exist_ok=True)
     save_file(tensors, destination / "adapter_model.safetensors")
     said = {
@@ -62,9 +66,34 @@ def export_adapters(source: pathlib.Path, destination: pathlib.Path, decoder: De
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(targets),
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
+        "alpha_pattern": {name: alpha * own / rank for name, own in ranks.items() if own != rank},
     }
     (destination / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n")
+
+
+def _adapters(decoder: Decoder) -> dict[str, list[tuple[Any, Any]]]:
+    """The matrices of adapters by the file's modules, in the order in which the file joins what they belong to."""
+    found: dict[str, dict[int, tuple[Any, Any]]] = {}
+    rules = mapping_of(decoder.config).rules
+    for path, layer in nnx.iter_modules(decoder):
+        if isinstance(layer, jlp.nnx.LoRALinear):
+            kernel = ".".join(map(str, (*path, "kernel")))
+            place, name = next((hit[0], rule.name_of(kernel)) for rule in rules if (hit := rule.bound(kernel)))
+            module = str(name).removesuffix(".weight")
+            found.setdefault(module, {})[place] = layer.lora.lora_a, layer.lora.lora_b
+    return {module: [pairs[place] for place in sorted(pairs)] for module, pairs in found.items()}
+
+
+def _diagonal(blocks: list[np.ndarray]) -> np.ndarray:
+    """Matrices as the blocks of one that is zero elsewhere."""
+    made = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
+    rows = columns = 0
+    for block in blocks:
+        made[rows : rows + block.shape[0], columns : columns + block.shape[1]] = block
+        rows, columns = rows + block.shape[0], columns + block.shape[1]
+    return made
 
 
 def decoded(state: Any) -> Any:

@@ -30,7 +30,8 @@ TOKENIZER_FILES = (
 def mapping_of(config: DecoderConfig) -> TreeMapping:
     """The names of a decoder's parameters in its family's checkpoints."""
     architecture = FAMILIES[config.family]
-    return mapping_for({"architectures": [architecture], "tie_word_embeddings": config.tied})
+    said = {"architectures": [architecture], "tie_word_embeddings": config.tied, "num_hidden_layers": config.layers}
+    return mapping_for(said)
 
 
 def load(folder: pathlib.Path, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32) -> Decoder:

@@ -100,8 +100,9 @@ def experts(names: Sequence[str] = GATED, module: str = "mlp", gate: str = "gate
 
 
 def selection_bias() -> Rules:
-    """What a router adds to its scores when it chooses."""
-    return (Rule(f"{LAYER}mlp.selection_bias", f"{IN_FILE}mlp.gate.e_score_correction_bias"),)
+    """What a router adds to its scores when it chooses; rounded, it would choose others."""
+    name = f"{IN_FILE}mlp.gate.e_score_correction_bias"
+    return (Rule(f"{LAYER}mlp.selection_bias", name, keeps_dtype=True),)
 
 
 def with_stacked(rules: Iterable[Rule], under: str = "layers", first: int = 0) -> Rules:

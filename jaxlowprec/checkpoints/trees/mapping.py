@@ -71,7 +71,8 @@ class TreeMapping:
             tree: an NNX module or state, or Linen's variables or parameters. Leaves are float arrays, and
                 QuantizedArrays for kernels quantised along K: `quantize(kernel, fmt, axis=-2)`.
             scheme: the format of quantised kernels.
-            dtype: the dtype that float leaves are rounded to. None: each keeps its own.
+            dtype: the dtype that float leaves are rounded to, but for those of a rule with `keeps_dtype`. None: each
+                keeps its own.
 
         Raises:
             ValueError: leaves that no rule matches or that do not fit its layout; quantised leaves without a scheme, or
@@ -98,7 +99,8 @@ class TreeMapping:
         for group in found:
             if group.rule.tied_to is not None:
                 continue
-            kind = group.rule.is_kernel and len(group.layout.right) == 2, scheme, dtype
+            rounded = None if group.rule.keeps_dtype else dtype
+            kind = group.rule.is_kernel and len(group.layout.right) == 2, scheme, rounded
             for place in group.places():
                 stored.append(LeafTensors(group.path_of(place), place.name, Placed(group, place), *kind))
         if twice := repeated(tensors.name for tensors in stored):

@@ -38,6 +38,7 @@ class Rule:
             multiplies by 1 + weight. A number that would be rounded is an error.
         factor: what the leaf is a multiple of the tensor by, alike.
         tied_to: the name of a tensor that this one equals, and that the file has instead of it.
+        keeps_dtype: whether a float tensor has the leaf's dtype also if others are rounded to another.
 
     >>> rule = Rule("mlp.{i}.up_proj.kernel", "model.{i}.experts.{expert}.up_proj.weight")
     >>> rule.name_of("mlp.3.up_proj.kernel")
@@ -55,6 +56,7 @@ class Rule:
     offset: float = 0.0
     factor: float = 1.0
     tied_to: str | None = None
+    keeps_dtype: bool = False
 
     def __post_init__(self):
         who = f"Rule({' + '.join(self.paths)})"

@@ -27,16 +27,19 @@ def norm_of(
     parameters: tuple[jax.Array | None, jax.Array | None],
     epsilon: float,
     dtype: Any,
+    *,
+    zero_centered: bool = False,
 ) -> Norm:
     """The norm of kind "rms" or "layer" of a layer's inputs in its dtype, or in their own.
 
-    `parameters`: scale and bias [C], or None.
+    `parameters`: scale and bias [C], or None. `zero_centered`: rows are multiplied by 1 + scale.
     """
     inputs = layer_inputs(who, inputs)
     inputs, residual = (None if x is None else jnp.asarray(x, dtype or inputs.dtype) for x in (inputs, residual))
     scale, bias = parameters
-    scale = jnp.ones(inputs.shape[-1:], jnp.float32) if scale is None else scale
-    return checked_norm(kind, (inputs, residual, scale, bias), epsilon)
+    if scale is None:
+        scale = jnp.full(inputs.shape[-1:], 1 - zero_centered, jnp.float32)
+    return checked_norm(kind, (inputs, residual, scale, bias), epsilon, zero_centered)
 
 
 def check_features(who: str, normalization: str, out_features: int | Mapping[str, int]) -> Mapping[str, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,28 +9,21 @@ from flax import nnx
 import jaxlowprec as jlp
 from jaxlowprec.models.decoder.cache import LayerCache
 from jaxlowprec.models.decoder.config import DecoderConfig
-from jaxlowprec.models.decoder.rope import rotated
+from jaxlowprec.models.decoder.parts import Parts
 
 
 class Attention(nnx.Module):
     """Attention of one layer. Linears follow the recipe or hold quantised kernels; the rest is float32."""
 
-    def __init__(self, config: DecoderConfig, layer: int, options: dict[str, Any]):
+    def __init__(self, parts: Parts, layer: int):
+        config = parts.config
         heads, keys = config.heads * config.head, config.key_heads * config.head
-        dtypes = {key: value for key, value in options.items() if key != "kernel_init"}
-
-        def linear(inputs: int, outputs: int, bias: bool) -> jlp.nnx.Linear:
-            return jlp.nnx.Linear(inputs, outputs, use_bias=bias, **options)
-
-        self.config, self.window = config, config.windows[layer]
-        self.q_proj = linear(config.width, heads, config.qkv_bias)
-        self.k_proj, self.v_proj = (linear(config.width, keys, config.qkv_bias) for _ in range(2))
-        self.o_proj = linear(heads, config.width, config.out_bias)
-        self.q_norm, self.k_norm = nnx.data(None), nnx.data(None)
-        if config.query_norm:
-            self.q_norm, self.k_norm = (
-                jlp.nnx.RMSNorm(config.head, epsilon=config.epsilon, **dtypes) for _ in range(2)
-            )
+        self.config, self.window, self.rope = config, config.windows[layer], config.rope_of(layer)
+        self.q_proj = parts.linear(config.width, heads, config.qkv_bias)
+        self.k_proj, self.v_proj = (parts.linear(config.width, keys, config.qkv_bias) for _ in range(2))
+        self.o_proj = parts.linear(heads, config.width, config.out_bias)
+        self.q_norm, self.k_norm = (nnx.data(parts.norm(config.head) if config.query_norm else None) for _ in range(2))
+        self.sinks = nnx.data(parts.parameter(config.heads) if config.sinks else None)
 
     def __call__(
         self,
@@ -63,33 +54,62 @@ class Attention(nnx.Module):
         k, v = (y.reshape(batch, time, config.key_heads, config.head) for y in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotated(q, tables), rotated(k, tables)
+        q, k = self.rope.apply(q, tables), self.rope.apply(k, tables)
         if cache is None:
             seen = LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
         else:
             cache = cache.written(k, v, starts)
             seen = cache if span is None else cache.first(span)
-        y = attended(q, seen, positions, self.window)
+        sinks = None if self.sinks is None else self.sinks[...]
+        y = attended(q, seen, positions, self.window, config=config, sinks=sinks)
         return self.o_proj(y.reshape(batch, time, -1).astype(x.dtype)), cache
 
 
-def attended(q: jax.Array, seen: LayerCache, positions: jax.Array, window: int | None) -> jax.Array:
-    """The values that queries [batch, time, heads, head] at such places attend to: float32, of that shape.
+def attended(
+    q: jax.Array,
+    seen: LayerCache,
+    positions: jax.Array,
+    window: int | None,
+    *,
+    config: DecoderConfig,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """The values that queries [batch, time, heads, head] at such places attend to: float32 [batch, time, heads, value].
 
     Products and softmax are float32. Scales of an 8-bit cache are applied to scores and probabilities.
+
+    Arguments:
+        window: the number of places that a token attends to, itself included; None: all.
+        config: says what scores are multiplied by, and their limit.
+        sinks: [heads], scores without values.
     """
     batch, time, heads, head = q.shape
     groups = heads // seen.keys.shape[1]
-    q = q.reshape(batch, time, -1, groups, head).astype(jnp.float32) * head**-0.5
+    q = q.reshape(batch, time, -1, groups, head).astype(jnp.float32) * config.score_scale
     scores = jnp.einsum("btkgd,bksd->bkgts", q, seen.keys.astype(jnp.float32))
     if seen.key_scales is not None:
         scores = scores * seen.key_scales[:, :, None, None]
+    scores = capped(scores, config.score_cap)
     places, here = jnp.arange(seen.keys.shape[2]), positions[:, :, None]
     visible = places <= here
     if window is not None:
         visible &= places > here - window
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+    weights = shares(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     if seen.value_scales is not None:
         weights = weights * seen.value_scales[:, :, None, None]
     y = jnp.einsum("bkgts,bksd->btkgd", weights, seen.values.astype(jnp.float32))
-    return y.reshape(batch, time, heads, head)
+    return y.reshape(batch, time, heads, -1)
+
+
+def shares(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """The softmax of scores [batch, key_heads, groups, time, places], and of a sink of each head, which is left out."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
+    column = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap tanh(x / cap), or x without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -20,7 +20,7 @@ class LayerCache:
     """One layer's part: place s of sequence b is at [b, :, s].
 
     Attributes:
-        keys, values: [batch, key_heads, places, head].
+        keys, values: [batch, key_heads, places, features], see `DecoderConfig.cached`.
         key_scales, value_scales: of 8-bit types, float32 [batch, key_heads, places]: a row, which is one token's in one
             head, is its codes times its scale. None of others.
     """
@@ -62,12 +62,12 @@ class Cache:
             dtype: of keys and values: float32, bfloat16, or a type of `EIGHT_BITS`.
         """
         dtype = jnp.dtype(dtype)
-        shape = batch, config.key_heads, places, config.head
+        shapes = [(batch, heads, places, features) for heads, features in config.cached]
         small = dtype.name in EIGHT_BITS
 
         def layer() -> LayerCache:
-            rows = [jnp.zeros(shape, dtype) for _ in range(2)]
-            return LayerCache(*rows, *(jnp.zeros(shape[:-1], jnp.float32) if small else None for _ in range(2)))
+            rows = [jnp.zeros(shape, dtype) for shape in shapes]
+            return LayerCache(*rows, *(jnp.zeros(shape[:-1], jnp.float32) if small else None for shape in shapes))
 
         return cls(tuple(layer() for _ in range(config.layers)), jnp.zeros(batch, jnp.int32))
 

@@ -1,4 +1,4 @@
-"""A decoder of the Llama kind in Flax NNX, whose modules have Hugging Face's names without "model."."""
+"""A decoder in Flax NNX, whose modules have Hugging Face's names without "model."."""
 
 from __future__ import annotations
 
@@ -9,46 +9,66 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxlowprec as jlp
-from jaxlowprec.models.decoder.attention import Attention
+from jaxlowprec.models.decoder.attention import Attention, capped
 from jaxlowprec.models.decoder.cache import Cache, LayerCache
 from jaxlowprec.models.decoder.config import DecoderConfig
+from jaxlowprec.models.decoder.latent_attention import LatentAttention
+from jaxlowprec.models.decoder.parts import INIT, Parts
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention, and a SwiGLU MLP or experts in its place."""
+    """Attention, and a gated MLP or experts, each with a norm of its input and maybe one of its result."""
 
-    def __init__(self, config: DecoderConfig, layer: int, options: dict[str, Any]):
-        dtypes = {key: value for key, value in options.items() if key != "kernel_init"}
-        self.input_layernorm, self.post_attention_layernorm = (
-            jlp.nnx.RMSNorm(config.width, epsilon=config.epsilon, **dtypes) for _ in range(2)
+    def __init__(self, parts: Parts, layer: int):
+        config = parts.config
+        self.names = config.norms
+        for name in self.names:
+            if name is not None:
+                setattr(self, name, parts.norm(config.width))
+        self.self_attn: Attention | LatentAttention = (
+            Attention(parts, layer) if config.latent is None else LatentAttention(parts, layer)
         )
-        self.self_attn = Attention(config, layer, options)
-        if not config.sparse[layer]:
-            self.mlp: jlp.nnx.MLP | jlp.nnx.MoE = jlp.nnx.MLP(
-                config.width, config.hidden, use_bias=config.mlp_bias, **options
-            )
-            return
-        experts = config.experts
-        assert experts is not None
-        self.mlp = jlp.nnx.MoE(
-            experts.number,
-            config.width,
-            experts.width,
-            top_k=experts.per_token,
-            routing=jlp.moe.RouterConfig(normalize=experts.normalize, load_balance_coef=experts.load_balance),
-            **options,
-        )
+        self.mlp = mixture_of(parts) if config.sparse[layer] else mlp_of(parts)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, tables: Any, cache: LayerCache | None, **places: Any
     ) -> tuple[jax.Array, LayerCache | None, jlp.moe.MoEAux | None]:
         """Activations [batch, time, width], the cache, and the experts' `MoEAux`; see `Attention`."""
-        y, cache = self.self_attn(self.input_layernorm(x), positions, tables, cache, **places)
-        normed, x = self.post_attention_layernorm(y, residual=x)
-        if isinstance(self.mlp, jlp.nnx.MoE):
-            y, aux = self.mlp(normed)
-            return x + y, cache, aux
-        return x + self.mlp(normed), cache, None
+        names = self.names
+        y, cache = self.self_attn(self._normed(names.attention, x), positions, tables, cache, **places)
+        normed, x = getattr(self, names.mlp)(self._normed(names.after_attention, y), residual=x)
+        y, aux = self.mlp(normed) if isinstance(self.mlp, jlp.nnx.MoE) else (self.mlp(normed), None)
+        return x + self._normed(names.after_mlp, y), cache, aux
+
+    def _normed(self, name: str | None, x: jax.Array) -> jax.Array:
+        """What the norm of a name gives, or x if there is none."""
+        return x if name is None else getattr(self, name)(x)
+
+
+def mlp_of(parts: Parts) -> jlp.nnx.MLP:
+    """The MLP of a layer without experts."""
+    config = parts.config
+    options = {"use_bias": config.mlp_bias, "activation": config.activation, **parts.options}
+    return jlp.nnx.MLP(config.width, config.hidden, **options)
+
+
+def mixture_of(parts: Parts) -> jlp.nnx.MoE:
+    """The experts of a layer."""
+    experts, options = parts.config.experts, parts.options
+    assert experts is not None
+    if experts.clamped is not None:
+        options |= {"activation": experts.clamped, "gated": "joint"}
+    return jlp.nnx.MoE(
+        experts.number,
+        parts.config.width,
+        experts.width,
+        top_k=experts.per_token,
+        shared_hidden_features=experts.shared,
+        routing=experts.routing,
+        use_bias=experts.bias,
+        router_bias=experts.bias,
+        **options,
+    )
 
 
 class Decoder(nnx.Module):
@@ -64,16 +84,14 @@ class Decoder(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, rngs: nnx.Rngs
     ):
-        init = nnx.initializers.normal(0.02)
-        dtypes = {"dtype": jnp.dtype(dtype), "param_dtype": param_dtype, "rngs": rngs}
-        options = dtypes | {"kernel_init": init}
+        parts = Parts(config, jnp.dtype(dtype), param_dtype, rngs)
         self.config = config
-        self.embed_tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=init, **dtypes)
-        self.layers = nnx.List([Layer(config, layer, options) for layer in range(config.layers)])
-        self.norm = jlp.nnx.RMSNorm(config.width, epsilon=config.epsilon, **dtypes)
+        self.embed_tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=INIT, **parts.dtypes)
+        self.layers = nnx.List([Layer(parts, layer) for layer in range(config.layers)])
+        self.norm = parts.norm(config.width)
         self.lm_head = nnx.data(None)
         if not config.tied:  # a head follows no recipe, but may be loaded quantised
-            self.lm_head = jlp.nnx.Linear(config.width, config.vocabulary, use_bias=False, recipe=None, **options)
+            self.lm_head = parts.linear(config.width, config.vocabulary, recipe=None)
         jlp.nnx.name_layers(self)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -98,24 +116,31 @@ class Decoder(nnx.Module):
         """
         time = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = time + (jnp.zeros((tokens.shape[0], 1), jnp.int32) if starts is None else starts[:, None])
-        tables = self.config.rope.tables(positions, self.config.head)
-        x = self.embed_tokens.embedding[...][tokens].astype(self.embed_tokens.dtype)  # nnx.Embed would cast all rows
+        length = tokens.shape[1] if cache is None else cache.places
+        tables = {rope: rope.tables(positions, self.config.turned, length) for rope in self.config.ropes}
+        x = self._embedded(tokens)
         caches: list[LayerCache] = []
         said: list[jlp.moe.MoEAux] = []
         for i, layer in enumerate(self.layers):
-            x, new, aux = layer(
-                x, positions, tables, None if cache is None else cache.layers[i], starts=starts, span=span
-            )
+            held, turns = None if cache is None else cache.layers[i], tables[self.config.rope_of(i)]
+            x, new, aux = layer(x, positions, turns, held, starts=starts, span=span)
             caches += [] if new is None else [new]
             said += [] if aux is None else [aux]
         return self.norm(x), None if cache is None else Cache(tuple(caches), cache.lengths), said
 
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        """The tokens' rows of the embedding; `nnx.Embed` would cast all rows."""
+        x = self.embed_tokens.embedding[...][tokens].astype(self.embed_tokens.dtype)
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits [..., vocabulary] of what `hidden` gives."""
         if self.lm_head is not None:
-            return self.lm_head(hidden).astype(jnp.float32)
+            return capped(self.lm_head(hidden).astype(jnp.float32), self.config.logit_cap)
         table = self.embed_tokens.embedding[...].astype(hidden.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        return capped(logits, self.config.logit_cap)
 
 
 def log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:

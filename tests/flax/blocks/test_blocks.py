@@ -105,6 +105,21 @@ class TestMlp:
 SIZES = {"query": 64, "key": 32}
 
 
+@pytest.mark.parametrize("given", [None, 0.25])
+def test_a_scale_centred_at_zero(given):
+    """Both libraries' layers have the bits of the function; new ones multiply by 1."""
+    scale = jnp.zeros(K) if given is None else jnp.full(K, given)
+    wanted = jlp.rms_norm(X, scale, zero_centered_gamma=True)
+    norm = jlp.nnx.RMSNorm(K, zero_centered_scale=True, rngs=nnx.Rngs(0))
+    layer = jlp.linen.RMSNorm(zero_centered_scale=True)
+    variables = layer.init(jax.random.key(0), X)
+    if given is not None:
+        norm.scale.set_value(scale)
+        variables = {"params": {"scale": scale}}
+    assert_same_bytes(norm(X), wanted)
+    assert_same_bytes(layer.apply(variables, X), wanted)
+
+
 @by_recipe
 class TestNormLinear:
     def test_nnx_has_the_bits_of_separate_layers(self, recipe):

@@ -27,9 +27,10 @@ def of_whole_text(decoder, prompt, tokens):
     return np.asarray(log_probabilities(logits, text[0, len(prompt) :])), np.asarray(logits.argmax(-1))
 
 
-@pytest.fixture(
-    scope="module", params=["llama3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen3_moe"))]
-)
+OTHERS = ("mistral", "qwen3_moe", "phi3", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "deepseek_v2")
+
+
+@pytest.fixture(scope="module", params=often(("llama3", "deepseek_v3"), ("llama3", "deepseek_v3", *OTHERS)))
 def decoder(request):
     return tiny.decoder(request.param)
 

@@ -20,6 +20,31 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+def _long(pairs, **more):
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [1.0 + i for i in range(pairs)]}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **more}
+
+
+_OWN_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # some defaults are beyond the vocabulary
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_GROUPS = {"n_group": 2, "topk_group": 1}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+}
 FAMILIES = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4},
     "llama3": {
@@ -63,7 +88,76 @@ FAMILIES = {
         "mlp_only_layers": [0],
         **_EXPERTS,
     },
+    "phi3": {
+        "model_type": "phi3",
+        "sliding_window": 7,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": _long(16),
+        **_OWN_TOKENS,
+    },
+    "phi4-mini": {
+        "model_type": "phi3",
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": _long(12, partial_rotary_factor=0.75),
+        **_OWN_TOKENS,
+    },
+    "gemma2": {"model_type": "gemma2", "head_dim": 64, "sliding_window": 7, "query_pre_attn_scalar": 48, **_CAPS},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "glm": {"model_type": "glm", "head_dim": 32, **_OWN_TOKENS},
+    "glm4": {"model_type": "glm4", "head_dim": 32, **_OWN_TOKENS},
+    "glm4_moe": {"model_type": "glm4_moe", "head_dim": 32, "use_qk_norm": True, "attention_bias": True, **_ROUTED},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        **_LATENT,
+        **_ROUTED,
+        **_GROUPS,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.5,
+            "original_max_position_embeddings": 32,
+        },
+        **_LATENT,
+        **_ROUTED,
+        **_GROUPS,
+    },
 }
+LLAMAS = tuple(family for family in FAMILIES if family.startswith(("llama", "mi", "qwen")))
 
 
 def config(family, **changed):

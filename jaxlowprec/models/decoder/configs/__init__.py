@@ -1,0 +1,1 @@
+"""How the config.json of each family says what a decoder is."""

@@ -1,0 +1,83 @@
+"""Decoders of every family from folders, and back."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxlowprec as jlp
+from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.decoders import exports, folders
+from jaxlowprec.checkpoints.families.known import mapping_for
+from jaxlowprec.models.decoder.config import FAMILIES
+from tests.checkpoints.small_models import read_config, read_tensors
+from tests.helpers import assert_same_bytes, often
+from tests.models.decoder import tiny
+
+
+@pytest.mark.parametrize("family", often(("phi3", "gpt_oss", "deepseek_v3"), tiny.FAMILIES))
+def test_an_export_has_the_bytes_of_the_source(family, tmp_path):
+    source = tiny.folder(tmp_path / "source", family)
+    decoder = folders.load(source)
+    exports.export(source, tmp_path / "export", decoder)
+    assert_same_bytes(read_tensors(tmp_path / "export"), read_tensors(source))
+    assert read_config(tmp_path / "export") == read_config(source) | {"dtype": "bfloat16"}
+
+
+def test_a_bias_that_chooses_experts_is_not_rounded(tmp_path):
+    source = tiny.folder(tmp_path / "source", "deepseek_v3", num_nextn_predict_layers=1)
+    decoder = folders.load(source)
+    bias = jnp.float32([0.1, 0.2, 0.3, 1 + 2**-20])
+    decoder.layers[1].mlp.selection_bias.set_value(bias)
+    exports.export(source, tmp_path / "export", decoder)
+    assert_same_bytes(folders.load(tmp_path / "export").layers[1].mlp.selection_bias.get_value(), bias)
+    assert read_config(tmp_path / "export")["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("family", ["phi3", pytest.param("glm4", marks=pytest.mark.slow)])
+def test_quantised_parts_are_joined_and_taken_apart(family, tmp_path):
+    """Files of these families have one matrix for queries, keys and values, or for gate and up."""
+    source = tiny.folder(tmp_path / "source", family)
+    quantized = jlp.quantize_params(folders.load(source), jlp.Int4QAT(group_size=32))
+    exports.export(source, tmp_path / "export", quantized, schemes.by_name("w4a16", group_size=32))
+    assert "model.layers.1.mlp.gate_up_proj.weight_packed" in read_tensors(tmp_path / "export")
+    loaded = folders.load(tmp_path / "export", param_dtype=jnp.bfloat16)
+    ours, theirs = (arrays(decoder) for decoder in (quantized, loaded))
+    assert len(ours) == 14
+    for path, q in ours.items():
+        assert_same_bytes((theirs[path].data, theirs[path].scale), (q.data, q.scale))
+
+
+def arrays(decoder):
+    def is_one(leaf):
+        return isinstance(leaf, jlp.QuantizedArray)
+
+    found = jax.tree.leaves_with_path(nnx.state(decoder), is_leaf=is_one)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in found if is_one(leaf)}
+
+
+def test_adapters_of_parts_are_joined(tmp_path):
+    decoder = jlp.nnx.add_lora(tiny.decoder("phi3"), 2, alpha=4.0, rngs=nnx.Rngs(0))
+    layer = decoder.layers[0].self_attn
+    for n, part in enumerate((layer.q_proj, layer.k_proj, layer.v_proj)):
+        part.lora.lora_b.set_value(jax.random.normal(jax.random.key(n), part.lora.lora_b.shape))
+    exports.export_adapters(tmp_path, tmp_path / "adapters", decoder, 2, 4.0)
+    from safetensors.numpy import load_file
+
+    held = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert said["target_modules"] == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+    assert said["rank_pattern"] == {"qkv_proj": 6, "gate_up_proj": 4}
+    assert said["alpha_pattern"] == {"qkv_proj": 12.0, "gate_up_proj": 8.0}
+    a, b = (held[f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{part}.weight"] for part in "AB")
+    parts = (layer.q_proj, layer.k_proj, layer.v_proj)
+    expected = [np.asarray(p.lora.lora_a[...] @ p.lora.lora_b[...]).T for p in parts]
+    np.testing.assert_allclose(b @ a, np.concatenate(expected), atol=1e-6)
+
+
+def test_every_family_has_a_mapping():
+    for architecture in FAMILIES.values():
+        assert mapping_for({"architectures": [architecture]}).rules
