@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -96,6 +97,35 @@ class Mismatch:
         arrays = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
         wide: Any = {name: a.astype(np.int64 if a.dtype.kind == "i" else np.float64) for name, a in arrays.items()}
         return Mismatch(**wide, threshold=self.threshold)
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold: `summary()`, the sums, and the counts that are not 0; for `from_json`."""
+        values = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
+        counts = values.pop("counts").ravel()
+        places = {str(place): int(counts[place]) for place in np.flatnonzero(counts)}
+        sums = {name: value.item() for name, value in values.items()}
+        return {"summary": self.summary(), "sums": sums, "counts": places, "threshold": self.threshold}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Mismatch:
+        """What `to_json` wrote, on the host.
+
+        Raises:
+            ValueError: the content is something else.
+
+        >>> import jax.numpy as jnp, jaxlowprec as jlp
+        >>> found = jlp.rl.mismatch(jnp.asarray([-1.0, -2.0]), jnp.asarray([-1.0, -1.5]))
+        >>> jlp.rl.Mismatch.from_json(found.to_json()).summary() == found.summary()
+        True
+        """
+        try:
+            values: Any = {name: np.asarray(content["sums"][name]) for name in _ARRAYS if name != "counts"}
+            counts = np.zeros((PROBABILITIES, BINS), np.int64)
+            for place, count in content["counts"].items():
+                counts.flat[int(place)] = count
+            return cls(**values, counts=counts, threshold=float(content["threshold"]))
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise ValueError(f"Mismatch.from_json: {shown(content)} ({error!r}); needs what to_json gave") from None
 
     @property
     def k1(self) -> float:

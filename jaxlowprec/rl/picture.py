@@ -144,8 +144,8 @@ def _divergence(axes: Any, series: Sequence[Mismatch]) -> None:
     steps = np.arange(1, len(series) + 1)
     lines = {
         "mean size of log-ratios": ([each.mean_absolute for each in series], _BAND),
-        "k2": ([each.k2 for each in series], "#8d99a6"),
         "k3": ([each.k3 for each in series], _LINE),
+        "k2": ([each.k2 for each in series], "#e0a458"),
         "extreme fraction": ([each.extreme_fraction for each in series], _EXTREME),
     }
     drawn = []
@@ -153,7 +153,9 @@ def _divergence(axes: Any, series: Sequence[Mismatch]) -> None:
         positive = np.where(np.asarray(values) > 0, values, np.nan)
         if np.isfinite(positive).any():
             drawn += positive[np.isfinite(positive)].tolist()
-            style = {"marker": "o", "ms": 3, "linestyle": ""} if name == "extreme fraction" else {"linewidth": 1.6}
+            style: dict[str, Any] = {"linestyle": (0, (2, 2)) if name == "k2" else "-", "linewidth": 1.6}
+            if name == "extreme fraction":
+                style = {"marker": "o", "ms": 3, "linestyle": ""}
             axes.plot(steps, positive, color=color, label=name, **style)
     axes.set_title("Over the iterations", loc="left", fontsize=11)
     if drawn:

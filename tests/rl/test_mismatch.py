@@ -1,6 +1,7 @@
 """What `mismatch` measures, beside float64 NumPy, and its picture."""
 
 import functools
+import json
 import math
 import operator
 import sys
@@ -135,6 +136,15 @@ def test_wrong_arguments_are_named():
         measure(a, a) + jlp.rl.mismatch(a, a, threshold=1)
     with pytest.raises(ValueError, match=r"mismatch: trainer \(3,\)"):
         jlp.rl.mismatch(a, a[:2])
+
+
+def test_json_keeps_every_sum():
+    found = measure(*batch()).on_host() + jlp.rl.mismatch(*batch(1), threshold=THRESHOLD).on_host()
+    again = jlp.rl.Mismatch.from_json(json.loads(json.dumps(found.to_json())))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), again, found))
+    for wrong in ({}, {"sums": 1}, None):
+        with pytest.raises(ValueError, match="needs what to_json gave"):
+            jlp.rl.Mismatch.from_json(wrong)
 
 
 @pytest.mark.parametrize("count", [1, 3])

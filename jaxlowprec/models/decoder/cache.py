@@ -12,6 +12,8 @@ from jaxlowprec.models.decoder.config import DecoderConfig
 
 EIGHT_BITS = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """The 8-bit types of a cache, and the largest number that a row is scaled to."""
+UNROLLED = 8
+"""The largest batch whose updates are compiled one by one."""
 
 
 @jax.tree_util.register_dataclass
@@ -89,11 +91,15 @@ def in_8_bits(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def _put(held: jax.Array, new: jax.Array, starts: jax.Array | None) -> jax.Array:
     """The array [batch, heads, places, ...] with `new` [batch, heads, time, ...] written at its places.
 
-    One update for each sequence: XLA does these in place, a scatter's loop is slower.
+    One update for each sequence: XLA does these in place, a scatter's loop is slower. Many are a loop, because 256
+    updates in a row take a minute to compile.
     """
     rest = (0,) * (held.ndim - 3)
     if starts is None:
         return jax.lax.dynamic_update_slice(held, new, (0, 0, 0, *rest))
-    for b in range(held.shape[0]):
-        held = jax.lax.dynamic_update_slice(held, new[b : b + 1], (b, 0, starts[b], *rest))
-    return held
+
+    def put(b: Any, held: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(new, b, 1)
+        return jax.lax.dynamic_update_slice(held, row, (b, 0, starts[b], *rest))
+
+    return jax.lax.fori_loop(0, held.shape[0], put, held, unroll=held.shape[0] <= UNROLLED)
