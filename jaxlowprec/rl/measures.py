@@ -120,10 +120,10 @@ class Mismatch:
         """
         try:
             values: Any = {name: np.asarray(content["sums"][name]) for name in _ARRAYS if name != "counts"}
-            counts = np.zeros((PROBABILITIES, BINS), np.int64)
+            counts = values["counts"] = np.zeros((PROBABILITIES, BINS), np.int64)
             for place, count in content["counts"].items():
                 counts.flat[int(place)] = count
-            return cls(**values, counts=counts, threshold=float(content["threshold"]))
+            return cls(**values, threshold=float(content["threshold"]))
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"Mismatch.from_json: {shown(content)} ({error!r}); needs what to_json gave") from None
 

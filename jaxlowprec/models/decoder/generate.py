@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlowprec.models.decoder.cache import EIGHT_BITS, Cache
+from jaxlowprec.models.decoder.cache import EIGHT_BITS, Cache, RingCache
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities
 
 SMALLEST_PREFILL, SMALLEST_SPAN = 16, 256
@@ -51,12 +51,25 @@ class Generator:
         cache: the dtype of keys and values: "float32", "bfloat16", or for 8 bits and a scale for each token and head
             "float8_e4m3fn" or "int8". None: that of activations.
         routing: whether to return the experts of every token, for a trainer that replays them.
+        rings: whether layers with a sliding window keep only as many tokens as it has, see `RingCache`. The sums of
+            attention are in another order then.
+        chunk: the most tokens of a prompt that one pass computes; a longer prompt is computed in several, which need
+            less memory.
 
     Raises:
-        ValueError: places or cache are something else, or there are no experts to return.
+        ValueError: places, cache or chunk are something else, or there are no experts to return.
     """
 
-    def __init__(self, decoder: Decoder, places: int, cache: str | None = None, *, routing: bool = False):
+    def __init__(
+        self,
+        decoder: Decoder,
+        places: int,
+        cache: str | None = None,
+        *,
+        routing: bool = False,
+        rings: bool = True,
+        chunk: int = 2048,
+    ):
         self.config, self.places = decoder.config, places
         self.cache = jnp.dtype(decoder.embed_tokens.dtype).name if cache is None else cache
         if self.cache not in CACHES:
@@ -65,12 +78,15 @@ class Generator:
             raise ValueError(f"Generator: places={places}; the model was made for 1 to {self.config.longest}")
         if routing and not any(self.config.sparse):
             raise ValueError(f"Generator: routing=True; the {self.config.family} decoder has no layer with experts")
-        self.routing = routing
+        if chunk < SMALLEST_PREFILL:
+            raise ValueError(f"Generator: chunk={chunk}; needs {SMALLEST_PREFILL} or more")
+        self.routing, self.rings, self.chunk = routing, rings, chunk
         graph, state = nnx.split(decoder)
         self.arrays, tree = jax.tree.flatten(state)  # once: it has hundreds of leaves
         self._tree: Any = tree
         merged = functools.partial(_merged, graph, tree)
-        self._prefill = jax.jit(functools.partial(_prefill, merged, routing), donate_argnums=1)
+        prefill = functools.partial(_prefill, merged, routing)
+        self._prefill = jax.jit(prefill, donate_argnums=1, static_argnames=("begin", "span", "ends"))
         step = functools.partial(_step, merged, routing)
         self._step = jax.jit(step, donate_argnums=1, static_argnames=("greedy", "span"))
         self._choose = jax.jit(_choose, static_argnames="greedy")
@@ -139,7 +155,7 @@ class Generator:
 
         A step is compiled for each span. Places after a sequence's last token would cost time and change nothing.
         """
-        return min(self.places, max(SMALLEST_SPAN, 1 << (length - 1).bit_length()))
+        return min(self.places, _power_of_two(length, SMALLEST_SPAN))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, Cache]:
         """The logits [batch, vocabulary] after each prompt, and a cache with the prompts.
@@ -152,12 +168,21 @@ class Generator:
     def _prefilled(self, prompts: Sequence[Sequence[int]]) -> Any:
         """See `prefill`; and the prompts' experts, if they are wanted."""
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        padded = min(self.places, max(SMALLEST_PREFILL, 1 << (int(lengths.max()) - 1).bit_length()))
-        tokens = np.zeros((len(prompts), padded), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        cache = Cache.empty(self.config, len(prompts), self.places, self.cache)
-        return self._prefill(self.arrays, cache, tokens, lengths)
+        longest, begin = int(lengths.max()), 0
+        experts: list[jax.Array] = []
+        cache = Cache.empty(self.config, len(prompts), self.places, self.cache, rings=self.rings)
+        last = jnp.zeros((len(prompts), self.config.width), jnp.float32)
+        while begin < longest:
+            time = min(self.chunk, self.places - begin, _power_of_two(longest - begin, SMALLEST_PREFILL))
+            tokens = np.zeros((len(prompts), time), np.int32)
+            for row, prompt in zip(tokens, prompts, strict=True):
+                part = prompt[begin : begin + time]
+                row[: len(part)] = part
+            span = min(self.places, _power_of_two(begin + time)) if begin else time
+            given = self.arrays, cache, tokens, lengths, last
+            last, cache, *routed = self._prefill(*given, begin=begin, span=span, ends=begin + time >= longest)
+            begin, experts = begin + time, experts + routed
+        return last, cache, *([jnp.concatenate(experts, axis=2)] if experts else [])
 
     def _check(self, prompts: Any, count: int, temperature: float, seeds: Any) -> None:
         if not prompts or not all(len(prompt) for prompt in prompts):
@@ -183,12 +208,19 @@ def _merged(graph: Any, tree: Any, arrays: list[jax.Array]) -> Decoder:
     return nnx.merge(graph, jax.tree.unflatten(tree, arrays))
 
 
-def _prefill(merged, routing: bool, arrays, cache: Cache, tokens: jax.Array, lengths: jax.Array):
-    """The logits after each prompt, the cache with the prompts, and with `routing` their experts."""
-    decoder = merged(arrays)
-    hidden, cache, said = decoder.hidden(tokens, cache, span=tokens.shape[1])
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return decoder.logits(last), dataclasses.replace(cache, lengths=lengths), *_experts(said, routing)
+def _prefill(merged, routing: bool, arrays, cache: Cache, tokens, lengths, last, *, begin: int, span: int, ends: bool):
+    """What the head reads after each prompt that ends in this part, or its logits if all have ended; the cache with the
+    part, and with `routing` its experts."""
+    decoder, time = merged(arrays), tokens.shape[1]
+    starts = jnp.full_like(lengths, begin) if begin else None
+    rings = any(isinstance(layer, RingCache) for layer in cache.layers)
+    counts = jnp.clip(lengths - begin, 0, time) if rings else None
+    hidden, cache, said = decoder.hidden(tokens, cache, starts=starts, span=span, counts=counts)
+    place = (lengths - 1 - begin)[:, None]
+    here = jnp.take_along_axis(hidden, jnp.clip(place, 0, time - 1)[..., None], axis=1)[:, 0]
+    last = jnp.where((place >= 0) & (place < time), here, last.astype(here.dtype))
+    cache = dataclasses.replace(cache, lengths=lengths)
+    return decoder.logits(last) if ends else last, cache, *_experts(said, routing)
 
 
 def _step(merged, routing: bool, arrays, cache: Cache, tokens, keys, temperature, *, greedy: bool, span: int):
@@ -226,9 +258,14 @@ def _experts_of(routed: list[jax.Array], prompts: list[int], lengths: list[int])
     first, *steps = (np.asarray(experts) for experts in routed)
     rest = np.concatenate([first[:, :, :0], *steps], axis=2)
     return [
-        np.swapaxes(np.concatenate([first[:, b, :prompt], rest[:, b, : new - 1]], axis=1), 0, 1)
+        np.ascontiguousarray(np.swapaxes(np.concatenate([first[:, b, :prompt], rest[:, b, : new - 1]], axis=1), 0, 1))
         for b, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))
     ]
+
+
+def _power_of_two(length: int, least: int = 1) -> int:
+    """The least power of two that is neither below `length` nor below `least`."""
+    return max(least, 1 << (length - 1).bit_length())
 
 
 def _until(row: np.ndarray, stop: Sequence[int]) -> int:

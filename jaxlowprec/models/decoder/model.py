@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -112,6 +113,7 @@ class Decoder(nnx.Module):
         *,
         starts: jax.Array | None = None,
         span: int | None = None,
+        counts: jax.Array | None = None,
         tape: jlp.moe.RoutingTape | None = None,
     ) -> tuple[jax.Array, Cache | None, list[jlp.moe.MoEAux]]:
         """What the head reads, [batch, time, width]; the cache with these tokens; the `MoEAux` of layers with experts.
@@ -121,6 +123,8 @@ class Decoder(nnx.Module):
             cache: of earlier tokens; its lengths stay as they are.
             starts: int32 [batch], the place of each sequence's first token; None: 0.
             span: see `Attention`.
+            counts: int32 [batch], how many of each sequence's tokens are more than padding, which is at its end; None:
+                all. Only a cache with a `RingCache` needs it.
             tape: [layers with experts, batch, time, k], the experts of each token, such as those that a rollout used;
                 None: they are chosen.
 
@@ -134,15 +138,16 @@ class Decoder(nnx.Module):
         length = tokens.shape[1] if cache is None else cache.places
         tables = {rope: rope.tables(positions, self.config.turned, length) for rope in self.config.ropes}
         x = self._embedded(tokens)
+        places = {"starts": starts, "span": span} | ({} if counts is None else {"counts": counts})
         caches: list[LayerCache] = []
         said: list[jlp.moe.MoEAux] = []
         for i, layer in enumerate(self.layers):
             held, turns = None if cache is None else cache.layers[i], tables[self.config.rope_of(i)]
             replayed = tape[len(said)] if tape is not None and self.config.sparse[i] else None
-            x, new, aux = layer(x, positions, turns, held, tape=replayed, starts=starts, span=span)
+            x, new, aux = layer(x, positions, turns, held, tape=replayed, **places)
             caches += [] if new is None else [new]
             said += [] if aux is None else [aux]
-        return self.norm(x), None if cache is None else Cache(tuple(caches), cache.lengths), said
+        return self.norm(x), None if cache is None else dataclasses.replace(cache, layers=tuple(caches)), said
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         """The tokens' rows of the embedding; `nnx.Embed` would cast all rows."""
