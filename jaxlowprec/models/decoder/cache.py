@@ -72,8 +72,8 @@ class RingCache(LayerCache):
 
     A token overwrites the one that has just left its window. Attention adds up the same terms as with a `LayerCache`,
     which adds exact zeros for the others, in another order. Two orders of a float32 sum of n terms x differ by at most
-    2 n u / (1 - n u) sum |x|, u = 2^-24: n is a head's features for a score, and the window for the softmax's sum and for
-    the values.
+    2 n u / (1 - n u) sum |x|, u = 2^-24: n is a head's features for a score, and the window for the sum of the softmax
+    and for that of values.
     """
 
     def extended(
