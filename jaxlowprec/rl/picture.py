@@ -169,6 +169,8 @@ def _divergence(axes: Any, series: Sequence[Mismatch]) -> None:
 
 
 def _ratios(axes: Any, series: Sequence[Mismatch]) -> None:
+    from matplotlib.ticker import LogLocator
+
     steps = np.arange(1, len(series) + 1)
     low, high = [each.least_ratio for each in series], [each.largest_ratio for each in series]
     axes.fill_between(steps, low, high, color=_BAND, alpha=0.8, linewidth=0, label="least to largest ratio")
@@ -181,6 +183,9 @@ def _ratios(axes: Any, series: Sequence[Mismatch]) -> None:
         axes.set_yscale("log")
         bottom, top = math.exp(min(finite)), math.exp(max(finite))
         axes.set_ylim(bottom / 1.3, top * (top / bottom) ** 0.25)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top / bottom < 1e3 else (1,)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     else:
         apart = max(0.01, *(abs(v - 1) for v in low + high + size))
         axes.set_ylim(1 - 1.2 * apart, 1 + 1.8 * apart)
