@@ -5,16 +5,22 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import time
+import tomllib
 import urllib.error
 import urllib.request
 
 import numpy as np
 import pytest
 
+import jaxlowprec
+import jaxlowprec_command
+from tests.engines import models
+from tests.weight_sync.syncing import free_port
+
 VARIABLE = "JAXLOWPREC_VLLM_PYTHON"
+ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("live_vllm_process.py")
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -82,14 +88,32 @@ class Server:
         return self._log.read_text()[-4000:]
 
 
+def with_this_library(place):
+    """A folder for PYTHONPATH: this library and its entry points, without the packages that are installed beside it."""
+    for package in (jaxlowprec, jaxlowprec_command):
+        (place / package.__name__).symlink_to(pathlib.Path(package.__file__).parent)
+    described = place / "jaxlowprec-0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxlowprec\nVersion: 0\n")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items()) for group, found in points.items()]
+    (described / "entry_points.txt").write_text("\n".join(lines))
+    return place
+
+
 @contextlib.contextmanager
 def serving(folder, place, *arguments, **variables):
     """A `Server` on loopback, with the calls that change weights."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = place / "server.log"
+    port, log = free_port(), place / "server.log"
     command = [interpreter(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "4"]
+    command += [
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--max-model-len",
+        str(models.LONGEST),
+        "--max-num-seqs",
+        "4",
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     with log.open("w") as out:
         process = subprocess.Popen(

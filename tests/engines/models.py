@@ -8,7 +8,7 @@ from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints.decoders import load
 from tests.models.decoder import tiny
 
-VOCABULARY = 512
+VOCABULARY, LONGEST = 512, 16384
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, 48).tolist()
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -18,7 +18,7 @@ SIZES = {
     "intermediate_size": 512,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": LONGEST,
 }
 
 

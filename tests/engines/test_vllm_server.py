@@ -1,5 +1,7 @@
-"""The adapter for vLLM's HTTP calls against a live server, which generates meanwhile."""
+"""Both ways to change the weights of a live vLLM server, which generates meanwhile: a disk, and its weight transfer."""
 
+import json
+import secrets
 import threading
 import time
 
@@ -11,8 +13,9 @@ from jaxlowprec import checkpoints
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.conversion.rules import Rules
 from jaxlowprec.checkpoints.decoders.folders import mapping_of
-from jaxlowprec.weight_sync import VLLM, Refused, WeightSource, push
+from jaxlowprec.weight_sync import VLLM, Refused, VLLMTransfer, WeightSource, push
 from tests.engines import live_vllm, models
+from tests.weight_sync.syncing import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +23,8 @@ BOUND = 0.1
 """The largest difference of a log-probability of the prompt; see test_vllm_logits. Other weights: more than 1."""
 
 SCHEME = checkpoints.schemes.by_name("w4a16")
-GENERATED = 1500
-ENDS = {"wait": ("length", GENERATED), "keep": ("length", GENERATED), "abort": ("abort", None)}
+MODES = {"wait": ("length", 1000), "keep": ("length", 3000), "abort": ("abort", 16000)}
+"""Why the generation ends that runs during a sync, and how many tokens it was asked for."""
 
 
 def close(a, b):
@@ -55,35 +58,69 @@ def source(plain):
     return WeightSource(weights, mapping_of(decoder.config), SCHEME, "bfloat16", quantize=Rules(defaults=DEFAULTS))
 
 
-def test_weights_change_while_it_generates(exports, tmp_path):
-    (_, served, before), _ = exports
-    with live_vllm.serving(served, tmp_path) as server:
-        assert close(server.log_probabilities(models.TOKENS), before)
-        for version, (mode, end) in enumerate(ENDS.items(), 1):
-            plain, _, expected = exports[version % 2]
-            transport = VLLM(server.url, tmp_path / "weights", mode=mode, files=[served / "config.json"])
-            said = []
-            generating = threading.Thread(target=lambda said=said: said.append(server.generate([1, 2], GENERATED)))
-            generating.start()
-            time.sleep(0.5)
-            assert generating.is_alive()
-            assert push(source(plain), transport, timeout=60) == version == transport.version(10)
-            assert server.call("/is_paused") == {"is_paused": False}
-            generating.join(60)
-            reason, tokens = said[0]
-            assert reason == end[0] and len(tokens) == (end[1] or len(tokens))
-            assert close(server.log_probabilities(models.TOKENS), expected)
-            transport.close()
+@pytest.fixture(scope="module")
+def server(exports, tmp_path_factory):
+    """One that serves the first export."""
+    config, library = (
+        json.dumps({"backend": "jaxlowprec"}),
+        live_vllm.with_this_library(tmp_path_factory.mktemp("path")),
+    )
+    place = tmp_path_factory.mktemp("vllm")
+    with live_vllm.serving(exports[0][1], place, "--weight-transfer-config", config, PYTHONPATH=str(library)) as live:
+        yield live
 
 
-def test_a_load_that_fails_leaves_the_old_weights(exports, tmp_path):
-    (_, served, before), (plain, _, after) = exports
-    with live_vllm.serving(served, tmp_path) as server:
-        transport = VLLM(server.url, tmp_path / "weights", files=[served / "config.json"])
-        push(source(plain), transport, timeout=60)
-        assert close(server.log_probabilities(models.TOKENS), after)
-        wrong = VLLM(server.url, tmp_path / "weights", engine_path=tmp_path / "nowhere", files=[served / "config.json"])
-        with pytest.raises(Refused, match="status 500"):
-            push(source(exports[0][0]), wrong, timeout=60)
-        assert server.call("/is_paused") == {"is_paused": False}
-        assert close(server.log_probabilities(models.TOKENS), after)
+@pytest.fixture(params=["disk", "transfer"])
+def connect(request, exports, server, tmp_path):
+    """Makes a transport to the server."""
+    secret = tmp_path / "secret"
+    secret.write_text(secrets.token_hex(32))
+    made = []
+
+    def connected(mode="wait"):
+        if request.param == "disk":
+            transport = VLLM(server.url, tmp_path / "weights", mode=mode, files=[exports[0][1] / "config.json"])
+        else:
+            transport = VLLMTransfer(server.url, free_port(), secret, mode=mode)
+        made.append(transport)
+        return transport
+
+    yield connected
+    for transport in made:
+        transport.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_change_while_it_generates(mode, exports, server, connect):
+    end, count = MODES[mode]
+    transport = connect(mode)
+    for plain, _, expected in reversed(exports):
+        weights, said = source(plain), []
+        generating = threading.Thread(target=lambda said=said: said.append(server.generate([1, 2], count)))
+        generating.start()
+        time.sleep(0.5)
+        assert generating.is_alive()
+        version = push(weights, transport, timeout=60)
+        assert generating.is_alive() or mode != "keep"
+        assert version == transport.version(10) and server.call("/is_paused") == {"is_paused": False}
+        generating.join(60)
+        reason, tokens = said[0]
+        assert reason == end and (len(tokens) < count if end == "abort" else len(tokens) == count)
+        assert close(server.log_probabilities(models.TOKENS), expected)
+
+
+def test_a_load_that_fails_is_followed_by_the_old_version(exports, server, tmp_path):
+    """vLLM itself computes nothing useful after a load that failed, until another succeeds."""
+    written, seen = tmp_path / "weights", tmp_path / "seen"
+    transport = VLLM(server.url, written, engine_path=seen, files=[exports[0][1] / "config.json"])
+    seen.symlink_to(written)
+    push(source(exports[1][0]), transport, timeout=60)
+    seen.unlink()
+    seen.mkdir()
+    for version in written.glob("*"):
+        (seen / version.name).symlink_to(version)  # the engine does not see the next one
+    with pytest.raises(Refused, match="status 500") as raised:
+        push(source(exports[0][0]), transport, timeout=60)
+    assert not getattr(raised.value, "__notes__", [])
+    assert server.call("/is_paused") == {"is_paused": False}
+    assert close(server.log_probabilities(models.TOKENS), exports[1][2])
