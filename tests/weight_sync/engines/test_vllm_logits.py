@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlowprec import checkpoints
-from tests.engines import live_vllm, models
+from tests.weight_sync.engines import live_vllm, models
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,11 @@ import pytest
 
 import jaxlowprec
 import jaxlowprec_command
-from tests.engines import models
+from tests.weight_sync.engines import models
 from tests.weight_sync.syncing import free_port
 
 VARIABLE = "JAXLOWPREC_VLLM_PYTHON"
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 PROGRAM = pathlib.Path(__file__).with_name("live_vllm_process.py")
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

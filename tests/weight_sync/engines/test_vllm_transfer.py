@@ -9,8 +9,8 @@ from jaxlowprec.weight_sync.engines.vllm_worker import Inbox, Listen, Load, to_t
 from jaxlowprec.weight_sync.errors import PeerLost, Refused
 from jaxlowprec.weight_sync.transports.transport import Transport
 from tests.helpers import run_python
+from tests.weight_sync.engines.engine_stubs import VLLMStub, serving
 from tests.weight_sync.syncing import free_port, is_whole, sync
-from tests.weight_sync.transports.engine_stubs import VLLMStub, serving
 
 UPDATE = [
     "/pause",
