@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import urllib.parse
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.engines.http import HttpEngine
 from jaxlowprec.weight_sync.engines.vllm_worker import Listen, read_secret
-from jaxlowprec.weight_sync.errors import SyncError
+from jaxlowprec.weight_sync.errors import PeerLost, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest
 from jaxlowprec.weight_sync.transports.tcp import TcpTransport
 from jaxlowprec.weight_sync.versions import said_version
@@ -80,7 +81,12 @@ class VLLMTransfer:
     def pause(self, timeout: float) -> None:
         """Opens a session with the workers. The engine goes on until they have the version."""
         self._connect(timeout)
-        self._all("pause", timeout)
+        try:
+            self._all("pause", timeout)
+        except BaseException:
+            with contextlib.suppress(SyncError):
+                self._all("resume", timeout)  # those that have a session open
+            raise
 
     def begin(self, version: int, manifest: Manifest, timeout: float) -> None:
         """Starts a new version."""
@@ -141,4 +147,8 @@ class VLLMTransfer:
         """Calls a verb of all workers' transports, and raises one worker's error once all have answered."""
         calls = [self._threads.submit(getattr(worker, verb), *arguments) for worker in self._workers]
         concurrent.futures.wait(calls)
-        return [call.result() for call in calls]
+        try:
+            return [call.result() for call in calls]
+        except PeerLost:
+            self._listening = False  # a server that was restarted does not listen: the next session tells it to
+            raise

@@ -134,7 +134,7 @@ def test_a_load_that_fails_is_said_and_may_be_repeated(call, connect, stub):
     assert is_whole(stub.loaded[0], 3) and stub.weight_version == "3"
 
 
-def test_a_worker_that_does_not_listen_stops_the_sync(connect, stub):
+def test_a_worker_that_does_not_listen_stops_one_sync(connect, stub):
     transport = connect()
     sync(transport, 1)
     stub.workers[1].close()
@@ -142,6 +142,8 @@ def test_a_worker_that_does_not_listen_stops_the_sync(connect, stub):
     with pytest.raises(PeerLost):
         sync(transport, 2)
     assert stub.calls == [] and stub.weight_version == "1"
+    sync(transport, 3)  # listens again
+    assert stub.calls[0] == "/init_weight_transfer_engine" and is_whole(stub.loaded[1], 3)
 
 
 def test_tensors_are_the_bytes_that_were_received():
