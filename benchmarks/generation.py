@@ -5,7 +5,7 @@
 
 The model has TinyLlama's widths and random weights in 4 bits, the head included. A step of generation reads all of them
 once. Measured in turn: steps under each format; the products of a step alone, in its order; and reading the codes and
-scales from memory. `--llama-cpp` adds llama.cpp's Q4_0 at the same shapes, by the packages xllamacpp and gguf.
+scales from memory. `--llama-cpp` adds llama.cpp's Q4_0 at the same shapes, by the package xllamacpp.
 
 `--one-core` pins everything to one core and counts its time in this process instead of the time that passes: threads of
 llama.cpp wait for each other busily, so on a machine with other work two of them measure the scheduler.
