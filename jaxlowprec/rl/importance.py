@@ -93,9 +93,9 @@ def masked_weights(
     Training-Inference Mismatch" (2025) (per sequence).
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
-    >>> trainer, engine = jnp.log(jnp.asarray([0.5, 0.9, 0.2])), jnp.log(jnp.asarray([0.5, 0.1, 0.4]))
+    >>> trainer, engine = jnp.log(jnp.asarray([0.5, 0.9, 0.3])), jnp.log(jnp.asarray([0.5, 0.1, 0.4]))
     >>> [round(weight, 3) for weight in jlp.rl.masked_weights(trainer, engine).tolist()]
-    [1.0, 0.0, 0.5]
+    [1.0, 0.0, 0.75]
     """
     who = "masked_weights"
     if not 0 <= _number(who, "low", low) < _number(who, "high", high) < math.inf:

@@ -143,7 +143,7 @@ def test_a_wrong_cache_is_named(llama, places, cache, message):
         Generator(llama, places, cache)
 
 
-def test_experts_of_a_rollout_are_replayed_and_newer_weights_are_loaded():
+def test_a_rollouts_experts_are_replayed_and_new_weights_load():
     """With the experts that wrote the tokens, the trainer's pass has the rollout's log-probabilities."""
     recipe = jlp.Int4QAT(group_size=32)
     first, decoder = (tiny.decoder("qwen3_moe-dense", seed=seed) for seed in (1, 0))
