@@ -169,12 +169,19 @@ def _step(merged, arrays, cache: Cache, tokens, keys, temperature, *, greedy: bo
 def _choose(logits, places, keys, temperature, *, greedy: bool) -> tuple[jax.Array, jax.Array]:
     """A token for each place, and the logarithm of its probability."""
     if greedy:
-        tokens = jnp.argmax(logits, axis=-1)
+        tokens = _largest(logits)
     else:
         drawn = jax.vmap(lambda key, place, row: jax.random.categorical(jax.random.fold_in(key, place), row))
         tokens = drawn(keys, places, logits / temperature)
     tokens = tokens.astype(jnp.int32)
     return tokens, log_probabilities(logits, tokens)
+
+
+def _largest(logits: jax.Array) -> jax.Array:
+    """As `jnp.argmax` over the last axis, of numbers: XLA's own loop takes eight times as long on a CPU."""
+    size = logits.shape[-1]
+    smaller = logits < jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(smaller, size, jnp.arange(size, dtype=jnp.int32)), axis=-1)
 
 
 def _until(row: np.ndarray, stop: Sequence[int]) -> int:
