@@ -240,7 +240,7 @@ def _experts(said: list[Any], routing: bool) -> list[jax.Array]:
 def _choose(logits, places, keys, temperature, *, greedy: bool) -> tuple[jax.Array, jax.Array]:
     """A token for each place, and the logarithm of its probability."""
     if greedy:
-        tokens = jnp.argmax(logits, axis=-1)
+        tokens = _largest(logits)
     else:
         drawn = jax.vmap(lambda key, place, row: jax.random.categorical(jax.random.fold_in(key, place), row))
         tokens = drawn(keys, places, logits / temperature)
@@ -266,6 +266,13 @@ def _experts_of(routed: list[jax.Array], prompts: list[int], lengths: list[int])
 def _power_of_two(length: int, least: int = 1) -> int:
     """The least power of two that is neither below `length` nor below `least`."""
     return max(least, 1 << (length - 1).bit_length())
+
+
+def _largest(logits: jax.Array) -> jax.Array:
+    """As `jnp.argmax` over the last axis, of numbers: XLA's own loop takes eight times as long on a CPU."""
+    size = logits.shape[-1]
+    smaller = logits < jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(smaller, size, jnp.arange(size, dtype=jnp.int32)), axis=-1)
 
 
 def _until(row: np.ndarray, stop: Sequence[int]) -> int:
