@@ -83,7 +83,7 @@ def factor_of(moments: np.ndarray, damping: float) -> np.ndarray:
     diagonal[diagonal <= 0] = 1
     diagonal += damping * diagonal.mean()
     lower = np.linalg.cholesky(damped[::-1, ::-1])
-    return np.ascontiguousarray(np.linalg.inv(lower)[::-1, ::-1], np.float32)
+    return np.triu(np.linalg.inv(lower)[::-1, ::-1]).astype(np.float32)
 
 
 def output_error(weight: np.ndarray, decoded: np.ndarray, moments: np.ndarray) -> float:
