@@ -194,7 +194,7 @@ class _Moments:
         linear = inputs.get(weight) or (inputs.get(f"{expert[1]}{{expert}}{expert[3]}") if expert else None)
         if linear is None or linear not in self._sums:
             return None
-        sums, count, amax = self._sums[linear]
+        sums, count, amax = (np.asarray(each) for each in self._sums[linear])
         if sums.ndim == 3:
             assert expert is not None
             sums, count = sums[int(expert[2])], count[int(expert[2])]

@@ -1,4 +1,4 @@
-"""Codes and scales chosen by what a linear reads: the bytes without calibration, a slow reference, and what is gained."""
+"""Codes and scales chosen by what a linear reads: plain bytes, a slow reference, and what is gained."""
 
 import jax.numpy as jnp
 import numpy as np
