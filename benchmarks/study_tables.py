@@ -43,11 +43,11 @@ def calibration() -> str:
         error = "" if row.get("layer_error") is None else f"{row['layer_error']:.4f}"
         rows.append((row["scheme"], row["way"], f"{row['perplexity']:.4f}", error))
     model, settings = result["model"], result["settings"]
+    text = f"{settings['batch']} rows of {settings['context']} bytes of the pages of docs/"
     about = (
-        f"A Llama-like model of bytes with {model['num_hidden_layers']} layers of width {model['hidden_size']}, trained "
-        f"for {settings['steps']} steps of {settings['batch']} rows of {settings['context']} bytes of the pages of docs/, "
-        f"calibrated by {settings['calibration_rows']} rows; perplexity of {result['held_out_tokens']} bytes that were "
-        "neither trained on nor calibrated by."
+        f"A Llama-like model of bytes with {model['num_hidden_layers']} layers of width {model['hidden_size']}, "
+        f"trained for {settings['steps']} steps of {text}, calibrated by {settings['calibration_rows']} rows. "
+        f"The perplexity is that of {result['held_out_tokens']} bytes that were neither trained on nor calibrated by."
     )
     return f"{markdown(rows)}\n\n{about} {where(result)}"
 

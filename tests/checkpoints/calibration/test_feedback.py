@@ -40,7 +40,7 @@ def decoded(q):
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_without_search_and_feedback_bytes_are_those_of_quantize(fmt):
+def test_the_bytes_without_a_method_are_plain(fmt):
     w = weight()
     q, plain = chosen(w, moments(), fmt, PLAIN), jlp.quantize(jnp.asarray(w), fmt)
     for name in ("data", "scale", "zero_point", "amax"):
@@ -69,7 +69,7 @@ def reference(w, h, fmt, damping):
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_feedback_is_that_of_a_reference_without_blocks_of_columns(fmt):
+def test_feedback_is_that_of_a_slow_reference(fmt):
     w, h = weight(), moments()
     ours, wanted = decoded(chosen(w, h, fmt, Method())), reference(w, h, fmt, 0.01)
     # a rounding of float32 may decide a tie in another way, and the rest of that row then differs
@@ -99,7 +99,7 @@ def test_the_factor_is_that_of_the_inverse():
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_inputs_that_were_always_zero_leave_their_weights_as_they_would_be(fmt):
+def test_inputs_of_zero_leave_their_weights_plain(fmt):
     w, h = weight(columns=128), moments(columns=128)
     h[64:], h[:, 64:] = 0, 0
     ours, plain = (decoded(chosen(w, h, fmt, method)) for method in (Method(), PLAIN))
