@@ -5,7 +5,7 @@
 
 The model has TinyLlama's widths and random weights in 4 bits, the head included. A step of generation reads all of them
 once. Measured in turn: steps under each format; the products of a step alone, in its order; and reading the codes and
-scales from memory. `--llama-cpp` adds llama.cpp's Q4_0 at the same shapes, by the packages xllamacpp and gguf.
+scales from memory. `--llama-cpp` adds llama.cpp's Q4_0 at the same shapes, by the package xllamacpp.
 
 `--one-core` pins everything to one core and counts its time in this process instead of the time that passes: threads of
 llama.cpp wait for each other busily, so on a machine with other work two of them measure the scheduler.
@@ -14,6 +14,7 @@ llama.cpp wait for each other busily, so on a machine with other work two of the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import statistics
@@ -35,7 +36,7 @@ from llama_cpp import LlamaCpp, write_gguf
 from timing import environment, keep_memory, save
 
 import jaxlowprec as jlp
-from jaxlowprec.models.decoder import Cache, Decoder, DecoderConfig, Generator
+from jaxlowprec.models.decoder import Decoder, DecoderConfig, Generator
 
 SHAPE = {
     "model_type": "llama",
@@ -105,7 +106,8 @@ def steps(generator: Generator) -> Any:
     held = {"cache": generator.prefill([[1] * PROMPT])[1]}
 
     def call() -> jax.Array:
-        cache, tokens = Cache(held["cache"].layers, jnp.full(1, PROMPT, jnp.int32)), jnp.ones(1, jnp.int32)
+        cache = dataclasses.replace(held["cache"], lengths=jnp.full(1, PROMPT, jnp.int32))
+        tokens = jnp.ones(1, jnp.int32)
         for _ in range(TOKENS):
             cache, tokens, _ = generator._step(
                 generator.arrays, cache, tokens, keys, jnp.float32(1), greedy=True, span=span

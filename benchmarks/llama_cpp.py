@@ -1,6 +1,6 @@
 """llama.cpp as a rival in generation: a GGUF file of random Q4_0 weights, and a server in this process that reads it.
 
-Needs the packages gguf and xllamacpp from PyPI.
+Needs the package xllamacpp from PyPI.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import pathlib
 from typing import Any
 
 import numpy as np
+
+from jaxlowprec.checkpoints import gguf
 
 BLOCK = 32
 
@@ -22,57 +24,62 @@ def q4_0(shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
     return blocks.reshape(n, -1)
 
 
+def metadata(config: Any) -> dict[str, Any]:
+    """What llama.cpp needs to know of a Llama of a `DecoderConfig`, with a made-up vocabulary."""
+    sizes = {
+        "context_length": config.longest,
+        "embedding_length": config.width,
+        "block_count": config.layers,
+        "feed_forward_length": config.hidden,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.key_heads,
+        "rope.dimension_count": config.head,
+        "vocab_size": config.vocabulary,
+    }
+    numbers = {"attention.layer_norm_rms_epsilon": config.epsilon, "rope.freq_base": config.rope.theta}
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    words = [f"w{i}" for i in range(config.vocabulary - len(special))]
+    return {
+        "general.architecture": "llama",
+        **{f"llama.{key}": np.uint32(size) for key, size in sizes.items()},
+        **{f"llama.{key}": np.float32(number) for key, number in numbers.items()},
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*special, *words],
+        "tokenizer.ggml.scores": np.zeros(config.vocabulary, np.float32),
+        "tokenizer.ggml.token_type": np.asarray([2, 3, 3, *[6] * 256, *[1] * len(words)], np.int32),
+        "tokenizer.ggml.bos_token_id": np.uint32(1),
+        "tokenizer.ggml.eos_token_id": np.uint32(2),
+    }
+
+
+def tensors(config: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors: those with two axes are matrices, the others norms."""
+    heads, keys = config.heads * config.head, config.key_heads * config.head
+    layer = {
+        "attn_norm": (config.width,),
+        "attn_q": (heads, config.width),
+        "attn_k": (keys, config.width),
+        "attn_v": (keys, config.width),
+        "attn_output": (config.width, heads),
+        "ffn_norm": (config.width,),
+        "ffn_gate": (config.hidden, config.width),
+        "ffn_up": (config.hidden, config.width),
+        "ffn_down": (config.width, config.hidden),
+    }
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (config.vocabulary, config.width)}
+    for i in range(config.layers):
+        found |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return found | {"output_norm.weight": (config.width,), "output.weight": (config.vocabulary, config.width)}
+
+
 def write_gguf(file: pathlib.Path, config: Any) -> None:
     """Writes a Llama of a `DecoderConfig`, all matrices in Q4_0."""
-    import gguf
-
-    writer, random = gguf.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
-    writer.add_context_length(config.longest)
-    writer.add_embedding_length(config.width)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.hidden)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.key_heads)
-    writer.add_layer_norm_rms_eps(config.epsilon)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_rope_dimension_count(config.head)
-    writer.add_vocab_size(config.vocabulary)
-    writer.add_tokenizer_model("llama")
-    special = [b"<unk>", b"<s>", b"</s>", *(f"<0x{i:02X}>".encode() for i in range(256))]
-    words = [f"w{i}".encode() for i in range(config.vocabulary - len(special))]
-    writer.add_token_list([*special, *words])
-    writer.add_token_scores([0.0] * config.vocabulary)
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(words)])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-
-    def matrix(name: str, n: int, k: int) -> None:
-        writer.add_tensor(name, q4_0((n, k), random), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-
-    def norm(name: str) -> None:
-        writer.add_tensor(name, np.ones(config.width, np.float32))
-
-    heads, keys = config.heads * config.head, config.key_heads * config.head
-    matrix("token_embd.weight", config.vocabulary, config.width)
-    norm("output_norm.weight")
-    matrix("output.weight", config.vocabulary, config.width)
-    for i in range(config.layers):
-        for name, n, k in (
-            ("attn_q", heads, config.width),
-            ("attn_k", keys, config.width),
-            ("attn_v", keys, config.width),
-            ("attn_output", config.width, heads),
-            ("ffn_gate", config.hidden, config.width),
-            ("ffn_up", config.hidden, config.width),
-            ("ffn_down", config.width, config.hidden),
-        ):
-            matrix(f"blk.{i}.{name}.weight", n, k)
-        norm(f"blk.{i}.attn_norm.weight")
-        norm(f"blk.{i}.ffn_norm.weight")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    shapes, random = tensors(config), np.random.default_rng(0)
+    types = {1: gguf.TYPES["F32"], 2: gguf.TYPES["Q4_0"]}
+    specs = {name: gguf.TensorSpec(types[len(shape)], shape) for name, shape in shapes.items()}
+    with gguf.GGUFWriter(file, specs, metadata(config)) as writer:
+        for name, shape in shapes.items():
+            writer.write(name, np.ones(shape, np.float32) if len(shape) == 1 else q4_0(shape, random))
 
 
 class LlamaCpp:

@@ -82,6 +82,18 @@ def weight_sync() -> str:
     return "\n\n".join(parts)
 
 
+def generation() -> str:
+    """Tokens of one sequence that `models.decoder` writes, one after the other."""
+    result = load("generation")
+    rivals = ("tokens per second", "of llama.cpp's Q4_0", "of the read bandwidth: products", "step", "target")
+    rows = [("format", *rivals)]
+    for c in result["cases"]:
+        shares = (c["of_llama_cpp"], c["products_of_bandwidth"], c["step_of_bandwidth"], c["target"])
+        rows.append((c["format"], f"{c['tokens_per_second']:.1f}", *(f"{share:.2f}" for share in shares)))
+    shape = f"{result['layers']} layers of TinyLlama's widths and its head, one sequence"
+    return f"{markdown(rows)}\n\n{shape}; {where(result)}"
+
+
 def brief(case: dict) -> tuple[str, str, str]:
     """A measured case as a row of three columns."""
     return case["case"], case["against"], f"{case['ratio']['median']:.2f}x"

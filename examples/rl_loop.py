@@ -1,11 +1,14 @@
 """Reinforcement learning with 4-bit rollouts: a trainer and a rollout as two processes that agree to the bit.
 
     python examples/rl_loop.py --iterations 120 --out runs/rl
+    python examples/rl_loop.py --policy qwen3_moe --cache int8 --importance truncated --out runs/qwen
     python examples/rl_loop.py --engine ray --rollouts 2 --out runs/rl    # actors of Ray, restarted if they die
 
 A small policy with experts learns to sort digits only from its reward (GRPO), under INT4 quantisation-aware training.
 In each iteration the trainer sends 4-bit weights to the rollout, which writes answers with them. The trainer replays
 the rollout's routing, and ends with an error unless the rollout's log-probabilities equal its own, bit for bit.
+With --policy qwen3_moe the rollout keeps keys and values in a cache, which changes log-probabilities a little: the
+difference is measured, and importance weights correct for it.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ from rl import rollout
 from rl.engine import ClusterMissing, Rollout, RolloutLost, Stale, TrainerLost
 from rl.grpo import Settings
 from rl.learning import Disagreement
+from rl.policies import POLICIES
 from rl.policy import RECIPE, Config
 from rl.report import Progress, write
 from rl.task import Task
 from rl.training import Plan, Training
+
+from jaxlowprec.models.decoder.generate import CACHES
 
 
 def arguments() -> argparse.Namespace:
@@ -45,6 +51,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=2, help="optimizer steps per iteration")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--kl", type=float, default=0.0, help="weight of the divergence from the initial policy")
+    parser.add_argument("--policy", choices=POLICIES, default="small", help="small, or the library's decoder")
+    parser.add_argument("--cache", choices=CACHES, default="float32", help="dtype of the decoder's keys and values")
+    parser.add_argument("--importance", choices=["none", "truncated", "masked"], default="none", help="token weights")
+    parser.add_argument(
+        "--importance-per", choices=["token", "sequence", "sequence_mean"], default="token", help="what has a ratio"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--experts", type=int, default=4)
@@ -53,26 +65,32 @@ def arguments() -> argparse.Namespace:
         "--damage-version", type=int, help="let the rollout change one 4-bit code of this version, to see it caught"
     )
     parser.add_argument("--engine", choices=["process", "ray"], default="process", help="what runs the rollout")
+    parser.add_argument(
+        "--checkpoint-every", type=int, help="iterations; default: 10 with --engine ray or --resume, otherwise none"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     ray = parser.add_argument_group("with --engine ray")
     ray.add_argument("--rollouts", type=int, default=1, help="workers among which prompts are divided")
-    ray.add_argument("--checkpoint-every", type=int, default=10, help="iterations; a restarted trainer goes on there")
-    ray.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     ray.add_argument("--ray-address", metavar="HOST:PORT", help="of a cluster; default: one is started for this run")
     options = parser.parse_args()
+    if options.checkpoint_every is None and (options.engine == "ray" or options.resume):
+        options.checkpoint_every = 10
     for name in ("iterations", "digits", "prompts", "updates", "layers", "rollouts", "checkpoint_every"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} needs 1 or more")
     if options.answers < 2 or options.experts < 2:
         parser.error("--answers and --experts need 2 or more: answers are compared, and each token has two experts")
     heads, groups = Config.heads, RECIPE.group_size
     if options.width < 1 or options.width % groups or options.width % (2 * heads):
         parser.error(f"--width {options.width}: needs a multiple of {groups}, the group that shares a scale")
+    if options.policy == "small" and options.cache != "float32":
+        parser.error(f"--cache {options.cache}: needs --policy qwen3_moe; the small policy has no cache")
     if options.seed < 0:
         parser.error("--seed needs 0 or more")
     if not options.learning_rate > 0 or not options.kl >= 0 or not 0 < options.timeout < float("inf"):
         parser.error("--learning-rate and --timeout need more than 0, --kl 0 or more")
     if options.engine == "process":
-        for name in ("rollouts", "checkpoint_every", "resume", "ray_address"):
+        for name in ("rollouts", "ray_address"):
             if getattr(options, name) != parser.get_default(name):
                 parser.error(f"--{name.replace('_', '-')}: needs --engine ray")
         return options
@@ -88,19 +106,33 @@ def arguments() -> argparse.Namespace:
 def planned(options: argparse.Namespace) -> Plan:
     """The run that the command line asks for."""
     length = Task(options.digits).length
-    config = Config(layers=options.layers, width=options.width, experts=options.experts, length=length)
-    settings = Settings(options.prompts, options.answers, options.updates, options.learning_rate, kl=options.kl)
+    sizes = {"layers": options.layers, "width": options.width, "experts": options.experts, "length": length}
+    config = Config(**sizes, kind=options.policy, cache=options.cache)
+    weights = {"importance": options.importance, "importance_per": options.importance_per}
+    settings = Settings(
+        options.prompts, options.answers, options.updates, options.learning_rate, kl=options.kl, **weights
+    )
     return Plan(options.digits, config, settings, options.iterations, options.seed)
 
 
 def train(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Trains in this process, with a rollout in another one. Returns the records of all iterations."""
-    training, records = Training(plan), []
+    training, records, checkpoints = Training(plan), [], None
+    if options.checkpoint_every:
+        from rl.checkpoints import Checkpoints
+
+        checkpoints = Checkpoints(options.out / "checkpoints")
+        if records := checkpoints.restore(training):
+            print(f"going on after iteration {len(records)}", flush=True)
     with Rollout(plan.config, options.timeout, options.damage_version) as engine, Progress(plan.iterations) as progress:
         print(f"rollout: process {engine.process.pid}, listening at {engine.address}", flush=True)
-        for version in range(1, plan.iterations + 1):
+        for version in range(len(records) + 1, plan.iterations + 1):
             records.append(training.step(engine, version))
             progress.show(records[-1])
+            if checkpoints and (version % options.checkpoint_every == 0 or version == plan.iterations):
+                checkpoints.save(training, records)
+    if checkpoints:
+        checkpoints.close()
     return records
 
 
@@ -108,10 +140,6 @@ def train_on_ray(plan: Plan, options: argparse.Namespace) -> list[dict[str, Any]
     """Trains in actors of Ray. Returns the records of all iterations."""
     from rl.on_ray import cluster
 
-    try:
-        plan.claim(options.out, options.resume)
-    except ValueError as error:
-        sys.exit(f"rl_loop: {error}")
     # What a process has compiled, the one that replaces it loads.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.out.absolute() / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -128,14 +156,21 @@ def run(options: argparse.Namespace) -> None:
     where = "Ray" if on_ray else jax.default_backend()  # whose threads would be in the way of starting Ray
     weights = RECIPE.weight_format
     print(f"jaxlowprec on {where}, jax {jax.__version__}: {weights}, {plan.config}, {plan.settings}", flush=True)
+    if options.checkpoint_every:
+        try:
+            plan.claim(options.out, options.resume)
+        except ValueError as error:
+            sys.exit(f"rl_loop: {error}")
     records = (train_on_ray if on_ray else train)(plan, options)
     write(records, plan.described(), options.out)
     last = records[-10:]
+    mismatch = options.out / "mismatch.png"
     print(
         f"\nreward of the last {len(last)} iterations: {np.mean([r['reward'] for r in last]):.3f}; "
         f"train_rollout_logprob_abs_diff: {max(r['train_rollout_logprob_abs_diff'] for r in records):g} in "
         f"{len(records)} iterations, {sum(r['compared'] for r in records):,} log-probabilities\n"
         f"report: {options.out / 'report.json'}   picture: {options.out / 'reward.png'}"
+        + (f"   differences: {mismatch}" if mismatch.exists() else "")
     )
 
 

@@ -53,7 +53,7 @@ if _collects:
     gc.enable()
 
 if TYPE_CHECKING:
-    from jaxlowprec import checkpoints, debug, linen, moe, nnx, traffic, weight_sync
+    from jaxlowprec import checkpoints, debug, linen, moe, nnx, rl, traffic, weight_sync
     from jaxlowprec.diagnostics.support import Supported, supported
     from jaxlowprec.linen.hooks import flax_dot_general_cls
     from jaxlowprec.models import lora
@@ -141,6 +141,7 @@ __all__ = [
     "recipe_schedule",
     "reduce_scatter_quantized",
     "relu_squared",
+    "rl",
     "rms_norm",
     "scaled_matmul",
     "silu",
@@ -152,7 +153,7 @@ __all__ = [
 ]
 
 
-_MODULES = {name: name for name in ("checkpoints", "debug", "linen", "moe", "nnx", "traffic", "weight_sync")}
+_MODULES = {name: name for name in ("checkpoints", "debug", "linen", "moe", "nnx", "rl", "traffic", "weight_sync")}
 _MODULES["lora"] = "models.lora"
 _FROM = {
     "OsciReset": "models.oscillation",

@@ -45,7 +45,9 @@ class Channel:
 
     def send(self, message: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None, *, timeout: float):
         """Sends a message. Raises Ended if the other process does not take it within `timeout` seconds."""
-        payload = safetensors.numpy.save(dict(arrays)) if arrays else b""
+        # safetensors writes the memory of an array, in whatever order its axes lie there.
+        whole = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+        payload = safetensors.numpy.save(whole) if whole else b""
         line = json.dumps({"message": message, "bytes": len(payload)}).encode() + b"\n"
         self._end.settimeout(timeout)
         try:

@@ -18,7 +18,8 @@ import numpy as np
 import jaxlowprec as jlp
 from jaxlowprec.weight_sync import PeerLost, TcpTransport, WeightSource, push
 from rl.channel import Channel, Ended
-from rl.policy import RECIPE, Config, Policy
+from rl.policies import AnyPolicy
+from rl.policy import RECIPE, Config
 from rl.served import digests
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "rl_loop.py"
@@ -54,7 +55,7 @@ class Answers:
 class Engine(Protocol):
     """What writes answers, as the trainer sees it."""
 
-    def push(self, policy: Policy, version: int) -> tuple[int, float]:
+    def push(self, policy: AnyPolicy, version: int) -> tuple[int, float]:
         """Exports the policy in 4 bits and sends it. Returns the bytes of the version, and the seconds it took."""
 
     def generate(self, prompts: np.ndarray, seed: int, version: int) -> Answers:
@@ -64,7 +65,7 @@ class Engine(Protocol):
             Stale: another version wrote them.
         """
 
-    def differing_weights(self, policy: Policy) -> list[str]:
+    def differing_weights(self, policy: AnyPolicy) -> list[str]:
         """Names of the engine's live tensors that differ in a bit from the exported policy's."""
 
 
@@ -110,7 +111,7 @@ class Rollout:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def push(self, policy: Policy, version: int) -> tuple[int, float]:
+    def push(self, policy: AnyPolicy, version: int) -> tuple[int, float]:
         """See `Engine`."""
         started = time.perf_counter()
         source = WeightSource(jlp.quantize_params(policy, RECIPE))
@@ -130,7 +131,7 @@ class Rollout:
             )
         return Answers(said["version"], **arrays)
 
-    def differing_weights(self, policy: Policy) -> list[str]:
+    def differing_weights(self, policy: AnyPolicy) -> list[str]:
         """See `Engine`."""
         with self._naming_its_end("comparing weights"):
             self._channel.send({"do": "digests"}, timeout=self._timeout)

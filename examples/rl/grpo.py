@@ -15,7 +15,8 @@ import optax
 from flax import nnx
 
 import jaxlowprec as jlp
-from rl.policy import Policy, of_next
+from rl.policies import AnyPolicy
+from rl.policy import of_next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Settings:
         learning_rate: Adam's initial rate; it falls to a tenth.
         clip: how far a ratio of probabilities may be from 1 before it is clipped.
         kl: weight of the divergence from the initial policy; 0: it is not computed.
+        importance: "none", "truncated" or "masked": the weights of tokens by the ratio of their probabilities under the
+            trainer and the rollout, see `jaxlowprec.rl`.
+        importance_per: what a ratio is of: "token", "sequence" or "sequence_mean".
     """
 
     prompts: int = 16
@@ -36,6 +40,8 @@ class Settings:
     learning_rate: float = 2e-3
     clip: float = 0.2
     kl: float = 0.0
+    importance: str = "none"
+    importance_per: str = "token"
 
     @property
     def sequences(self) -> int:
@@ -55,6 +61,7 @@ class Experience:
         advantages: float32 [sequences].
         tape: the routing when they were written.
         reference: the initial policy's log-probabilities, like `old`; None if the divergence is not computed.
+        weights: float32 [sequences, length - 1], what tokens' losses are multiplied by; None: nothing.
     """
 
     tokens: jax.Array
@@ -63,6 +70,13 @@ class Experience:
     advantages: jax.Array
     tape: jlp.moe.RoutingTape
     reference: jax.Array | None = None
+    weights: jax.Array | None = None
+
+
+def importance(trainer: jax.Array, rollout: np.ndarray, answer: np.ndarray, settings: Settings) -> jax.Array | None:
+    """The importance weights of tokens by their log-probabilities [sequences, length - 1]; None with "none"."""
+    weigh = {"none": None, "truncated": jlp.rl.truncated_weights, "masked": jlp.rl.masked_weights}[settings.importance]
+    return None if weigh is None else weigh(trainer, rollout, answer, per=settings.importance_per)
 
 
 def advantages(rewards: np.ndarray, answers: int) -> np.ndarray:
@@ -77,7 +91,7 @@ def advantages(rewards: np.ndarray, answers: int) -> np.ndarray:
     return np.where(deviation > 0, centred / np.where(deviation > 0, deviation, 1), 0).reshape(-1).astype(np.float32)
 
 
-def objective(model: Policy, given: Experience, settings: Settings) -> tuple[jax.Array, jax.Array]:
+def objective(model: AnyPolicy, given: Experience, settings: Settings) -> tuple[jax.Array, jax.Array]:
     """The loss that is trained, and the log-probabilities that this pass found, [sequences, length - 1]."""
     found, _, load_balance_loss = model(given.tokens, given.tape)
     new = of_next(found, given.tokens)
@@ -93,6 +107,8 @@ def surrogate(new: jax.Array, given: Experience, settings: Settings) -> jax.Arra
     if given.reference is not None:
         apart = given.reference - new
         loss = loss + settings.kl * (jnp.exp(apart) - apart - 1)
+    if given.weights is not None:
+        loss = loss * given.weights
     return jnp.sum(jnp.where(given.answer, loss, 0)) / jnp.sum(given.answer)
 
 
@@ -103,7 +119,7 @@ def optimizer(settings: Settings, iterations: int) -> optax.GradientTransformati
 
 
 @nnx.jit(static_argnames="settings")
-def update(model: Policy, state: nnx.Optimizer, given: Experience, settings: Settings) -> tuple[Any, Any]:
+def update(model: AnyPolicy, state: nnx.Optimizer, given: Experience, settings: Settings) -> tuple[Any, Any]:
     """Takes one step of the optimizer; returns the loss before it, and the log-probabilities of `objective`."""
     (loss, new), gradients = nnx.value_and_grad(objective, has_aux=True)(model, given, settings)
     state.update(model, gradients)

@@ -24,6 +24,8 @@ class Config:
         layers, width, heads: sizes of the transformer; width is a multiple of the recipe's group size.
         experts, top_k: experts in each block, and experts per token.
         length: tokens per sequence.
+        kind: which policy has these sizes, see `policies.made`.
+        cache: the dtype in which the rollout of a decoder keeps keys and values.
     """
 
     layers: int = 2
@@ -32,6 +34,8 @@ class Config:
     experts: int = 4
     top_k: int = 2
     length: int = 9
+    kind: str = "small"
+    cache: str = "float32"
 
 
 class Block(nnx.Module):
@@ -88,7 +92,7 @@ def afresh(config: Config, sequences: int) -> jlp.moe.RoutingTape:
 
 
 @nnx.jit
-def scores(model: Policy, tokens: jax.Array, tape: jlp.moe.RoutingTape) -> tuple[jax.Array, jlp.moe.RoutingTape]:
+def scores(model: nnx.Module, tokens: jax.Array, tape: jlp.moe.RoutingTape) -> tuple[jax.Array, jlp.moe.RoutingTape]:
     """The log-probabilities of all tokens at all places, and the used routing.
 
     Trainer and rollout both call this function with arrays of one shape: XLA may sum in another order for other shapes.

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+import jaxlowprec as jlp
+
 AVERAGED = 10
 
 
@@ -102,7 +104,10 @@ def picture(records: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def write(records: list[dict[str, Any]], settings: dict[str, Any], folder: pathlib.Path) -> None:
-    """Writes report.json and reward.png."""
+    """Writes report.json and reward.png, and mismatch.png if a log-probability differs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps({"settings": settings, "iterations": records}, indent=1) + "\n")
     picture(records, folder / "reward.png")
+    if any(record["differing"] for record in records):
+        found = [jlp.rl.Mismatch.from_json(record["mismatch"]) for record in records]
+        jlp.rl.plot(found, folder / "mismatch.png", title="Rollout and trainer")

@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlowprec.models.decoder import Generator
 from jaxlowprec.weight_sync import Receiver, TcpReceiver
 from rl.channel import Channel, Ended
+from rl.policies import AnyPolicy
 from rl.policy import Config, Policy, afresh, of_next, scores
 from rl.served import digests, served
 
 FIRST_MESSAGE = 60.0
-DAMAGED = "blocks.0.qkv.kernel.data"
+DAMAGED = ("blocks.0.qkv.kernel.data", "decoder.layers.0.self_attn.q_proj.kernel.data")
 
 
 def main() -> None:
@@ -47,7 +49,7 @@ def serve(channel: Channel) -> None:
     said, _ = channel.receive(timeout=FIRST_MESSAGE)
     config, timeout = Config(**said["config"]), said["timeout"]
     receiver = Receiver()
-    live: tuple[int, Policy] | None = None
+    writer, live = Writer(), 0
     with TcpReceiver(receiver, said["secret"], timeout=timeout) as listening:
         channel.send({"address": listening.address}, timeout=timeout)
         while True:
@@ -55,15 +57,49 @@ def serve(channel: Channel) -> None:
             if request["do"] == "end":
                 return
             weights = receiver.weights
-            if live is None or live[0] != weights.version:
+            if live != weights.version:
                 damage = weights.version == said["damage_version"]
-                live = weights.version, served(config, damaged(weights) if damage else weights)
-            version, model = live
+                writer.load(served(config, damaged(weights) if damage else weights))
+                live = weights.version
             if request["do"] == "digests":
-                channel.send({"version": version, "digests": digests(model)}, timeout=timeout)
+                channel.send({"version": live, "digests": digests(writer.model)}, timeout=timeout)
             else:
-                written = write(model, arrays["prompts"], request["seed"], version)
-                channel.send({"version": version}, written, timeout=timeout)
+                written = writer.write(arrays["prompts"], request["seed"], live)
+                channel.send({"version": live}, written, timeout=timeout)
+
+
+class Writer:
+    """Writes answers with the version of a policy that it was given last.
+
+    Attributes:
+        model: that version, with 4-bit kernels; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.model: AnyPolicy | None = None
+        self._generator: Generator | None = None
+
+    def load(self, model: AnyPolicy) -> None:
+        """Writes with this version from now on; all have the same config."""
+        self.model = model
+        if isinstance(model, Policy):
+            return
+        if self._generator is None:
+            self._generator = Generator(model.decoder, model.config.length, model.config.cache, routing=True)
+        self._generator.load(model.decoder)
+
+    def write(self, prompts: np.ndarray, seed: int, version: int) -> dict[str, np.ndarray]:
+        """See `write`. A decoder keeps keys and values in a cache and runs each token once."""
+        if self._generator is None:
+            return write(self.model, prompts, seed, version)
+        (count, begin), config = prompts.shape, self.model.config
+        seeds = np.random.SeedSequence((seed, version)).generate_state(count).tolist()
+        written = self._generator(prompts.tolist(), config.length - begin, temperature=1.0, seeds=seeds, stop=())
+        log_probabilities = np.zeros((count, config.length - 1), np.float32)
+        log_probabilities[:, begin - 1 :] = np.stack(written.log_probabilities)
+        tokens = np.concatenate([prompts, np.asarray(written.tokens, np.int32)], axis=1)
+        routed = np.stack(written.routed_experts)
+        return {"tokens": tokens, "log_probabilities": log_probabilities, "routed_experts": routed}
 
 
 def write(model: Policy, prompts: np.ndarray, seed: int, version: int) -> dict[str, np.ndarray]:
@@ -102,6 +138,7 @@ def write(model: Policy, prompts: np.ndarray, seed: int, version: int) -> dict[s
 
 def damaged(weights: Any) -> dict[str, Any]:
     """The same tensors, except that one 4-bit code is changed by one."""
-    codes = np.array(weights[DAMAGED])
+    name = next(name for name in DAMAGED if name in weights)
+    codes = np.array(weights[name])
     codes.reshape(-1)[0] ^= 1
-    return {**weights, DAMAGED: codes}
+    return {**weights, name: codes}

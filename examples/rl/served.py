@@ -10,10 +10,11 @@ from flax import nnx
 
 import jaxlowprec as jlp
 from jaxlowprec.weight_sync import WeightSource, to_tree
-from rl.policy import RECIPE, Config, Policy
+from rl.policies import AnyPolicy, made
+from rl.policy import RECIPE, Config
 
 
-def served(config: Config, tensors: Mapping[str, Any]) -> Policy:
+def served(config: Config, tensors: Mapping[str, Any]) -> AnyPolicy:
     """The policy with 4-bit kernels that needs no recipe.
 
     Arguments:
@@ -23,12 +24,12 @@ def served(config: Config, tensors: Mapping[str, Any]) -> Policy:
     Raises:
         ValueError: a tensor is missing or left over, or has another dtype or shape.
     """
-    model = nnx.eval_shape(lambda: jlp.quantize_params(Policy(config, nnx.Rngs(0)), RECIPE))
+    model = nnx.eval_shape(lambda: jlp.quantize_params(made(config, nnx.Rngs(0)), RECIPE))
     nnx.update(model, to_tree(tensors, model))
     return model
 
 
-def digests(model: Policy) -> dict[str, str]:
+def digests(model: nnx.Module) -> dict[str, str]:
     """SHA-256 of the dtype, shape and bytes of each tensor of the policy, by their names."""
     return {
         name: hashlib.sha256(f"{array.dtype.name} {array.shape} ".encode() + array.tobytes()).hexdigest()

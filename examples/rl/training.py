@@ -15,7 +15,8 @@ from flax import nnx
 from rl import grpo
 from rl.engine import Engine
 from rl.learning import learn
-from rl.policy import RECIPE, Config, Policy
+from rl.policies import made
+from rl.policy import RECIPE, Config
 from rl.task import Task
 
 
@@ -71,7 +72,7 @@ class Training:
 
     def __init__(self, plan: Plan):
         self.plan, self._task = plan, Task(plan.digits)
-        self.policy = Policy(plan.config, nnx.Rngs(plan.seed))
+        self.policy = made(plan.config, nnx.Rngs(plan.seed))
         self._initial = nnx.clone(self.policy) if plan.settings.kl else None
         self.optimizer = nnx.Optimizer(self.policy, grpo.optimizer(plan.settings, plan.iterations), wrt=nnx.Param)
 

@@ -10,6 +10,7 @@
 
 from jaxlowprec.weight_sync.engines.sglang import SGLang
 from jaxlowprec.weight_sync.engines.vllm import VLLM
+from jaxlowprec.weight_sync.engines.vllm_transfer import VLLMTransfer
 from jaxlowprec.weight_sync.errors import Aborted, PeerLost, PeerTimeout, Refused, SyncError
 from jaxlowprec.weight_sync.folders.delta import DeltaTransport
 from jaxlowprec.weight_sync.folders.directory import DirectoryTransport
@@ -54,6 +55,7 @@ __all__ = [
     "TcpTransport",
     "Transport",
     "VLLM",
+    "VLLMTransfer",
     "WeightSource",
     "Weights",
     "differences",

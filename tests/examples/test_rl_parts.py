@@ -112,6 +112,7 @@ def channels():
 def test_a_message_and_its_arrays_arrive_whole_and_in_order():
     ours, theirs = channels()
     arrays = {"x": np.arange(1000, dtype=np.int32).reshape(10, 100), "y": np.asarray([[np.nan, -0.0]], np.float32)}
+    arrays["transposed"] = arrays["x"].T
     ours.send({"text": "line\nbreak"}, arrays, timeout=1)
     ours.send({"second": 2}, timeout=1)
     message, received = theirs.receive(timeout=1)

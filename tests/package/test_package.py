@@ -27,7 +27,7 @@ FLOORS = (
     ("ops",),
     ("recipes", "telemetry"),
     ("layers",),
-    ("moe",),
+    ("moe", "rl"),
     ("linen", "nnx"),
     ("models", "diagnostics"),
     ("checkpoints",),
@@ -160,6 +160,7 @@ PUBLIC = [
     jlp.linen,
     jlp.moe,
     jlp.nnx,
+    jlp.rl,
     jlp.traffic,
     jlp.weight_sync,
 ]

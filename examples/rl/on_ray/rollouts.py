@@ -18,7 +18,8 @@ from rl.engine import Answers, RolloutLost, Stale
 from rl.learning import Disagreement
 from rl.on_ray.transport import ObjectStoreTransport, Published, answer_of, publish
 from rl.on_ray.worker import Part, Question, digest_of
-from rl.policy import RECIPE, Policy
+from rl.policies import AnyPolicy
+from rl.policy import RECIPE
 from rl.served import digests
 
 RETRY = 0.1  # seconds between two attempts to reach a worker
@@ -80,7 +81,7 @@ class Rollouts:
         for peer in self._peers:
             threading.Thread(target=self._work, args=(peer,), name=f"rollout {peer.number}", daemon=True).start()
 
-    def push(self, policy: Policy, version: int) -> tuple[int, float]:
+    def push(self, policy: AnyPolicy, version: int) -> tuple[int, float]:
         """See `Engine`. Ends when the version is in the object store; each worker receives it as soon as it can."""
         started = time.perf_counter()
         exported = jlp.quantize_params(policy, RECIPE)
@@ -116,7 +117,7 @@ class Rollouts:
         names = found[0][1].arrays
         return Answers(version, **{name: np.concatenate([part.arrays[name] for _, part in found]) for name in names})
 
-    def differing_weights(self, policy: Policy) -> list[str]:
+    def differing_weights(self, policy: AnyPolicy) -> list[str]:
         """See `Engine`; names that differ in any worker."""
         ours = digests(jlp.quantize_params(policy, RECIPE))
         differing: set[str] = set()

@@ -12,8 +12,8 @@ import numpy as np
 
 from rl.engine import Stale
 from rl.on_ray.transport import Inbox
-from rl.policy import Config, Policy
-from rl.rollout import damaged, write
+from rl.policy import Config
+from rl.rollout import Writer, damaged
 from rl.served import digests, served
 
 
@@ -80,7 +80,7 @@ class Worker:
     def __init__(self, config: Config, damage_version: int | None = None):
         self._config, self._damage_version = config, damage_version
         self._inbox = Inbox()
-        self._live: tuple[Any, Policy] | None = None
+        self._writer, self._live = Writer(), None
 
     def process(self) -> int:
         """The id of the actor's process."""
@@ -99,28 +99,29 @@ class Worker:
         Raises:
             Stale: another version, or none, is served.
         """
-        model = self._model()
+        writer = self._loaded()
         if self._inbox.weights.version != question.version:
             raise Stale(f"version {self._inbox.weights.version or None} is served; {question.version} is needed")
         prompts = np.zeros((question.sequences, question.prompts.shape[1]), np.int32)
         prompts[question.rows] = question.prompts
-        written = write(model, prompts, question.seed, question.version)
+        written = writer.write(prompts, question.seed, question.version)
         arrays = {name: array[question.rows] for name, array in written.items()}
-        return Part(arrays, os.getpid(), digest_of(digests(model)))
+        return Part(arrays, os.getpid(), digest_of(digests(writer.model)))
 
     def serving(self) -> Serving:
         """What is served now. Raises Stale if there is no version yet."""
-        model = self._model()
-        return Serving(self._inbox.weights.version, digests(model), self._inbox.state)
+        writer = self._loaded()
+        return Serving(self._inbox.weights.version, digests(writer.model), self._inbox.state)
 
-    def _model(self) -> Policy:
+    def _loaded(self) -> Writer:
         weights = self._inbox.weights
         if not weights.version:
             raise Stale("no version is served yet")
-        if self._live is None or self._live[0] is not weights:
+        if self._live is not weights:
             damage = weights.version == self._damage_version
-            self._live = weights, served(self._config, damaged(weights) if damage else weights)
-        return self._live[1]
+            self._writer.load(served(self._config, damaged(weights) if damage else weights))
+            self._live = weights
+        return self._writer
 
 
 def worker_name(number: int) -> str:

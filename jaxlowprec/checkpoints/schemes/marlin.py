@@ -19,6 +19,8 @@ import numpy as np
 
 from jaxlowprec.checkpoints.schemes.codes import pack_words, unpack_words
 
+Tensors = dict[str, np.ndarray]
+
 INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds the j-th of eight zero points."""
 
@@ -136,6 +138,60 @@ def unpack_zero_points(words: np.ndarray) -> np.ndarray:
     _, columns = _matrix("unpack_zero_points", "words", words)
     _multiples("unpack_zero_points", columns=(columns, 8))
     return np.ascontiguousarray(_columns_by_eight(unpack_words(words, 8 * columns, INTERLEAVED)))
+
+
+def fuse_experts(gate: Tensors, up: Tensors, down: Tensors, *, group_size: int) -> Tensors:
+    """Experts as vLLM and SGLang hold them once they are loaded: gate and up side by side along N, in Marlin's order.
+
+    Arguments:
+        gate, up: of all E experts, `qweight` int32 [E, H/8, I] as GPTQ's, `scales` [E, H/g, I], and where asymmetric
+            `zeros` uint8 [E, H/g, I].
+        down: the same with H and I exchanged.
+        group_size: g; -1 for one group.
+
+    Returns:
+        `w13_weight_packed` int32 [E, H/16, 4I], `w13_weight_scale` [E, H/g, 2I], where asymmetric
+        `w13_weight_zero_point` int32 [E, H/g, 2I/8]; `w2_...` of down, with H and I exchanged and half the columns.
+
+    Raises:
+        ValueError: the kernel does not take these sizes, or the three have not the same tensors.
+    """
+    rows, intermediate = _matrix("fuse_experts", "gate's qweight", gate["qweight"])
+    if why := why_not_experts(8 * rows, intermediate, group_size):
+        raise ValueError(f"marlin.fuse_experts: {why}")
+    if not set(gate) == set(up) == set(down):
+        held = f"gate has {sorted(gate)}, up {sorted(up)}, down {sorted(down)}"
+        raise ValueError(f"marlin.fuse_experts: {held}; needs the same of each")
+    both = {name: np.concatenate([gate[name], up[name]], -1) for name in gate}
+    return _expert_tensors("w13", both, group_size) | _expert_tensors("w2", down, group_size)
+
+
+def split_experts(tensors: Tensors, *, group_size: int) -> tuple[Tensors, Tensors, Tensors]:
+    """The inverse of `fuse_experts`: gate, up and down."""
+    both, down = _stored_tensors("w13", tensors, group_size), _stored_tensors("w2", tensors, group_size)
+    halves = {name: np.split(tensor, 2, -1) for name, tensor in both.items()}
+    gate, up = ({name: np.ascontiguousarray(half[i]) for name, half in halves.items()} for i in (0, 1))
+    return gate, up, down
+
+
+def _expert_tensors(name: str, stored: Tensors, group_size: int) -> Tensors:
+    k = 8 * stored["qweight"].shape[-2]
+    made = {
+        f"{name}_weight_packed": repack(stored["qweight"]),
+        f"{name}_weight_scale": permute_scale(stored["scales"], group_size, k),
+    }
+    if "zeros" in stored:
+        made[f"{name}_weight_zero_point"] = pack_zero_points(stored["zeros"])
+    return made
+
+
+def _stored_tensors(name: str, tensors: Tensors, group_size: int) -> Tensors:
+    qweight = unpack(tensors[f"{name}_weight_packed"])
+    scales = permute_scale(tensors[f"{name}_weight_scale"], group_size, 8 * qweight.shape[-2])
+    stored = {"qweight": qweight, "scales": scales}
+    if f"{name}_weight_zero_point" in tensors:
+        stored["zeros"] = unpack_zero_points(tensors[f"{name}_weight_zero_point"])
+    return stored
 
 
 def why_not(n: int, k: int, group_size: int) -> str | None:

@@ -39,6 +39,7 @@ class Attention(nnx.Module):
         *,
         starts: jax.Array | None = None,
         span: int | None = None,
+        counts: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attends from each token to those before it.
 
@@ -48,19 +49,19 @@ class Attention(nnx.Module):
             tables: of the rotary embedding, see `Rope.tables`.
             cache: the keys and values of earlier tokens. These tokens' are added to it.
             starts: int32 [batch], the place of the first token; None: 0.
-            span: no token of the cache is at this place or a later one; None: they may be anywhere.
+            span, counts: see `LayerCache.extended`.
 
         Returns:
             [batch, time, width], and the cache.
         """
         q, k, v = self._projected(x, tables)
         if cache is None:
-            seen = LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
+            seen, places = LayerCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)), None
         else:
-            cache = cache.written(k, v, starts)
-            seen = cache if span is None else cache.first(span)
+            cache, seen, places = cache.extended(k, v, starts=starts, span=span, counts=counts)
         sinks = None if self.sinks is None else self.sinks[...]
-        y = attended(q, self._read(seen, x.dtype), positions, self.window, config=self.config, sinks=sinks)
+        seen = self._read(seen, x.dtype)
+        y = attended(q, seen, positions, self.window, config=self.config, places=places, sinks=sinks)
         return self.o_proj(y.reshape(*x.shape[:2], -1).astype(x.dtype)), cache
 
     def _projected(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -85,6 +86,7 @@ def attended(
     window: int | None,
     *,
     config: DecoderConfig,
+    places: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """The values that queries [batch, time, heads, head] at such places attend to: float32 [batch, time, heads, value].
@@ -94,6 +96,7 @@ def attended(
     Arguments:
         window: the number of places that a token attends to, itself included; None: all.
         config: says what scores are multiplied by, and their limit.
+        places: see `LayerCache.extended`.
         sinks: [heads], scores without values.
     """
     batch, time, heads, head = q.shape
@@ -103,10 +106,11 @@ def attended(
     if seen.key_scales is not None:
         scores = scores * seen.key_scales[:, :, None, None]
     scores = capped(scores, config.score_cap)
-    places, here = jnp.arange(seen.keys.shape[2]), positions[:, :, None]
-    visible = places <= here
+    rows = jnp.arange(seen.keys.shape[2]) if places is None else places[:, None]
+    here = positions[:, :, None]
+    visible = rows <= here if places is None else (rows <= here) & (rows >= 0)
     if window is not None:
-        visible &= places > here - window
+        visible &= rows > here - window
     weights = shares(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
     if seen.value_scales is not None:
         weights = weights * seen.value_scales[:, :, None, None]

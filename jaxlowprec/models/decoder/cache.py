@@ -12,6 +12,8 @@ from jaxlowprec.models.decoder.config import DecoderConfig
 
 EIGHT_BITS = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """The 8-bit types of a cache, and the largest number that a row is scaled to."""
+UNROLLED = 8
+"""The largest batch whose updates are compiled one by one."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,42 +41,116 @@ class LayerCache:
                 rows, scales = in_8_bits(rows, held.dtype)
                 new[f"{name}_scales"] = _put(getattr(self, f"{name}_scales"), scales, starts)
             new[f"{name}s"] = _put(held, rows.astype(held.dtype), starts)
-        return LayerCache(**new)
+        return type(self)(**new)
 
     def first(self, span: int) -> LayerCache:
         """The first so many places of each sequence."""
         return jax.tree.map(lambda array: array[:, :, :span], self)
 
+    def extended(
+        self, k: jax.Array, v: jax.Array, *, starts: jax.Array | None, span: int | None, counts: jax.Array | None
+    ) -> tuple[LayerCache, LayerCache, jax.Array | None]:
+        """Adds tokens, and says what they may attend to.
+
+        Arguments:
+            k, v, starts: see `written`.
+            span: no token is at this place or a later one; None: they may be anywhere.
+            counts: int32 [batch], how many of each sequence's tokens are more than padding; None: all.
+
+        Returns:
+            The cache with the tokens; what they attend to; and of each of its rows the place, int32 [batch, rows], a
+            negative one for a row without a token. None: row s is place s.
+        """
+        cache = self.written(k, v, starts)  # padding is overwritten before it is seen
+        return cache, cache if span is None else cache.first(span), None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RingCache(LayerCache):
+    """The part of a layer with a sliding window: as many rows as the window has, and place p is in row p mod rows.
+
+    A token overwrites the one that has just left its window. Attention adds up the same terms as with a `LayerCache`,
+    which adds exact zeros for the others, in another order. Two orders of a float32 sum of n terms x differ by at most
+    2 n u / (1 - n u) sum |x|, u = 2^-24: n is a head's features for a score, and the window for the sum of the softmax
+    and for that of values.
+    """
+
+    def extended(
+        self, k: jax.Array, v: jax.Array, *, starts: jax.Array | None, span: int | None, counts: jax.Array | None
+    ) -> tuple[LayerCache, LayerCache, jax.Array | None]:
+        """See `LayerCache`. Several tokens attend to the rows that were there, and to each other."""
+        (batch, time), rows = k.shape[:2], self.keys.shape[2]
+        begin = jnp.zeros(batch, jnp.int32) if starts is None else starts
+        if time == 1 and counts is None:
+            ring = self.written(k, v, begin % rows)
+            return ring, ring, latest(begin, rows)
+        empty = jax.tree.map(lambda array: jnp.zeros((*array.shape[:2], time, *array.shape[3:]), array.dtype), self)
+        new = empty.written(k, v, None)
+        places = latest(begin + (time if counts is None else counts) - 1, rows)
+        from_new = places - begin[:, None]
+
+        def kept(old: jax.Array, fresh: jax.Array) -> jax.Array:
+            index = from_new.reshape(batch, 1, rows, *(1,) * (old.ndim - 3))
+            return jnp.where(index >= 0, jnp.take_along_axis(fresh, jnp.maximum(index, 0), axis=2), old)
+
+        ring = jax.tree.map(kept, self, new)
+        if starts is None:
+            return ring, new, None
+        seen = jax.tree.map(lambda old, fresh: jnp.concatenate([old, fresh], axis=2), self, new)
+        fresh_places = begin[:, None] + jnp.arange(time, dtype=jnp.int32)
+        return ring, seen, jnp.concatenate([latest(begin - 1, rows), fresh_places], axis=1)
+
+
+def latest(last: jax.Array, rows: int) -> jax.Array:
+    """The place in each row of a ring, int32 [batch, rows], if the last token is at place `last` [batch].
+
+    >>> latest(jnp.asarray([1, 4]), 3).tolist()
+    [[0, 1, -1], [3, 4, 2]]
+    """
+    return last[:, None] - (last[:, None] - jnp.arange(rows, dtype=jnp.int32)) % rows
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """The layers' parts, and how many places of each sequence are in use: int32 [batch]."""
+    """The layers' parts.
+
+    Attributes:
+        layers: of each layer.
+        lengths: int32 [batch], how many places of each sequence are in use.
+        places: the number of places of each sequence.
+    """
 
     layers: tuple[LayerCache, ...]
     lengths: jax.Array
+    places: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, config: DecoderConfig, batch: int, places: int, dtype: Any) -> Cache:
+    def empty(cls, config: DecoderConfig, batch: int, places: int, dtype: Any, *, rings: bool = True) -> Cache:
         """A cache for sequences of up to so many tokens.
 
         Arguments:
             dtype: of keys and values: float32, bfloat16, or a type of `EIGHT_BITS`.
+            rings: whether layers with a window keep only as many places as it has.
         """
         dtype = jnp.dtype(dtype)
-        shapes = [(batch, heads, places, features) for heads, features in config.cached]
         small = dtype.name in EIGHT_BITS
 
-        def layer() -> LayerCache:
-            rows = [jnp.zeros(shape, dtype) for shape in shapes]
-            return LayerCache(*rows, *(jnp.zeros(shape[:-1], jnp.float32) if small else None for shape in shapes))
+        def layer(window: int | None) -> LayerCache:
+            ring = rings and window is not None and window < places
+            rows = window if ring else places
+            shapes = [(batch, heads, rows, features) for heads, features in config.cached]
+            codes = [jnp.zeros(shape, dtype) for shape in shapes]
+            scales = [jnp.zeros(shape[:-1], jnp.float32) if small else None for shape in shapes]
+            return (RingCache if ring else LayerCache)(*codes, *scales)
 
-        return cls(tuple(layer() for _ in range(config.layers)), jnp.zeros(batch, jnp.int32))
+        return cls(tuple(layer(window) for window in config.windows), jnp.zeros(batch, jnp.int32), places)
 
     @property
-    def places(self) -> int:
-        """The number of places of each sequence."""
-        return self.layers[0].keys.shape[2]
+    def nbytes(self) -> int:
+        """The bytes of keys, values and scales."""
+        return sum(array.nbytes for array in jax.tree.leaves(self.layers))
 
 
 def in_8_bits(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -89,11 +165,15 @@ def in_8_bits(rows: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def _put(held: jax.Array, new: jax.Array, starts: jax.Array | None) -> jax.Array:
     """The array [batch, heads, places, ...] with `new` [batch, heads, time, ...] written at its places.
 
-    One update for each sequence: XLA does these in place, a scatter's loop is slower.
+    One update for each sequence: XLA does these in place, a scatter's loop is slower. Many are a loop, because 256
+    updates in a row take a minute to compile.
     """
     rest = (0,) * (held.ndim - 3)
     if starts is None:
         return jax.lax.dynamic_update_slice(held, new, (0, 0, 0, *rest))
-    for b in range(held.shape[0]):
-        held = jax.lax.dynamic_update_slice(held, new[b : b + 1], (b, 0, starts[b], *rest))
-    return held
+
+    def put(b: Any, held: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(new, b, 1)
+        return jax.lax.dynamic_update_slice(held, row, (b, 0, starts[b], *rest))
+
+    return jax.lax.fori_loop(0, held.shape[0], put, held, unroll=held.shape[0] <= UNROLLED)

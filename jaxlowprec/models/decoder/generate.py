@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlowprec.models.decoder.cache import EIGHT_BITS, Cache
+from jaxlowprec.models.decoder.cache import EIGHT_BITS, Cache, RingCache
 from jaxlowprec.models.decoder.model import Decoder, log_probabilities
 
 SMALLEST_PREFILL, SMALLEST_SPAN = 16, 256
@@ -32,10 +32,14 @@ class Written:
     Attributes:
         tokens: for each sequence its new tokens; a token that ends a text is the last one.
         log_probabilities: for each token the logarithm of the probability that the model gives it, at temperature 1.
+        routed_experts: with `routing=True`, for each sequence int32 [tokens - 1, layers with experts, k]: the experts
+            of its tokens, the prompt's included; the last token is never run. `RoutingTape.from_routed_experts` takes
+            them.
     """
 
     tokens: list[list[int]]
     log_probabilities: list[np.ndarray]
+    routed_experts: list[np.ndarray] | None = None
 
 
 class Generator:
@@ -46,24 +50,60 @@ class Generator:
         places: the largest number of tokens of a sequence, its prompt included.
         cache: the dtype of keys and values: "float32", "bfloat16", or for 8 bits and a scale for each token and head
             "float8_e4m3fn" or "int8". None: that of activations.
+        routing: whether to return the experts of every token, for a trainer that replays them.
+        rings: whether layers with a sliding window keep only as many tokens as it has, see `RingCache`. The sums of
+            attention are in another order then.
+        chunk: the most tokens of a prompt that one pass computes; a longer prompt is computed in several, which need
+            less memory.
 
     Raises:
-        ValueError: places or cache are something else.
+        ValueError: places, cache or chunk are something else, or there are no experts to return.
     """
 
-    def __init__(self, decoder: Decoder, places: int, cache: str | None = None):
+    def __init__(
+        self,
+        decoder: Decoder,
+        places: int,
+        cache: str | None = None,
+        *,
+        routing: bool = False,
+        rings: bool = True,
+        chunk: int = 2048,
+    ):
         self.config, self.places = decoder.config, places
         self.cache = jnp.dtype(decoder.embed_tokens.dtype).name if cache is None else cache
         if self.cache not in CACHES:
             raise ValueError(f"Generator: cache={cache!r}; needs one of {', '.join(CACHES)}")
         if not 1 <= places <= self.config.longest:
             raise ValueError(f"Generator: places={places}; the model was made for 1 to {self.config.longest}")
+        if routing and not any(self.config.sparse):
+            raise ValueError(f"Generator: routing=True; the {self.config.family} decoder has no layer with experts")
+        if chunk < SMALLEST_PREFILL:
+            raise ValueError(f"Generator: chunk={chunk}; needs {SMALLEST_PREFILL} or more")
+        self.routing, self.rings, self.chunk = routing, rings, chunk
         graph, state = nnx.split(decoder)
         self.arrays, tree = jax.tree.flatten(state)  # once: it has hundreds of leaves
+        self._tree: Any = tree
         merged = functools.partial(_merged, graph, tree)
-        self._prefill = jax.jit(functools.partial(_prefill, merged), donate_argnums=1)
-        self._step = jax.jit(functools.partial(_step, merged), donate_argnums=1, static_argnames=("greedy", "span"))
+        prefill = functools.partial(_prefill, merged, routing)
+        self._prefill = jax.jit(prefill, donate_argnums=1, static_argnames=("begin", "span", "ends"))
+        step = functools.partial(_step, merged, routing)
+        self._step = jax.jit(step, donate_argnums=1, static_argnames=("greedy", "span"))
         self._choose = jax.jit(_choose, static_argnames="greedy")
+
+    def load(self, decoder: Decoder) -> None:
+        """Writes with another decoder's weights from now on, such as a newer version's. Nothing is compiled again.
+
+        Raises:
+            ValueError: its arrays have other names, shapes or dtypes.
+        """
+        arrays, tree = jax.tree.flatten(nnx.state(decoder))
+        if tree != self._tree or [(a.shape, a.dtype) for a in arrays] != [(a.shape, a.dtype) for a in self.arrays]:
+            raise ValueError(
+                "Generator.load: the decoder's arrays are not those of the first one; needs the same config, dtypes "
+                "and formats, or a new Generator"
+            )
+        self.arrays = arrays
 
     def __call__(
         self,
@@ -89,7 +129,7 @@ class Generator:
         stop = self.config.stop if stop is None else tuple(stop)
         keys = jax.vmap(jax.random.key)(jnp.asarray(range(len(prompts)) if seeds is None else seeds, jnp.uint32))
         greedy, temperature = temperature == 0, jnp.float32(temperature or 1.0)
-        logits, cache = self.prefill(prompts)
+        logits, cache, *routed = self._prefilled(prompts)
         chosen = [self._choose(logits, cache.lengths, keys, temperature, greedy=greedy)]
         ended, longest = np.zeros(len(prompts), bool), max(len(prompt) for prompt in prompts)
         while len(chosen) < count:
@@ -98,13 +138,16 @@ class Generator:
                 if ended.all():
                     break
             span = self.span(longest + len(chosen))
-            cache, *found = self._step(self.arrays, cache, chosen[-1][0], keys, temperature, greedy=greedy, span=span)
+            given = self.arrays, cache, chosen[-1][0], keys, temperature
+            cache, *found = self._step(*given, greedy=greedy, span=span)
             chosen.append(found)
+            routed += found[2:]
         tokens, scores = (np.stack([np.asarray(found[i]) for found in chosen], axis=1) for i in range(2))
         lengths = [_until(row, stop) for row in tokens]
         return Written(
             [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)],
             [row[:n] for row, n in zip(scores, lengths, strict=True)],
+            _experts_of(routed, [len(prompt) for prompt in prompts], lengths) if self.routing else None,
         )
 
     def span(self, length: int) -> int:
@@ -112,20 +155,34 @@ class Generator:
 
         A step is compiled for each span. Places after a sequence's last token would cost time and change nothing.
         """
-        return min(self.places, max(SMALLEST_SPAN, 1 << (length - 1).bit_length()))
+        return min(self.places, _power_of_two(length, SMALLEST_SPAN))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, Cache]:
         """The logits [batch, vocabulary] after each prompt, and a cache with the prompts.
 
         Prompts are padded at their ends, to a power of two: what is written there is overwritten before it is seen.
         """
+        logits, cache, *_ = self._prefilled(prompts)
+        return logits, cache
+
+    def _prefilled(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """See `prefill`; and the prompts' experts, if they are wanted."""
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        padded = min(self.places, max(SMALLEST_PREFILL, 1 << (int(lengths.max()) - 1).bit_length()))
-        tokens = np.zeros((len(prompts), padded), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        cache = Cache.empty(self.config, len(prompts), self.places, self.cache)
-        return self._prefill(self.arrays, cache, tokens, lengths)
+        longest, begin = int(lengths.max()), 0
+        experts: list[jax.Array] = []
+        cache = Cache.empty(self.config, len(prompts), self.places, self.cache, rings=self.rings)
+        last = jnp.zeros((len(prompts), self.config.width), jnp.float32)
+        while begin < longest:
+            time = min(self.chunk, self.places - begin, _power_of_two(longest - begin, SMALLEST_PREFILL))
+            tokens = np.zeros((len(prompts), time), np.int32)
+            for row, prompt in zip(tokens, prompts, strict=True):
+                part = prompt[begin : begin + time]
+                row[: len(part)] = part
+            span = min(self.places, _power_of_two(begin + time)) if begin else time
+            given = self.arrays, cache, tokens, lengths, last
+            last, cache, *routed = self._prefill(*given, begin=begin, span=span, ends=begin + time >= longest)
+            begin, experts = begin + time, experts + routed
+        return last, cache, *([jnp.concatenate(experts, axis=2)] if experts else [])
 
     def _check(self, prompts: Any, count: int, temperature: float, seeds: Any) -> None:
         if not prompts or not all(len(prompt) for prompt in prompts):
@@ -151,19 +208,33 @@ def _merged(graph: Any, tree: Any, arrays: list[jax.Array]) -> Decoder:
     return nnx.merge(graph, jax.tree.unflatten(tree, arrays))
 
 
-def _prefill(merged, arrays, cache: Cache, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Cache]:
-    decoder = merged(arrays)
-    hidden, cache, _ = decoder.hidden(tokens, cache, span=tokens.shape[1])
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return decoder.logits(last), dataclasses.replace(cache, lengths=lengths)
+def _prefill(merged, routing: bool, arrays, cache: Cache, tokens, lengths, last, *, begin: int, span: int, ends: bool):
+    """What the head reads after each prompt that ends in this part, or its logits if all have ended; the cache with the
+    part, and with `routing` its experts."""
+    decoder, time = merged(arrays), tokens.shape[1]
+    starts = jnp.full_like(lengths, begin) if begin else None
+    rings = any(isinstance(layer, RingCache) for layer in cache.layers)
+    counts = jnp.clip(lengths - begin, 0, time) if rings else None
+    hidden, cache, said = decoder.hidden(tokens, cache, starts=starts, span=span, counts=counts)
+    place = (lengths - 1 - begin)[:, None]
+    here = jnp.take_along_axis(hidden, jnp.clip(place, 0, time - 1)[..., None], axis=1)[:, 0]
+    last = jnp.where((place >= 0) & (place < time), here, last.astype(here.dtype))
+    cache = dataclasses.replace(cache, lengths=lengths)
+    return decoder.logits(last) if ends else last, cache, *_experts(said, routing)
 
 
-def _step(merged, arrays, cache: Cache, tokens, keys, temperature, *, greedy: bool, span: int):
-    """The cache with the tokens [batch], the next tokens, and their log-probabilities."""
+def _step(merged, routing: bool, arrays, cache: Cache, tokens, keys, temperature, *, greedy: bool, span: int):
+    """The cache with the tokens [batch], the next tokens, their log-probabilities, and with `routing` the experts."""
     decoder = merged(arrays)
-    hidden, new, _ = decoder.hidden(tokens[:, None], cache, starts=cache.lengths, span=span)
+    hidden, new, said = decoder.hidden(tokens[:, None], cache, starts=cache.lengths, span=span)
     new = dataclasses.replace(new, lengths=cache.lengths + 1)
-    return new, *_choose(decoder.logits(hidden[:, 0]), new.lengths, keys, temperature, greedy=greedy)
+    chosen = _choose(decoder.logits(hidden[:, 0]), new.lengths, keys, temperature, greedy=greedy)
+    return new, *chosen, *_experts(said, routing)
+
+
+def _experts(said: list[Any], routing: bool) -> list[jax.Array]:
+    """The experts int32 [layers with experts, batch, time, k] of a pass, or nothing."""
+    return [jnp.stack([aux.tape for aux in said])] if routing else []
 
 
 def _choose(logits, places, keys, temperature, *, greedy: bool) -> tuple[jax.Array, jax.Array]:
@@ -175,6 +246,26 @@ def _choose(logits, places, keys, temperature, *, greedy: bool) -> tuple[jax.Arr
         tokens = drawn(keys, places, logits / temperature)
     tokens = tokens.astype(jnp.int32)
     return tokens, log_probabilities(logits, tokens)
+
+
+def _experts_of(routed: list[jax.Array], prompts: list[int], lengths: list[int]) -> list[np.ndarray]:
+    """Each sequence's `routed_experts`: those of its prompt and of its new tokens but the last.
+
+    Arguments:
+        routed: of the prompts, and of each step.
+        prompts, lengths: how many tokens each prompt has, and how many are new.
+    """
+    first, *steps = (np.asarray(experts) for experts in routed)
+    rest = np.concatenate([first[:, :, :0], *steps], axis=2)
+    return [
+        np.ascontiguousarray(np.swapaxes(np.concatenate([first[:, b, :prompt], rest[:, b, : new - 1]], axis=1), 0, 1))
+        for b, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def _power_of_two(length: int, least: int = 1) -> int:
+    """The least power of two that is neither below `length` nor below `least`."""
+    return max(least, 1 << (length - 1).bit_length())
 
 
 def _until(row: np.ndarray, stop: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -29,13 +30,20 @@ class Layer(nnx.Module):
         self.mlp = mixture_of(parts) if config.sparse[layer] else mlp_of(parts)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, tables: Any, cache: LayerCache | None, **places: Any
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        tables: Any,
+        cache: LayerCache | None,
+        *,
+        tape: jax.Array | None = None,
+        **places: Any,
     ) -> tuple[jax.Array, LayerCache | None, jlp.moe.MoEAux | None]:
-        """Activations [batch, time, width], the cache, and the experts' `MoEAux`; see `Attention`."""
+        """Activations [batch, time, width], the cache, and the experts' `MoEAux`; see `Attention` and `MoE`."""
         names = self.names
         y, cache = self.self_attn(self._normed(names.attention, x), positions, tables, cache, **places)
         normed, x = getattr(self, names.mlp)(self._normed(names.after_attention, y), residual=x)
-        y, aux = self.mlp(normed) if isinstance(self.mlp, jlp.nnx.MoE) else (self.mlp(normed), None)
+        y, aux = self.mlp(normed, tape) if isinstance(self.mlp, jlp.nnx.MoE) else (self.mlp(normed), None)
         return x + self._normed(names.after_mlp, y), cache, aux
 
     def _normed(self, name: str | None, x: jax.Array) -> jax.Array:
@@ -103,6 +111,8 @@ class Decoder(nnx.Module):
         *,
         starts: jax.Array | None = None,
         span: int | None = None,
+        counts: jax.Array | None = None,
+        tape: jlp.moe.RoutingTape | None = None,
     ) -> tuple[jax.Array, Cache | None, list[jlp.moe.MoEAux]]:
         """What the head reads, [batch, time, width]; the cache with these tokens; the `MoEAux` of layers with experts.
 
@@ -111,20 +121,31 @@ class Decoder(nnx.Module):
             cache: of earlier tokens; its lengths stay as they are.
             starts: int32 [batch], the place of each sequence's first token; None: 0.
             span: see `Attention`.
+            counts: int32 [batch], how many of each sequence's tokens are more than padding, which is at its end; None:
+                all. Only a cache with a `RingCache` needs it.
+            tape: [layers with experts, batch, time, k], the experts of each token, such as those that a rollout used;
+                None: they are chosen.
+
+        Raises:
+            ValueError: the tape has another number of layers.
         """
+        if tape is not None and len(tape) != sum(self.config.sparse):
+            raise ValueError(f"Decoder: {tape}; needs a layer for each of {sum(self.config.sparse)} with experts")
         time = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = time + (jnp.zeros((tokens.shape[0], 1), jnp.int32) if starts is None else starts[:, None])
         length = tokens.shape[1] if cache is None else cache.places
         tables = {rope: rope.tables(positions, self.config.turned, length) for rope in self.config.ropes}
         x = self.embedded(tokens)
+        places = {"starts": starts, "span": span} | ({} if counts is None else {"counts": counts})
         caches: list[LayerCache] = []
         said: list[jlp.moe.MoEAux] = []
         for i, layer in enumerate(self.layers):
             held, turns = None if cache is None else cache.layers[i], tables[self.config.rope_of(i)]
-            x, new, aux = layer(x, positions, turns, held, starts=starts, span=span)
+            replayed = tape[len(said)] if tape is not None and self.config.sparse[i] else None
+            x, new, aux = layer(x, positions, turns, held, tape=replayed, **places)
             caches += [] if new is None else [new]
             said += [] if aux is None else [aux]
-        return self.norm(x), None if cache is None else Cache(tuple(caches), cache.lengths), said
+        return self.norm(x), None if cache is None else dataclasses.replace(cache, layers=tuple(caches)), said
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """The tokens' rows of the embedding; `nnx.Embed` would cast all rows."""

@@ -1,1 +1,1 @@
-"""Transports that tell SGLang and vLLM, over their own HTTP calls, to load a version from a shared disk."""
+"""Transports to SGLang and vLLM, by their own HTTP calls: over a shared disk, or to vLLM's workers."""

@@ -1,4 +1,4 @@
-"""vLLM's server. Unverified against a real engine: tested against a stub with the routes of vLLM 0.33.0."""
+"""vLLM's server. Verified against vLLM 0.32.0 on a CPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxlowprec.weight_sync.engines.disk import DiskEngine
 class VLLM(DiskEngine):
     """Makes a vLLM server load versions from a shared disk. See `Transport` and `DiskEngine` for the rest.
 
-    Unverified against a real engine. The server has these calls only with VLLM_SERVER_DEV_MODE=1, which lets everybody
-    who reaches it call any of its methods: keep it on a private network. The calls are those of vLLM 0.33.0: `/pause`,
-    `/collective_rpc` with `reload_weights`, `/reset_prefix_cache`, `/update_weight_version`, `/resume`, `/weight_info`.
-    `/start_weight_update` and its companions are for NCCL and IPC, and have no backend for a disk.
+    Verified against vLLM 0.32.0 on a CPU. The server has these calls only with VLLM_SERVER_DEV_MODE=1, which lets
+    everybody who reaches it call any of its methods: keep it on a private network. The calls are `/pause`,
+    `/collective_rpc` with `reload_weights`, `/reset_prefix_cache`, `/update_weight_version`, `/resume` and
+    `/weight_info`; vLLM 0.33.0 has the same. `VLLMTransfer` needs no disk, but this library in vLLM's environment.
 
     Arguments:
         url: "http://host:8000".

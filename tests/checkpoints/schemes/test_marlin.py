@@ -186,3 +186,65 @@ def test_words_and_codes_are_inverse():
     assert words.shape == (3, 3)
     np.testing.assert_array_equal(unpack_words(words, 21), codes)
     assert (words[:, 2].view(np.uint32) >> np.uint32(20) == 0).all()  # what no code fills is 0
+
+
+class TestExperts:
+    HIDDEN, INTERMEDIATE, EXPERTS = 128, 64, 2
+
+    def stored(self, k, n, group_size, asymmetric, seed):
+        random = np.random.default_rng(seed)
+        groups = 1 if group_size == -1 else k // group_size
+        tensors = {
+            "qweight": gptq_words(codes_of((self.EXPERTS, k, n), seed)),
+            "scales": random.standard_normal((self.EXPERTS, groups, n)).astype(np.float16),
+        }
+        return tensors | ({"zeros": codes_of((self.EXPERTS, groups, n), seed + 1)} if asymmetric else {})
+
+    def all_three(self, group_size, asymmetric=True):
+        h, i = self.HIDDEN, self.INTERMEDIATE
+        return [self.stored(k, n, group_size, asymmetric, 7 * j) for j, (k, n) in enumerate([(h, i), (h, i), (i, h)])]
+
+    def test_weights_are_the_formula_of_gate_beside_up(self):
+        gate, up, down = self.all_three(32)
+        fused = marlin.fuse_experts(gate, up, down, group_size=32)
+        h, i = self.HIDDEN, self.INTERMEDIATE
+        assert fused["w13_weight_packed"].shape == (2, h // 16, 4 * i)
+        assert fused["w2_weight_packed"].shape == (2, i // 16, 2 * h)
+        for e in range(self.EXPERTS):
+            codes = [
+                np.swapaxes(unpack_words(np.swapaxes(t["qweight"][e], -1, -2), k), -1, -2)
+                for t, k in ((gate, h), (up, h), (down, i))
+            ]
+            np.testing.assert_array_equal(fused["w13_weight_packed"][e], by_formula(np.hstack(codes[:2])))
+            np.testing.assert_array_equal(fused["w2_weight_packed"][e], by_formula(codes[2]))
+
+    @pytest.mark.parametrize("group_size", [-1, 32])
+    def test_scales_and_zeros_are_those_of_each_expert(self, group_size):
+        gate, up, down = self.all_three(group_size)
+        fused = marlin.fuse_experts(gate, up, down, group_size=group_size)
+        for e in range(self.EXPERTS):
+            for name, k, parts in (("w13", self.HIDDEN, (gate, up)), ("w2", self.INTERMEDIATE, (down,))):
+                scale = np.hstack([part["scales"][e] for part in parts])
+                zeros = np.hstack([part["zeros"][e] for part in parts])
+                expected = marlin.permute_scale(scale, group_size, k)
+                np.testing.assert_array_equal(fused[f"{name}_weight_scale"][e], expected)
+                np.testing.assert_array_equal(fused[f"{name}_weight_zero_point"][e], marlin.pack_zero_points(zeros))
+
+    @pytest.mark.parametrize("group_size", [-1, 32, 64])
+    @pytest.mark.parametrize("asymmetric", [False, True])
+    def test_split_undoes_fuse(self, group_size, asymmetric):
+        given_ = self.all_three(group_size, asymmetric)
+        back = marlin.split_experts(marlin.fuse_experts(*given_, group_size=group_size), group_size=group_size)
+        for sent, restored in zip(given_, back, strict=True):
+            assert set(sent) == set(restored)
+            for name in sent:
+                assert sent[name].dtype == restored[name].dtype
+                np.testing.assert_array_equal(sent[name], restored[name])
+
+    def test_what_the_kernel_does_not_take(self):
+        gate, up, down = self.all_three(32)
+        with pytest.raises(ValueError, match="groups of 16; it has -1"):
+            marlin.fuse_experts(gate, up, down, group_size=16)
+        del up["zeros"]
+        with pytest.raises(ValueError, match="needs the same of each"):
+            marlin.fuse_experts(gate, up, down, group_size=32)

@@ -23,7 +23,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
     assert "--engine ray: Ray is not installed; pip install 'jaxlowprec[ray]'" in said
 
 
-@pytest.mark.parametrize("options", [("--rollouts", "2"), ("--checkpoint-every", "3"), ("--resume",)])
+@pytest.mark.parametrize("options", [("--rollouts", "2"), ("--ray-address", "a:1")])
 def test_options_of_ray_need_it(monkeypatch, capsys, options):
     assert f"{options[0]}: needs --engine ray" in refused(monkeypatch, capsys, *options)
 

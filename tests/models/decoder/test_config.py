@@ -156,6 +156,7 @@ PUBLISHED = {
         "vocab_size": 129280,
         "max_position_embeddings": 163840,
         "n_group": 8,
+        "n_routed_experts": 256,
         "topk_group": 4,
         "num_experts_per_tok": 8,
         "q_lora_rank": 1536,

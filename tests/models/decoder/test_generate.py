@@ -141,3 +141,40 @@ def test_a_wrong_request_is_named(llama, prompts, options, message):
 def test_a_wrong_cache_is_named(llama, places, cache, message):
     with pytest.raises(ValueError, match=message):
         Generator(llama, places, cache)
+
+
+def test_experts_of_a_rollout_are_replayed_and_newer_weights_are_loaded():
+    """With the experts that wrote the tokens, the trainer's pass has the rollout's log-probabilities."""
+    recipe = jlp.Int4QAT(group_size=32)
+    first, decoder = (tiny.decoder("qwen3_moe-dense", seed=seed) for seed in (1, 0))
+    write = Generator(jlp.quantize_params(first, recipe), 32, routing=True)
+    write.load(jlp.quantize_params(decoder, recipe))
+    written = write(PROMPTS, COUNT, temperature=1.0)
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, written.tokens, strict=True)]
+    experts = written.routed_experts
+    assert [e.shape for e in experts] == [(len(text) - 1, 1, 2) for text in texts]
+    tape = jlp.moe.RoutingTape.from_routed_experts(experts, num_layers=1, k=2, num_experts=4)
+
+    @nnx.jit
+    def scored(decoder, tokens, tape):
+        hidden, _, said = decoder.hidden(tokens, tape=tape)
+        return log_probabilities(decoder.logits(hidden[:, :-1]), tokens[:, 1:]), said[0].tape
+
+    tokens = np.asarray([text + [0] * (max(map(len, texts)) - len(text)) for text in texts], np.int32)
+    with jlp.autocast(recipe):
+        found, used = scored(decoder, tokens, tape)
+        other, _ = scored(decoder, tokens, jlp.moe.RoutingTape((tape.experts + 1) % 4))
+    for b, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        drawn = slice(len(prompt) - 1, len(text) - 1)
+        np.testing.assert_allclose(found[b, drawn], written.log_probabilities[b], atol=BOUND, rtol=0)
+        assert np.abs(other[b, drawn] - written.log_probabilities[b]).max() > 100 * BOUND
+        assert (np.asarray(used)[b, : len(text) - 1] == experts[b][:, 0]).all()
+
+
+def test_what_cannot_be_replayed_or_loaded_is_named(llama, quantized):
+    with pytest.raises(ValueError, match=r"routing=True; the llama decoder has no layer with experts"):
+        Generator(llama, 32, routing=True)
+    with pytest.raises(ValueError, match=r"Generator.load: the decoder's arrays are not those of the first"):
+        Generator(llama, 32).load(quantized)
+    with pytest.raises(ValueError, match=r"needs a layer for each of 0 with experts"):
+        llama.hidden(jnp.zeros((1, 2), jnp.int32), tape=jlp.moe.RoutingTape.afresh(2, (1, 2), 2))

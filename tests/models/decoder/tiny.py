@@ -38,13 +38,7 @@ _ROUTED = {
     "routed_scaling_factor": 1.5,
 }
 _GROUPS = {"n_group": 2, "topk_group": 1}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 128,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 64,
-}
+_LATENT = {"kv_lora_rank": 128, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 64}
 FAMILIES = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4},
     "llama3": {
@@ -136,6 +130,7 @@ FAMILIES = {
     "deepseek_v2": {
         "model_type": "deepseek_v2",
         "q_lora_rank": None,
+        "num_key_value_heads": 4,
         "topk_method": "group_limited_greedy",
         **_LATENT,
         **_ROUTED,
@@ -144,6 +139,7 @@ FAMILIES = {
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "q_lora_rank": 128,
+        "num_key_value_heads": 4,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,

@@ -7,8 +7,8 @@ import pytest
 from jaxlowprec.weight_sync import DirectoryTransport, InProcess, Receiver, Refused, Session, WeightSource, pull, push
 from jaxlowprec.weight_sync.bucket import MAX_VERSION
 from jaxlowprec.weight_sync.engines.sglang import SGLang
+from tests.weight_sync.engines.engine_stubs import SGLangStub, serving
 from tests.weight_sync.syncing import is_whole, model, over_tcp, packed
-from tests.weight_sync.transports.engine_stubs import SGLangStub, serving
 
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, np.asarray, jnp.int32])

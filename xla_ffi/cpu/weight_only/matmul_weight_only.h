@@ -137,7 +137,7 @@ struct WeightOnlyTiles {
     }
     for_each<kHigh, kWide>([&](int r, int c) {
       if (step.last)
-        totals[r * stride + c] = total(sums[r][c]);
+        totals[r * stride + c] = Operands::total(sums[r][c]);
       else
         store_sixteen(waiting + (r * kWide + c) * kSums, sums[r][c]);
     });
@@ -177,6 +177,7 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
   // --- how the result is cut
 
   static constexpr int kFewRows = kPairs ? 8 : 4;
+  static constexpr int kMostByLines = 4;  // rows, beside whose sums the registers hold lines
   static constexpr int64_t kLine = 64 / Row::byte_of(kUnpacked) * kUnpacked;  // numbers in a cache line
 
   /// Chains of multiply-adds, as many as registers hold beside the tables.
@@ -215,7 +216,8 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     const Totals totals = {reinterpret_cast<float*>(x + row * p.rows), stride};
     arrange_rows(p, batch, 0, p.rows, 0, depth, kSums, [&](int64_t r) { return x + r * row; });
     Tiles::template with_rows<kFewRows>(p.rows, [&](auto rows) {
-      constexpr int kTogether = std::clamp(chains(rows) / (rows * kParts), 1, Row::kMostTogether);  // columns
+      constexpr int kMost = Row::kByLines && rows > 1 ? 4 : Row::kMostTogether;
+      constexpr int kTogether = std::clamp(chains(rows) / (rows * kParts), 1, kMost);  // columns
       int64_t c = 0;
       for (; c + kTogether <= range.columns; c += kTogether)
         multiply_columns<rows, kTogether>(p, batch, range.first_column + c, x, depth, totals, c);
@@ -236,6 +238,29 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     return {rows[kColumn].run(run)...};
   }
 
+  template <size_t kCount, int... kColumn>
+  JLP_RULE auto lines_of(const std::array<typename Row::Run, kCount>& runs, int64_t k,
+                         std::integer_sequence<int, kColumn...>) {
+    return std::array{runs[kColumn].line(k)...};
+  }
+
+  /// All rows by the line of kCount columns at k.
+  template <int kWide, size_t kCount>
+  JLP_RULE void multiply_line(const std::array<typename Row::Run, kCount>& runs, const Unit* x, int64_t depth, int64_t k,
+                              Sixteen (&sums)[kWide][kCount]) {
+    const auto lines = lines_of(runs, k, std::make_integer_sequence<int, kCount>());
+    JLP_UNROLL(4)
+    for (int i = 0; i < kLine / kUnpacked; ++i) {
+      JLP_UNROLL(8)
+      for (size_t c = 0; c < kCount; ++c) {
+        typename Operands::Unpacked w;
+        runs[c].look_up(k + i * kUnpacked, lines[c].indices(i), w);
+        JLP_UNROLL(8)
+        for (int r = 0; r < kWide; ++r) Operands::add_unpacked(sums[r][c], x + units(r * depth + k + i * kUnpacked), w);
+      }
+    }
+  }
+
   /// All rows by kCount columns from `column` on.
   template <int kWide, int kCount>
   __attribute__((noinline)) static void multiply_columns(const WeightOnlyProblem& p, int64_t batch, int64_t column,
@@ -243,14 +268,24 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
     const auto rows = rows_of_weight(p, batch, column, std::make_integer_sequence<int, kCount>());
     Sixteen sums[kWide][kCount];
     Tiles::template for_each<kWide, kCount>([&](int r, int c) { sums[r][c] = {}; });
-    const int64_t next = kCount * rows[0].bytes;  // the processor does not prefetch so many short streams by itself
+    // The next columns are fetched in the order of memory: the processor does not follow so many short streams by itself.
+    const int64_t scale_bytes = kCount * p.weight.scale_stride(), scale_step = scale_bytes / divide_up(depth, kLine);
+    const uint8_t *next_codes = rows[0].codes + kCount * rows[0].bytes, *next_scales = rows[0].scales + scale_bytes;
     const int64_t length = rows[0].run_length();
     for (int64_t run = 0, k = 0; k < depth; ++run) {
       const int64_t end = k + std::min(length, depth - k);
       const auto runs = runs_of(rows, run, std::make_integer_sequence<int, kCount>());
       while (k < end) {
         JLP_UNROLL(8)
-        for (int c = 0; c < kCount; ++c) __builtin_prefetch(rows[c].codes + next + Row::byte_of(k));
+        for (int c = 0; c < kCount; ++c) __builtin_prefetch(next_codes + 64 * c);
+        __builtin_prefetch(next_scales);
+        next_codes += 64 * kCount, next_scales += scale_step;
+        if constexpr (Row::kByLines && kWide <= kMostByLines)
+          if (k + kLine <= end) {
+            multiply_line<kWide, kCount>(runs, x, depth, k, sums);
+            k += kLine;
+            continue;
+          }
         for (const int64_t line_end = std::min(k + kLine, end); k < line_end; k += kUnpacked) {
           JLP_UNROLL(8)
           for (int c = 0; c < kCount; ++c) {
@@ -262,7 +297,8 @@ struct WeightOnly : WeightOnlyTiles<typename Row::Operands> {
         }
       }
     }
-    Tiles::template for_each<kWide, kCount>([&](int r, int c) { totals.y[r * totals.stride + at + c] = total(sums[r][c]); });
+    Tiles::template for_each<kWide, kCount>(
+        [&](int r, int c) { totals.y[r * totals.stride + at + c] = Operands::total(sums[r][c]); });
   }
 
   // --- many rows

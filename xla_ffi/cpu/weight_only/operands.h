@@ -23,6 +23,7 @@ struct Numbers {
   static constexpr int64_t kPerUnit = 1;
 
   JLP_RULE F32 multiply_add(F32 x, F32 w, F32 sums) { return L::fused_multiply_add(x, w, sums); }
+  JLP_RULE float total(const Sixteen& sums) { return JLP_ISA::total(sums); }
 
   /// sums += x * w for 32 numbers, x in scratch memory.
   JLP_RULE void add_unpacked(Sixteen& sums, const float* x, const Unpacked& w) {
@@ -67,18 +68,26 @@ struct Numbers {
 
 #if defined(JLP_ISA_AVX512_BF16)
 /// Where the halves of pairs come from, upper halves being of the first step: 16-bit places in memory order, the lower half
-/// of a lane first.
+/// of a lane first. Unlike those of float32, lanes are in order of k.
 struct PairOrder {
   alignas(64) uint8_t code[2 * kUnpacked] = {};  // of 32 8-bit codes: a half's, twice
   alignas(64) uint16_t number[kUnpacked] = {};   // of 32 in order of k
   alignas(64) uint8_t byte[2 * kUnpacked] = {};  // of 16 bytes of 4-bit codes: the two bytes that hold a half's code,
   alignas(64) uint16_t shift[kUnpacked] = {};    // and how many bits below it
+  // Of a line, 64 bytes of 4-bit codes: into each 8 bytes those that two lanes take for four pairs;
+  alignas(64) uint8_t line[64] = {};
+  alignas(64) uint8_t field[4][64] = {};  // and for each of the four, at which bit of the 8 bytes a byte's code is
 
   constexpr PairOrder() {
     for (int half = 0; half < kUnpacked; ++half) {
-      const int k = lane_at(half / 2) + (half % 2 ? 0 : kSums);
+      const int k = half / 2 + (half % 2 ? 0 : kSums);
       code[2 * half] = code[2 * half + 1] = k, number[half] = k, shift[half] = k % 4 * 4;
       byte[2 * half] = k / 4 * 2, byte[2 * half + 1] = k / 4 * 2 + 1;
+    }
+    for (int i = 0; i < 64; ++i) {
+      line[i] = i % 8 * 8 + i / 8;
+      const int upper = i / 2 % 2, odd_lane = i / 4 % 2;
+      for (int pair = 0; pair < 4; ++pair) field[pair][i] = 16 * pair + (upper ? 0 : 8) + 4 * odd_lane;
     }
   }
 };
@@ -92,6 +101,15 @@ struct Pairs {
   static constexpr int64_t kPerUnit = 2;
 
   JLP_RULE F32 multiply_add(U32 x, U32 w, F32 sums) { return add_products_of_pairs(x, w, sums); }
+  JLP_RULE float total(const Sixteen& sums) {
+    return add_neighbours<1>(add_neighbours<2>(add_neighbours<4>(add_neighbours<8>(sums.part[0]))))[0];
+  }
+
+  /// From numbers in float32's order of lanes.
+  JLP_RULE U32 of_numbers(const Sixteen (&w)[2]) {
+    const F32 pairs = (F32)pair(w[0].part[0], w[1].part[0]);
+    return L::bits(shuffle<InOrder>(pairs, pairs));
+  }
 
   JLP_RULE void add_unpacked(Sixteen& sums, const uint32_t* x, U32 w) {
     sums.part[0] = multiply_add(load<U32>(x), w, sums.part[0]);
@@ -118,6 +136,11 @@ struct Pairs {
     memcpy(last, x + whole, (exist - whole) * sizeof *x);
     store(out, (U32)_mm512_permutexvar_epi16(order, load<__m512i>(last)));
   }
+
+ private:
+  struct InOrder {
+    static constexpr int at(int lane) { return lane % 8 * 2 + lane / 8; }
+  };
 };
 #endif
 

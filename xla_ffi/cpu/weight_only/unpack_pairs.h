@@ -1,6 +1,6 @@
 // 4-bit codes to pairs of bfloat16 in registers, 32 at a time, in the order of operands.h: 3 instructions where float32
-// (unpack_nibbles.h) takes 4. A code is looked up in 16 numbers that lie in a vector twice, so that of an index, 16 bits,
-// the upper 12 do not count.
+// (unpack_nibbles.h) takes 4, and 9 for the 128 of a line. A code is looked up in 16 numbers that lie in a vector twice, so
+// that of an index, 16 bits, the upper 12 do not count.
 #pragma once
 
 #include "../matmul/matmul_pairs.h"
@@ -16,27 +16,43 @@ JLP_RULE __m512i pair_indices(const uint8_t* codes) {
                            _mm512_load_si512(kPairOrder.shift));
 }
 
-/// What the codes 0 to 15 stand for.
-class NibblePairTable {
+/// A line of codes: 4 times 32.
+class CodeLine {
  public:
-  /// As NibbleTable's: scale * 0 is NaN if the scale is not finite, else a zero that changes no product.
-  JLP_RULE NibblePairTable of_int4(uint16_t scale_bits, uint8_t zero) {
-    const F32 scale = (F32)(raw_words(scale_bits) & 0xFFFF0000u);
-    F32 numbers[kParts];
-    count_codes(numbers);
-    const F32 steps = numbers[0] - L::splat(zero), rounded = L::fused_multiply_add(steps, scale, scale * 0.0f);
-    NibblePairTable table;
-    table.words_ = (U32)_mm512_cvtne2ps_pbh(raw(rounded), raw(rounded));
-    return table;
-  }
+  static constexpr int kPairs = 4;
 
-  __attribute__((always_inline)) void unpack(const uint8_t* codes, U32& pairs) const {
-    pairs = (U32)_mm512_permutexvar_epi16(pair_indices(codes), raw(words_));
+  explicit CodeLine(const uint8_t* codes)
+      : bytes_((U32)_mm512_permutexvar_epi8(_mm512_load_si512(kPairOrder.line), load<__m512i>(codes))) {}
+
+  /// As pair_indices, of the i-th 32.
+  __attribute__((always_inline)) __m512i indices(int i) const {
+    return _mm512_multishift_epi64_epi8(_mm512_load_si512(kPairOrder.field[i]), raw(bytes_));
   }
 
  private:
-  JLP_RULE U32 raw_words(uint16_t word) { return (U32)_mm512_set1_epi16(static_cast<int16_t>(word)); }
+  U32 bytes_;
+};
 
+/// What the codes 0 to 15 stand for.
+class NibblePairTable {
+ public:
+  /// As NibbleTable's: with a scale that is not finite all are NaN, by one that is NaN.
+  __attribute__((always_inline)) NibblePairTable(uint16_t scale, const uint8_t* zero) {
+    constexpr uint16_t kInfinity = 0x7F80, kNaN = 0xFFC0;
+    if ((scale & 0x7FFF) == kInfinity) scale = kNaN;
+    F32 numbers[kParts];
+    count_codes(numbers);
+    F32 steps = numbers[0] - kInt4Middle;
+    if (zero) steps = numbers[0] - L::splat(*zero);
+    const F32 rounded = steps * (F32)_mm512_set1_epi32(static_cast<int>(uint32_t{scale} << 16));
+    words_ = (U32)_mm512_cvtne2ps_pbh(raw(rounded), raw(rounded));
+  }
+
+  __attribute__((always_inline)) U32 pairs(__m512i indices) const {
+    return (U32)_mm512_permutexvar_epi16(indices, raw(words_));
+  }
+
+ private:
   U32 words_;
 };
 
@@ -54,26 +70,25 @@ class E2M1PairTables {
     return tables;
   }
 
-  /// 16 bytes of codes, the latter 8 with scale `second`.
-  __attribute__((always_inline)) void unpack(uint8_t first, uint8_t second, const uint8_t* codes, U32& pairs) const {
-    const __m512i indices = pair_indices(codes), of_second = _mm512_permutexvar_epi16(indices, words(second));
-    pairs = (U32)_mm512_mask_permutexvar_epi16(of_second, kUpperHalves, indices, words(first));
+  /// Upper halves have scale `first`, lower ones `second`: bit 4 of an index chooses.
+  __attribute__((always_inline)) U32 pairs(uint8_t first, uint8_t second, __m512i indices) const {
+    const U32 chosen = ((U32)indices & 0x000F000Fu) | 0x00100000u;
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(words(second)), words(first), 1);
+    return (U32)_mm512_permutexvar_epi16(raw(chosen), both);
   }
-  __attribute__((always_inline)) void unpack(uint8_t scale, const uint8_t* codes, U32& pairs) const {
-    pairs = (U32)_mm512_permutexvar_epi16(pair_indices(codes), words(scale));
+  __attribute__((always_inline)) U32 pairs(uint8_t scale, __m512i indices) const {
+    return (U32)_mm512_permutexvar_epi16(indices, _mm512_broadcast_i64x4(words(scale)));
   }
 
  private:
-  static constexpr __mmask32 kUpperHalves = 0xAAAAAAAA;
-
-  __m512i words(uint8_t scale) const { return _mm512_load_si512(words_[scale]); }
+  __m256i words(uint8_t scale) const { return load<__m256i>(words_[scale]); }
 
   template <class Decode>
   explicit E2M1PairTables(Decode decode) {
     for (uint32_t scale = 0; scale < 256; ++scale)
-      for (uint32_t i = 0; i < kUnpacked; ++i) words_[scale][i] = bf16_encode(scaled_e2m1(i % 16, scale, decode));
+      for (uint32_t code = 0; code < 16; ++code) words_[scale][code] = bf16_encode(scaled_e2m1(code, scale, decode));
   }
-  alignas(64) uint16_t words_[256][kUnpacked];
+  alignas(64) uint16_t words_[256][16];
 };
 
 /// 32 8-bit codes.

@@ -19,6 +19,7 @@ namespace JLP_ISA {
 struct WeightRow {
   using Operands = Numbers;
   static constexpr int kMostTogether = 8;  // rows that are unpacked together; fewer where each takes more registers
+  static constexpr bool kByLines = false;  // whether 128 codes unpack together, with few rows of x
 
   const uint8_t* codes;
   int64_t bytes;  // of codes
@@ -35,7 +36,7 @@ struct WeightRow {
 };
 
 /// Int4 with groups of whole 32s and scales of type E: one table of 16 numbers a group.
-template <class E, class Table = NibbleTable<E>>
+template <class E>
 struct Int4Row : WeightRow {
   static constexpr bool kInRegisters = true;
   const uint8_t* zeros;
@@ -47,12 +48,9 @@ struct Int4Row : WeightRow {
   int64_t run_length() const { return block; }
 
   struct Run {
-    Table table;
+    NibbleTable<E> table;
     const uint8_t* codes;
-    template <class Unpacked>
-    __attribute__((always_inline)) void unpack(int64_t k, Unpacked& w) const {
-      table.unpack(codes + (k >> 1), w);
-    }
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const { table.unpack(codes + (k >> 1), w); }
   };
   __attribute__((always_inline)) Run run(int64_t group) const {
     const uint16_t scale = load<uint16_t>(scales + 2 * group);
@@ -60,7 +58,7 @@ struct Int4Row : WeightRow {
 #if defined(JLP_ISA_AVX2)
     if constexpr (std::is_same_v<E, BF16>) return {tables.table(scale, zero), codes};
 #endif
-    return {Table::of_int4(scale, zero), codes};
+    return {NibbleTable<E>::of_int4(scale, zero), codes};
   }
 
 #if defined(JLP_ISA_AVX2)
@@ -102,6 +100,7 @@ template <int kCodes, class Tables = E2M1Tables>
 struct E2M1Row : WeightRow {
   using Operands = typename Tables::Operands;
   static constexpr int kMostTogether = kCodes == kSums ? 4 : 8;
+  static constexpr bool kByLines = Operands::kPerUnit == 2;
   static constexpr bool kInRegisters = true;
   static constexpr int64_t kRun = 512;
   const Tables& tables = kCodes == kSums ? Tables::e4m3() : Tables::e8m0();
@@ -126,15 +125,29 @@ struct E2M1Row : WeightRow {
     }
     Run(const Run&) = delete;  // it may point into itself
 
-    template <class Unpacked>
-    __attribute__((always_inline)) void unpack(int64_t k, Unpacked& w) const {
-      const uint64_t at = static_cast<uint64_t>(k) % kRun;
-      const uint8_t* scale = scales + at / kCodes;
+    __attribute__((always_inline)) void unpack(int64_t k, Sixteen (&w)[2]) const {
+      const uint8_t* scale = scale_at(k);
       if constexpr (kCodes == kSums)
-        tables.unpack(scale[0], scale[1], codes + at / 2, w);
+        tables.unpack(scale[0], scale[1], code_at(k), w);
       else
-        tables.unpack(scale[0], codes + at / 2, w);
+        tables.unpack(scale[0], code_at(k), w);
     }
+#if defined(JLP_ISA_AVX512_BF16)
+    __attribute__((always_inline)) void unpack(int64_t k, U32& pairs) const { look_up(k, pair_indices(code_at(k)), pairs); }
+    __attribute__((always_inline)) CodeLine line(int64_t k) const { return CodeLine(code_at(k)); }
+    __attribute__((always_inline)) void look_up(int64_t k, __m512i indices, U32& pairs) const {
+      const uint8_t* scale = scale_at(k);
+      if constexpr (kCodes == kSums)
+        pairs = tables.pairs(scale[0], scale[1], indices);
+      else
+        pairs = tables.pairs(scale[0], indices);
+    }
+#endif
+
+   private:
+    JLP_RULE uint64_t place(int64_t k) { return static_cast<uint64_t>(k) % kRun; }
+    __attribute__((always_inline)) const uint8_t* code_at(int64_t k) const { return codes + place(k) / 2; }
+    __attribute__((always_inline)) const uint8_t* scale_at(int64_t k) const { return scales + place(k) / kCodes; }
   };
   __attribute__((always_inline)) Run run(int64_t index) const { return Run(*this, index * kRun); }
 };
@@ -187,9 +200,23 @@ struct Float8Row : WeightRow {
 
 #if defined(JLP_ISA_AVX512_BF16)
 /// Int4 with groups of whole 32s and bfloat16 scales.
-struct Int4PairRow : Int4Row<BF16, NibblePairTable> {
+struct Int4PairRow : Int4Row<BF16> {
   using Operands = Pairs;
   using Int4Row::Int4Row;
+  static constexpr bool kByLines = true;
+
+  struct Run {
+    NibblePairTable table;
+    const uint8_t* codes;
+    __attribute__((always_inline)) void unpack(int64_t k, U32& pairs) const {
+      look_up(k, pair_indices(codes + (k >> 1)), pairs);
+    }
+    __attribute__((always_inline)) CodeLine line(int64_t k) const { return CodeLine(codes + (k >> 1)); }
+    __attribute__((always_inline)) void look_up(int64_t, __m512i indices, U32& pairs) const { pairs = table.pairs(indices); }
+  };
+  __attribute__((always_inline)) Run run(int64_t group) const {
+    return {NibblePairTable(load<uint16_t>(scales + 2 * group), zeros ? zeros + group : nullptr), codes};
+  }
 };
 
 /// Another kind of row, whose numbers bfloat16 holds exactly.
@@ -203,7 +230,7 @@ struct PairsOf : Row {
     __attribute__((always_inline)) void unpack(int64_t k, U32& pairs) const {
       Sixteen w[2];
       run.unpack(k, w);
-      pairs = pair(w[0].part[0], w[1].part[0]);
+      pairs = Pairs::of_numbers(w);
     }
   };
   __attribute__((always_inline)) Run run(int64_t index) const { return {Row::run(index)}; }
@@ -249,7 +276,7 @@ struct Float8PairRow : Float8Row<Element> {
   __attribute__((noinline, cold)) void unpack_any(int64_t k, uint32_t* out) const {
     Sixteen w[2];
     Float8Row<Element>::run(k / Float8Row<Element>::run_length()).unpack(k, w);
-    store(out, pair(w[0].part[0], w[1].part[0]));
+    store(out, Pairs::of_numbers(w));
   }
 };
 #endif

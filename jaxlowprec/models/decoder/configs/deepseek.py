@@ -15,12 +15,12 @@ from jaxlowprec.moe.router_config import RouterConfig
 
 def deepseek_v2(said: Said) -> dict[str, Any]:
     """DeepSeek V2: the weights of experts are their shares of all experts' softmax."""
+    said.only("mlp_bias", False, "layers without biases, false")
     said.only("norm_topk_prob", False, "weights that are not scaled to sum to 1, false")
     said.only("scoring_func", "softmax", "softmax")
     method = said.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         said.refuse("topk_method", "greedy or group_limited_greedy")
-    number = said.size("n_routed_experts", 64)
     limited = method != "greedy"
     routing = RouterConfig(
         normalize=False,
@@ -30,13 +30,10 @@ def deepseek_v2(said: Said) -> dict[str, Any]:
         group_score="max",
         **_balance(said),
     )
-    found = _latent(said) | {"mlp_bias": said.flag("mlp_bias")}
-    if found["mlp_bias"]:
-        said.refuse("mlp_bias", "layers without biases, false")
-    experts = Experts(number, per_token(said, number), said.size("moe_intermediate_size", 1407), routing)
+    found = _latent(said)
     return found | {
         "rope": dataclasses.replace(found["rope"], interleaved=True),
-        "experts": dataclasses.replace(experts, shared=_shared(said, 2) * experts.width),
+        "experts": _experts(said, routing, None, 2),
         "sparse": dense_first(said, found["layers"], 0),
     }
 
@@ -56,8 +53,6 @@ def biased_experts(said: Said, *, scale: float, groups: tuple[int, int]) -> Expe
     """Experts by sigmoid scores plus a bias. The arguments are the family's, if the file has none."""
     said.only("scoring_func", "sigmoid", "sigmoid")
     said.only("topk_method", "noaux_tc", "noaux_tc")
-    number = said.size("n_routed_experts", 256 if groups[0] > 1 else 128)
-    width = said.size("moe_intermediate_size", 2048 if groups[0] > 1 else 1408)
     routing = RouterConfig(
         scoring="sigmoid",
         normalize=said.flag("norm_topk_prob", True),
@@ -67,7 +62,7 @@ def biased_experts(said: Said, *, scale: float, groups: tuple[int, int]) -> Expe
         selection_bias=True,
         **_balance(said),
     )
-    return Experts(number, per_token(said, number, 8), width, routing, shared=_shared(said, 1) * width)
+    return _experts(said, routing, 8, 1)
 
 
 def dense_first(said: Said, layers: int, default: int) -> tuple[bool, ...]:
@@ -86,9 +81,11 @@ def _balance(said: Said) -> dict[str, Any]:
     }
 
 
-def _shared(said: Said, default: int) -> int:
-    """How many experts process every token."""
-    return said.size("n_shared_experts", default, least=0)
+def _experts(said: Said, routing: RouterConfig, chosen: int | None, shared: int) -> Experts:
+    """Experts with so many for each token, and for every token, if the file does not say it."""
+    number, width = said.size("n_routed_experts"), said.size("moe_intermediate_size")
+    own = said.size("n_shared_experts", shared, least=0) * width
+    return Experts(number, per_token(said, number, chosen), width, routing, shared=own)
 
 
 def _latent(said: Said) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from jaxlowprec.models.decoder.configs.said import Said
 from jaxlowprec.models.decoder.rope import Rope
 
 NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+LONGEST = 131072
 GELU = ("gelu_pytorch_tanh", "gelu_new")
 
 
 def gemma2(said: Said) -> dict[str, Any]:
     """Gemma 2: a window in every other layer, and soft caps."""
-    found = _common(said)
+    found = _common(said, 8192)
     return found | {
         "rope": rope_of(said),
         "windows": _windows(said, found["layers"], 2),
@@ -28,7 +29,7 @@ def gemma2(said: Said) -> dict[str, Any]:
 
 def gemma3(said: Said) -> dict[str, Any]:
     """Gemma 3: norms of queries and keys, and another rotary embedding in the layers with a window."""
-    found = _common(said)
+    found = _common(said, LONGEST)
     rope, local = _ropes(said)
     return found | {
         "rope": rope,
@@ -40,11 +41,11 @@ def gemma3(said: Said) -> dict[str, Any]:
     }
 
 
-def _common(said: Said) -> dict[str, Any]:
+def _common(said: Said, longest: int) -> dict[str, Any]:
     if (activation := said.get("hidden_activation", GELU[0])) not in GELU:
         said.refuse("hidden_activation", f"{' or '.join(GELU)}, not {activation}")
     said.only("use_bidirectional_attention", False, "attention to earlier tokens only, false")
-    found, bias = sizes_of(said, head=256), said.flag("attention_bias")
+    found, bias = sizes_of(said, head=256, longest=longest), said.flag("attention_bias")
     return found | {
         "activation": "geglu",
         "norms": NORMS,
@@ -65,7 +66,7 @@ def _windows(said: Said, layers: int, every: int) -> tuple[int | None, ...]:
 
 def _ropes(said: Said) -> tuple[Rope, Rope]:
     """The rotary embeddings of layers without a window, and with one."""
-    found, longest = said.get("rope_parameters", {}), said.size("max_position_embeddings", 131072)
+    found, longest = said.get("rope_parameters", {}), said.size("max_position_embeddings", LONGEST)
     if not isinstance(found, Mapping):
         said.refuse("rope_parameters", "an object")
     made = []

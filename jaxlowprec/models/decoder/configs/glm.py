@@ -18,7 +18,7 @@ def glm(said: Said) -> dict[str, Any]:
     """The first GLM-4: neighbouring features are rotated as pairs, in half of each head."""
     require_silu(said)
     rope = dataclasses.replace(rope_of(said, partial=0.5), interleaved=True)
-    found = sizes_of(said, head=128, epsilon=1.5625e-7)
+    found = sizes_of(said, head=128, epsilon=1.5625e-7, longest=131072)
     return found | {"rope": rope, "qkv_bias": said.flag("attention_bias", True)}
 
 
@@ -30,7 +30,7 @@ def glm4(said: Said) -> dict[str, Any]:
 def glm4_moe(said: Said) -> dict[str, Any]:
     """GLM-4.5 and 4.6: experts that a bias helps to choose, after dense layers."""
     require_silu(said)
-    found = sizes_of(said, epsilon=1e-5)
+    found = sizes_of(said, epsilon=1e-5, longest=131072)
     return found | {
         "rope": rope_of(said, partial=0.5),
         "qkv_bias": said.flag("attention_bias"),

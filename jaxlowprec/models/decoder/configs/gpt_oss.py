@@ -17,7 +17,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 def gpt_oss(said: Said) -> dict[str, Any]:
     """GPT-OSS: attention sinks, a window in every other layer, and experts with biases and a clamped activation."""
     require_silu(said)
-    found, bias = sizes_of(said, head=64, epsilon=1e-5), said.flag("attention_bias", True)
+    found, bias = sizes_of(said, head=64, epsilon=1e-5, longest=131072), said.flag("attention_bias", True)
     layers, number = found["layers"], said.size("num_local_experts", 128)
     balance = float(said.get("router_aux_loss_coef", 0.001))
     given = any(said.get(key) for key in ("rope_parameters", "rope_scaling"))

@@ -12,7 +12,7 @@ from jaxlowprec.models.decoder.configs.said import Said
 def phi3(said: Said) -> dict[str, Any]:
     """Phi-3 and Phi-4: Llama's layers, with rotary embeddings of a part of each head (Phi-4-mini)."""
     require_silu(said)
-    found = sizes_of(said, epsilon=1e-5)
+    found = sizes_of(said, epsilon=1e-5, longest=4096)
     rope = rope_of(said, partial=1.0, original=4096)
     if rope.kind not in ("default", "longrope"):
         said.refuse("rope_parameters" if said.get("rope_parameters") else "rope_scaling", "longrope or none for Phi")

@@ -11,12 +11,13 @@ SILU = ("silu", "swish")
 KINDS = {"full_attention", "sliding_attention"}
 
 
-def sizes_of(said: Said, *, head: int | None = None, epsilon: float = 1e-6) -> dict[str, Any]:
+def sizes_of(said: Said, *, head: int | None = None, epsilon: float = 1e-6, longest: int = 2048) -> dict[str, Any]:
     """The sizes of a decoder, by the names of `DecoderConfig`.
 
     Arguments:
         head: the family's features of a head, if the file has none. None: the width divided by the heads.
         epsilon: the family's epsilon of norms, if the file has none.
+        longest: the number of places that the family was made for, if the file has none.
     """
     width, heads, layers = (said.size(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     key_heads = said.size("num_key_value_heads", heads)
@@ -38,7 +39,7 @@ def sizes_of(said: Said, *, head: int | None = None, epsilon: float = 1e-6) -> d
         "tied": said.flag("tie_word_embeddings"),
         "windows": (None,) * layers,
         "sparse": (False,) * layers,
-        "longest": said.size("max_position_embeddings", 2048),
+        "longest": said.size("max_position_embeddings", longest),
         "stop": tokens_of(said.get("eos_token_id")),
     }
 

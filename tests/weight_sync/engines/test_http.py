@@ -11,8 +11,8 @@ from jaxlowprec.weight_sync.engines.sglang import SGLang
 from jaxlowprec.weight_sync.engines.vllm import VLLM
 from jaxlowprec.weight_sync.errors import PeerLost, PeerTimeout, Refused
 from jaxlowprec.weight_sync.transports.transport import Transport
+from tests.weight_sync.engines.engine_stubs import SGLangStub, VLLMStub, serving
 from tests.weight_sync.syncing import is_whole, model, packed, sync
-from tests.weight_sync.transports.engine_stubs import SGLangStub, VLLMStub, serving
 
 ENGINES = {"sglang": (SGLang, SGLangStub), "vllm": (VLLM, VLLMStub)}
 PAUSE = {"sglang": "/pause_generation", "vllm": "/pause"}

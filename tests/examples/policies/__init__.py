@@ -1,0 +1,1 @@
+"""Runs of examples/rl_loop.py with other policies."""

@@ -1,0 +1,25 @@
+"""The programs of the documents about engines that are not bit-equal."""
+
+import re
+
+import pytest
+
+from tests.docs.pages import differs
+from tests.package.test_readme import ROOT, programs
+
+
+def test_the_program_of_the_reference_prints_what_the_page_shows(capsys):
+    (program,) = programs("docs/reference/rl.md")
+    exec(program, {})
+    shown = re.search(r"```text\n(.*?)```", (ROOT / "docs/reference/rl.md").read_text(), re.DOTALL)[1]
+    assert not differs(capsys.readouterr().out, shown)
+
+
+def test_the_program_of_the_how_to_measures_and_draws(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (program,) = programs("docs/how-to/rl.md")
+    exec(program, {})
+    shown = re.search(r"# (.*)\n", program[program.index("print(") :])[1]
+    assert capsys.readouterr().out.strip() == shown
+    assert (tmp_path / "mismatch.png").stat().st_size > 0

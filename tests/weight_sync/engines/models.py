@@ -1,0 +1,41 @@
+"""Tiny Llamas that vLLM's kernels take, and our own log-probabilities of them."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxlowprec import checkpoints
+from jaxlowprec.checkpoints.decoders import load
+from tests.models.decoder import tiny
+
+VOCABULARY, LONGEST = 512, 16384
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, 48).tolist()
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": LONGEST,
+}
+
+
+def folder(path, seed=0):
+    """A folder of a Llama in bfloat16."""
+    return tiny.folder(path, "llama2", seed=seed, **SIZES)
+
+
+def decoder(path):
+    """Our decoder of a folder, which is decoded first where no format of ours holds it."""
+    if checkpoints.inspect(path).scheme in ("int8_channel", "fp8_channel"):
+        checkpoints.dequantize(path, decoded := path.with_name(f"{path.name}-decoded"))
+        path = decoded
+    return load(path)
+
+
+def log_probabilities(decoder, tokens):
+    """Of each token but the first, in float32 [tokens - 1, vocabulary]."""
+    logits = nnx.jit(lambda decoder, tokens: decoder(tokens))(decoder, np.array([tokens], np.int32))[0]
+    return np.asarray(jax.nn.log_softmax(logits))[:-1]
