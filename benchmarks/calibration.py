@@ -1,6 +1,6 @@
 """What calibration is worth: the perplexity of a small model in bfloat16, converted plainly, and calibrated.
 
-    python benchmarks/calibration.py [--steps 2000] [--schemes w4a16 nvfp4]
+    python benchmarks/calibration.py [--steps 2000] [--schemes w4a16 w4a16_asym nvfp4]
 
 A Llama-like model of bytes is trained on the pages of docs/, and calibrated by the same text. The last tenth of that
 text is neither trained on nor calibrated by: perplexities are those of its bytes.
@@ -90,7 +90,7 @@ def main() -> None:
     """Trains, converts, measures and writes benchmarks/results/calibration.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--schemes", nargs="+", default=["w4a16", "nvfp4"])
+    parser.add_argument("--schemes", nargs="+", default=["w4a16", "w4a16_asym", "nvfp4"])
     options = parser.parse_args()
     text = corpus()
     rows: list[dict[str, Any]] = []

@@ -134,3 +134,21 @@ def test_families(text, tmp_path, family):
     assert found.weight_errors and max(found.layer_errors) < 0.2
     assert all(".experts." in module for module in found.without_inputs)  # no token was sent to them
     load(tmp_path / "made")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "group_size"), [("w4a16", 32), ("w4a16_asym", 32), ("nvfp4", None)])
+def test_transformers_reads_the_same_weights(model, text, tmp_path, name, group_size):
+    pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    calibrated(model, text, tmp_path / "made", name, group_size=group_size)
+    dequantize(tmp_path / "made", tmp_path / "back")
+    options = transformers.CompressedTensorsConfig(run_compressed=False)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", quantization_config=options)
+    theirs = {n: t.float().numpy() for n, t in read.state_dict().items() if n.endswith("_proj.weight")}
+    ours = read_tensors(tmp_path / "back")
+    assert len(theirs) == 7
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(tensor, ours[name].astype(np.float32))
