@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cells import markdown
-from recorded import load
+from recorded import load, where
 
 _WAYS = {  # of quantising bfloat16 to NVFP4 in rows: where recipes have it, and its kernel
     "nearest": ("every recipe", "1, false"),
@@ -33,6 +33,23 @@ def policy_study() -> str:
 def saved_study() -> str:
     """The same of what an MLP keeps of its hidden layer."""
     return _gaps(load("saved_study"), "no block in bf16")
+
+
+def calibration() -> str:
+    """Perplexities of one model after conversions."""
+    result = load("calibration")
+    rows = [("format", "chosen by", "perplexity", "mean relative error of layers")]
+    for row in result["rows"]:
+        error = "" if row.get("layer_error") is None else f"{row['layer_error']:.4f}"
+        rows.append((row["scheme"], row["way"], f"{row['perplexity']:.4f}", error))
+    model, settings = result["model"], result["settings"]
+    text = f"{settings['batch']} rows of {settings['context']} bytes of the pages of docs/"
+    about = (
+        f"A Llama-like model of bytes with {model['num_hidden_layers']} layers of width {model['hidden_size']}, "
+        f"trained for {settings['steps']} steps of {text}, calibrated by {settings['calibration_rows']} rows. "
+        f"The perplexity is that of {result['held_out_tokens']} bytes that were neither trained on nor calibrated by."
+    )
+    return f"{markdown(rows)}\n\n{about} {where(result)}"
 
 
 def _gaps(result: dict, kept: str) -> str:

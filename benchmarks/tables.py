@@ -37,6 +37,7 @@ TABLES = {
             study_tables.sums_study,
             study_tables.policy_study,
             study_tables.saved_study,
+            study_tables.calibration,
         ),
         *(mesh_tables.traffic, mesh_tables.projection, mesh_tables.mesh_overhead),
         *(mesh_tables.expert_exchange, mesh_tables.exchange_bytes),

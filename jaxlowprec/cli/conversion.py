@@ -7,6 +7,7 @@ import pathlib
 from collections import Counter
 from collections.abc import Sequence
 
+from jaxlowprec.checkpoints.conversion.calibrating import Calibrated
 from jaxlowprec.checkpoints.conversion.convert import Report, Run
 from jaxlowprec.checkpoints.gguf.gguf_file import SUFFIX
 from jaxlowprec.cli.progress import bar, readable
@@ -80,9 +81,23 @@ def render(report: Report, options: argparse.Namespace) -> list[str]:
         return lines
     kept = f", {len(report.kept)} were finished before" if report.kept else ""
     lines.append(f"wrote {_files(report.written)} of weights{kept}; copied {_files(report.copied, 'other ')}")
+    if report.calibrated is not None:
+        lines += _of_calibration(report.calibrated)
     if report.verified is not None:
         lines.append(f"verified: {report.verified} tensors are what the source gives")
     lines.append(f"{report.seconds:.1f} s, {readable(report.source_bytes / max(report.seconds, 1e-9))}/s of the source")
+    return lines
+
+
+def _of_calibration(found: Calibrated) -> list[str]:
+    """What a calibration found, as lines of text."""
+    lines = [
+        f"calibrated by {found.calibration_tokens} tokens; perplexity of {found.held_out_tokens} others: "
+        f"{found.perplexity_before:.4g} before, {found.perplexity_after:.4g} after",
+        "relative error of each layer's result: " + "  ".join(f"{error:.3g}" for error in found.layer_errors),
+    ]
+    if found.without_inputs:
+        lines.append(f"{len(found.without_inputs)} weights were quantised without their inputs")
     return lines
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from jaxlowprec.checkpoints import schemes
+from jaxlowprec.checkpoints.calibration import Calibration, Method
 from jaxlowprec.checkpoints.conversion import convert
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
 from jaxlowprec.checkpoints.errors import CheckpointError
@@ -49,6 +50,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--leave-unfit", action="store_true", help="leave weights alone that the format cannot hold, and list them"
     )
+    parser.add_argument(
+        "--calibrate",
+        metavar="TEXT_FILE",
+        help="choose codes, scales and static scales of activations by what the model computes from this text (UTF-8)",
+    )
+    parser.add_argument(
+        "--calibrate-by",
+        choices=("feedback", "search"),
+        help="hand the error of a column on to later ones (the default), or only search scales",
+    )
+    parser.add_argument("--calibrate-rows", type=int, metavar="N", help="rows of text to calibrate by (default 64)")
+    parser.add_argument("--calibrate-context", type=int, metavar="N", help="tokens of a row (default 512)")
     parser.set_defaults(run=run)
 
 
@@ -65,6 +78,7 @@ def _report(options: argparse.Namespace) -> convert.Report:
         "leave_unfit": options.leave_unfit,
     }
     run, name, size = conversion.run_of(options), options.scheme, options.group_size
+    calibration = _calibration(options)
     if conversion.is_gguf(options.source):
         _refuse_rules(options, "from GGUF codes are kept as they are; `dequantize` decodes them")
         return import_gguf(options.source, options.destination, run=run)
@@ -77,8 +91,23 @@ def _report(options: argparse.Namespace) -> convert.Report:
         return export_gguf(options.source, options.destination, scheme_for_gguf(name, size), **rules, run=run)
     if name is None:
         raise CheckpointError(f"--scheme is missing; needs one of {', '.join(schemes.NAMES)}")
-    scheme = convert.scheme_for(options.source, name, group_size=size)
-    return convert.convert(options.source, options.destination, scheme, **rules, overrides=_overrides(options), run=run)
+    rules |= {"overrides": _overrides(options), "calibration": calibration}
+    scheme = convert.scheme_for(options.source, name, group_size=size, static=calibration is not None)
+    return convert.convert(options.source, options.destination, scheme, **rules, run=run)
+
+
+def _calibration(options: argparse.Namespace) -> Calibration | None:
+    """What the options about calibration say. Raises CheckpointError where they do nothing."""
+    given = {"rows": options.calibrate_rows, "context": options.calibrate_context}
+    more = {name: value for name, value in given.items() if value is not None}
+    if options.calibrate is None:
+        if more or options.calibrate_by:
+            raise CheckpointError("--calibrate-by, --calibrate-rows and --calibrate-context need --calibrate TEXT_FILE")
+        return None
+    if conversion.is_gguf(options.source) or conversion.is_gguf(options.destination):
+        raise CheckpointError("--calibrate does nothing here: GGUF files are not calibrated; convert between folders")
+    method = Method(feedback=options.calibrate_by != "search")
+    return Calibration(options.calibrate, method=method, **more)
 
 
 def _refuse_rules(options: argparse.Namespace, reason: str) -> None:
@@ -101,5 +130,6 @@ def _overrides(options: argparse.Namespace) -> dict[str, schemes.Scheme]:
             )
         if rule in found:
             raise CheckpointError(f"--scheme-for {given!r}: the rule {rule!r} was given before; needs one scheme")
-        found[rule] = convert.scheme_for(options.source, name, group_size=int(size) if colon else None)
+        groups, static = int(size) if colon else None, options.calibrate is not None
+        found[rule] = convert.scheme_for(options.source, name, group_size=groups, static=static)
     return found

@@ -31,6 +31,7 @@ from jaxlowprec.layers.layer_call import (
     uses_key,
 )
 from jaxlowprec.layers.linear import kernel_matrices, linear, quantize_kernel
+from jaxlowprec.layers.watching.watched import see_inputs
 from jaxlowprec.linen.layers import keep_kernel_dtype as _keep_kernel_dtype
 from jaxlowprec.ops.checks import FLOATS, layer_inputs
 from jaxlowprec.recipes import silence
@@ -216,6 +217,7 @@ class Linear(_Quantizing, nnx.Linear):
         inputs = layer_inputs(type(self).__name__, inputs)
         recipe = self._recipe()
         if recipe is None and self._loaded() is None:
+            see_inputs(self.name, inputs)
             return self._flaxs(inputs, out_sharding)
         operands = self._operands(inputs)
         if stays_flaxs(type(self).__name__, recipe, *operands):

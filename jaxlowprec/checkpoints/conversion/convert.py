@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxlowprec.checkpoints.conversion import engine
+from jaxlowprec.checkpoints.conversion.calibrating import Calibrated, Calibrating, Prepared
 from jaxlowprec.checkpoints.conversion.choice import Choice
 from jaxlowprec.checkpoints.conversion.dequantizing import plan_dequantization
-from jaxlowprec.checkpoints.conversion.engine import Progress, compare_shards, write_shards
+from jaxlowprec.checkpoints.conversion.engine import Progress, compare_shards, is_finished, write_shards
 from jaxlowprec.checkpoints.conversion.modules import scheme_of
 from jaxlowprec.checkpoints.conversion.plan import Left, Plan
 from jaxlowprec.checkpoints.conversion.presets import DEFAULTS
@@ -28,6 +30,8 @@ from jaxlowprec.checkpoints.schemes import Scheme, by_name
 from jaxlowprec.checkpoints.schemes.base import on_the_cpu
 
 Path = str | pathlib.Path
+STATIC = ("fp8_tensor", "fp8_channel", "int8_channel", "autofp8")
+"""Schemes whose scales of activations may be static or found at run time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Report:
         written, kept: files of weights that were written now, and that were found finished.
         copied, left_out: other files.
         verified: the number of tensors compared with the source; None if that was not asked for.
+        calibrated: what calibration found; None without it, or if all files of weights had been finished before.
         seconds: the time that it took.
     """
 
@@ -61,6 +66,7 @@ class Report:
     copied: Sequence[str] = ()
     left_out: Sequence[str] = ()
     verified: int | None = None
+    calibrated: Calibrated | None = None
     seconds: float = 0.0
 
     @classmethod
@@ -111,18 +117,21 @@ class Run:
             raise CheckpointError(f"workers={self.workers!r}; needs 1 or more")
 
 
-def scheme_for(source: Path, name: str, *, group_size: int | None = None) -> Scheme:
+def scheme_for(source: Path, name: str, *, group_size: int | None = None, static: bool = False) -> Scheme:
     """A scheme for a checkpoint, with INT4 scales in the dtype that its config says engines compute in.
 
     Arguments:
         source: the checkpoint's folder.
         name, group_size: see `schemes.by_name`.
+        static: whether activations have static scales, where a format leaves that open.
 
     Raises:
         CheckpointError: the scheme does not have this group size, or the folder has no config.
     """
     config = read_json_object(pathlib.Path(source) / CONFIG_FILE)
     options = {"scale_dtype": deployment_dtype(config)} if name.startswith("w4a16") else {}
+    if static and name in STATIC:
+        options["activations"] = "static"
     try:
         return by_name(name, group_size=group_size, **options)
     except (TypeError, ValueError) as error:
@@ -139,6 +148,7 @@ def convert(
     include: Sequence[str] = (),
     defaults: Sequence[str] = DEFAULTS,
     leave_unfit: bool = False,
+    calibration: Calibrating | None = None,
     run: Run = Run(),  # noqa: B008 (frozen)
 ) -> Report:
     """Quantises a checkpoint.
@@ -152,6 +162,8 @@ def convert(
             one checkpoint are all of compressed-tensors or all of ModelOpt.
         ignore, include, defaults: which weights are left alone; see `Rules`.
         leave_unfit: leave weights alone that the scheme cannot hold, instead of raising an error.
+        calibration: chooses codes and scales of INT4 and NVFP4 by a text, see `calibration.Calibration`; None: they are
+            chosen by the weights alone.
         run: how the conversion is carried out.
 
     Raises:
@@ -173,7 +185,11 @@ def convert(
         }
         if choice.overrides:
             options["overrides"] = [[rule, repr(other)] for rule, other in choice.overrides]
-        return _carry_out(plan, opened, pathlib.Path(destination), options, run)
+        prepared = None
+        if calibration is not None:
+            prepared = calibration.prepare(plan, opened)
+            options["calibration"] = prepared.options
+        return _carry_out(plan, opened, pathlib.Path(destination), options, run, prepared)
 
 
 def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run: Run = Run()) -> Report:  # noqa: B008
@@ -196,8 +212,17 @@ def dequantize(source: Path, destination: Path, *, dtype: str = "bfloat16", run:
         return _carry_out(plan, opened, pathlib.Path(destination), options, run)
 
 
+def _all_finished(plan: Plan, destination: pathlib.Path) -> bool:
+    return all(is_finished(plan, shard, destination) for shard in plan.shards)
+
+
 def _carry_out(
-    plan: Plan, source: CheckpointFolder, destination: pathlib.Path, options: dict[str, Any], run: Run
+    plan: Plan,
+    source: CheckpointFolder,
+    destination: pathlib.Path,
+    options: dict[str, Any],
+    run: Run,
+    calibration: Prepared | None = None,
 ) -> Report:
     started = time.perf_counter()
     check_apart(source.path, destination)
@@ -211,8 +236,11 @@ def _carry_out(
     if run.dry_run:
         check_claim(destination, wanted)
         return report
-    verified = None
+    verified, found = None, None
     with claimed(destination, wanted):
+        if calibration is not None and (run.verify or not _all_finished(plan, destination)):
+            counter = engine.Counter(plan.source_bytes, "calibrating", run.progress)
+            plan, found = calibration.choose(plan, source, destination, counter.add)
         kept = write_shards(plan, source, destination, run.workers, run.progress)
         if source.indexed:
             write_index(destination, plan.shard_of, plan.output_bytes)
@@ -228,5 +256,6 @@ def _carry_out(
         written=[shard for shard in plan.shards if shard not in finished_before],
         kept=kept,
         verified=verified,
+        calibrated=found,
         seconds=time.perf_counter() - started,
     )

@@ -26,6 +26,9 @@ class Job:
         source_bytes: the bytes that it reads.
         make: computes the tensors; None: the one tensor is copied, byte for byte, from the tensor of the same name.
         decode: decodes the weight from tensors with the outputs' names; set if a finite weight must stay finite.
+        scheme: of a job that quantises: the format.
+        shape: of a job that quantises: the weight's.
+        amax: of a job that quantises to a format with a scale per tensor: the magnitude to scale by.
     """
 
     module: str
@@ -33,6 +36,9 @@ class Job:
     source_bytes: int
     make: Callable[[], Arrays] | None = None
     decode: Callable[[Arrays], np.ndarray] | None = None
+    scheme: Scheme | None = None
+    shape: Sequence[int] = ()
+    amax: Callable[[], float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,9 @@ def _shards(
         scheme, module = schemes[weight.module], weight.module
         make = functools.partial(_compress, source, scheme, weight, amaxes)
         decode = functools.partial(_decompress, scheme, module, weight.spec.dtype)
-        return Job(module, output_specs(scheme, module, weight.spec), weight.spec.nbytes, make, decode)
+        amax = functools.partial(_amax, scheme, module, amaxes) if scheme.has_tensor_scale else None
+        outputs = output_specs(scheme, module, weight.spec)
+        return Job(module, outputs, weight.spec.nbytes, make, decode, scheme, weight.spec.shape, amax)
 
     shards = {}
     for shard, file in source.shards.items():
@@ -128,9 +130,8 @@ def _shards(
 
 
 def _compress(source: CheckpointFolder, scheme: Scheme, weight: Weight, amaxes: _Amaxes) -> Arrays:
-    amax, module = None, weight.module
-    if scheme.has_tensor_scale:
-        amax = amaxes.shared(module) if scheme.shares_global_scale else amaxes.own(module)
+    module = weight.module
+    amax = _amax(scheme, module, amaxes) if scheme.has_tensor_scale else None
     try:
         with naming(source, module):
             made = (
@@ -152,6 +153,10 @@ def _by_expert(source: CheckpointFolder, scheme: Scheme, weight: Weight) -> Arra
         for suffix, part in scheme.compress(matrix[None]).items():
             made[suffix][expert] = part[0]
     return made
+
+
+def _amax(scheme: Scheme, module: str, amaxes: _Amaxes) -> float:
+    return amaxes.shared(module) if scheme.shares_global_scale else amaxes.own(module)
 
 
 def _decompress(scheme: Scheme, module: str, dtype: str, tensors: Arrays) -> np.ndarray:

@@ -68,6 +68,8 @@ class Scheme(abc.ABC):
     also_shaped: ClassVar[Mapping[str, tuple[tuple[int, ...], ...]]] = {}
     also_read: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Other dtypes that `load` accepts for a tensor."""
+    input_range: ClassVar[float | None] = None
+    """For schemes with an `input_scale`: what the largest activation is divided by to get it."""
 
     @property
     @abc.abstractmethod
@@ -119,6 +121,20 @@ class Scheme(abc.ABC):
     def of_shape(self, shape: Sequence[int]) -> Scheme:
         """The scheme for weights of one shape: this one, unless its groups are whole rows (`group_size=-1`)."""
         return self
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether files have a scale of activations that calibration finds."""
+        return self.input_range is not None and getattr(self, "activations", "static") == "static"
+
+    def of_inputs(self, amax: float) -> Scheme:
+        """The scheme with the static scale of activations whose largest magnitude is this one, if it has such a scale.
+
+        Activations that are all zero keep the scale 1.
+        """
+        if not self.has_static_inputs or not amax or self.input_range is None:
+            return self
+        return dataclasses.replace(self, input_scale=float(np.float32(amax / self.input_range)))  # type: ignore[call-arg]
 
     def weight_name(self, module: str) -> str:
         """The name of the tensor that holds a module's weight in high precision."""

@@ -202,6 +202,7 @@ class ModelOptNVFP4(_TwoLevel):
     family: ClassVar[str | None] = "modelopt"
     codes: ClassVar[str] = "weight"
     scalars: ClassVar[tuple[str, ...]] = ("weight_scale_2",)
+    input_range: ClassVar[float | None] = float(LARGEST)
     regex_ignores: ClassVar[bool] = False
 
     def output_specs(self, shape: Sequence[int], dtype: Any = "bfloat16") -> dict[str, Spec]:

@@ -1,4 +1,4 @@
-"""A layer's product within a block that watches it (`debug`) or chooses its recipe (`find_policy`)."""
+"""A layer's product within a block that watches it (`debug`, calibration) or chooses its recipe (`find_policy`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxlowprec.layers.layer_call import LayerCall
 from jaxlowprec.recipes.roles import Recipe
 from jaxlowprec.telemetry import scopes
 from jaxlowprec.telemetry.choices import Choices
+from jaxlowprec.telemetry.second_moments import SecondMoments
 from jaxlowprec.telemetry.taps import Taps, tap
 
 Compute = Callable[[LayerCall, Any, Any], tuple[jax.Array, Any]]
@@ -29,6 +30,7 @@ def watched(
         sizes: of the groups of x's rows [T, K]. Rows in none have no effect: `debug` sees zeros there.
     """
     here = scopes.current()
+    see_inputs(call.name, x, sizes)
     if isinstance(here, Taps):
         x = x if sizes is None else jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), x, 0)
         return _tapped(here, call, x, w, compute)
@@ -37,9 +39,16 @@ def watched(
     return compute(call, x, w)
 
 
+def see_inputs(name: str, x: jax.Array, sizes: jax.Array | None = None) -> None:
+    """Shows the inputs of a layer to a block that adds up their moments; also of one that is left to Flax."""
+    here = scopes.current()
+    if isinstance(here, SecondMoments):
+        here.see(name, x, sizes)
+
+
 def is_watched() -> bool:
     """Whether a block watches or chooses what layers compute, so that each must be a call of its own."""
-    return isinstance(scopes.current(), Taps | Choices)
+    return isinstance(scopes.current(), Taps | Choices | SecondMoments)
 
 
 def _tapped(here: Taps, call: LayerCall, x: Any, w: Any, compute: Compute) -> tuple[jax.Array, Any]:

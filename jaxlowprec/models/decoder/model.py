@@ -135,7 +135,7 @@ class Decoder(nnx.Module):
         positions = time + (jnp.zeros((tokens.shape[0], 1), jnp.int32) if starts is None else starts[:, None])
         length = tokens.shape[1] if cache is None else cache.places
         tables = {rope: rope.tables(positions, self.config.turned, length) for rope in self.config.ropes}
-        x = self._embedded(tokens)
+        x = self.embedded(tokens)
         places = {"starts": starts, "span": span} | ({} if counts is None else {"counts": counts})
         caches: list[LayerCache] = []
         said: list[jlp.moe.MoEAux] = []
@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
             said += [] if aux is None else [aux]
         return self.norm(x), None if cache is None else dataclasses.replace(cache, layers=tuple(caches)), said
 
-    def _embedded(self, tokens: jax.Array) -> jax.Array:
+    def embedded(self, tokens: jax.Array) -> jax.Array:
         """The tokens' rows of the embedding; `nnx.Embed` would cast all rows."""
         x = self.embed_tokens.embedding[...][tokens].astype(self.embed_tokens.dtype)
         scale = self.config.embedding_scale

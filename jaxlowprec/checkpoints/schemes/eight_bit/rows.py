@@ -157,6 +157,7 @@ class Float8Rows(_Rows):
     """Compressed-tensors "float-quantized" with one scale per row ("channel")."""
 
     name: ClassVar[str] = "fp8_channel"
+    input_range: ClassVar[float | None] = 448.0
     codes: ClassVar[str] = "float8_e4m3fn"
     instead: ClassVar[str] = "Float8Block(block=(128, 128)), scheme fp8_block"
 
@@ -183,6 +184,7 @@ class Int8Rows(_Rows):
 
     name: ClassVar[str] = "int8_channel"
     optional: ClassVar[tuple[str, ...]] = ("input_scale", "input_zero_point")
+    input_range: ClassVar[float | None] = 127.5
     codes: ClassVar[str] = "int8"
     instead: ClassVar[str] = "Int4() or MXFP8(), schemes w4a16 and mxfp8"
 

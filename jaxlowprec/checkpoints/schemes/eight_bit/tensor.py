@@ -70,6 +70,7 @@ class Float8PerTensor(Scheme):
     scalars: ClassVar[tuple[str, ...]] = ("weight_scale",)
     also_shaped = {"weight_scale": ((), (1,)), "input_scale": ((), (1,))}  # noqa: RUF012
     also_read = {"input_scale": ("bfloat16", "float16")}  # noqa: RUF012
+    input_range: ClassVar[float | None] = 448.0
     scalar_shape: ClassVar[tuple[int, ...]] = (1,)
     """The shape of scales as they are written. Both [] and [1] are read."""
 

@@ -1,0 +1,154 @@
+"""`jaxlowprec convert --calibrate`: what it writes, reports and refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxlowprec.checkpoints.calibration import Calibration, Method
+from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize, scheme_for
+from jaxlowprec.checkpoints.decoders.folders import load
+from jaxlowprec.checkpoints.errors import CheckpointError
+from jaxlowprec.cli.main import main
+from tests.checkpoints.small_models import contents, read_config, read_tensors
+from tests.models.decoder import tiny
+
+CONTEXT = 32
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text("the low bits of a block are kept in order " * 40)
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.folder(tmp_path_factory.mktemp("model") / "m", "llama2", num_hidden_layers=1)
+
+
+def calibrated(model, text, to, name, *, run=Run(), method=Method(), group_size=None):  # noqa: B008
+    scheme = scheme_for(model, name, group_size=group_size, static=True)
+    return convert(model, to, scheme, calibration=Calibration(text, 4, CONTEXT, method), run=run)
+
+
+@pytest.mark.parametrize(
+    ("name", "group_size"),
+    [
+        ("nvfp4", None),
+        *(pytest.param(name, 32, marks=pytest.mark.slow) for name in ("w4a16", "w4a16_asym", "gptq", "awq")),
+    ],
+)
+def test_the_result_is_a_checkpoint_of_the_scheme(model, text, tmp_path, name, group_size):
+    report = calibrated(model, text, tmp_path / "made", name, group_size=group_size, run=Run(verify=True))
+    plain = convert(model, tmp_path / "plain", scheme_for(model, name, group_size=group_size))
+    made, others = read_tensors(tmp_path / "made"), read_tensors(tmp_path / "plain")
+    assert {n: (t.dtype, t.shape) for n, t in made.items()} == {n: (t.dtype, t.shape) for n, t in others.items()}
+    assert read_config(tmp_path / "made") == read_config(tmp_path / "plain")
+    assert set(contents(tmp_path / "made")) == set(contents(tmp_path / "plain"))  # nothing temporary is left
+    assert any(not np.array_equal(made[n], others[n]) for n in made)
+    found = report.calibrated
+    assert report.verified == len(made) and plain.calibrated is None
+    assert set(found.weight_errors) == set(report.changed) and not found.without_inputs
+    assert found.calibration_tokens == 4 * CONTEXT and found.held_out_tokens == 5 * CONTEXT
+    assert all(0 < error < 0.2 for error in (*found.layer_errors, *found.weight_errors.values()))
+    assert np.isfinite([found.perplexity_before, found.perplexity_after]).all()
+    load(tmp_path / "made")  # the decoder reads it
+    dequantize(tmp_path / "made", tmp_path / "back")
+
+
+def test_static_scales_are_the_largest_activations(model, text, tmp_path):
+    calibrated(model, text, tmp_path / "made", "fp8_tensor")
+    made = read_tensors(tmp_path / "made")
+    scales = {n.split(".")[-2]: float(t[0]) for n, t in made.items() if n.endswith(".input_scale")}
+    assert len(scales) == 7 and all(scale > 0 for scale in scales.values())
+    assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] and scales["gate_proj"] == scales["up_proj"]
+    assert scales["q_proj"] != scales["down_proj"]
+    written = read_config(tmp_path / "made")["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+    assert written["dynamic"] is False
+    # RMSNorm of rows of 128 numbers, and its scale of ones: no more than sqrt(128)
+    assert scales["q_proj"] * 448 <= np.sqrt(128) + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("mxfp4", 40, "calibration does nothing for mxfp4.*choose one of w4a16"),
+        ("nvfp4", 2, "has 84 tokens; needs 330 or more"),
+        ("nvfp4", None, "No such file.*needs a text file in UTF-8"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_at_once(model, tmp_path, name, words, message):
+    file = tmp_path / "text"
+    if words:
+        file.write_text("the low bits of a block are kept in order " * words)
+    with pytest.raises(CheckpointError, match=message):
+        calibrated(model, file, tmp_path / "made", name)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vocab_size": 300}, "has no tokenizer.json, and its vocabulary of 300"),
+        ({"model_type": "bloom"}, "calibration computes the model.*model_type is 'bloom'.*needs one of llama"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised already"),
+    ],
+)
+def test_a_model_that_cannot_be_computed_is_refused_at_once(model, text, tmp_path, changed, message):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "model.safetensors").symlink_to(model / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(read_config(model) | changed))
+    with pytest.raises(CheckpointError, match=message):
+        calibrated(source, text, tmp_path / "made", "nvfp4")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--calibrate-rows", "2"], "need --calibrate TEXT_FILE"),
+        (["--calibrate", "t", "--calibrate-rows", "0"], "rows=0; needs 1 or more"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(model, tmp_path, capsys, options, message):
+    assert main(["convert", str(model), str(tmp_path / "made"), "--scheme", "nvfp4", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_reports_it(model, text, tmp_path, capsys):
+    command = ["convert", str(model), str(tmp_path / "made"), "--scheme", "nvfp4", "--calibrate", str(text), "--json"]
+    assert main([*command, "--calibrate-rows", "2", "--calibrate-context", "32", "--calibrate-by", "search"]) == 0
+    said = json.loads(capsys.readouterr().out)["calibrated"]
+    assert said["calibration_tokens"] == 64 and said["perplexity_before"] > 1 and len(said["layer_errors"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "phi3", "gemma3", "glm4", "mixtral"])
+def test_families(text, tmp_path, family):
+    source = tiny.folder(tmp_path / "m", family)
+    found = calibrated(source, text, tmp_path / "made", "w4a16", group_size=32).calibrated
+    assert found.weight_errors and max(found.layer_errors) < 0.2
+    assert all(".experts." in module for module in found.without_inputs)  # no token was sent to them
+    load(tmp_path / "made")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "group_size"), [("w4a16", 32), ("w4a16_asym", 32), ("nvfp4", None)])
+def test_transformers_reads_the_same_weights(model, text, tmp_path, name, group_size):
+    pytest.importorskip("torch", reason="torch is not installed: pip install jaxlowprec[oracles]")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    calibrated(model, text, tmp_path / "made", name, group_size=group_size)
+    dequantize(tmp_path / "made", tmp_path / "back")
+    options = transformers.CompressedTensorsConfig(run_compressed=False)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", quantization_config=options)
+    theirs = {n: t.float().numpy() for n, t in read.state_dict().items() if n.endswith("_proj.weight")}
+    ours = read_tensors(tmp_path / "back")
+    assert len(theirs) == 7
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(tensor, ours[name].astype(np.float32))
