@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jaxlowprec.checkpoints.conversion.rules import check_rule, experts_of, fused_units, matching
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed, why_not_together
+from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed, why_not_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def config_scheme(chosen: Mapping[str, Scheme]) -> Scheme:
         of_scheme[scheme][rf"re:{re.escape(experts)}\." if experts else module] = None
     if len(of_scheme) == 1:
         return next(iter(of_scheme))
-    return Mixed(tuple(Group(tuple(targets), scheme) for scheme, targets in of_scheme.items()))
+    return Mixed(tuple(ConfigGroup(tuple(targets), scheme) for scheme, targets in of_scheme.items()))
 
 
 def require_one_scheme_in_a_unit(chosen: Mapping[str, Scheme]) -> None:

@@ -30,8 +30,8 @@ CLASSES: Mapping[str, Callable[[str], bool]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """The modules of one scheme.
+class ConfigGroup:
+    """The modules of one scheme, an entry of compressed-tensors' `config_groups`.
 
     Attributes:
         targets: what names them.
@@ -56,7 +56,7 @@ class Mixed(Scheme):
         ValueError: groups of different families, or without one; a target that is not valid, or in two groups.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ConfigGroup, ...]
 
     name: ClassVar[str] = "mixed"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlowprec.checkpoints.errors import brief
 from jaxlowprec.checkpoints.schemes.base import Scheme
-from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed, check_target
+from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed, check_target
 from jaxlowprec.checkpoints.schemes.registry import by_name
 
 _WHO = "schemes.from_config"
@@ -161,14 +161,14 @@ def _compressed_tensors(entry: Mapping[str, Any]) -> Scheme:
     groups = _object(entry.get("config_groups"), "config_groups")
     if not groups:
         raise ValueError(f"{_WHO}: config_groups is {{}}; needs one group or more")
-    found: dict[str, Group] = {}
+    found: dict[str, ConfigGroup] = {}
     for name, value in groups.items():
         group = _object(value, f"group {brief(name)}")
         if len(groups) > 1 and "format" not in group and group.get("weights") is None:
             continue  # activations only, such as those of attention
         scheme = _group(entry, group)
         try:
-            found[name] = Group(_targets(group), scheme)
+            found[name] = ConfigGroup(_targets(group), scheme)
         except ValueError as error:
             raise ValueError(f"{_WHO}: group {brief(name)}: {error}") from None
     if not found:
@@ -180,7 +180,7 @@ def _compressed_tensors(entry: Mapping[str, Any]) -> Scheme:
     return _mixed(list(found.values()))
 
 
-def _mixed(groups: list[Group]) -> Mixed:
+def _mixed(groups: list[ConfigGroup]) -> Mixed:
     try:
         return Mixed(tuple(groups))
     except ValueError as error:
@@ -274,7 +274,7 @@ def _modelopt(entry: Mapping[str, Any]) -> Scheme:
         raise ValueError(f"{_WHO}: quantized_layers is {{}}; needs the quant_algo of each layer")
     if len(groups) == 1:
         return by_name(next(iter(groups)))
-    return _mixed([Group(tuple(targets), by_name(scheme)) for scheme, targets in groups.items()])
+    return _mixed([ConfigGroup(tuple(targets), by_name(scheme)) for scheme, targets in groups.items()])
 
 
 _MODELOPT = {"NVFP4": "modelopt_nvfp4", "FP8": "modelopt_fp8"}

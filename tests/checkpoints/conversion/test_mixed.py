@@ -12,7 +12,7 @@ from jaxlowprec.checkpoints import TreeMapping, load, save, schemes
 from jaxlowprec.checkpoints.conversion.convert import Run, convert, dequantize
 from jaxlowprec.checkpoints.conversion.inspect import inspect
 from jaxlowprec.checkpoints.errors import CheckpointError
-from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed
+from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
 from jaxlowprec.checkpoints.trees.mapping import Rule
 from jaxlowprec.cli.main import main
 from tests.checkpoints.small_models import CONFIG, llama, read_config, read_tensors, same, write_checkpoint
@@ -166,7 +166,7 @@ class TestRefused:
             convert(source, tmp_path / "low", schemes.by_name(one), overrides={ATTENTION: schemes.by_name(other)})
 
     def test_a_mixture_as_the_scheme(self, source, tmp_path):
-        mixed = Mixed((Group(("a",), NVFP4), Group(("b",), CHANNEL)))
+        mixed = Mixed((ConfigGroup(("a",), NVFP4), ConfigGroup(("b",), CHANNEL)))
         with pytest.raises(CheckpointError, match="give one of its schemes, and the others as overrides"):
             convert(source, tmp_path / "low", mixed)
 
@@ -244,8 +244,8 @@ class TestTrees:
     )
     MIXED = Mixed(
         (
-            Group(("m.a",), NVFP4),
-            Group(("m.b",), schemes.by_name("fp8_tensor")),
+            ConfigGroup(("m.a",), NVFP4),
+            ConfigGroup(("m.b",), schemes.by_name("fp8_tensor")),
         )
     )
 

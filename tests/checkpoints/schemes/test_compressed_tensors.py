@@ -250,7 +250,10 @@ class TestMixed:
     @pytest.mark.parametrize("name", FORMATS)
     def test_a_group_without_a_format_has_the_one_that_they_infer(self, name):
         config = mixed.Mixed(
-            (mixed.Group(("a",), schemes.by_name(name)), mixed.Group(("b",), schemes.by_name("w4a16", group_size=16)))
+            (
+                mixed.ConfigGroup(("a",), schemes.by_name(name)),
+                mixed.ConfigGroup(("b",), schemes.by_name("w4a16", group_size=16)),
+            )
         ).quantization_config([])
         group, config["format"] = config["config_groups"]["group_0"], "mixed-precision"
         said = group.pop("format")
@@ -261,7 +264,7 @@ class TestMixed:
     @pytest.mark.parametrize("seed", range(4))
     def test_targets_have_their_precedence(self, seed):
         order = np.random.default_rng(seed).permutation(4)
-        groups = tuple(mixed.Group(self.TARGETS[i], schemes.by_name(self.NAMES[i])) for i in order)
+        groups = tuple(mixed.ConfigGroup(self.TARGETS[i], schemes.by_name(self.NAMES[i])) for i in order)
         config = mixed.Mixed(groups).quantization_config(["lm_head"])
         parsed = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
         assert parsed.format == "mixed-precision"

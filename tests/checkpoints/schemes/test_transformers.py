@@ -11,7 +11,7 @@ from jaxlowprec.checkpoints import schemes
 from jaxlowprec.checkpoints.files.dtypes import file_dtype
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsWriter
 from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
-from jaxlowprec.checkpoints.schemes.mixed import Group, Mixed
+from jaxlowprec.checkpoints.schemes.mixed import ConfigGroup, Mixed
 from tests.checkpoints.weights import weight
 from tests.helpers import as_bytes
 
@@ -113,7 +113,7 @@ def test_every_weight_of_a_mixture_is_the_trained_one(tmp_path):
         "model.layers.0.mlp.down_proj": schemes.by_name("int8_channel"),
         "Linear": schemes.by_name("w4a16", group_size=32),
     }
-    mixed = Mixed(tuple(Group((target,), scheme) for target, scheme in groups.items()))
+    mixed = Mixed(tuple(ConfigGroup((target,), scheme) for target, scheme in groups.items()))
     served = write_checkpoint(tmp_path, mixed)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     found = set()
