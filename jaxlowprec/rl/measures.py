@@ -229,10 +229,10 @@ def mismatch(
     effective sample size is Kish's, of the ratios.
 
     >>> import jax.numpy as jnp, jaxlowprec as jlp
-    >>> trainer, engine = jnp.log(jnp.asarray([0.5, 0.9, 0.2])), jnp.log(jnp.asarray([0.5, 0.1, 0.4]))
+    >>> trainer, engine = jnp.log(jnp.asarray([0.5, 0.9, 0.3])), jnp.log(jnp.asarray([0.5, 0.1, 0.4]))
     >>> found = jlp.rl.mismatch(trainer, engine)
     >>> found, round(found.largest_ratio, 3), round(found.extreme_fraction, 3)
-    (Mismatch(3 tokens, k1=-0.501, k3=2), 9.0, 0.333)
+    (Mismatch(3 tokens, k1=-0.637, k3=1.95), 9.0, 0.333)
     >>> (found + found).tokens.item()
     6
     """
