@@ -17,18 +17,19 @@ def keep_values(config, items):
     is in one of them. So each instruction set is there, and each format.
 
     Of a function marked sampled(n), whose single parameters have many values, it leaves every n-th case. As n is prime,
-    these have every instruction set.
+    these have every instruction set. Tests for GPUs keep all cases: they are fast there, and a GPU is rare.
     """
-    slow, others, seen = [], [], collections.Counter()
+    kept, others, seen = [], [], collections.Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if {"slow", "every_case"} & set(item.keywords):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
-            slow.append(item)
+        if {"slow", "every_case", "gpu"} & set(item.keywords):
+            kept.append(item)
             continue
         others += [] if sampled and seen[_function(item)] % sampled.args[0] else [item]
         seen[_function(item)] += 1
-    _keep(config, items, {*slow, *_covering_many(others, FEW, 1)})
+    _keep(config, items, {*kept, *_covering_many(others, FEW, 1)})
 
 
 def keep_pairs(config, items):
