@@ -111,8 +111,7 @@ def main() -> None:
                 found = held_out_perplexity(to, text)[0]
                 rows.append({"scheme": name, "way": way, "perplexity": found, "layer_error": errors})
                 print(json.dumps(rows[-1]), flush=True)
-    calibration = Calibration("", context=CONTEXT)
-    settings = {"steps": options.steps, "batch": BATCH, "context": CONTEXT, "calibration_rows": calibration.rows}
+    settings = {"steps": options.steps, "batch": BATCH, "context": CONTEXT, "calibration_rows": Calibration.rows}
     save("calibration", {"model": MODEL, "settings": settings, "held_out_tokens": tokens, "rows": rows})
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlowprec.checkpoints.calibration.feedback import Method, output_error, quantized
+from jaxlowprec.checkpoints.calibration.feedback import Factors, Method, output_error, quantized
 from jaxlowprec.checkpoints.calibration.grids import Grid, grid_of
 from jaxlowprec.checkpoints.calibration.layers import (
     LayerSource,
@@ -27,8 +27,10 @@ from jaxlowprec.checkpoints.conversion.plan import Arrays, Job, Plan
 from jaxlowprec.checkpoints.errors import CheckpointError
 from jaxlowprec.checkpoints.files.folder import CheckpointFolder
 from jaxlowprec.checkpoints.files.safetensors_file import SafetensorsFile, SafetensorsWriter
+from jaxlowprec.checkpoints.files.safetensors_header import TensorSpec
 from jaxlowprec.checkpoints.files.written_whole import TEMPORARY_PREFIX
 from jaxlowprec.checkpoints.schemes.magnitudes import all_finite
+from jaxlowprec.checkpoints.trees.rule import EXPERT
 from jaxlowprec.models.decoder.config import DecoderConfig
 from jaxlowprec.telemetry.second_moments import Inputs, added
 
@@ -123,21 +125,23 @@ class _Work:
 
     def _chosen(self, number: int, moments: _Moments, done: Callable[[int], None]) -> Arrays:
         """Chooses and writes the tensors of a layer; returns the weights that they stand for."""
-        inputs, decoded, made = self._layers.inputs_of(number), dict[str, np.ndarray](), dict[str, np.ndarray]()
+        inputs, factors = self._layers.inputs_of(number), Factors()
+        decoded, made, specs = dict[str, np.ndarray](), dict[str, np.ndarray](), dict[str, TensorSpec]()
         for module, job in self._jobs.items():
             if not module.startswith(self._layers.prefix(number)):
                 continue
             name = f"{module}.weight"
             weight, found = self._source.read(name), moments.of(name, inputs)
-            tensors = _chosen(module, job, weight, found, self._prepared.method)
+            tensors = _chosen(job, weight, found, self._prepared.method, factors)
             assert job.decode is not None
             decoded[name] = job.decode(tensors)
             if found is not None:
                 self._weight_errors[module] = output_error(weight, decoded[name], found.moments)
             made |= tensors
+            specs |= job.outputs
             done(job.source_bytes)
         path = self._destination / f"{TEMPORARY_PREFIX}calibrated-{number}"
-        self.files |= dict.fromkeys(made, _written(path, made, self._jobs))
+        self.files |= dict.fromkeys(made, _written(path, made, specs))
         return decoded
 
     def report(self) -> Calibrated:
@@ -191,7 +195,7 @@ class _Moments:
     def of(self, weight: str, inputs: Mapping[str, str]) -> Read | None:
         """What was read as a weight's inputs; None if there were none."""
         expert = _EXPERT.fullmatch(weight)
-        linear = inputs.get(weight) or (inputs.get(f"{expert[1]}{{expert}}{expert[3]}") if expert else None)
+        linear = inputs.get(weight) or (inputs.get(f"{expert[1]}{EXPERT}{expert[3]}") if expert else None)
         if linear is None or linear not in self._sums:
             return None
         sums, count, amax = (np.asarray(each) for each in self._sums[linear])
@@ -201,17 +205,17 @@ class _Moments:
         return Read(sums / np.float32(count), float(amax)) if count > 0 else None
 
 
-def _chosen(module: str, job: Job, weight: np.ndarray, read: Read | None, method: Method) -> Arrays:
+def _chosen(job: Job, weight: np.ndarray, read: Read | None, method: Method, factors: Factors) -> Arrays:
     """A module's tensors: by its inputs, or as without calibration."""
     assert job.scheme is not None and job.make is not None
     if read is None or not all_finite(weight):
         return job.make()  # raises for what is not finite
     scheme, grid = job.scheme.of_inputs(read.amax), _grid(job, None)
     if grid is not None:
-        stored = scheme.store(quantized(weight, read.moments, grid, method, weight.dtype))
+        stored = scheme.store(quantized(weight, read.moments, grid, method, weight.dtype, factors=factors))
     else:
         stored = scheme.compress(weight, amax=None if job.amax is None else job.amax())
-    return {f"{module}{scheme.joint}{suffix}": array for suffix, array in stored.items()}
+    return {f"{job.module}{scheme.joint}{suffix}": array for suffix, array in stored.items()}
 
 
 def _grid(job: Job, amax: float | None) -> Grid | None:
@@ -228,8 +232,7 @@ def _quantising(plan: Plan) -> dict[str, Job]:
     return {job.module: job for jobs in plan.shards.values() for job in jobs if job.make is not None}
 
 
-def _written(path: pathlib.Path, made: Arrays, jobs: Mapping[str, Job]) -> SafetensorsFile:
-    specs = {name: spec for job in jobs.values() for name, spec in job.outputs.items() if name in made}
+def _written(path: pathlib.Path, made: Arrays, specs: Mapping[str, TensorSpec]) -> SafetensorsFile:
     with SafetensorsWriter(path, specs) as writer:
         for name, array in made.items():
             writer.write(name, array)

@@ -11,6 +11,7 @@ Source: Frantar et al., GPTQ, arXiv:2210.17323.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.calibration.grids import Fitted, Grid
 
+_KEPT = 2  # factors: files often have k, o, q and v in this order
 _AT_ONCE = 128  # columns whose errors reach the later ones by one matrix product
 
 
@@ -40,7 +42,15 @@ class Method:
             raise ValueError(f"Method: damping={self.damping!r}; needs a number above 0, up to 1")
 
 
-def quantized(weight: np.ndarray, moments: np.ndarray, grid: Grid, method: Method, dtype: Any) -> QuantizedArray:
+def quantized(
+    weight: np.ndarray,
+    moments: np.ndarray,
+    grid: Grid,
+    method: Method,
+    dtype: Any,
+    *,
+    factors: Factors | None = None,
+) -> QuantizedArray:
     """A weight in a grid's format.
 
     Arguments:
@@ -49,11 +59,12 @@ def quantized(weight: np.ndarray, moments: np.ndarray, grid: Grid, method: Metho
         grid: the format.
         method: how codes and scales are chosen.
         dtype: what the result dequantises to by default.
+        factors: those of weights before this one, which may have had the same inputs.
     """
     columns = np.array(np.asarray(weight).T, np.float32, order="C")  # each contiguous
     length, (count, _) = grid.length, columns.shape
     importance = np.diagonal(moments).astype(np.float32)
-    factor = factor_of(moments, method.damping) if method.feedback else None
+    factor = (factors or Factors()).of(moments, method.damping) if method.feedback else None
     codes, fitted = np.empty(columns.shape, np.uint8), list[Fitted]()
     step = max(_AT_ONCE // length, 1) * length
     for begin in range(0, count, step):
@@ -84,6 +95,22 @@ def factor_of(moments: np.ndarray, damping: float) -> np.ndarray:
     diagonal += damping * diagonal.mean()
     lower = np.linalg.cholesky(damped[::-1, ::-1])
     return np.triu(np.linalg.inv(lower)[::-1, ::-1]).astype(np.float32)
+
+
+class Factors:
+    """The latest factors of moments: weights that read one input, such as q, k and v, have one."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[bytes, float], np.ndarray] = {}
+
+    def of(self, moments: np.ndarray, damping: float) -> np.ndarray:
+        """See `factor_of`."""
+        key = hashlib.blake2b(np.ascontiguousarray(moments).data).digest(), damping
+        if key not in self._latest:
+            if len(self._latest) == _KEPT:
+                del self._latest[next(iter(self._latest))]
+            self._latest[key] = factor_of(moments, damping)
+        return self._latest[key]
 
 
 def output_error(weight: np.ndarray, decoded: np.ndarray, moments: np.ndarray) -> float:

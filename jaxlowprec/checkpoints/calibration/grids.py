@@ -17,6 +17,7 @@ from jaxlowprec.arrays.formats import NVFP4, Format, Int4
 from jaxlowprec.arrays.quantized_array import QuantizedArray
 from jaxlowprec.checkpoints.schemes.base import as_dtype
 from jaxlowprec.checkpoints.schemes.codes import E2M1, pack_bytes
+from jaxlowprec.checkpoints.schemes.nvfp4 import decode_scale
 
 _SHRUNK = np.linspace(1.0, 0.6, 21, dtype=np.float32)
 """What a range is multiplied by in the search of an INT4 scale: clipping the largest weights may help the others."""
@@ -150,7 +151,7 @@ class NVFP4Grid(Grid):
     @property
     def _unit(self) -> np.float32:
         """What a block scale of 1 stands for."""
-        return np.float32(self.amax) / np.float32(2688) if self.amax else np.float32(1)
+        return decode_scale(np.float32(self.amax))
 
     def _of_scale(self, wanted: np.ndarray) -> Fitted:
         scale = np.minimum(wanted, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)

@@ -35,18 +35,16 @@ class LayerSource:
 
     def __init__(self, source: CheckpointFolder, config: DecoderConfig):
         self.config, self._source, self._mapping = config, source, mapping_of(config)
-        self._state = nnx.to_flat_state(nnx.state(nnx.eval_shape(self._decoder)))
-
-    def _decoder(self) -> Decoder:
-        return Decoder(self.config, dtype=_DTYPE, param_dtype=_DTYPE, rngs=nnx.Rngs(0))
+        self._decoder = nnx.eval_shape(lambda: Decoder(config, dtype=_DTYPE, param_dtype=_DTYPE, rngs=nnx.Rngs(0)))
+        self._state = nnx.to_flat_state(nnx.state(self._decoder))
 
     def ends(self) -> Decoder:
         """The decoder without its layers."""
         state = nnx.from_flat_state({path: leaf for path, leaf in self._state if path[0] != "layers"})
         names = [name for name in self._source.shard_of if not name.startswith("model.layers.")]
-        decoder = nnx.eval_shape(self._decoder)
-        nnx.update(decoder, self._mapping.from_tensors({n: self._source.read(n) for n in names}, state))
+        decoder = nnx.merge(*nnx.split(self._decoder))
         decoder.layers = nnx.List([])
+        nnx.update(decoder, self._mapping.from_tensors({n: self._source.read(n) for n in names}, state))
         return decoder
 
     def layer(self, number: int, instead: Mapping[str, np.ndarray]) -> LoadedLayer:
@@ -120,13 +118,13 @@ def _computed(
 def negative_log_likelihood(ends: Decoder, hidden: np.ndarray, targets: np.ndarray) -> float:
     """The mean of predicting tokens [rows, time] from what the last layer gives [rows, time, width]."""
     graph, state = nnx.split(ends)
+    return float(np.mean([_of_row(graph, state, row, tokens) for row, tokens in zip(hidden, targets, strict=True)]))
 
-    @jax.jit
-    def of_row(state: Any, row: jax.Array, tokens: jax.Array) -> jax.Array:
-        decoder = nnx.merge(graph, state)
-        return -log_probabilities(decoder.logits(decoder.norm(row)), tokens).mean()
 
-    return float(np.mean([of_row(state, row, tokens) for row, tokens in zip(hidden, targets, strict=True)]))
+@functools.partial(jax.jit, static_argnums=0)
+def _of_row(graph: Any, state: Any, row: jax.Array, tokens: jax.Array) -> jax.Array:
+    decoder = nnx.merge(graph, state)
+    return -log_probabilities(decoder.logits(decoder.norm(row)), tokens).mean()
 
 
 def embedded(ends: Decoder, tokens: np.ndarray) -> np.ndarray:

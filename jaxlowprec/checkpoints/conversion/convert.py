@@ -30,8 +30,6 @@ from jaxlowprec.checkpoints.schemes import Scheme, by_name
 from jaxlowprec.checkpoints.schemes.base import on_the_cpu
 
 Path = str | pathlib.Path
-STATIC = ("fp8_tensor", "fp8_channel", "int8_channel", "autofp8")
-"""Schemes whose scales of activations may be static or found at run time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +128,12 @@ def scheme_for(source: Path, name: str, *, group_size: int | None = None, static
     """
     config = read_json_object(pathlib.Path(source) / CONFIG_FILE)
     options = {"scale_dtype": deployment_dtype(config)} if name.startswith("w4a16") else {}
-    if static and name in STATIC:
-        options["activations"] = "static"
     try:
-        return by_name(name, group_size=group_size, **options)
+        scheme = by_name(name, group_size=group_size, **options)
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(error)) from None
+    leaves_open = static and "activations" in scheme.__dataclass_fields__
+    return dataclasses.replace(scheme, activations="static") if leaves_open else scheme  # type: ignore[call-arg]
 
 
 def convert(

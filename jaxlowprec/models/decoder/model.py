@@ -136,13 +136,12 @@ class Decoder(nnx.Module):
         length = tokens.shape[1] if cache is None else cache.places
         tables = {rope: rope.tables(positions, self.config.turned, length) for rope in self.config.ropes}
         x = self.embedded(tokens)
-        places = {"starts": starts, "span": span} | ({} if counts is None else {"counts": counts})
         caches: list[LayerCache] = []
         said: list[jlp.moe.MoEAux] = []
         for i, layer in enumerate(self.layers):
             held, turns = None if cache is None else cache.layers[i], tables[self.config.rope_of(i)]
             replayed = tape[len(said)] if tape is not None and self.config.sparse[i] else None
-            x, new, aux = layer(x, positions, turns, held, tape=replayed, **places)
+            x, new, aux = layer(x, positions, turns, held, tape=replayed, starts=starts, span=span, counts=counts)
             caches += [] if new is None else [new]
             said += [] if aux is None else [aux]
         return self.norm(x), None if cache is None else dataclasses.replace(cache, layers=tuple(caches)), said

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxlowprec.weight_sync.engines.disk import DiskEngine
+
+Mode = Literal["abort", "wait", "keep"]
+"""What happens to running requests while weights change."""
 
 
 class VLLM(DiskEngine):
@@ -34,11 +37,10 @@ class VLLM(DiskEngine):
         url: str,
         path: str | os.PathLike[str],
         *,
-        mode: Literal["abort", "wait", "keep"] = "wait",
+        mode: Mode = "wait",
         **options: Any,
     ):
-        if mode not in ("abort", "wait", "keep"):
-            raise ValueError(f'VLLM: mode is {mode!r}; needs "abort", "wait" or "keep"')
+        check_mode("VLLM", mode)
         super().__init__(url, path, **options)
         self._mode = mode
 
@@ -57,3 +59,9 @@ class VLLM(DiskEngine):
 
     def _served(self, timeout: float) -> str:
         return str(self._engine.call("GET", "/weight_info", timeout=timeout).get("weight_version", ""))
+
+
+def check_mode(who: str, mode: str) -> None:
+    """Raises ValueError unless vLLM knows the mode."""
+    if mode not in get_args(Mode):
+        raise ValueError(f'{who}: mode is {mode!r}; needs "abort", "wait" or "keep"')

@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import os
 import urllib.parse
-from typing import Any, Literal
+from typing import Any
 
 from jaxlowprec.weight_sync.bucket import Bucket
 from jaxlowprec.weight_sync.engines.http import HttpEngine
+from jaxlowprec.weight_sync.engines.vllm import Mode, check_mode
 from jaxlowprec.weight_sync.engines.vllm_worker import Listen, read_secret
 from jaxlowprec.weight_sync.errors import PeerLost, SyncError
 from jaxlowprec.weight_sync.manifest import Manifest
@@ -54,15 +55,14 @@ class VLLMTransfer:
         *,
         engine_secret_file: str | os.PathLike[str] | None = None,
         workers: int = 1,
-        mode: Literal["abort", "wait", "keep"] = "wait",
+        mode: Mode = "wait",
         encrypt: bool = False,
         host: str | None = None,
         api_key: str | None = None,
     ):
         if type(workers) is not int or workers < 1:
             raise ValueError(f"VLLMTransfer: workers is {workers!r}; needs at least 1")
-        if mode not in ("abort", "wait", "keep"):
-            raise ValueError(f'VLLMTransfer: mode is {mode!r}; needs "abort", "wait" or "keep"')
+        check_mode("VLLMTransfer", mode)
         self._engine, self._mode = HttpEngine(url, api_key), mode
         host = host or urllib.parse.urlsplit(url).hostname or ""
         there = os.fspath(secret_file if engine_secret_file is None else engine_secret_file)

@@ -20,9 +20,6 @@ import numpy as np
 from jaxlowprec.weight_sync.receiving.receiver import Receiver
 from jaxlowprec.weight_sync.transports.tcp import TcpReceiver
 
-BACKEND = "jaxlowprec"
-"""What `--weight-transfer-config '{"backend": "jaxlowprec"}'` names."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Listen:

@@ -19,8 +19,6 @@ JLP_RULE __m512i pair_indices(const uint8_t* codes) {
 /// A line of codes: 4 times 32.
 class CodeLine {
  public:
-  static constexpr int kPairs = 4;
-
   explicit CodeLine(const uint8_t* codes)
       : bytes_((U32)_mm512_permutexvar_epi8(_mm512_load_si512(kPairOrder.line), load<__m512i>(codes))) {}
 
