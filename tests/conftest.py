@@ -1,5 +1,6 @@
 import gc
 import os
+import re
 import sys
 
 import jax
@@ -26,8 +27,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # The suite is on the CPU, whatever else is there. `-m gpu` compares a GPU with the CPU, and so needs both.
-    words = config.option.markexpr.split()
-    both = "gpu" in words and "not" not in words
+    both = re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is not None
     jax.config.update("jax_platforms", "cuda,cpu" if ON_GPU else None if both else "cpu")
     # Half of the suite's time goes into XLA's compiler. CI runs what matters most as users run their programs.
     if not config.getoption("--optimized"):

@@ -170,11 +170,11 @@ def quantized_from_bytes(shape, fmt, seed=0, *, amax=None, codes=None, scales=No
 
 
 # XLA's flags for programs whose speed does not matter: what surrounds the kernels is not optimised, is compiled in one
-# piece, and does not pass through MLIR, which from 0.12 on everything does.
+# piece, and does not pass through MLIR, which from 0.11 on everything does.
 FAST_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
-    *(["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 12) else []),
+    *(["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []),
 )
 
 
